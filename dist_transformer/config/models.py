@@ -1,0 +1,244 @@
+"""Every setting of a run, its type, its unit and its default. Defaults live here and nowhere else.
+
+Each part of the program receives only its own section, frozen. The defaults of `model`, `optimizer`, `schedule` and
+`training` are those of Vaswani et al. (2017), "Attention Is All You Need"; what departs from the paper says so.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+PositiveInt = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class Section(BaseModel):
+    """A frozen group of settings; unknown keys are errors, and numbers are not silently made of strings."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, protected_namespaces=())
+
+
+class RunConfig(Section):
+    """Who the run is and where everything of it is kept."""
+
+    name: str = Field("run", min_length=1, description="Name of the run folder and of the MLflow run.")
+    root: str = Field("runs", description="Folder of run folders; the run folder is <root>/<name>.")
+    seed: int = Field(1, ge=0, description="Seed of initialisation, data order and dropout.")
+
+
+class CorpusConfig(Section):
+    """One set of aligned text: exactly one of `source`+`target` files, `path`, `hub` or `demo`."""
+
+    source: str | None = Field(None, description="Text file of the source side, one sentence a line (.gz, .zst too).")
+    target: str | None = Field(None, description="Text file of the target side, aligned line by line with `source`.")
+    path: str | None = Field(None, description="One file with both sides: .tsv .csv .jsonl .parquet (.gz, .zst too).")
+    hub: str | None = Field(None, description="Dataset id on the Hugging Face Hub, e.g. wmt/wmt14.")
+    subset: str | None = Field(None, description="Configuration name of the Hub dataset, e.g. de-en.")
+    split: str = Field("train", description="Split of the Hub dataset.")
+    revision: str | None = Field(None, description="Revision (commit) of the Hub dataset.")
+    columns: tuple[str, str] | None = Field(
+        None,
+        description="Names of the source and target columns; dots reach into nested ones: translation.en. "
+        "Default: the two languages, or `translation.<language>` for a Hub dataset; columns 0 and 1 of a tsv.",
+    )
+    demo: Literal["train", "validation", "test"] | None = Field(
+        None, description="A split of the embedded English-German demonstration corpus; needs no files."
+    )
+
+
+class FilterConfig(Section):
+    """Which pairs are dropped, rule by rule; each rule is counted by its name."""
+
+    max_tokens: PositiveInt = Field(256, description="Longest side in subword tokens, end of sentence included.")
+    max_length_ratio: float = Field(
+        9.0, gt=1.0, description="Largest ratio of the longer to the shorter side, in tokens; sides under 10 pass."
+    )
+    drop_identical: bool = Field(False, description="Drop pairs whose source equals their target.")
+    bad_encoding: Literal["raise", "drop"] = Field(
+        "raise", description="Invalid UTF-8 in a text file: stop and name the line, or drop the pair and count it."
+    )
+
+
+class DataConfig(Section):
+    """From text to micro-batches."""
+
+    root: str = Field(".", description="Folder that relative corpus paths start from.")
+    source_language: str = Field("en", description="Source language code, for column names and tags.")
+    target_language: str = Field("de", description="Target language code, for column names and tags.")
+    train: CorpusConfig = Field(description="The training corpus.")
+    validation: CorpusConfig | None = Field(None, description="The validation corpus; its loss is measured in training.")
+    test: CorpusConfig | None = Field(None, description="The test corpus that `evaluate` scores.")
+    prepared: str | None = Field(
+        None, description="Folder of the prepared corpus; default: <run.root>/prepared/<digest of what made it>."
+    )
+    filters: FilterConfig = Field(default_factory=FilterConfig)  # type: ignore[arg-type]
+    lanes: PositiveInt = Field(
+        8, description="Micro-batches per optimizer step over all ranks (fairseq: update-freq x GPUs). Part of the recipe."
+    )
+    max_tokens: PositiveInt = Field(
+        8192, description="Largest micro-batch in tokens: source + target, padding counted."
+    )
+    window_rows: PositiveInt = Field(20_000, description="Rows of a lane shuffled, sorted and resumed together.")
+    row_group_rows: PositiveInt = Field(4096, description="Rows per parquet row group of the prepared corpus.")
+    loader_workers: int = Field(1, ge=0, description="Loader processes per rank; 0 reads in the training process.")
+    stall_seconds: PositiveInt = Field(300, description="A window not delivered in this time ends the run with a reason.")
+    audit: bool = Field(False, description="Also write the row ids of every step to audit.jsonl.")
+
+
+class TokenizerConfig(Section):
+    """The sentencepiece model: trained by `prepare`, or taken from files."""
+
+    type: Literal["bpe", "unigram"] = Field("bpe", description="Kind of sentencepiece model.")
+    vocabulary_size: PositiveInt = Field(37_000, description="Pieces per model; rounded up to a multiple of 8. 5.1: 37000.")
+    shared: bool = Field(True, description="One vocabulary for both languages (5.1).")
+    character_coverage: float = Field(1.0, gt=0.0, le=1.0, description="Share of characters that get a piece.")
+    training_sentences: PositiveInt = Field(2_000_000, description="Most sentences (both sides) used to train it.")
+    source_model: str | None = Field(None, description="An existing .model file to take instead of training one.")
+    target_model: str | None = Field(None, description="The target side's .model file where not shared.")
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": dict(d_model=128, d_ff=256, num_heads=4, num_encoder_layers=4, num_decoder_layers=4, dropout=0.3),
+    "small": dict(d_model=256, d_ff=1024, num_heads=4, num_encoder_layers=3, num_decoder_layers=3, dropout=0.1),
+    "base": dict(d_model=512, d_ff=2048, num_heads=8, num_encoder_layers=6, num_decoder_layers=6, dropout=0.1),
+    "big": dict(d_model=1024, d_ff=4096, num_heads=16, num_encoder_layers=6, num_decoder_layers=6, dropout=0.3),
+}
+"""`base` and `big` are Table 3 of the paper; `tiny` is the published small setting for Multi30k (Wu et al., 2021)."""
+
+
+class ModelConfig(Section):
+    """The encoder-decoder of the paper (section 3). `preset` fills what is not given."""
+
+    preset: Literal["tiny", "small", "base", "big"] = Field("base", description="Fills every size that is not given.")
+    d_model: PositiveInt = Field(512, description="Width of embeddings and layers.")
+    d_ff: PositiveInt = Field(2048, description="Inner width of the feed-forward networks.")
+    num_heads: PositiveInt = Field(8, description="Attention heads; must divide d_model.")
+    num_encoder_layers: PositiveInt = Field(6, description="Layers of the encoder.")
+    num_decoder_layers: PositiveInt = Field(6, description="Layers of the decoder.")
+    dropout: Share = Field(0.1, description="5.4: on each sub-layer's output and on the sums of embeddings and positions.")
+    norm: Literal["post", "pre"] = Field(
+        "post", description="Layer norm after the residual sum (3.1), or before the sub-layer (not the paper's)."
+    )
+    shared_embeddings: bool = Field(
+        True, description="One matrix for both embeddings and the output projection (3.4); needs tokenizer.shared."
+    )
+    tied_output: bool = Field(True, description="The output projection is the target embedding (3.4).")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {**PRESETS.get(given.get("preset", "base"), {}), **given}
+
+
+class OptimizerConfig(Section):
+    """Adam as in 5.3."""
+
+    learning_rate: float | None = Field(
+        None, gt=0.0, description="Peak learning rate; none: the paper's, (d_model * warmup_steps) ** -0.5."
+    )
+    beta1: Share = Field(0.9, description="5.3: 0.9.")
+    beta2: Share = Field(0.98, description="5.3: 0.98.")
+    epsilon: float = Field(1e-9, gt=0.0, description="5.3: 1e-9.")
+    weight_decay: float = Field(0.0, ge=0.0, description="Decoupled weight decay (not the paper's); matrices only.")
+
+
+class ScheduleConfig(Section):
+    """Learning rate by step."""
+
+    name: Literal["inverse_sqrt", "cosine", "linear", "constant"] = Field(
+        "inverse_sqrt", description="5.3 is inverse_sqrt with no learning rate given (`noam` elsewhere)."
+    )
+    warmup_steps: PositiveInt = Field(4000, description="Steps of linear growth to the peak.")
+
+
+class TrainingConfig(Section):
+    """The steps."""
+
+    max_steps: PositiveInt | None = Field(100_000, description="Last step of the run; none: only max_epochs ends it.")
+    max_epochs: PositiveInt | None = Field(None, description="Epochs after which the run ends; none: only max_steps.")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "fp16", description="fp16: half weights, fp32 masters, dynamic loss scale. bf16: autocast over fp32 weights."
+    )
+    zero_stage: Literal[0, 1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage: what is sharded over the ranks.")
+    label_smoothing: Share = Field(0.1, description="5.4: 0.1.")
+    gradient_clip_norm: float = Field(0.0, ge=0.0, description="Clip the global gradient norm; 0: never (the paper's).")
+    log_every_steps: PositiveInt = Field(50, description="A line in the log, metrics.jsonl and MLflow.")
+    threads_per_rank: int = Field(0, ge=0, description="CPU threads of a rank; 0: the node's cores over its ranks.")
+    hang_seconds: PositiveInt = Field(600, description="No progress for this long ends the rank with stacks in the log.")
+    initial_loss_scale: PositiveInt = Field(65_536, description="fp16: first loss scale, a power of 2.")
+    loss_scale_window: PositiveInt = Field(1000, description="fp16: steps without overflow before the scale doubles.")
+
+
+class ValidationConfig(Section):
+    """Loss on the validation corpus during training."""
+
+    every_steps: PositiveInt = Field(1000, description="Measured at every such step and at the end.")
+
+
+class CheckpointConfig(Section):
+    """What can be resumed from, and the model at the end."""
+
+    every_steps: PositiveInt = Field(1000, description="A checkpoint at every such step, at a stop and at the end.")
+    keep_last: PositiveInt = Field(5, description="Newest checkpoints kept.")
+    average_last: PositiveInt = Field(
+        5, description="Checkpoints averaged into the final model folder (6.1: 5 for base, 20 for big)."
+    )
+
+
+class DecodingConfig(Section):
+    """Beam search of `translate` and `evaluate` (6.1)."""
+
+    beam_size: PositiveInt = Field(4, description="6.1: 4.")
+    length_penalty: float = Field(0.6, ge=0.0, description="alpha of Wu et al. (2016); 6.1: 0.6.")
+    max_extra_tokens: int = Field(50, ge=0, description="Longest output: input length + this (6.1: 50).")
+    max_tokens: PositiveInt = Field(8192, description="Source tokens times beam in one batch of the search.")
+
+
+class TrackingConfig(Section):
+    """MLflow."""
+
+    enabled: bool = Field(True, description="False: only metrics.jsonl.")
+    uri: str | None = Field(None, description="Tracking address; none: sqlite in <run.root>/mlflow.db.")
+    experiment: str = Field("dist-transformer", min_length=1, description="MLflow experiment name.")
+    close_seconds: PositiveInt = Field(10, description="At the end, how long to wait for the server to take the rest.")
+
+
+class SlurmConfig(Section):
+    """How `submit` asks Slurm for the job. What differs between sites lives in slurm/clusters/*.yaml."""
+
+    cluster: str | None = Field(None, description="Profile: a name in slurm/clusters/ or a path; fills what is not given.")
+    nodes: PositiveInt = Field(1, description="Nodes of the job.")
+    ranks_per_node: PositiveInt = Field(1, description="Ranks on each node: one per GPU.")
+    gpus_per_node: int = Field(0, ge=0, description="GPUs asked for on each node; 0: CPU training.")
+    cpus_per_rank: PositiveInt = Field(1, description="CPUs of each rank.")
+    memory: str | None = Field(None, pattern=r"^\d+[KMGT]?$", description="Memory per node as sbatch --mem takes it.")
+    time_limit: str = Field("24:00:00", pattern=r"^[0-9:-]+$", description="Time limit as sbatch --time takes it.")
+    signal_seconds: PositiveInt = Field(180, description="Seconds before the limit at which the job is told to save.")
+    partition: str | None = Field(None)
+    account: str | None = Field(None)
+    qos: str | None = Field(None)
+    constraint: str | None = Field(None)
+    max_restarts_without_progress: PositiveInt = Field(3, description="Restarts without a new checkpoint before giving up.")
+    setup: tuple[str, ...] = Field((), description="Shell lines run on each job start: module load, activate.")
+    environment: dict[str, str] = Field(default_factory=dict, description="Environment variables of the job.")
+    extra_sbatch: tuple[str, ...] = Field((), description="Further options of sbatch, one a line: --reservation=x.")
+    extra_srun: tuple[str, ...] = Field((), description="Further options of srun: --container-image=...")
+
+
+class Config(Section):
+    """One run."""
+
+    run: RunConfig = Field(default_factory=RunConfig)  # type: ignore[arg-type]
+    data: DataConfig
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)  # type: ignore[arg-type]
+    model: ModelConfig = Field(default_factory=ModelConfig)  # type: ignore[arg-type]
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)  # type: ignore[arg-type]
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)  # type: ignore[arg-type]
+    training: TrainingConfig = Field(default_factory=TrainingConfig)  # type: ignore[arg-type]
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)  # type: ignore[arg-type]
+    checkpoints: CheckpointConfig = Field(default_factory=CheckpointConfig)  # type: ignore[arg-type]
+    decoding: DecodingConfig = Field(default_factory=DecodingConfig)  # type: ignore[arg-type]
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)  # type: ignore[arg-type]
+    slurm: SlurmConfig = Field(default_factory=SlurmConfig)  # type: ignore[arg-type]

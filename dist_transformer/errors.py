@@ -1,0 +1,42 @@
+"""The one family of exceptions and the exit codes of every command.
+
+A `UserError` is something the person can mend: the command prints its message and exits 2, without a traceback.
+Every other exception is our fault: exit 1, with the traceback in the log.
+"""
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_USER_ERROR = 2
+EXIT_HANG = 70
+"""The watchdog saw no progress for `training.hang_seconds` and ended the rank."""
+EXIT_REQUEUE = 75
+"""Stopped on request with everything saved: start the same command again to go on (EX_TEMPFAIL of sysexits.h)."""
+
+
+class DistTransformerError(Exception):
+    """Base of all exceptions this package raises on purpose."""
+
+    exit_code = EXIT_FAILED
+
+
+class UserError(DistTransformerError):
+    """A mistake the user can mend. The message says what was expected, what came, where, and what to do."""
+
+    exit_code = EXIT_USER_ERROR
+
+
+class ConfigError(UserError):
+    """One or more problems of a configuration, all reported at once."""
+
+    def __init__(self, problems: list[str]) -> None:
+        self.problems = problems
+        noun = "problem" if len(problems) == 1 else "problems"
+        super().__init__("\n".join([f"{len(problems)} {noun} in the configuration:", *(f"  {p}" for p in problems)]))
+
+
+class DataError(UserError):
+    """A corpus, a prepared shard or a tokenizer that cannot be used as it is."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint or model folder that is damaged, missing, or belongs to something else."""

@@ -1,0 +1,113 @@
+"""Names every file of a run folder, and writes files so that they are whole or not there."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder of one training run. Attributes are paths; nothing is created until it is written."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration of the newest start."""
+        return self.path / "config.yaml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON record a line: `event` is "train" or "validation"; steps never repeat."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def audit(self) -> Path:
+        return self.path / "audit.jsonl"
+
+    @property
+    def log(self) -> Path:
+        return self.path / "train.log"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """The model folder that `translate` and `evaluate` take."""
+        return self.path / "model"
+
+    @property
+    def tracking(self) -> Path:
+        """The tracker's memory: MLflow run id, newest step sent."""
+        return self.path / "tracking.json"
+
+    @property
+    def state(self) -> Path:
+        """run.json: what outsiders ask about (state, step, starts, job ids)."""
+        return self.path / "run.json"
+
+    @property
+    def stop_file(self) -> Path:
+        """Create it to ask the run to save and stop at the next step."""
+        return self.path / "stop"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "lock"
+
+    @property
+    def slurm(self) -> Path:
+        """What was submitted: the exact script, its environment, the code snapshot, the job's logs."""
+        return self.path / "slurm"
+
+    @property
+    def evaluation(self) -> Path:
+        return self.path / "evaluation"
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by `text` in one rename; a reader sees the old file or the new one, never a part."""
+    with replacing(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_text` of indented JSON."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yields a temporary path beside `path`; on success it is flushed to disk and renamed over `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        flush_to_disk(temporary)
+        os.replace(temporary, path)
+        flush_to_disk(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def flush_to_disk(path: Path) -> None:
+    """fsync of a file or a folder: after it, a power loss does not take the data (or the rename) back."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
