@@ -52,6 +52,11 @@ class RunDir:
         return self.path / "tracking.json"
 
     @property
+    def tracking_events(self) -> Path:
+        """The tracker's spool: starts, checkpoints, models and status changes, one JSON record a line."""
+        return self.path / "tracking_events.jsonl"
+
+    @property
     def state(self) -> Path:
         """run.json: what outsiders ask about (state, step, starts, job ids)."""
         return self.path / "run.json"
@@ -69,6 +74,30 @@ class RunDir:
     def slurm(self) -> Path:
         """What was submitted: the exact script, its environment, the code snapshot, the job's logs."""
         return self.path / "slurm"
+
+    @property
+    def job(self) -> Path:
+        """The newest submission: job id, time, command."""
+        return self.slurm / "job.json"
+
+    @property
+    def submitted_script(self) -> Path:
+        return self.slurm / "train.sbatch"
+
+    @property
+    def snapshot(self) -> Path:
+        """The code that the job runs, as it was when it was submitted."""
+        return self.slurm / "snapshot"
+
+    @property
+    def restarts(self) -> Path:
+        """The batch script's memory: newest checkpoint at the last restart, restarts without a new one since."""
+        return self.slurm / "restarts.json"
+
+    @property
+    def first_exit(self) -> Path:
+        """Exit code of the first rank that failed in this attempt of the job."""
+        return self.slurm / "first_exit"
 
     @property
     def evaluation(self) -> Path:

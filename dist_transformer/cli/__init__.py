@@ -1,0 +1,1 @@
+"""The command line: the only place where the parts are wired together. One file a verb, heavy imports inside."""

@@ -1,0 +1,37 @@
+"""config check | show | schema: look at a configuration without starting anything."""
+
+import json
+
+import typer
+
+from dist_transformer.cli.arguments import ConfigArgument, Overrides
+from dist_transformer.config.loading import load_config, to_yaml
+from dist_transformer.config.models import Config
+from dist_transformer.config.sizes import parameter_count
+
+app = typer.Typer(help="Check, show or describe a configuration.", no_args_is_help=True)
+
+
+@app.command("check")
+def check(config: ConfigArgument, overrides: Overrides = None) -> None:
+    """Report every problem of a configuration at once; exit code 2 if there is one."""
+    checked = load_config(config, overrides)
+    size = checked.tokenizer.vocabulary_size
+    parameters = parameter_count(checked.model, size, size)
+    num_ranks = checked.slurm.nodes * checked.slurm.ranks_per_node
+    print(
+        f"{config}: no problem found. Run {checked.run.root}/{checked.run.name}: {parameters:,} parameters, "
+        f"{checked.data.lanes} lanes of {checked.data.max_tokens} tokens a step, {num_ranks} ranks in a Slurm job."
+    )
+
+
+@app.command("show")
+def show(config: ConfigArgument, overrides: Overrides = None) -> None:
+    """Print the resolved configuration: defaults, presets, `extends` and overrides filled in."""
+    print(to_yaml(load_config(config, overrides, check_files=False)), end="")
+
+
+@app.command("schema")
+def schema() -> None:
+    """Print the JSON schema of the configuration, for editors."""
+    print(json.dumps(Config.model_json_schema(), indent=2, ensure_ascii=False))

@@ -1,0 +1,72 @@
+"""The command `dist-transformer`. An error the user can mend is one message and exit code 2, never a traceback."""
+
+import os
+import sys
+
+import typer
+
+from dist_transformer import __version__
+from dist_transformer.cli import (
+    average,
+    config_verbs,
+    demo,
+    evaluate,
+    prepare,
+    submit,
+    tracking_verbs,
+    train,
+    translate,
+)
+from dist_transformer.errors import EXIT_FAILED, DistTransformerError
+
+app = typer.Typer(
+    name="dist-transformer",
+    help="Trains the encoder-decoder Transformer on Slurm clusters: one YAML file, one command, exact resume.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(config_verbs.app, name="config")
+app.command("prepare")(prepare.prepare_command)
+app.command("train")(train.train_command)
+app.command("submit")(submit.submit_command)
+app.command("average")(average.average_command)
+app.command("translate")(translate.translate_command)
+app.command("evaluate")(evaluate.evaluate_command)
+app.command("demo-corpus")(demo.demo_corpus_command)
+app.add_typer(tracking_verbs.app, name="track")
+app.command("ui")(tracking_verbs.ui_command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Trains the encoder-decoder Transformer on Slurm clusters: one YAML file, one command, exact resume."""
+
+
+def main() -> None:
+    """Runs the command; ends the process with the exit code of errors.py."""
+    try:
+        app()
+    except DistTransformerError as error:
+        print(f"dist-transformer: {error}", file=sys.stderr, flush=True)
+        _leave(error.exit_code)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader of our output has gone: `| head`
+        sys.exit(EXIT_FAILED)
+
+
+def _leave(code: int) -> None:
+    """A rank leaves at once: tearing down its group could wait for ranks that wait for it."""
+    if "RANK" in os.environ:
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)

@@ -1,0 +1,37 @@
+"""train: start, or go on with, a run. As a rank (RANK is set) it trains; otherwise it starts the ranks of this machine."""
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
+from dist_transformer.errors import ConfigError
+
+
+def train_command(
+    run: RunArgument,
+    overrides: Overrides = None,
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks to start on this machine.")] = 1,
+) -> None:
+    """Train. A run folder that has a checkpoint goes on from its newest whole one, on any number of ranks.
+
+    Exit codes: 0 finished, 75 stopped on request and saved (start it again), 2 something you can mend, 1 failed.
+    """
+    is_rank = "RANK" in os.environ
+    num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else ranks
+    config, run_dir = read_run(run, overrides, check_files=not is_rank or os.environ["RANK"] == "0")
+    if num_ranks > config.data.lanes:
+        raise ConfigError(
+            [f"{num_ranks} ranks, but data.lanes is {config.data.lanes}: each rank needs a lane; use fewer ranks"]
+        )
+    if is_rank or num_ranks == 1:
+        from dist_transformer.cli.train_rank import train_rank
+
+        sys.exit(train_rank(config, run_dir))
+    from dist_transformer.cli.prepare import prepare_with_progress
+    from dist_transformer.launching import start_local_ranks
+
+    prepare_with_progress(config)
+    sys.exit(start_local_ranks([str(run), *(overrides or [])], num_ranks))

@@ -1,0 +1,329 @@
+"""One rank of a training run, from joining the group to the model folder: where the parts of training meet."""
+
+import logging
+import os
+import platform
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import filelock
+import torch
+
+from dist_transformer import __version__, distributed
+from dist_transformer.cli.prepare import prepare_with_progress
+from dist_transformer.cli.write_model import write_averaged_model
+from dist_transformer.config.loading import to_yaml
+from dist_transformer.config.models import Config
+from dist_transformer.data.loader import LaneLoader, MicroBatch, Position, WindowSource, validation_batches
+from dist_transformer.data.manifest import Manifest, verify_shards
+from dist_transformer.data.window import WindowReader
+from dist_transformer.distributed import Ranks
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, CheckpointError, DataError, UserError
+from dist_transformer.model.transformer import Transformer
+from dist_transformer.run_dir import RunDir, read_json, write_json, write_text
+from dist_transformer.stop_request import StopRequest
+from dist_transformer.tracking.metrics_log import MetricsLog
+from dist_transformer.tracking.tracker import Status, Tracker
+from dist_transformer.training import checkpoints
+from dist_transformer.training.checkpoints import Checkpoint
+from dist_transformer.training.engine import Engine
+from dist_transformer.training.feed import Feed
+from dist_transformer.training.loop import Journal, Outcome, Progress, Trainer
+from dist_transformer.training.objective import Objective
+from dist_transformer.training.report import ProgressBar, log_outlook
+from dist_transformer.training.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+LOCK_SECONDS = 20
+"""A rank that was killed may hold the lock of the run folder until its node notices."""
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """The prepared corpus of this run."""
+
+    folder: Path
+    manifest: Manifest
+    source: WindowSource
+    validation: list[MicroBatch]
+
+
+def train_rank(config: Config, run_dir: RunDir) -> int:
+    """Trains as the rank that the environment names; alone without RANK. Returns the exit code.
+
+    Raises:
+        UserError: on every rank; the process must then leave without touching its group.
+    """
+    stop = StopRequest(run_dir.stop_file)
+    stop.listen()
+    folder, manifest = prepare_with_progress(config)
+    ranks = distributed.join(config.training.hang_seconds)
+    torch.set_num_threads(config.training.threads_per_rank or max(1, (os.cpu_count() or 1) // ranks.ranks_per_node))
+    try:
+        code = _train(config, run_dir, ranks, _open_corpus(config, folder, manifest, ranks), stop)
+    except UserError:
+        raise
+    except Exception:  # noqa: BLE001  (the last line of defence: say it and leave, so that the other ranks can)
+        print(f"rank {ranks.rank} of {ranks.num_ranks} on {platform.node()} failed:", file=sys.stderr)
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(EXIT_FAILED)
+    distributed.leave()
+    return code
+
+
+def _train(config: Config, run_dir: RunDir, ranks: Ranks, corpus: Corpus, stop: StopRequest) -> int:
+    lock = _lock(run_dir, ranks)
+    _set_up_logging(run_dir, ranks)
+    checkpoint = _newest_checkpoint(run_dir, ranks)
+    recipe = _recipe(config, corpus.manifest)
+    if checkpoint is not None:
+        _refuse_changes(checkpoint, recipe)
+    torch.manual_seed(config.run.seed)
+    model = Transformer(
+        config.model, corpus.manifest.source_vocabulary, corpus.manifest.target_vocabulary, corpus.manifest.pad_id
+    )
+    engine = Engine(
+        Objective(model, config.training.label_smoothing, config.training.precision),
+        config.training, config.optimizer, ranks,
+    )  # fmt: skip
+    progress = _progress(config, checkpoint)
+    if checkpoint is not None:
+        checkpoints.load(checkpoint, engine)
+    tracker = _start_tracker(config, run_dir, ranks, corpus.manifest) if ranks.is_first else None
+    journal = _open_journal(config, run_dir, progress.step, tracker) if ranks.is_first else None
+    trainer = Trainer(config, run_dir, ranks, engine, corpus.validation, recipe, journal, progress)
+    if checkpoint is not None:
+        trainer.restore(checkpoint.state["interval"])
+    _note(run_dir, ranks, "running", progress.step)
+    log_outlook(config, corpus.manifest, ranks.num_ranks)
+    log.info("start      step %d%s", progress.step, f", resumed from {checkpoint.path}" if checkpoint else "")
+    loader = _loader(config, corpus, ranks, progress.position)
+    feed = Feed(loader, ranks, lambda: stop.reason() is not None)
+    status: Status = "FAILED"
+    try:
+        with ProgressBar(config.training.max_steps, progress.step) as bar, Watchdog(
+            config.training.hang_seconds, ranks.rank
+        ) as watchdog:
+            outcome = trainer.run(feed, bar, watchdog)
+        if outcome is Outcome.FINISHED:
+            _write_model(config, run_dir, ranks, corpus, tracker)
+        status = "FINISHED" if outcome is Outcome.FINISHED else "SCHEDULED"
+        return _end(run_dir, ranks, outcome, progress.step, stop)
+    finally:
+        if tracker is not None:
+            tracker.close(status)
+        lock.release()
+
+
+def _open_corpus(config: Config, folder: Path, manifest: Manifest, ranks: Ranks) -> Corpus:
+    digests = ranks.gather(manifest.digest)
+    if len(set(digests)) > 1:
+        raise DataError(f"{folder}: ranks see different prepared corpora ({sorted(set(digests))}): is it on a shared disk?")
+    verify_shards(folder, manifest)
+    train = manifest.splits["train"]
+    if train.rows < config.data.lanes:
+        raise DataError(
+            f"the training corpus has {train.rows} pairs after filtering, fewer than data.lanes = {config.data.lanes}: "
+            "each lane needs a row; lower data.lanes or add text"
+        )
+    group_rows = tuple(group.rows for group in train.row_groups)
+    source = WindowSource(
+        WindowReader(folder, manifest, "train"), group_rows, config.data.lanes, config.data.window_rows,
+        config.data.max_tokens, config.run.seed,
+    )  # fmt: skip
+    validation: list[MicroBatch] = []
+    if "validation" in manifest.splits:
+        reader = WindowReader(folder, manifest, "validation")
+        validation = list(validation_batches(reader, config.data.max_tokens, manifest.bos_id))
+    return Corpus(folder, manifest, source, validation)
+
+
+def _loader(config: Config, corpus: Corpus, ranks: Ranks, position: Position) -> LaneLoader:
+    lanes = range(ranks.rank, config.data.lanes, ranks.num_ranks)
+    return LaneLoader(
+        corpus.source, lanes, position, corpus.manifest.bos_id, config.data.loader_workers, config.data.stall_seconds
+    )
+
+
+def _lock(run_dir: RunDir, ranks: Ranks) -> filelock.BaseFileLock:
+    """Only one job works on a run folder. Rank 0 holds the lock; every rank hears of it."""
+    run_dir.path.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(run_dir.lock)
+    held = True
+    if ranks.is_first:
+        try:
+            lock.acquire(timeout=LOCK_SECONDS)
+        except filelock.Timeout:
+            held = False
+    if not ranks.from_first(held):
+        raise UserError(
+            f"{run_dir.path}: another job is working on this run folder (its lock is held for more than {LOCK_SECONDS} s). "
+            "Stop that job, or give this run another run.name."
+        )
+    return lock
+
+
+def _set_up_logging(run_dir: RunDir, ranks: Ranks) -> None:
+    """Rank 0 writes to stderr and appends to train.log; the others write warnings only."""
+    from rich.logging import RichHandler
+
+    plain = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S")
+    root = logging.getLogger("dist_transformer")
+    root.setLevel(logging.INFO if ranks.is_first else logging.WARNING)
+    console = RichHandler(show_path=False, markup=False) if sys.stderr.isatty() else logging.StreamHandler()
+    if not sys.stderr.isatty():
+        console.setFormatter(plain)
+    root.addHandler(console)
+    if ranks.is_first:
+        file = logging.FileHandler(run_dir.log, encoding="utf-8")
+        file.setFormatter(plain)
+        root.addHandler(file)
+
+
+def _newest_checkpoint(run_dir: RunDir, ranks: Ranks) -> Checkpoint | None:
+    """Rank 0 looks and verifies; every rank takes the same one."""
+    found: Checkpoint | CheckpointError | None = None
+    if ranks.is_first:
+        try:
+            found = checkpoints.newest_whole(run_dir)
+        except CheckpointError as error:
+            found = error
+    found = ranks.from_first(found)
+    if isinstance(found, CheckpointError):
+        raise found
+    return found
+
+
+def _recipe(config: Config, manifest: Manifest) -> dict[str, Any]:
+    """What a resume must find unchanged: the shape of the model and the order of the data."""
+    model = config.model.model_dump(exclude={"preset", "dropout"})
+    data = config.data.model_dump(include={"lanes", "max_tokens", "window_rows"})
+    return {
+        **{f"model.{key}": value for key, value in model.items()},
+        **{f"data.{key}": value for key, value in data.items()},
+        "run.seed": config.run.seed,
+        "source_vocabulary": manifest.source_vocabulary,
+        "target_vocabulary": manifest.target_vocabulary,
+        "pad_id": manifest.pad_id,
+        "eos_id": manifest.eos_id,
+        "prepared corpus": manifest.digest,
+    }
+
+
+def _refuse_changes(checkpoint: Checkpoint, recipe: dict[str, Any]) -> None:
+    before = checkpoint.state["recipe"]
+    changed = [f"  {key}: {before.get(key)} -> {value}" for key, value in recipe.items() if before.get(key) != value]
+    if changed:
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be gone on with, since these have changed:\n" + "\n".join(changed) + "\n"
+            "Put them back, or give the changed run another run.name."
+        )
+
+
+def _progress(config: Config, checkpoint: Checkpoint | None) -> Progress:
+    if checkpoint is None:
+        return Progress(Position.start(config.data.lanes))
+    state = checkpoint.state
+    lanes = tuple((window, emitted) for window, emitted in state["position"]["lanes"])
+    names = ("step", "batches", "skipped_updates", "total_target_tokens")
+    return Progress(Position(state["position"]["epoch"], lanes), **{name: state[name] for name in names})
+
+
+def _start_tracker(config: Config, run_dir: RunDir, ranks: Ranks, manifest: Manifest) -> Tracker | None:
+    if not config.tracking.enabled:
+        return None
+    tracker = Tracker(run_dir, config.tracking, config.run.name, Path(config.run.root))
+    tags = {
+        "languages": f"{config.data.source_language}-{config.data.target_language}",
+        "num_ranks": str(ranks.num_ranks),
+        "device": ranks.device.type,
+        "zero_stage": str(config.training.zero_stage),
+        "precision": config.training.precision,
+        "data_digest": manifest.digest,
+        "version": __version__,
+        **{f"slurm.{key}": os.environ[name] for key, name in _SLURM_TAGS.items() if name in os.environ},
+    }
+    tracker.start(_flat(config.model_dump(mode="json")), tags, to_yaml(config))
+    return tracker
+
+
+_SLURM_TAGS = {"job_id": "SLURM_JOB_ID", "nodes": "SLURM_JOB_NODELIST", "restart": "SLURM_RESTART_COUNT"}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """{"optimizer": {"beta1": 0.9}} -> {"optimizer.beta1": "0.9"}; what is not given is left out."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            flat[prefix + key] = str(value)
+    return flat
+
+
+def _open_journal(config: Config, run_dir: RunDir, step: int, tracker: Tracker | None) -> Journal:
+    """The files of metrics, without what an earlier job wrote beyond the step that is resumed from."""
+    write_text(run_dir.config, to_yaml(config))
+    run_dir.stop_file.unlink(missing_ok=True)
+    metrics = MetricsLog(run_dir.metrics)
+    metrics.rewind(step)
+    audit = MetricsLog(run_dir.audit) if config.data.audit else None
+    if audit is not None:
+        audit.rewind(step)
+
+    def checkpoint_saved(step: int, path: Path, values: dict[str, float]) -> None:
+        _note_step(run_dir, step)
+        if tracker is not None:
+            tracker.checkpoint_saved(step, path, values)
+
+    return Journal(metrics, audit, checkpoint_saved)
+
+
+def _note(run_dir: RunDir, ranks: Ranks, state: str, step: int) -> None:
+    """run.json: what people and scripts ask about a run."""
+    if not ranks.is_first:
+        return
+    before = read_json(run_dir.state) if run_dir.state.is_file() else {"starts": 0}
+    write_json(
+        run_dir.state,
+        {
+            "state": state,
+            "step": step,
+            "starts": before["starts"] + (state == "running"),
+            "num_ranks": ranks.num_ranks,
+            "host": platform.node(),
+            "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
+            "version": __version__,
+            "time": round(time.time(), 3),
+        },
+    )
+
+
+def _note_step(run_dir: RunDir, step: int) -> None:
+    write_json(run_dir.state, {**read_json(run_dir.state), "step": step, "time": round(time.time(), 3)})
+
+
+def _write_model(config: Config, run_dir: RunDir, ranks: Ranks, corpus: Corpus, tracker: Tracker | None) -> None:
+    if ranks.is_first:
+        used = write_averaged_model(config, run_dir, corpus.folder, corpus.manifest, run_dir.model)
+        log.info("model      %s: average of %d checkpoints", run_dir.model, len(used))
+        if tracker is not None:
+            tracker.model_written(run_dir.model, {})
+
+
+def _end(run_dir: RunDir, ranks: Ranks, outcome: Outcome, step: int, stop: StopRequest) -> int:
+    """Every rank passes the barrier, so that rank 0 ends last with the code that the batch script decides on."""
+    reasons = [reason for reason in ranks.gather(stop.reason()) if reason]
+    if outcome is Outcome.FINISHED:
+        _note(run_dir, ranks, "finished", step)
+        log.info("end        finished at step %d", step)
+        return EXIT_DONE
+    _note(run_dir, ranks, "stopped", step)
+    log.info("end        stopped at step %d (%s); the same command goes on", step, ", ".join(sorted(set(reasons))))
+    return EXIT_REQUEUE if ranks.is_first else EXIT_DONE

@@ -1,0 +1,83 @@
+"""Cluster profiles: what differs between sites, in `slurm/clusters/*.yaml` or a file of your own.
+
+A profile holds keys of the `slurm:` section and fills only what the run's YAML does not give.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from dist_transformer.config.marks import Marked, read_yaml
+from dist_transformer.config.models import Config, SlurmConfig
+from dist_transformer.errors import ConfigError
+from dist_transformer.share_folder import share_folder
+
+
+def load_profile(name_or_path: str) -> dict[str, Any]:
+    """The keys of a profile: a name in slurm/clusters/, or the path of a YAML file.
+
+    Raises:
+        ConfigError: all problems of the file, each with its line.
+    """
+    marked = read_yaml(_find(name_or_path))
+    problems = [*_unknown_keys(marked), *_bad_values(marked)]
+    if problems:
+        raise ConfigError(problems)
+    return marked.values
+
+
+def fill_from_profile(config: Config) -> Config:
+    """`config` with its profile's values where it gives none itself; `environment` is merged name by name.
+
+    Needs the configuration as it was read: one that was written out and read again gives every key.
+    """
+    if config.slurm.cluster is None:
+        return config
+    profile = load_profile(config.slurm.cluster)
+    given = config.slurm.model_dump(include=config.slurm.model_fields_set)
+    environment = {**profile.get("environment", {}), **given.get("environment", {})}
+    filled = SlurmConfig.model_validate({**profile, **given, "environment": environment})
+    return config.model_copy(update={"slurm": filled})
+
+
+def _find(name_or_path: str) -> Path:
+    if "/" in name_or_path or name_or_path.endswith((".yaml", ".yml")):
+        return Path(name_or_path)
+    folder = share_folder("slurm") / "clusters"
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    if name_or_path in known:
+        return folder / f"{name_or_path}.yaml"
+    raise ConfigError(
+        [
+            f"slurm.cluster: no profile {name_or_path!r} in {folder}{_suggest(name_or_path, known)}; "
+            "for a profile of your own give the path of its YAML file"
+        ]
+    )
+
+
+def _unknown_keys(marked: Marked) -> list[str]:
+    known = [key for key in SlurmConfig.model_fields if key != "cluster"]
+    return [
+        f"{marked.place((key,))}: {key}: no such key in a cluster profile{_suggest(key, known)}"
+        for key in marked.values
+        if key not in known
+    ]
+
+
+def _bad_values(marked: Marked) -> list[str]:
+    known = {key: value for key, value in marked.values.items() if key in SlurmConfig.model_fields}
+    try:
+        SlurmConfig.model_validate(known)
+    except ValidationError as error:
+        return [
+            f"{marked.place(found['loc'])}: {'.'.join(map(str, found['loc']))}: {found['msg']}; got {found['input']!r}"
+            for found in error.errors()
+        ]
+    return []
+
+
+def _suggest(word: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(known)}"

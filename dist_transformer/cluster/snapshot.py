@@ -1,0 +1,46 @@
+"""A copy of the code beside the run, which the job runs: later edits do not change a job that waits or is requeued."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+
+
+def take_snapshot(folder: Path, package: Path = _PACKAGE) -> None:
+    """Replaces `folder` by the package, its batch and launch scripts, and what git knows of them.
+
+    `folder` then works as an entry of PYTHONPATH. An unfinished copy is never left under this name.
+    """
+    temporary = folder.with_name(f"{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(package, temporary / package.name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+    for name in ("slurm", "launch"):
+        # An installed package carries them inside itself.
+        if not (package / "share").is_dir():
+            shutil.copytree(package.parent / name, temporary / name)
+    for name, text in _git_state(package.parent).items():
+        (temporary / name).write_text(text, encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.rename(folder)
+
+
+def _git_state(checkout: Path) -> dict[str, str]:
+    """The commit, and the difference of the working tree to it; nothing outside a checkout of this program."""
+    top = _git(checkout, "rev-parse", "--show-toplevel")
+    if top is None or Path(top.strip()) != checkout:
+        return {}
+    commit = (_git(checkout, "rev-parse", "HEAD") or "").strip()
+    difference = _git(checkout, "diff", "HEAD") or ""
+    state = {"commit": commit, "changed": bool(difference)}
+    return {"git.json": json.dumps(state, indent=1) + "\n", "git.diff": difference}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except FileNotFoundError:
+        return None
+    return done.stdout if done.returncode == 0 else None

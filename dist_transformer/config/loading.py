@@ -1,0 +1,134 @@
+"""From a YAML file and overrides to a checked `Config`, with every problem reported at once.
+
+    load_config(Path("configs/multi30k.yaml"), ["optimizer.learning_rate=3e-4", "data.root=/text"])
+
+A file may say `extends: other.yaml` (relative to itself): the other file is read first and this one is laid over it.
+"""
+
+import difflib
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from dist_transformer.config.checks import cross_problems, file_problems
+from dist_transformer.config.marks import KeyPath, Marked, dotted, merge, parse_yaml, read_yaml
+from dist_transformer.config.models import Config
+from dist_transformer.errors import ConfigError
+
+
+def load_config(path: Path, overrides: list[str] | None = None, *, check_files: bool = True) -> Config:
+    """The configuration of a run.
+
+    Args:
+        path: a YAML file.
+        overrides: `section.key=value` strings, the value read as YAML.
+        check_files: also look whether the text files that it names exist.
+
+    Raises:
+        ConfigError: with all problems, each with file, line, key, what was expected, what came.
+    """
+    marked = _with_overrides(_read_extended(path, ()), overrides or [])
+    sections, problems = _validate_sections(marked)
+    problems += [f"{marked.place(key)}: {message}" for key, message in cross_problems(sections)]
+    if check_files and "data" in sections:
+        problems += [f"{marked.place(key)}: {message}" for key, message in file_problems(sections["data"])]
+    if problems:
+        raise ConfigError(problems)
+    return Config.model_validate(marked.values)
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved configuration as YAML that `load_config` reads back to an equal one."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read_extended(path: Path, trail: tuple[Path, ...]) -> Marked:
+    if path.resolve() in trail:
+        raise ConfigError([f"{path}: `extends` leads back to itself: {' -> '.join(map(str, (*trail, path)))}"])
+    marked = read_yaml(path)
+    extended = marked.values.pop("extends", None)
+    if extended is None:
+        return marked
+    if not isinstance(extended, str):
+        raise ConfigError([f"{marked.place(('extends',))}: extends: expected the path of a YAML file, got {extended!r}"])
+    below = _read_extended(path.parent / extended, (*trail, path.resolve()))
+    return merge(below, marked)
+
+
+def _with_overrides(marked: Marked, overrides: list[str]) -> Marked:
+    problems = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not key or not all(key.split(".")):
+            problems.append(f"command line: {override!r}: expected section.key=value")
+            continue
+        try:
+            value = parse_yaml(f"value: {text}", "command line").values["value"]
+        except ConfigError:
+            value = text  # not YAML (`a: b`, a lone quote): the text itself
+        path: KeyPath = tuple(key.split("."))
+        values: Any = value
+        for part in reversed(path):
+            values = {part: values}
+        place = f"command line: {override}"
+        new = {path[:n]: place for n in range(1, len(path)) if path[:n] not in marked.where}
+        marked = merge(marked, Marked(values, {**new, path: place}))
+    if problems:
+        raise ConfigError(problems)
+    return marked
+
+
+def _validate_sections(marked: Marked) -> tuple[dict[str, Any], list[str]]:
+    """Each section on its own, so that one bad section does not hide the problems of the others."""
+    sections: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, info in Config.model_fields.items():
+        model = typing.cast(type[BaseModel], info.annotation)
+        try:
+            sections[name] = model.model_validate(marked.values.get(name, {}))
+        except ValidationError as error:
+            problems += [_explain(marked, (name, *e["loc"]), e, model) for e in error.errors()]  # type: ignore[arg-type]
+    for name in marked.values.keys() - Config.model_fields.keys():
+        problems.append(f"{marked.place((name,))}: {name}: no such section{_suggest(name, Config)}")
+    return sections, problems
+
+
+def _explain(marked: Marked, path: KeyPath, error: dict[str, Any], section: type[BaseModel]) -> str:
+    where = f"{marked.place(path)}: {dotted(path)}"
+    if error["type"] == "extra_forbidden":
+        owner = _model_at(section, path[1:-1])
+        return f"{where}: no such key{_suggest(str(path[-1]), owner)}"
+    if error["type"] == "missing":
+        return f"{where}: is required but not given"
+    message = error["msg"][0].lower() + error["msg"][1:]
+    return f"{where}: {message}; got {error['input']!r} ({type(error['input']).__name__})"
+
+
+def _model_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel]:
+    for key in path:
+        field: FieldInfo | None = model.model_fields.get(str(key))
+        inner = [a for a in _union_members(field.annotation if field else None) if _is_model(a)]
+        if not inner:
+            return model
+        model = inner[0]
+    return model
+
+
+def _union_members(annotation: Any) -> tuple[Any, ...]:
+    if isinstance(annotation, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
+def _is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def _suggest(key: str, model: type[BaseModel]) -> str:
+    close = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.6)
+    return f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(model.model_fields)}"

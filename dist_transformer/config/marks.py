@@ -1,0 +1,111 @@
+"""Where each key of a configuration was written: YAML files read into values with their file and line.
+
+A value's path is a tuple of keys, ("optimizer", "learning_rate"). Files are safe-loaded; nothing in them is executed.
+"""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dist_transformer.errors import ConfigError
+
+KeyPath = tuple[str | int, ...]
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that also reads 1e-9 (YAML 1.2) as a number; YAML 1.1 demands 1.0e-9."""
+
+
+_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+@dataclass
+class Marked:
+    """Plain values of a configuration and, for each key path, where it was written ("file:line")."""
+
+    values: dict[str, Any]
+    where: dict[KeyPath, str] = field(default_factory=dict)
+
+    def place(self, path: KeyPath) -> str:
+        """The place of the key, or of the nearest key above it."""
+        for length in range(len(path), -1, -1):
+            if path[:length] in self.where:
+                return self.where[path[:length]]
+        return "configuration"
+
+
+def read_yaml(path: Path) -> Marked:
+    """The values of one YAML file with their lines.
+
+    Raises:
+        ConfigError: the file is missing, is not YAML, repeats a key, or is not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError([f"{path}: no such file; give the path of a YAML file"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read as UTF-8 text: {error}"]) from None
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, name: str) -> Marked:
+    """`read_yaml` of a text that is already here; `name` stands for the file in messages."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return Marked({}, {(): f"{name}:1"})
+        if not isinstance(node, yaml.MappingNode):
+            raise ConfigError([f"{name}:1: expected `key: value` lines, got {node.tag.rsplit(':', 1)[-1]}"])
+        where: dict[KeyPath, str] = {}
+        problems: list[str] = []
+        _walk(loader, node, (), name, where, problems)
+        if problems:
+            raise ConfigError(problems)
+        return Marked(loader.construct_document(node), where)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError([f"{name}:{line}: not valid YAML: {error.problem}"]) from None
+    finally:
+        loader.dispose()
+
+
+def _walk(
+    loader: _Loader, node: yaml.Node, path: KeyPath, name: str, where: dict[KeyPath, str], problems: list[str]
+) -> None:
+    where.setdefault(path, f"{name}:{node.start_mark.line + 1}")
+    if isinstance(node, yaml.SequenceNode):
+        for index, child in enumerate(node.value):
+            _walk(loader, child, (*path, index), name, where, problems)
+    elif isinstance(node, yaml.MappingNode):
+        for key_node, child in node.value:
+            key = (*path, str(loader.construct_object(key_node, deep=True)))
+            line = f"{name}:{key_node.start_mark.line + 1}"
+            if key in where:
+                problems.append(f"{line}: {dotted(key)} is given twice, first at {where[key]}; keep one")
+            where[key] = line
+            _walk(loader, child, key, name, where, problems)
+
+
+def merge(below: Marked, above: Marked) -> Marked:
+    """`above` laid over `below`: mappings are merged, every other value is replaced."""
+    return Marked(_merged(below.values, above.values), {**below.where, **above.where})
+
+
+def _merged(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    result = dict(below)
+    for key, value in above.items():
+        both_mappings = isinstance(value, dict) and isinstance(result.get(key), dict)
+        result[key] = _merged(result[key], value) if both_mappings else value
+    return result
+
+
+def dotted(path: KeyPath) -> str:
+    return ".".join(str(part) for part in path)

@@ -1,0 +1,53 @@
+"""Which pairs are dropped, and the rule that names why. A pair is counted once, by the first rule that it breaks."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dist_transformer.config.models import FilterConfig
+from dist_transformer.data.sources import RawBatch
+
+RULES = ("bad_encoding", "empty", "identical", "too_long", "length_ratio")
+RATIO_FREE_TOKENS = 10
+"""Pairs whose longer side is under this pass the length ratio: `Yes.` may well have a long translation."""
+
+
+def filter_text(batch: RawBatch, settings: FilterConfig) -> tuple[list[int], Counter[str]]:
+    """Positions of the pairs to keep as far as their text tells, and the dropped ones by rule."""
+    kept: list[int] = []
+    dropped: Counter[str] = Counter()
+    for position, (source, target) in enumerate(zip(batch.source, batch.target, strict=True)):
+        if position in batch.bad_encoding:
+            dropped["bad_encoding"] += 1
+        elif not (source and target and source.strip() and target.strip()):
+            dropped["empty"] += 1
+        elif settings.drop_identical and source.strip() == target.strip():
+            dropped["identical"] += 1
+        else:
+            kept.append(position)
+    return kept, dropped
+
+
+def filter_lengths(
+    source_tokens: Sequence[int], target_tokens: Sequence[int], settings: FilterConfig
+) -> tuple[NDArray[np.bool_], Counter[str]]:
+    """Which pairs to keep by their lengths in tokens (end of sentence included), and the dropped ones by rule.
+
+    A side of one token is only the end of sentence: its characters have vanished in the tokenizer's normalization.
+    """
+    source, target = np.asarray(source_tokens, dtype=np.int64), np.asarray(target_tokens, dtype=np.int64)
+    longer, shorter = np.maximum(source, target), np.minimum(source, target)
+    kept = np.ones(len(source), dtype=np.bool_)
+    dropped: Counter[str] = Counter()
+    broken_by_rule = {
+        "empty": shorter < 2,
+        "too_long": longer > settings.max_tokens,
+        "length_ratio": (longer >= RATIO_FREE_TOKENS) & (longer > settings.max_length_ratio * shorter),
+    }
+    for rule, broken in broken_by_rule.items():
+        if count := int(np.count_nonzero(kept & broken)):
+            dropped[rule] += count
+        kept &= ~broken
+    return kept, dropped

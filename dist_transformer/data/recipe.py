@@ -1,0 +1,98 @@
+"""The recipe of a prepared corpus: everything that decides what is in it, as plain JSON.
+
+Two preparations with the same recipe give the same rows in the same order, so its digest names the folder, and a
+folder made by another recipe is refused with the settings that differ.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.config.models import Config, TokenizerConfig
+from dist_transformer.data.corpus_files import corpus_fingerprint
+from dist_transformer.data.manifest import file_sha256, json_digest
+from dist_transformer.errors import DataError
+
+PREPARED_FORMAT = 1
+"""Raised whenever the same settings begin to give other rows, another order or other files."""
+FOLDER_DIGITS = 16
+
+
+def prepared_folder(config: Config) -> Path:
+    """`data.prepared`, or a folder under `run.root` named by the digest of the recipe; DataError for a missing file."""
+    if config.data.prepared is not None:
+        return Path(config.data.prepared)
+    return Path(config.run.root) / "prepared" / json_digest(make_recipe(config))[:FOLDER_DIGITS]
+
+
+def make_recipe(config: Config) -> dict[str, Any]:
+    """What makes the prepared corpus; DataError when a corpus or tokenizer file is missing."""
+    validation = config.data.validation
+    return {
+        **recipe_without_corpora(config),
+        "train": corpus_fingerprint(config.data.train, config.data),
+        "validation": corpus_fingerprint(validation, config.data) if validation else None,
+    }
+
+
+def recipe_without_corpora(config: Config) -> dict[str, Any]:
+    """The part of the recipe that can be told where the text itself is not at hand."""
+    return {
+        "format": PREPARED_FORMAT,
+        "seed": config.run.seed,
+        "source_language": config.data.source_language,
+        "target_language": config.data.target_language,
+        "filters": config.data.filters.model_dump(),
+        "row_group_rows": config.data.row_group_rows,
+        "tokenizer": _tokenizer_recipe(config.tokenizer),
+    }
+
+
+def refuse_other_recipe(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """DataError that names what differs, when `folder` was prepared with another recipe; keys not wanted are free."""
+    ours, theirs = _flat(wanted), _flat({key: value for key, value in found.items() if key in wanted})
+    differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
+    if differing:
+        lines = [f"  {key}: {theirs.get(key)!r} in the folder, {ours.get(key)!r} now" for key in differing]
+        raise DataError(
+            "\n".join(
+                [
+                    f"{folder}: this folder was prepared with other settings or another text:",
+                    *lines,
+                    "Set data.prepared to another folder, or delete this one to prepare again.",
+                ]
+            )
+        )
+
+
+def taken_models(settings: TokenizerConfig) -> list[Path]:
+    """The existing models to use: source, and target where not shared; none: they are trained. DataError for a half."""
+    named = [model for model in (settings.source_model, settings.target_model) if model is not None]
+    if not named:
+        return []
+    if settings.source_model is None or len(named) != (1 if settings.shared else 2):
+        expected = "only tokenizer.source_model" if settings.shared else "both source_model and target_model"
+        raise DataError(
+            f"tokenizer.shared is {str(settings.shared).lower()}: to take existing models, name {expected}; "
+            f"got source_model {settings.source_model!r} and target_model {settings.target_model!r}."
+        )
+    return [Path(model) for model in named]
+
+
+def _tokenizer_recipe(settings: TokenizerConfig) -> dict[str, Any]:
+    if models := taken_models(settings):
+        return {"models_sha256": [_model_sha256(path) for path in models]}
+    return settings.model_dump(exclude={"source_model", "target_model"})
+
+
+def _model_sha256(path: Path) -> str:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file, expected a sentencepiece model (.model).")
+    return file_sha256(path)
+
+
+def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots; lists are compared whole."""
+    flat: dict[str, Any] = {}
+    for key, item in value.items():
+        flat.update(_flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item})
+    return flat

@@ -1,0 +1,100 @@
+"""Lines of text to lines of text: cut into batches of sentences of like length, given back in the order they came.
+
+Axes: B sentences of one batch, S source tokens.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dist_transformer.config.models import DecodingConfig
+from dist_transformer.decoding.beam import beam_search
+from dist_transformer.model.transformer import Transformer
+
+CHUNK_LINES = 2048
+"""Lines read, sorted by length and translated together: enough for full batches, little enough to stream."""
+
+
+class TranslationTokenizer(Protocol):
+    """What translation needs of a tokenizer."""
+
+    @property
+    def bos_id(self) -> int: ...
+    @property
+    def eos_id(self) -> int: ...
+    @property
+    def pad_id(self) -> int: ...
+
+    def encode_source(self, sentences: list[str], /) -> list[list[int]]:
+        """Token ids of each sentence, eos included."""
+        ...
+
+    def decode_target(self, ids: list[int], /) -> str:
+        """The sentence of target ids."""
+        ...
+
+
+def translate_lines(
+    model: Transformer,
+    tokenizer: TranslationTokenizer,
+    lines: Iterable[str],
+    config: DecodingConfig,
+    device: torch.device,
+) -> Iterator[str]:
+    """One translation for each line, in order; a blank line gives an empty one. Reads `CHUNK_LINES` ahead.
+
+    `model` is on `device` and in eval mode. Lines may have any length; one above `config.max_tokens` goes alone.
+    """
+    remaining = iter(lines)
+    while chunk := list(islice(remaining, CHUNK_LINES)):
+        yield from _translate_chunk(model, tokenizer, chunk, config, device)
+
+
+def _translate_chunk(
+    model: Transformer,
+    tokenizer: TranslationTokenizer,
+    lines: list[str],
+    config: DecodingConfig,
+    device: torch.device,
+) -> list[str]:
+    translations = [""] * len(lines)
+    filled = [index for index, line in enumerate(lines) if line.strip()]
+    sources = tokenizer.encode_source([lines[index].strip() for index in filled])
+    for batch in token_batches([len(ids) for ids in sources], config):
+        source_BS = pad_together([sources[member] for member in batch], tokenizer.pad_id).to(device)
+        found = beam_search(
+            model,
+            source_BS,
+            bos_id=tokenizer.bos_id,
+            eos_id=tokenizer.eos_id,
+            pad_id=tokenizer.pad_id,
+            config=config,
+        )
+        for member, hypotheses in zip(batch, found, strict=True):
+            translations[filled[member]] = tokenizer.decode_target(hypotheses[0].tokens)
+    return translations
+
+
+def token_batches(lengths: Sequence[int], config: DecodingConfig) -> Iterator[list[int]]:
+    """Indices of `lengths`, longest first, in batches of at most `config.max_tokens` padded source tokens times beam.
+
+    Longest first, so that a batch that does not fit in memory shows at once. What is too long alone goes alone.
+    """
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        longest = lengths[batch[0]] if batch else 0
+        if batch and (len(batch) + 1) * longest * config.beam_size > config.max_tokens:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def pad_together(sentences: Sequence[Sequence[int]], pad_id: int) -> Tensor:
+    """(B, S) int64 with padding at the end."""
+    longest = max(len(ids) for ids in sentences)
+    return torch.tensor([[*ids, *[pad_id] * (longest - len(ids))] for ids in sentences])

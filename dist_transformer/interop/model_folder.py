@@ -1,0 +1,200 @@
+"""A model folder: what people translate with, share and register. No pickles, nothing executed on loading.
+
+model/
+  model.safetensors   fp32 weights by parameter name, tied ones once
+  config.json         what it is: format, ModelConfig, vocabularies, special ids, languages, training step
+  source.model        the sentencepiece model, of both languages where they share one
+  target.model        the target side's, where they do not
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dist_transformer.config.models import ModelConfig
+from dist_transformer.errors import CheckpointError
+from dist_transformer.model.transformer import Transformer
+from dist_transformer.run_dir import flush_to_disk, write_json
+
+LABEL = "dist-transformer"
+FORMAT = 1
+WEIGHTS, CONFIG, SOURCE_MODEL, TARGET_MODEL = "model.safetensors", "config.json", "source.model", "target.model"
+
+
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """Paths of the sentencepiece models; `target` None: one model for both sides."""
+
+    source: Path
+    target: Path | None = None
+
+
+@dataclass(frozen=True)
+class ModelInformation:
+    """What must be known beside the weights."""
+
+    source_vocabulary: int
+    target_vocabulary: int
+    pad_id: int
+    bos_id: int
+    eos_id: int
+    source_language: str
+    target_language: str
+    step: int
+    """Optimizer steps behind the (newest) weights."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in eval mode on the CPU, the tokenizer files beside it, and what it is."""
+
+    model: Transformer
+    tokenizer_files: TokenizerFiles
+    config: ModelConfig
+    information: ModelInformation
+
+
+def save_model_folder(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    config: ModelConfig,
+    tokenizer_files: TokenizerFiles,
+    information: ModelInformation,
+) -> None:
+    """Writes the folder whole or not at all, in place of an older one; one process calls it.
+
+    `weights` are those of `model.named_parameters()`, in any float type. Raises CheckpointError when they are not the
+    weights of `config`.
+    """
+    _check_weights(weights, _empty_model(config, information), f"the weights for {folder}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir()
+        contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
+        save_file(contiguous, temporary / WEIGHTS, metadata={"format": "pt"})
+        shutil.copyfile(tokenizer_files.source, temporary / SOURCE_MODEL)
+        if tokenizer_files.target is not None:
+            shutil.copyfile(tokenizer_files.target, temporary / TARGET_MODEL)
+        header = {"label": LABEL, "format": FORMAT}
+        write_json(temporary / CONFIG, {**header, **asdict(information), "model": config.model_dump(mode="json")})
+        for path in temporary.iterdir():
+            flush_to_disk(path)
+        flush_to_disk(temporary)
+        _replace(folder, temporary)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def load_model_folder(folder: Path) -> LoadedModel:
+    """Loads a folder that `save_model_folder` wrote. CheckpointError names what is missing, damaged or does not fit."""
+    config, information = _read_config(_existing(folder / CONFIG, folder))
+    source_model = _existing(folder / SOURCE_MODEL, folder)
+    target_model = folder / TARGET_MODEL
+    model = _empty_model(config, information)
+    weights_path = _existing(folder / WEIGHTS, folder)
+    with open_safetensors(weights_path) as file:
+        weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
+    _check_weights(weights, model, str(weights_path))
+    # Not strict, since a tied parameter has two names in the module and one in the file; all names were just checked.
+    model.load_state_dict(weights, strict=False, assign=True)
+    files = TokenizerFiles(source_model, target_model if target_model.exists() else None)
+    return LoadedModel(model.eval(), files, config, information)
+
+
+@contextmanager
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """The opened file, tensors read when asked for. CheckpointError when it is missing, cut short or something else."""
+    try:
+        file = safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file, expected safetensors weights.") from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path}: damaged or cut short, expected a whole safetensors file ({error}). Copy or save it again."
+        ) from error
+    with file:
+        yield file
+
+
+def _replace(folder: Path, temporary: Path) -> None:
+    """Renames `temporary` to `folder`; an older folder is renamed away before and deleted after."""
+    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(temporary, folder)
+    flush_to_disk(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _existing(path: Path, folder: Path) -> Path:
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} is not a whole model folder: {path.name} is missing. Expected {CONFIG}, {WEIGHTS} and "
+            f"{SOURCE_MODEL}, as in the `model` folder of a finished run."
+        )
+    return path
+
+
+def _read_config(path: Path) -> tuple[ModelConfig, ModelInformation]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        label, version = content.pop("label"), content.pop("format")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not the configuration of a model folder ({error}). Save it again.") from error
+    if (label, version) != (LABEL, FORMAT):
+        raise CheckpointError(
+            f"{path}: expected label {LABEL} and format {FORMAT}, found {label} and {version}. "
+            "Use the version of the program that wrote it."
+        )
+    try:
+        return ModelConfig(**content.pop("model")), _information(content)
+    except (pydantic.ValidationError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: not the configuration of a model folder ({error}). Save it again.") from error
+
+
+def _information(content: dict[str, Any]) -> ModelInformation:
+    """TypeError for a missing, unknown or wrongly typed entry."""
+    information = ModelInformation(**content)
+    for name, value in asdict(information).items():
+        expected = str if name.endswith("_language") else int
+        if not isinstance(value, expected):
+            raise TypeError(f"{name} is {value!r}, expected {expected.__name__}")
+    return information
+
+
+def _empty_model(config: ModelConfig, information: ModelInformation) -> Transformer:
+    """The model with shapes but no values: takes no memory, no time, and no random numbers."""
+    with torch.device("meta"):
+        return Transformer(config, information.source_vocabulary, information.target_vocabulary, information.pad_id)
+
+
+def _check_weights(weights: Mapping[str, Tensor], model: Transformer, where: str) -> None:
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    problems = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
+    problems += [f"{name} is not in the model" for name in sorted(found.keys() - expected.keys())]
+    problems += [
+        f"{name} is {found[name]}, expected {expected[name]}"
+        for name in sorted(expected.keys() & found.keys())
+        if found[name] != expected[name]
+    ]
+    if problems:
+        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        raise CheckpointError(
+            f"{where} do not fit the model's configuration: {'; '.join(problems[:5])}{more}. "
+            "Check that weights and configuration come from one run."
+        )

@@ -1,0 +1,1 @@
+"""The encoder-decoder of Vaswani et al. (2017): attention, layers, the whole network, and its loss."""

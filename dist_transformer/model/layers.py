@@ -1,0 +1,138 @@
+"""What the network is stacked from (3.1, 3.3, 3.5): add & norm, feed-forward, encoder and decoder layers, positions.
+
+Axes: B batch, S source, T target, D model, F feed-forward.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dist_transformer.config.models import ModelConfig
+from dist_transformer.model.attention import CrossAttention, KeysValues, SelfAttention
+
+
+class AddAndNorm(nn.Module):
+    """The residual around a sub-layer. Post-norm is the paper's: norm(x + dropout(sublayer(x))), 3.1 and 5.4.
+
+    Pre-norm is x + dropout(sublayer(norm(x))): not the paper's, steadier in deep stacks.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.is_pre_norm = config.norm == "pre"
+        self.norm = nn.LayerNorm(config.d_model)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, input_BTD: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        if self.is_pre_norm:
+            return torch.add(input_BTD, self.dropout(sublayer(self.norm(input_BTD))))
+        return self.norm(input_BTD + self.dropout(sublayer(input_BTD)))  # type: ignore[no-any-return]
+
+
+class FeedForward(nn.Module):
+    """max(0, x W1 + b1) W2 + b2, equation 2."""
+
+    def __init__(self, d_model: int, d_ff: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(d_model, d_ff)
+        self.outer = nn.Linear(d_ff, d_model)
+
+    def forward(self, input_BTD: Tensor) -> Tensor:
+        return self.outer(self.inner(input_BTD).relu())  # type: ignore[no-any-return]
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention over the source, then feed-forward."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attention = SelfAttention(config.d_model, config.num_heads, is_causal=False)
+        self.self_attention_residual = AddAndNorm(config)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff)
+        self.feed_forward_residual = AddAndNorm(config)
+
+    def forward(self, hidden_BSD: Tensor, may_attend_B11S: Tensor) -> Tensor:
+        hidden_BSD = self.self_attention_residual(hidden_BSD, lambda x_BSD: self.self_attention(x_BSD, may_attend_B11S))
+        return self.feed_forward_residual(hidden_BSD, self.feed_forward)  # type: ignore[no-any-return]
+
+
+@dataclass
+class DecoderLayerCache:
+    """What one decoder layer remembers: its own keys and values per row, those of the memory per sentence."""
+
+    past: KeysValues
+    memory: KeysValues
+
+
+class DecoderLayer(nn.Module):
+    """Causal self-attention over the target, attention over the memory, then feed-forward."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.self_attention = SelfAttention(config.d_model, config.num_heads, is_causal=True)
+        self.self_attention_residual = AddAndNorm(config)
+        self.cross_attention = CrossAttention(config.d_model, config.num_heads)
+        self.cross_attention_residual = AddAndNorm(config)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff)
+        self.feed_forward_residual = AddAndNorm(config)
+
+    def forward(self, hidden_BTD: Tensor, memory_BSD: Tensor, may_attend_B11S: Tensor) -> Tensor:
+        hidden_BTD = self.self_attention_residual(hidden_BTD, self.self_attention)
+        hidden_BTD = self.cross_attention_residual(
+            hidden_BTD, lambda x_BTD: self.cross_attention(x_BTD, memory_BSD, may_attend_B11S)
+        )
+        return self.feed_forward_residual(hidden_BTD, self.feed_forward)  # type: ignore[no-any-return]
+
+    def start(self, memory_BSD: Tensor, num_rows: int) -> DecoderLayerCache:
+        """An empty past for `num_rows` rows, and the memory's keys and values."""
+        memory = self.cross_attention.project(memory_BSD)
+        _, num_heads, _, head_size = memory.key_BHSK.shape
+        nothing = memory.key_BHSK.new_empty(num_rows, num_heads, 0, head_size)
+        return DecoderLayerCache(KeysValues(nothing, nothing), memory)
+
+    def step(self, hidden_B1D: Tensor, cache: DecoderLayerCache, may_attend_B11S: Tensor) -> Tensor:
+        """The newest position only. The rows of one sentence (its beam) are adjacent and share one memory: they are
+        attended from as if they were positions of one sequence, so the memory is never copied per beam."""
+        num_sentences = cache.memory.key_BHSK.shape[0]
+
+        def attend_to_memory(x_B1D: Tensor) -> Tensor:
+            x_sentences_beam_D = x_B1D.reshape(num_sentences, -1, x_B1D.shape[-1])
+            return self.cross_attention.attend(x_sentences_beam_D, cache.memory, may_attend_B11S).reshape(x_B1D.shape)
+
+        hidden_B1D = self.self_attention_residual(hidden_B1D, lambda x_B1D: self.self_attention.step(x_B1D, cache.past))
+        hidden_B1D = self.cross_attention_residual(hidden_B1D, attend_to_memory)
+        return self.feed_forward_residual(hidden_B1D, self.feed_forward)  # type: ignore[no-any-return]
+
+
+class SinusoidalPositions(nn.Module):
+    """The positional encoding of 3.5 for any length; no parameters.
+
+    The table is no buffer on purpose: `model.half()` would round it, and it is not part of a checkpoint. It is kept in
+    fp32 on the device it was last asked for, grown by doubling, and rounded to the activations' type when used.
+    """
+
+    def __init__(self, d_model: int) -> None:
+        super().__init__()
+        self.d_model = d_model
+        self.table_TD = torch.empty(0, d_model, device="cpu")
+
+    def forward(self, start: int, length: int, like: Tensor) -> Tensor:
+        """Encodings of positions `start` to `start + length` as (length, D), with the type and device of `like`."""
+        end = start + length
+        if end > self.table_TD.shape[0] or self.table_TD.device != like.device:
+            num_positions = max(256, 1 << (end - 1).bit_length())
+            self.table_TD = sinusoids(num_positions, self.d_model).to(like.device)
+        return self.table_TD[start:end].to(like.dtype)
+
+
+def sinusoids(num_positions: int, d_model: int) -> Tensor:
+    """PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos(same): (num_positions, d_model), fp32.
+
+    Computed in fp64, since fp32 angles of late positions are off in the third digit.
+    """
+    dimension_D = torch.arange(d_model, dtype=torch.float64, device="cpu")
+    frequency_D = 10000.0 ** -((dimension_D - dimension_D % 2) / d_model)
+    angle_TD = torch.arange(num_positions, dtype=torch.float64, device="cpu")[:, None] * frequency_D
+    return torch.where(dimension_D % 2 == 0, angle_TD.sin(), angle_TD.cos()).float()

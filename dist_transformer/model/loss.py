@@ -1,0 +1,122 @@
+"""Label-smoothed cross-entropy (5.4) straight from hidden states, never holding all logits.
+
+Axes: N tokens, R real (not padding) tokens, C real tokens of one chunk, D model, V vocabulary.
+
+The fp32 logits of a micro-batch are the largest tensor of training by far (25,000 tokens x 37,000 pieces: 3.7 GB, and
+as much again for their gradient). Here they exist for a chunk of tokens at a time: the chunk's loss is computed, its
+gradients with respect to hidden states and weight are taken at once, and the logits are dropped; the backward pass only
+scales what is already there. The idea is that of Liger Kernel's fused linear cross-entropy (Hsu et al., 2024).
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_TOKENS = 1024
+"""Tokens whose logits exist at once: 152 MB of fp32 for 37,000 pieces."""
+
+HALF_GRADIENT_SCALE = 2.0**12
+"""fp16 only: gradients of logits lie in [-1, 1], most of them under fp16's smallest normal number, 6e-5. They are
+multiplied by this before they are rounded for the matrix products, whose fp32 results are divided by it again."""
+
+
+def label_smoothed_cross_entropy(
+    hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, label_smoothing: float, pad_id: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sums over the real targets of (label-smoothed loss, negative log-likelihood): natural logarithm, fp32 scalars.
+
+    Equal to `F.cross_entropy(hidden @ weight.T, target, reduction="sum", ignore_index=pad_id, label_smoothing=...)`
+    on fp32 logits. Targets equal to `pad_id` cost nothing. Only the first sum has a gradient. Matrix products run in
+    the autocast type where autocast is on, otherwise in the type of `hidden_ND`; all else is fp32 (fp64 for fp64).
+    """
+    device_type = hidden_ND.device.type
+    matmul_dtype = _matmul_dtype(hidden_ND.dtype, device_type)
+    # Inside a Function gradients always seem off, so it is asked here whether anyone will want them.
+    needs_gradient = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
+    with torch.autocast(device_type, enabled=False):
+        loss_sum, nll_sum = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden_ND, weight_VD, target_N, label_smoothing, pad_id, matmul_dtype, needs_gradient
+        )
+    return loss_sum, nll_sum
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Takes the gradients in the forward pass; the backward pass multiplies them by the incoming scalar.
+
+    They are stored in fp32 until then: without the loss scale in them, they would underflow in fp16.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        target_N: Tensor,
+        label_smoothing: float,
+        pad_id: int | None,
+        matmul_dtype: torch.dtype,
+        needs_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
+        real_R = (torch.ones_like(target_N) if pad_id is None else target_N != pad_id).nonzero().squeeze(1)
+        hidden_RD, target_R = hidden_ND[real_R].to(matmul_dtype), target_N[real_R]
+        multiplied_weight_VD = weight_VD.to(matmul_dtype)
+        gradient_scale = HALF_GRADIENT_SCALE if matmul_dtype == torch.float16 else 1.0
+
+        loss_sum, nll_sum = hidden_ND.new_zeros(2, dtype=wide).unbind()
+        hidden_gradients = []
+        weight_gradient_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_gradient else None
+        for hidden_CD, target_C in zip(
+            torch.split(hidden_RD, CHUNK_TOKENS), torch.split(target_R, CHUNK_TOKENS), strict=True
+        ):
+            logits_CV = _wide_product(hidden_CD, multiplied_weight_VD.T, wide)
+            log_normaliser_C = logits_CV.logsumexp(1)
+            nll_C = log_normaliser_C - logits_CV.gather(1, target_C[:, None]).squeeze(1)
+            uniform_C = log_normaliser_C - logits_CV.mean(1)
+            nll_sum = nll_sum + nll_C.sum()
+            loss_sum = loss_sum + ((1 - label_smoothing) * nll_C + label_smoothing * uniform_C).sum()
+            if weight_gradient_VD is not None:
+                _turn_into_gradient(logits_CV, log_normaliser_C, target_C, label_smoothing)
+                gradient_CV = logits_CV.mul_(gradient_scale).to(matmul_dtype)
+                hidden_gradients.append(_wide_product(gradient_CV, multiplied_weight_VD, wide))
+                weight_gradient_VD += _wide_product(gradient_CV.T, hidden_CD, wide)
+        if weight_gradient_VD is not None:
+            ctx.save_for_backward(torch.cat(hidden_gradients), weight_gradient_VD, real_R)
+        ctx.gradient_scale = gradient_scale
+        ctx.hidden_shape, ctx.hidden_dtype, ctx.weight_dtype = hidden_ND.shape, hidden_ND.dtype, weight_VD.dtype
+        ctx.mark_non_differentiable(nll_sum)
+        return loss_sum, nll_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, loss_gradient: Tensor, _nll_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_gradient_RD, weight_gradient_VD, real_R = ctx.saved_tensors
+        factor = loss_gradient / ctx.gradient_scale
+        hidden_gradient_ND = hidden_gradient_RD.new_zeros(ctx.hidden_shape, dtype=ctx.hidden_dtype)
+        hidden_gradient_ND.index_copy_(0, real_R, (hidden_gradient_RD * factor).to(ctx.hidden_dtype))
+        return hidden_gradient_ND, (weight_gradient_VD * factor).to(ctx.weight_dtype), None, None, None, None, None
+
+
+def _matmul_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+    # CPUs without fp16 arithmetic multiply fp16 matrices some 30 times slower than fp32 ones.
+    return torch.float32 if dtype == torch.float16 and device_type == "cpu" else dtype
+
+
+def _wide_product(left: Tensor, right: Tensor, wide: torch.dtype) -> Tensor:
+    """Matrix product in `wide`; on CUDA without rounding the fp32 accumulator back to a 16-bit type in between."""
+    if left.dtype == wide:
+        return left @ right
+    if left.is_cuda:
+        return torch.mm(left, right, out_dtype=wide)
+    return (left @ right).to(wide)
+
+
+def _turn_into_gradient(logits_CV: Tensor, log_normaliser_C: Tensor, target_C: Tensor, label_smoothing: float) -> None:
+    """In place: softmax minus the smoothed one-hot target, (1 - e) at the target and e / V everywhere."""
+    logits_CV.sub_(log_normaliser_C[:, None]).exp_().sub_(label_smoothing / logits_CV.shape[1])
+    at_target_C1 = torch.full_like(log_normaliser_C, label_smoothing - 1)[:, None]
+    logits_CV.scatter_add_(1, target_C[:, None], at_target_C1)

@@ -1,0 +1,171 @@
+"""The whole network (Figure 1): embeddings, encoder, decoder, projection to the vocabulary, loss, step-wise decoding.
+
+Axes: B batch, S source, T target, D model, H heads, V vocabulary. Token ids are int64; padding only at the end.
+In decoding the batch rows are the beams of a sentence side by side: rows n * beam to (n + 1) * beam are sentence n's.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dist_transformer.config.models import ModelConfig
+from dist_transformer.model.attention import CrossAttention, SelfAttention
+from dist_transformer.model.layers import DecoderLayer, DecoderLayerCache, EncoderLayer, SinusoidalPositions
+from dist_transformer.model.loss import label_smoothed_cross_entropy
+
+
+@dataclass
+class AttentionMaps:
+    """Attention weights, one tensor a layer; every row sums to 1."""
+
+    encoder: list[Tensor] = field(default_factory=list)
+    """(B, H, S, S) each."""
+    decoder: list[Tensor] = field(default_factory=list)
+    """(B, H, T, T) each."""
+    cross: list[Tensor] = field(default_factory=list)
+    """(B, H, T, S) each."""
+
+
+@dataclass
+class DecodingCache:
+    """What step-wise decoding remembers of every row."""
+
+    layers: list[DecoderLayerCache]
+    may_attend_B11S: Tensor
+    """Per sentence, not per row."""
+    beam_size: int
+    num_positions: int = 0
+    """Tokens decoded so far; the same for all rows."""
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row i goes on from row `rows[i]`, which must be of the same sentence (the choice of survivors in a beam)."""
+        for layer in self.layers:
+            layer.past.select(rows)
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps the given rows in the given order; rows may repeat. They must be whole sentences: each consecutive
+        `beam_size` of them from one sentence."""
+        self.reorder(rows)
+        sentences = rows[:: self.beam_size] // self.beam_size
+        self.may_attend_B11S = self.may_attend_B11S.index_select(0, sentences)
+        for layer in self.layers:
+            layer.memory.select(sentences)
+
+
+class Transformer(nn.Module):
+    """The encoder-decoder of the paper's section 3."""
+
+    def __init__(self, config: ModelConfig, source_vocabulary: int, target_vocabulary: int, pad_id: int) -> None:
+        """`source_vocabulary` and `target_vocabulary` count pieces; equal where `config.shared_embeddings`."""
+        super().__init__()
+        assert config.d_model % config.num_heads == 0, (config.d_model, config.num_heads)
+        assert source_vocabulary == target_vocabulary or not config.shared_embeddings
+        self.pad_id = pad_id
+        self.embedding_scale = config.d_model**0.5
+        self.source_embedding = nn.Embedding(source_vocabulary, config.d_model)
+        self.target_embedding = (
+            self.source_embedding if config.shared_embeddings else nn.Embedding(target_vocabulary, config.d_model)
+        )
+        self.positions = SinusoidalPositions(config.d_model)
+        self.embedding_dropout = nn.Dropout(config.dropout)
+        self.encoder_layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_encoder_layers))
+        self.decoder_layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_decoder_layers))
+        # Post-norm layers already end in a norm; the sum that pre-norm layers end in has none.
+        is_pre_norm = config.norm == "pre"
+        self.encoder_norm = nn.LayerNorm(config.d_model) if is_pre_norm else nn.Identity()
+        self.decoder_norm = nn.LayerNorm(config.d_model) if is_pre_norm else nn.Identity()
+        self.output = None if config.tied_output else nn.Linear(config.d_model, target_vocabulary, bias=False)
+        self._initialise(config.d_model)
+
+    @property
+    def output_weight(self) -> Tensor:
+        """The matrix (V, D) that turns hidden states into logits; 3.4: the target embedding."""
+        return self.target_embedding.weight if self.output is None else self.output.weight
+
+    def forward(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
+        """Logits (B, T, V) of the token after each of `target_BT`, the decoder's input, which begins with bos."""
+        return F.linear(self.decode_hidden(source_BS, target_BT), self.output_weight)
+
+    def loss(
+        self, source_BS: Tensor, target_in_BT: Tensor, target_out_BT: Tensor, label_smoothing: float
+    ) -> tuple[Tensor, Tensor]:
+        """Sums over the real tokens of `target_out_BT` of (label-smoothed loss, negative log-likelihood); fp32."""
+        hidden_ND = self.decode_hidden(source_BS, target_in_BT).flatten(0, 1)
+        return label_smoothed_cross_entropy(
+            hidden_ND, self.output_weight, target_out_BT.flatten(), label_smoothing, self.pad_id
+        )
+
+    def decode_hidden(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
+        """The decoder's last hidden states (B, T, D), before the projection to the vocabulary."""
+        memory_BSD, may_attend_B11S = self.encode(source_BS), self._may_attend(source_BS)
+        hidden_BTD = self._embed(self.target_embedding, target_BT)
+        for layer in self.decoder_layers:
+            hidden_BTD = layer(hidden_BTD, memory_BSD, may_attend_B11S)
+        return self.decoder_norm(hidden_BTD)  # type: ignore[no-any-return]
+
+    def encode(self, source_BS: Tensor) -> Tensor:
+        """The memory (B, S, D). Values at padding mean nothing and are never attended to."""
+        may_attend_B11S = self._may_attend(source_BS)
+        hidden_BSD = self._embed(self.source_embedding, source_BS)
+        for layer in self.encoder_layers:
+            hidden_BSD = layer(hidden_BSD, may_attend_B11S)
+        return self.encoder_norm(hidden_BSD)  # type: ignore[no-any-return]
+
+    def start_decoding(self, memory_BSD: Tensor, source_BS: Tensor, beam_size: int = 1) -> DecodingCache:
+        """A cache for `beam_size` rows per sentence of `source_BS`, whose `encode` is `memory_BSD`."""
+        num_rows = len(source_BS) * beam_size
+        layers = [layer.start(memory_BSD, num_rows) for layer in self._decoder_layers()]
+        return DecodingCache(layers, self._may_attend(source_BS), beam_size)
+
+    def decode_step(self, token_B: Tensor, cache: DecodingCache) -> Tensor:
+        """Logits (B, V) of the token after `token_B`, which follows those already in `cache` and is added to it."""
+        hidden_B1D = self._embed(self.target_embedding, token_B[:, None], start=cache.num_positions)
+        for layer, layer_cache in zip(self._decoder_layers(), cache.layers, strict=True):
+            hidden_B1D = layer.step(hidden_B1D, layer_cache, cache.may_attend_B11S)
+        cache.num_positions += 1
+        return F.linear(self.decoder_norm(hidden_B1D).squeeze(1), self.output_weight)
+
+    def attention_maps(self, source_BS: Tensor, target_BT: Tensor) -> AttentionMaps:
+        """The weights of every attention in `forward(source_BS, target_BT)`, recomputed from what each was given."""
+        maps = AttentionMaps()
+
+        def record(module: nn.Module, arguments: tuple[Tensor, ...], _output: Tensor) -> None:
+            assert isinstance(module, SelfAttention | CrossAttention)
+            is_decoder = isinstance(module, SelfAttention) and module.is_causal
+            kind = maps.cross if isinstance(module, CrossAttention) else maps.decoder if is_decoder else maps.encoder
+            kind.append(module.weights(*arguments))
+
+        attentions = [module for module in self.modules() if isinstance(module, SelfAttention | CrossAttention)]
+        hooks = [attention.register_forward_hook(record) for attention in attentions]
+        try:
+            self.decode_hidden(source_BS, target_BT)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return maps
+
+    def _embed(self, embedding: nn.Module, token_BT: Tensor, start: int = 0) -> Tensor:
+        """3.4 and 3.5: embeddings times sqrt(D), plus positions, then dropout (5.4)."""
+        scaled_BTD = embedding(token_BT) * self.embedding_scale
+        embedded_BTD = scaled_BTD + self.positions(start, token_BT.shape[1], scaled_BTD)
+        return self.embedding_dropout(embedded_BTD)  # type: ignore[no-any-return]
+
+    def _may_attend(self, source_BS: Tensor) -> Tensor:
+        return (source_BS != self.pad_id)[:, None, None, :]
+
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return [layer for layer in self.decoder_layers if isinstance(layer, DecoderLayer)]
+
+    def _initialise(self, d_model: int) -> None:
+        """Xavier uniform for each D x D projection and each feed-forward matrix, zero biases; embeddings and output
+        with standard deviation D ** -0.5, so that embeddings times sqrt(D) begin with variance 1."""
+        for name, module in self.named_modules():
+            if isinstance(module, nn.Embedding) or name == "output":
+                nn.init.normal_(module.weight, std=d_model**-0.5)
+            elif isinstance(module, nn.Linear):
+                is_packed = name.endswith(("query_key_value", "key_value"))
+                for matrix in torch.split(module.weight.detach(), d_model) if is_packed else [module.weight]:
+                    nn.init.xavier_uniform_(matrix)
+                nn.init.zeros_(module.bias)

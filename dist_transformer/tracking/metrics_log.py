@@ -1,0 +1,108 @@
+"""JSON lines that a run appends to: metrics.jsonl and audit.jsonl, the local truth that every tracker reads.
+
+    {"event": "train", "step": 50, "time": 1767225600.125, "loss": 9.01, "learning_rate": 1.7e-05}
+    {"event": "validation", "step": 50, "time": 1767225603.5, "loss": 8.87, "bleu": 0.1}
+
+A line is whole or recognisably torn (no newline at its end). NaN and infinities are the strings "nan", "inf", "-inf",
+because JSON has no such numbers; they are read back as floats.
+"""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.run_dir import replacing
+
+logger = logging.getLogger(__name__)
+
+Value = float | int | str
+NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class MetricsLog:
+    """Rank 0's append-only file of records. Opening it removes a line torn by a crash: no record is glued to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, event: str, step: int, values: Mapping[str, Value]) -> None:
+        """Write one record and hand it to the operating system: a killed process does not lose it."""
+        head: dict[str, Value] = {"event": event, "step": step, "time": round(time.time(), 3)}
+        assert head.keys().isdisjoint(values), f"a value is named like a field of every record: {sorted(values)}"
+        self._file.write(encode(head | dict(values)))
+        self._file.flush()
+
+    def rewind(self, step: int) -> None:
+        """Drop the records of later steps: a run that resumes at `step` writes them again, and steps never repeat."""
+        self.close()
+        if any(record["step"] > step for record in read_records(self.path)):
+            kept = [encode(record) for record in read_records(self.path) if record["step"] <= step]
+            with replacing(self.path) as temporary:
+                temporary.write_text("".join(kept), encoding="utf-8")
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of `path`, oldest first; none when it does not exist. Torn and damaged lines are left out."""
+    for record, _ in read_records_from(path, 0):
+        yield record
+
+
+def read_records_from(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """The records after byte `offset`, each with the offset behind it: where the next reading may begin."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            record = _decode(line)
+            if record is None:
+                logger.warning("%s: the line that ends at byte %d is damaged and left out", path, offset)
+            else:
+                yield record, offset
+
+
+def remove_torn_line(path: Path) -> None:
+    """Cut `path` behind its last newline: what follows was never wholly written."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        content = file.read()
+        whole = content.rfind(b"\n") + 1
+        if whole < len(content):
+            file.truncate(whole)
+
+
+def encode(record: Mapping[str, Any]) -> str:
+    """One record as one line."""
+    plain = {key: _encodable(value) for key, value in record.items()}
+    return json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return value
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or "event" not in record or not isinstance(record.get("step", 0), int):
+        return None
+    return {key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}

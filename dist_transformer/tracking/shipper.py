@@ -1,0 +1,212 @@
+"""Carries metrics.jsonl and the spool of a run folder to MLflow, in order, as often as it takes.
+
+One pass of `Shipper.deliver` sends all that is there. `BackgroundShipper` repeats passes in a daemon thread: every
+POLL_SECONDS while the server answers, after 1, 2, 4 ... 60 seconds while it does not. Training never waits for it.
+"""
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dist_transformer.run_dir import RunDir
+from dist_transformer.tracking.messages import Point, points_of, send_event
+from dist_transformer.tracking.metrics_log import read_records_from
+from dist_transformer.tracking.spool import Memory, ServerRefused, ServerTrouble, Target, without_credentials
+
+if TYPE_CHECKING:
+    from dist_transformer.tracking.mlflow_door import TrackedRun
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 2.0
+FIRST_WAIT_SECONDS = 1.0
+LONGEST_WAIT_SECONDS = 60.0
+POINTS_A_BATCH = 900
+"""One request, after which tracking.json remembers what arrived; MLflow takes 1,000."""
+NEVER_SENT = -1
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What one pass brought to the server."""
+
+    run_id: str
+    points: int
+    events: int
+
+
+@dataclass
+class Batch:
+    """Points of whole records: `newest` step of each event, `end` is the offset in metrics.jsonl behind them."""
+
+    points: list[Point]
+    newest: dict[str, int]
+    end: int
+
+
+class Shipper:
+    """Delivers one run folder to one server and remembers in tracking.json what arrived."""
+
+    def __init__(self, run_dir: RunDir, target: Target, memory: Memory) -> None:
+        self._run_dir = run_dir
+        self._target = target
+        self._memory = memory
+        self._run: TrackedRun | None = None
+        self._offset = 0
+        self._file_number = 0
+        self._refused_offset: int | None = None
+
+    def deliver(self) -> Delivery:
+        """One pass. Raises ServerTrouble; what had arrived before is remembered, the rest is sent by the next pass."""
+        try:
+            run = self._run = self._run or self._open_run()
+            return self._deliver_to(run)
+        except (ServerTrouble, OSError) as trouble:
+            self._run = None  # opened anew by the next pass: it may have been deleted meanwhile
+            if isinstance(trouble, ServerTrouble):
+                raise
+            raise ServerTrouble(f"the run folder cannot be read or written: {trouble}") from trouble
+
+    def _deliver_to(self, run: "TrackedRun") -> Delivery:
+        points = events = 0
+        for event, end in read_records_from(self._run_dir.tracking_events, self._memory.spool_offset):
+            if event["event"] == "status":
+                points += self._send_points(run)  # an ended run gets no points afterwards
+            self._send_event(run, event)
+            self._memory.spool_offset = end
+            self._memory.save(self._run_dir.tracking)
+            events += 1
+        return Delivery(run.run_id, points + self._send_points(run), events)
+
+    def _open_run(self) -> "TrackedRun":
+        # Imported here, in the thread: it takes 2 seconds, and commands that track nothing never pay them.
+        from dist_transformer.tracking import mlflow_door
+
+        memory, address = self._memory, without_credentials(self._target.uri)
+        if memory.uri not in (None, address):
+            logger.warning("tracking moves from %s to %s: the whole history is sent there", memory.uri, address)
+            memory.forget_server()
+        memory.uri = address
+        run = mlflow_door.open_run(self._target, memory)
+        if run.run_id != memory.run_id:
+            memory.forget_server()
+            memory.run_id = run.run_id
+            self._offset = 0
+            logger.info("MLflow run %s in experiment %r at %s", run.run_id, self._target.experiment, address)
+        memory.save(self._run_dir.tracking)
+        return run
+
+    def _send_points(self, run: "TrackedRun") -> int:
+        count = 0
+        for batch in self._batches():
+            run.log_points(batch.points)
+            self._memory.sent.update(batch.newest)
+            self._memory.save(self._run_dir.tracking)
+            self._offset = batch.end
+            count += len(batch.points)
+        return count
+
+    def _batches(self) -> Iterator[Batch]:
+        """The records beyond the newest step sent of their event: steps only ever grow on the server."""
+        self._start_over_if_replaced()
+        batch = Batch([], dict(self._memory.sent), self._offset)
+        for record, end in read_records_from(self._run_dir.metrics, self._offset):
+            if record["step"] > batch.newest.get(record["event"], NEVER_SENT):
+                points = points_of(record)
+                if batch.points and len(batch.points) + len(points) > POINTS_A_BATCH:
+                    yield batch
+                    batch = Batch([], dict(batch.newest), batch.end)
+                batch.points += points
+                batch.newest[record["event"]] = record["step"]
+            batch.end = end
+        if batch.points:
+            yield batch
+        self._offset = batch.end
+
+    def _start_over_if_replaced(self) -> None:
+        """A rewind replaces metrics.jsonl by a shorter file: offsets into the old one mean nothing in it."""
+        path = self._run_dir.metrics
+        number = path.stat().st_ino if path.exists() else 0
+        if number != self._file_number:
+            self._file_number, self._offset = number, 0
+
+    def _send_event(self, run: "TrackedRun", event: dict[str, Any]) -> None:
+        """An event refused twice, the second time on a freshly opened run, is given up: others wait behind it."""
+        try:
+            send_event(run, event)
+        except ServerRefused as refusal:
+            if self._refused_offset != self._memory.spool_offset:
+                self._refused_offset = self._memory.spool_offset
+                raise
+            logger.warning("MLflow refused the event %r, which is left out: %s", event["event"], refusal)
+
+
+class BackgroundShipper:
+    """Repeats `Shipper.deliver` in a daemon thread until closed. The thread logs; it never raises into training."""
+
+    def __init__(self, shipper: Shipper) -> None:
+        self._shipper = shipper
+        self._closing = threading.Event()
+        self._abandoned = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tracking", daemon=True)
+        self._delivered_all = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self, seconds: float) -> bool:
+        """Try until all is delivered, for at most `seconds`. False: the rest stays in the run folder."""
+        self._closing.set()
+        self._thread.join(timeout=seconds)
+        self._abandoned.set()
+        return self._delivered_all
+
+    def _run(self) -> None:
+        try:
+            self._deliver_until_closed()
+        except Exception:  # noqa: BLE001 - the end of a thread: a bug in tracking is shown, and training goes on
+            report = without_credentials(traceback.format_exc())
+            logger.error("tracking stopped by an error of ours; training and metrics.jsonl go on\n%s", report)
+
+    def _deliver_until_closed(self) -> None:
+        outage = Outage()
+        while not self._abandoned.is_set():
+            closing = self._closing.is_set()  # read before the pass: all that was spooled before closing is in it
+            try:
+                delivery = self._shipper.deliver()
+            except ServerTrouble as trouble:
+                outage.note(trouble)
+            else:
+                outage.end(delivery)
+                self._delivered_all = closing
+                if closing:
+                    return
+            # While closing only abandonment may cut the wait short, and the server gets a try each second.
+            seconds = min(outage.wait_seconds, FIRST_WAIT_SECONDS) if closing else outage.wait_seconds
+            (self._abandoned if closing else self._closing).wait(seconds)
+
+
+class Outage:
+    """One warning when the server stops answering, one line when it has caught up, growing waits in between."""
+
+    def __init__(self) -> None:
+        self.wait_seconds = POLL_SECONDS
+        self._began: float | None = None
+
+    def note(self, trouble: ServerTrouble) -> None:
+        if self._began is None:
+            self._began, self.wait_seconds = time.monotonic(), FIRST_WAIT_SECONDS
+            logger.warning("MLflow takes no data; training goes on and all is sent later. Its answer: %s", trouble)
+        else:
+            self.wait_seconds = min(2 * self.wait_seconds, LONGEST_WAIT_SECONDS)
+
+    def end(self, delivery: Delivery) -> None:
+        if self._began is not None:
+            seconds = time.monotonic() - self._began
+            counts = f"{delivery.points} points, {delivery.events} events"
+            logger.warning("MLflow caught up after %.0f s: %s", seconds, counts)
+        self._began, self.wait_seconds = None, POLL_SECONDS

@@ -1,0 +1,87 @@
+"""What waits in the run folder to be told to MLflow, and what has arrived there already.
+
+tracking_events.jsonl  one line for each start, checkpoint, final model and change of status, in order. Points are not
+                       here: metrics.jsonl holds them.
+tracking.json          the memory: which run on which server, the newest step sent of each event, how many bytes of the
+                       spool have arrived. It is replaced after a delivery succeeded: a crash in between delivers
+                       some things twice, and those are exact repeats, which MLflow drops.
+"""
+
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.errors import DistTransformerError
+from dist_transformer.run_dir import read_json, write_json
+from dist_transformer.tracking.metrics_log import encode, remove_torn_line
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where to: the server's address, the experiment's name, and where a store without a server keeps artifacts."""
+
+    uri: str
+    experiment: str
+    artifact_root: Path
+
+
+class ServerTrouble(DistTransformerError):
+    """The server did not take what was sent. The message is the server's answer, without credentials."""
+
+
+class ServerRefused(ServerTrouble):
+    """The server understood the request and will not take it, now or later."""
+
+
+@dataclass
+class Memory:
+    """The content of tracking.json."""
+
+    run_name: str
+    run_uid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: float = field(default_factory=time.time)
+    uri: str | None = None
+    run_id: str | None = None
+    sent: dict[str, int] = field(default_factory=dict)
+    spool_offset: int = 0
+
+    def forget_server(self) -> None:
+        """Nothing has arrived: the whole history will be sent."""
+        self.run_id, self.sent, self.spool_offset = None, {}, 0
+
+    def save(self, path: Path) -> None:
+        write_json(path, asdict(self))
+
+
+def load_memory(path: Path, run_name: str) -> Memory:
+    """The memory of this run folder; a new one, not yet written, when there is none."""
+    return Memory(**read_json(path)) if path.exists() else Memory(run_name=run_name)
+
+
+def add_event(path: Path, event: str, details: Mapping[str, Any]) -> None:
+    """Append one event to the spool. Raises OSError when the disk does not take it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_torn_line(path)
+    with path.open("a", encoding="utf-8") as file:
+        file.write(encode({"event": event, "time": round(time.time(), 3), **details}))
+
+
+@contextmanager
+def local_files_refused() -> Iterator[None]:
+    """A local file that is gone or forbidden is no outage: ServerRefused, because waiting does not help."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        raise ServerRefused(f"{type(error).__name__}: {error}") from None
+
+
+def without_credentials(text: str) -> str:
+    """`text` with user:password@ removed from addresses and passwords in their queries replaced."""
+    text = re.sub(r"(?<=://)[^/\s\"']*@", "", text)
+    secrets = r"([?&](?:password|passwd|pwd|token|api_key|secret)=)[^&\s\"'#]*"
+    return re.sub(secrets, r"\1***", text, flags=re.IGNORECASE)

@@ -1,0 +1,1 @@
+"""Training: the step (engine), the loop around it, learning-rate schedules, validation and checkpoints."""

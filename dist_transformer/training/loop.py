@@ -1,0 +1,294 @@
+"""The training loop: fetch, step, log, validate, save, stop. Every rank runs the same lines in the same order."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dist_transformer.config.models import Config
+from dist_transformer.data.loader import BatchShape, MicroBatch, Position
+from dist_transformer.distributed import Ranks
+from dist_transformer.run_dir import RunDir
+from dist_transformer.tracking.metrics_log import MetricsLog
+from dist_transformer.training import checkpoints
+from dist_transformer.training.engine import Engine
+from dist_transformer.training.feed import Feed, GlobalBatch
+from dist_transformer.training.report import ProgressBar
+from dist_transformer.training.schedule import learning_rate
+from dist_transformer.training.validation import ValidationResult, forward, validate
+from dist_transformer.training.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+
+class Outcome(Enum):
+    """How a run's process ended."""
+
+    FINISHED = "finished"
+    STOPPED = "stopped"
+
+
+@dataclass
+class Progress:
+    """How far the run is: all of it goes into a checkpoint. `position` is that of the last batch trained on."""
+
+    position: Position
+    step: int = 0
+    """Updates applied."""
+    batches: int = 0
+    """Global batches trained on: `step`, and those whose update was skipped."""
+    skipped_updates: int = 0
+    total_target_tokens: int = 0
+
+
+@dataclass
+class Interval:
+    """Sums since the last log line; the first two over this rank, the others over all."""
+
+    losses: torch.Tensor
+    """(2,): loss and nll, fp64, on the device."""
+    target_tokens: int = 0
+    source_tokens: int = 0
+    padded_tokens: int = 0
+    wait_seconds: float = 0.0
+    started: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class Journal:
+    """Where rank 0 writes what happens; `checkpoint_saved` is told of each checkpoint with its validation metrics."""
+
+    metrics: MetricsLog
+    audit: MetricsLog | None
+    checkpoint_saved: Callable[[int, Path, dict[str, float]], None]
+
+
+class Trainer:
+    """One process of a training run.
+
+    Args:
+        journal: None on all ranks but the first.
+        recipe: what a resume must find unchanged; stored in each checkpoint.
+        validation: micro-batches of the validation corpus, the same on every rank; may be empty.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: RunDir,
+        ranks: Ranks,
+        engine: Engine,
+        validation: Sequence[MicroBatch],
+        recipe: dict[str, Any],
+        journal: Journal | None,
+        progress: Progress,
+    ) -> None:
+        self._config, self._run_dir, self._ranks, self._engine = config, run_dir, ranks, engine
+        self._validation, self._recipe, self._journal, self.progress = validation, recipe, journal, progress
+        self._lane_positions = {
+            lane: progress.position.lanes[lane] for lane in range(ranks.rank, config.data.lanes, ranks.num_ranks)
+        }
+        self._epoch, self._digest = progress.position.epoch, ""
+        self._interval = self._new_interval()
+        self._validated: tuple[int, ValidationResult] | None = None
+        self._zero_weight = _zero_weight(recipe["pad_id"], recipe["eos_id"])
+
+    def run(self, feed: Feed, bar: ProgressBar, watchdog: Watchdog) -> Outcome:
+        """Trains until the end or a stop request (collective). A checkpoint of the last step is there afterwards."""
+        config, progress = self._config, self.progress
+        while progress.step != config.training.max_steps:
+            watchdog.progress(f"waiting for the batch after step {progress.step}")
+            batch = self._next_batch(feed)
+            if batch is None:
+                break
+            if batch.stop:
+                self._save()
+                return Outcome.STOPPED
+            feed.begin()
+            watchdog.progress(f"computing step {progress.step + 1}")
+            if not self._step(batch):
+                continue
+            if progress.step % config.training.log_every_steps == 0:
+                self._log(bar)
+            if progress.step % config.validation.every_steps == 0:
+                watchdog.progress(f"validating after step {progress.step}")
+                self._validate()
+            if progress.step % config.checkpoints.every_steps == 0:
+                watchdog.progress(f"saving step {progress.step}")
+                self._save()
+            bar.show(progress.step)
+        watchdog.progress("validating and saving at the end")
+        self._log(bar)
+        self._validate()
+        self._save()
+        return Outcome.FINISHED
+
+    def restore(self, interval: dict[str, Any]) -> None:
+        """Goes on with the sums of a log interval that a checkpoint cut in two."""
+        for name in ("target_tokens", "source_tokens", "padded_tokens"):
+            setattr(self._interval, name, interval[name])
+        if self._ranks.is_first:
+            self._interval.losses += torch.tensor(interval["losses"], dtype=torch.float64, device=self._ranks.device)
+
+    def _next_batch(self, feed: Feed) -> GlobalBatch | None:
+        """The next batch with rows in it; None when the last epoch has ended."""
+        batch = feed.wait()
+        self._interval.wait_seconds += batch.wait_seconds
+        if batch.pairs or batch.stop:
+            return batch
+        if batch.epoch + 1 == self._config.training.max_epochs:
+            return None
+        feed.start_epoch()
+        return self._next_batch(feed)
+
+    def _step(self, batch: GlobalBatch) -> bool:
+        """Forward, backward and update on one global batch. False: the update was skipped (fp16 overflow)."""
+        progress, ranks = self.progress, self._ranks
+        slots = -(-self._config.data.lanes // ranks.num_ranks)
+        for slot in range(slots):
+            micro_batch = batch.micro_batches[slot] if slot < len(batch.micro_batches) else None
+            lane = ranks.rank + slot * ranks.num_ranks
+            torch.manual_seed(_dropout_seed(self._config.run.seed, progress.batches, lane))
+            loss, nll = forward(self._engine, micro_batch or self._zero_weight, ranks.device)
+            self._engine.backward(loss, batch.target_tokens)
+            self._interval.losses += torch.stack([loss.detach(), nll.detach()]).double()
+        applied = self._engine.step(learning_rate(self._config, progress.step + 1))
+        self._count(batch, applied)
+        return applied
+
+    def _count(self, batch: GlobalBatch, applied: bool) -> None:
+        progress, interval = self.progress, self._interval
+        progress.batches += 1
+        progress.total_target_tokens += batch.target_tokens
+        if applied:
+            progress.step += 1
+        else:
+            progress.skipped_updates += 1
+            log.info("step %d: gradient not finite, update skipped; loss scale %g", progress.step + 1, self._engine.loss_scale())
+        interval.target_tokens += batch.target_tokens
+        interval.source_tokens += batch.source_tokens
+        interval.padded_tokens += batch.padded_tokens
+        self._epoch, self._digest = batch.epoch, batch.digest
+        self._lane_positions = batch.lane_positions
+        if self._config.data.audit:
+            self._audit(batch)
+
+    def _log(self, bar: ProgressBar) -> None:
+        """One line in the log and one record in metrics.jsonl for the steps since the last (collective)."""
+        progress, interval = self.progress, self._interval
+        if not interval.target_tokens:
+            return
+        loss, nll = (self._ranks.sum(interval.losses.cpu()) / interval.target_tokens).tolist()
+        seconds = time.monotonic() - interval.started
+        values: dict[str, float | int | str] = {
+            "epoch": self._epoch,
+            "loss": loss,
+            "nll": nll,
+            "learning_rate": learning_rate(self._config, progress.step),
+            "gradient_norm": self._engine.gradient_norm(),
+            "loss_scale": self._engine.loss_scale(),
+            "skipped_updates": progress.skipped_updates,
+            "target_tokens": interval.target_tokens,
+            "total_target_tokens": progress.total_target_tokens,
+            "tokens_per_second": interval.target_tokens / seconds,
+            "padding_share": 1 - (interval.source_tokens + interval.target_tokens) / interval.padded_tokens,
+            "data_wait_share": interval.wait_seconds / seconds,
+            "batch_digest": self._digest,
+        }
+        if self._journal:
+            self._journal.metrics.append("train", progress.step, values)
+        log.info(
+            "step %7d  epoch %3d  loss %7.4f  nll %7.4f  lr %.3e  norm %8.3f  scale %g  %8.0f tokens/s  pad %4.1f%%  wait %4.1f%%",
+            progress.step, values["epoch"], loss, nll, values["learning_rate"], values["gradient_norm"], values["loss_scale"],
+            values["tokens_per_second"], 100 * float(values["padding_share"]), 100 * float(values["data_wait_share"]),
+        )  # fmt: skip
+        bar.show(progress.step, loss, interval.target_tokens / seconds)
+        self._interval = self._new_interval()
+
+    def _validate(self) -> None:
+        """Loss on the validation corpus, once for a step (collective)."""
+        step = self.progress.step
+        if not self._validation or (self._validated and self._validated[0] == step):
+            return
+        started = time.monotonic()
+        result = validate(self._engine, self._validation, self._ranks)
+        self._validated = (step, result)
+        if self._journal:
+            self._journal.metrics.append("validation", step, _validation_metrics(result))
+        log.info("step %7d  validation loss %.4f  nll %.4f  perplexity %.2f", step, result.loss, result.nll, result.perplexity)
+        self._interval.started += time.monotonic() - started
+
+    def _save(self) -> None:
+        """A checkpoint of this step (collective)."""
+        started = time.monotonic()
+        path = checkpoints.save(self._run_dir, self._engine, self._state(), self._ranks)
+        validated = self._validated
+        if self._journal:
+            checkpoints.keep_last(self._run_dir, self._config.checkpoints.keep_last)
+            is_current = validated is not None and validated[0] == self.progress.step
+            self._journal.checkpoint_saved(
+                self.progress.step, path, _validation_metrics(validated[1]) if validated and is_current else {}
+            )
+        seconds = time.monotonic() - started
+        log.info("step %7d  saved %s in %.1f s", self.progress.step, path.name, seconds)
+        self._interval.started += seconds
+
+    def _state(self) -> dict[str, Any]:
+        """What a checkpoint holds besides tensors (collective)."""
+        progress, interval = self.progress, self._interval
+        lanes = torch.zeros(self._config.data.lanes, 2, dtype=torch.int64)
+        for lane, position in self._lane_positions.items():
+            lanes[lane] = torch.tensor(position)
+        losses = self._ranks.sum(interval.losses.cpu().clone())
+        return {
+            "version": 1,
+            "step": progress.step,
+            "batches": progress.batches,
+            "skipped_updates": progress.skipped_updates,
+            "total_target_tokens": progress.total_target_tokens,
+            "position": {"epoch": self._epoch, "lanes": self._ranks.sum(lanes).tolist()},
+            "scaler": self._engine.scaler_state(),
+            "interval": {
+                "losses": losses.tolist(),
+                "target_tokens": interval.target_tokens,
+                "source_tokens": interval.source_tokens,
+                "padded_tokens": interval.padded_tokens,
+            },
+            "recipe": self._recipe,
+            "num_ranks": self._ranks.num_ranks,
+            "zero_stage": self._config.training.zero_stage,
+            "precision": self._config.training.precision,
+        }
+
+    def _audit(self, batch: GlobalBatch) -> None:
+        """The row ids of a step, by lane, into audit.jsonl (collective)."""
+        mine = {b.lane: b.row_ids.tolist() for b in batch.micro_batches if b is not None}
+        lanes = {str(lane): rows for part in self._ranks.gather(mine) for lane, rows in part.items()}
+        if self._journal and self._journal.audit:
+            rows = {lane: lanes[lane] for lane in sorted(lanes, key=int)}
+            self._journal.audit.append(
+                "batch", self.progress.step, {"epoch": batch.epoch, "batch_digest": batch.digest, "rows": rows}
+            )
+
+    def _new_interval(self) -> Interval:
+        return Interval(torch.zeros(2, dtype=torch.float64, device=self._ranks.device))
+
+
+def _validation_metrics(result: ValidationResult) -> dict[str, float]:
+    return {"loss": result.loss, "nll": result.nll, "perplexity": result.perplexity, "target_tokens": result.target_tokens}
+
+
+def _dropout_seed(seed: int, batches: int, lane: int) -> int:
+    """Dropout masks are a function of (seed, batch, lane): the same on any number of ranks, and nothing to save."""
+    return (seed * 1_000_003 + batches) * 65_537 + lane
+
+
+def _zero_weight(pad_id: int, eos_id: int) -> MicroBatch:
+    """A micro-batch without a real target token: its loss and gradient are zero, its collectives are everyone's."""
+    token, pad = torch.full((1, 1), eos_id), torch.full((1, 1), pad_id)
+    return MicroBatch(-1, BatchShape(1, 1, 1, 0, 0), token, token, pad, torch.zeros(0, dtype=torch.int64))

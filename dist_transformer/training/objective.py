@@ -1,0 +1,25 @@
+"""What is trained: the model with its loss, in the precision of the run."""
+
+import torch
+from torch import Tensor, nn
+
+from dist_transformer.model.transformer import Transformer
+
+
+class Objective(nn.Module):
+    """The model's label-smoothed loss as a module, so that DeepSpeed sees one forward pass.
+
+    bf16 is autocast over fp32 weights: the matrix products run in bf16, sums and updates stay in fp32. fp16 weights are
+    made by DeepSpeed, which keeps fp32 masters.
+    """
+
+    def __init__(self, model: Transformer, label_smoothing: float, precision: str) -> None:
+        super().__init__()
+        self.model = model
+        self._label_smoothing = label_smoothing
+        self._autocast = precision == "bf16"
+
+    def forward(self, source_BS: Tensor, target_in_BT: Tensor, target_out_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """(label-smoothed loss, negative log-likelihood), each summed over the real target tokens."""
+        with torch.autocast(source_BS.device.type, torch.bfloat16, enabled=self._autocast):
+            return self.model.loss(source_BS, target_in_BT, target_out_BT, self._label_smoothing)

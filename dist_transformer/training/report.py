@@ -1,0 +1,111 @@
+"""What a person reads while training runs: what will happen, one line a log step, a progress bar on a terminal."""
+
+import logging
+import math
+import sys
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from dist_transformer.config.models import Config
+from dist_transformer.config.sizes import parameter_count
+from dist_transformer.data.manifest import Manifest
+from dist_transformer.training.schedule import peak_learning_rate
+
+log = logging.getLogger(__name__)
+
+TYPICAL_FILL = 0.93
+"""Share of a micro-batch's budget that is real tokens; only for the estimates printed at start."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Quantities that follow from configuration and data, known before the first step."""
+
+    parameters: int
+    source_tokens_per_step: int
+    target_tokens_per_step: int
+    steps_per_epoch: int
+    state_bytes_per_rank: int
+
+
+def outlook(config: Config, manifest: Manifest, num_ranks: int) -> Outlook:
+    train = manifest.splits["train"]
+    tokens = train.source_tokens + train.target_tokens
+    per_step = min(config.data.lanes * config.data.max_tokens * TYPICAL_FILL, tokens)
+    parameters = parameter_count(config.model, manifest.source_vocabulary, manifest.target_vocabulary)
+    return Outlook(
+        parameters,
+        round(per_step * train.source_tokens / tokens),
+        round(per_step * train.target_tokens / tokens),
+        math.ceil(tokens / per_step),
+        state_bytes(parameters, config.training.zero_stage, config.training.precision, num_ranks),
+    )
+
+
+def state_bytes(parameters: int, zero_stage: int, precision: str, num_ranks: int) -> int:
+    """Bytes a rank holds of weights, gradients and optimizer state; activations not counted (ZeRO, table 1)."""
+    weight = gradient = 2 if precision == "fp16" else 4
+    optimizer = 12 if zero_stage or precision == "fp16" else 8  # fp32 master and two moments; stage 0 has no master
+    shares = [num_ranks if zero_stage >= stage else 1 for stage in (3, 2, 1)]
+    return round(parameters * sum(size / share for size, share in zip((weight, gradient, optimizer), shares, strict=True)))
+
+
+def log_outlook(config: Config, manifest: Manifest, num_ranks: int) -> None:
+    """Says what will happen, before the first step."""
+    about, model, training, train = outlook(config, manifest, num_ranks), config.model, config.training, manifest.splits["train"]
+    dropped = ", ".join(f"{rule} {count}" for rule, count in train.dropped.items() if count) or "none"
+    log.info(
+        "model      %s parameters: %d + %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d / %d, %s-norm",
+        f"{about.parameters:,}", model.num_encoder_layers, model.num_decoder_layers, model.d_model, model.d_ff,
+        model.num_heads, manifest.source_vocabulary, manifest.target_vocabulary, model.norm,
+    )  # fmt: skip
+    log.info(
+        "data       %s pairs, %s source + %s target tokens; dropped: %s; digest %s",
+        f"{train.rows:,}", f"{train.source_tokens:,}", f"{train.target_tokens:,}", dropped, manifest.digest[:12],
+    )  # fmt: skip
+    log.info(
+        "batch      %d lanes of %d tokens: about %s source + %s target tokens a step, %d steps an epoch",
+        config.data.lanes, config.data.max_tokens, f"{about.source_tokens_per_step:,}",
+        f"{about.target_tokens_per_step:,}", about.steps_per_epoch,
+    )  # fmt: skip
+    log.info(
+        "training   %s, ZeRO stage %d, %d ranks; %s, warm-up %d, peak learning rate %.3g; %s",
+        training.precision, training.zero_stage, num_ranks, config.schedule.name, config.schedule.warmup_steps,
+        peak_learning_rate(config), _end(config),
+    )  # fmt: skip
+    log.info("memory     about %s a rank for weights, gradients and optimizer", _bytes(about.state_bytes_per_rank))
+
+
+class ProgressBar:
+    """A progress bar where stderr is a terminal; nothing elsewhere (the log lines say the same)."""
+
+    def __init__(self, total_steps: int | None, step: int) -> None:
+        columns = (
+            TextColumn("[bold]step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
+            TimeElapsedColumn(), TimeRemainingColumn(),
+        )  # fmt: skip
+        self._progress = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
+        self._task: TaskID = self._progress.add_task("", total=total_steps, completed=step)
+
+    def __enter__(self) -> "ProgressBar":
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def show(self, step: int, loss: float | None = None, tokens_per_second: float | None = None) -> None:
+        text = None if loss is None else f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
+        self._progress.update(self._task, completed=step, description=text)
+
+
+def _end(config: Config) -> str:
+    steps, epochs = config.training.max_steps, config.training.max_epochs
+    return " or ".join([f"{steps} steps"] * (steps is not None) + [f"{epochs} epochs"] * (epochs is not None))
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

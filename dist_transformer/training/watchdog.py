@@ -1,0 +1,46 @@
+"""No hang (promise P7): a rank that makes no progress prints where every thread stands and leaves with its own code."""
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+
+from dist_transformer.errors import EXIT_HANG
+
+
+class Watchdog:
+    """Ends this process when `progress` was not called for `hang_seconds`. The message says what it was doing."""
+
+    def __init__(self, hang_seconds: int, rank: int) -> None:
+        self._hang_seconds = hang_seconds
+        self._rank = rank
+        self._doing = "starting"
+        self._since = time.monotonic()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def __enter__(self) -> "Watchdog":
+        self._since = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+
+    def progress(self, doing: str) -> None:
+        """Says that the process lives, and what it does from now on."""
+        self._doing, self._since = doing, time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(min(1.0, self._hang_seconds / 4)):
+            silent = time.monotonic() - self._since
+            if silent > self._hang_seconds:
+                print(
+                    f"rank {self._rank}: no progress for {silent:.0f} s (training.hang_seconds = {self._hang_seconds}) "
+                    f"while {self._doing}; where each thread stands:",
+                    file=sys.stderr,
+                )
+                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+                sys.stderr.flush()
+                os._exit(EXIT_HANG)

@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+# cluster_node.sh FOLDER start|kill|cut|heal NODE - one node of the cluster that cluster_up.sh started in FOLDER.
+# kill: as if the power went. cut and heal: its network (mode netns only).
+set -euo pipefail
+export PATH="$PATH:/usr/sbin:/sbin"
+here=$(cd "$(dirname "$0")" && pwd -P)
+D=$(cd "$1" && pwd -P)
+action=$2 node=$3
+. "$D/settings"
+. "$here/cluster_processes.sh"
+export SLURM_CONF="$D/slurm.conf"
+file=$D/nodes/$node
+
+run_node() { # the first process of the node; in netns mode its death ends every process of the node
+  if [ "$MODE" = netns ]; then
+    mount --make-rprivate /
+    hostname "$node"
+    ip link set lo up
+    mount --bind "$D/hosts" /etc/hosts
+    mount --bind "$D/nsswitch.conf" /etc/nsswitch.conf
+    wait_for 10 ip link show eth0
+    ip addr add "$NET.$((10 + ${node#n}))/24" dev eth0
+    ip link set eth0 up
+  fi
+  slurmd -N "$node" -D &
+  # It stays when slurmd dies, as its job steps would; bash reaps the orphans.
+  trap : TERM HUP INT
+  [ -p "$D/run/$node.fifo" ] || mkfifo "$D/run/$node.fifo"
+  exec 9<> "$D/run/$node.fifo"
+  while :; do read -r -t 86400 <&9 || :; done
+}
+
+own_network() { [ "$(readlink "/proc/$1/ns/net")" != "$(readlink /proc/self/ns/net)" ]; }
+
+start_in_namespaces() {
+  ip link del "$TAG-$node" 2>/dev/null || :
+  setsid unshare --net --uts --pid --mount --ipc --fork --kill-child --mount-proc \
+    "$0" "$D" run "$node" </dev/null >> "$D/log/node-$node.out" 2>&1 &
+  local pid=$!
+  wait_for 5 own_network "$pid"
+  remember "$pid" "$file"
+  ip link add "$TAG-$node" type veth peer name eth0 netns "$pid"
+  ip link set "$TAG-$node" master "$TAG-br"
+  ip link set "$TAG-$node" up
+}
+
+descendants() { # PID -> all processes below it
+  local child
+  for child in $(cat "/proc/$1"/task/*/children 2>/dev/null); do echo "$child"; descendants "$child"; done
+}
+
+kill_node() {
+  local pid start i
+  is_alive "$file" || return 0
+  read -r pid start < "$file"
+  # Children first, a few times: job steps detach themselves while their parent goes.
+  for i in 1 2 3; do kill -KILL $(descendants "$pid") 2>/dev/null || :; done
+  kill -KILL "$pid" 2>/dev/null || :
+  wait_for 5 has_ended "$file"
+  [ "$MODE" != netns ] || ip link del "$TAG-$node" 2>/dev/null || :
+  rm -f "$D/spool/$node/${node}_"[0-9]*
+}
+
+case $action in
+  run) run_node ;;
+  start) if is_alive "$file"; then :; elif [ "$MODE" = netns ]; then start_in_namespaces
+         else start_daemon "node-$node" perl "$here/subreaper.pl" "$0" "$D" run "$node"; mv "$D/pid/node-$node" "$file"; fi ;;
+  kill) kill_node ;;
+  cut) ip link set "$TAG-$node" down ;;
+  heal) ip link set "$TAG-$node" up ;;
+  *) sed -n 2,3p "$0"; exit 2 ;;
+esac

@@ -1,0 +1,86 @@
+"""Cluster profiles fill what the run's YAML does not give."""
+
+from pathlib import Path
+
+import pytest
+
+from dist_transformer.cluster.checks import submission_problems
+from dist_transformer.cluster.profiles import fill_from_profile, load_profile
+from dist_transformer.config.loading import load_config
+from dist_transformer.config.models import Config
+from dist_transformer.errors import ConfigError
+from dist_transformer.run_dir import RunDir
+from dist_transformer.share_folder import share_folder
+
+
+def _config(tmp_path: Path, slurm: str) -> Config:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"data: {{train: {{demo: train}}}}\nslurm: {slurm}\n")
+    return load_config(path)
+
+
+def _profile(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "site.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_profile_fills_only_what_the_run_does_not_give(tmp_path: Path) -> None:
+    site = _profile(tmp_path, "partition: gpu\ntime_limit: '1:00:00'\nnodes: 4\n")
+    filled = fill_from_profile(_config(tmp_path, f"{{cluster: {site}, time_limit: '2:00:00'}}")).slurm
+    assert (filled.partition, filled.time_limit, filled.nodes) == ("gpu", "2:00:00", 4)
+
+
+def test_a_value_that_equals_the_default_but_is_given_stays(tmp_path: Path) -> None:
+    site = _profile(tmp_path, "nodes: 4\n")
+    assert fill_from_profile(_config(tmp_path, f"{{cluster: {site}, nodes: 1}}")).slurm.nodes == 1
+
+
+def test_environments_are_merged_name_by_name(tmp_path: Path) -> None:
+    site = _profile(tmp_path, "environment: {A: profile, B: profile}\n")
+    filled = fill_from_profile(_config(tmp_path, f"{{cluster: {site}, environment: {{B: run, C: run}}}}")).slurm
+    assert filled.environment == {"A": "profile", "B": "run", "C": "run"}
+
+
+def test_without_a_profile_the_configuration_stays_as_it_is(tmp_path: Path) -> None:
+    config = _config(tmp_path, "{nodes: 2}")
+    assert fill_from_profile(config) == config
+
+
+def test_an_unknown_key_is_named_with_its_line_and_the_likely_one(tmp_path: Path) -> None:
+    site = _profile(tmp_path, "nodes: 2\nranks_pre_node: 4\n")
+    with pytest.raises(ConfigError) as caught:
+        load_profile(site)
+    assert caught.value.problems == [
+        f"{site}:2: ranks_pre_node: no such key in a cluster profile; did you mean `ranks_per_node`?"
+    ]
+
+
+def test_all_problems_of_a_profile_are_reported_at_once(tmp_path: Path) -> None:
+    site = _profile(tmp_path, "zzz: 2\nnodes: -1\ntime_limit: long\n")
+    with pytest.raises(ConfigError) as caught:
+        load_profile(site)
+    unknown, nodes, time_limit = caught.value.problems
+    assert unknown.startswith(f"{site}:1: zzz: no such key in a cluster profile; known: nodes, ")
+    assert nodes == f"{site}:2: nodes: Input should be greater than 0; got -1"
+    assert time_limit.startswith(f"{site}:3: time_limit: ")
+    assert time_limit.endswith("got 'long'")
+
+
+def test_a_profile_cannot_name_another(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cluster: no such key in a cluster profile"):
+        load_profile(_profile(tmp_path, "cluster: lab\n"))
+
+
+def test_an_unknown_name_lists_or_guesses_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="no profile 'infinibant' in .*; did you mean `infiniband`?"):
+        load_profile("infinibant")
+    with pytest.raises(ConfigError, match="known: infiniband, lab, no_accounting; for a profile of your own"):
+        load_profile("xyz")
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in (share_folder("slurm") / "clusters").glob("*.yaml")))
+def test_every_profile_that_we_ship_can_be_submitted_with(tmp_path: Path, name: str) -> None:
+
+    config = fill_from_profile(_config(tmp_path, f"{{cluster: {name}, nodes: 1}}"))
+    assert submission_problems(config, RunDir(tmp_path / "run"), num_parameters=1000) == []

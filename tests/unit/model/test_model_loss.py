@@ -1,0 +1,151 @@
+"""The chunked loss against F.cross_entropy: values, gradients, precisions, and what it never holds."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dist_transformer.model import loss as loss_module
+from dist_transformer.model.loss import label_smoothed_cross_entropy
+
+NUM_TOKENS, D_MODEL, VOCABULARY, PAD = 23, 6, 11, 0
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    hidden, weight = torch.randn(NUM_TOKENS, D_MODEL), torch.randn(VOCABULARY, D_MODEL)
+    target = torch.randint(1, VOCABULARY, (NUM_TOKENS,))
+    target[::4] = PAD
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), target
+
+
+def reference(hidden: Tensor, weight: Tensor, target: Tensor, smoothing: float, pad_id: int | None = PAD) -> Tensor:
+    ignored = -100 if pad_id is None else pad_id
+    logits = hidden @ weight.T
+    return F.cross_entropy(logits, target, label_smoothing=smoothing, reduction="sum", ignore_index=ignored)
+
+
+def gradients(value: Tensor, hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(value, (hidden, weight))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.7])
+@pytest.mark.parametrize("pad_id", [None, PAD])
+def test_loss_and_gradients_equal_cross_entropy(smoothing: float, pad_id: int | None) -> None:
+    hidden, weight, target = inputs()
+    ours, nll = label_smoothed_cross_entropy(hidden, weight, target, smoothing, pad_id)
+    theirs = reference(hidden, weight, target, smoothing, pad_id)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(nll, reference(hidden, weight, target, 0.0, pad_id).detach())
+    torch.testing.assert_close(gradients(3.5 * ours, hidden, weight), gradients(3.5 * theirs, hidden, weight))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 16, 17, 18, 1000])
+def test_chunk_boundaries_change_nothing(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """17 of the 23 targets are real."""
+    monkeypatch.setattr(loss_module, "CHUNK_TOKENS", chunk)
+    hidden, weight, target = inputs()
+    assert (target != PAD).sum() == 17
+    ours, _ = label_smoothed_cross_entropy(hidden, weight, target, 0.1, PAD)
+    theirs = reference(hidden, weight, target, 0.1)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(gradients(ours, hidden, weight), gradients(theirs, hidden, weight))
+
+
+def test_the_gradient_is_that_of_finite_differences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_TOKENS", 4)
+    hidden, weight, target = inputs()
+    assert torch.autograd.gradcheck(
+        lambda h, w: label_smoothed_cross_entropy(h, w, target, 0.1, PAD)[0], (hidden, weight)
+    )
+
+
+def test_a_batch_of_padding_alone_has_no_loss_and_no_gradient() -> None:
+    hidden, weight, target = inputs()
+    ours, nll = label_smoothed_cross_entropy(hidden, weight, torch.full_like(target, PAD), 0.1, PAD)
+    assert ours.item() == nll.item() == 0.0
+    assert not any(gradient.any() for gradient in gradients(ours, hidden, weight))
+
+
+def test_logits_of_any_size_give_a_finite_loss() -> None:
+    hidden, weight, target = inputs(torch.float32)
+    ours, nll = label_smoothed_cross_entropy(hidden * 1e6, weight, target, 0.1, PAD)
+    assert ours.isfinite()
+    assert nll.isfinite()
+
+
+def test_without_gradients_the_value_is_the_same_and_there_is_no_graph() -> None:
+    hidden, weight, target = inputs()
+    ours = label_smoothed_cross_entropy(hidden, weight, target, 0.1, PAD)
+    with torch.no_grad():
+        quietly = label_smoothed_cross_entropy(hidden, weight, target, 0.1, PAD)
+    assert not quietly[0].requires_grad
+    torch.testing.assert_close(quietly, tuple(value.detach() for value in ours))
+
+
+def test_the_negative_log_likelihood_has_no_gradient() -> None:
+    loss_sum, nll_sum = label_smoothed_cross_entropy(*inputs(), 0.1, PAD)
+    assert loss_sum.requires_grad
+    assert not nll_sum.requires_grad
+
+
+@pytest.mark.parametrize("matmul_dtype", [torch.float32, torch.float16])
+def test_fp16_input_gives_fp32_sums_and_gradients_that_do_not_underflow(
+    matmul_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """float32: what CPUs do with fp16 input; float16: what GPUs do. The probabilities are near 1 / 20000: unscaled,
+    smaller than fp16's normal numbers; a loss scale of 4096 comes in with the backward pass only."""
+    monkeypatch.setattr(loss_module, "_matmul_dtype", lambda *_: matmul_dtype)
+    hidden = (torch.randn(8, D_MODEL) * 0.5).half().requires_grad_()
+    weight = (torch.randn(20_000, D_MODEL) * 0.5).half().requires_grad_()
+    target = torch.randint(1, 20_000, (8,))
+    ours, nll = label_smoothed_cross_entropy(hidden, weight, target, 0.1, PAD)
+    assert ours.dtype == nll.dtype == torch.float32
+    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
+    theirs = reference(exact_hidden, exact_weight, target, 0.1)
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=0)
+    for mine, other in zip(
+        gradients(4096 * ours, hidden, weight), gradients(4096 * theirs, exact_hidden, exact_weight), strict=True
+    ):
+        assert mine.dtype == torch.float16
+        assert (mine.double() - other).norm() < 2e-3 * other.norm()
+
+
+def test_bf16_autocast_multiplies_in_bf16_and_sums_in_fp32() -> None:
+    hidden, weight, target = inputs(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, _ = label_smoothed_cross_entropy(hidden, weight, target, 0.1, PAD)
+    logits = hidden.bfloat16() @ weight.bfloat16().T
+    theirs = F.cross_entropy(logits.float(), target, label_smoothing=0.1, reduction="sum", ignore_index=PAD)
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, theirs)
+    for mine, other in zip(gradients(ours, hidden, weight), gradients(theirs, hidden, weight), strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine - other).norm() < 1e-2 * other.norm()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Watches the number of elements of every tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for value in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(value, Tensor):
+                self.elements = max(self.elements, value.numel())
+        return result
+
+
+def test_logits_of_all_tokens_never_exist_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_TOKENS", 16)
+    hidden = torch.randn(300, 4, requires_grad=True)
+    weight = torch.randn(200, 4, requires_grad=True)
+    with LargestTensor() as watched:
+        ours, _ = label_smoothed_cross_entropy(hidden, weight, torch.randint(1, 200, (300,)), 0.1, PAD)
+        ours.backward()
+    assert watched.elements == 16 * 200

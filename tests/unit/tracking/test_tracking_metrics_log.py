@@ -1,0 +1,91 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from dist_transformer.tracking.metrics_log import MetricsLog, read_records, read_records_from
+
+
+def steps_of(path: Path) -> list[int]:
+    return [record["step"] for record in read_records(path)]
+
+
+def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "run" / "metrics.jsonl")
+    log.append("train", 1, {"loss": 0.1 + 0.2, "tokens": 7, "batch_digest": "äb"})
+    (record,) = read_records(log.path)
+    assert record.pop("time") > 0
+    assert record == {"event": "train", "step": 1, "loss": 0.1 + 0.2, "tokens": 7, "batch_digest": "äb"}
+
+
+def test_event_step_and_time_stand_first_in_a_line(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append("train", 1, {"loss": 1.0})
+    assert list(json.loads(log.path.read_text()))[:3] == ["event", "step", "time"]
+
+
+def test_values_that_are_not_finite_are_valid_json_and_come_back_as_floats(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append("train", 1, {"nan": math.nan, "up": math.inf, "down": -math.inf})
+
+    def reject(name: str) -> float:
+        raise AssertionError(f"{name} is not JSON")
+
+    json.loads(log.path.read_text(), parse_constant=reject)
+    (record,) = read_records(log.path)
+    assert math.isnan(record["nan"])
+    assert (record["up"], record["down"]) == (math.inf, -math.inf)
+
+
+def test_a_torn_last_line_is_skipped_by_readers_and_removed_by_the_next_writer(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    MetricsLog(path).append("train", 1, {"loss": 1.0})
+    whole = path.read_bytes()
+    for length in range(len(whole)):
+        path.write_bytes(whole + whole[:length])
+        assert steps_of(path) == [1]
+    MetricsLog(path).append("train", 2, {"loss": 0.5})
+    assert steps_of(path) == [1, 2]
+
+
+def test_a_damaged_line_in_the_middle_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append("train", 1, {})
+    with log.path.open("ab") as file:
+        file.write(b"\0\0\0\n[1]\n")
+    log.append("train", 2, {})
+    assert steps_of(log.path) == [1, 2]
+    assert "damaged and left out" in caplog.text
+
+
+def test_a_file_that_does_not_exist_has_no_records(tmp_path: Path) -> None:
+    assert list(read_records(tmp_path / "none.jsonl")) == []
+
+
+def test_reading_goes_on_from_every_offset_it_gave(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in range(1, 6):
+        log.append("train", step, {"loss": 1.0})
+    ends = [end for _, end in read_records_from(log.path, 0)]
+    for count, end in enumerate(ends, start=1):
+        assert [record["step"] for record, _ in read_records_from(log.path, end)] == list(range(count + 1, 6))
+
+
+@pytest.mark.parametrize("resumed_at", range(6))
+def test_after_a_rewind_the_file_is_that_of_a_run_never_stopped(tmp_path: Path, resumed_at: int) -> None:
+    log = MetricsLog(tmp_path / "audit.jsonl")
+    for step in range(1, 6):
+        log.append("audit", step, {"loss": math.nan})
+    before = log.path.read_bytes().splitlines()
+    log.rewind(resumed_at)
+    assert log.path.read_bytes().splitlines() == before[:resumed_at]
+    log.append("audit", resumed_at + 1, {})
+    assert steps_of(log.path) == list(range(1, resumed_at + 2))
+
+
+def test_a_value_may_not_take_the_name_of_a_field(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="field of every record"):
+        MetricsLog(tmp_path / "metrics.jsonl").append("train", 1, {"step": 2})

@@ -1,0 +1,68 @@
+from pathlib import Path
+
+import pytest
+
+from dist_transformer.tracking.messages import folder_digest, points_of
+from dist_transformer.tracking.metrics_log import read_records
+from dist_transformer.tracking.mlflow_door import explanation, valid_key
+from dist_transformer.tracking.spool import Memory, ServerRefused, add_event, load_memory, without_credentials
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("http://user:secret@host:5000/path", "http://host:5000/path"),
+        ("uri: 'https://user:se@cret@host'\nnext: a@b", "uri: 'https://host'\nnext: a@b"),
+        ("postgresql+psycopg2://u:secret@db/x?password=secret&a=1", "postgresql+psycopg2://db/x?password=***&a=1"),
+        ("sqlite:////runs/mlflow.db", "sqlite:////runs/mlflow.db"),
+        ("https://host/a@b", "https://host/a@b"),
+    ],
+)
+def test_credentials_are_removed_from_addresses_and_nothing_else_is(text: str, expected: str) -> None:
+    assert without_credentials(text) == expected
+
+
+def test_the_memory_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
+    memory = Memory("a run", run_id="abc", sent={"train": 5}, spool_offset=17)
+    memory.save(tmp_path / "tracking.json")
+    assert load_memory(tmp_path / "tracking.json", "another name") == memory
+
+
+def test_an_event_is_not_glued_to_a_torn_one(tmp_path: Path) -> None:
+    spool = tmp_path / "events.jsonl"
+    add_event(spool, "status", {"status": "FAILED"})
+    spool.write_bytes(spool.read_bytes() * 2 + b'{"event": "sta')
+    add_event(spool, "status", {"status": "FINISHED"})
+    assert [event["status"] for event in read_records(spool)] == ["FAILED", "FAILED", "FINISHED"]
+
+
+def test_numbers_become_points_and_texts_do_not() -> None:
+    record = {"event": "train", "step": 5, "time": 12.5, "loss": 2.0, "tokens": 7, "batch_digest": "ab"}
+    points = [(point.key, point.value, point.step, point.time_ms) for point in points_of(record)]
+    assert points == [("train/loss", 2.0, 5, 12500), ("train/tokens", 7.0, 5, 12500)]
+
+
+def test_a_digest_changes_with_every_name_and_every_content(tmp_path: Path) -> None:
+    digests = set()
+    for name, content in [("a", "x"), ("b", "x"), ("a", "y"), ("sub/a", "x")]:
+        folder = tmp_path / str(len(digests))
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).write_text(content)
+        digests.add(folder_digest(folder))
+        assert folder_digest(folder) in digests
+    assert len(digests) == 4
+
+
+def test_a_model_folder_that_is_gone_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ServerRefused, match=r"model is not there any more"):
+        folder_digest(tmp_path / "model")
+
+
+def test_a_refused_host_name_is_answered_with_its_remedy() -> None:
+    answer = explanation("API request to http://u:secret@login01:5000/api failed: 403 'Invalid Host header'")
+    assert "--allowed-hosts" in answer
+    assert "secret" not in answer
+
+
+def test_keys_are_made_of_what_mlflow_takes() -> None:
+    assert valid_key("train/loss:(nll) per token") == "train/loss:_nll_ per token"

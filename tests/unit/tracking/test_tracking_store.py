@@ -1,0 +1,318 @@
+"""Against a real sqlite store, which needs no server."""
+
+import logging
+import math
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+from mlflow import MlflowClient
+from tracking_helpers import (
+    curves_in_file,
+    curves_on_server,
+    run_id_of,
+    sent_step,
+    settings_of,
+    store_of,
+    tracker_of,
+    train,
+    wait_until,
+)
+
+from dist_transformer.errors import UserError
+from dist_transformer.run_dir import RunDir, read_json, write_json
+from dist_transformer.tracking import shipper
+from dist_transformer.tracking.messages import Point
+from dist_transformer.tracking.metrics_log import MetricsLog
+from dist_transformer.tracking.mlflow_door import TrackedRun
+from dist_transformer.tracking.tracker import Status, Tracker, sync, ui_command
+
+
+@pytest.fixture
+def client(stored_run_dir: RunDir) -> MlflowClient:
+    return MlflowClient(tracking_uri=store_of(stored_run_dir))
+
+
+@pytest.fixture
+def silent_address() -> Iterator[str]:
+    """Connections are opened and nothing is ever answered."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(64)
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+
+
+def started(run_dir: RunDir, parameters: dict[str, str] | None = None) -> Tracker:
+    tracker = tracker_of(run_dir, None)
+    tracker.start(parameters or {}, {"slurm.job_id": "7"}, "model: base\n")
+    return tracker
+
+
+def test_the_curves_of_a_run_are_those_of_its_file(stored_run_dir: RunDir) -> None:
+    tracker = started(stored_run_dir)
+    train(MetricsLog(stored_run_dir.metrics), range(1, 700))
+    tracker.close("FINISHED")
+    assert curves_on_server(store_of(stored_run_dir), run_id_of(stored_run_dir)) == curves_in_file(stored_run_dir)
+
+
+@pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED", "SCHEDULED"])
+def test_closing_sets_the_status_on_the_server(stored_run_dir: RunDir, client: MlflowClient, status: Status) -> None:
+    started(stored_run_dir).close(status)
+    assert client.get_run(run_id_of(stored_run_dir)).info.status == status
+
+
+def test_a_second_start_continues_the_run_and_a_changed_parameter_becomes_a_tag(
+    stored_run_dir: RunDir, client: MlflowClient
+) -> None:
+    started(stored_run_dir, {"seed": "1", "model.d_model": "512", "long": "x" * 900}).close("SCHEDULED")
+    first = run_id_of(stored_run_dir)
+    tracker = started(stored_run_dir, {"seed": "2", "model.d_model": "512", "long": "x" * 900, "new": "3"})
+    wait_until(lambda: client.get_run(first).info.status == "RUNNING")
+    tracker.close("FINISHED")
+    data = client.get_run(first).data
+    assert run_id_of(stored_run_dir) == first == tracker.run_id
+    assert data.params == {"seed": "1", "model.d_model": "512", "long": "x" * 500, "new": "3"}
+    assert {k: v for k, v in data.tags.items() if k.startswith("param_drift")} == {"param_drift.seed": "1 -> 2"}
+    assert data.tags["slurm.job_id"] == "7"
+
+
+def test_after_a_rewind_every_step_stands_once_on_the_server(stored_run_dir: RunDir) -> None:
+    tracker = started(stored_run_dir)
+    log = MetricsLog(stored_run_dir.metrics)
+    train(log, range(1, 21))
+    tracker.close("SCHEDULED")
+    log.rewind(12)
+    tracker = started(stored_run_dir)
+    train(log, range(13, 31))
+    tracker.close("FINISHED")
+    curves = curves_on_server(store_of(stored_run_dir), run_id_of(stored_run_dir))
+    assert [step for step, _, _ in curves["train/loss"]] == list(range(1, 31))
+    assert [step for step, _, _ in curves["validation/loss"]] == list(range(5, 31, 5))
+
+
+def test_a_rewind_while_the_tracker_runs_repeats_and_loses_nothing(
+    stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipper, "POLL_SECONDS", 0.05)
+    tracker = started(stored_run_dir)
+    log = MetricsLog(stored_run_dir.metrics)
+    train(log, range(1, 21))
+    wait_until(lambda: sent_step(stored_run_dir) == 20)
+    log.rewind(12)
+    train(log, range(13, 31))
+    tracker.close("FINISHED")
+    curve = curves_on_server(store_of(stored_run_dir), run_id_of(stored_run_dir))["train/loss"]
+    assert [(step, value) for step, value, _ in curve] == [(step, 10 / step) for step in range(1, 31)]
+
+
+def test_a_crash_before_the_memory_was_saved_repeats_nothing(stored_run_dir: RunDir, client: MlflowClient) -> None:
+    tracker = started(stored_run_dir)
+    train(MetricsLog(stored_run_dir.metrics), range(1, 11))
+    tracker.checkpoint_saved(10, stored_run_dir.checkpoints / "step_00000010", {"loss": 2.5})
+    tracker.close("FINISHED")
+    memory = read_json(stored_run_dir.tracking)
+    write_json(stored_run_dir.tracking, memory | {"sent": {}, "spool_offset": 0, "run_id": None})
+    delivery = sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent)
+    assert delivery.run_id == memory["run_id"]
+    assert curves_on_server(store_of(stored_run_dir), memory["run_id"]) == curves_in_file(stored_run_dir)
+    assert len(client.get_metric_history(memory["run_id"], "checkpoint/loss")) == 1
+    assert len(client.search_logged_models([client.get_run(memory["run_id"]).info.experiment_id])) == 1
+
+
+def test_values_that_are_not_finite_stay_local(stored_run_dir: RunDir) -> None:
+    tracker = started(stored_run_dir)
+    MetricsLog(stored_run_dir.metrics).append("train", 1, {"loss": math.nan, "grad_norm": math.inf, "lr": 0.5})
+    tracker.close("FINISHED")
+    assert set(curves_on_server(store_of(stored_run_dir), run_id_of(stored_run_dir))) == {"train/lr"}
+
+
+def test_the_best_checkpoint_is_found_by_its_score(stored_run_dir: RunDir, client: MlflowClient) -> None:
+    tracker = started(stored_run_dir)
+    for step, bleu in [(10, 20.5), (20, 27.25), (30, 26.0)]:
+        path = stored_run_dir.checkpoints / f"step_{step:08d}"
+        tracker.checkpoint_saved(step, path, {"bleu": bleu, "loss": math.nan})
+    tracker.close("FINISHED")
+    experiment = client.get_run(run_id_of(stored_run_dir)).info.experiment_id
+    order = [{"field_name": "metrics.checkpoint/bleu", "ascending": False}]
+    best = client.search_logged_models([experiment], order_by=order)[0]
+    assert best.name == "step_00000020"
+    assert best.params == {"path": str(stored_run_dir.checkpoints / best.name), "step": "20"}
+    assert best.source_run_id == run_id_of(stored_run_dir)
+
+
+def test_a_small_model_folder_and_the_configuration_are_uploaded(
+    stored_run_dir: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store_of(stored_run_dir))  # list_artifacts looks there, not in its client
+    stored_run_dir.model.mkdir()
+    (stored_run_dir.model / "config.json").write_text("{}")
+    tracker = started(stored_run_dir)
+    tracker.model_written(stored_run_dir.model, {"bleu": 27.5})
+    tracker.close("FINISHED")
+    run = client.get_run(run_id_of(stored_run_dir))
+    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"config.yaml", "model"}
+    assert [file.path for file in client.list_artifacts(run.info.run_id, "model")] == ["model/config.json"]
+    assert run.data.tags["model.path"] == str(stored_run_dir.model)
+    assert run.data.metrics["model/bleu"] == 27.5
+    assert run.info.artifact_uri.startswith((stored_run_dir.path.parent / "mlartifacts").as_uri())
+
+
+def test_an_event_that_can_never_be_taken_does_not_hold_up_the_others(
+    stored_run_dir: RunDir, client: MlflowClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = started(stored_run_dir)
+    tracker.model_written(stored_run_dir.path / "gone", {})
+    tracker.close("FINISHED")
+    assert client.get_run(run_id_of(stored_run_dir)).info.status == "FINISHED"
+    assert "gone is not there any more" in caplog.text
+
+
+def test_a_run_deleted_on_the_server_is_restored(stored_run_dir: RunDir, client: MlflowClient) -> None:
+    started(stored_run_dir).close("SCHEDULED")
+    run_id = run_id_of(stored_run_dir)
+    client.delete_run(run_id)
+    train(MetricsLog(stored_run_dir.metrics), range(1, 6))
+    started(stored_run_dir).close("FINISHED")
+    assert run_id_of(stored_run_dir) == run_id
+    assert client.get_run(run_id).info.lifecycle_stage == "active"
+    assert curves_on_server(store_of(stored_run_dir), run_id) == curves_in_file(stored_run_dir)
+
+
+def test_a_run_the_server_does_not_know_is_made_anew_with_its_whole_history(
+    stored_run_dir: RunDir, client: MlflowClient
+) -> None:
+    train(MetricsLog(stored_run_dir.metrics), range(1, 6))
+    started(stored_run_dir, {"seed": "1"}).close("SCHEDULED")
+    memory = read_json(stored_run_dir.tracking)
+    lost = "0" * 32
+    write_json(stored_run_dir.tracking, memory | {"run_id": lost, "run_uid": "another"})
+    started(stored_run_dir).close("FINISHED")
+    run = client.get_run(run_id_of(stored_run_dir))
+    assert run.data.tags["dist_transformer.replaces_run"] == lost
+    assert run.data.params == {"seed": "1"}
+    assert curves_on_server(store_of(stored_run_dir), run.info.run_id) == curves_in_file(stored_run_dir)
+
+
+def test_another_address_receives_the_whole_history(stored_run_dir: RunDir, empty_database: object) -> None:
+    tracker = started(stored_run_dir)
+    train(MetricsLog(stored_run_dir.metrics), range(1, 6))
+    tracker.close("FINISHED")
+    sync(stored_run_dir, settings_of(f"sqlite:///{empty_database}"), stored_run_dir.path.parent)
+    assert curves_on_server(f"sqlite:///{empty_database}", run_id_of(stored_run_dir)) == curves_in_file(stored_run_dir)
+
+
+def test_one_warning_and_one_line_of_relief_for_an_outage(
+    stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shipper, "FIRST_WAIT_SECONDS", 0.01)
+    failures = iter(range(4))
+    log_points = TrackedRun.log_points
+
+    def fail_four_times(run: TrackedRun, points: list[Point]) -> None:
+        if next(failures, None) is not None:
+            raise OSError("database is locked")
+        log_points(run, points)
+
+    monkeypatch.setattr(TrackedRun, "log_points", fail_four_times)
+    train(MetricsLog(stored_run_dir.metrics), range(1, 6))
+    tracker = started(stored_run_dir)
+    wait_until(lambda: sent_step(stored_run_dir) == 5)
+    tracker.close("FINISHED")
+    warnings = [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 2
+    assert "takes no data" in warnings[0]
+    assert "caught up" in warnings[1]
+
+
+def test_a_bug_in_tracking_is_shown_with_its_traceback_and_training_goes_on(
+    stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(run: TrackedRun, points: list[Point]) -> None:
+        raise ZeroDivisionError("at http://user:secret@host")
+
+    monkeypatch.setattr(TrackedRun, "log_points", broken)
+    train(MetricsLog(stored_run_dir.metrics), range(1, 6))
+    started(stored_run_dir).close("FINISHED")
+    assert caplog.text.count("ZeroDivisionError: at http://host") == 1
+    assert "track sync" in caplog.text
+
+
+def test_a_silent_server_stops_neither_training_nor_its_end(
+    run_dir: RunDir, silent_address: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")
+    caplog.set_level(logging.DEBUG)
+    uri = f"http://somebody:secret@{silent_address}"
+    tracker = tracker_of(run_dir, uri, close_seconds=1)
+    log = MetricsLog(run_dir.metrics)
+    tracker.start({"tracking.uri": uri}, {"uri": uri}, f"tracking:\n  uri: {uri}\n")
+    seconds = []
+    for step in range(1, 201):
+        began = time.perf_counter()
+        log.append("train", step, {"loss": 1.0})
+        tracker.checkpoint_saved(step, run_dir.checkpoints / str(step), {"loss": 1.0})
+        seconds.append(time.perf_counter() - began)
+    assert sorted(seconds)[189] < 0.005, "19 of 20 calls are fast; the rest may meet a busy machine"
+    began = time.perf_counter()
+    tracker.close("FAILED")
+    assert time.perf_counter() - began < 1.5
+    assert "track sync" in caplog.text
+    written = [caplog.text, *(path.read_text() for path in run_dir.path.rglob("*") if path.is_file())]
+    assert all("secret" not in text for text in written)
+
+
+def test_sync_reports_the_answer_of_a_server_that_is_not_there(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dist_transformer.tracking.tracker.SYNC_WAIT_SECONDS", 0.01)
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        with pytest.raises(UserError) as raised:
+            sync(run_dir, settings_of(f"http://user:secret@{address}"), run_dir.path.parent)
+    assert all(part in str(raised.value) for part in (address, str(run_dir.path), "refused", "run the command again"))
+    assert "secret" not in str(raised.value)
+
+
+def test_the_command_for_the_browser_names_the_store(stored_run_dir: RunDir) -> None:
+    assert ui_command(stored_run_dir.path.parent)[-2:] == ["--backend-store-uri", store_of(stored_run_dir)]
+
+
+def test_a_store_whose_making_was_interrupted_is_not_there(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(client: MlflowClient, max_results: int) -> None:
+        raise OSError("the node lost its power")
+
+    monkeypatch.setattr(MlflowClient, "search_experiments", interrupted)
+    monkeypatch.setattr("dist_transformer.tracking.tracker.SYNC_WAIT_SECONDS", 0.01)
+    with pytest.raises(UserError, match="lost its power"):
+        sync(run_dir, settings_of(None), run_dir.path.parent)
+    assert not (run_dir.path.parent / "mlflow.db").exists()
+
+
+FOUR_POINTS = """
+import sys
+from pathlib import Path
+from dist_transformer.config.models import TrackingConfig
+from dist_transformer.run_dir import RunDir
+from dist_transformer.tracking.metrics_log import MetricsLog
+from dist_transformer.tracking.tracker import sync
+
+run_dir = RunDir(Path(sys.argv[1]))
+log = MetricsLog(run_dir.metrics)
+for step in range(1, 5):
+    log.append("train", step, {"loss": 1 / step})
+print(sync(run_dir, TrackingConfig(), run_dir.path.parent).points)
+"""
+
+
+@pytest.mark.slow
+def test_runs_that_create_the_same_store_at_the_same_moment_all_arrive(run_dir: RunDir) -> None:
+    folders = [run_dir.path.parent / f"run_{number}" for number in range(3)]
+    commands = [[sys.executable, "-c", FOUR_POINTS, str(folder)] for folder in folders]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
+    assert [process.communicate()[0] for process in processes] == ["4\n"] * 3
+    for folder in folders:
+        assert curves_on_server(store_of(run_dir), run_id_of(RunDir(folder))) == curves_in_file(RunDir(folder))
