@@ -23,7 +23,9 @@ def read_run(run: Path, overrides: list[str] | None, *, check_files: bool = True
     if run.is_dir():
         run_dir = RunDir(run)
         if not run_dir.config.is_file():
-            raise UserError(f"{run}: is a folder without config.yaml, so not a run folder; give a YAML file or a run folder")
+            raise UserError(
+                f"{run}: is a folder without config.yaml, so not a run folder; give a YAML file or a run folder"
+            )
         return load_config(run_dir.config, overrides, check_files=check_files), run_dir
     config = load_config(run, overrides, check_files=check_files)
     return config, RunDir(Path(config.run.root) / config.run.name)

@@ -1,18 +1,89 @@
-"""demo-corpus: write the embedded corpus as text files, to look at it or to train something else on it."""
+"""demo | demo-corpus: the whole way on the embedded corpus, and that corpus as text files."""
 
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, DistTransformerError
+from dist_transformer.run_dir import RunDir, write_text
+from dist_transformer.share_folder import share_folder
+
+STOP_AT_STEP = 100
+SENTENCES = (
+    "The train leaves at half past seven on Monday.",
+    "twenty-one",
+    "The book costs four euros and fifty cents.",
+)
+
+
+def demo_command(
+    root: Annotated[Path, typer.Option(help="Folder of runs; the demo's own run in it is made anew.")] = Path("runs"),
+    ranks: Annotated[int, typer.Option(min=1, max=2, help="Ranks to train on.")] = 2,
+) -> None:
+    """Train on the embedded corpus, stop and resume on the way, score on held-out pairs, translate three sentences."""
+    run_dir = RunDir(root / "demo")
+    shutil.rmtree(run_dir.path, ignore_errors=True)
+    train = _command("train", share_folder("configs") / "demo.yaml", f"run.root={root}", "--ranks", ranks)
+    _say(f"1/4 Training on {ranks} ranks; it will be stopped after step {STOP_AT_STEP}.")
+    process = subprocess.Popen(train)
+    while process.poll() is None and _last_step(run_dir) < STOP_AT_STEP:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGUSR1)
+    _expect(process.wait(), EXIT_REQUEUE, train)
+    _say(
+        f"Stopped with exit code {EXIT_REQUEUE}: saved, start me again. 2/4 The same command goes on where it stopped."
+    )
+    _expect(subprocess.run(train, check=False).returncode, EXIT_DONE, train)
+    _say("3/4 Scoring on 1,000 held-out pairs.")
+    evaluate = _command("evaluate", run_dir.path)
+    _expect(subprocess.run(evaluate, check=False).returncode, EXIT_DONE, evaluate)
+    _say("4/4 Translating.")
+    translate = _command("translate", run_dir.path)
+    lines = subprocess.run(translate, input="\n".join(SENTENCES), check=False, text=True, stdout=subprocess.PIPE)
+    _expect(lines.returncode, EXIT_DONE, translate)
+    for source, target in zip(SENTENCES, lines.stdout.splitlines(), strict=True):
+        print(f"  {source}\n    -> {target}")
+    _say(
+        f"Run folder: {run_dir.path}. Its MLflow run is in {root / 'mlflow.db'}; look at it with `make ui` or\n"
+        f"  dist-transformer ui {root}"
+    )
+
 
 def demo_corpus_command(folder: Annotated[Path, typer.Argument(help="Where to write train.en, train.de, ...")]) -> None:
     """Write the embedded English-German corpus as aligned text files."""
     from dist_transformer.data.demo_corpus import demo_pairs
-    from dist_transformer.run_dir import write_text
 
     for split in ("train", "validation", "test"):
         source, target = zip(*demo_pairs(split), strict=True)
         write_text(folder / f"{split}.en", "\n".join(source) + "\n")
         write_text(folder / f"{split}.de", "\n".join(target) + "\n")
         print(f"{folder / split}.{{en,de}}: {len(source)} pairs")
+
+
+def _command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "dist_transformer", *map(str, arguments)]
+
+
+def _last_step(run_dir: RunDir) -> int:
+    """The step of the last whole line of metrics.jsonl; 0 before there is one."""
+    if not run_dir.metrics.exists():
+        return 0
+    lines = run_dir.metrics.read_text(encoding="utf-8").split("\n")[:-1]
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+def _expect(code: int, expected: int, command: list[str]) -> None:
+    if code != expected:
+        raise DistTransformerError(f"{' '.join(command)} ended with exit code {code}, expected {expected}")
+
+
+def _say(text: str) -> None:
+    width = min(shutil.get_terminal_size().columns, 100)
+    print(f"\n{'=' * width}\n{text}\n{'=' * width}", flush=True)

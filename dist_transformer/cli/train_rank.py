@@ -107,9 +107,10 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, corpus: Corpus, stop: 
     feed = Feed(loader, ranks, lambda: stop.reason() is not None)
     status: Status = "FAILED"
     try:
-        with ProgressBar(config.training.max_steps, progress.step) as bar, Watchdog(
-            config.training.hang_seconds, ranks.rank
-        ) as watchdog:
+        with (
+            ProgressBar(config.training.max_steps, progress.step) as bar,
+            Watchdog(config.training.hang_seconds, ranks.rank) as watchdog,
+        ):
             outcome = trainer.run(feed, bar, watchdog)
         if outcome is Outcome.FINISHED:
             _write_model(config, run_dir, ranks, corpus, tracker)
@@ -124,7 +125,9 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, corpus: Corpus, stop: 
 def _open_corpus(config: Config, folder: Path, manifest: Manifest, ranks: Ranks) -> Corpus:
     digests = ranks.gather(manifest.digest)
     if len(set(digests)) > 1:
-        raise DataError(f"{folder}: ranks see different prepared corpora ({sorted(set(digests))}): is it on a shared disk?")
+        raise DataError(
+            f"{folder}: ranks see different prepared corpora ({sorted(set(digests))}): is it on a shared disk?"
+        )
     verify_shards(folder, manifest)
     train = manifest.splits["train"]
     if train.rows < config.data.lanes:

@@ -35,4 +35,6 @@ def _standard_input():  # type: ignore[no-untyped-def]
         try:
             yield line.decode("utf-8").rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise UserError(f"standard input, line {number}: not valid UTF-8 ({error.reason}); convert it first") from None
+            raise UserError(
+                f"standard input, line {number}: not valid UTF-8 ({error.reason}); convert it first"
+            ) from None

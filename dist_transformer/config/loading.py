@@ -55,7 +55,9 @@ def _read_extended(path: Path, trail: tuple[Path, ...]) -> Marked:
     if extended is None:
         return marked
     if not isinstance(extended, str):
-        raise ConfigError([f"{marked.place(('extends',))}: extends: expected the path of a YAML file, got {extended!r}"])
+        raise ConfigError(
+            [f"{marked.place(('extends',))}: extends: expected the path of a YAML file, got {extended!r}"]
+        )
     below = _read_extended(path.parent / extended, (*trail, path.resolve()))
     return merge(below, marked)
 

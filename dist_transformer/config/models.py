@@ -66,14 +66,17 @@ class DataConfig(Section):
     source_language: str = Field("en", description="Source language code, for column names and tags.")
     target_language: str = Field("de", description="Target language code, for column names and tags.")
     train: CorpusConfig = Field(description="The training corpus.")
-    validation: CorpusConfig | None = Field(None, description="The validation corpus; its loss is measured in training.")
+    validation: CorpusConfig | None = Field(
+        None, description="The validation corpus; its loss is measured in training."
+    )
     test: CorpusConfig | None = Field(None, description="The test corpus that `evaluate` scores.")
     prepared: str | None = Field(
         None, description="Folder of the prepared corpus; default: <run.root>/prepared/<digest of what made it>."
     )
     filters: FilterConfig = Field(default_factory=FilterConfig)  # type: ignore[arg-type]
     lanes: PositiveInt = Field(
-        8, description="Micro-batches per optimizer step over all ranks (fairseq: update-freq x GPUs). Part of the recipe."
+        8,
+        description="Micro-batches per optimizer step over all ranks (fairseq: update-freq x GPUs). Part of the recipe.",
     )
     max_tokens: PositiveInt = Field(
         8192, description="Largest micro-batch in tokens: source + target, padding counted."
@@ -81,7 +84,9 @@ class DataConfig(Section):
     window_rows: PositiveInt = Field(20_000, description="Rows of a lane shuffled, sorted and resumed together.")
     row_group_rows: PositiveInt = Field(4096, description="Rows per parquet row group of the prepared corpus.")
     loader_workers: int = Field(1, ge=0, description="Loader processes per rank; 0 reads in the training process.")
-    stall_seconds: PositiveInt = Field(300, description="A window not delivered in this time ends the run with a reason.")
+    stall_seconds: PositiveInt = Field(
+        300, description="A window not delivered in this time ends the run with a reason."
+    )
     audit: bool = Field(False, description="Also write the row ids of every step to audit.jsonl.")
 
 
@@ -89,7 +94,9 @@ class TokenizerConfig(Section):
     """The sentencepiece model: trained by `prepare`, or taken from files."""
 
     type: Literal["bpe", "unigram"] = Field("bpe", description="Kind of sentencepiece model.")
-    vocabulary_size: PositiveInt = Field(37_000, description="Pieces per model; rounded up to a multiple of 8. 5.1: 37000.")
+    vocabulary_size: PositiveInt = Field(
+        37_000, description="Pieces per model; rounded up to a multiple of 8. 5.1: 37000."
+    )
     shared: bool = Field(True, description="One vocabulary for both languages (5.1).")
     character_coverage: float = Field(1.0, gt=0.0, le=1.0, description="Share of characters that get a piece.")
     training_sentences: PositiveInt = Field(2_000_000, description="Most sentences (both sides) used to train it.")
@@ -115,7 +122,9 @@ class ModelConfig(Section):
     num_heads: PositiveInt = Field(8, description="Attention heads; must divide d_model.")
     num_encoder_layers: PositiveInt = Field(6, description="Layers of the encoder.")
     num_decoder_layers: PositiveInt = Field(6, description="Layers of the decoder.")
-    dropout: Share = Field(0.1, description="5.4: on each sub-layer's output and on the sums of embeddings and positions.")
+    dropout: Share = Field(
+        0.1, description="5.4: on each sub-layer's output and on the sums of embeddings and positions."
+    )
     norm: Literal["post", "pre"] = Field(
         "post", description="Layer norm after the residual sum (3.1), or before the sub-layer (not the paper's)."
     )
@@ -166,7 +175,9 @@ class TrainingConfig(Section):
     gradient_clip_norm: float = Field(0.0, ge=0.0, description="Clip the global gradient norm; 0: never (the paper's).")
     log_every_steps: PositiveInt = Field(50, description="A line in the log, metrics.jsonl and MLflow.")
     threads_per_rank: int = Field(0, ge=0, description="CPU threads of a rank; 0: the node's cores over its ranks.")
-    hang_seconds: PositiveInt = Field(600, description="No progress for this long ends the rank with stacks in the log.")
+    hang_seconds: PositiveInt = Field(
+        600, description="No progress for this long ends the rank with stacks in the log."
+    )
     initial_loss_scale: PositiveInt = Field(65_536, description="fp16: first loss scale, a power of 2.")
     loss_scale_window: PositiveInt = Field(1000, description="fp16: steps without overflow before the scale doubles.")
 
@@ -208,7 +219,9 @@ class TrackingConfig(Section):
 class SlurmConfig(Section):
     """How `submit` asks Slurm for the job. What differs between sites lives in slurm/clusters/*.yaml."""
 
-    cluster: str | None = Field(None, description="Profile: a name in slurm/clusters/ or a path; fills what is not given.")
+    cluster: str | None = Field(
+        None, description="Profile: a name in slurm/clusters/ or a path; fills what is not given."
+    )
     nodes: PositiveInt = Field(1, description="Nodes of the job.")
     ranks_per_node: PositiveInt = Field(1, description="Ranks on each node: one per GPU.")
     gpus_per_node: int = Field(0, ge=0, description="GPUs asked for on each node; 0: CPU training.")
@@ -220,7 +233,9 @@ class SlurmConfig(Section):
     account: str | None = Field(None)
     qos: str | None = Field(None)
     constraint: str | None = Field(None)
-    max_restarts_without_progress: PositiveInt = Field(3, description="Restarts without a new checkpoint before giving up.")
+    max_restarts_without_progress: PositiveInt = Field(
+        3, description="Restarts without a new checkpoint before giving up."
+    )
     setup: tuple[str, ...] = Field((), description="Shell lines run on each job start: module load, activate.")
     environment: dict[str, str] = Field(default_factory=dict, description="Environment variables of the job.")
     extra_sbatch: tuple[str, ...] = Field((), description="Further options of sbatch, one a line: --reservation=x.")

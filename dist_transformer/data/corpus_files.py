@@ -14,12 +14,14 @@ FINGERPRINT_BLOCK_BYTES = 1 << 20
 
 def corpus_files(corpus: CorpusConfig, data: DataConfig) -> list[Path]:
     """The local files of a corpus, source before target; none for a Hub dataset or the demonstration corpus."""
-    names = [name for name in (corpus.source, corpus.target, corpus.path) if name is not None]
-    return [Path(data.root) / Path(name).expanduser() for name in names]
+    return [Path(data.root) / Path(name).expanduser() for name in _file_names(corpus)]
 
 
 def existing_corpus_files(corpus: CorpusConfig, data: DataConfig) -> list[Path]:
     """`corpus_files`; DataError with the full path when one is missing."""
+    for name in _file_names(corpus):
+        if "://" in name:
+            raise DataError(f"{name}: a remote address; expected text in local files or by `hub`. Download it first.")
     files = corpus_files(corpus, data)
     for path in files:
         if not path.is_file():
@@ -64,6 +66,10 @@ def corpus_fingerprint(corpus: CorpusConfig, data: DataConfig) -> dict[str, Any]
         names = ("hub", "subset", "split", "revision")
         return {**given, **{name: getattr(corpus, name) for name in names}}
     return {**given, "files": [_file_fingerprint(path) for path in existing_corpus_files(corpus, data)]}
+
+
+def _file_names(corpus: CorpusConfig) -> list[str]:
+    return [name for name in (corpus.source, corpus.target, corpus.path) if name is not None]
 
 
 def _file_fingerprint(path: Path) -> dict[str, Any]:

@@ -12,21 +12,17 @@ last: a folder that has one is complete. Memory is bounded by one chunk or shard
 
 import itertools
 import math
-import os
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 from filelock import FileLock, Timeout
 
 from dist_transformer.config.models import Config, CorpusConfig, TokenizerConfig
 from dist_transformer.data.corpus_files import corpus_files, corpus_name
-from dist_transformer.data.filters import filter_lengths, filter_text
 from dist_transformer.data.manifest import (
     MANIFEST_NAME,
     SHARD_FOLDER,
@@ -36,17 +32,18 @@ from dist_transformer.data.manifest import (
     TokenizerFiles,
     content_digest,
     file_sha256,
+    json_digest,
 )
-from dist_transformer.data.prepare_state import STATE_NAME, Chunk, PrepareState, SplitState
+from dist_transformer.data.prepare_state import STATE_NAME, PrepareState, SplitState
 from dist_transformer.data.recipe import (
     make_recipe,
-    prepared_folder,
     recipe_without_corpora,
     refuse_other_recipe,
     taken_models,
 )
-from dist_transformer.data.shards import gather_range, token_lengths, token_table, write_shard, write_spill
+from dist_transformer.data.shards import gather_range, write_shard, write_spill
 from dist_transformer.data.sources import RawBatch, read_corpus, scan_corpus
+from dist_transformer.data.tokenize_rows import tokenized_chunk
 from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
 from dist_transformer.errors import DataError
 from dist_transformer.run_dir import replacing
@@ -60,6 +57,7 @@ CHUNK_ROWS = 128 * BATCH_ROWS
 SHARD_ROWS = 1 << 20
 SHARD_TOKENS = 1 << 26
 """Of both sides: about 120 MB at 1.8 bytes a token."""
+FOLDER_DIGITS = 16
 LOCK_NAME = ".prepare.lock"
 LOCK_ATTEMPT_SECONDS = 1.0
 
@@ -85,6 +83,13 @@ def prepare(config: Config, folder: Path | None = None, progress: ReportProgress
         state = PrepareState.load(folder) or PrepareState(recipe)
         refuse_other_recipe(folder, state.recipe, recipe)
         return _Preparation(config, folder, state, progress).run()
+
+
+def prepared_folder(config: Config) -> Path:
+    """`data.prepared`, or a folder under `run.root` named by the digest of the recipe; DataError for a missing file."""
+    if config.data.prepared is not None:
+        return Path(config.data.prepared)
+    return Path(config.run.root) / "prepared" / json_digest(make_recipe(config))[:FOLDER_DIGITS]
 
 
 def load_or_none(config: Config) -> Manifest | None:
@@ -201,7 +206,7 @@ class _Preparation:
         for index, chunk_batches in itertools.groupby(batches, lambda batch: batch.first_row // CHUNK_ROWS):
             if index < len(split.chunks):
                 continue
-            table, chunk = self._tokenized_chunk(name, chunk_batches, tokenizer)
+            table, chunk = tokenized_chunk(self._reported(name, chunk_batches), tokenizer, self.config.data.filters)
             if chunk.rows and name == "train":
                 write_spill(table, self._spill(index), self.config.run.seed, index)
             elif chunk.rows:
@@ -211,36 +216,10 @@ class _Preparation:
         split.all_read = True
         self.state.save(self.folder)
 
-    def _tokenized_chunk(self, name: str, batches: Iterable[RawBatch], tokenizer: Tokenizer) -> tuple[pa.Table, Chunk]:
-        tables, dropped, read_rows = [], Counter[str](), 0
+    def _reported(self, name: str, batches: Iterable[RawBatch]) -> Iterator[RawBatch]:
         for batch in batches:
-            table, batch_dropped = self._tokenized_batch(batch, tokenizer)
-            tables.append(table)
-            dropped.update(batch_dropped)
-            read_rows += len(batch.source)
             self.progress(name, batch.first_row + len(batch.source), self.state.rows_total[name])
-        whole = pa.concat_tables(tables)
-        lengths = [token_lengths(whole, side) for side in ("source", "target")]
-        return whole, Chunk(
-            read_rows=read_rows,
-            rows=whole.num_rows,
-            source_tokens=int(lengths[0].sum()),
-            target_tokens=int(lengths[1].sum()),
-            max_source_tokens=int(lengths[0].max(initial=0)),
-            max_target_tokens=int(lengths[1].max(initial=0)),
-            dropped=dict(dropped),
-        )
-
-    def _tokenized_batch(self, batch: RawBatch, tokenizer: Tokenizer) -> tuple[pa.Table, Counter[str]]:
-        filters, threads = self.config.data.filters, os.cpu_count() or 1
-        positions, dropped = filter_text(batch, filters)
-        source = tokenizer.encode_source([batch.source[i] or "" for i in positions], threads)
-        target = tokenizer.encode_target([batch.target[i] or "" for i in positions], threads)
-        kept, too_odd = filter_lengths([len(ids) for ids in source], [len(ids) for ids in target], filters)
-        row_ids = (np.asarray(positions, dtype=np.int64) + batch.first_row)[kept]
-        sides = [list(itertools.compress(ids, kept)) for ids in (source, target)]
-        vocabularies = (tokenizer.source_vocabulary, tokenizer.target_vocabulary)
-        return token_table(row_ids, sides[0], sides[1], vocabularies), dropped + too_odd
+            yield batch
 
     def _refuse_empty(self, corpus: CorpusConfig, split: SplitState) -> None:
         if split.rows == 0:

@@ -9,19 +9,11 @@ from typing import Any
 
 from dist_transformer.config.models import Config, TokenizerConfig
 from dist_transformer.data.corpus_files import corpus_fingerprint
-from dist_transformer.data.manifest import file_sha256, json_digest
+from dist_transformer.data.manifest import file_sha256
 from dist_transformer.errors import DataError
 
 PREPARED_FORMAT = 1
 """Raised whenever the same settings begin to give other rows, another order or other files."""
-FOLDER_DIGITS = 16
-
-
-def prepared_folder(config: Config) -> Path:
-    """`data.prepared`, or a folder under `run.root` named by the digest of the recipe; DataError for a missing file."""
-    if config.data.prepared is not None:
-        return Path(config.data.prepared)
-    return Path(config.run.root) / "prepared" / json_digest(make_recipe(config))[:FOLDER_DIGITS]
 
 
 def make_recipe(config: Config) -> dict[str, Any]:
@@ -65,17 +57,8 @@ def refuse_other_recipe(folder: Path, found: dict[str, Any], wanted: dict[str, A
 
 
 def taken_models(settings: TokenizerConfig) -> list[Path]:
-    """The existing models to use: source, and target where not shared; none: they are trained. DataError for a half."""
-    named = [model for model in (settings.source_model, settings.target_model) if model is not None]
-    if not named:
-        return []
-    if settings.source_model is None or len(named) != (1 if settings.shared else 2):
-        expected = "only tokenizer.source_model" if settings.shared else "both source_model and target_model"
-        raise DataError(
-            f"tokenizer.shared is {str(settings.shared).lower()}: to take existing models, name {expected}; "
-            f"got source_model {settings.source_model!r} and target_model {settings.target_model!r}."
-        )
-    return [Path(model) for model in named]
+    """The existing models to use: one where shared, else source and target; none: they are trained."""
+    return [Path(model) for model in (settings.source_model, settings.target_model) if model is not None]
 
 
 def _tokenizer_recipe(settings: TokenizerConfig) -> dict[str, Any]:

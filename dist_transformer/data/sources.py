@@ -159,7 +159,8 @@ def _reader_options(kind: str, corpus: CorpusConfig, data: DataConfig) -> dict[s
         "converters": dict.fromkeys(_wanted_columns(corpus, data), str),
         "keep_default_na": False,
         "skip_blank_lines": False,
-        "encoding_errors": "replace" if drop else "strict",
+        # Of pandas' parsers only the slower one heeds `encoding_errors` where there are converters.
+        **({"engine": "python", "encoding_errors": "replace"} if drop else {}),
     }
 
 

@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import pydantic
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -161,8 +160,10 @@ def _read_config(path: Path) -> tuple[ModelConfig, ModelInformation]:
             "Use the version of the program that wrote it."
         )
     try:
-        return ModelConfig(**content.pop("model")), _information(content)
-    except (pydantic.ValidationError, KeyError, TypeError) as error:
+        config, information = ModelConfig(**content.pop("model")), _information(content)
+        _check_sizes(config, information)
+        return config, information
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: not the configuration of a model folder ({error}). Save it again.") from error
 
 
@@ -174,6 +175,14 @@ def _information(content: dict[str, Any]) -> ModelInformation:
         if not isinstance(value, expected):
             raise TypeError(f"{name} is {value!r}, expected {expected.__name__}")
     return information
+
+
+def _check_sizes(config: ModelConfig, information: ModelInformation) -> None:
+    """ValueError for sizes that no model can have."""
+    if config.d_model % config.num_heads:
+        raise ValueError(f"num_heads {config.num_heads} does not divide d_model {config.d_model}")
+    if config.shared_embeddings and information.source_vocabulary != information.target_vocabulary:
+        raise ValueError("shared_embeddings needs one vocabulary, but source_vocabulary is not target_vocabulary")
 
 
 def _empty_model(config: ModelConfig, information: ModelInformation) -> Transformer:

@@ -191,7 +191,7 @@ def _client(uri: str) -> MlflowClient:
 
 
 def _create_database(database: Path) -> None:
-    """Make a missing sqlite store, whole or not at all: two makers at once, or one killed half-way, break it for ever."""
+    """Make a missing sqlite store, whole or not at all: two makers at once, or one killed half-way, would break it."""
     if database.exists():
         return
     database.parent.mkdir(parents=True, exist_ok=True)

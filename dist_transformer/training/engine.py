@@ -4,6 +4,7 @@ What DeepSpeed 0.19.8 gets wrong is mended here, each mend with a test:
 - stages 1 to 3 with fp16 halve the gradient on each step at which the loss scale grows (`_delay_scale_growth`;
   https://github.com/deepspeedai/DeepSpeed/pull/8588);
 - stage 0 reports no gradient norm and applies non-finite gradients (`_guard_stage_0`);
+- stages 1 and 2 with several parameter groups lose sight of the moments of all but the first (`_link_moments`);
 - timeouts do not reach its data-parallel group (`_pass_timeout`);
 - on CPUs it compiles a shared-memory op that training never uses, and refuses fp16 (`_prepare_cpu`).
 
@@ -66,6 +67,7 @@ class Engine:
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
         self._ranks = ranks
         self._stage = training.zero_stage
+        self._moments_linked = self._stage not in (1, 2)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             optimizer=_adam(module, optimizer, ranks.device),
@@ -103,7 +105,7 @@ class Engine:
         skipped = self._engine.skipped_steps
         try:
             self._engine.step()
-        except Exception as error:  # noqa: BLE001  (DeepSpeed raises a bare Exception here)
+        except Exception as error:
             if "loss scale already at minimum" not in str(error):
                 raise
             raise UserError(
@@ -111,7 +113,10 @@ class Engine:
                 "last checkpoint with a lower optimizer.learning_rate, a longer schedule.warmup_steps, or "
                 "training.precision=bf16"
             ) from error
-        return bool(self._engine.skipped_steps == skipped)
+        applied = bool(self._engine.skipped_steps == skipped)
+        if applied and not self._moments_linked:
+            self._link_moments()
+        return applied
 
     def gradient_norm(self) -> float:
         """The 2-norm of the last step's whole gradient, unscaled and before clipping."""
@@ -170,7 +175,7 @@ class Engine:
             count = torch.tensor(float(step), device=device)
             inner.state[flat] = {"step": count, **{key: torch.zeros_like(flat.data) for key in MOMENTS}}
         if self._stage in (1, 2):
-            optimizer._lazy_init_hp_params_optimizer_state()
+            self._link_moments()
 
     def write(self, parameter: nn.Parameter, state: ParameterState) -> None:
         """Sets the whole state of one parameter (collective); after `prepare_write`."""
@@ -188,6 +193,12 @@ class Engine:
                 parameter.data.copy_(state.weight)
         else:
             parameter.data.copy_(state.weight)
+
+    def _link_moments(self) -> None:
+        """Shows DeepSpeed's fragment functions where Adam's moments are: it looks before the later groups have any."""
+        self._engine.optimizer._hp_optimizer_states_linked = False
+        self._engine.optimizer._lazy_init_hp_params_optimizer_state()
+        self._moments_linked = True
 
 
 def _adam(module: nn.Module, settings: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:

@@ -96,6 +96,7 @@ class Trainer:
         self._epoch, self._digest = progress.position.epoch, ""
         self._interval = self._new_interval()
         self._validated: tuple[int, ValidationResult] | None = None
+        self._saved: int | None = None
         self._zero_weight = _zero_weight(recipe["pad_id"], recipe["eos_id"])
 
     def run(self, feed: Feed, bar: ProgressBar, watchdog: Watchdog) -> Outcome:
@@ -169,7 +170,11 @@ class Trainer:
             progress.step += 1
         else:
             progress.skipped_updates += 1
-            log.info("step %d: gradient not finite, update skipped; loss scale %g", progress.step + 1, self._engine.loss_scale())
+            log.info(
+                "step %d: gradient not finite, update skipped; loss scale %g",
+                progress.step + 1,
+                self._engine.loss_scale(),
+            )
         interval.target_tokens += batch.target_tokens
         interval.source_tokens += batch.source_tokens
         interval.padded_tokens += batch.padded_tokens
@@ -220,13 +225,22 @@ class Trainer:
         self._validated = (step, result)
         if self._journal:
             self._journal.metrics.append("validation", step, _validation_metrics(result))
-        log.info("step %7d  validation loss %.4f  nll %.4f  perplexity %.2f", step, result.loss, result.nll, result.perplexity)
+        log.info(
+            "step %7d  validation loss %.4f  nll %.4f  perplexity %.2f",
+            step,
+            result.loss,
+            result.nll,
+            result.perplexity,
+        )
         self._interval.started += time.monotonic() - started
 
     def _save(self) -> None:
-        """A checkpoint of this step (collective)."""
+        """A checkpoint of this step, once (collective)."""
+        if self._saved == self.progress.step:
+            return
         started = time.monotonic()
         path = checkpoints.save(self._run_dir, self._engine, self._state(), self._ranks)
+        self._saved = self.progress.step
         validated = self._validated
         if self._journal:
             checkpoints.keep_last(self._run_dir, self._config.checkpoints.keep_last)
@@ -280,7 +294,12 @@ class Trainer:
 
 
 def _validation_metrics(result: ValidationResult) -> dict[str, float]:
-    return {"loss": result.loss, "nll": result.nll, "perplexity": result.perplexity, "target_tokens": result.target_tokens}
+    return {
+        "loss": result.loss,
+        "nll": result.nll,
+        "perplexity": result.perplexity,
+        "target_tokens": result.target_tokens,
+    }
 
 
 def _dropout_seed(seed: int, batches: int, lane: int) -> int:

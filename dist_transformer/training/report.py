@@ -7,7 +7,15 @@ from dataclasses import dataclass
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from dist_transformer.config.models import Config
 from dist_transformer.config.sizes import parameter_count
@@ -50,12 +58,19 @@ def state_bytes(parameters: int, zero_stage: int, precision: str, num_ranks: int
     weight = gradient = 2 if precision == "fp16" else 4
     optimizer = 12 if zero_stage or precision == "fp16" else 8  # fp32 master and two moments; stage 0 has no master
     shares = [num_ranks if zero_stage >= stage else 1 for stage in (3, 2, 1)]
-    return round(parameters * sum(size / share for size, share in zip((weight, gradient, optimizer), shares, strict=True)))
+    return round(
+        parameters * sum(size / share for size, share in zip((weight, gradient, optimizer), shares, strict=True))
+    )
 
 
 def log_outlook(config: Config, manifest: Manifest, num_ranks: int) -> None:
     """Says what will happen, before the first step."""
-    about, model, training, train = outlook(config, manifest, num_ranks), config.model, config.training, manifest.splits["train"]
+    about, model, training, train = (
+        outlook(config, manifest, num_ranks),
+        config.model,
+        config.training,
+        manifest.splits["train"],
+    )
     dropped = ", ".join(f"{rule} {count}" for rule, count in train.dropped.items() if count) or "none"
     log.info(
         "model      %s parameters: %d + %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d / %d, %s-norm",
@@ -87,14 +102,18 @@ class ProgressBar:
             TextColumn("[bold]step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
             TimeElapsedColumn(), TimeRemainingColumn(),
         )  # fmt: skip
-        self._progress = Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True)
+        self._progress = Progress(
+            *columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True
+        )
         self._task: TaskID = self._progress.add_task("", total=total_steps, completed=step)
 
     def __enter__(self) -> "ProgressBar":
         self._progress.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._progress.stop()
 
     def show(self, step: int, loss: float | None = None, tokens_per_second: float | None = None) -> None:

@@ -43,6 +43,7 @@ def test_self_attention_is_the_formula_written_out_head_by_head(is_causal: bool)
         )
     )
     heads = [slice(start, start + HEAD_SIZE) for start in range(0, D_MODEL, HEAD_SIZE)]
+    query, key, value = query.detach(), key.detach(), value.detach()
     attended = torch.stack(
         [
             torch.cat([written_out(query[b][:, h], key[b][:, h], value[b][:, h], may_attend[b]) for h in heads], 1)

@@ -113,6 +113,18 @@ def test_fp16_input_gives_fp32_sums_and_gradients_that_do_not_underflow(
         assert (mine.double() - other).norm() < 2e-3 * other.norm()
 
 
+def test_unlikely_words_keep_their_gradient_in_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A probability of 1.5e-7 is two or three of fp16's smallest steps: just rounded, it is off by a fifth."""
+    monkeypatch.setattr(loss_module, "_matmul_dtype", lambda *_: torch.float16)
+    hidden = torch.full((1, 4), 0.125, dtype=torch.float16)
+    weight = torch.tensor([0.0, 0.0, -30.0], dtype=torch.float16)[:, None].repeat(1, 4).requires_grad_()
+    ours, _ = label_smoothed_cross_entropy(hidden, weight, torch.tensor([1]), 0.0)
+    (gradient,) = torch.autograd.grad(65_536 * ours, weight)
+    probability = torch.tensor([0.0, 0.0, -15.0], dtype=torch.float64).softmax(0)[2]
+    expected = (65_536 * 0.125 * probability).expand(4)
+    torch.testing.assert_close(gradient[2].double(), expected, rtol=0.01, atol=0)
+
+
 def test_bf16_autocast_multiplies_in_bf16_and_sums_in_fp32() -> None:
     hidden, weight, target = inputs(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):

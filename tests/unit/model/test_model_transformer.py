@@ -1,6 +1,7 @@
 """The whole network against torch.nn.Transformer, and what must hold of it whatever the weights."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional as F
 
 from dist_transformer.config.models import ModelConfig
 from dist_transformer.config.sizes import parameter_count
-from dist_transformer.model.layers import DecoderLayer, EncoderLayer, sinusoids
+from dist_transformer.model.layers import AddAndNorm, DecoderLayer, EncoderLayer, FeedForward, sinusoids
 from dist_transformer.model.transformer import Transformer
 
 PAD, VOCABULARY = 0, 24
@@ -38,7 +39,9 @@ def paired_parameters(ours: Transformer, theirs: nn.Transformer) -> Iterator[tup
             yield [norm.bias], other.bias
 
 
-def paired_layer(attentions, network, norms, other) -> Iterator[tuple[list[Tensor], Tensor]]:  # type: ignore[no-untyped-def]
+def paired_layer(
+    attentions: list[Any], network: FeedForward, norms: list[AddAndNorm], other: Any
+) -> Iterator[tuple[list[Tensor], Tensor]]:
     for torchs, projections, output in attentions:
         yield [projection.weight for projection in projections], torchs.in_proj_weight
         yield [projection.bias for projection in projections], torchs.in_proj_bias
@@ -190,7 +193,7 @@ def test_initial_matrices_are_xavier_uniform_one_by_one_and_embeddings_normal(
         assert 0.95 * square < block.abs().max() <= square
     inner_bound = (6 / (64 + 128)) ** 0.5
     assert 0.95 * inner_bound < encoder_layer.feed_forward.inner.weight.abs().max() <= inner_bound
-    assert model.source_embedding.weight.std() == pytest.approx(64**-0.5, rel=0.02)
+    assert float(model.source_embedding.weight.detach().std()) == pytest.approx(64**-0.5, rel=0.02)
     assert model.source_embedding.weight[PAD].abs().sum() > 0
     assert all(not p.any() for name, p in model.named_parameters() if name.endswith("bias"))
 
@@ -200,6 +203,19 @@ def test_dropout_makes_training_random_and_leaves_evaluation_alone(make_model: M
     assert not torch.equal(model(batch[0], batch[1]), model(batch[0], batch[1]))
     model.eval()
     assert torch.equal(model(batch[0], batch[1]), model(batch[0], batch[1]))
+
+
+def test_dropout_acts_on_the_sums_of_embeddings_and_positions(make_model: MakeModel) -> None:
+    model, ids = make_model(dropout=0.25), torch.randint(3, VOCABULARY, (20, 30))
+    entered: list[Tensor] = []
+    for stack in (model.encoder_layers, model.decoder_layers):
+        stack[0].register_forward_pre_hook(lambda _, arguments: entered.append(arguments[0]))
+    model(ids, ids)
+    whole = model.source_embedding.weight[ids] * 16**0.5 + sinusoids(30, 16)
+    for dropped in entered:
+        kept = dropped != 0
+        torch.testing.assert_close(dropped[kept], whole[kept] / 0.75)
+        assert abs(kept.double().mean() - 0.75) < 0.02
 
 
 def test_a_half_precision_model_agrees_with_the_exact_one(make_model: MakeModel, batch: Batch) -> None:

@@ -1,0 +1,44 @@
+# Everything is set up by the targets themselves: `make demo` and `make test` need only Debian, Python 3.11 and this folder.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help demo test test-quick check setup ui benchmark clean
+
+help:
+	@echo "make demo        set up, train on the embedded corpus with a stop and a resume, score, translate"
+	@echo "make test        set up, run every check and test (the Slurm tests need root, to start a cluster)"
+	@echo "make test-quick  the tests that take seconds"
+	@echo "make check       ruff and mypy"
+	@echo "make ui          MLflow's page on the runs in runs/"
+
+setup: $(READY)
+
+# torch is installed first and alone: resolved together with the others it could come as another build.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(READY)
+	$(BIN)/dist-transformer demo
+
+test: check
+	$(BIN)/python -m pytest
+
+test-quick: $(READY)
+	$(BIN)/python -m pytest -m "not slow"
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+ui: $(READY)
+	$(BIN)/dist-transformer ui runs
+
+clean:
+	rm -rf $(VENV) runs

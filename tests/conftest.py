@@ -1,0 +1,65 @@
+"""Shared by all tests: the command as a user runs it, and a small real corpus to run it on."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from running import Command
+
+from dist_transformer.data.demo_corpus import demo_pairs
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks of a test share two cores
+
+SMALL_RUN = """
+run: {{name: small, root: {root}/runs, seed: 3}}
+data:
+  root: {root}
+  train: {{source: train.en, target: train.de}}
+  validation: {{source: valid.en, target: valid.de}}
+  test: {{source: valid.en, target: valid.de}}
+  filters: {{max_tokens: 96}}
+  lanes: 4
+  max_tokens: 512
+  window_rows: 60
+  row_group_rows: 64
+  loader_workers: 0
+tokenizer: {{vocabulary_size: 200}}
+model: {{preset: tiny, d_model: 32, d_ff: 64, num_encoder_layers: 1, num_decoder_layers: 1, dropout: 0.1}}
+optimizer: {{learning_rate: 0.01}}
+schedule: {{warmup_steps: 4}}
+training: {{max_steps: 6, precision: fp32, log_every_steps: 1, hang_seconds: 120}}
+validation: {{every_steps: 100}}
+checkpoints: {{every_steps: 3, keep_last: 3, average_last: 2}}
+tracking: {{enabled: false}}
+"""
+
+
+@pytest.fixture(scope="session")
+def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train.en, train.de (600 pairs), valid.en, valid.de (40 pairs) and small.yaml."""
+    folder = tmp_path_factory.mktemp("small")
+    pairs = [pair for _, pair in zip(range(600), demo_pairs("train"), strict=False)]
+    held_out = [pair for _, pair in zip(range(40), demo_pairs("validation"), strict=False)]
+    for name, rows in (("train", pairs), ("valid", held_out)):
+        (folder / f"{name}.en").write_text("".join(f"{s}\n" for s, _ in rows), encoding="utf-8")
+        (folder / f"{name}.de").write_text("".join(f"{t}\n" for _, t in rows), encoding="utf-8")
+    (folder / "small.yaml").write_text(SMALL_RUN.format(root=folder), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def command(small_corpus: Path) -> Command:
+    """The command, started in the folder of `small_corpus`."""
+    return Command(small_corpus)
+
+
+@pytest.fixture(scope="session")
+def train_small(command: Command) -> Callable[..., Path]:
+    """Trains small.yaml under a name; gives the run folder."""
+
+    def train(name: str, *overrides: str, ranks: int = 1, code: int = 0) -> Path:
+        command("train", "small.yaml", f"run.name={name}", *overrides, "--ranks", ranks, code=code)
+        return command.folder / "runs" / name
+
+    return train

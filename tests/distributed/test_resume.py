@@ -1,0 +1,108 @@
+"""P3 on real ranks: a run that is stopped or killed, and started again, ends as the undisturbed one does."""
+
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from running import Command, records
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+LONG = ("training.max_steps=24", "checkpoints.every_steps=4", "data.audit=true")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train_small: Callable[..., Path]) -> Path:
+    """24 steps on two ranks in one go."""
+    return train_small("undisturbed", *LONG, ranks=2)
+
+
+def weights_of(run: Path) -> str:
+    """A hash of the last checkpoint's weights and moments, whatever files they lie in."""
+    newest = sorted((run / "checkpoints").glob("step_????????"))[-1]
+    tensors = {k: v for file in newest.glob("state_*.safetensors") for k, v in load_file(file).items()}
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode() + tensors[name].numpy().tobytes())
+    return digest.hexdigest()
+
+
+def wait_for_step(run: Path, step: int, seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        path = run / "metrics.jsonl"
+        if path.exists() and any(r["step"] >= step for r in records(run)):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{run}: no step {step} within {seconds} s")
+
+
+def assert_same_run(run: Path, expected: Path) -> None:
+    """Bit-identical: every step once, with the same batch, loss and norm; the same weights at the end."""
+    keys = ("step", "loss", "nll", "gradient_norm", "learning_rate", "batch_digest", "total_target_tokens")
+    assert [[r[k] for k in keys] for r in records(run)] == [[r[k] for k in keys] for r in records(expected)]
+    assert [r["rows"] for r in records(run, "batch", "audit.jsonl")] == [
+        r["rows"] for r in records(expected, "batch", "audit.jsonl")
+    ]
+    assert weights_of(run) == weights_of(expected)
+
+
+def test_six_steps_are_three_a_kill_and_three(train_small, command: Command, undisturbed):
+    run = command.folder / "runs" / "killed"
+    process = command.start("train", "small.yaml", "run.name=killed", *LONG, "--ranks", 2)
+    wait_for_step(run, 6)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split()
+    for child in children:
+        os.kill(int(child), signal.SIGKILL)
+    process.communicate(timeout=60)
+    assert process.returncode == 1
+    train_small("killed", *LONG, ranks=2)
+    assert_same_run(run, undisturbed)
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
+def test_a_signal_saves_and_exits_75_and_the_same_command_goes_on(train_small, command: Command, undisturbed, number):
+    name = f"stopped-{number.name}"
+    run = command.folder / "runs" / name
+    process = command.start("train", "small.yaml", f"run.name={name}", *LONG, "--ranks", 2)
+    wait_for_step(run, 2)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, out + err
+    stopped_at = records(run)[-1]["step"]
+    assert stopped_at < 24
+    assert (run / "checkpoints" / f"step_{stopped_at:08d}" / "manifest.json").is_file()
+    train_small(name, *LONG, ranks=2)
+    assert_same_run(run, undisturbed)
+
+
+def test_a_stop_file_stops_the_run_and_is_gone_at_the_next_start(train_small, command: Command):
+    run = command.folder / "runs" / "stop-file"
+    process = command.start("train", "small.yaml", "run.name=stop-file", *LONG)
+    wait_for_step(run, 1)
+    (run / "stop").touch()
+    assert process.wait(60) == 75
+    train_small("stop-file", *LONG)
+    assert [r["step"] for r in records(run)] == list(range(1, 25))
+
+
+def test_a_resume_on_other_numbers_of_ranks_and_other_stages_trains_on_the_same_batches(train_small, undisturbed):
+    for steps, ranks, stage in ((6, 1, 1), (12, 3, 2), (18, 2, 3), (24, 4, 0)):
+        overrides = (*LONG, f"training.max_steps={steps}", f"training.zero_stage={stage}")
+        run = train_small("elastic", *overrides, ranks=ranks)
+    found, expected = records(run), records(undisturbed)
+    assert [r["batch_digest"] for r in found] == [r["batch_digest"] for r in expected]
+    assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected], rel=1e-3)
+
+
+def test_a_log_interval_that_a_stop_cuts_in_two_reports_what_the_whole_one_does(train_small, undisturbed):
+    intervals = (*LONG, "training.log_every_steps=8")
+    whole = train_small("interval-whole", *intervals, ranks=2)
+    cut = train_small("interval-cut", *intervals, "training.max_steps=8", ranks=2)
+    cut = train_small("interval-cut", *intervals, ranks=2)
+    assert [r["loss"] for r in records(cut)] == [r["loss"] for r in records(whole)]

@@ -1,0 +1,42 @@
+"""Running the command as a user does, and reading what a run wrote."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+NOT_INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Command:
+    """`dist-transformer` as a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def start(self, *arguments: object, **environment: str) -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            [sys.executable, "-m", "dist_transformer", *map(str, arguments)],
+            cwd=self.folder,
+            env={**{k: v for k, v in os.environ.items() if k not in NOT_INHERITED}, **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def __call__(self, *arguments: object, code: int = 0, text: str | None = None, **environment: str) -> str:
+        """Runs it to its end; what it wrote on both streams. The exit code must be `code`."""
+        process = self.start(*arguments, **environment)
+        out, err = process.communicate(text, timeout=300)
+        assert process.returncode == code, f"exit code {process.returncode}, expected {code}\n{out}\n{err}"
+        return out + err
+
+
+def records(run: Path, event: str = "train", file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The records of one kind of a run folder's metrics."""
+    lines = (run / file).read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if record["event"] == event]

@@ -1,0 +1,146 @@
+"""Ranks on one machine: their places, signals, exit codes. The ranks are tiny stand-ins of a few lines."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from dist_transformer.launching import rank_environment, start_local_ranks
+
+HEAD = "import os, sys, signal, time, json\nrank = int(os.environ['RANK'])\n"
+
+
+def _program(body: str) -> list[str]:
+    return [sys.executable, "-c", HEAD + textwrap.dedent(body)]
+
+
+def _run(body: str, num_ranks: int = 3, arguments: list[str] | None = None, grace_seconds: float = 30.0) -> int:
+    return start_local_ranks(arguments or [], num_ranks, program=_program(body), grace_seconds=grace_seconds)
+
+
+def test_each_rank_finds_its_place_and_the_arguments(tmp_path: Path) -> None:
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    body = f"open(f'{tmp_path}/{{rank}}', 'w').write(json.dumps([sys.argv[1:], [os.environ[n] for n in {names}]]))"
+    assert _run(body, 3, ["config.yaml", "run.name=a b"]) == 0
+    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(3)]
+    assert all(arguments == ["config.yaml", "run.name=a b"] for arguments, _ in found)
+    [port] = {places[-1] for _, places in found}
+    assert [places for _, places in found] == [[str(r), str(r), "3", "3", "127.0.0.1", port] for r in range(3)]
+
+
+def test_the_cores_are_shared_unless_the_user_has_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(9)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert rank_environment(0, 2, 1)["OMP_NUM_THREADS"] == "4"
+    assert rank_environment(0, 20, 1)["OMP_NUM_THREADS"] == "1"
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert rank_environment(0, 2, 1)["OMP_NUM_THREADS"] == "3"
+
+
+def test_the_requeue_code_of_rank_0_is_the_result_also_when_it_ends_first() -> None:
+    assert _run("sys.exit(75 if rank == 0 else 0)") == 75
+    assert _run("time.sleep(0.3 * rank); sys.exit(75 if rank == 0 else 0)") == 75
+
+
+def test_the_first_failure_is_the_result_whatever_the_others_say_later(tmp_path: Path) -> None:
+    body = f"""
+        pid_file = '{tmp_path}/pid'
+        if rank == 1:
+            open(pid_file + '.new', 'w').write(str(os.getpid()))
+            os.rename(pid_file + '.new', pid_file)
+            sys.exit(2)
+        while not os.path.exists(pid_file):
+            time.sleep(0.01)
+        while os.path.exists('/proc/' + open(pid_file).read()):  # until the launcher has taken its exit code
+            time.sleep(0.01)
+        time.sleep(0.2)
+        sys.exit(75 if rank == 0 else 1)
+    """
+    assert _run(body) == 2
+
+
+def test_a_rank_ended_by_a_signal_fails_the_run_and_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    assert _run("rank == 1 and os.kill(os.getpid(), signal.SIGKILL); time.sleep(0.2)") == 1
+    assert capfd.readouterr().err == "rank 1 was ended by signal SIGKILL\n"
+
+
+def test_ranks_that_stay_after_a_failure_are_killed_with_their_helpers(tmp_path: Path) -> None:
+    body = f"""
+        if rank == 0:
+            sys.exit(1)
+        helper = os.fork() == 0
+        open(f'{tmp_path}/{{rank}}{{helper}}', 'w').write(str(os.getpid()))
+        time.sleep(600)
+    """
+    assert _run(body, 2, grace_seconds=1.0) == 1
+    for path in tmp_path.iterdir():
+        assert _has_ended(int(path.read_text()))
+
+
+def _has_ended(pid: int) -> bool:
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except FileNotFoundError:
+            return True
+        if state == "Z":
+            return True
+    return False
+
+
+def test_ranks_that_leave_by_themselves_after_a_failure_are_given_the_time(tmp_path: Path) -> None:
+    body = f"rank == 0 and sys.exit(1); time.sleep(0.3); open('{tmp_path}/left', 'w')"
+    assert _run(body, 2) == 1
+    assert (tmp_path / "left").exists()
+
+
+@pytest.mark.parametrize(
+    ("sent", "arrives"),
+    [
+        ("SIGUSR1", "SIGUSR1"),
+        ("SIGUSR2", "SIGUSR2"),
+        ("SIGTERM", "SIGTERM"),
+        ("SIGINT", "SIGINT"),
+        ("SIGHUP", "SIGTERM"),
+    ],
+)
+def test_each_rank_gets_each_signal_once_even_from_a_terminal(tmp_path: Path, sent: str, arrives: str) -> None:
+    """The signal goes to the launcher's whole process group, as Ctrl-C in a terminal does."""
+    rank = HEAD + textwrap.dedent(f"""
+        got = []
+        for n in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(n, lambda n, f: got.append(signal.Signals(n).name))
+        open(f'{tmp_path}/ready{{rank}}', 'w')
+        while not got:
+            time.sleep(0.02)
+        time.sleep(0.3)  # for a second one to come, if there is one
+        open(f'{tmp_path}/got{{rank}}', 'w').write(' '.join(got))
+        sys.exit(75 if rank == 0 else 0)
+    """)
+    launcher = f"""
+import sys
+from dist_transformer.launching import start_local_ranks
+sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", launcher], start_new_session=True)
+    deadline = time.monotonic() + 30
+    while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.Signals[sent])
+    assert process.wait(30) == 75
+    assert [(tmp_path / f"got{rank}").read_text() for rank in range(2)] == [arrives, arrives]
+
+
+def test_after_the_run_signals_mean_what_they_meant_before() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    assert _run("pass", 1) == 0
+    assert signal.getsignal(signal.SIGUSR1) == before

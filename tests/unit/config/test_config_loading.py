@@ -1,0 +1,186 @@
+"""The configuration door: every problem at once, each with file, line, key, what was expected, what came, what to do."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dist_transformer.config.loading import load_config, to_yaml
+from dist_transformer.errors import ConfigError
+
+BASE = """\
+run: {name: test}
+data:
+  train: {demo: train}
+model:
+  preset: tiny
+training:
+  max_steps: 5000
+"""
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems_of(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(overrides))
+    assert caught.value.exit_code == 2
+    return caught.value.problems
+
+
+def one_problem_of(path: Path, *overrides: str) -> str:
+    problems = problems_of(path, *overrides)
+    assert len(problems) == 1, problems
+    return problems[0]
+
+
+def test_presets_fill_what_is_not_given_and_given_keys_win(tmp_path):
+    model = load_config(write(tmp_path, BASE), ["model.preset=big", "model.dropout=0.1"]).model
+    assert (model.d_model, model.d_ff, model.num_heads, model.dropout) == (1024, 4096, 16, 0.1)
+
+
+def test_the_defaults_are_those_of_the_paper(tmp_path):
+    config = load_config(write(tmp_path, "data: {train: {demo: train}}"))
+    model, optimizer = config.model, config.optimizer
+    assert (model.d_model, model.d_ff, model.num_heads, model.num_encoder_layers, model.dropout) == (
+        512,
+        2048,
+        8,
+        6,
+        0.1,
+    )
+    assert (model.norm, model.shared_embeddings, model.tied_output) == ("post", True, True)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.epsilon, optimizer.weight_decay) == (0.9, 0.98, 1e-9, 0.0)
+    assert (config.schedule.warmup_steps, config.training.label_smoothing, config.training.max_steps) == (
+        4000,
+        0.1,
+        100_000,
+    )
+    assert (config.decoding.beam_size, config.decoding.length_penalty, config.decoding.max_extra_tokens) == (4, 0.6, 50)
+
+
+@pytest.mark.parametrize("text", ["1e-9", "1E-9", "1.0e-9", "0.000000001", "+1e-09"])
+def test_scientific_notation_reads_as_a_number(tmp_path, text):
+    assert load_config(write(tmp_path, f"{BASE}optimizer:\n  epsilon: {text}\n")).optimizer.epsilon == 1e-9
+    assert load_config(write(tmp_path, BASE), [f"optimizer.epsilon={text}"]).optimizer.epsilon == 1e-9
+
+
+def test_what_is_shown_reads_back_as_the_same(tmp_path):
+    config = load_config(write(tmp_path, BASE), ["slurm.setup=['module load cuda', 'a b']", "run.name=Ünïcode 'x'"])
+    assert load_config(write(tmp_path, to_yaml(config), "shown.yaml")) == config
+
+
+def test_extends_lays_a_file_over_another_and_lines_name_the_right_one(tmp_path):
+    write(tmp_path, BASE, "base.yaml")
+    child = write(tmp_path, "extends: base.yaml\nmodel:\n  dropout: 0.2\n", "child.yaml")
+    config = load_config(child)
+    assert (config.model.dropout, config.model.preset, config.training.max_steps) == (0.2, "tiny", 5000)
+    broken = write(tmp_path, "extends: base.yaml\nmodel:\n  dropout: x\n", "broken.yaml")
+    assert "broken.yaml:3: model.dropout" in one_problem_of(broken)
+    write(tmp_path, BASE.replace("tiny", "tny"), "below.yaml")
+    assert "below.yaml:5: model.preset" in one_problem_of(write(tmp_path, "extends: below.yaml\n", "above.yaml"))
+
+
+def test_extends_in_a_circle_is_refused(tmp_path):
+    write(tmp_path, "extends: b.yaml\n", "a.yaml")
+    write(tmp_path, "extends: a.yaml\n", "b.yaml")
+    assert "leads back to itself" in one_problem_of(tmp_path / "a.yaml")
+
+
+def test_all_problems_are_reported_together_each_with_its_line(tmp_path):
+    text = """\
+run: {name: test}
+data:
+  train: {demo: train}
+model: {num_heads: 7}
+optimizer:
+  learning_rat: 0.1
+schedule: {warmup_steps: 900}
+training:
+  zero_stage: five
+slrum: {}
+"""
+    problems = problems_of(write(tmp_path, text), "slurm.nodes=9", "training.max_steps=100")
+    joined = "\n".join(problems)
+    assert "run.yaml:6: optimizer.learning_rat: no such key; did you mean `learning_rate`?" in joined
+    assert "run.yaml:9: training.zero_stage: input should be 0, 1, 2 or 3; got 'five' (str)" in joined
+    assert "run.yaml:10: slrum: no such section; did you mean `slurm`?" in joined
+    assert "run.yaml:4: model.num_heads: 7 heads do not divide d_model 512" in joined
+    assert "command line: slurm.nodes=9: slurm: 9 nodes x 1 ranks = 9 ranks, more than data.lanes 8" in joined
+    assert len(problems) == 5
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["schedule.warmup_steps=6000"], "schedule.warmup_steps: 6000 is above training.max_steps 5000"),
+        (["training.max_steps=null"], "give max_steps or max_epochs, else the run never ends"),
+        (["schedule.name=cosine"], "cosine needs optimizer.learning_rate"),
+        (["training.zero_stage=0"], "0 cannot be used with fp16"),
+        (["training.initial_loss_scale=1000"], "expected a power of 2, got 1000"),
+        (
+            ["data.max_tokens=100"],
+            "cannot hold one pair of two sides of data.filters.max_tokens 256; needs at least 512",
+        ),
+        (["tokenizer.shared=false"], "model.shared_embeddings: true needs tokenizer.shared: true"),
+        (["model.tied_output=false"], "false needs model.shared_embeddings: false"),
+        (["model.d_model=129", "model.num_heads=3"], "sinusoidal positions (3.5) need an even width, got 129"),
+        (["data.train.hub=wmt/wmt14"], "expected one of source+target, path, hub, demo; got hub and demo"),
+        (["data.test={}"], "expected one of source+target, path, hub, demo; got nothing"),
+        (["data.test={source: a.en}"], "aligned text needs both files; target is not given"),
+        (["training.max_steps=-1"], "input should be greater than 0; got -1 (int)"),
+        (["model.dropout=1.5"], "input should be less than 1; got 1.5 (float)"),
+        (["optimizer.learning_rate=fast"], "unable to parse string as a number; got 'fast' (str)"),
+    ],
+)
+def test_a_problem_says_what_was_expected_and_what_came(tmp_path, overrides, expected):
+    assert any(expected in problem for problem in problems_of(write(tmp_path, BASE), *overrides))
+
+
+def test_missing_files_are_named_with_the_folder_they_were_looked_for_in(tmp_path):
+    text = BASE.replace("{demo: train}", "{source: train.en, target: train.de}").replace(
+        "data:", "data:\n  root: /no/where"
+    )
+    problems = problems_of(write(tmp_path, text))
+    assert [p.split(": ", 2)[1] for p in problems] == ["data.train.source", "data.train.target"]
+    assert "no such file: /no/where/train.en (data.root is '/no/where')" in problems[0]
+
+
+def test_a_key_given_twice_is_refused_with_both_lines(tmp_path):
+    problem = one_problem_of(write(tmp_path, BASE + "model:\n  dropout: 0.3\n"))
+    assert "run.yaml:8: model is given twice, first at" in problem
+    assert "run.yaml:4" in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a: [1", "run.yaml:1: not valid YAML"),
+        ("- a\n- b\n", "run.yaml:1: expected `key: value` lines, got seq"),
+        ("", "data.train: is required but not given"),
+        ("run: 3\ndata: {train: {demo: train}}\n", "run: input should be a valid dictionary"),
+        ("extends: [a]\n", "extends: expected the path of a YAML file, got ['a']"),
+    ],
+)
+def test_a_file_that_is_not_a_configuration_says_so(tmp_path, text, expected):
+    assert any(expected in problem for problem in problems_of(write(tmp_path, text)))
+
+
+def test_a_missing_file_and_a_bad_override_are_named(tmp_path):
+    assert "no such file; give the path of a YAML file" in one_problem_of(tmp_path / "none.yaml")
+    assert "'oops': expected section.key=value" in one_problem_of(write(tmp_path, BASE), "oops")
+
+
+def test_yaml_is_never_executed(tmp_path):
+    path = write(tmp_path, BASE + "optimizer: !!python/object/apply:os.system ['touch hacked']\n")
+    assert "not valid YAML" in one_problem_of(path)
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_the_shown_yaml_is_plain_data(tmp_path):
+    assert "!!python" not in to_yaml(load_config(write(tmp_path, BASE)))
+    assert yaml.safe_load(to_yaml(load_config(write(tmp_path, BASE))))["run"]["name"] == "test"

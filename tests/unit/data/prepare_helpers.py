@@ -1,0 +1,54 @@
+"""A small aligned corpus with known faults, its configuration, and what must come out of preparing it."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from dist_transformer.config.models import Config
+from dist_transformer.data.demo_corpus import demo_pairs
+from dist_transformer.data.manifest import Manifest
+from dist_transformer.data.prepare import load_tokenizer
+
+PAIRS = list(islice(demo_pairs("test"), 600))
+NUM_TRAIN = 500
+
+
+def write_text(folder: Path, train: list[tuple[str, str]] | None = None) -> None:
+    """train.en, train.de, validation.en and validation.de in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, pairs in (("train", train or PAIRS[:NUM_TRAIN]), ("validation", PAIRS[NUM_TRAIN:])):
+        for side, language in ((0, "en"), (1, "de")):
+            text = "".join(f"{pair[side]}\n" for pair in pairs)
+            (folder / f"{name}.{language}").write_text(text, encoding="utf-8")
+
+
+def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
+    """The configuration of `write_text(folder)`; `sections` are merged over it."""
+    value: dict[str, dict[str, Any]] = {
+        "run": {"root": str(folder / "runs"), "seed": 3},
+        "data": {
+            "root": str(folder),
+            "train": {"source": "train.en", "target": "train.de"},
+            "validation": {"source": "validation.en", "target": "validation.de"},
+            "row_group_rows": 32,
+        },
+        "tokenizer": {"vocabulary_size": 240},
+    }
+    for name, section in sections.items():
+        value[name] = {**value.get(name, {}), **section}
+    return Config.model_validate(value)
+
+
+def read_split(folder: Path, manifest: Manifest, split: str) -> list[tuple[int, str, str]]:
+    """(row id, source text, target text) of every row of a prepared split, decoded."""
+    tokenizer = load_tokenizer(folder, manifest.tokenizer)
+    rows = []
+    for shard in manifest.splits[split].shards:
+        for row in pq.read_table(folder / shard.file).to_pylist():
+            assert row["source"][-1] == row["target"][-1] == manifest.eos_id
+            assert manifest.bos_id not in row["source"] + row["target"]
+            texts = (tokenizer.decode_source(row["source"]), tokenizer.decode_target(row["target"]))
+            rows.append((row["row_id"], *texts))
+    return rows

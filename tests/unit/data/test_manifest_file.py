@@ -1,0 +1,119 @@
+"""The manifest survives its own JSON, and refuses what is missing, damaged or foreign."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dist_transformer.data.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    RowGroup,
+    Shard,
+    Split,
+    TokenizerFiles,
+    content_digest,
+    file_sha256,
+    verify_shards,
+)
+from dist_transformer.errors import DataError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "shards").mkdir()
+    for name in ("train-00000", "train-00001"):
+        (tmp_path / "shards" / f"{name}.parquet").write_bytes(name.encode() * 100)
+    return tmp_path
+
+
+@pytest.fixture
+def manifest(folder: Path) -> Manifest:
+    def shard(file: str, *groups: RowGroup) -> Shard:
+        return Shard(file, (folder / file).stat().st_size, file_sha256(folder / file), groups)
+
+    shards = (
+        shard("shards/train-00000.parquet", RowGroup(4, 40, 44), RowGroup(3, 30, 33)),
+        shard("shards/train-00001.parquet", RowGroup(2, 20, 22)),
+    )
+    splits = {"train": Split(shards, 9, 90, 99, 12, 13, 11, {"empty": 2})}
+    tokenizer = TokenizerFiles("tokenizer/source.model", "tokenizer/source.model", "aa", "aa")
+    recipe = {"seed": 1, "train": {"demo": "train"}}
+    return Manifest(content_digest(recipe, tokenizer, splits), recipe, tokenizer, 800, 800, 0, 1, 2, "en", "de", splits)
+
+
+def test_a_saved_manifest_is_loaded_as_it_was(folder: Path, manifest: Manifest):
+    manifest.save(folder)
+    loaded = Manifest.load(folder)
+    assert loaded == manifest
+    assert loaded.splits["train"].row_groups == (RowGroup(4, 40, 44), RowGroup(3, 30, 33), RowGroup(2, 20, 22))
+
+
+def test_the_digest_changes_with_recipe_shards_and_tokenizer(manifest: Manifest):
+    recipe, tokenizer, splits = manifest.recipe, manifest.tokenizer, manifest.splits
+    other_shards = {"train": replace(splits["train"], shards=splits["train"].shards[::-1])}
+    digests = {
+        content_digest(recipe, tokenizer, splits),
+        content_digest({**recipe, "seed": 2}, tokenizer, splits),
+        content_digest(recipe, replace(tokenizer, source_sha256="bb"), splits),
+        content_digest(recipe, tokenizer, other_shards),
+    }
+    assert len(digests) == 4
+
+
+def test_a_folder_without_manifest_is_named_as_incomplete(tmp_path: Path):
+    with pytest.raises(DataError, match=rf"{tmp_path}: no complete prepared corpus here \(manifest.json is missing\)"):
+        Manifest.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"version": 1}', '{"version": 1, "tokenizer": {}}'])
+def test_a_damaged_manifest_is_named(tmp_path: Path, text: str):
+    (tmp_path / MANIFEST_NAME).write_text(text)
+    with pytest.raises(DataError, match=r"manifest\.json: (cannot be read|not a manifest).*prepare again"):
+        Manifest.load(tmp_path)
+
+
+def test_a_manifest_of_another_version_is_refused_with_both_versions(folder: Path, manifest: Manifest):
+    manifest.save(folder)
+    value = json.loads((folder / MANIFEST_NAME).read_text())
+    (folder / MANIFEST_NAME).write_text(json.dumps({**value, "version": 7}))
+    with pytest.raises(DataError, match="manifest version 7, this program reads version 1"):
+        Manifest.load(folder)
+
+
+def test_a_manifest_edited_by_hand_is_refused(folder: Path, manifest: Manifest):
+    manifest.save(folder)
+    value = json.loads((folder / MANIFEST_NAME).read_text())
+    value["recipe"]["seed"] = 5
+    (folder / MANIFEST_NAME).write_text(json.dumps(value))
+    with pytest.raises(DataError, match="its digest does not fit its content"):
+        Manifest.load(folder)
+
+
+def test_whole_shards_pass_the_check(folder: Path, manifest: Manifest):
+    verify_shards(folder, manifest, deep=True)
+
+
+def test_a_missing_shard_is_named(folder: Path, manifest: Manifest):
+    (folder / "shards/train-00001.parquet").unlink()
+    with pytest.raises(DataError, match=r"train-00001\.parquet: a shard of the prepared corpus is missing"):
+        verify_shards(folder, manifest)
+
+
+def test_a_shard_of_another_size_is_named_with_both_sizes(folder: Path, manifest: Manifest):
+    path = folder / "shards/train-00000.parquet"
+    path.write_bytes(path.read_bytes()[:-1])
+    size = manifest.splits["train"].shards[0].bytes
+    with pytest.raises(DataError, match=rf"train-00000\.parquet: the shard has {size - 1} bytes.* says {size}"):
+        verify_shards(folder, manifest)
+
+
+def test_a_flipped_byte_is_found_by_the_deep_check_alone(folder: Path, manifest: Manifest):
+    path = folder / "shards/train-00000.parquet"
+    content = bytearray(path.read_bytes())
+    content[5] ^= 1
+    path.write_bytes(bytes(content))
+    verify_shards(folder, manifest)
+    with pytest.raises(DataError, match=r"train-00000\.parquet: the shard is damaged: its SHA-256"):
+        verify_shards(folder, manifest, deep=True)

@@ -1,0 +1,186 @@
+"""A prepared corpus holds every kept row once, in a shuffled order that depends on the seed alone."""
+
+import itertools
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from prepare_helpers import NUM_TRAIN, PAIRS, config_of, read_split, write_text
+
+from dist_transformer.data import prepare as preparation
+from dist_transformer.data import shards
+from dist_transformer.data.manifest import Manifest, verify_shards
+from dist_transformer.data.prepare import load_or_none, prepare, prepared_folder
+from dist_transformer.data.shards import token_table, write_shard
+from dist_transformer.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several batches, chunks, spill row groups and shards for a corpus of 500 rows."""
+    monkeypatch.setattr(preparation, "BATCH_ROWS", 50)
+    monkeypatch.setattr(preparation, "CHUNK_ROWS", 150)
+    monkeypatch.setattr(preparation, "SHARD_ROWS", 180)
+    monkeypatch.setattr(shards, "SPILL_ROW_GROUP_ROWS", 40)
+
+
+def rows_of(pairs: list[tuple[str, str]]) -> list[tuple[int, str, str]]:
+    return [(number, *pair) for number, pair in enumerate(pairs)]
+
+
+def test_every_row_comes_back_exactly_once_as_its_text(tmp_path: Path):
+    write_text(tmp_path)
+    config = config_of(tmp_path)
+    manifest = prepare(config)
+    folder = prepared_folder(config)
+    rows = read_split(folder, manifest, "train")
+    assert sorted(rows) == rows_of(PAIRS[:NUM_TRAIN])
+    assert len(manifest.splits["train"].shards) == 3
+
+
+def test_training_rows_are_shuffled_over_all_shards_and_validation_keeps_its_order(tmp_path: Path):
+    write_text(tmp_path)
+    config = config_of(tmp_path)
+    manifest = prepare(config)
+    folder = prepared_folder(config)
+    order = [row for row, _, _ in read_split(folder, manifest, "train")]
+    first_shard = order[: manifest.splits["train"].shards[0].row_groups[0].rows]
+    assert {row // 150 for row in first_shard} == {0, 1, 2, 3}
+    followers = sum(after == before + 1 for before, after in itertools.pairwise(order))
+    assert followers < 10
+    assert read_split(folder, manifest, "validation") == rows_of(PAIRS[NUM_TRAIN:])
+
+
+def test_the_order_depends_on_the_seed_and_on_nothing_else(tmp_path: Path):
+    write_text(tmp_path)
+    orders = []
+    for seed, folder in ((3, "a"), (3, "b"), (4, "c")):
+        config = config_of(tmp_path, run={"root": str(tmp_path / folder), "seed": seed})
+        manifest = prepare(config)
+        orders.append((manifest.digest, [row[0] for row in read_split(prepared_folder(config), manifest, "train")]))
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[2][0]
+    assert orders[0][1] != orders[2][1]
+
+
+def test_the_manifest_counts_what_is_in_the_shards(tmp_path: Path):
+    write_text(tmp_path)
+    config = config_of(tmp_path)
+    manifest = prepare(config)
+    folder = prepared_folder(config)
+    verify_shards(folder, manifest, deep=True)
+    assert Manifest.load(folder) == manifest
+    for split in manifest.splits.values():
+        groups = []
+        for shard in split.shards:
+            file = pq.ParquetFile(folder / shard.file)
+            assert file.num_row_groups == len(shard.row_groups)
+            groups += [file.read_row_group(group).to_pylist() for group in range(file.num_row_groups)]
+        assert all(len(group) <= 32 for group in groups)
+        found = [tuple(sum(len(row[side]) for row in group) for side in ("source", "target")) for group in groups]
+        assert found == [(group.source_tokens, group.target_tokens) for group in split.row_groups]
+        assert [len(group) for group in groups] == [group.rows for group in split.row_groups]
+        rows = [row for group in groups for row in group]
+        assert split.rows == len(rows)
+        assert split.source_tokens == sum(len(row["source"]) for row in rows)
+        assert split.max_source_tokens == max(len(row["source"]) for row in rows)
+        assert split.max_target_tokens == max(len(row["target"]) for row in rows)
+
+
+def test_dropped_rows_are_counted_by_rule_and_the_others_keep_their_row_number(tmp_path: Path):
+    pairs = list(PAIRS[:400])
+    pairs[10] = ("", "leer")
+    pairs[200] = ("same", "same")
+    pairs[201] = ("long " * 300, pairs[201][1])
+    pairs[399] = ("word " * 50, "Wort")
+    write_text(tmp_path, pairs)
+    text = (tmp_path / "train.en").read_bytes().split(b"\n")
+    text[300] = b"caf\xe9"
+    (tmp_path / "train.en").write_bytes(b"\n".join(text))
+    filters = {"drop_identical": True, "bad_encoding": "drop", "max_tokens": 200}
+    config = config_of(tmp_path, data={**config_of(tmp_path).data.model_dump(), "filters": filters})
+    manifest = prepare(config)
+    split = manifest.splits["train"]
+    assert split.dropped == {"empty": 1, "identical": 1, "too_long": 1, "length_ratio": 1, "bad_encoding": 1}
+    assert (split.read_rows, split.rows) == (400, 395)
+    kept = [row for row in rows_of(pairs) if row[0] not in (10, 200, 201, 300, 399)]
+    assert sorted(read_split(prepared_folder(config), manifest, "train")) == kept
+
+
+def test_separate_vocabularies_have_a_model_each(tmp_path: Path):
+    write_text(tmp_path)
+    config = config_of(tmp_path, tokenizer={"shared": False, "vocabulary_size": 160, "type": "unigram"})
+    manifest = prepare(config)
+    folder = prepared_folder(config)
+    assert manifest.tokenizer.source != manifest.tokenizer.target
+    assert sorted(read_split(folder, manifest, "train")) == rows_of(PAIRS[:NUM_TRAIN])
+
+
+def test_taken_models_are_copied_and_give_the_same_tokens(tmp_path: Path):
+    write_text(tmp_path)
+    trained = config_of(tmp_path)
+    first = prepare(trained)
+    model = prepared_folder(trained) / first.tokenizer.source
+    taken = config_of(tmp_path, tokenizer={"source_model": str(model)})
+    second = prepare(taken)
+    folder = prepared_folder(taken)
+    assert (folder / second.tokenizer.source).read_bytes() == model.read_bytes()
+    assert [s.sha256 for s in second.splits["train"].shards] == [s.sha256 for s in first.splits["train"].shards]
+    separate = config_of(tmp_path, tokenizer={"shared": False, "source_model": str(model), "target_model": str(model)})
+    manifest = prepare(separate)
+    assert (prepared_folder(separate) / manifest.tokenizer.target).read_bytes() == model.read_bytes()
+
+
+def test_a_taken_model_that_is_missing_or_damaged_is_named(tmp_path: Path):
+    write_text(tmp_path)
+    with pytest.raises(DataError, match=r"gone\.model: no such file"):
+        prepare(config_of(tmp_path, tokenizer={"source_model": str(tmp_path / "gone.model")}))
+    (tmp_path / "bad.model").write_bytes(b"bad")
+    with pytest.raises(DataError, match=r"bad\.model: not a whole sentencepiece model"):
+        prepare(config_of(tmp_path, tokenizer={"source_model": str(tmp_path / "bad.model")}))
+
+
+def test_ids_take_two_bytes_until_the_vocabulary_needs_four(tmp_path: Path):
+    for vocabulary, expected in ((65_528, pa.uint16()), (65_536, pa.uint32())):
+        table = token_table([0], [[1, 2]], [[3, 2]], (vocabulary, 8))
+        write_shard(table, tmp_path, "shards/x.parquet", 8)
+        schema = pq.read_schema(tmp_path / "shards" / "x.parquet")
+        assert schema.field("source").type.value_type == expected
+        assert schema.field("target").type.value_type == pa.uint16()
+        assert schema.field("row_id").type == pa.int64()
+
+
+def test_progress_names_the_stages_and_ends_at_the_rows_in_all(tmp_path: Path):
+    write_text(tmp_path)
+    seen: list[tuple[str, int, int | None]] = []
+    prepare(config_of(tmp_path), progress=lambda *report: seen.append(report))
+    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == ["scan", "tokenizer", "train", "validation", "shuffle"]
+    last = {stage: (done, total) for stage, done, total in seen}
+    assert last["train"] == last["shuffle"] == (500, 500)
+    assert last["validation"] == (100, 100)
+
+
+def test_a_corpus_of_which_nothing_is_left_is_refused_with_the_rules(tmp_path: Path):
+    write_text(tmp_path)
+    data = {**config_of(tmp_path).data.model_dump(), "filters": {"max_tokens": 1}}
+    with pytest.raises(DataError, match=r"train\.en .* all of its 500 pairs were dropped \(too_long 500\)"):
+        prepare(config_of(tmp_path, data=data))
+
+
+def test_unequal_sides_and_bad_bytes_are_refused_before_anything_is_written(tmp_path: Path):
+    write_text(tmp_path)
+    with (tmp_path / "validation.de").open("ab") as file:
+        file.write(b"zu viel\n")
+    config = config_of(tmp_path)
+    with pytest.raises(DataError, match=r"validation\.en has 100 lines, but .* has 101"):
+        prepare(config)
+    assert not (prepared_folder(config) / "shards").exists()
+    assert load_or_none(config) is None
+
+
+def test_the_demonstration_corpus_can_be_prepared(tmp_path: Path):
+    data = {"train": {"demo": "test"}, "validation": {"demo": "validation"}}
+    config = config_of(tmp_path, data=data)
+    manifest = prepare(config)
+    assert {name: split.rows for name, split in manifest.splits.items()} == {"train": 1000, "validation": 500}

@@ -1,0 +1,211 @@
+"""A preparation that is stopped anywhere goes on where it was and ends with the same corpus."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from prepare_helpers import PAIRS, config_of, read_split, write_text
+
+from dist_transformer.data import prepare as preparation
+from dist_transformer.data.manifest import MANIFEST_NAME, Manifest
+from dist_transformer.data.prepare import load_or_none, prepare, prepared_folder
+from dist_transformer.data.prepare_state import STATE_NAME, PrepareState
+from dist_transformer.errors import DataError
+
+SMALL = {"BATCH_ROWS": 50, "CHUNK_ROWS": 150, "SHARD_ROWS": 180}
+SAVES = 12
+"""States written for the small corpus: scan 1, tokenizer 1, chunks 4 + 1, ends of two splits 2, shards 3."""
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, rows in SMALL.items():
+        monkeypatch.setattr(preparation, name, rows)
+
+
+class Stopped(RuntimeError):
+    """Stands for whatever ends a process."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """What an undisturbed preparation makes."""
+    folder = tmp_path_factory.mktemp("whole")
+    write_text(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, rows in SMALL.items():
+            patch.setattr(preparation, name, rows)
+        return prepare(config_of(folder))
+
+
+def stop_at_save(patch: pytest.MonkeyPatch, number: int, after: bool) -> None:
+    """Raises before or after the state is written for the `number`th time."""
+    saves = []
+    save = PrepareState.save
+
+    def stopping_save(state: PrepareState, folder: Path) -> None:
+        saves.append(1)
+        if len(saves) == number and not after:
+            raise Stopped
+        save(state, folder)
+        if len(saves) == number:
+            raise Stopped
+
+    patch.setattr(PrepareState, "save", stopping_save)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("number", range(1, SAVES + 1))
+def test_stopped_around_any_state_the_result_is_the_same(tmp_path: Path, whole: Manifest, number: int, after: bool):
+    write_text(tmp_path)
+    config = config_of(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at_save(patch, number, after)
+        with pytest.raises(Stopped):
+            prepare(config)
+    assert load_or_none(config) is None
+    assert prepare(config) == whole
+    folder = prepared_folder(config)
+    assert not (folder / STATE_NAME).exists()
+    assert not (folder / "spill").exists()
+
+
+def test_finished_pieces_are_not_made_again(tmp_path: Path, whole: Manifest):
+    write_text(tmp_path)
+    config = config_of(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at_save(patch, 4, after=True)
+        with pytest.raises(Stopped):
+            prepare(config)
+    stages: list[tuple[str, int]] = []
+    assert prepare(config, progress=lambda stage, done, total: stages.append((stage, done))) == whole
+    assert not [stage for stage, _ in stages if stage in ("scan", "tokenizer")]
+    assert min(done for stage, done in stages if stage == "train") == 350
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from dist_transformer.data import prepare as preparation
+from prepare_helpers import config_of
+
+for name, rows in {small!r}.items():
+    setattr(preparation, name, rows)
+
+def progress(stage, done, total):
+    if stage == {stage!r} and done >= {done!r}:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+preparation.prepare(config_of(Path({folder!r})), progress=progress)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "done"), [("tokenizer", 100), ("train", 400), ("shuffle", 200)])
+def test_killed_in_the_middle_it_goes_on_to_the_same_corpus(tmp_path: Path, whole: Manifest, stage: str, done: int):
+    write_text(tmp_path)
+    config = config_of(tmp_path)
+    script = KILLED.format(small=SMALL, stage=stage, done=done, folder=str(tmp_path))
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    process = subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path}, check=False)
+    assert process.returncode == -signal.SIGKILL
+    folder = prepared_folder(config)
+    (folder / "shards").mkdir(exist_ok=True)
+    (folder / "shards" / ".train-00001.parquet.1.tmp").write_bytes(b"torn")
+    assert prepare(config) == whole
+    assert not list(folder.rglob(".*.tmp"))
+    assert len(read_split(folder, whole, "train")) == 500
+
+
+def test_a_complete_folder_is_taken_as_it_is(tmp_path: Path):
+    write_text(tmp_path)
+    config = config_of(tmp_path)
+    manifest = prepare(config)
+    written = (prepared_folder(config) / MANIFEST_NAME).stat().st_mtime_ns
+    stages: list[str] = []
+    assert prepare(config, progress=lambda stage, done, total: stages.append(stage)) == manifest
+    assert load_or_none(config) == manifest
+    assert stages == []
+    assert (prepared_folder(config) / MANIFEST_NAME).stat().st_mtime_ns == written
+
+
+def test_two_at_once_make_it_once(tmp_path: Path, whole: Manifest):
+    write_text(tmp_path)
+    config = config_of(tmp_path)
+    results: list[Manifest] = []
+    scans: list[str] = []
+
+    def work() -> None:
+        results.append(prepare(config, progress=lambda stage, done, total: scans.append(stage)))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [whole] * 3
+    assert scans.count("scan") == 2
+
+
+def test_the_default_folder_is_named_by_the_recipe(tmp_path: Path):
+    write_text(tmp_path)
+    folders = {prepared_folder(config_of(tmp_path)), prepared_folder(config_of(tmp_path, run={"seed": 4}))}
+    folders.add(prepared_folder(config_of(tmp_path, tokenizer={"vocabulary_size": 248})))
+    (tmp_path / "train.en").write_text("other\n")
+    folders.add(prepared_folder(config_of(tmp_path)))
+    assert len(folders) == 4
+
+
+def in_fixed_folder(tmp_path: Path, **settings: object) -> dict[str, object]:
+    return {**config_of(tmp_path).data.model_dump(), "prepared": str(tmp_path / "mine"), **settings}
+
+
+def test_a_folder_of_another_recipe_is_refused_with_what_differs(tmp_path: Path):
+    write_text(tmp_path)
+    prepare(config_of(tmp_path, data=in_fixed_folder(tmp_path)))
+    other = config_of(
+        tmp_path, data=in_fixed_folder(tmp_path, filters={"max_tokens": 77}), tokenizer={"vocabulary_size": 248}
+    )
+    for act in (prepare, load_or_none):
+        with pytest.raises(DataError, match="prepared with other settings") as error:
+            act(other)
+        assert "filters.max_tokens: 256 in the folder, 77 now" in str(error.value)
+        assert "tokenizer.vocabulary_size: 240 in the folder, 248 now" in str(error.value)
+        assert "seed" not in str(error.value)
+
+
+def test_a_changed_text_under_an_unfinished_folder_is_refused(tmp_path: Path):
+    write_text(tmp_path)
+    config = config_of(tmp_path, data=in_fixed_folder(tmp_path))
+    with pytest.MonkeyPatch.context() as patch:
+        stop_at_save(patch, 3, after=True)
+        with pytest.raises(Stopped):
+            prepare(config)
+    write_text(tmp_path, PAIRS[:400])
+    with pytest.raises(DataError, match=r"train\.files"):
+        prepare(config)
+
+
+def test_a_complete_folder_serves_without_the_text(tmp_path: Path):
+    write_text(tmp_path)
+    config = config_of(tmp_path, data=in_fixed_folder(tmp_path))
+    manifest = prepare(config)
+    (tmp_path / "train.en").unlink()
+    assert prepare(config) == load_or_none(config) == manifest
+    with pytest.raises(DataError, match=r"seed: 3 in the folder, 9 now"):
+        prepare(config_of(tmp_path, data=in_fixed_folder(tmp_path), run={"seed": 9}))
+
+
+def test_an_unreadable_state_is_named(tmp_path: Path):
+    write_text(tmp_path)
+    config = config_of(tmp_path)
+    folder = prepared_folder(config)
+    folder.mkdir(parents=True)
+    (folder / STATE_NAME).write_text("{}")
+    with pytest.raises(DataError, match=r"prepare_state\.json: cannot be read .* Delete .* and prepare again"):
+        prepare(config)

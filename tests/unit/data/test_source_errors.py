@@ -1,0 +1,165 @@
+"""What is wrong with a corpus is said with its file, its line and the numbers."""
+
+import gzip
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from dist_transformer.config.models import CorpusConfig, DataConfig
+from dist_transformer.data.sources import RawBatch, read_corpus, scan_corpus
+from dist_transformer.errors import DataError
+
+ALIGNED = CorpusConfig(source="a.en", target="a.de")
+
+
+def data_in(folder: Path, corpus: CorpusConfig, bad_encoding: str = "raise") -> DataConfig:
+    return DataConfig.model_validate({"root": str(folder), "train": corpus, "filters": {"bad_encoding": bad_encoding}})
+
+
+def read(folder: Path, corpus: CorpusConfig, bad_encoding: str = "raise") -> list[RawBatch]:
+    return list(read_corpus(corpus, data_in(folder, corpus, bad_encoding), 4))
+
+
+def test_unequal_sides_are_refused_with_both_totals_before_and_while_reading(tmp_path: Path):
+    (tmp_path / "a.en").write_text("one\ntwo\nthree\n" * 5)
+    (tmp_path / "a.de").write_text("eins\nzwei\n" * 5)
+    expected = r"a\.en has 15 lines, but .*a\.de has 10"
+    with pytest.raises(DataError, match=expected):
+        scan_corpus(ALIGNED, data_in(tmp_path, ALIGNED))
+    with pytest.raises(DataError, match=expected):
+        read(tmp_path, ALIGNED)
+
+
+def test_a_last_line_without_line_feed_counts_and_no_line_after_one_does_not(tmp_path: Path):
+    (tmp_path / "a.en").write_text("one\ntwo")
+    (tmp_path / "a.de").write_text("eins\nzwei\n")
+    assert scan_corpus(ALIGNED, data_in(tmp_path, ALIGNED)) == 2
+
+
+@pytest.mark.parametrize("name", ["a.en", "a.de"])
+def test_invalid_utf8_is_named_by_file_line_and_byte(tmp_path: Path, name: str):
+    for file in ("a.en", "a.de"):
+        lines = [b"line %d" % n for n in range(10)]
+        if file == name:
+            lines[6] = b"caf\xe9 noir"
+        (tmp_path / file).write_bytes(b"\n".join(lines))
+    expected = rf"{name}:7: not valid UTF-8: byte 0xe9 at byte 4 of the line\..*bad_encoding to drop"
+    with pytest.raises(DataError, match=expected):
+        scan_corpus(ALIGNED, data_in(tmp_path, ALIGNED))
+    with pytest.raises(DataError, match=expected):
+        read(tmp_path, ALIGNED)
+
+
+def test_invalid_utf8_is_marked_where_it_is_to_be_dropped(tmp_path: Path):
+    (tmp_path / "a.en").write_bytes(b"one\ncaf\xe9\nthree\nfour\nfive\nsix\n")
+    (tmp_path / "a.de").write_bytes(b"eins\nzwei\ndrei\nvier\nf\xfcnf\nsechs\n")
+    assert scan_corpus(ALIGNED, data_in(tmp_path, ALIGNED, "drop")) == 6
+    batches = read(tmp_path, ALIGNED, "drop")
+    assert [batch.first_row + i for batch in batches for i in sorted(batch.bad_encoding)] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.tsv", b"one\teins\ncaf\xe9\tzwei\nthree\tdrei\n"),
+        ("t.csv", b"en,de\none,eins\ncaf\xe9,zwei\nthree,drei\n"),
+        ("t.jsonl", b'{"en":"one","de":"eins"}\n{"en":"caf\xe9","de":"zwei"}\n{"en":"three","de":"drei"}\n'),
+    ],
+)
+def test_invalid_utf8_of_a_table_is_named_or_marked(tmp_path: Path, name: str, content: bytes):
+    (tmp_path / name).write_bytes(content)
+    corpus = CorpusConfig(path=name)
+    line = 3 if name.endswith("csv") else 2
+    with pytest.raises(DataError, match=rf"{name}:{line}: not valid UTF-8"):
+        scan_corpus(corpus, data_in(tmp_path, corpus))
+    (batch,) = read(tmp_path, corpus, "drop")
+    assert batch.target == ["eins", "zwei", "drei"]
+    assert batch.bad_encoding == {1}
+
+
+def test_a_missing_file_is_named_with_its_full_path(tmp_path: Path):
+    (tmp_path / "a.en").write_text("one\n")
+    for act in (lambda: scan_corpus(ALIGNED, data_in(tmp_path, ALIGNED)), lambda: read(tmp_path, ALIGNED)):
+        with pytest.raises(DataError, match=rf"{tmp_path}/a\.de: no such file\. .* data\.root"):
+            act()
+
+
+@pytest.mark.parametrize(
+    ("corpus", "files"),
+    [
+        (ALIGNED, {"a.en": "", "a.de": ""}),
+        (CorpusConfig(path="t.tsv"), {"t.tsv": ""}),
+        (CorpusConfig(path="t.csv"), {"t.csv": "en,de\n"}),
+    ],
+)
+def test_an_empty_corpus_is_refused(tmp_path: Path, corpus: CorpusConfig, files: dict[str, str]):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(DataError, match=next(iter(files))):
+        read(tmp_path, corpus)
+
+
+def test_a_missing_column_is_named_beside_those_that_exist(tmp_path: Path):
+    pq.write_table(pa.table({"id": [1], "translation": [{"en": "one", "fr": "un"}]}), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=r"parquet: no column .*'de'; there are id, translation\.en, translation\.fr"):
+        read(tmp_path, CorpusConfig(path="t.parquet"))
+    with pytest.raises(DataError, match=r"no column 'x' and no column 'y'; there are id"):
+        read(tmp_path, CorpusConfig(path="t.parquet", columns=("x", "y")))
+
+
+def test_a_column_beyond_a_tsv_is_named_beside_those_that_exist(tmp_path: Path):
+    (tmp_path / "t.tsv").write_text("only one column\n")
+    with pytest.raises(DataError, match=r"t\.tsv: expected columns 0, 1, but the first line has '0'"):
+        read(tmp_path, CorpusConfig(path="t.tsv"))
+
+
+def test_a_column_without_text_is_refused(tmp_path: Path):
+    pq.write_table(pa.table({"en": [1, 2], "de": ["eins", "zwei"]}), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=r"t\.parquet: column 'en' holds int64, expected text"):
+        read(tmp_path, CorpusConfig(path="t.parquet"))
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "foreign"])
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_a_damaged_compressed_file_is_named(tmp_path: Path, suffix: str, damage: str):
+    text = "".join(f"line {n} {n * 7919}\n" for n in range(5000)).encode()
+    whole = gzip.compress(text) if suffix == ".gz" else zstandard.ZstdCompressor(write_checksum=True).compress(text)
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
+    bad = {"cut": whole[:middle], "flipped": flipped, "foreign": b"no archive at all"}[damage]
+    (tmp_path / f"t.tsv{suffix}").write_bytes(bad)
+    corpus = CorpusConfig(path=f"t.tsv{suffix}")
+    with pytest.raises(DataError, match=rf"t\.tsv{suffix}: cannot be read to its end"):
+        scan_corpus(corpus, data_in(tmp_path, corpus))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("t.parquet", b"no parquet"),
+        ("t.jsonl", b'{"en": "one", "de": \n'),
+        ("t.csv", b'en,de\none,"eins\n'),
+    ],
+)
+def test_a_damaged_table_is_named(tmp_path: Path, name: str, content: bytes):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=rf"{name}: cannot be read"):
+        read(tmp_path, CorpusConfig(path=name))
+
+
+def test_an_unknown_dataset_and_an_unknown_split_are_named(tmp_path: Path):
+    with pytest.raises(DataError, match=r"nowhere \(train\): cannot be read"):
+        read(tmp_path, CorpusConfig(hub=str(tmp_path / "nowhere")))
+    (tmp_path / "dataset").mkdir()
+    pq.write_table(pa.table({"en": ["a"], "de": ["b"]}), tmp_path / "dataset" / "train.parquet")
+    with pytest.raises(DataError, match=r"dataset \(dev\): cannot be read: .*train"):
+        read(tmp_path, CorpusConfig(hub=str(tmp_path / "dataset"), split="dev"))
+
+
+def test_a_remote_address_is_refused(tmp_path: Path):
+    corpus = CorpusConfig(path="s3://bucket/t.tsv")
+    with pytest.raises(DataError, match=r"s3://bucket/t\.tsv: .* local files or by `hub`"):
+        scan_corpus(corpus, data_in(tmp_path, corpus))

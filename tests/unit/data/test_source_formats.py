@@ -1,0 +1,195 @@
+"""Every format gives the same rows as plain aligned text, whatever hard characters they hold."""
+
+import csv
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from dist_transformer.config.models import CorpusConfig, DataConfig
+from dist_transformer.data.corpus_files import corpus_files, corpus_fingerprint
+from dist_transformer.data.demo_corpus import demo_pairs
+from dist_transformer.data.sources import read_corpus, scan_corpus
+from dist_transformer.errors import DataError
+
+HARD_PAIRS = [
+    ("12", "34"),
+    ("NA", "null"),
+    ('a "quoted" word', '"ein" Wort'),
+    ("", "leer"),
+    ("one\u2028line\x0cstill", "eine\x85Zeile"),
+    ("käse, süß", "日本語 🙂"),
+    ("2020-01-01", "1e5"),
+    (" spaces ", "nan"),
+    *((f"row {n}", f"Zeile {n}") for n in range(50)),
+]
+
+
+def read_all(corpus: CorpusConfig, data: DataConfig, batch_rows: int = 7) -> list[tuple[str | None, str | None]]:
+    rows: list[tuple[str | None, str | None]] = []
+    for batch in read_corpus(corpus, data, batch_rows):
+        assert batch.first_row == len(rows)
+        assert len(batch.source) == len(batch.target) <= batch_rows
+        assert not batch.bad_encoding
+        rows += zip(batch.source, batch.target, strict=True)
+    return rows
+
+
+def data_in(folder: Path, corpus: CorpusConfig, **settings: object) -> DataConfig:
+    return DataConfig.model_validate({"root": str(folder), "train": corpus, **settings})
+
+
+def pack(text: str, suffix: str) -> bytes:
+    content = text.encode()
+    if suffix == ".gz":
+        return gzip.compress(content)
+    return zstandard.ZstdCompressor().compress(content) if suffix == ".zst" else content
+
+
+def write_tsv(path: Path, pairs: list[tuple[str, str]], suffix: str) -> None:
+    path.write_bytes(pack("".join(f"{source}\t{target}\n" for source, target in pairs), suffix))
+
+
+def write_csv(path: Path, pairs: list[tuple[str, str]], suffix: str) -> None:
+    plain = path.with_name("plain")
+    with plain.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([("id", "en", "de"), *((str(i), *pair) for i, pair in enumerate(pairs))])
+    path.write_bytes(pack(plain.read_bytes().decode(), suffix))
+
+
+def write_jsonl(path: Path, pairs: list[tuple[str, str]], suffix: str) -> None:
+    lines = (json.dumps({"en": source, "de": target}, ensure_ascii=False) for source, target in pairs)
+    path.write_bytes(pack("".join(f"{line}\n" for line in lines), suffix))
+
+
+def write_nested_jsonl(path: Path, pairs: list[tuple[str, str]], suffix: str) -> None:
+    lines = (json.dumps({"translation": {"en": source, "de": target}}) for source, target in pairs)
+    path.write_bytes(pack("".join(f"{line}\n" for line in lines), suffix))
+
+
+def write_parquet(path: Path, pairs: list[tuple[str, str]], suffix: str) -> None:
+    columns = {"en": [source for source, _ in pairs], "de": [target for _, target in pairs]}
+    pq.write_table(pa.table(columns), path, row_group_size=20)
+
+
+def write_nested_parquet(path: Path, pairs: list[tuple[str, str]], suffix: str) -> None:
+    rows = [{"en": source, "de": target} for source, target in pairs]
+    pq.write_table(pa.table({"id": list(range(len(rows))), "translation": rows}), path, row_group_size=20)
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_aligned_text_is_cut_at_line_feeds_and_nowhere_else(tmp_path: Path, suffix: str, line_end: str):
+    for name, side in (("text.en", 0), ("text.de", 1)):
+        text = "".join(pair[side] + line_end for pair in HARD_PAIRS)
+        (tmp_path / f"{name}{suffix}").write_bytes(pack(text.removesuffix(line_end), suffix))
+    corpus = CorpusConfig(source=f"text.en{suffix}", target=f"text.de{suffix}")
+    data = data_in(tmp_path, corpus)
+    assert scan_corpus(corpus, data) == len(HARD_PAIRS)
+    assert read_all(corpus, data) == HARD_PAIRS
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize(
+    ("name", "write"),
+    [("t.tsv", write_tsv), ("t.csv", write_csv), ("t.jsonl", write_jsonl), ("n.jsonl", write_nested_jsonl)],
+)
+def test_tables_give_the_rows_of_plain_text(
+    tmp_path: Path, name: str, write: Callable[[Path, list[tuple[str, str]], str], None], suffix: str
+):
+    write(tmp_path / f"{name}{suffix}", HARD_PAIRS, suffix)
+    corpus = CorpusConfig(path=f"{name}{suffix}")
+    assert read_all(corpus, data_in(tmp_path, corpus)) == HARD_PAIRS
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_nested_parquet])
+def test_parquet_gives_the_rows_of_plain_text_flat_and_nested(
+    tmp_path: Path, write: Callable[[Path, list[tuple[str, str]], str], None]
+):
+    write(tmp_path / "t.parquet", HARD_PAIRS, "")
+    corpus = CorpusConfig(path="t.parquet")
+    data = data_in(tmp_path, corpus)
+    assert scan_corpus(corpus, data) == len(HARD_PAIRS)
+    assert read_all(corpus, data) == HARD_PAIRS
+
+
+def test_a_dataset_folder_is_read_through_the_hub_door(tmp_path: Path):
+    folder = tmp_path / "dataset"
+    (folder / "data").mkdir(parents=True)
+    write_nested_parquet(folder / "data" / "train-00000-of-00001.parquet", HARD_PAIRS, "")
+    write_nested_parquet(folder / "data" / "validation-00000-of-00001.parquet", HARD_PAIRS[:3], "")
+    for split, expected in (("train", HARD_PAIRS), ("validation", HARD_PAIRS[:3])):
+        corpus = CorpusConfig(hub=str(folder), split=split)
+        data = data_in(tmp_path, corpus)
+        assert scan_corpus(corpus, data) is None
+        assert read_all(corpus, data) == expected
+
+
+def test_batches_stay_full_across_the_blocks_of_a_reader(tmp_path: Path):
+    pairs = [(f"s {n}", f"t {n}") for n in range(25_000)]
+    write_csv(tmp_path / "t.csv", pairs, "")
+    corpus = CorpusConfig(path="t.csv")
+    batches = list(read_corpus(corpus, data_in(tmp_path, corpus), 4096))
+    assert [len(batch.source) for batch in batches[:-1]] == [4096] * (len(batches) - 1)
+    assert [text for batch in batches for text in batch.target] == [target for _, target in pairs]
+
+
+@pytest.mark.parametrize("columns", [("2", "0"), ("deutsch", "id")])
+def test_columns_of_a_tsv_are_chosen_by_number_or_by_header(tmp_path: Path, columns: tuple[str, str]):
+    header = [] if columns[0].isdecimal() else ["id\ten\tdeutsch"]
+    (tmp_path / "t.tsv").write_bytes("\r\n".join([*header, "7\thello\thallo", "8\tbye"]).encode())
+    corpus = CorpusConfig(path="t.tsv", columns=columns)
+    assert read_all(corpus, data_in(tmp_path, corpus)) == [("hallo", "7"), (None, "8")]
+
+
+def test_columns_of_a_table_are_chosen_by_name_and_by_dots(tmp_path: Path):
+    write_nested_parquet(tmp_path / "t.parquet", HARD_PAIRS, "")
+    corpus = CorpusConfig(path="t.parquet", columns=("translation.de", "translation.en"))
+    assert read_all(corpus, data_in(tmp_path, corpus)) == [(target, source) for source, target in HARD_PAIRS]
+
+
+def test_names_with_pattern_characters_are_plain_names(tmp_path: Path):
+    write_csv(tmp_path / "a[1]*.csv", HARD_PAIRS, "")
+    corpus = CorpusConfig(path="a[1]*.csv")
+    assert read_all(corpus, data_in(tmp_path, corpus)) == HARD_PAIRS
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path):
+    (tmp_path / "a").write_bytes(b"\xef\xbb\xbfhello\n")
+    (tmp_path / "b").write_bytes(b"hallo\n")
+    corpus = CorpusConfig(source="a", target="b")
+    assert read_all(corpus, data_in(tmp_path, corpus)) == [("hello", "hallo")]
+
+
+def test_the_demonstration_corpus_needs_no_files(tmp_path: Path):
+    corpus = CorpusConfig(demo="validation")
+    data = data_in(tmp_path, corpus)
+    assert read_all(corpus, data, 64) == list(demo_pairs("validation"))
+    assert scan_corpus(corpus, data) == 500
+    assert corpus_files(corpus, data) == []
+
+
+def test_a_fingerprint_follows_the_content_and_not_the_place(tmp_path: Path):
+    prints = []
+    for folder, text in (("a", "x\ty\n"), ("b", "x\ty\n"), ("c", "x\tz\n")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "t.tsv").write_text(text)
+        corpus = CorpusConfig(path="t.tsv")
+        prints.append(corpus_fingerprint(corpus, data_in(tmp_path / folder, corpus)))
+    assert prints[0] == prints[1] != prints[2]
+    hub = [CorpusConfig(hub="wmt/wmt14", revision=revision) for revision in ("a", "b")]
+    assert corpus_fingerprint(hub[0], data_in(tmp_path, hub[0])) != corpus_fingerprint(
+        hub[1], data_in(tmp_path, hub[1])
+    )
+
+
+def test_an_unknown_kind_of_file_is_refused_with_the_known_ones(tmp_path: Path):
+    (tmp_path / "t.xml").write_text("x")
+    corpus = CorpusConfig(path="t.xml")
+    with pytest.raises(DataError, match=r"cannot tell the format of 't.xml'; expected .* \.tsv, \.csv, \.jsonl"):
+        list(read_corpus(corpus, data_in(tmp_path, corpus), 8))

@@ -1,0 +1,151 @@
+"""Training, loading and refusing sentencepiece models."""
+
+import io
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import sentencepiece
+
+from dist_transformer.config.models import TokenizerConfig
+from dist_transformer.data.demo_corpus import demo_pairs
+from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.errors import DataError
+
+PAIRS = list(islice(demo_pairs("test"), 600))
+SENTENCES = [side for pair in PAIRS for side in pair]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "source.model"
+    train_tokenizer(iter(SENTENCES), TokenizerConfig(vocabulary_size=300), path)
+    return path
+
+
+def foreign_model(path: Path, **options: int) -> Path:
+    """A model trained without our conventions."""
+    writer = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(SENTENCES), model_writer=writer, vocab_size=301, minloglevel=2, **options
+    )
+    path.write_bytes(writer.getvalue())
+    return path
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+@pytest.mark.parametrize("training_sentences", [10_000, 500])
+def test_training_twice_gives_the_same_file(tmp_path: Path, kind: str, training_sentences: int):
+    settings = TokenizerConfig(type=kind, vocabulary_size=300, training_sentences=training_sentences)
+    for name in ("first", "second"):
+        train_tokenizer(iter(SENTENCES), settings, tmp_path / name)
+    assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
+
+
+def test_text_comes_back_from_its_ids(model: Path):
+    tokenizer = Tokenizer.load(model)
+    for (source, target), source_ids, target_ids in zip(
+        PAIRS,
+        tokenizer.encode_source([source for source, _ in PAIRS]),
+        tokenizer.encode_target([target for _, target in PAIRS], num_threads=2),
+        strict=True,
+    ):
+        assert source_ids[-1] == target_ids[-1] == tokenizer.eos_id
+        assert tokenizer.bos_id not in source_ids + target_ids
+        assert tokenizer.decode_source(source_ids) == source
+        assert tokenizer.decode_target(target_ids) == target
+
+
+def test_decoding_leaves_out_padding_begin_end_and_ids_beyond_the_pieces(model: Path):
+    tokenizer = Tokenizer.load(model)
+    ids = tokenizer.encode_target(["sieben Uhr"])[0]
+    beyond = tokenizer.target_vocabulary + 3
+    assert tokenizer.decode_target([tokenizer.bos_id, *ids, tokenizer.pad_id, beyond]) == "sieben Uhr"
+
+
+def test_the_vocabulary_is_rounded_up_to_a_multiple_of_eight(tmp_path: Path):
+    train_tokenizer(iter(SENTENCES), TokenizerConfig(vocabulary_size=297), tmp_path / "model")
+    tokenizer = Tokenizer.load(tmp_path / "model")
+    assert tokenizer.source_vocabulary == tokenizer.target_vocabulary == 304
+    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id) == (0, 1, 2)
+
+
+def test_training_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    train_tokenizer(iter(SENTENCES), TokenizerConfig(vocabulary_size=300), tmp_path / "model")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_too_large_a_bpe_vocabulary_is_refused_with_a_size_that_works(tmp_path: Path):
+    with pytest.raises(DataError, match=r"vocabulary_size: 50000 pieces cannot be made .* Set .* to (\d+)") as error:
+        train_tokenizer(iter(SENTENCES), TokenizerConfig(vocabulary_size=50_000), tmp_path / "model")
+    assert not list(tmp_path.iterdir())
+    possible = int(str(error.value).split("vocabulary_size to ")[1].split()[0])
+    train_tokenizer(iter(SENTENCES), TokenizerConfig(vocabulary_size=possible), tmp_path / "model")
+    assert Tokenizer.load(tmp_path / "model").source_vocabulary == possible
+
+
+def test_too_large_a_unigram_vocabulary_takes_what_there_is(tmp_path: Path):
+    settings = TokenizerConfig(type="unigram", vocabulary_size=50_000)
+    train_tokenizer(iter(SENTENCES), settings, tmp_path / "model")
+    vocabulary = Tokenizer.load(tmp_path / "model").source_vocabulary
+    assert vocabulary < 50_000
+    assert vocabulary % 8 == 0
+
+
+def test_too_small_a_vocabulary_for_the_characters_is_refused(tmp_path: Path):
+    with pytest.raises(DataError, match=r"vocabulary_size: 8 pieces are fewer than the \d+ that the characters"):
+        train_tokenizer(iter(SENTENCES), TokenizerConfig(vocabulary_size=8), tmp_path / "model")
+
+
+def test_training_on_nothing_is_refused(tmp_path: Path):
+    with pytest.raises(DataError, match="cannot train a bpe model"):
+        train_tokenizer(iter([]), TokenizerConfig(vocabulary_size=300), tmp_path / "model")
+
+
+def test_an_error_of_the_text_passes_through_training(tmp_path: Path):
+    def broken() -> Iterator[str]:
+        yield from SENTENCES[:10]
+        raise DataError("line 11 is bad")
+
+    with pytest.raises(DataError, match=r"^line 11 is bad$"):
+        train_tokenizer(broken(), TokenizerConfig(vocabulary_size=300), tmp_path / "model")
+
+
+def test_a_missing_model_is_named(tmp_path: Path):
+    with pytest.raises(DataError, match=r"nowhere\.model: no such file, expected a sentencepiece model"):
+        Tokenizer.load(tmp_path / "nowhere.model")
+
+
+@pytest.mark.parametrize("kept_share", [0.0, 0.001, 0.5, 0.999])
+def test_a_truncated_model_is_named(tmp_path: Path, model: Path, kept_share: float):
+    content = model.read_bytes()
+    (tmp_path / "cut.model").write_bytes(content[: int(kept_share * len(content))])
+    with pytest.raises(DataError, match=r"cut\.model: not a whole sentencepiece model"):
+        Tokenizer.load(tmp_path / "cut.model")
+
+
+def test_another_kind_of_file_is_named(tmp_path: Path):
+    (tmp_path / "text.model").write_text("this is text\n" * 100)
+    with pytest.raises(DataError, match=r"text\.model: not a whole sentencepiece model"):
+        Tokenizer.load(tmp_path / "text.model")
+
+
+@pytest.mark.parametrize("name", ["bos", "eos"])
+def test_a_model_without_begin_or_end_is_named(tmp_path: Path, name: str):
+    path = foreign_model(tmp_path / "odd.model", **{f"{name}_id": -1})
+    with pytest.raises(DataError, match=rf"odd\.model: the model has no {name} piece"):
+        Tokenizer.load(path)
+
+
+def test_a_taken_model_without_padding_gets_the_id_after_its_last_piece(tmp_path: Path):
+    tokenizer = Tokenizer.load(foreign_model(tmp_path / "taken.model"))
+    assert tokenizer.pad_id == 301
+    assert tokenizer.source_vocabulary == 304
+    assert tokenizer.decode_target([*tokenizer.encode_target(["acht Uhr"])[0], tokenizer.pad_id]) == "acht Uhr"
+
+
+def test_two_models_that_disagree_on_the_end_are_refused(tmp_path: Path, model: Path):
+    other = foreign_model(tmp_path / "other.model", eos_id=3, pad_id=0, unk_id=2)
+    with pytest.raises(DataError, match=r"eos_id 2, but .*other\.model has 3"):
+        Tokenizer.load(model, other)

@@ -1,0 +1,92 @@
+"""Lines in, lines out: order, blank lines, batches, any length."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from dist_transformer.config.models import DecodingConfig
+from dist_transformer.decoding import translate
+from dist_transformer.decoding.translate import pad_together, token_batches, translate_lines
+from dist_transformer.model.transformer import Transformer
+
+WORDS = ["<pad>", "<bos>", "<eos>", "one", "two", "three", "four", "five", "six"]
+LINES = ["one", "six five four three", "", "two two", "three one four one five", "   ", "six", "five five", "two one"]
+
+
+class WordTokenizer:
+    """Each word an id."""
+
+    pad_id, bos_id, eos_id = 0, 1, 2
+
+    def encode_source(self, sentences: list[str]) -> list[list[int]]:
+        return [[*(WORDS.index(word) for word in sentence.split()), self.eos_id] for sentence in sentences]
+
+    def decode_target(self, ids: list[int]) -> str:
+        return " ".join(WORDS[index] for index in ids)
+
+
+@pytest.fixture
+def model(make_random_model: Callable[..., Transformer]) -> Transformer:
+    return make_random_model(len(WORDS))
+
+
+def translated(model: Transformer, lines: list[str], max_tokens: int = 8192) -> list[str]:
+    config = DecodingConfig(beam_size=2, max_extra_tokens=3, max_tokens=max_tokens)
+    return list(translate_lines(model, WordTokenizer(), iter(lines), config, torch.device("cpu")))
+
+
+def test_each_line_is_translated_as_if_alone_and_in_order(model: Transformer) -> None:
+    together = translated(model, LINES)
+    assert together == [translated(model, [line])[0] for line in LINES]
+    assert len(set(together)) > 3
+
+
+def test_blank_lines_give_empty_lines(model: Transformer) -> None:
+    together = translated(model, LINES)
+    assert together[2] == together[5] == ""
+    assert translated(model, ["", " "]) == ["", ""]
+    assert translated(model, []) == []
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 9])
+def test_lines_cross_chunks_and_small_batches_unchanged(
+    chunk: int, model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = translated(model, LINES)
+    monkeypatch.setattr(translate, "CHUNK_LINES", chunk)
+    assert translated(model, LINES, max_tokens=10) == expected
+
+
+def test_a_line_beyond_the_budget_goes_alone(model: Transformer) -> None:
+    long_line = " ".join(WORDS[3 + number % 6] for number in range(300))
+    assert translated(model, [long_line, "one"], max_tokens=20) == translated(model, [long_line, "one"])
+
+
+def test_no_more_than_a_chunk_is_read_ahead(model: Transformer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(translate, "CHUNK_LINES", 3)
+    read: list[str] = []
+
+    def endless() -> Iterator[str]:
+        while True:
+            read.append("one")
+            yield "one"
+
+    translations = translate_lines(model, WordTokenizer(), endless(), DecodingConfig(), torch.device("cpu"))
+    next(translations)
+    assert len(read) == 3
+
+
+def test_batches_hold_every_sentence_once_within_the_budget() -> None:
+    lengths = torch.randint(1, 60, (200,), generator=torch.Generator().manual_seed(0)).tolist()
+    config = DecodingConfig(beam_size=4, max_tokens=160)
+    batches = list(token_batches(lengths, config))
+    assert sorted(index for batch in batches for index in batch) == list(range(200))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) * 4 <= 160
+    fill = sum(lengths) / sum(len(batch) * max(lengths[index] for index in batch) for batch in batches)
+    assert fill > 0.9
+
+
+def test_padding_goes_to_the_end() -> None:
+    assert pad_together([[5, 2], [6, 7, 2]], 0).tolist() == [[5, 2, 0], [6, 7, 2]]

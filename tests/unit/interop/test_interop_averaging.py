@@ -1,0 +1,82 @@
+"""The average is the mean, of weights or of files, and of one model only."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dist_transformer.errors import CheckpointError
+from dist_transformer.interop.averaging import average_weights
+
+
+def random_weights(count: int) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {"a": torch.randn(3, 4, generator=generator), "b": torch.randn(5, generator=generator)} for _ in range(count)
+    ]
+
+
+def test_the_average_is_the_mean_of_each_tensor() -> None:
+    sources = random_weights(7)
+    average = average_weights(sources)
+    assert average.keys() == {"a", "b"}
+    for name, tensor in average.items():
+        expected = torch.stack([source[name].double() for source in sources]).mean(0).float()
+        torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-7)
+        assert tensor.dtype == torch.float32
+
+
+def test_files_average_as_their_weights_do(tmp_path: Path) -> None:
+    sources = random_weights(3)
+    paths = [tmp_path / f"{number}.safetensors" for number in range(3)]
+    for source, path in zip(sources, paths, strict=True):
+        save_file(source, path)
+    from_files, from_weights = average_weights(paths), average_weights(sources)
+    assert all(torch.equal(from_files[name], from_weights[name]) for name in ("a", "b"))
+
+
+def test_the_average_of_one_is_itself_and_of_equals_is_the_same() -> None:
+    (source,) = random_weights(1)
+    for sources in ([source], [source] * 5):
+        average = average_weights(sources)
+        assert all(torch.equal(average[name], source[name]) for name in source)
+
+
+def test_small_differences_survive_large_weights() -> None:
+    average = average_weights([{"a": torch.tensor([1e7 + number])} for number in (0, 1, 2)])
+    assert average["a"].item() == 1e7 + 1
+
+
+def test_the_sources_are_left_as_they_were() -> None:
+    sources = random_weights(2)
+    before = [{name: tensor.clone() for name, tensor in source.items()} for source in sources]
+    average_weights(sources)
+    assert all(torch.equal(s[name], b[name]) for s, b in zip(sources, before, strict=True) for name in s)
+
+
+def test_nothing_to_average_is_said() -> None:
+    with pytest.raises(CheckpointError, match="no checkpoints to average"):
+        average_weights([])
+
+
+def test_other_names_are_named() -> None:
+    first, second = random_weights(2)
+    with pytest.raises(CheckpointError, match="weights 1 has b, weights 2 has not"):
+        average_weights([first, {"a": second["a"]}])
+
+
+def test_other_shapes_are_named() -> None:
+    first, second = random_weights(2)
+    with pytest.raises(CheckpointError, match=r"b is \(5,\) in weights 1 but \(6,\) in weights 2"):
+        average_weights([first, {**second, "b": torch.zeros(6)}])
+
+
+def test_a_missing_or_damaged_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"gone\.safetensors: no such file"):
+        average_weights([tmp_path / "gone.safetensors"])
+    damaged = tmp_path / "damaged.safetensors"
+    damaged.write_bytes(b"not safetensors")
+    with pytest.raises(CheckpointError, match=r"damaged\.safetensors: damaged or cut short"):
+        average_weights([damaged])

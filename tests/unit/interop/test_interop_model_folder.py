@@ -1,0 +1,165 @@
+"""What is saved is what is loaded; what is damaged is named."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from dist_transformer.errors import CheckpointError
+from dist_transformer.interop.model_folder import TokenizerFiles, load_model_folder, save_model_folder
+
+Save = Callable[..., Any]
+SOURCE, TARGET_IN = torch.tensor([[5, 6, 7, 2], [8, 2, 0, 0]]), torch.tensor([[1, 4, 5], [1, 6, 0]])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_loaded_model_is_the_saved_one(shared: bool, save_small_model: Save) -> None:
+    saved = save_small_model(shared)
+    loaded = load_model_folder(saved.folder)
+    assert not loaded.model.training
+    assert torch.equal(loaded.model(SOURCE, TARGET_IN), saved.model.eval()(SOURCE, TARGET_IN))
+    assert (loaded.config, loaded.information) == (saved.config, saved.information)
+    assert loaded.tokenizer_files.source.read_bytes() == b"pieces of the source"
+    assert (loaded.tokenizer_files.target is None) == shared
+    if loaded.tokenizer_files.target is not None:
+        assert loaded.tokenizer_files.target.read_bytes() == b"pieces of the target"
+
+
+def test_a_loaded_model_can_be_trained_further(save_small_model: Save) -> None:
+    model = load_model_folder(save_small_model().folder).model
+    model.loss(SOURCE, TARGET_IN, TARGET_IN, 0.1)[0].backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_loading_draws_no_random_numbers(save_small_model: Save) -> None:
+    saved = save_small_model()
+    before = torch.get_rng_state()
+    load_model_folder(saved.folder)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_tied_matrices_are_stored_once_and_in_fp32(save_small_model: Save) -> None:
+    saved = save_small_model()
+    saved.model.half()
+    saved.save()
+    with safe_open(saved.folder / "model.safetensors", framework="pt") as file:
+        names = set(file.keys())
+        assert names == {name for name, _ in saved.model.named_parameters()}
+        assert {file.get_tensor(name).dtype for name in names} == {torch.float32}
+    assert "source_embedding.weight" in names
+    assert "target_embedding.weight" not in names
+
+
+def test_saving_again_replaces_the_folder_and_leaves_nothing_else(save_small_model: Save) -> None:
+    saved = save_small_model()
+    with torch.no_grad():
+        saved.model.source_embedding.weight.fill_(3.0)
+    saved.information = replace(saved.information, step=2400)
+    saved.save()
+    loaded = load_model_folder(saved.folder)
+    assert loaded.information.step == 2400
+    assert loaded.model.source_embedding.weight.eq(3.0).all()
+    assert [path.name for path in saved.folder.parent.iterdir()] == ["model"]
+
+
+def test_a_save_that_fails_leaves_the_older_folder_as_it_was(save_small_model: Save, tmp_path: Path) -> None:
+    saved = save_small_model()
+    before = (saved.folder / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        saved.model.source_embedding.weight.fill_(3.0)
+    saved.tokenizer_files = TokenizerFiles(tmp_path / "no such file")
+    with pytest.raises(FileNotFoundError):
+        saved.save()
+    assert (saved.folder / "model.safetensors").read_bytes() == before
+    assert [path.name for path in saved.folder.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "source.model"])
+def test_a_missing_file_is_named(name: str, save_small_model: Save) -> None:
+    folder = save_small_model().folder
+    (folder / name).unlink()
+    with pytest.raises(CheckpointError, match=f"{folder} is not a whole model folder: {name} is missing"):
+        load_model_folder(folder)
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere is not a whole model folder"):
+        load_model_folder(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
+def test_weights_cut_short_are_said_to_be(share: float, save_small_model: Save) -> None:
+    path = save_small_model().folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: damaged or cut short"):
+        load_model_folder(path.parent)
+
+
+def changed_weights(path: Path, name: str, tensor: torch.Tensor | None) -> None:
+    weights = load_file(path)
+    weights.pop(name, None)
+    save_file(weights if tensor is None else {**weights, name: tensor}, path)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("decoder_layers.1.cross_attention.query.weight", None, r"decoder_layers\.1\.\S+ is missing"),
+        ("stranger", torch.zeros(2), "stranger is not in the model"),
+        ("source_embedding.weight", torch.zeros(3, 8), r"source_embedding.weight is \(3, 8\), expected \(16, 8\)"),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(
+    name: str, tensor: torch.Tensor | None, message: str, save_small_model: Save
+) -> None:
+    path = save_small_model().folder / "model.safetensors"
+    changed_weights(path, name, tensor)
+    with pytest.raises(CheckpointError, match=message):
+        load_model_folder(path.parent)
+
+
+def test_weights_of_another_configuration_cannot_be_saved(save_small_model: Save) -> None:
+    saved = save_small_model()
+    weights = dict(saved.model.named_parameters())
+    del weights["source_embedding.weight"]
+    with pytest.raises(CheckpointError, match=r"source_embedding\.weight is missing"):
+        save_model_folder(saved.folder, weights, saved.config, saved.tokenizer_files, saved.information)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:40], "not the configuration of a model folder"),
+        (lambda text: "[]", "not the configuration of a model folder"),
+        (
+            lambda text: text.replace("dist-transformer", "other"),
+            "expected label dist-transformer and format 1, found other",
+        ),
+        (lambda text: text.replace('"format": 1', '"format": 2'), "format 1, found dist-transformer and 2"),
+        (lambda text: text.replace('"eos_id": 2', '"eos_id": "2"'), "eos_id is '2', expected int"),
+        (lambda text: text.replace('"eos_id"', '"end"'), "end"),
+        (lambda text: text.replace('"d_ff": 12', '"d_ff": -12'), "d_ff"),
+        (lambda text: text.replace('"num_heads": 2', '"num_heads": 3'), "num_heads 3 does not divide d_model 8"),
+    ],
+)
+def test_an_unreadable_configuration_is_named(
+    change: Callable[[str], str], message: str, save_small_model: Save
+) -> None:
+    path = save_small_model().folder / "config.json"
+    path.write_text(change(path.read_text()))
+    with pytest.raises(CheckpointError, match=message) as caught:
+        load_model_folder(path.parent)
+    assert str(path) in str(caught.value)
+
+
+def test_the_configuration_says_what_the_folder_is(save_small_model: Save) -> None:
+    content = json.loads((save_small_model().folder / "config.json").read_text())
+    assert (content["label"], content["format"]) == ("dist-transformer", 1)
+    assert content["model"]["d_model"] == 8
+    assert (content["source_language"], content["target_language"], content["step"]) == ("en", "de", 1200)
