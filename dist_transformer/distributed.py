@@ -33,8 +33,7 @@ class Ranks:
 
     def start_sum(self, values: torch.Tensor) -> dist.Work:
         """Begins summing `values` in place over the ranks (collective); `.wait()` on the result ends it."""
-        work = dist.all_reduce(values, group=self.control, async_op=True)
-        assert work is not None
+        work: dist.Work = dist.all_reduce(values, group=self.control, async_op=True)
         return work
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:

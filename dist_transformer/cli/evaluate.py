@@ -30,8 +30,8 @@ def evaluate_command(
     is_run = (run / "config.yaml").is_file()
     config, run_dir = read_run(run, None, check_files=False) if is_run else (None, None)
     if source is not None and target is not None:
-        name, corpus = source.name, CorpusConfig(source=str(source.absolute()), target=str(target.absolute()))  # type: ignore[call-arg]
-        data = DataConfig(train=corpus)  # type: ignore[call-arg]
+        name, corpus = source.name, CorpusConfig(source=str(source.absolute()), target=str(target.absolute()))
+        data = DataConfig(train=corpus)
     elif config is not None and (found := getattr(config.data, split)) is not None:
         name, corpus, data = split, found, config.data
     else:

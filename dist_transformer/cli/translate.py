@@ -1,6 +1,7 @@
 """translate: lines in, translations out."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -26,11 +27,11 @@ def translate_command(model: ModelArgument, beam: BeamOption = None, length_pena
 def decoding(beam: int | None, length_penalty: float | None, base: DecodingConfig | None = None) -> DecodingConfig:
     """The settings of a search, with what the command line gives over `base`."""
     given = {"beam_size": beam, "length_penalty": length_penalty}
-    settings = base or DecodingConfig()  # type: ignore[call-arg]
+    settings = base or DecodingConfig()
     return settings.model_copy(update={key: value for key, value in given.items() if value is not None})
 
 
-def _standard_input():  # type: ignore[no-untyped-def]
+def _standard_input() -> Iterator[str]:
     for number, line in enumerate(sys.stdin.buffer, start=1):
         try:
             yield line.decode("utf-8").rstrip("\r\n")

@@ -49,12 +49,8 @@ def _find(name_or_path: str) -> Path:
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     if name_or_path in known:
         return folder / f"{name_or_path}.yaml"
-    raise ConfigError(
-        [
-            f"slurm.cluster: no profile {name_or_path!r} in {folder}{_suggest(name_or_path, known)}; "
-            "for a profile of your own give the path of its YAML file"
-        ]
-    )
+    problem = f"no profile {name_or_path!r} in {folder}, and a file of your own is given by its path"
+    raise ConfigError([f"slurm.cluster: {problem}{_suggest(name_or_path, known)}"])
 
 
 def _unknown_keys(marked: Marked) -> list[str]:

@@ -21,7 +21,7 @@ def cross_problems(sections: dict[str, Any]) -> list[Problem]:
 
 def file_problems(data: DataConfig) -> list[Problem]:
     """Local files that the corpora name and that are not there."""
-    problems = []
+    problems: list[Problem] = []
     for name in ("train", "validation", "test"):
         corpus = getattr(data, name)
         for key in ("source", "target", "path"):

@@ -73,7 +73,7 @@ class DataConfig(Section):
     prepared: str | None = Field(
         None, description="Folder of the prepared corpus; default: <run.root>/prepared/<digest of what made it>."
     )
-    filters: FilterConfig = Field(default_factory=FilterConfig)  # type: ignore[arg-type]
+    filters: FilterConfig = Field(default_factory=FilterConfig)
     lanes: PositiveInt = Field(
         8,
         description="Micro-batches per optimizer step over all ranks (fairseq: update-freq x GPUs). Part of the recipe.",
@@ -245,15 +245,15 @@ class SlurmConfig(Section):
 class Config(Section):
     """One run."""
 
-    run: RunConfig = Field(default_factory=RunConfig)  # type: ignore[arg-type]
+    run: RunConfig = Field(default_factory=RunConfig)
     data: DataConfig
-    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)  # type: ignore[arg-type]
-    model: ModelConfig = Field(default_factory=ModelConfig)  # type: ignore[arg-type]
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)  # type: ignore[arg-type]
-    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)  # type: ignore[arg-type]
-    training: TrainingConfig = Field(default_factory=TrainingConfig)  # type: ignore[arg-type]
-    validation: ValidationConfig = Field(default_factory=ValidationConfig)  # type: ignore[arg-type]
-    checkpoints: CheckpointConfig = Field(default_factory=CheckpointConfig)  # type: ignore[arg-type]
-    decoding: DecodingConfig = Field(default_factory=DecodingConfig)  # type: ignore[arg-type]
-    tracking: TrackingConfig = Field(default_factory=TrackingConfig)  # type: ignore[arg-type]
-    slurm: SlurmConfig = Field(default_factory=SlurmConfig)  # type: ignore[arg-type]
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    checkpoints: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    decoding: DecodingConfig = Field(default_factory=DecodingConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    slurm: SlurmConfig = Field(default_factory=SlurmConfig)

@@ -32,9 +32,9 @@ class MetricsLog:
         remove_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
 
-    def append(self, event: str, step: int, values: Mapping[str, Value]) -> None:
+    def append(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         """Write one record and hand it to the operating system: a killed process does not lose it."""
-        head: dict[str, Value] = {"event": event, "step": step, "time": round(time.time(), 3)}
+        head: dict[str, Any] = {"event": event, "step": step, "time": round(time.time(), 3)}
         assert head.keys().isdisjoint(values), f"a value is named like a field of every record: {sorted(values)}"
         self._file.write(encode(head | dict(values)))
         self._file.flush()

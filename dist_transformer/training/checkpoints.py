@@ -144,7 +144,7 @@ def load(checkpoint: Checkpoint, engine: Engine) -> None:
 def read_weights(path: Path) -> dict[str, Any]:
     """The fp32 weights of a checkpoint by parameter name, without the optimizer's state."""
     with _TensorFiles(path) as tensors:
-        return {key.removeprefix("weight/"): tensors.read(key) for key in tensors.keys() if key.startswith("weight/")}
+        return {key.removeprefix("weight/"): tensors.read(key) for key in tensors.names() if key.startswith("weight/")}
 
 
 class _TensorFiles:
@@ -155,16 +155,16 @@ class _TensorFiles:
 
     def __enter__(self) -> "_TensorFiles":
         try:
-            files = [safe_open(f, framework="pt") for f in sorted(self._path.glob("state_*.safetensors"))]
+            files: list[Any] = [safe_open(f, framework="pt") for f in sorted(self._path.glob("state_*.safetensors"))]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self._path}: cannot be read: {error}") from error
-        self._place = {key: file for file in files for key in file.keys()}  # noqa: SIM118
+        self._place: dict[str, Any] = {key: file for file in files for key in file.keys()}  # noqa: SIM118
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._place = {}
 
-    def keys(self) -> list[str]:
+    def names(self) -> list[str]:
         return sorted(self._place)
 
     def read(self, key: str) -> Any:

@@ -125,8 +125,7 @@ class Engine:
 
     def loss_scale(self) -> float:
         """fp16's loss scale; 1 in other precisions."""
-        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
-        return float(scaler.cur_scale) if hasattr(scaler, "cur_iter") else 1.0
+        return float(self.scaler_state().get("cur_scale", 1.0))
 
     def scaler_state(self) -> dict[str, Any]:
         """The loss scaler's numbers, for a checkpoint; empty when it is not fp16's dynamic one."""

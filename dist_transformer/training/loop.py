@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from dist_transformer.config.models import Config
-from dist_transformer.data.loader import BatchShape, MicroBatch, Position
+from dist_transformer.data.loader import MicroBatch, Position
+from dist_transformer.data.window import BatchShape
 from dist_transformer.distributed import Ranks
 from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.metrics_log import MetricsLog
@@ -208,7 +209,7 @@ class Trainer:
         if self._journal:
             self._journal.metrics.append("train", progress.step, values)
         log.info(
-            "step %7d  epoch %3d  loss %7.4f  nll %7.4f  lr %.3e  norm %8.3f  scale %g  %8.0f tokens/s  pad %4.1f%%  wait %4.1f%%",
+            "step %7d  epoch %3d  loss %7.4f  nll %7.4f  lr %.3e  norm %7.3f  scale %g  %7.0f tokens/s  pad %4.1f%%  wait %4.1f%%",
             progress.step, values["epoch"], loss, nll, values["learning_rate"], values["gradient_norm"], values["loss_scale"],
             values["tokens_per_second"], 100 * float(values["padding_share"]), 100 * float(values["data_wait_share"]),
         )  # fmt: skip
@@ -294,12 +295,7 @@ class Trainer:
 
 
 def _validation_metrics(result: ValidationResult) -> dict[str, float]:
-    return {
-        "loss": result.loss,
-        "nll": result.nll,
-        "perplexity": result.perplexity,
-        "target_tokens": result.target_tokens,
-    }
+    return {"loss": result.loss, "nll": result.nll, "perplexity": result.perplexity}
 
 
 def _dropout_seed(seed: int, batches: int, lane: int) -> int:

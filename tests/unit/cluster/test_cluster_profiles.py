@@ -75,7 +75,9 @@ def test_a_profile_cannot_name_another(tmp_path: Path) -> None:
 def test_an_unknown_name_lists_or_guesses_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"no profile 'infinibant' in .*; did you mean `infiniband`"):
         load_profile("infinibant")
-    with pytest.raises(ConfigError, match="known: infiniband, lab, no_accounting; for a profile of your own"):
+    with pytest.raises(
+        ConfigError, match="a file of your own is given by its path; known: infiniband, lab, no_accounting"
+    ):
         load_profile("xyz")
 
 

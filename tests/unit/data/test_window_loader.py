@@ -122,8 +122,6 @@ def test_a_damaged_shard_is_named_with_its_row_group(source, prepared, tmp_path)
     content = bytearray((folder / shard).read_bytes())
     content[40:400] = bytes(360)
     copy.write_bytes(content)
-    broken = WindowSource(
-        WindowReader(tmp_path, manifest, "train"), source.group_rows, LANES, 60, 512, seed=3
-    )
+    broken = WindowSource(WindowReader(tmp_path, manifest, "train"), source.group_rows, LANES, 60, 512, seed=3)
     with pytest.raises(DataError, match=r"row group \d+ cannot be read .*run `dist-transformer prepare` again"):
         steps(loaders(broken, 1, Position.start(LANES)), 1)

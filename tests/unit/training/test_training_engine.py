@@ -117,10 +117,14 @@ def test_an_fp16_overflow_halves_the_scale_and_skips_the_update(make_engine, bat
 def test_the_floor_of_the_loss_scale_is_an_error_that_says_what_to_do(make_engine, batches):
     engine = make_engine(precision="fp16", initial_loss_scale=2)
     with pytest.raises(UserError, match=r"loss scale is at its minimum.*lower optimizer\.learning_rate"):
-        for _ in range(4):
-            loss, _ = engine(*batches[0])
-            engine.backward(loss * float("inf"), 10)
-            engine.step(1e-2)
+        overflow(engine, batches[0], num_steps=4)
+
+
+def overflow(engine, batch, num_steps: int) -> None:
+    for _ in range(num_steps):
+        loss, _ = engine(*batch)
+        engine.backward(loss * float("inf"), 10)
+        engine.step(1e-2)
 
 
 def test_weight_decay_leaves_vectors_alone(make_engine, batches):
