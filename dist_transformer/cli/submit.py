@@ -9,6 +9,7 @@ from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.submit import plan_submission, submit
 from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.sizes import parameter_count
+from dist_transformer.tracking.spool import without_credentials
 
 
 def submit_command(
@@ -21,7 +22,8 @@ def submit_command(
     config = fill_from_profile(config)
     size = config.tokenizer.vocabulary_size
     parameters = parameter_count(config.model, size, size)
-    submission = plan_submission(config, to_yaml(config), run_dir, parameters, dry_run=dry_run)
+    text = without_credentials(to_yaml(config))
+    submission = plan_submission(config, text, run_dir, parameters, dry_run=dry_run)
     if dry_run:
         print(f"# command\n{submission.command}\n")
         for path, text in submission.files.items():

@@ -4,7 +4,6 @@ import logging
 import os
 import platform
 import sys
-import time
 import traceback
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,10 @@ from typing import Any
 import filelock
 import torch
 
-from dist_transformer import __version__, distributed
+from dist_transformer import distributed
 from dist_transformer.cli.prepare import prepare_with_progress
+from dist_transformer.cli.run_records import note, open_records
 from dist_transformer.cli.write_model import write_averaged_model
-from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.models import Config
 from dist_transformer.data.loader import LaneLoader, MicroBatch, Position, WindowSource, validation_batches
 from dist_transformer.data.manifest import Manifest, verify_shards
@@ -24,15 +23,14 @@ from dist_transformer.data.window import WindowReader
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, CheckpointError, DataError, UserError
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.run_dir import RunDir, read_json, write_json, write_text
+from dist_transformer.run_dir import RunDir
 from dist_transformer.stop_request import StopRequest
-from dist_transformer.tracking.metrics_log import MetricsLog
 from dist_transformer.tracking.tracker import Status, Tracker
 from dist_transformer.training import checkpoints
 from dist_transformer.training.checkpoints import Checkpoint
 from dist_transformer.training.engine import Engine
 from dist_transformer.training.feed import Feed
-from dist_transformer.training.loop import Journal, Outcome, Progress, Trainer
+from dist_transformer.training.loop import Outcome, Progress, Trainer
 from dist_transformer.training.objective import Objective
 from dist_transformer.training.report import ProgressBar, log_outlook
 from dist_transformer.training.watchdog import Watchdog
@@ -95,12 +93,13 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, corpus: Corpus, stop: 
     progress = _progress(config, checkpoint)
     if checkpoint is not None:
         checkpoints.load(checkpoint, engine)
-    tracker = _start_tracker(config, run_dir, ranks, corpus.manifest) if ranks.is_first else None
-    journal = _open_journal(config, run_dir, progress.step, tracker) if ranks.is_first else None
+    journal, tracker = None, None
+    if ranks.is_first:
+        journal, tracker = open_records(config, run_dir, ranks, corpus.manifest, progress.step)
     trainer = Trainer(config, run_dir, ranks, engine, corpus.validation, recipe, journal, progress)
     if checkpoint is not None:
         trainer.restore(checkpoint.state["interval"])
-    _note(run_dir, ranks, "running", progress.step)
+    note(run_dir, ranks, "running", progress.step)
     log_outlook(config, corpus.manifest, ranks.num_ranks)
     log.info("start      step %d%s", progress.step, f", resumed from {checkpoint.path}" if checkpoint else "")
     loader = _loader(config, corpus, ranks, progress.position)
@@ -238,80 +237,6 @@ def _progress(config: Config, checkpoint: Checkpoint | None) -> Progress:
     return Progress(Position(state["position"]["epoch"], lanes), **{name: state[name] for name in names})
 
 
-def _start_tracker(config: Config, run_dir: RunDir, ranks: Ranks, manifest: Manifest) -> Tracker | None:
-    if not config.tracking.enabled:
-        return None
-    tracker = Tracker(run_dir, config.tracking, config.run.name, Path(config.run.root))
-    tags = {
-        "languages": f"{config.data.source_language}-{config.data.target_language}",
-        "num_ranks": str(ranks.num_ranks),
-        "device": ranks.device.type,
-        "zero_stage": str(config.training.zero_stage),
-        "precision": config.training.precision,
-        "data_digest": manifest.digest,
-        "version": __version__,
-        **{f"slurm.{key}": os.environ[name] for key, name in _SLURM_TAGS.items() if name in os.environ},
-    }
-    tracker.start(_flat(config.model_dump(mode="json")), tags, to_yaml(config))
-    return tracker
-
-
-_SLURM_TAGS = {"job_id": "SLURM_JOB_ID", "nodes": "SLURM_JOB_NODELIST", "restart": "SLURM_RESTART_COUNT"}
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """{"optimizer": {"beta1": 0.9}} -> {"optimizer.beta1": "0.9"}; what is not given is left out."""
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            flat[prefix + key] = str(value)
-    return flat
-
-
-def _open_journal(config: Config, run_dir: RunDir, step: int, tracker: Tracker | None) -> Journal:
-    """The files of metrics, without what an earlier job wrote beyond the step that is resumed from."""
-    write_text(run_dir.config, to_yaml(config))
-    run_dir.stop_file.unlink(missing_ok=True)
-    metrics = MetricsLog(run_dir.metrics)
-    metrics.rewind(step)
-    audit = MetricsLog(run_dir.audit) if config.data.audit else None
-    if audit is not None:
-        audit.rewind(step)
-
-    def checkpoint_saved(step: int, path: Path, values: dict[str, float]) -> None:
-        _note_step(run_dir, step)
-        if tracker is not None:
-            tracker.checkpoint_saved(step, path, values)
-
-    return Journal(metrics, audit, checkpoint_saved)
-
-
-def _note(run_dir: RunDir, ranks: Ranks, state: str, step: int) -> None:
-    """run.json: what people and scripts ask about a run."""
-    if not ranks.is_first:
-        return
-    before = read_json(run_dir.state) if run_dir.state.is_file() else {"starts": 0}
-    write_json(
-        run_dir.state,
-        {
-            "state": state,
-            "step": step,
-            "starts": before["starts"] + (state == "running"),
-            "num_ranks": ranks.num_ranks,
-            "host": platform.node(),
-            "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
-            "version": __version__,
-            "time": round(time.time(), 3),
-        },
-    )
-
-
-def _note_step(run_dir: RunDir, step: int) -> None:
-    write_json(run_dir.state, {**read_json(run_dir.state), "step": step, "time": round(time.time(), 3)})
-
-
 def _write_model(config: Config, run_dir: RunDir, ranks: Ranks, corpus: Corpus, tracker: Tracker | None) -> None:
     if ranks.is_first:
         used = write_averaged_model(config, run_dir, corpus.folder, corpus.manifest, run_dir.model)
@@ -324,9 +249,9 @@ def _end(run_dir: RunDir, ranks: Ranks, outcome: Outcome, step: int, stop: StopR
     """Every rank passes the barrier, so that rank 0 ends last with the code that the batch script decides on."""
     reasons = [reason for reason in ranks.gather(stop.reason()) if reason]
     if outcome is Outcome.FINISHED:
-        _note(run_dir, ranks, "finished", step)
+        note(run_dir, ranks, "finished", step)
         log.info("end        finished at step %d", step)
         return EXIT_DONE
-    _note(run_dir, ranks, "stopped", step)
+    note(run_dir, ranks, "stopped", step)
     log.info("end        stopped at step %d (%s); the same command goes on", step, ", ".join(sorted(set(reasons))))
     return EXIT_REQUEUE if ranks.is_first else EXIT_DONE

@@ -211,7 +211,11 @@ class TrackingConfig(Section):
     """MLflow."""
 
     enabled: bool = Field(True, description="False: only metrics.jsonl.")
-    uri: str | None = Field(None, description="Tracking address; none: sqlite in <run.root>/mlflow.db.")
+    uri: str | None = Field(
+        None,
+        description="Tracking address; none: sqlite in <run.root>/mlflow.db. A user and password belong into "
+        "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD: they are never written into a run folder.",
+    )
     experiment: str = Field("dist-transformer", min_length=1, description="MLflow experiment name.")
     close_seconds: PositiveInt = Field(10, description="At the end, how long to wait for the server to take the rest.")
 

@@ -103,6 +103,7 @@ class Trainer:
     def run(self, feed: Feed, bar: ProgressBar, watchdog: Watchdog) -> Outcome:
         """Trains until the end or a stop request (collective). A checkpoint of the last step is there afterwards."""
         config, progress = self._config, self.progress
+        batches_before = progress.batches
         while progress.step != config.training.max_steps:
             watchdog.progress(f"waiting for the batch after step {progress.step}")
             batch = self._next_batch(feed)
@@ -117,7 +118,7 @@ class Trainer:
                 continue
             if progress.step % config.training.log_every_steps == 0:
                 self._log(bar)
-            if progress.step % config.validation.every_steps == 0:
+            if progress.step % config.validation.every_steps == 0 or progress.step == config.training.max_steps:
                 watchdog.progress(f"validating after step {progress.step}")
                 self._validate()
             if progress.step % config.checkpoints.every_steps == 0:
@@ -125,8 +126,9 @@ class Trainer:
                 self._save()
             bar.show(progress.step)
         watchdog.progress("validating and saving at the end")
-        self._log(bar)
-        self._validate()
+        if progress.batches > batches_before:  # else it was finished before and has its records
+            self._log(bar)
+            self._validate()
         self._save()
         return Outcome.FINISHED
 
@@ -209,7 +211,8 @@ class Trainer:
         if self._journal:
             self._journal.metrics.append("train", progress.step, values)
         log.info(
-            "step %7d  epoch %3d  loss %7.4f  nll %7.4f  lr %.3e  norm %7.3f  scale %g  %7.0f tokens/s  pad %4.1f%%  wait %4.1f%%",
+            "step %7d  epoch %3d  loss %7.4f  nll %7.4f  lr %.3e  norm %7.3f  scale %g  "
+            "%7.0f tokens/s  pad %4.1f%%  wait %4.1f%%",
             progress.step, values["epoch"], loss, nll, values["learning_rate"], values["gradient_norm"], values["loss_scale"],
             values["tokens_per_second"], 100 * float(values["padding_share"]), 100 * float(values["data_wait_share"]),
         )  # fmt: skip

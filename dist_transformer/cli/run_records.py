@@ -1,0 +1,93 @@
+"""What a run leaves behind beside checkpoints: metrics files, run.json, its MLflow run. Rank 0 writes them."""
+
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+from dist_transformer import __version__
+from dist_transformer.config.loading import to_yaml
+from dist_transformer.config.models import Config
+from dist_transformer.data.manifest import Manifest
+from dist_transformer.distributed import Ranks
+from dist_transformer.run_dir import RunDir, read_json, write_json, write_text
+from dist_transformer.tracking.metrics_log import MetricsLog
+from dist_transformer.tracking.spool import without_credentials
+from dist_transformer.tracking.tracker import Tracker
+from dist_transformer.training.loop import Journal
+
+
+def open_records(
+    config: Config, run_dir: RunDir, ranks: Ranks, manifest: Manifest, step: int
+) -> tuple[Journal, Tracker | None]:
+    """Begins the records of this start: what an earlier one wrote beyond `step` is dropped, then MLflow follows."""
+    write_text(run_dir.config, without_credentials(to_yaml(config)))
+    run_dir.stop_file.unlink(missing_ok=True)
+    metrics = MetricsLog(run_dir.metrics)
+    metrics.rewind(step)
+    audit = MetricsLog(run_dir.audit) if config.data.audit else None
+    if audit is not None:
+        audit.rewind(step)
+    tracker = _start_tracker(config, run_dir, ranks, manifest) if config.tracking.enabled else None
+
+    def checkpoint_saved(step: int, path: Path, values: dict[str, float]) -> None:
+        _note_step(run_dir, step)
+        if tracker is not None:
+            tracker.checkpoint_saved(step, path, values)
+
+    return Journal(metrics, audit, checkpoint_saved), tracker
+
+
+def _start_tracker(config: Config, run_dir: RunDir, ranks: Ranks, manifest: Manifest) -> Tracker:
+    tracker = Tracker(run_dir, config.tracking, config.run.name, Path(config.run.root))
+    tags = {
+        "languages": f"{config.data.source_language}-{config.data.target_language}",
+        "num_ranks": str(ranks.num_ranks),
+        "device": ranks.device.type,
+        "zero_stage": str(config.training.zero_stage),
+        "precision": config.training.precision,
+        "data_digest": manifest.digest,
+        "version": __version__,
+        **{f"slurm.{key}": os.environ[name] for key, name in _SLURM_TAGS.items() if name in os.environ},
+    }
+    tracker.start(_flat(config.model_dump(mode="json")), tags, to_yaml(config))
+    return tracker
+
+
+_SLURM_TAGS = {"job_id": "SLURM_JOB_ID", "nodes": "SLURM_JOB_NODELIST", "restart": "SLURM_RESTART_COUNT"}
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """{"optimizer": {"beta1": 0.9}} -> {"optimizer.beta1": "0.9"}; what is not given is left out."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            flat[prefix + key] = str(value)
+    return flat
+
+
+def note(run_dir: RunDir, ranks: Ranks, state: str, step: int) -> None:
+    """run.json: what people and scripts ask about a run."""
+    if not ranks.is_first:
+        return
+    before = read_json(run_dir.state) if run_dir.state.is_file() else {"starts": 0}
+    write_json(
+        run_dir.state,
+        {
+            "state": state,
+            "step": step,
+            "starts": before["starts"] + (state == "running"),
+            "num_ranks": ranks.num_ranks,
+            "host": platform.node(),
+            "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
+            "version": __version__,
+            "time": round(time.time(), 3),
+        },
+    )
+
+
+def _note_step(run_dir: RunDir, step: int) -> None:
+    write_json(run_dir.state, {**read_json(run_dir.state), "step": step, "time": round(time.time(), 3)})

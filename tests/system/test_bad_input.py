@@ -1,0 +1,157 @@
+"""Every mistake of a user ends in one clear message, exit code 2, no traceback, and nothing lost."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+
+import pytest
+from running import records
+
+pytestmark = pytest.mark.slow
+
+
+def refusal(command, *arguments: object, **keywords: str) -> str:
+    said = command(*arguments, code=2, **keywords)
+    assert "Traceback" not in said
+    return said
+
+
+def test_source_and_target_of_different_line_counts_are_refused_with_both(command, tmp_path):
+    (tmp_path / "a").write_text("one\ntwo\nthree\n", encoding="utf-8")
+    (tmp_path / "b").write_text("eins\nzwei\n", encoding="utf-8")
+    said = refusal(command, "prepare", "small.yaml", f"data.train={{source: {tmp_path}/a, target: {tmp_path}/b}}")
+    assert "3" in said
+    assert "2" in said
+    assert f"{tmp_path}/a" in said
+
+
+def test_invalid_utf8_is_named_with_file_and_line(command, tmp_path):
+    (tmp_path / "a").write_bytes(b"one\nt\xffo\n")
+    (tmp_path / "b").write_text("eins\nzwei\n", encoding="utf-8")
+    said = refusal(command, "prepare", "small.yaml", f"data.train={{source: {tmp_path}/a, target: {tmp_path}/b}}")
+    assert f"{tmp_path}/a:2" in said
+    assert "UTF-8" in said
+
+
+def test_an_empty_corpus_is_refused(command, tmp_path):
+    (tmp_path / "a").touch()
+    (tmp_path / "b").touch()
+    said = refusal(command, "prepare", "small.yaml", f"data.train={{source: {tmp_path}/a, target: {tmp_path}/b}}")
+    assert "empty" in said
+
+
+def test_fewer_pairs_than_lanes_are_refused(command, tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / name).write_text("one two three\n" * 3, encoding="utf-8")
+    said = refusal(
+        command, "train", "small.yaml", "run.name=few", "tokenizer={vocabulary_size: 16, type: unigram}",
+        f"data.train={{source: {tmp_path}/a, target: {tmp_path}/b}}",
+    )  # fmt: skip
+    assert "3 pairs after filtering, fewer than data.lanes = 4" in said
+
+
+@pytest.fixture(scope="module")
+def trained(train_small):
+    return train_small("trained")
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_what_changed(command, trained):
+    said = refusal(command, "train", "small.yaml", f"run.name={trained.name}", "model.d_ff=128", "training.max_steps=9")
+    assert "model.d_ff: 64 -> 128" in said
+    assert "another run.name" in said
+
+
+def test_changed_data_order_is_refused_with_what_changed(command, trained):
+    said = refusal(command, "train", "small.yaml", f"run.name={trained.name}", "data.lanes=2", "training.max_steps=9")
+    assert "data.lanes: 4 -> 2" in said
+
+
+def test_changed_data_is_refused(command, trained, small_corpus, tmp_path):
+    for name in ("train.en", "train.de"):
+        lines = (small_corpus / name).read_text(encoding="utf-8").splitlines()[:500]
+        (tmp_path / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    corpus = f"data.train={{source: {tmp_path}/train.en, target: {tmp_path}/train.de}}"
+    said = refusal(command, "train", "small.yaml", f"run.name={trained.name}", corpus, "training.max_steps=9")
+    assert "prepared corpus: " in said
+
+
+def test_a_finished_run_started_again_says_so_and_changes_nothing(command, trained):
+    before = (trained / "metrics.jsonl").read_bytes()
+    said = command("train", "small.yaml", f"run.name={trained.name}")
+    assert "finished at step 6" in said
+    assert (trained / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_goes_on(command, train_small, trained):
+    run = trained.with_name("damaged")
+    shutil.copytree(trained, run)
+    file = run / "checkpoints" / "step_00000006" / "state_0.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 4
+    file.write_bytes(content)
+    said = command("train", "small.yaml", "run.name=damaged")
+    assert "step_00000006 is damaged (state_0.safetensors: SHA-256 differs" in said
+    assert "resumed from" in said
+    assert [r["step"] for r in records(run)] == [1, 2, 3, 4, 5, 6]
+    assert [r["loss"] for r in records(run)] == [r["loss"] for r in records(trained)]
+
+
+def test_a_tokenizer_of_another_vocabulary_is_refused(command, trained, small_corpus):
+    other = trained.with_name("other-tokenizer")
+    shutil.copytree(trained, other)
+    command("prepare", "small.yaml", "tokenizer.vocabulary_size=240", f"data.prepared={small_corpus}/prepared-240")
+    shutil.copy(small_corpus / "prepared-240" / "tokenizer" / "source.model", other / "model" / "source.model")
+    said = refusal(command, "translate", other, text="twenty-one\n")
+    assert "its tokenizer has 240 source and 240 target pieces, its model 200 and 200" in said
+
+
+def test_a_folder_without_a_model_says_how_to_make_one(command, tmp_path):
+    said = refusal(command, "translate", tmp_path, text="twenty-one\n")
+    assert "holds no model" in said
+    assert "dist-transformer average" in said
+
+
+def test_input_that_is_not_utf8_is_named_with_its_line(trained):
+    arguments = [sys.executable, "-m", "dist_transformer", "translate", trained]
+    done = subprocess.run(arguments, input=b"fine\n\xff\n", capture_output=True, check=False)
+    assert done.returncode == 2
+    assert b"standard input, line 2: not valid UTF-8" in done.stderr
+    assert b"Traceback" not in done.stderr
+
+
+def test_an_mlflow_address_that_answers_nothing_stops_nothing(command, train_small):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()  # takes connections and never says a word
+        uri = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        tracking = f"tracking={{enabled: true, uri: '{uri}', close_seconds: 2}}"
+        run = train_small("silent-mlflow", tracking)
+    assert [r["step"] for r in records(run)] == [1, 2, 3, 4, 5, 6]
+    assert (run / "model" / "model.safetensors").is_file()
+
+
+@pytest.fixture
+def small_disk(command):
+    """A disk of 1 MB under the runs folder."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small disk needs root")
+    folder = command.folder / "runs" / "full"
+    folder.mkdir(parents=True, exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1100k", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def test_a_full_disk_while_saving_keeps_the_older_checkpoint_and_the_run_goes_on_after(command, small_disk, trained):
+    arguments = ("train", "small.yaml", "run.name=full", "checkpoints.every_steps=1")
+    said = refusal(command, *arguments)
+    assert "could not be written" in said
+    assert "No space left on device" in said
+    saved = sorted(p.name for p in (small_disk / "checkpoints").glob("step_????????"))
+    assert saved
+    assert f"the run can go on from {saved[-1]}" in said
+    subprocess.run(["mount", "-o", "remount,size=50m", small_disk], check=True)
+    command(*arguments)
+    assert [r["loss"] for r in records(small_disk)] == [r["loss"] for r in records(trained)]

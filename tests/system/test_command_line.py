@@ -1,0 +1,91 @@
+"""The command as a person meets it: quick, light, and clear about what it will do."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+HEAVY = ("torch", "datasets", "mlflow", "deepspeed", "numpy")
+LIGHT = [
+    ["--help"],
+    ["train", "--help"],
+    ["config", "check", "configs/demo.yaml"],
+    ["config", "show", "configs/demo.yaml"],
+    ["config", "schema"],
+    ["submit", "--dry-run", "configs/demo.yaml"],
+]
+
+
+@pytest.mark.parametrize("arguments", LIGHT, ids=" ".join)
+def test_looking_imports_no_heavy_library(arguments, tmp_path):
+    program = f"""
+import sys
+from dist_transformer.cli.main import app
+try:
+    app({[*arguments, f"run.root={tmp_path}"] if "demo.yaml" in arguments[-1] else arguments!r}, standalone_mode=False)
+finally:
+    loaded = sorted(set({HEAVY!r}) & set(sys.modules))
+    print("LOADED", loaded, file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "LOADED []" in done.stderr
+
+
+def test_the_dry_run_prints_command_and_script_and_touches_nothing(tmp_path):
+    arguments = [
+        "submit",
+        "--dry-run",
+        "configs/demo.yaml",
+        f"run.root={tmp_path}",
+        "slurm.nodes=2",
+        "slurm.account=a b",
+    ]
+    out = subprocess.run(
+        [sys.executable, "-m", "dist_transformer", *arguments],
+        cwd=REPOSITORY, env={**os.environ, "PATH": "/nowhere"}, capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert "sbatch --parsable --requeue" in out
+    assert "--nodes=2" in out
+    assert "'--account=a b'" in out
+    assert "#!/usr/bin/env bash" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").rglob("*.yaml")), ids=lambda p: p.name)
+def test_every_shipped_configuration_is_without_a_problem(command, path, tmp_path):
+    said = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for corpus in ("train", "validation", "test"):
+        for side in ("source", "target"):
+            if name := said.get("data", {}).get(corpus, {}).get(side):
+                (tmp_path / name).touch()
+    assert "no problem found" in command("config", "check", path, f"data.root={tmp_path}")
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "slurm" / "clusters").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_shipped_cluster_profile_can_be_submitted_with(command, path, tmp_path):
+    out = command("submit", "--dry-run", REPOSITORY / "configs" / "demo.yaml", f"slurm.cluster={path.stem}",
+                  f"run.root={tmp_path}", "slurm.gpus_per_node=1", "slurm.ranks_per_node=1", "slurm.nodes=1")  # fmt: skip
+    assert "#!/usr/bin/env bash" in out
+
+
+def test_the_schema_describes_every_setting(command):
+    schema = json.loads(command("config", "schema"))
+    settings = [
+        (name, key, value) for name, section in schema["$defs"].items() for key, value in section["properties"].items()
+    ]
+    without = [f"{name}.{key}" for name, key, value in settings if "description" not in value and "$ref" not in value]
+    assert set(without) <= {
+        "DataConfig.filters", "SlurmConfig.partition", "SlurmConfig.account", "SlurmConfig.qos", "SlurmConfig.constraint"
+    }  # fmt: skip
+
+
+def test_the_version_is_printed(command):
+    import dist_transformer
+
+    assert command("--version").strip() == dist_transformer.__version__
