@@ -1,0 +1,85 @@
+"""What the documents say is there: links, commands, settings, make targets and tests."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import typer
+
+from dist_transformer.cli.main import app
+from dist_transformer.config.models import Config
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PAGES = sorted(
+    path
+    for path in [
+        *REPOSITORY.glob("*.md"),
+        *(p for d in ("docs", "slurm", "benchmarks") for p in (REPOSITORY / d).rglob("*.md")),
+    ]
+)
+SCRIPTS = [*REPOSITORY.glob("launch/*.sh"), *REPOSITORY.glob("slurm/*.sbatch"), *REPOSITORY.glob("configs/**/*.yaml")]
+GROUP = typer.main.get_command(app)
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(REPOSITORY)))
+def test_every_link_to_a_file_leads_to_one(page):
+    for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text_of(page)):
+        assert "://" in link or (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(REPOSITORY)))
+def test_every_test_that_is_named_exists(page):
+    defined = {
+        name
+        for path in (REPOSITORY / "tests").rglob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    for name in re.findall(r"`(test_\w+)`", text_of(page)):
+        assert name in defined, f"{page.name}: {name}"
+
+
+def commands_of(page: Path) -> list[list[str]]:
+    """Arguments of every `dist-transformer ...` at the start of a line or of an inline code span."""
+    found = re.findall(r"(?:^\s*|#\s+|`)dist-transformer ([a-z][^`\n]*)", text_of(page), re.MULTILINE)
+    return [shlex.split(line.split("  #")[0].split(" < ")[0].split(" > ")[0], comments=True) for line in found]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *SCRIPTS], ids=lambda p: str(p.relative_to(REPOSITORY)))
+def test_every_command_has_its_verb_options_and_settings(page):
+    for arguments in commands_of(page):
+        command = GROUP
+        while hasattr(command, "commands") and arguments and arguments[0] in command.commands:
+            command = command.commands[arguments.pop(0)]
+        assert command is not GROUP, f"{page.name}: no verb in {arguments}"
+        options = {name for parameter in command.params for name in parameter.opts}
+        for argument in arguments:
+            if argument.startswith("--"):
+                assert argument.split("=")[0] in options, f"{page.name}: {command.name} has no {argument}"
+            elif re.fullmatch(r"[a-z]+\.[a-z_0-9]+=.*", argument):
+                section, key = argument.split("=")[0].split(".")
+                model = Config.model_fields[section].annotation
+                assert key in model.model_fields, f"{page.name}: no setting {section}.{key}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(REPOSITORY)))
+def test_every_make_target_exists(page):
+    targets = set(re.findall(r"^([a-z-]+):", text_of(REPOSITORY / "Makefile"), re.MULTILINE))
+    named = re.findall(r"`make ([a-z-]+)`", text_of(page)) + re.findall(
+        r"^    make ([a-z-]+)", text_of(page), re.MULTILINE
+    )
+    assert set(named) <= targets
+
+
+def test_the_first_screen_of_the_readme_names_both_commands():
+    first_screen = "\n".join(text_of(REPOSITORY / "README.md").splitlines()[:25])
+    assert "make demo" in first_screen
+    assert "make test" in first_screen
+
+
+def test_ci_calls_the_test_command_of_the_readme():
+    assert "make test" in text_of(REPOSITORY / ".ci" / "run")
