@@ -1,0 +1,116 @@
+"""What the benchmarks share: the line about machine and versions, clocks, interleaved repeats, markdown tables.
+
+A case is a function that does its work once and returns figures by name. Cases take turns, round by round, so that what
+else the machine does falls on all of them; a ratio is taken within each round, and medians over the rounds.
+"""
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+Figures = dict[str, float]
+Rounds = dict[str, list[Figures]]
+"""The figures of each case, one for each round."""
+
+PACKAGES = ("torch", "deepspeed", "datasets", "pyarrow", "numpy")
+
+
+class Stopwatch:
+    """Wall and CPU seconds since it was made.
+
+    CPU: all threads of this process, and of its living descendants if asked. Those are read from the process table,
+    which takes milliseconds and counts in hundredths of a second.
+    """
+
+    def __init__(self, with_descendants: bool) -> None:
+        self._with_descendants = with_descendants
+        self._wall, self._cpu = time.perf_counter(), self._cpu_seconds()
+
+    def read(self) -> tuple[float, float]:
+        return time.perf_counter() - self._wall, self._cpu_seconds() - self._cpu
+
+    def _cpu_seconds(self) -> float:
+        descendants = psutil.Process().children(recursive=True) if self._with_descendants else []
+        times = [process.cpu_times() for process in descendants]
+        return time.process_time() + sum(spent.user + spent.system for spent in times)
+
+
+def interleaved(cases: Mapping[str, Callable[[], Figures]], num_rounds: int) -> Rounds:
+    """Every case once a round, the order turned round by one place each time."""
+    names, rounds = list(cases), {name: [] for name in cases}
+    for number in range(num_rounds):
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            rounds[name].append(cases[name]())
+    return rounds
+
+
+def median(samples: Sequence[Figures], figure: str) -> float:
+    return statistics.median(sample[figure] for sample in samples)
+
+
+def median_ratio(samples: Sequence[Figures], reference: Sequence[Figures], figure: str) -> float:
+    """The median over the rounds of samples / reference."""
+    return statistics.median(a[figure] / b[figure] for a, b in zip(samples, reference, strict=True))
+
+
+def ratio_range(samples: Sequence[Figures], reference: Sequence[Figures], figure: str) -> str:
+    """The smallest and the largest ratio of a round, as text."""
+    ratios = [a[figure] / b[figure] for a, b in zip(samples, reference, strict=True)]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def machine() -> dict[str, Any]:
+    """Where and with what this was measured. `load_average` (1 minute) tells of other work on the machine."""
+    cuda = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "date": date.today().isoformat(),
+        "cores": os.cpu_count(),
+        "architecture": platform.machine(),
+        "vector_instructions": torch.backends.cpu.get_cpu_capability(),
+        "system": _system_name(),
+        "gpus": cuda,
+        "load_average": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        **{package: version(package) for package in PACKAGES},
+    }
+
+
+def machine_line(found: Mapping[str, Any]) -> str:
+    """`machine()` as one line of text."""
+    packages = ", ".join(f"{name} {found[name]}" for name in ("python", *PACKAGES))
+    return (
+        f"{found['date']}: {found['cores']} {found['architecture']} cores ({found['vector_instructions']}), "
+        f"{found['system']}, {', '.join(found['gpus']) or 'no GPU'}; {packages}; "
+        f"load average at the start {found['load_average']}"
+    )
+
+
+def _system_name() -> str:
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except OSError:
+        return platform.platform()
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table; the first column to the left, the others to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def write_raw(path: Path, arguments: Mapping[str, Any], found: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
+    """All figures of all rounds as JSON."""
+    plain = {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()}
+    value = {"machine": found, "arguments": plain, "figures": figures}
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
