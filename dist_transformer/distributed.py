@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dist_transformer.errors import UserError
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -68,12 +70,17 @@ def join(timeout_seconds: int) -> Ranks:
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     rank_of_node = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", rank_of_node) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda" and rank_of_node >= torch.cuda.device_count():
+        raise UserError(
+            f"rank {rank} is number {rank_of_node} on its node, which shows it {torch.cuda.device_count()} GPUs: start one "
+            "rank per GPU, each seeing all GPUs of the node (Slurm: --gpus-per-node, not --gpus-per-task)"
+        )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     control = dist.new_group(backend="gloo", timeout=timeout)
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", "1"))
     return Ranks(rank, num_ranks, rank_of_node, ranks_per_node, device, control, timeout)
 
 

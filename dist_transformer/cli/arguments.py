@@ -19,13 +19,30 @@ Overrides = Annotated[
 
 
 def read_run(run: Path, overrides: list[str] | None, *, check_files: bool = True) -> tuple[Config, RunDir]:
-    """Configuration and run folder of a YAML file, or of a run folder that is gone on with."""
+    """Configuration and run folder of a YAML file, or of a run folder that is gone on with.
+
+    `check_files`: whether the text files that a YAML names are there; a run folder may have outlived them.
+    """
     if run.is_dir():
         run_dir = RunDir(run)
         if not run_dir.config.is_file():
             raise UserError(
                 f"{run}: is a folder without config.yaml, so not a run folder; give a YAML file or a run folder"
             )
-        return load_config(run_dir.config, overrides, check_files=check_files), run_dir
+        if renaming := [o for o in overrides or [] if o.startswith(("run.name=", "run.root="))]:
+            raise UserError(f"{run} is a run folder and keeps its name: give the YAML file together with {renaming[0]}")
+        return load_config(run_dir.config, overrides, check_files=False), run_dir
     config = load_config(run, overrides, check_files=check_files)
     return config, RunDir(Path(config.run.root) / config.run.name)
+
+
+def with_absolute_paths(config: Config, prepared: Path | None) -> Config:
+    """The configuration as it is kept in the run folder, which can be gone on with from any folder.
+
+    `prepared`: the folder of the prepared corpus where it is known, so that the text itself is no longer needed.
+    """
+    run = config.run.model_copy(update={"root": str(Path(config.run.root).absolute())})
+    data = config.data.model_copy(update={"root": str(Path(config.data.root).absolute())})
+    if prepared is not None or data.prepared is not None:
+        data = data.model_copy(update={"prepared": str((prepared or Path(str(data.prepared))).absolute())})
+    return config.model_copy(update={"run": run, "data": data})

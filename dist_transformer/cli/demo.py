@@ -28,9 +28,11 @@ def demo_command(
     ranks: Annotated[int, typer.Option(min=1, max=2, help="Ranks to train on.")] = 2,
 ) -> None:
     """Train on the embedded corpus, stop and resume on the way, score on held-out pairs, translate three sentences."""
-    run_dir = RunDir(root / "demo")
+    run_dir = RunDir(root / "demo-tour")
     shutil.rmtree(run_dir.path, ignore_errors=True)
-    train = _command("train", share_folder("configs") / "demo.yaml", f"run.root={root}", "--ranks", ranks)
+    train = _command(
+        "train", share_folder("configs") / "demo.yaml", f"run.root={root}", "run.name=demo-tour", "--ranks", ranks
+    )
     _say(f"1/4 Training on {ranks} ranks; it will be stopped after step {STOP_AT_STEP}.")
     process = subprocess.Popen(train)
     while process.poll() is None and _last_step(run_dir) < STOP_AT_STEP:

@@ -1,9 +1,16 @@
 """prepare: from text to a prepared corpus, once."""
 
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
 from dist_transformer.config.models import Config
+from dist_transformer.errors import EXIT_REQUEUE
+from dist_transformer.stop_request import StopRequest
+
+if TYPE_CHECKING:  # at run time it would import numpy for every command
+    from dist_transformer.data.manifest import Manifest
 
 
 def prepare_command(run: RunArgument, overrides: Overrides = None) -> None:
@@ -19,8 +26,11 @@ def prepare_command(run: RunArgument, overrides: Overrides = None) -> None:
     print(f"prepared corpus: {folder}  (digest {manifest.digest[:12]})")
 
 
-def prepare_with_progress(config: Config):  # type: ignore[no-untyped-def]  # its types would import numpy at start
-    """Prepares what is not prepared yet; a progress bar on a terminal. Returns (folder, manifest)."""
+def prepare_with_progress(config: Config, stop: StopRequest | None = None) -> "tuple[Path, Manifest]":
+    """Prepares what is not prepared yet, with a progress bar on a terminal; returns the folder and its manifest.
+
+    A stop request ends the process with EXIT_REQUEUE: what is done is kept, and the next start goes on.
+    """
     from rich.console import Console
     from rich.progress import Progress
 
@@ -33,6 +43,9 @@ def prepare_with_progress(config: Config):  # type: ignore[no-untyped-def]  # it
         def show(stage: str, rows_done: int, rows_total: int | None) -> None:
             if stage not in tasks:
                 tasks[stage] = bar.add_task(stage)
+            if stop is not None and (reason := stop.reason()):
+                print(f"stopped while preparing the corpus ({reason}); the same command goes on", file=sys.stderr)
+                sys.exit(EXIT_REQUEUE)
             bar.update(tasks[stage], completed=rows_done, total=rows_total)
 
         manifest = prepare(config, folder, show)

@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from dist_transformer import __version__
+from dist_transformer.cli.arguments import with_absolute_paths
 from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import Ranks
 from dist_transformer.run_dir import RunDir, read_json, write_json, write_text
-from dist_transformer.tracking.metrics_log import MetricsLog
+from dist_transformer.tracking.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.spool import without_credentials
 from dist_transformer.tracking.tracker import Tracker
 from dist_transformer.training.loop import Journal
 
 
 def open_records(
-    config: Config, run_dir: RunDir, ranks: Ranks, manifest: Manifest, step: int
+    config: Config, run_dir: RunDir, ranks: Ranks, prepared: Path, manifest: Manifest, step: int
 ) -> tuple[Journal, Tracker | None]:
     """Begins the records of this start: what an earlier one wrote beyond `step` is dropped, then MLflow follows."""
-    write_text(run_dir.config, without_credentials(to_yaml(config)))
-    run_dir.stop_file.unlink(missing_ok=True)
+    write_text(run_dir.config, without_credentials(to_yaml(with_absolute_paths(config, prepared))))
     metrics = MetricsLog(run_dir.metrics)
     metrics.rewind(step)
     audit = MetricsLog(run_dir.audit) if config.data.audit else None
@@ -69,16 +69,24 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def note(run_dir: RunDir, ranks: Ranks, state: str, step: int) -> None:
-    """run.json: what people and scripts ask about a run."""
+def newest_steps(run_dir: RunDir) -> dict[str, int]:
+    """The newest step of each event in metrics.jsonl; 0 where there is none."""
+    newest = {"train": 0, "validation": 0}
+    for record in read_records(run_dir.metrics):
+        newest[record["event"]] = max(newest[record["event"]], record["step"])
+    return newest
+
+
+def note(run_dir: RunDir, ranks: Ranks, state: str, step: int | None = None) -> None:
+    """run.json: what people and scripts ask about a run; without a step the one noted before."""
     if not ranks.is_first:
         return
-    before = read_json(run_dir.state) if run_dir.state.is_file() else {"starts": 0}
+    before = read_json(run_dir.state) if run_dir.state.is_file() else {"starts": 0, "step": 0}
     write_json(
         run_dir.state,
         {
             "state": state,
-            "step": step,
+            "step": before["step"] if step is None else step,
             "starts": before["starts"] + (state == "running"),
             "num_ranks": ranks.num_ranks,
             "host": platform.node(),

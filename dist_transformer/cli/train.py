@@ -8,6 +8,7 @@ import typer
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
 from dist_transformer.errors import ConfigError
+from dist_transformer.stop_request import StopRequest
 
 
 def train_command(
@@ -19,6 +20,8 @@ def train_command(
 
     Exit codes: 0 finished, 75 stopped on request and saved (start it again), 2 something you can mend, 1 failed.
     """
+    stop = StopRequest()
+    stop.listen()  # before the slow imports: a signal in the first seconds is a request too
     is_rank = "RANK" in os.environ
     num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else ranks
     config, run_dir = read_run(run, overrides, check_files=not is_rank or os.environ["RANK"] == "0")
@@ -29,9 +32,9 @@ def train_command(
     if is_rank or num_ranks == 1:
         from dist_transformer.cli.train_rank import train_rank
 
-        sys.exit(train_rank(config, run_dir))
+        sys.exit(train_rank(config, run_dir, stop))
     from dist_transformer.cli.prepare import prepare_with_progress
     from dist_transformer.launching import start_local_ranks
 
-    prepare_with_progress(config)
+    prepare_with_progress(config, stop)
     sys.exit(start_local_ranks([str(run), *(overrides or [])], num_ranks))

@@ -1,5 +1,6 @@
 """One rank of a training run, from joining the group to the model folder: where the parts of training meet."""
 
+import contextlib
 import logging
 import os
 import platform
@@ -14,7 +15,7 @@ import torch
 
 from dist_transformer import distributed
 from dist_transformer.cli.prepare import prepare_with_progress
-from dist_transformer.cli.run_records import note, open_records
+from dist_transformer.cli.run_records import newest_steps, note, open_records
 from dist_transformer.cli.write_model import write_averaged_model
 from dist_transformer.config.models import Config
 from dist_transformer.data.loader import LaneLoader, MicroBatch, Position, WindowSource, validation_batches
@@ -51,24 +52,28 @@ class Corpus:
     validation: list[MicroBatch]
 
 
-def train_rank(config: Config, run_dir: RunDir) -> int:
+def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
     """Trains as the rank that the environment names; alone without RANK. Returns the exit code.
 
     Raises:
         UserError: on every rank; the process must then leave without touching its group.
     """
-    stop = StopRequest(run_dir.stop_file)
-    stop.listen()
-    folder, manifest = prepare_with_progress(config)
+    folder, manifest = prepare_with_progress(config, stop)
     ranks = distributed.join(config.training.hang_seconds)
-    torch.set_num_threads(config.training.threads_per_rank or max(1, (os.cpu_count() or 1) // ranks.ranks_per_node))
+    torch.set_num_threads(config.training.threads_per_rank or _default_threads(ranks))
     try:
         code = _train(config, run_dir, ranks, _open_corpus(config, folder, manifest, ranks), stop)
-    except UserError:
+    except UserError as error:
+        _note_failure(run_dir, ranks, str(error))
         raise
+    except OSError as error:
+        message = f"{error}. The disk of {run_dir.path} is full, gone or may not be written; mend it and start again"
+        _note_failure(run_dir, ranks, message)
+        raise UserError(message) from error
     except Exception:  # noqa: BLE001  (the last line of defence: say it and leave, so that the other ranks can)
         print(f"rank {ranks.rank} of {ranks.num_ranks} on {platform.node()} failed:", file=sys.stderr)
         traceback.print_exc()
+        _note_failure(run_dir, ranks, traceback.format_exc())
         sys.stderr.flush()
         os._exit(EXIT_FAILED)
     distributed.leave()
@@ -76,7 +81,7 @@ def train_rank(config: Config, run_dir: RunDir) -> int:
 
 
 def _train(config: Config, run_dir: RunDir, ranks: Ranks, corpus: Corpus, stop: StopRequest) -> int:
-    lock = _lock(run_dir, ranks)
+    lock = _lock(run_dir, ranks, stop)
     _set_up_logging(run_dir, ranks)
     checkpoint = _newest_checkpoint(run_dir, ranks)
     recipe = _recipe(config, corpus.manifest)
@@ -95,17 +100,18 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, corpus: Corpus, stop: 
         checkpoints.load(checkpoint, engine)
     journal, tracker = None, None
     if ranks.is_first:
-        journal, tracker = open_records(config, run_dir, ranks, corpus.manifest, progress.step)
-    trainer = Trainer(config, run_dir, ranks, engine, corpus.validation, recipe, journal, progress)
-    if checkpoint is not None:
-        trainer.restore(checkpoint.state["interval"])
-    note(run_dir, ranks, "running", progress.step)
-    log_outlook(config, corpus.manifest, ranks.num_ranks)
-    log.info("start      step %d%s", progress.step, f", resumed from {checkpoint.path}" if checkpoint else "")
-    loader = _loader(config, corpus, ranks, progress.position)
-    feed = Feed(loader, ranks, lambda: stop.reason() is not None)
+        journal, tracker = open_records(config, run_dir, ranks, corpus.folder, corpus.manifest, progress.step)
     status: Status = "FAILED"
     try:
+        recorded = ranks.from_first(newest_steps(run_dir) if ranks.is_first else None)
+        trainer = Trainer(config, run_dir, ranks, engine, corpus.validation, recipe, journal, progress, recorded)
+        if checkpoint is not None:
+            trainer.restore(checkpoint.state["interval"])
+        note(run_dir, ranks, "running", progress.step)
+        log_outlook(config, corpus.manifest, ranks.num_ranks)
+        log.info("start      step %d%s", progress.step, f", resumed from {checkpoint.path}" if checkpoint else "")
+        loader = _loader(config, corpus, ranks, progress.position)
+        feed = Feed(loader, ranks, lambda: stop.reason() is not None)
         with (
             ProgressBar(config.training.max_steps, progress.step) as bar,
             Watchdog(config.training.hang_seconds, ranks.rank) as watchdog,
@@ -153,14 +159,15 @@ def _loader(config: Config, corpus: Corpus, ranks: Ranks, position: Position) ->
     )
 
 
-def _lock(run_dir: RunDir, ranks: Ranks) -> filelock.BaseFileLock:
-    """Only one job works on a run folder. Rank 0 holds the lock; every rank hears of it."""
+def _lock(run_dir: RunDir, ranks: Ranks, stop: StopRequest) -> filelock.BaseFileLock:
+    """Only one job works on a run folder. Rank 0 holds the lock and looks for the stop file; every rank hears of it."""
     run_dir.path.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(run_dir.lock)
     held = True
     if ranks.is_first:
         try:
             lock.acquire(timeout=LOCK_SECONDS)
+            stop.watch_file(run_dir.stop_file)
         except filelock.Timeout:
             held = False
     if not ranks.from_first(held):
@@ -173,12 +180,17 @@ def _lock(run_dir: RunDir, ranks: Ranks) -> filelock.BaseFileLock:
 
 def _set_up_logging(run_dir: RunDir, ranks: Ranks) -> None:
     """Rank 0 writes to stderr and appends to train.log; the others write warnings only."""
+    from rich.console import Console
     from rich.logging import RichHandler
 
     plain = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S")
     root = logging.getLogger("dist_transformer")
     root.setLevel(logging.INFO if ranks.is_first else logging.WARNING)
-    console = RichHandler(show_path=False, markup=False) if sys.stderr.isatty() else logging.StreamHandler()
+    console = (
+        RichHandler(show_path=False, markup=False, console=Console(stderr=True))
+        if sys.stderr.isatty()
+        else logging.StreamHandler()
+    )
     if not sys.stderr.isatty():
         console.setFormatter(plain)
     root.addHandler(console)
@@ -237,12 +249,32 @@ def _progress(config: Config, checkpoint: Checkpoint | None) -> Progress:
     return Progress(Position(state["position"]["epoch"], lanes), **{name: state[name] for name in names})
 
 
+def _default_threads(ranks: Ranks) -> int:
+    """What the launcher or the batch script gave each rank, else this rank's share of the cores it may use."""
+    given = int(os.environ.get("OMP_NUM_THREADS") or 0)
+    return given or max(1, len(os.sched_getaffinity(0)) // ranks.ranks_per_node)
+
+
 def _write_model(config: Config, run_dir: RunDir, ranks: Ranks, corpus: Corpus, tracker: Tracker | None) -> None:
+    """The model folder, by rank 0; a failure is every rank's (collective)."""
+    problem = None
     if ranks.is_first:
-        used = write_averaged_model(config, run_dir, corpus.folder, corpus.manifest, run_dir.model)
-        log.info("model      %s: average of %d checkpoints", run_dir.model, len(used))
-        if tracker is not None:
-            tracker.model_written(run_dir.model, {})
+        try:
+            used = write_averaged_model(config, run_dir, corpus.folder, corpus.manifest, run_dir.model)
+            log.info("model      %s: average of %d checkpoints", run_dir.model, len(used))
+        except (UserError, OSError) as error:
+            problem = f"{run_dir.model} could not be written: {error}"
+    if (problem := ranks.from_first(problem)) is not None:
+        raise CheckpointError(problem)
+    if tracker is not None:
+        tracker.model_written(run_dir.model, {})
+
+
+def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:
+    """The failure in train.log and run.json, as far as the disk takes it."""
+    log.error("end        failed: %s", message)
+    with contextlib.suppress(OSError):
+        note(run_dir, ranks, "failed")
 
 
 def _end(run_dir: RunDir, ranks: Ranks, outcome: Outcome, step: int, stop: StopRequest) -> int:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from dist_transformer.cli.arguments import read_run
 from dist_transformer.config.models import DecodingConfig
 from dist_transformer.errors import UserError
 
@@ -19,7 +20,8 @@ def translate_command(model: ModelArgument, beam: BeamOption = None, length_pena
     """Translate standard input to standard output, a line each, in order; empty lines stay empty."""
     from dist_transformer.cli.loaded_model import LoadedTranslator, model_folder_of
 
-    translator = LoadedTranslator(model_folder_of(model), decoding(beam, length_penalty))
+    base = read_run(model, None)[0].decoding if (model / "config.yaml").is_file() else None
+    translator = LoadedTranslator(model_folder_of(model), decoding(beam, length_penalty, base))
     for translation in translator.translate(_standard_input()):
         print(translation, flush=True)
 

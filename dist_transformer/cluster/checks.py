@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dist_transformer.cluster.status import job_state
+from dist_transformer.config.checks import run_name_problems, secret_problems
 from dist_transformer.config.models import Config, SlurmConfig
 from dist_transformer.run_dir import RunDir, read_json
 
@@ -16,14 +17,12 @@ SIGNAL_EARLY_SECONDS = 60
 BYTES_PER_PARAMETER = 12
 """A checkpoint holds an fp32 weight and both fp32 moments of Adam for each parameter."""
 
-_RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=[^\n\0]*)?")
 _RELIED_ON = (
     *("--requeue", "--no-requeue", "--signal", "--open-mode", "--nodes", "--ntasks-per-node", "--output"),
     *("--ntasks", "--export", "--export-file", "--wrap", "--parsable", "--array", "--job-name", "--chdir"),
 )
 _SET_BY_THE_JOB = re.compile(r"(SLURM_|SRUN_|SBATCH_|MASTER_).*|(LOCAL_)?(RANK|WORLD_SIZE)|PYTHONPATH|PYTHONSAFEPATH")
-_SECRET = re.compile(r"(.*_)?(TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_KEY)(_.*)?", re.IGNORECASE)
 
 
 def submission_problems(config: Config, run_dir: RunDir, num_parameters: int) -> list[str]:
@@ -73,11 +72,7 @@ def parse_time_limit(text: str) -> int | None:
 
 
 def _name_problems(run_dir: RunDir) -> Iterator[str]:
-    if not _RUN_NAME.fullmatch(run_dir.name):
-        yield (
-            f"run.name: {run_dir.name!r}: expected letters, digits, '.', '_' and '-', and no '-' or '.' in front: "
-            "it names a folder, the job and files; rename the run"
-        )
+    yield from (message for _, message in run_name_problems(run_dir.name))
     if re.search(r"[\n\\]", str(run_dir.path)):
         yield f"run.root: {str(run_dir.path)!r}: sbatch cannot write logs below a path with a backslash or line break"
 
@@ -140,16 +135,13 @@ def _option_problems(slurm: SlurmConfig) -> Iterator[str]:
 
 
 def _environment_problems(slurm: SlurmConfig) -> Iterator[str]:
+    # Asked again here, because a cluster profile adds variables of its own.
+    yield from (message for _, message in secret_problems(slurm))
     for name, value in slurm.environment.items():
         where = f"slurm.environment.{name}"
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             yield f"{where}: expected a variable's name: letters, digits and '_', no digit in front"
         elif _SET_BY_THE_JOB.fullmatch(name):
             yield f"{where}: is set by the batch script for each rank; remove it"
-        elif _SECRET.fullmatch(name):
-            yield (
-                f"{where}: looks like a secret, and would be written into the run folder; remove it here and "
-                "`export` it in the shell that calls submit: the job inherits it"
-            )
         if "\0" in value:
             yield f"{where}: a variable cannot hold a zero byte"

@@ -1,13 +1,21 @@
 """What must hold between settings, and on disk. Each problem is (key path, message); the caller adds file and line."""
 
+import os
+import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
+from dist_transformer.config.credentials import is_secret_name, without_credentials
 from dist_transformer.config.marks import KeyPath
-from dist_transformer.config.models import CorpusConfig, DataConfig
+from dist_transformer.config.models import CorpusConfig, DataConfig, SlurmConfig, TokenizerConfig
 
 Problem = tuple[KeyPath, str]
+
+RESERVED_NAMES = ("prepared", "mlartifacts", "mlflow.db")
+"""What stands beside the run folders in run.root."""
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_NOT_LOCAL = "a remote address is not supported yet: copy the files to a disk that all nodes see"
 
 
 def cross_problems(sections: dict[str, Any]) -> list[Problem]:
@@ -19,22 +27,95 @@ def cross_problems(sections: dict[str, Any]) -> list[Problem]:
     return problems
 
 
-def file_problems(data: DataConfig) -> list[Problem]:
-    """Local files that the corpora name and that are not there."""
-    problems: list[Problem] = []
+def file_problems(data: DataConfig | None, tokenizer: TokenizerConfig | None) -> list[Problem]:
+    """Local files that the corpora and the tokenizer name and that are not there."""
+    return [*(_corpus_file_problems(data) if data else ()), *(_model_file_problems(tokenizer) if tokenizer else ())]
+
+
+def run_name_problems(name: str) -> Iterator[Problem]:
+    """The name of a run becomes a folder, a job, an argument of commands and a part of file names."""
+    if not _RUN_NAME.fullmatch(name):
+        yield (
+            ("run", "name"),
+            f"run.name: {name!r}: expected letters, digits, '.', '_' and '-', and no '-' or '.' in front: "
+            "it names a folder, the job and files; rename the run",
+        )
+    elif name in RESERVED_NAMES:
+        yield (
+            ("run", "name"),
+            f"run.name: {name!r}: is kept in run.root for what all runs share ({', '.join(RESERVED_NAMES)}); "
+            "rename the run",
+        )
+
+
+def secret_problems(slurm: SlurmConfig) -> Iterator[Problem]:
+    """Variables whose values would stand in config.yaml, the batch script and MLflow."""
+    for name in filter(is_secret_name, slurm.environment):
+        yield (
+            ("slurm", "environment", name),
+            f"slurm.environment.{name}: looks like a secret, and would be written into the run folder; remove it here "
+            "and `export` it in the shell that calls train or submit: the job inherits it",
+        )
+
+
+def _corpus_file_problems(data: DataConfig) -> Iterator[Problem]:
+    if "://" in data.root:
+        yield ("data", "root"), f"data.root: {_NOT_LOCAL}; got {data.root}"
+        return
     for name in ("train", "validation", "test"):
         corpus = getattr(data, name)
         for key in ("source", "target", "path"):
-            if corpus is not None and (given := getattr(corpus, key)) and not _exists(data, given):
-                where = Path(data.root) / given
-                problems.append(
-                    (("data", name, key), f"data.{name}.{key}: no such file: {where} (data.root is {data.root!r})")
-                )
-    return problems
+            if corpus is None or not (given := getattr(corpus, key)):
+                continue
+            path, where = ("data", name, key), os.path.join(data.root, os.path.expanduser(given))
+            if "://" in given:
+                yield path, f"{'.'.join(path)}: {_NOT_LOCAL}; got {given}"
+            elif not os.path.isfile(where):
+                yield path, f"{'.'.join(path)}: no such file: {where} (data.root is {data.root!r})"
 
 
-def _exists(data: DataConfig, given: str) -> bool:
-    return "://" in given or (Path(data.root) / given).is_file()
+def _model_file_problems(tokenizer: TokenizerConfig) -> Iterator[Problem]:
+    for key in ("source_model", "target_model"):
+        given = getattr(tokenizer, key)
+        if given is not None and not os.path.isfile(given):
+            yield (
+                ("tokenizer", key),
+                f"tokenizer.{key}: no such file: {os.path.abspath(given)}; expected a sentencepiece model (.model)",
+            )
+
+
+def _check_run(run: Any) -> Iterator[Problem]:
+    yield from run_name_problems(run.name)
+
+
+def _check_tracking(tracking: Any) -> Iterator[Problem]:
+    # What the records of a run leave out must not be in the setting: a run that goes on from them would miss it.
+    if tracking.uri and without_credentials(tracking.uri) != tracking.uri:
+        yield (
+            ("tracking", "uri"),
+            "tracking.uri: holds a user or password, and would be written into the run folder; for a server, `export` "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD; for a database, put a tracking server in front of "
+            "it, or `export` the whole address as MLFLOW_TRACKING_URI and remove it here",
+        )
+
+
+def _check_checkpoints(checkpoints: Any) -> Iterator[Problem]:
+    if checkpoints.average_last > checkpoints.keep_last:
+        yield (
+            ("checkpoints", "average_last"),
+            f"checkpoints.average_last: {checkpoints.average_last} is above checkpoints.keep_last "
+            f"{checkpoints.keep_last}: the others are gone by then; keep as many as are averaged",
+        )
+
+
+def _check_stall(data: Any, training: Any) -> Iterator[Problem]:
+    # Without loader processes nothing waits for a window, and stall_seconds has no meaning.
+    if data.loader_workers and data.stall_seconds >= training.hang_seconds:
+        yield (
+            ("data", "stall_seconds"),
+            f"data.stall_seconds: {data.stall_seconds} is not below training.hang_seconds {training.hang_seconds}: the "
+            "watchdog would end the run before the loader can say what is missing; lower the first or raise the second",
+        )
 
 
 def _check_model(model: Any) -> Iterator[Problem]:
@@ -133,6 +214,7 @@ def _check_corpora(data: DataConfig) -> Iterator[Problem]:
 
 
 _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
+    (("run",), _check_run),
     (("model",), _check_model),
     (("tokenizer", "model"), _check_vocabulary),
     (("optimizer", "schedule", "training"), _check_schedule),
@@ -140,4 +222,8 @@ _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
     (("data", "slurm"), _check_lanes),
     (("data",), _check_batches),
     (("data",), _check_corpora),
+    (("data", "training"), _check_stall),
+    (("checkpoints",), _check_checkpoints),
+    (("tracking",), _check_tracking),
+    (("slurm",), secret_problems),
 ]

@@ -11,11 +11,12 @@ import typing
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from dist_transformer.config.checks import cross_problems, file_problems
+from dist_transformer.config.credentials import shown_override, without_credentials
+from dist_transformer.config.dialect import WrittenFloat, WrittenInt, as_written, dump
 from dist_transformer.config.marks import KeyPath, Marked, dotted, merge, parse_yaml, read_yaml
 from dist_transformer.config.models import Config
 from dist_transformer.errors import ConfigError
@@ -35,16 +36,17 @@ def load_config(path: Path, overrides: list[str] | None = None, *, check_files: 
     marked = _with_overrides(_read_extended(path, ()), overrides or [])
     sections, problems = _validate_sections(marked)
     problems += [f"{marked.place(key)}: {message}" for key, message in cross_problems(sections)]
-    if check_files and "data" in sections:
-        problems += [f"{marked.place(key)}: {message}" for key, message in file_problems(sections["data"])]
+    if check_files:
+        missing = file_problems(sections.get("data"), sections.get("tokenizer"))
+        problems += [f"{marked.place(key)}: {message}" for key, message in missing]
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([without_credentials(problem) for problem in problems])
     return Config.model_validate(marked.values)
 
 
 def to_yaml(config: Config) -> str:
     """The resolved configuration as YAML that `load_config` reads back to an equal one."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return dump(config.model_dump(mode="json"))
 
 
 def _read_extended(path: Path, trail: tuple[Path, ...]) -> Marked:
@@ -54,7 +56,7 @@ def _read_extended(path: Path, trail: tuple[Path, ...]) -> Marked:
     extended = marked.values.pop("extends", None)
     if extended is None:
         return marked
-    if not isinstance(extended, str):
+    if not isinstance(extended, str) or "\0" in extended:
         raise ConfigError(
             [f"{marked.place(('extends',))}: extends: expected the path of a YAML file, got {extended!r}"]
         )
@@ -67,22 +69,27 @@ def _with_overrides(marked: Marked, overrides: list[str]) -> Marked:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key or not all(key.split(".")):
-            problems.append(f"command line: {override!r}: expected section.key=value")
+            problems.append(f"command line: {shown_override(override)!r}: expected section.key=value")
             continue
-        try:
-            value = parse_yaml(f"value: {text}", "command line").values["value"]
-        except ConfigError:
-            value = text  # not YAML (`a: b`, a lone quote): the text itself
         path: KeyPath = tuple(key.split("."))
-        values: Any = value
+        values: Any = _value_of(text)
         for part in reversed(path):
             values = {part: values}
-        place = f"command line: {override}"
+        place = f"command line: {shown_override(override)}"
         new = {path[:n]: place for n in range(1, len(path)) if path[:n] not in marked.where}
         marked = merge(marked, Marked(values, {**new, path: place}))
     if problems:
         raise ConfigError(problems)
     return marked
+
+
+def _value_of(text: str) -> Any:
+    """What follows the `=` of an override, read as YAML; the text itself where it is none (`a: b`, a lone quote)."""
+    try:
+        values = parse_yaml(f"value: {text}", "command line").values
+    except ConfigError:
+        return text
+    return values["value"] if len(values) == 1 else text
 
 
 def _validate_sections(marked: Marked) -> tuple[dict[str, Any], list[str]]:
@@ -95,7 +102,7 @@ def _validate_sections(marked: Marked) -> tuple[dict[str, Any], list[str]]:
             sections[name] = model.model_validate(marked.values.get(name, {}))
         except ValidationError as error:
             problems += [_explain(marked, (name, *e["loc"]), e, model) for e in error.errors()]  # type: ignore[arg-type]
-    for name in marked.values.keys() - Config.model_fields.keys():
+    for name in (name for name in marked.values if name not in Config.model_fields):
         problems.append(f"{marked.place((name,))}: {name}: no such section{_suggest(name, Config)}")
     return sections, problems
 
@@ -107,8 +114,40 @@ def _explain(marked: Marked, path: KeyPath, error: dict[str, Any], section: type
         return f"{where}: no such key{_suggest(str(path[-1]), owner)}"
     if error["type"] == "missing":
         return f"{where}: is required but not given"
-    message = error["msg"][0].lower() + error["msg"][1:]
-    return f"{where}: {message}; got {error['input']!r} ({type(error['input']).__name__})"
+    message = _EXPECTED.get(error["type"]) or error["msg"][0].lower() + error["msg"][1:]
+    if path[:2] in _NEVER_SHOWN:
+        return f"{where}: {message}"
+    return f"{where}: {message}; got {_shown(error['input'])}{_remedy(error['type'], error['input'])}"
+
+
+_EXPECTED = {
+    "int_type": "expected a whole number",
+    "float_type": "expected a number",
+    "bool_type": "expected true or false",
+    "string_type": "expected text",
+}
+_NEVER_SHOWN = (("tracking", "uri"), ("slurm", "environment"))
+
+
+def _shown(value: Any) -> str:
+    """A value as it was written, with its kind."""
+    if value is None:
+        return "null (nothing)"
+    if isinstance(value, bool):
+        return f"{str(value).lower()} (true or false)"
+    if isinstance(value, int | float):
+        return f"{as_written(value)} ({'int' if isinstance(value, int) else 'float'})"
+    return f"{value!r} ({type(value).__name__})"
+
+
+def _remedy(error_type: str, value: Any) -> str:
+    if error_type == "string_type" and isinstance(value, bool):
+        return "; put it in quotes"
+    if error_type == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value)}"
+    wanted = {"int_type": WrittenInt, "float_type": WrittenInt | WrittenFloat, "bool_type": bool}.get(error_type)
+    quoted = wanted is not None and isinstance(value, str) and isinstance(_value_of(value), wanted)
+    return "; remove the quotes" if quoted else ""
 
 
 def _model_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel]:

@@ -1,28 +1,19 @@
 """Where each key of a configuration was written: YAML files read into values with their file and line.
 
-A value's path is a tuple of keys, ("optimizer", "learning_rate"). Files are safe-loaded; nothing in them is executed.
+A value's path is a tuple of keys, ("optimizer", "learning_rate").
 """
 
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from dist_transformer.config.dialect import Loader
 from dist_transformer.errors import ConfigError
 
 KeyPath = tuple[str | int, ...]
-
-
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that also reads 1e-9 (YAML 1.2) as a number; YAML 1.1 demands 1.0e-9."""
-
-
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
-)
+_TEXT = "tag:yaml.org,2002:str"
 
 
 @dataclass
@@ -57,28 +48,39 @@ def read_yaml(path: Path) -> Marked:
 
 def parse_yaml(text: str, name: str) -> Marked:
     """`read_yaml` of a text that is already here; `name` stands for the file in messages."""
-    loader = _Loader(text)
     try:
-        node = loader.get_single_node()
-        if node is None:
-            return Marked({}, {(): f"{name}:1"})
-        if not isinstance(node, yaml.MappingNode):
-            raise ConfigError([f"{name}:1: expected `key: value` lines, got {node.tag.rsplit(':', 1)[-1]}"])
-        where: dict[KeyPath, str] = {}
-        problems: list[str] = []
-        _walk(loader, node, (), name, where, problems)
-        if problems:
-            raise ConfigError(problems)
-        return Marked(loader.construct_document(node), where)
+        loader = Loader(text)
+        try:
+            return _read(loader, name)
+        finally:
+            loader.dispose()
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        problem = f"the character U+{ord(text[error.position]):04X} is not allowed; remove it"
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError([f"{name}:{line}: not valid YAML: {error.problem}"]) from None
-    finally:
-        loader.dispose()
+        problem = str(error.problem)
+    except RecursionError:
+        line, problem = 1, "it is nested too deeply, or a value contains itself"
+    raise ConfigError([f"{name}:{line}: not valid YAML: {problem}"])
+
+
+def _read(loader: Loader, name: str) -> Marked:
+    node = loader.get_single_node()
+    if node is None:
+        return Marked({}, {(): f"{name}:1"})
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError([f"{name}:1: expected `key: value` lines, got {node.tag.rsplit(':', 1)[-1]}"])
+    where: dict[KeyPath, str] = {}
+    problems: list[str] = []
+    _walk(loader, node, (), name, where, problems)
+    if problems:
+        raise ConfigError(problems)
+    return Marked(loader.construct_document(node), where)
 
 
 def _walk(
-    loader: _Loader, node: yaml.Node, path: KeyPath, name: str, where: dict[KeyPath, str], problems: list[str]
+    loader: Loader, node: yaml.Node, path: KeyPath, name: str, where: dict[KeyPath, str], problems: list[str]
 ) -> None:
     where.setdefault(path, f"{name}:{node.start_mark.line + 1}")
     if isinstance(node, yaml.SequenceNode):
@@ -86,8 +88,12 @@ def _walk(
             _walk(loader, child, (*path, index), name, where, problems)
     elif isinstance(node, yaml.MappingNode):
         for key_node, child in node.value:
-            key = (*path, str(loader.construct_object(key_node, deep=True)))
             line = f"{name}:{key_node.start_mark.line + 1}"
+            if key_node.tag != _TEXT:
+                got = key_node.value if isinstance(key_node, yaml.ScalarNode) else key_node.id
+                problems.append(f"{line}: expected a name before the colon, got {got}; if it is one, put it in quotes")
+                continue
+            key = (*path, str(loader.construct_object(key_node, deep=True)))
             if key in where:
                 problems.append(f"{line}: {dotted(key)} is given twice, first at {where[key]}; keep one")
             where[key] = line

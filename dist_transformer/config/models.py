@@ -6,14 +6,31 @@ Each part of the program receives only its own section, frozen. The defaults of 
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
-PositiveInt = Annotated[int, Field(gt=0)]
-Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+from dist_transformer.config.dialect import as_written
+
+
+def _refuse_look_alikes(value: Any) -> Any:
+    """To Python True and 1.0 equal 1, to a reader of the YAML they do not."""
+    if isinstance(value, bool | float):
+        raise PydanticCustomError("literal_error", "Input should be 0, 1, 2 or 3")
+    return value
+
+
+# Strict: nothing is a number, or true or false, that was not written as one.
+Text = Annotated[str, BeforeValidator(as_written)]
+Truth = Annotated[bool, Field(strict=True)]
+Whole = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True)]
+PositiveInt = Annotated[int, Field(gt=0, strict=True)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
+ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_refuse_look_alikes)]
 
 
 class Section(BaseModel):
-    """A frozen group of settings; unknown keys are errors, and numbers are not silently made of strings."""
+    """A frozen group of settings; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, protected_namespaces=())
 
@@ -21,22 +38,22 @@ class Section(BaseModel):
 class RunConfig(Section):
     """Who the run is and where everything of it is kept."""
 
-    name: str = Field("run", min_length=1, description="Name of the run folder and of the MLflow run.")
-    root: str = Field("runs", description="Folder of run folders; the run folder is <root>/<name>.")
-    seed: int = Field(1, ge=0, description="Seed of initialisation, data order and dropout.")
+    name: Text = Field("run", min_length=1, description="Name of the run folder, the job and the MLflow run.")
+    root: Text = Field("runs", description="Folder of run folders; the run folder is <root>/<name>.")
+    seed: Whole = Field(1, ge=0, description="Seed of initialisation, data order and dropout.")
 
 
 class CorpusConfig(Section):
     """One set of aligned text: exactly one of `source`+`target` files, `path`, `hub` or `demo`."""
 
-    source: str | None = Field(None, description="Text file of the source side, one sentence a line (.gz, .zst too).")
-    target: str | None = Field(None, description="Text file of the target side, aligned line by line with `source`.")
-    path: str | None = Field(None, description="One file with both sides: .tsv .csv .jsonl .parquet (.gz, .zst too).")
-    hub: str | None = Field(None, description="Dataset id on the Hugging Face Hub, e.g. wmt/wmt14.")
-    subset: str | None = Field(None, description="Configuration name of the Hub dataset, e.g. de-en.")
-    split: str = Field("train", description="Split of the Hub dataset.")
-    revision: str | None = Field(None, description="Revision (commit) of the Hub dataset.")
-    columns: tuple[str, str] | None = Field(
+    source: Text | None = Field(None, description="Text file of the source side, one sentence a line (.gz, .zst too).")
+    target: Text | None = Field(None, description="Text file of the target side, aligned line by line with `source`.")
+    path: Text | None = Field(None, description="One file with both sides: .tsv .csv .jsonl .parquet (.gz, .zst too).")
+    hub: Text | None = Field(None, description="Dataset id on the Hugging Face Hub, e.g. wmt/wmt14.")
+    subset: Text | None = Field(None, description="Configuration name of the Hub dataset, e.g. de-en.")
+    split: Text = Field("train", description="Split of the Hub dataset.")
+    revision: Text | None = Field(None, description="Revision (commit) of the Hub dataset.")
+    columns: tuple[Text, Text] | None = Field(
         None,
         description="Names of the source and target columns; dots reach into nested ones: translation.en. "
         "Default: the two languages, or `translation.<language>` for a Hub dataset; columns 0 and 1 of a tsv.",
@@ -50,10 +67,10 @@ class FilterConfig(Section):
     """Which pairs are dropped, rule by rule; each rule is counted by its name."""
 
     max_tokens: PositiveInt = Field(256, description="Longest side in subword tokens, end of sentence included.")
-    max_length_ratio: float = Field(
+    max_length_ratio: Number = Field(
         9.0, gt=1.0, description="Largest ratio of the longer to the shorter side, in tokens; sides under 10 pass."
     )
-    drop_identical: bool = Field(False, description="Drop pairs whose source equals their target.")
+    drop_identical: Truth = Field(False, description="Drop pairs whose source equals their target.")
     bad_encoding: Literal["raise", "drop"] = Field(
         "raise", description="Invalid UTF-8 in a text file: stop and name the line, or drop the pair and count it."
     )
@@ -62,18 +79,18 @@ class FilterConfig(Section):
 class DataConfig(Section):
     """From text to micro-batches."""
 
-    root: str = Field(".", description="Folder that relative corpus paths start from.")
-    source_language: str = Field("en", description="Source language code, for column names and tags.")
-    target_language: str = Field("de", description="Target language code, for column names and tags.")
+    root: Text = Field(".", description="Folder that relative corpus paths start from.")
+    source_language: Text = Field("en", description="Source language code, for column names and tags.")
+    target_language: Text = Field("de", description="Target language code, for column names and tags.")
     train: CorpusConfig = Field(description="The training corpus.")
     validation: CorpusConfig | None = Field(
         None, description="The validation corpus; its loss is measured in training."
     )
     test: CorpusConfig | None = Field(None, description="The test corpus that `evaluate` scores.")
-    prepared: str | None = Field(
+    prepared: Text | None = Field(
         None, description="Folder of the prepared corpus; default: <run.root>/prepared/<digest of what made it>."
     )
-    filters: FilterConfig = Field(default_factory=FilterConfig)
+    filters: FilterConfig = Field(default_factory=FilterConfig, description="Which pairs are dropped.")
     lanes: PositiveInt = Field(
         8,
         description="Micro-batches per optimizer step over all ranks (fairseq: update-freq x GPUs). Part of the recipe.",
@@ -83,11 +100,11 @@ class DataConfig(Section):
     )
     window_rows: PositiveInt = Field(20_000, description="Rows of a lane shuffled, sorted and resumed together.")
     row_group_rows: PositiveInt = Field(4096, description="Rows per parquet row group of the prepared corpus.")
-    loader_workers: int = Field(1, ge=0, description="Loader processes per rank; 0 reads in the training process.")
+    loader_workers: Whole = Field(1, ge=0, description="Loader processes per rank; 0 reads in the training process.")
     stall_seconds: PositiveInt = Field(
-        300, description="A window not delivered in this time ends the run with a reason."
+        300, description="A window not delivered in this time ends the run with a reason; below training.hang_seconds."
     )
-    audit: bool = Field(False, description="Also write the row ids of every step to audit.jsonl.")
+    audit: Truth = Field(False, description="Also write the row ids of every step to audit.jsonl.")
 
 
 class TokenizerConfig(Section):
@@ -97,11 +114,11 @@ class TokenizerConfig(Section):
     vocabulary_size: PositiveInt = Field(
         37_000, description="Pieces per model; rounded up to a multiple of 8. 5.1: 37000."
     )
-    shared: bool = Field(True, description="One vocabulary for both languages (5.1).")
-    character_coverage: float = Field(1.0, gt=0.0, le=1.0, description="Share of characters that get a piece.")
+    shared: Truth = Field(True, description="One vocabulary for both languages (5.1).")
+    character_coverage: Number = Field(1.0, gt=0.0, le=1.0, description="Share of characters that get a piece.")
     training_sentences: PositiveInt = Field(2_000_000, description="Most sentences (both sides) used to train it.")
-    source_model: str | None = Field(None, description="An existing .model file to take instead of training one.")
-    target_model: str | None = Field(None, description="The target side's .model file where not shared.")
+    source_model: Text | None = Field(None, description="An existing .model file to take instead of training one.")
+    target_model: Text | None = Field(None, description="The target side's .model file where not shared.")
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -128,29 +145,30 @@ class ModelConfig(Section):
     norm: Literal["post", "pre"] = Field(
         "post", description="Layer norm after the residual sum (3.1), or before the sub-layer (not the paper's)."
     )
-    shared_embeddings: bool = Field(
+    shared_embeddings: Truth = Field(
         True, description="One matrix for both embeddings and the output projection (3.4); needs tokenizer.shared."
     )
-    tied_output: bool = Field(True, description="The output projection is the target embedding (3.4).")
+    tied_output: Truth = Field(True, description="The output projection is the target embedding (3.4).")
 
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        return {**PRESETS.get(given.get("preset", "base"), {}), **given}
+        preset = given.get("preset", "base")
+        return {**(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **given}
 
 
 class OptimizerConfig(Section):
     """Adam as in 5.3."""
 
-    learning_rate: float | None = Field(
+    learning_rate: Number | None = Field(
         None, gt=0.0, description="Peak learning rate; none: the paper's, (d_model * warmup_steps) ** -0.5."
     )
     beta1: Share = Field(0.9, description="5.3: 0.9.")
     beta2: Share = Field(0.98, description="5.3: 0.98.")
-    epsilon: float = Field(1e-9, gt=0.0, description="5.3: 1e-9.")
-    weight_decay: float = Field(0.0, ge=0.0, description="Decoupled weight decay (not the paper's); matrices only.")
+    epsilon: Number = Field(1e-9, gt=0.0, description="5.3: 1e-9.")
+    weight_decay: Number = Field(0.0, ge=0.0, description="Decoupled weight decay (not the paper's); matrices only.")
 
 
 class ScheduleConfig(Section):
@@ -170,11 +188,13 @@ class TrainingConfig(Section):
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp16", description="fp16: half weights, fp32 masters, dynamic loss scale. bf16: autocast over fp32 weights."
     )
-    zero_stage: Literal[0, 1, 2, 3] = Field(1, description="DeepSpeed ZeRO stage: what is sharded over the ranks.")
+    zero_stage: ZeroStage = Field(1, description="DeepSpeed ZeRO stage: what is sharded over the ranks.")
     label_smoothing: Share = Field(0.1, description="5.4: 0.1.")
-    gradient_clip_norm: float = Field(0.0, ge=0.0, description="Clip the global gradient norm; 0: never (the paper's).")
+    gradient_clip_norm: Number = Field(
+        0.0, ge=0.0, description="Clip the global gradient norm; 0: never (the paper's)."
+    )
     log_every_steps: PositiveInt = Field(50, description="A line in the log, metrics.jsonl and MLflow.")
-    threads_per_rank: int = Field(0, ge=0, description="CPU threads of a rank; 0: the node's cores over its ranks.")
+    threads_per_rank: Whole = Field(0, ge=0, description="CPU threads of a rank; 0: the node's cores over its ranks.")
     hang_seconds: PositiveInt = Field(
         600, description="No progress for this long ends the rank with stacks in the log."
     )
@@ -202,48 +222,53 @@ class DecodingConfig(Section):
     """Beam search of `translate` and `evaluate` (6.1)."""
 
     beam_size: PositiveInt = Field(4, description="6.1: 4.")
-    length_penalty: float = Field(0.6, ge=0.0, description="alpha of Wu et al. (2016); 6.1: 0.6.")
-    max_extra_tokens: int = Field(50, ge=0, description="Longest output: input length + this (6.1: 50).")
+    length_penalty: Number = Field(0.6, ge=0.0, description="alpha of Wu et al. (2016); 6.1: 0.6.")
+    max_extra_tokens: Whole = Field(50, ge=0, description="Longest output: input length + this (6.1: 50).")
     max_tokens: PositiveInt = Field(8192, description="Source tokens times beam in one batch of the search.")
 
 
 class TrackingConfig(Section):
     """MLflow."""
 
-    enabled: bool = Field(True, description="False: only metrics.jsonl.")
-    uri: str | None = Field(
+    enabled: Truth = Field(True, description="False: only metrics.jsonl.")
+    uri: Text | None = Field(
         None,
-        description="Tracking address; none: sqlite in <run.root>/mlflow.db. A user and password belong into "
-        "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD: they are never written into a run folder.",
+        description="Tracking address; none: that of the variable MLFLOW_TRACKING_URI, else sqlite in "
+        "<run.root>/mlflow.db. A user and password belong into MLFLOW_TRACKING_USERNAME and "
+        "MLFLOW_TRACKING_PASSWORD: they are never written into a run folder.",
     )
-    experiment: str = Field("dist-transformer", min_length=1, description="MLflow experiment name.")
+    experiment: Text = Field("dist-transformer", min_length=1, description="MLflow experiment name.")
     close_seconds: PositiveInt = Field(10, description="At the end, how long to wait for the server to take the rest.")
 
 
 class SlurmConfig(Section):
     """How `submit` asks Slurm for the job. What differs between sites lives in slurm/clusters/*.yaml."""
 
-    cluster: str | None = Field(
+    cluster: Text | None = Field(
         None, description="Profile: a name in slurm/clusters/ or a path; fills what is not given."
     )
     nodes: PositiveInt = Field(1, description="Nodes of the job.")
     ranks_per_node: PositiveInt = Field(1, description="Ranks on each node: one per GPU.")
-    gpus_per_node: int = Field(0, ge=0, description="GPUs asked for on each node; 0: CPU training.")
+    gpus_per_node: Whole = Field(0, ge=0, description="GPUs asked for on each node; 0: CPU training.")
     cpus_per_rank: PositiveInt = Field(1, description="CPUs of each rank.")
-    memory: str | None = Field(None, pattern=r"^\d+[KMGT]?$", description="Memory per node as sbatch --mem takes it.")
-    time_limit: str = Field("24:00:00", pattern=r"^[0-9:-]+$", description="Time limit as sbatch --time takes it.")
+    memory: Text | None = Field(None, pattern=r"^\d+[KMGT]?$", description="Memory per node as sbatch --mem takes it.")
+    time_limit: Text = Field("24:00:00", pattern=r"^[0-9:-]+$", description="Time limit as sbatch --time takes it.")
     signal_seconds: PositiveInt = Field(180, description="Seconds before the limit at which the job is told to save.")
-    partition: str | None = Field(None)
-    account: str | None = Field(None)
-    qos: str | None = Field(None)
-    constraint: str | None = Field(None)
+    partition: Text | None = Field(
+        None, description="Partition, as sbatch --partition takes it; none: the default one."
+    )
+    account: Text | None = Field(None, description="Account that the job's hours are charged to (sbatch --account).")
+    qos: Text | None = Field(None, description="Quality of service (sbatch --qos).")
+    constraint: Text | None = Field(None, description="Features that the nodes must have (sbatch --constraint).")
     max_restarts_without_progress: PositiveInt = Field(
         3, description="Restarts without a new checkpoint before giving up."
     )
-    setup: tuple[str, ...] = Field((), description="Shell lines run on each job start: module load, activate.")
-    environment: dict[str, str] = Field(default_factory=dict, description="Environment variables of the job.")
-    extra_sbatch: tuple[str, ...] = Field((), description="Further options of sbatch, one a line: --reservation=x.")
-    extra_srun: tuple[str, ...] = Field((), description="Further options of srun: --container-image=...")
+    setup: tuple[Text, ...] = Field((), description="Shell lines run on each job start: module load, activate.")
+    environment: dict[str, Text] = Field(
+        default_factory=dict, description="Environment variables of the job; no secrets."
+    )
+    extra_sbatch: tuple[Text, ...] = Field((), description="Further options of sbatch, one a line: --reservation=x.")
+    extra_srun: tuple[Text, ...] = Field((), description="Further options of srun: --container-image=...")
 
 
 class Config(Section):

@@ -10,8 +10,7 @@ the training loop calls on all ranks together once no lane of any rank has rows 
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -58,7 +57,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class WindowSource(Dataset[Window]):
+class WindowSource(Dataset[Window | DataError]):
     """The windows of a run by key, as a map-style dataset: workers hold no state."""
 
     reader: WindowReader
@@ -67,18 +66,22 @@ class WindowSource(Dataset[Window]):
     window_rows: int
     max_tokens: int
     seed: int
+    _plans: dict[int, EpochPlan] = field(default_factory=dict, repr=False, compare=False)
 
     def plan(self, epoch: int) -> EpochPlan:
-        return _plan(self.group_rows, self.num_lanes, self.window_rows, self.seed, epoch)
+        """The plan of an epoch; those of the newest epochs asked for are kept."""
+        if epoch not in self._plans:
+            self._plans[epoch] = EpochPlan(self.group_rows, self.num_lanes, self.window_rows, self.seed, epoch)
+            self._plans.pop(epoch - 2, None)
+        return self._plans[epoch]
 
-    def __getitem__(self, key: WindowKey) -> Window:
-        slices = self.plan(key.epoch).slices(key.lane, key.window)
-        return self.reader.build(key, slices, self.max_tokens, self.seed)
-
-
-@lru_cache(maxsize=4)
-def _plan(group_rows: tuple[int, ...], num_lanes: int, window_rows: int, seed: int, epoch: int) -> EpochPlan:
-    return EpochPlan(group_rows, num_lanes, window_rows, seed, epoch)
+    def __getitem__(self, key: WindowKey) -> Window | DataError:
+        """The window; an error as a value, since a loader process would wrap one that is raised into its traceback."""
+        try:
+            slices = self.plan(key.epoch).slices(key.lane, key.window)
+            return self.reader.build(key, slices, self.max_tokens, self.seed)
+        except DataError as error:
+            return error
 
 
 class LaneLoader:
@@ -172,7 +175,14 @@ class LaneLoader:
                         f"lane {key.lane}, window {key.window}): the disk or the loader process hangs; look at the "
                         "filesystem of the prepared folder, or raise data.stall_seconds"
                     ) from error
+                if "exited unexpectedly" in str(error) or "killed by signal" in str(error):
+                    raise DataError(
+                        f"a loader process ended ({error}): it was killed, perhaps for want of memory; lower "
+                        "data.window_rows or data.loader_workers"
+                    ) from error
                 raise
+            if isinstance(window, DataError):
+                raise window
             self._early[window.key] = window
         return self._early.pop(key)
 

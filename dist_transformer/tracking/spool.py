@@ -7,7 +7,6 @@ tracking.json          the memory: which run on which server, the newest step se
                        some things twice, and those are exact repeats, which MLflow drops.
 """
 
-import re
 import time
 import uuid
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dist_transformer.config.credentials import without_credentials as without_credentials
 from dist_transformer.errors import DistTransformerError
 from dist_transformer.run_dir import read_json, write_json
 from dist_transformer.tracking.metrics_log import encode, remove_torn_line
@@ -78,10 +78,3 @@ def local_files_refused() -> Iterator[None]:
         yield
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
         raise ServerRefused(f"{type(error).__name__}: {error}") from None
-
-
-def without_credentials(text: str) -> str:
-    """`text` with user:password@ removed from addresses and passwords in their queries replaced."""
-    text = re.sub(r"(?<=://)[^/\s\"']*@", "", text)
-    secrets = r"([?&](?:password|passwd|pwd|token|api_key|secret)=)[^&\s\"'#]*"
-    return re.sub(secrets, r"\1***", text, flags=re.IGNORECASE)

@@ -10,6 +10,7 @@ A start in four calls; between them training appends to metrics.jsonl, which the
 
 import logging
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -102,7 +103,9 @@ def sync(run_dir: RunDir, settings: TrackingConfig, default_store: Path) -> Deli
 
 
 def target_of(settings: TrackingConfig, default_store: Path) -> Target:
-    return Target(settings.uri or store_uri(default_store), settings.experiment, default_store / "mlartifacts")
+    """`settings.uri`, or MLflow's own variable (it may hold credentials: it is only used, never written), or sqlite."""
+    uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or store_uri(default_store)
+    return Target(uri, settings.experiment, default_store / "mlartifacts")
 
 
 def store_uri(root: Path) -> str:

@@ -12,6 +12,7 @@ whole. At load every file is read against the manifest; a damaged checkpoint is 
 import hashlib
 import logging
 import shutil
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,26 +46,35 @@ def folder_name(step: int) -> str:
     return f"step_{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
 def saved(run_dir: RunDir) -> list[Path]:
     """Checkpoint folders that carry a manifest, oldest first; whether they are undamaged is not checked."""
     return sorted(p for p in run_dir.checkpoints.glob("step_????????") if (p / "manifest.json").is_file())
 
 
-def save(run_dir: RunDir, engine: Engine, state: dict[str, Any], ranks: Ranks) -> Path:
-    """Writes a checkpoint of `state["step"]` (collective); one that is already there is left as it is.
+def save(
+    run_dir: RunDir, engine: Engine, state: dict[str, Any], ranks: Ranks, progress: Callable[[], None]
+) -> Path | None:
+    """Writes a checkpoint of `state["step"]` (collective); None where one is there already, which is left as it is.
+
+    `progress` is called after each parameter and file.
 
     Raises:
         CheckpointError: a rank could not write; nothing that was there before is touched. Raised on every rank.
     """
     final = run_dir.checkpoints / folder_name(state["step"])
     if ranks.from_first((final / "manifest.json").is_file()):
-        return final
+        return None
     temporary = final.with_name(final.name + ".tmp")
     problem = _make_empty(temporary) if ranks.is_first else None
     entry = None
     if (problem := ranks.from_first(problem)) is None:
-        tensors = _own_tensors(engine, ranks)
+        tensors = _own_tensors(engine, ranks, progress)
         entry, problem = _write_tensors(temporary / f"state_{ranks.rank}.safetensors", tensors)
+    progress()
     results = ranks.gather((entry, problem))
     problems = [p for _, p in results if p]
     if not problems:
@@ -82,9 +92,16 @@ def save(run_dir: RunDir, engine: Engine, state: dict[str, Any], ranks: Ranks) -
     return final
 
 
-def keep_last(run_dir: RunDir, count: int) -> None:
-    """Deletes all but the newest `count` checkpoints (rank 0 only, after a commit)."""
-    for old in saved(run_dir)[:-count]:
+def regular(run_dir: RunDir, every_steps: int) -> list[Path]:
+    """The newest checkpoint and those of every `every_steps` steps, oldest first: what a run without stops has too."""
+    paths = [path for path in saved(run_dir) if step_of(path) > 0]
+    return [path for path in paths if step_of(path) % every_steps == 0 or path == paths[-1]]
+
+
+def keep_last(run_dir: RunDir, count: int, every_steps: int) -> None:
+    """Keeps the newest `count` regular checkpoints, deletes the others and those of stops (rank 0, after a commit)."""
+    kept = regular(run_dir, every_steps)[-count:]
+    for old in (path for path in saved(run_dir)[:-1] if path not in kept):
         trash = old.with_name(old.name + ".trash")
         old.rename(trash)
         shutil.rmtree(trash, ignore_errors=True)
@@ -93,9 +110,13 @@ def keep_last(run_dir: RunDir, count: int) -> None:
 def newest_whole(run_dir: RunDir) -> Checkpoint | None:
     """The newest undamaged checkpoint, or None where there are none at all. Damaged ones are renamed `.damaged`.
 
+    Rank 0 only, with the run folder's lock held: it also clears what a killed save left behind.
+
     Raises:
         CheckpointError: there are checkpoints, but none is whole: a run never silently starts again from scratch.
     """
+    for left_over in [*run_dir.checkpoints.glob("step_*.tmp"), *run_dir.checkpoints.glob("step_*.trash")]:
+        shutil.rmtree(left_over, ignore_errors=True)  # of a save or a deletion that was killed
     candidates = saved(run_dir)
     for path in reversed(candidates):
         problem = damage(path)
@@ -131,20 +152,31 @@ def load(checkpoint: Checkpoint, engine: Engine) -> None:
     """Puts weights and optimizer state into the engine (collective); any stage, precision and number of ranks.
 
     Raises:
-        CheckpointError: names or shapes are those of another model.
+        CheckpointError: the parameters have other names than the model's.
     """
     engine.prepare_write(checkpoint.step)
-    with _TensorFiles(checkpoint.path) as tensors:
-        for name, parameter in engine.parameters():
-            state = ParameterState(*(tensors.read(f"{part}/{name}") for part in PARTS))
-            engine.write(parameter, state)
+    tensors = _TensorFiles(checkpoint.path)
+    for name, parameter in engine.parameters():
+        state = ParameterState(*(tensors.read(f"{part}/{name}") for part in PARTS))
+        engine.write(parameter, state)
     engine.set_scaler_state(checkpoint.state.get("scaler", {}))
 
 
-def read_weights(path: Path) -> dict[str, Any]:
-    """The fp32 weights of a checkpoint by parameter name, without the optimizer's state."""
-    with _TensorFiles(path) as tensors:
-        return {key.removeprefix("weight/"): tensors.read(key) for key in tensors.names() if key.startswith("weight/")}
+class Weights(Mapping[str, Any]):
+    """The fp32 weights of a checkpoint by parameter name, each read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._tensors = _TensorFiles(path)
+        self._names = [key.removeprefix("weight/") for key in self._tensors.names() if key.startswith("weight/")]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._tensors.read(f"weight/{name}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class _TensorFiles:
@@ -152,17 +184,11 @@ class _TensorFiles:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-
-    def __enter__(self) -> "_TensorFiles":
         try:
             files: list[Any] = [safe_open(f, framework="pt") for f in sorted(self._path.glob("state_*.safetensors"))]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self._path}: cannot be read: {error}") from error
         self._place: dict[str, Any] = {key: file for file in files for key in file.keys()}  # noqa: SIM118
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._place = {}
 
     def names(self) -> list[str]:
         return sorted(self._place)
@@ -173,11 +199,12 @@ class _TensorFiles:
         return self._place[key].get_tensor(key)
 
 
-def _own_tensors(engine: Engine, ranks: Ranks) -> dict[str, Any]:
+def _own_tensors(engine: Engine, ranks: Ranks, progress: Callable[[], None]) -> dict[str, Any]:
     """Every rank reads every parameter (collective) and keeps each W-th."""
     own = {}
     for index, (name, parameter) in enumerate(engine.parameters()):
         state = engine.read(parameter)
+        progress()
         if index % ranks.num_ranks == ranks.rank:
             own.update({f"{part}/{name}": getattr(state, part).contiguous() for part in PARTS})
     return own
@@ -209,9 +236,12 @@ def _commit(temporary: Path, final: Path, state: dict[str, Any], entries: list[A
         shutil.rmtree(final, ignore_errors=True)  # without a manifest, or save() would have returned
         temporary.rename(final)
         flush_to_disk(final.parent)
-        write_text(final.parent / "latest", final.name + "\n")
     except OSError as error:
         return str(error)
+    try:
+        write_text(final.parent / "latest", final.name + "\n")  # for people and scripts; we look for ourselves
+    except OSError as error:
+        log.warning("%s could not be named in `latest`: %s", final.name, error)
     return None
 
 

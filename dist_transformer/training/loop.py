@@ -14,6 +14,7 @@ from dist_transformer.config.models import Config
 from dist_transformer.data.loader import MicroBatch, Position
 from dist_transformer.data.window import BatchShape
 from dist_transformer.distributed import Ranks
+from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.metrics_log import MetricsLog
 from dist_transformer.training import checkpoints
@@ -25,6 +26,12 @@ from dist_transformer.training.validation import ValidationResult, forward, vali
 from dist_transformer.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
+
+
+MAX_SKIPS_IN_A_ROW = 100
+"""More than fp16's loss scale needs on its way from any power of 2 down to its floor."""
+
+INTERVAL_SUMS = ("target_tokens", "source_tokens", "padded_tokens", "wait_seconds")
 
 
 class Outcome(Enum):
@@ -57,7 +64,14 @@ class Interval:
     source_tokens: int = 0
     padded_tokens: int = 0
     wait_seconds: float = 0.0
+    seconds_before: float = 0.0
+    """Of the part that an earlier start trained."""
     started: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent training in this interval, validation and saving left out."""
+        return self.seconds_before + time.monotonic() - self.started
 
 
 @dataclass(frozen=True)
@@ -76,6 +90,7 @@ class Trainer:
         journal: None on all ranks but the first.
         recipe: what a resume must find unchanged; stored in each checkpoint.
         validation: micro-batches of the validation corpus, the same on every rank; may be empty.
+        recorded: newest step of each event ("train", "validation") in metrics.jsonl, the same on every rank.
     """
 
     def __init__(
@@ -88,6 +103,7 @@ class Trainer:
         recipe: dict[str, Any],
         journal: Journal | None,
         progress: Progress,
+        recorded: dict[str, int],
     ) -> None:
         self._config, self._run_dir, self._ranks, self._engine = config, run_dir, ranks, engine
         self._validation, self._recipe, self._journal, self.progress = validation, recipe, journal, progress
@@ -96,15 +112,17 @@ class Trainer:
         }
         self._epoch, self._digest = progress.position.epoch, ""
         self._interval = self._new_interval()
+        self._recorded = dict(recorded)
         self._validated: tuple[int, ValidationResult] | None = None
         self._saved: int | None = None
+        self._skips_in_a_row = 0
         self._zero_weight = _zero_weight(recipe["pad_id"], recipe["eos_id"])
 
     def run(self, feed: Feed, bar: ProgressBar, watchdog: Watchdog) -> Outcome:
         """Trains until the end or a stop request (collective). A checkpoint of the last step is there afterwards."""
-        config, progress = self._config, self.progress
-        batches_before = progress.batches
-        while progress.step != config.training.max_steps:
+        config, progress, last_step = self._config, self.progress, self._config.training.max_steps
+        self._watchdog, self._interval.started = watchdog, time.monotonic()
+        while last_step is None or progress.step < last_step:
             watchdog.progress(f"waiting for the batch after step {progress.step}")
             batch = self._next_batch(feed)
             if batch is None:
@@ -118,34 +136,32 @@ class Trainer:
                 continue
             if progress.step % config.training.log_every_steps == 0:
                 self._log(bar)
-            if progress.step % config.validation.every_steps == 0 or progress.step == config.training.max_steps:
-                watchdog.progress(f"validating after step {progress.step}")
+            if progress.step % config.validation.every_steps == 0:
                 self._validate()
-            if progress.step % config.checkpoints.every_steps == 0:
-                watchdog.progress(f"saving step {progress.step}")
+            if progress.step % config.checkpoints.every_steps == 0 and progress.step != last_step:
                 self._save()
             bar.show(progress.step)
-        watchdog.progress("validating and saving at the end")
-        if progress.batches > batches_before:  # else it was finished before and has its records
-            self._log(bar)
-            self._validate()
+        self._log(bar)
+        self._validate()
         self._save()
         return Outcome.FINISHED
 
     def restore(self, interval: dict[str, Any]) -> None:
         """Goes on with the sums of a log interval that a checkpoint cut in two."""
-        for name in ("target_tokens", "source_tokens", "padded_tokens"):
-            setattr(self._interval, name, interval[name])
+        for name in (*INTERVAL_SUMS, "seconds_before"):
+            setattr(self._interval, name, interval.get(name, 0))
         if self._ranks.is_first:
             self._interval.losses += torch.tensor(interval["losses"], dtype=torch.float64, device=self._ranks.device)
 
     def _next_batch(self, feed: Feed) -> GlobalBatch | None:
         """The next batch with rows in it; None when the last epoch has ended."""
-        batch = feed.wait()
+        batch, max_epochs = feed.wait(), self._config.training.max_epochs
         self._interval.wait_seconds += batch.wait_seconds
+        if max_epochs is not None and batch.epoch >= max_epochs:  # lowered since the last start
+            return None
         if batch.pairs or batch.stop:
             return batch
-        if batch.epoch + 1 == self._config.training.max_epochs:
+        if batch.epoch + 1 == max_epochs:
             return None
         feed.start_epoch()
         return self._next_batch(feed)
@@ -171,28 +187,37 @@ class Trainer:
         progress.total_target_tokens += batch.target_tokens
         if applied:
             progress.step += 1
+            self._skips_in_a_row = 0
         else:
-            progress.skipped_updates += 1
-            log.info(
-                "step %d: gradient not finite, update skipped; loss scale %g",
-                progress.step + 1,
-                self._engine.loss_scale(),
-            )
+            self._skip()
         interval.target_tokens += batch.target_tokens
         interval.source_tokens += batch.source_tokens
         interval.padded_tokens += batch.padded_tokens
         self._epoch, self._digest = batch.epoch, batch.digest
         self._lane_positions = batch.lane_positions
         if self._config.data.audit:
-            self._audit(batch)
+            self._audit(batch, progress.step if applied else progress.step + 1)
+
+    def _skip(self) -> None:
+        """Counts an update that was skipped; too many in a row are the end: the weights no longer move."""
+        self.progress.skipped_updates += 1
+        self._skips_in_a_row += 1
+        step, scale = self.progress.step + 1, self._engine.loss_scale()
+        log.info("step %d: gradient not finite, update skipped; loss scale %g", step, scale)
+        if self._skips_in_a_row == MAX_SKIPS_IN_A_ROW:
+            raise UserError(
+                f"the gradients of {MAX_SKIPS_IN_A_ROW} batches in a row were not finite before step {step}: training "
+                "diverged. Resume from the last checkpoint with a lower optimizer.learning_rate or a longer "
+                "schedule.warmup_steps, or with training.gradient_clip_norm=1"
+            )
 
     def _log(self, bar: ProgressBar) -> None:
         """One line in the log and one record in metrics.jsonl for the steps since the last (collective)."""
         progress, interval = self.progress, self._interval
-        if not interval.target_tokens:
+        if not interval.target_tokens or progress.step <= self._recorded["train"]:
             return
         loss, nll = (self._ranks.sum(interval.losses.cpu()) / interval.target_tokens).tolist()
-        seconds = time.monotonic() - interval.started
+        seconds = interval.seconds
         values: dict[str, float | int | str] = {
             "epoch": self._epoch,
             "loss": loss,
@@ -217,16 +242,18 @@ class Trainer:
             values["tokens_per_second"], 100 * float(values["padding_share"]), 100 * float(values["data_wait_share"]),
         )  # fmt: skip
         bar.show(progress.step, loss, interval.target_tokens / seconds)
+        self._recorded["train"] = progress.step
         self._interval = self._new_interval()
 
     def _validate(self) -> None:
         """Loss on the validation corpus, once for a step (collective)."""
         step = self.progress.step
-        if not self._validation or (self._validated and self._validated[0] == step):
+        if not self._validation or step <= self._recorded["validation"]:
             return
         started = time.monotonic()
-        result = validate(self._engine, self._validation, self._ranks)
-        self._validated = (step, result)
+        doing = f"validating after step {step}"
+        result = validate(self._engine, self._validation, self._ranks, lambda: self._watchdog.progress(doing))
+        self._validated, self._recorded["validation"] = (step, result), step
         if self._journal:
             self._journal.metrics.append("validation", step, _validation_metrics(result))
         log.info(
@@ -242,12 +269,17 @@ class Trainer:
         """A checkpoint of this step, once (collective)."""
         if self._saved == self.progress.step:
             return
-        started = time.monotonic()
-        path = checkpoints.save(self._run_dir, self._engine, self._state(), self._ranks)
+        started, settings = time.monotonic(), self._config.checkpoints
+        doing = f"saving step {self.progress.step}"
+        path = checkpoints.save(
+            self._run_dir, self._engine, self._state(), self._ranks, lambda: self._watchdog.progress(doing)
+        )
         self._saved = self.progress.step
+        if path is None:  # an earlier start wrote it
+            return
         validated = self._validated
         if self._journal:
-            checkpoints.keep_last(self._run_dir, self._config.checkpoints.keep_last)
+            checkpoints.keep_last(self._run_dir, settings.keep_last, settings.every_steps)
             is_current = validated is not None and validated[0] == self.progress.step
             self._journal.checkpoint_saved(
                 self.progress.step, path, _validation_metrics(validated[1]) if validated and is_current else {}
@@ -273,9 +305,8 @@ class Trainer:
             "scaler": self._engine.scaler_state(),
             "interval": {
                 "losses": losses.tolist(),
-                "target_tokens": interval.target_tokens,
-                "source_tokens": interval.source_tokens,
-                "padded_tokens": interval.padded_tokens,
+                **{name: getattr(interval, name) for name in INTERVAL_SUMS},
+                "seconds_before": interval.seconds,
             },
             "recipe": self._recipe,
             "num_ranks": self._ranks.num_ranks,
@@ -283,14 +314,14 @@ class Trainer:
             "precision": self._config.training.precision,
         }
 
-    def _audit(self, batch: GlobalBatch) -> None:
-        """The row ids of a step, by lane, into audit.jsonl (collective)."""
+    def _audit(self, batch: GlobalBatch, step: int) -> None:
+        """The row ids of the batch meant for `step`, by lane, into audit.jsonl (collective)."""
         mine = {b.lane: b.row_ids.tolist() for b in batch.micro_batches if b is not None}
         lanes = {str(lane): rows for part in self._ranks.gather(mine) for lane, rows in part.items()}
         if self._journal and self._journal.audit:
             rows = {lane: lanes[lane] for lane in sorted(lanes, key=int)}
             self._journal.audit.append(
-                "batch", self.progress.step, {"epoch": batch.epoch, "batch_digest": batch.digest, "rows": rows}
+                "batch", step, {"epoch": batch.epoch, "batch_digest": batch.digest, "rows": rows}
             )
 
     def _new_interval(self) -> Interval:
@@ -303,7 +334,7 @@ def _validation_metrics(result: ValidationResult) -> dict[str, float]:
 
 def _dropout_seed(seed: int, batches: int, lane: int) -> int:
     """Dropout masks are a function of (seed, batch, lane): the same on any number of ranks, and nothing to save."""
-    return (seed * 1_000_003 + batches) * 65_537 + lane
+    return ((seed * 1_000_003 + batches) * 65_537 + lane) % 2**63
 
 
 def _zero_weight(pad_id: int, eos_id: int) -> MicroBatch:

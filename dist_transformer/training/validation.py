@@ -1,7 +1,7 @@
 """Loss on the validation corpus, its micro-batches dealt out to the ranks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,11 +24,13 @@ class ValidationResult:
         return math.exp(min(self.nll, 700.0))
 
 
-def validate(engine: Engine, batches: Sequence[MicroBatch], ranks: Ranks) -> ValidationResult:
+def validate(
+    engine: Engine, batches: Sequence[MicroBatch], ranks: Ranks, progress: Callable[[], None]
+) -> ValidationResult:
     """Loss without dropout on all of `batches` (collective); the same result on every rank.
 
     Rank r takes the micro-batches r, r + W, ...; where W does not divide their number, some ranks compute one more
-    whose loss is not counted: ZeRO 3 needs the same number of forward passes everywhere.
+    whose loss is not counted: ZeRO 3 needs the same number of forward passes everywhere. `progress` is called after each.
     """
     sums = torch.zeros(3, dtype=torch.float64)
     engine.train(False)
@@ -39,6 +41,7 @@ def validate(engine: Engine, batches: Sequence[MicroBatch], ranks: Ranks) -> Val
             loss, nll = forward(engine, batch, ranks.device)
             if mine < len(batches):
                 sums += torch.tensor([float(loss), float(nll), batch.shape.target_tokens], dtype=torch.float64)
+            progress()
     engine.train()
     loss_sum, nll_sum, tokens = ranks.sum(sums).tolist()
     return ValidationResult(loss_sum / tokens, nll_sum / tokens, int(tokens))

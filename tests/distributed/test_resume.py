@@ -50,6 +50,9 @@ def assert_same_run(run: Path, expected: Path) -> None:
         r["rows"] for r in records(expected, "batch", "audit.jsonl")
     ]
     assert weights_of(run) == weights_of(expected)
+    # Checkpoints of stops are no part of the average.
+    model = "model/model.safetensors"
+    assert (run / model).read_bytes() == (expected / model).read_bytes()
 
 
 def test_six_steps_are_three_a_kill_and_three(train_small, command: Command, undisturbed):
@@ -106,3 +109,32 @@ def test_a_log_interval_that_a_stop_cuts_in_two_reports_what_the_whole_one_does(
     cut = train_small("interval-cut", *intervals, "training.max_steps=8", ranks=2)
     cut = train_small("interval-cut", *intervals, ranks=2)
     assert [r["loss"] for r in records(cut)] == [r["loss"] for r in records(whole)]
+
+
+def test_a_signal_to_every_process_leaves_the_loader_alive_until_the_run_is_saved(command: Command):
+    """Slurm signals all processes of a job step, loader workers and their helpers included."""
+    run = command.folder / "runs" / "all-signalled"
+    overrides = ("data.loader_workers=1", "data.window_rows=8", "training.max_steps=100000")
+    process = command.start("train", "small.yaml", "run.name=all-signalled", *overrides)
+    wait_for_step(run, 20)
+    os.killpg(process.pid, signal.SIGUSR1)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 75, out + err
+    assert "Traceback" not in err
+
+
+def test_a_run_folder_goes_on_from_any_folder_and_without_its_text(train_small, command: Command, tmp_path):
+    run = train_small("moved", "training.max_steps=2")
+    elsewhere = Command(tmp_path)
+    elsewhere("train", run, "training.max_steps=4")
+    assert [r["step"] for r in records(run)] == [1, 2, 3, 4]
+    elsewhere("average", run, "--output", tmp_path / "model")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_lowered_end_ends_the_run(train_small):
+    train_small("lowered", "training.max_steps=6")
+    assert [r["step"] for r in records(train_small("lowered", "training.max_steps=4"))] == [1, 2, 3, 4, 5, 6]
+    end_by_epochs = ("training.max_steps=null", "training.max_epochs=1", "training.log_every_steps=5")
+    before = (train_small("epochs", *end_by_epochs) / "metrics.jsonl").read_bytes()
+    assert (train_small("epochs", *end_by_epochs) / "metrics.jsonl").read_bytes() == before

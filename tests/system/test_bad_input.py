@@ -98,6 +98,41 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_goes_on(comm
     assert [r["loss"] for r in records(run)] == [r["loss"] for r in records(trained)]
 
 
+def test_a_damaged_older_checkpoint_is_left_out_of_the_average(command, trained):
+    run = trained.with_name("damaged-older")
+    shutil.copytree(trained, run)
+    file = run / "checkpoints" / "step_00000003" / "state.json"
+    file.write_text(file.read_text(encoding="utf-8").replace('"step": 3', '"step": 4'), encoding="utf-8")
+    said = command("train", "small.yaml", "run.name=damaged-older")
+    assert "step_00000003 is damaged" in said
+    assert "average of 1 checkpoints" in said
+
+
+def test_a_run_folder_cannot_be_renamed_by_an_override(command, trained):
+    assert "keeps its name" in refusal(command, "train", trained, "run.name=other")
+
+
+def test_a_run_that_diverged_ends_with_advice(command):
+    said = refusal(command, "train", "small.yaml", "run.name=diverged", "optimizer.learning_rate=1e30",
+                   "training.max_steps=100000")  # fmt: skip
+    assert "were not finite" in said
+    assert "lower optimizer.learning_rate" in said
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_damaged_shard_ends_all_ranks_with_its_name(command, small_corpus, num_workers):
+    prepared = small_corpus / f"prepared-damaged-{num_workers}"
+    arguments = ("small.yaml", f"run.name=shard-{num_workers}", f"data.prepared={prepared}")
+    command("prepare", *arguments)
+    shard = prepared / "shards" / "train-00000.parquet"
+    content = bytearray(shard.read_bytes())
+    content[40:4000] = bytes(3960)
+    shard.write_bytes(content)
+    said = refusal(command, "train", *arguments, f"data.loader_workers={num_workers}", "--ranks", 2)
+    assert f"{shard}: row group" in said
+    assert "run `dist-transformer prepare` again" in said
+
+
 def test_a_tokenizer_of_another_vocabulary_is_refused(command, trained, small_corpus):
     other = trained.with_name("other-tokenizer")
     shutil.copytree(trained, other)

@@ -70,10 +70,3 @@ def test_the_log_says_at_start_what_will_happen(trained):
 def test_run_json_says_how_the_run_stands(trained):
     state = json.loads((trained / "run.json").read_text(encoding="utf-8"))
     assert (state["state"], state["step"], state["starts"]) == ("finished", 9, 2)
-
-
-def test_credentials_of_the_tracking_address_are_in_no_file_of_the_run(train_small):
-    uri = "http://someone:pa55word@127.0.0.1:9"
-    run = train_small("secret", f"tracking={{enabled: true, uri: '{uri}', close_seconds: 1}}", "training.max_steps=4")
-    for path in (p for p in run.rglob("*") if p.is_file()):
-        assert b"pa55word" not in path.read_bytes(), path

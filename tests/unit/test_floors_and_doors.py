@@ -21,7 +21,7 @@ DOORS = {
     "sentencepiece": {"data.tokenizer"},
     "datasets": {"data.sources"},
     "sacrebleu": {"decoding.score"},
-    "yaml": {"config.marks", "config.loading"},
+    "yaml": {"config.marks", "config.dialect"},
     "torch.distributed": {"distributed", "training.engine"},
     "subprocess": {"cluster.slurm", "cluster.snapshot", "launching", "cli.demo"},
 }

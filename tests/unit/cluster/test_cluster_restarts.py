@@ -75,10 +75,10 @@ def test_the_run_folder_is_found_from_a_configuration_with_overrides_or_is_given
 
 def test_the_batch_script_reads_the_folder_from_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text(json.dumps({"run": {"root": str(tmp_path)}, "data": {"train": {"demo": "train"}}}))
-    assert main(["folder", str(config), "run.name=a b"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}/a b\n"
-    assert (tmp_path / "a b" / "slurm").is_dir()
+    config.write_text(json.dumps({"run": {"root": f"{tmp_path}/a b"}, "data": {"train": {"demo": "train"}}}))
+    assert main(["folder", str(config), "run.name=c"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/a b/c\n"
+    assert (tmp_path / "a b" / "c" / "slurm").is_dir()
 
 
 def test_the_batch_script_reads_the_decision_from_the_exit_code(

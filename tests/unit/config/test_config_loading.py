@@ -70,7 +70,9 @@ def test_scientific_notation_reads_as_a_number(tmp_path, text):
 
 
 def test_what_is_shown_reads_back_as_the_same(tmp_path):
-    config = load_config(write(tmp_path, BASE), ["slurm.setup=['module load cuda', 'a b']", "run.name=Ünïcode 'x'"])
+    config = load_config(
+        write(tmp_path, BASE), ["slurm.setup=['module load cuda', 'a b']", "tracking.experiment=Ünïcode 'x'"]
+    )
     assert load_config(write(tmp_path, to_yaml(config), "shown.yaml")) == config
 
 
@@ -134,7 +136,7 @@ slrum: {}
         (["data.test={source: a.en}"], "aligned text needs both files; target is not given"),
         (["training.max_steps=-1"], "input should be greater than 0; got -1 (int)"),
         (["model.dropout=1.5"], "input should be less than 1; got 1.5 (float)"),
-        (["optimizer.learning_rate=fast"], "unable to parse string as a number; got 'fast' (str)"),
+        (["optimizer.learning_rate=fast"], "optimizer.learning_rate: expected a number; got 'fast' (str)"),
     ],
 )
 def test_a_problem_says_what_was_expected_and_what_came(tmp_path, overrides, expected):
@@ -179,6 +181,126 @@ def test_yaml_is_never_executed(tmp_path):
     path = write(tmp_path, BASE + "optimizer: !!python/object/apply:os.system ['touch hacked']\n")
     assert "not valid YAML" in one_problem_of(path)
     assert not (tmp_path / "hacked").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("run: {name: a\x07b}\n", 1),
+        ("# fine\nrun: {name: test}\ndata: \x00\n", 3),
+        ("a: &a {b: *a}\n", 1),
+        ("a: " + "[" * 5000 + "\n", 1),
+        ("run: {name: test}\ntraining: {max_steps: !!int five}\n", 2),
+        ("run: {name: !!bool maybe}\n", 1),
+        ("run: {name: !!timestamp 2024-01-01}\n", 1),
+        ("run: {seed: " + "9" * 5000 + "}\n", 1),
+    ],
+)
+def test_what_yaml_cannot_hold_is_refused_with_its_line(tmp_path, text, line):
+    assert f"run.yaml:{line}: not valid YAML: " in one_problem_of(write(tmp_path, text))
+
+
+@pytest.mark.parametrize("key", ["5", "true", "~", "1e3", "[a]", "{a: b}"])
+def test_a_key_that_is_no_name_is_refused_with_its_line(tmp_path, key):
+    assert "run.yaml:8: expected a name before the colon" in one_problem_of(write(tmp_path, f"{BASE}? {key}\n: {{}}\n"))
+
+
+def test_a_preset_that_is_no_text_is_refused(tmp_path):
+    assert "model.preset: input should be 'tiny'" in one_problem_of(write(tmp_path, BASE), "model.preset=[big]")
+
+
+@pytest.mark.parametrize("text", ["no", "yes", "off", "On", "12:00:00", "2024-01-01", "010", "1_", ".inf", "=", "<<"])
+def test_text_that_yaml_1_1_takes_for_something_else_stays_text(tmp_path, text):
+    assert load_config(write(tmp_path, BASE), [f"data.source_language={text}"]).data.source_language == text
+    assert load_config(write(tmp_path, f"{BASE}tracking: {{experiment: {text}}}\n")).tracking.experiment == text
+
+
+@pytest.mark.parametrize("text", ["2024", "1.10", "1_000", "0x1F", "+5", "12e4567", "-0"])
+def test_a_number_where_text_is_wanted_is_its_text_as_written(tmp_path, text):
+    config = load_config(write(tmp_path, BASE), [f"slurm.environment.A={text}", f"slurm.setup=[{text}]"])
+    assert (config.slurm.environment["A"], config.slurm.setup) == (text, (text,))
+    assert load_config(write(tmp_path, f"{BASE}tracking: {{experiment: {text}}}\n")).tracking.experiment == text
+
+
+@pytest.mark.parametrize(("text", "value"), [("100_000", 100_000), ("0x10", 16), ("+7", 7), ("7", 7)])
+def test_whole_numbers_are_decimal_or_hexadecimal(tmp_path, text, value):
+    assert load_config(write(tmp_path, BASE), [f"run.seed={text}"]).run.seed == value
+
+
+@pytest.mark.parametrize("text", ["3", "3.0", "3.", "0.3e1", "30e-1"])
+def test_a_whole_number_will_do_where_any_number_does(tmp_path, text):
+    rate = load_config(write(tmp_path, BASE), [f"optimizer.learning_rate={text}"]).optimizer.learning_rate
+    assert (type(rate), rate) == (float, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("training.max_steps=yes", "training.max_steps: expected a whole number; got 'yes' (str)"),
+        ("training.max_steps='100'", "training.max_steps: expected a whole number; got '100' (str); remove the quotes"),
+        ("training.max_steps=true", "training.max_steps: expected a whole number; got true (true or false)"),
+        ("training.max_steps=6e3", "training.max_steps: expected a whole number; got 6e3 (float); write 6000"),
+        ("training.max_steps=010", "training.max_steps: expected a whole number; got '010' (str)"),
+        ("run.seed=null", "run.seed: expected a whole number; got null (nothing)"),
+        ("optimizer.epsilon='1e-9'", "optimizer.epsilon: expected a number; got '1e-9' (str); remove the quotes"),
+        ("optimizer.epsilon=.nan", "optimizer.epsilon: expected a number; got '.nan' (str)"),
+        ("model.dropout=false", "model.dropout: expected a number; got false (true or false)"),
+        ("training.zero_stage=true", "training.zero_stage: input should be 0, 1, 2 or 3; got true (true or false)"),
+        ("training.zero_stage=1.0", "training.zero_stage: input should be 0, 1, 2 or 3; got 1.0 (float)"),
+        ("data.audit=1", "data.audit: expected true or false; got 1 (int)"),
+        ("data.audit=yes", "data.audit: expected true or false; got 'yes' (str)"),
+        ("run.name=true", "run.name: expected text; got true (true or false); put it in quotes"),
+        ("run.name=[a]", "run.name: expected text; got ['a'] (list)"),
+    ],
+)
+def test_nothing_is_silently_made_into_another_kind(tmp_path, override, expected):
+    assert expected in one_problem_of(write(tmp_path, BASE), override)
+
+
+def test_time_limits_are_read_as_written(tmp_path):
+    for limit in ("12:00:00", "90", "1-12", "1-2:30:00"):
+        assert load_config(write(tmp_path, BASE), [f"slurm.time_limit={limit}"]).slurm.time_limit == limit
+
+
+NASTY = [
+    *("no", "12:00:00", "2024", "1e3", "null", "~", "2024-01-01", "true", " a: b # c", "", " ", "010", "0x1F", "1_000"),
+    *(
+        "=",
+        "<<",
+        ".inf",
+        "+1",
+        "1.",
+        "- a",
+        "a\nb\n",
+        "'",
+        '"',
+        "\\",
+        "{a",
+        "&a",
+        "*a",
+        "!a",
+        "%a",
+        "@a",
+        "\ta",
+        "a\tb",
+    ),
+    *("a" * 200 + " b", "\x85", "\u2028", "\ufeff", "\x07", "😀", "no ", "#", "a #b", "a:", ":a", "?", "? a", "|", ">"),
+]
+
+
+@pytest.mark.parametrize("text", NASTY)
+def test_every_text_is_shown_so_that_it_reads_back_as_itself(tmp_path, text):
+    config = load_config(write(tmp_path, BASE))
+    slurm = config.slurm.model_copy(update={"setup": (text, f"{text} {text}"), "environment": {text: text}})
+    config = config.model_copy(update={"slurm": slurm})
+    read = load_config(write(tmp_path, to_yaml(config), "shown.yaml"))
+    assert read == config
+    assert to_yaml(read) == to_yaml(config)
+
+
+def test_an_override_of_several_lines_is_one_value(tmp_path):
+    config = load_config(write(tmp_path, BASE), ["tracking.experiment=a\nvalue: b", "run.root=c\nd: e"])
+    assert (config.tracking.experiment, config.run.root) == ("a\nvalue: b", "c\nd: e")
 
 
 def test_the_shown_yaml_is_plain_data(tmp_path):

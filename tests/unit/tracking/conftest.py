@@ -16,6 +16,11 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "mlflow.db"
 
 
+@pytest.fixture(autouse=True)
+def no_address_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+
+
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path / "runs" / "a_run")

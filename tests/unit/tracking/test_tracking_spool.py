@@ -16,6 +16,8 @@ from dist_transformer.tracking.spool import Memory, ServerRefused, add_event, lo
         ("postgresql+psycopg2://u:secret@db/x?password=secret&a=1", "postgresql+psycopg2://db/x?password=***&a=1"),
         ("sqlite:////runs/mlflow.db", "sqlite:////runs/mlflow.db"),
         ("https://host/a@b", "https://host/a@b"),
+        ("https://host:5000/a@b", "https://host:5000/a@b"),
+        ("mysql+pymysql://u:se/cret@db/x", "mysql+pymysql://db/x"),
     ],
 )
 def test_credentials_are_removed_from_addresses_and_nothing_else_is(text: str, expected: str) -> None:

@@ -19,7 +19,7 @@ def a_step(engine, batch, learning_rate=1e-2):
 
 
 def save(run_dir, engine, ranks, step):
-    return checkpoints.save(run_dir, engine, {"step": step, "scaler": engine.scaler_state()}, ranks)
+    return checkpoints.save(run_dir, engine, {"step": step, "scaler": engine.scaler_state()}, ranks, lambda: None)
 
 
 @pytest.fixture
@@ -68,7 +68,7 @@ def test_the_newest_whole_one_is_taken_and_latest_names_it(three):
 
 
 def test_only_the_last_ones_are_kept(three):
-    checkpoints.keep_last(three, 2)
+    checkpoints.keep_last(three, 2, 1)
     assert [p.name for p in checkpoints.saved(three)] == ["step_00000002", "step_00000003"]
     assert not list(three.checkpoints.glob("*.trash"))
 
@@ -156,7 +156,7 @@ def test_weights_alone_are_read_by_parameter_name(three, make_engine, batches):
     engine = make_engine()
     for step in (1, 2, 3):
         a_step(engine, batches[step])
-    weights = checkpoints.read_weights(three.checkpoints / "step_00000003")
+    weights = checkpoints.Weights(three.checkpoints / "step_00000003")
     assert weights.keys() == {name for name, _ in engine.parameters()}
     for name, parameter in engine.parameters():
         assert torch.equal(weights[name], engine.read(parameter).weight)

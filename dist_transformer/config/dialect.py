@@ -1,0 +1,86 @@
+"""The YAML that configurations are written in: YAML 1.2's plain kinds, where YAML 1.1 has traps.
+
+12:00:00, 2024-01-01, yes, no, 010 are text; 1e-9 and 100_000 are numbers; only true and false are true and false.
+Tags for anything else are refused.
+"""
+
+import re
+from typing import Any
+
+import yaml
+
+_TAG = "tag:yaml.org,2002:"
+_KINDS = {  # pattern, first characters
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?(0|[1-9]\d*(_\d+)*|0x[0-9a-fA-F]+)", list("-+0123456789")),
+    "float": (r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?", list("-+.0123456789")),
+}
+
+
+class WrittenInt(int):
+    """A whole number that knows how it was written, for a setting that wants text: `account: 1_000`."""
+
+    text: str
+
+
+class WrittenFloat(float):
+    """The same for other numbers: `revision: 12e5`."""
+
+    text: str
+
+
+def as_written(value: Any) -> Any:
+    """A number of a YAML file as its text; any other value as it is."""
+    return value.text if isinstance(value, WrittenInt | WrittenFloat) else value
+
+
+class Loader(yaml.SafeLoader):
+    """Reads this dialect; nothing in a file is executed."""
+
+
+class Dumper(yaml.SafeDumper):
+    """Puts into quotes what `Loader`, or a reader of YAML 1.1, would not take for text."""
+
+
+def dump(values: dict[str, Any]) -> str:
+    """Plain values as text that reads back as equal ones."""
+    return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _read_number(loader: Loader, node: yaml.ScalarNode) -> int | float:
+    text = str(loader.construct_scalar(node))
+    try:
+        number = WrittenInt(text, 0) if node.tag == f"{_TAG}int" else WrittenFloat(text)
+    except ValueError as error:
+        raise yaml.constructor.ConstructorError(None, None, str(error), node.start_mark) from None
+    number.text = text
+    return number
+
+
+def _read_truth(loader: Loader, node: yaml.ScalarNode) -> bool:
+    text = str(loader.construct_scalar(node))
+    if text.lower() not in ("true", "false"):
+        problem = f"expected true or false, got {text!r}"
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+    return text.lower() == "true"
+
+
+def _show_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
+    # PyYAML folds these three rare line breaks, and only in double quotes it escapes them.
+    style = '"' if set(text) & set("\x85\u2028\u2029") else None
+    return dumper.represent_scalar(f"{_TAG}str", text, style)
+
+
+Dumper.add_representer(str, _show_text)
+Loader.yaml_implicit_resolvers = {}
+Loader.yaml_constructors = {}
+for _kind, (_pattern, _first) in _KINDS.items():
+    for _user in (Loader, Dumper):
+        _user.add_implicit_resolver(_TAG + _kind, re.compile(rf"(?:{_pattern})\Z"), _first)
+for _kind in ("null", "str", "seq", "map"):
+    Loader.add_constructor(_TAG + _kind, yaml.SafeLoader.yaml_constructors[_TAG + _kind])
+Loader.add_constructor(None, yaml.SafeLoader.yaml_constructors[None])
+Loader.add_constructor(f"{_TAG}bool", _read_truth)
+Loader.add_constructor(f"{_TAG}int", _read_number)
+Loader.add_constructor(f"{_TAG}float", _read_number)

@@ -1,0 +1,183 @@
+"""What must hold between settings and on disk, and what must never be written or printed."""
+
+from pathlib import Path
+
+import pytest
+
+from dist_transformer.config.checks import RESERVED_NAMES
+from dist_transformer.config.loading import load_config
+from dist_transformer.config.models import Config
+from dist_transformer.errors import ConfigError
+
+BASE = "run: {name: test}\ndata:\n  train: {demo: train}\n"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(BASE, encoding="utf-8")
+    return path
+
+
+def problems_of(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(overrides))
+    return caught.value.problems
+
+
+def one_problem_of(path: Path, *overrides: str) -> str:
+    [problem] = problems_of(path, *overrides)
+    return problem
+
+
+def test_the_defaults_hold_together(path):
+    assert load_config(path).run.name == "test"
+
+
+# ------------------------------------------------------------------------------------------------ between settings
+
+
+def test_more_checkpoints_averaged_than_kept_are_refused(path):
+    problem = one_problem_of(path, "checkpoints.keep_last=3", "checkpoints.average_last=4")
+    assert "checkpoints.average_last: 4 is above checkpoints.keep_last 3" in problem
+    assert load_config(path, ["checkpoints.keep_last=4", "checkpoints.average_last=4"])
+
+
+@pytest.mark.parametrize("hang_seconds", [299, 300])
+def test_a_watchdog_that_wins_over_the_named_cause_is_refused(path, hang_seconds):
+    problem = one_problem_of(path, f"training.hang_seconds={hang_seconds}")
+    assert f"data.stall_seconds: 300 is not below training.hang_seconds {hang_seconds}" in problem
+    assert load_config(path, ["training.hang_seconds=301"])
+    assert load_config(path, [f"training.hang_seconds={hang_seconds}", "data.loader_workers=0"])
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", ".", "-x", "a b", "ü", "a\nb", "x/"])
+def test_a_run_name_that_is_no_plain_folder_name_is_refused(path, name):
+    assert f"run.name: {name!r}: expected letters, digits, '.', '_' and '-'" in one_problem_of(path, f"run.name={name}")
+
+
+@pytest.mark.parametrize("name", RESERVED_NAMES)
+def test_a_run_cannot_take_the_name_of_what_all_runs_share(path, name):
+    assert f"run.name: '{name}': is kept in run.root for what all runs share" in one_problem_of(
+        path, f"run.name={name}"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- on disk
+
+
+def test_a_missing_tokenizer_model_is_named_with_the_folder_it_was_looked_for_in(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    problem = one_problem_of(path, "tokenizer.source_model=sub/a.model", "data.root=/elsewhere")
+    assert f"tokenizer.source_model: no such file: {tmp_path}/sub/a.model; expected a sentencepiece model" in problem
+    separate = ["tokenizer.shared=false", "model.shared_embeddings=false", "model.tied_output=false"]
+    (tmp_path / "a.model").touch()
+    models = ["tokenizer.source_model=a.model", "tokenizer.target_model=b.model"]
+    assert "tokenizer.target_model: no such file" in one_problem_of(path, *separate, *models)
+    (tmp_path / "b.model").touch()
+    assert load_config(path, [*separate, *models])
+
+
+def test_models_are_not_looked_for_where_files_are_not_to_be_checked(path):
+    assert load_config(path, ["tokenizer.source_model=none.model"], check_files=False)
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/train.tsv", "https://host/train.jsonl.gz", "gs://a/b"])
+def test_a_remote_corpus_is_not_supported_yet(path, address):
+    problem = one_problem_of(path, f"data.train={{path: '{address}', demo: null}}")
+    assert (
+        "data.train.path: a remote address is not supported yet: copy the files to a disk that all nodes see" in problem
+    )
+    assert f"got {address}" in problem
+
+
+def test_a_remote_root_is_not_supported_either(path):
+    assert "data.root: a remote address is not supported yet" in one_problem_of(path, "data.root=s3://bucket")
+
+
+def test_a_home_folder_and_a_name_too_long_for_the_disk_are_looked_for_like_any_other(path, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "text.tsv").touch()
+    assert load_config(path, ["data.train={path: ~/text.tsv, demo: null}"])
+    for name in ("a" * 5000, "~no-such-user/text.tsv"):
+        assert "data.train.path: no such file" in one_problem_of(path, f"data.train={{path: {name}, demo: null}}")
+
+
+# --------------------------------------------------------------------------------------------------------- secrets
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "MLFLOW_TRACKING_PASSWORD", "AWS_SECRET_ACCESS_KEY", "wandb_api_key"])
+@pytest.mark.parametrize("override", ["slurm.environment.{}=hunter2", "slurm.environment={{{}: hunter2}}"])
+def test_a_secret_in_the_environment_is_refused_and_not_printed(path, override, name):
+    problem = one_problem_of(path, override.format(name))
+    assert f"slurm.environment.{name}: looks like a secret" in problem
+    assert "`export` it in the shell that calls train or submit" in problem
+    assert "hunter2" not in problem
+
+
+def test_a_secret_in_a_file_is_refused_with_its_line(path):
+    path.write_text(f"{BASE}slurm:\n  environment:\n    A: b\n    HF_TOKEN: hunter2\n", encoding="utf-8")
+    problem = one_problem_of(path)
+    assert "run.yaml:7: slurm.environment.HF_TOKEN: looks like a secret" in problem
+    assert "hunter2" not in problem
+
+
+def test_a_secret_of_a_wrong_kind_is_not_printed_either(path):
+    for override in ("slurm.environment={HF_TOKEN: [hunter2]}", "slurm.environment=HF_TOKEN=hunter2"):
+        assert "hunter2" not in "\n".join(problems_of(path, override))
+
+
+ADDRESSES = [
+    "http://someone:pa55word@127.0.0.1:9",
+    "http://pa55word@127.0.0.1:9",
+    "https://someone:pa@55word@host/path",
+    "postgresql+psycopg2://someone:pa/55word@db/mlflow",
+    "postgresql://db/mlflow?user=someone&password=pa55word",
+]
+
+
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_credentials_in_the_tracking_address_are_refused_and_not_printed(path, address):
+    overrides = [[f"tracking.uri={address}"], [f"tracking={{uri: '{address}'}}"]]
+    path.with_name("file.yaml").write_text(f"{BASE}tracking:\n  uri: '{address}'\n", encoding="utf-8")
+    for problem in (
+        *(one_problem_of(path, *given) for given in overrides),
+        one_problem_of(path.with_name("file.yaml")),
+    ):
+        assert "tracking.uri: holds a user or password" in problem
+        assert "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD" in problem
+        assert "a tracking server in front" in problem
+        assert "55word" not in problem
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "tracking={{uri: '{}', enabled: perhaps}}",  # another problem at the same place
+        "tracking.uri=['{}']",
+        "tracking.uri:{}",
+        "tracking.url={}",
+        "data.train={{path: '{}'}}",
+        "run.name={}",
+    ],
+)
+@pytest.mark.parametrize("address", ADDRESSES)
+def test_no_message_about_another_mistake_repeats_a_password(path, override, address):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [override.format(address)])
+    assert "55word" not in str(caught.value)
+
+
+@pytest.mark.parametrize("address", ["http://127.0.0.1:5000", "sqlite:////a@b/mlflow.db", "https://host:5000/team@x"])
+def test_an_address_without_credentials_is_taken(path, address):
+    assert load_config(path, [f"tracking.uri={address}"]).tracking.uri == address
+
+
+def test_every_setting_is_described():
+    schema = Config.model_json_schema()["$defs"]
+    assert [
+        f"{name}.{key}"
+        for name, section in schema.items()
+        for key, value in section["properties"].items()
+        if not value.get("description")
+    ] == []

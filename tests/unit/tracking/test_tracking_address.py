@@ -1,0 +1,70 @@
+"""Which address is used, and what of it is kept."""
+
+from pathlib import Path
+
+import pytest
+from tracking_helpers import curves_in_file, curves_on_server, run_id_of, settings_of, tracker_of, train
+
+from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.tracking.metrics_log import MetricsLog
+from dist_transformer.tracking.tracker import store_uri, target_of
+
+VARIABLE = "MLFLOW_TRACKING_URI"
+
+
+def test_the_setting_goes_before_mlflows_variable_and_that_before_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert target_of(settings_of(None), tmp_path).uri == store_uri(tmp_path)
+    monkeypatch.setenv(VARIABLE, "")
+    assert target_of(settings_of(None), tmp_path).uri == store_uri(tmp_path)
+    monkeypatch.setenv(VARIABLE, "http://of-the-shell:5000")
+    assert target_of(settings_of(None), tmp_path).uri == "http://of-the-shell:5000"
+    assert target_of(settings_of("http://of-the-file:5000"), tmp_path).uri == "http://of-the-file:5000"
+
+
+def test_a_run_is_tracked_where_mlflows_variable_says(
+    stored_run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = f"sqlite:///{stored_run_dir.path.parent}/elsewhere.db"
+    stored_run_dir.path.parent.joinpath("mlflow.db").rename(stored_run_dir.path.parent / "elsewhere.db")
+    monkeypatch.setenv(VARIABLE, elsewhere)
+    tracker = tracker_of(stored_run_dir, None)
+    tracker.start({}, {}, "")
+    train(MetricsLog(stored_run_dir.metrics), range(1, 4))
+    tracker.close("FINISHED")
+    assert curves_on_server(elsewhere, run_id_of(stored_run_dir)) == curves_in_file(stored_run_dir)
+    assert not (stored_run_dir.path.parent / "mlflow.db").exists()
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://someone:pa55word@127.0.0.1:9",
+        "http://someone:pa/55word@127.0.0.1:9",
+        "sqlite:////nowhere/mlflow.db?password=pa55word",
+    ],
+)
+def test_credentials_in_mlflows_variable_are_in_no_file_of_the_run_and_in_no_line_of_the_log(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, address: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, address)
+    tracker = tracker_of(run_dir, None, close_seconds=1)
+    tracker.start({"a": "b"}, {}, "tracking: {uri: null}\n")
+    tracker.close("FINISHED")
+    assert "55word" not in caplog.text
+    files = [path for path in run_dir.path.rglob("*") if path.is_file()]
+    assert files
+    for path in files:
+        assert b"55word" not in path.read_bytes(), path
+
+
+def test_what_is_remembered_of_the_address_is_without_credentials(
+    stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = store_uri(stored_run_dir.path.parent)
+    monkeypatch.setenv(VARIABLE, f"{store}?password=pa55word")
+    tracker = tracker_of(stored_run_dir, None)
+    tracker.start({}, {}, "")
+    tracker.close("FINISHED")
+    assert read_json(stored_run_dir.tracking)["uri"] == f"{store}?password=***"

@@ -1,0 +1,70 @@
+"""Small pure parts of the loop and the stop request."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_transformer.cli.prepare import prepare_with_progress
+from dist_transformer.config.models import Config
+from dist_transformer.errors import EXIT_REQUEUE
+from dist_transformer.stop_request import STOP_SIGNALS, StopRequest
+from dist_transformer.training.loop import _dropout_seed
+from dist_transformer.training.report import state_bytes
+
+
+@given(st.integers(0, 2**63), st.integers(0, 10**9), st.integers(0, 4096))
+def test_any_seed_gives_a_dropout_seed_that_torch_takes(seed, batches, lane):
+    torch.manual_seed(_dropout_seed(seed, batches, lane))
+
+
+def test_dropout_seeds_differ_by_batch_and_lane():
+    seeds = {_dropout_seed(1, batch, lane) for batch in range(50) for lane in range(50)}
+    assert len(seeds) == 2500
+
+
+@pytest.fixture
+def stop():
+    """A listening stop request; the handlers of the test process are put back afterwards."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    request = StopRequest()
+    request.listen()
+    yield request
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_is_a_request_that_names_it(stop, number):
+    assert stop.reason() is None
+    os.kill(os.getpid(), number)
+    assert stop.reason() == f"signal {number.name}"
+
+
+def test_a_stop_file_from_before_is_removed_and_a_new_one_is_a_request(stop, tmp_path):
+    file = tmp_path / "stop"
+    file.touch()
+    os.utime(file, (time.time() - 60, time.time() - 60))
+    stop.watch_file(file)
+    assert stop.reason() is None
+    file.touch()
+    assert stop.reason() == f"file {file}"
+
+
+def test_a_stop_request_ends_the_preparation_of_a_corpus(stop, tmp_path, capsys):
+    os.kill(os.getpid(), signal.SIGTERM)
+    config = Config.model_validate({"data": {"train": {"demo": "validation"}}, "run": {"root": str(tmp_path)}})
+    with pytest.raises(SystemExit) as ended:
+        prepare_with_progress(config, stop)
+    assert ended.value.code == EXIT_REQUEUE
+    assert "stopped while preparing the corpus (signal SIGTERM)" in capsys.readouterr().err
+
+
+def test_state_is_counted_as_in_table_1_of_zero():
+    """Rajbhandari et al. (2020): 2 + 2 + 12 bytes a parameter in fp16, each part divided from its stage on."""
+    assert [state_bytes(1000, stage, "fp16", 4) for stage in (1, 2, 3)] == [4000 + 3000, 2000 + 500 + 3000, 4000]
+    assert state_bytes(1000, 0, "fp32", 4) == 16_000
