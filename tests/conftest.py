@@ -24,6 +24,7 @@ data:
   window_rows: 60
   row_group_rows: 64
   loader_workers: 0
+  stall_seconds: 60
 tokenizer: {{vocabulary_size: 200}}
 model: {{preset: tiny, d_model: 32, d_ff: 64, num_encoder_layers: 1, num_decoder_layers: 1, dropout: 0.1}}
 optimizer: {{learning_rate: 0.01}}

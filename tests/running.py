@@ -7,7 +7,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-NOT_INHERITED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "MLFLOW_TRACKING_URI")
+NOT_INHERITED = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "MLFLOW_TRACKING_URI",
+)
 
 
 class Command:

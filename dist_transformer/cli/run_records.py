@@ -8,15 +8,15 @@ from typing import Any
 
 from dist_transformer import __version__
 from dist_transformer.cli.arguments import with_absolute_paths
+from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import Ranks
 from dist_transformer.run_dir import RunDir, read_json, write_json, write_text
 from dist_transformer.tracking.metrics_log import MetricsLog, read_records
-from dist_transformer.tracking.spool import without_credentials
 from dist_transformer.tracking.tracker import Tracker
-from dist_transformer.training.loop import Journal
+from dist_transformer.training.records import Journal
 
 
 def open_records(

@@ -7,9 +7,9 @@ import typer
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run, with_absolute_paths
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.submit import plan_submission, submit
+from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.sizes import parameter_count
-from dist_transformer.tracking.spool import without_credentials
 
 
 def submit_command(

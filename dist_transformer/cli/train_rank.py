@@ -31,8 +31,9 @@ from dist_transformer.training import checkpoints
 from dist_transformer.training.checkpoints import Checkpoint
 from dist_transformer.training.engine import Engine
 from dist_transformer.training.feed import Feed
-from dist_transformer.training.loop import Outcome, Progress, Trainer
+from dist_transformer.training.loop import Outcome, Trainer
 from dist_transformer.training.objective import Objective
+from dist_transformer.training.records import Progress
 from dist_transformer.training.report import ProgressBar, log_outlook
 from dist_transformer.training.watchdog import Watchdog
 

@@ -92,14 +92,6 @@ def prepared_folder(config: Config) -> Path:
     return Path(config.run.root) / "prepared" / json_digest(make_recipe(config))[:FOLDER_DIGITS]
 
 
-def load_or_none(config: Config) -> Manifest | None:
-    """The complete prepared corpus of `config`, or None where there is none yet.
-
-    With `data.prepared` set the text itself need not be at hand. DataError for a folder of another recipe.
-    """
-    return _complete_manifest(config, prepared_folder(config))
-
-
 def load_tokenizer(folder: Path, files: TokenizerFiles) -> Tokenizer:
     """The tokenizer of a prepared folder."""
     return Tokenizer.load(folder / files.source, None if files.target == files.source else folder / files.target)

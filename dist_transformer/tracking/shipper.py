@@ -12,10 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dist_transformer.config.credentials import without_credentials
 from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.messages import Point, points_of, send_event
 from dist_transformer.tracking.metrics_log import read_records_from
-from dist_transformer.tracking.spool import Memory, ServerRefused, ServerTrouble, Target, without_credentials
+from dist_transformer.tracking.spool import Memory, ServerRefused, ServerTrouble, Target
 
 if TYPE_CHECKING:
     from dist_transformer.tracking.mlflow_door import TrackedRun

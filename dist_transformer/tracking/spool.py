@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.config.credentials import without_credentials as without_credentials
 from dist_transformer.errors import DistTransformerError
 from dist_transformer.run_dir import read_json, write_json
 from dist_transformer.tracking.metrics_log import encode, remove_torn_line

@@ -17,12 +17,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.models import TrackingConfig
 from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.metrics_log import read_records
 from dist_transformer.tracking.shipper import BackgroundShipper, Delivery, Shipper
-from dist_transformer.tracking.spool import ServerTrouble, Target, add_event, load_memory, without_credentials
+from dist_transformer.tracking.spool import ServerTrouble, Target, add_event, load_memory
 
 logger = logging.getLogger(__name__)
 

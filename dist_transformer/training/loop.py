@@ -2,24 +2,22 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from enum import Enum
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from dist_transformer.config.models import Config
-from dist_transformer.data.loader import MicroBatch, Position
+from dist_transformer.data.loader import MicroBatch
 from dist_transformer.data.window import BatchShape
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir
-from dist_transformer.tracking.metrics_log import MetricsLog
 from dist_transformer.training import checkpoints
 from dist_transformer.training.engine import Engine
 from dist_transformer.training.feed import Feed, GlobalBatch
+from dist_transformer.training.records import INTERVAL_SUMS, Interval, Journal, Progress
 from dist_transformer.training.report import ProgressBar
 from dist_transformer.training.schedule import learning_rate
 from dist_transformer.training.validation import ValidationResult, forward, validate
@@ -31,56 +29,12 @@ log = logging.getLogger(__name__)
 MAX_SKIPS_IN_A_ROW = 100
 """More than fp16's loss scale needs on its way from any power of 2 down to its floor."""
 
-INTERVAL_SUMS = ("target_tokens", "source_tokens", "padded_tokens", "wait_seconds")
-
 
 class Outcome(Enum):
     """How a run's process ended."""
 
     FINISHED = "finished"
     STOPPED = "stopped"
-
-
-@dataclass
-class Progress:
-    """How far the run is: all of it goes into a checkpoint. `position` is that of the last batch trained on."""
-
-    position: Position
-    step: int = 0
-    """Updates applied."""
-    batches: int = 0
-    """Global batches trained on: `step`, and those whose update was skipped."""
-    skipped_updates: int = 0
-    total_target_tokens: int = 0
-
-
-@dataclass
-class Interval:
-    """Sums since the last log line; the first two over this rank, the others over all."""
-
-    losses: torch.Tensor
-    """(2,): loss and nll, fp64, on the device."""
-    target_tokens: int = 0
-    source_tokens: int = 0
-    padded_tokens: int = 0
-    wait_seconds: float = 0.0
-    seconds_before: float = 0.0
-    """Of the part that an earlier start trained."""
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def seconds(self) -> float:
-        """Time spent training in this interval, validation and saving left out."""
-        return self.seconds_before + time.monotonic() - self.started
-
-
-@dataclass(frozen=True)
-class Journal:
-    """Where rank 0 writes what happens; `checkpoint_saved` is told of each checkpoint with its validation metrics."""
-
-    metrics: MetricsLog
-    audit: MetricsLog | None
-    checkpoint_saved: Callable[[int, Path, dict[str, float]], None]
 
 
 class Trainer:

@@ -12,7 +12,7 @@ from prepare_helpers import PAIRS, config_of, read_split, write_text
 
 from dist_transformer.data import prepare as preparation
 from dist_transformer.data.manifest import MANIFEST_NAME, Manifest
-from dist_transformer.data.prepare import load_or_none, prepare, prepared_folder
+from dist_transformer.data.prepare import prepare, prepared_folder
 from dist_transformer.data.prepare_state import STATE_NAME, PrepareState
 from dist_transformer.errors import DataError
 
@@ -68,7 +68,7 @@ def test_stopped_around_any_state_the_result_is_the_same(tmp_path: Path, whole: 
         stop_at_save(patch, number, after)
         with pytest.raises(Stopped):
             prepare(config)
-    assert load_or_none(config) is None
+    assert not (prepared_folder(config) / MANIFEST_NAME).exists()
     assert prepare(config) == whole
     folder = prepared_folder(config)
     assert not (folder / STATE_NAME).exists()
@@ -129,7 +129,6 @@ def test_a_complete_folder_is_taken_as_it_is(tmp_path: Path):
     written = (prepared_folder(config) / MANIFEST_NAME).stat().st_mtime_ns
     stages: list[str] = []
     assert prepare(config, progress=lambda stage, done, total: stages.append(stage)) == manifest
-    assert load_or_none(config) == manifest
     assert stages == []
     assert (prepared_folder(config) / MANIFEST_NAME).stat().st_mtime_ns == written
 
@@ -171,12 +170,11 @@ def test_a_folder_of_another_recipe_is_refused_with_what_differs(tmp_path: Path)
     other = config_of(
         tmp_path, data=in_fixed_folder(tmp_path, filters={"max_tokens": 77}), tokenizer={"vocabulary_size": 248}
     )
-    for act in (prepare, load_or_none):
-        with pytest.raises(DataError, match="prepared with other settings") as error:
-            act(other)
-        assert "filters.max_tokens: 256 in the folder, 77 now" in str(error.value)
-        assert "tokenizer.vocabulary_size: 240 in the folder, 248 now" in str(error.value)
-        assert "seed" not in str(error.value)
+    with pytest.raises(DataError, match="prepared with other settings") as error:
+        prepare(other)
+    assert "filters.max_tokens: 256 in the folder, 77 now" in str(error.value)
+    assert "tokenizer.vocabulary_size: 240 in the folder, 248 now" in str(error.value)
+    assert "seed" not in str(error.value)
 
 
 def test_a_changed_text_under_an_unfinished_folder_is_refused(tmp_path: Path):
@@ -196,7 +194,7 @@ def test_a_complete_folder_serves_without_the_text(tmp_path: Path):
     config = config_of(tmp_path, data=in_fixed_folder(tmp_path))
     manifest = prepare(config)
     (tmp_path / "train.en").unlink()
-    assert prepare(config) == load_or_none(config) == manifest
+    assert prepare(config) == manifest
     with pytest.raises(DataError, match=r"seed: 3 in the folder, 9 now"):
         prepare(config_of(tmp_path, data=in_fixed_folder(tmp_path), run={"seed": 9}))
 

@@ -2,10 +2,11 @@ from pathlib import Path
 
 import pytest
 
+from dist_transformer.config.credentials import without_credentials
 from dist_transformer.tracking.messages import folder_digest, points_of
 from dist_transformer.tracking.metrics_log import read_records
 from dist_transformer.tracking.mlflow_door import explanation, valid_key
-from dist_transformer.tracking.spool import Memory, ServerRefused, add_event, load_memory, without_credentials
+from dist_transformer.tracking.spool import Memory, ServerRefused, add_event, load_memory
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""How far a run is, what it counts between two log lines, and where it writes that down."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dist_transformer.data.loader import Position
+from dist_transformer.tracking.metrics_log import MetricsLog
+
+INTERVAL_SUMS = ("target_tokens", "source_tokens", "padded_tokens", "wait_seconds")
+
+
+@dataclass
+class Progress:
+    """How far the run is: all of it goes into a checkpoint. `position` is that of the last batch trained on."""
+
+    position: Position
+    step: int = 0
+    """Updates applied."""
+    batches: int = 0
+    """Global batches trained on: `step`, and those whose update was skipped."""
+    skipped_updates: int = 0
+    total_target_tokens: int = 0
+
+
+@dataclass
+class Interval:
+    """Sums since the last log line; the first two over this rank, the others over all."""
+
+    losses: torch.Tensor
+    """(2,): loss and nll, fp64, on the device."""
+    target_tokens: int = 0
+    source_tokens: int = 0
+    padded_tokens: int = 0
+    wait_seconds: float = 0.0
+    seconds_before: float = 0.0
+    """Of the part that an earlier start trained."""
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent training in this interval, validation and saving left out."""
+        return self.seconds_before + time.monotonic() - self.started
+
+
+@dataclass(frozen=True)
+class Journal:
+    """Where rank 0 writes what happens; `checkpoint_saved` is told of each checkpoint with its validation metrics."""
+
+    metrics: MetricsLog
+    audit: MetricsLog | None
+    checkpoint_saved: Callable[[int, Path, dict[str, float]], None]
