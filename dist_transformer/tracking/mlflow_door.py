@@ -15,6 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dist_transformer.config.credentials import without_credentials
 from dist_transformer.run_dir import replacing
 from dist_transformer.tracking.messages import Point, Reference, files_of
 from dist_transformer.tracking.spool import (
@@ -23,7 +24,6 @@ from dist_transformer.tracking.spool import (
     ServerTrouble,
     Target,
     local_files_refused,
-    without_credentials,
 )
 
 # By default MLflow tries for 4 minutes (server down) or 20 (frozen) and then raises; the shipper does the waiting.
