@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,14 @@ def records(run: Path, event: str = "train", file: str = "metrics.jsonl") -> lis
     """The records of one kind of a run folder's metrics."""
     lines = (run / file).read_text(encoding="utf-8").splitlines()
     return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+def wait_for_step(run: Path, step: int, seconds: float = 120) -> None:
+    """Returns once metrics.jsonl holds a record of that step or a later one."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        path = run / "metrics.jsonl"
+        if path.exists() and any(r["step"] >= step for r in records(run)):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{run}: no step {step} within {seconds} s")

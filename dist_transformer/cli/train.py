@@ -32,7 +32,9 @@ def train_command(
     if is_rank or num_ranks == 1:
         from dist_transformer.cli.train_rank import train_rank
 
-        sys.exit(train_rank(config, run_dir, stop))
+        code = train_rank(config, run_dir, stop)
+        sys.stdout.flush()
+        os._exit(code)  # all is written and closed; a loader process that hangs must not hold up the end
     from dist_transformer.cli.prepare import prepare_with_progress
     from dist_transformer.launching import start_local_ranks
 

@@ -62,6 +62,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
     folder, manifest = prepare_with_progress(config, stop)
     ranks = distributed.join(config.training.hang_seconds)
     torch.set_num_threads(config.training.threads_per_rank or _default_threads(ranks))
+    lock = _lock(run_dir, ranks, stop)  # before the first word into the run folder: it may be another job's
     try:
         code = _train(config, run_dir, ranks, _open_corpus(config, folder, manifest, ranks), stop)
     except UserError as error:
@@ -77,12 +78,12 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
         _note_failure(run_dir, ranks, traceback.format_exc())
         sys.stderr.flush()
         os._exit(EXIT_FAILED)
+    lock.release()
     distributed.leave()
     return code
 
 
 def _train(config: Config, run_dir: RunDir, ranks: Ranks, corpus: Corpus, stop: StopRequest) -> int:
-    lock = _lock(run_dir, ranks, stop)
     _set_up_logging(run_dir, ranks)
     checkpoint = _newest_checkpoint(run_dir, ranks)
     recipe = _recipe(config, corpus.manifest)
@@ -125,7 +126,6 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, corpus: Corpus, stop: 
     finally:
         if tracker is not None:
             tracker.close(status)
-        lock.release()
 
 
 def _open_corpus(config: Config, folder: Path, manifest: Manifest, ranks: Ranks) -> Corpus:

@@ -9,6 +9,9 @@ the training loop calls on all ranks together once no lane of any rank has rows 
 """
 
 import itertools
+import multiprocessing
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -221,6 +224,15 @@ def _keys_from(source: WindowSource, lanes: dict[int, tuple[int, int]], epoch: i
 def _start_worker(worker: int) -> None:
     ignore_stop_signals()
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_the_trainer, daemon=True).start()
+
+
+def _end_with_the_trainer() -> None:
+    """torch's own watch looks at the fork server, which lives as long as its workers: neither would ever end."""
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+    trainer.join()
+    os._exit(0)
 
 
 def _as_it_is(window: Any) -> Any:

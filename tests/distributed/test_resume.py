@@ -3,12 +3,11 @@
 import hashlib
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from running import Command, records
+from running import Command, records, wait_for_step
 from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
@@ -30,16 +29,6 @@ def weights_of(run: Path) -> str:
     for name in sorted(tensors):
         digest.update(name.encode() + tensors[name].numpy().tobytes())
     return digest.hexdigest()
-
-
-def wait_for_step(run: Path, step: int, seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        path = run / "metrics.jsonl"
-        if path.exists() and any(r["step"] >= step for r in records(run)):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"{run}: no step {step} within {seconds} s")
 
 
 def assert_same_run(run: Path, expected: Path) -> None:
@@ -89,7 +78,8 @@ def test_a_stop_file_stops_the_run_and_is_gone_at_the_next_start(train_small, co
     process = command.start("train", "small.yaml", "run.name=stop-file", *LONG)
     wait_for_step(run, 1)
     (run / "stop").touch()
-    assert process.wait(60) == 75
+    process.communicate(timeout=60)
+    assert process.returncode == 75
     train_small("stop-file", *LONG)
     assert [r["step"] for r in records(run)] == list(range(1, 25))
 
@@ -138,3 +128,12 @@ def test_a_lowered_end_ends_the_run(train_small):
     end_by_epochs = ("training.max_steps=null", "training.max_epochs=1", "training.log_every_steps=5")
     before = (train_small("epochs", *end_by_epochs) / "metrics.jsonl").read_bytes()
     assert (train_small("epochs", *end_by_epochs) / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_killed_rank_leaves_no_loader_process_behind(command: Command):
+    run = command.folder / "runs" / "orphans"
+    overrides = ("data.loader_workers=1", "data.window_rows=8", "training.max_steps=100000")
+    process = command.start("train", "small.yaml", "run.name=orphans", *overrides)
+    wait_for_step(run, 3)
+    process.kill()
+    process.communicate(timeout=30)  # returns when every process that holds its output has ended

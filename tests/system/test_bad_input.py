@@ -1,5 +1,6 @@
 """Every mistake of a user ends in one clear message, exit code 2, no traceback, and nothing lost."""
 
+import json
 import os
 import shutil
 import socket
@@ -7,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from running import records
+from running import records, wait_for_step
 
 pytestmark = pytest.mark.slow
 
@@ -106,6 +107,18 @@ def test_a_damaged_older_checkpoint_is_left_out_of_the_average(command, trained)
     said = command("train", "small.yaml", "run.name=damaged-older")
     assert "step_00000003 is damaged" in said
     assert "average of 1 checkpoints" in said
+
+
+def test_a_second_job_on_a_run_folder_is_refused_and_leaves_the_first_alone(command):
+    first = command.start("train", "small.yaml", "run.name=twice", "training.max_steps=100000")
+    run = command.folder / "runs" / "twice"
+    wait_for_step(run, 2)
+    said = refusal(command, "train", "small.yaml", "run.name=twice", "training.max_steps=100000")
+    assert "another job is working on this run folder" in said
+    assert json.loads((run / "run.json").read_text(encoding="utf-8"))["state"] == "running"
+    first.terminate()
+    first.communicate(timeout=60)
+    assert first.returncode == 75
 
 
 def test_a_run_folder_cannot_be_renamed_by_an_override(command, trained):
