@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test test-quick check setup ui benchmark clean
+.PHONY: help demo test test-quick check setup ui clean
 
 help:
 	@echo "make demo        set up, train on the embedded corpus with a stop and a resume, score, translate"
@@ -18,6 +18,7 @@ setup: $(READY)
 # torch is installed first and alone: resolved together with the others it could come as another build.
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON=...")'
+	$(PYTHON) -c "import ensurepip" 2> /dev/null || apt-get install --yes python3-venv  # Debian splits it off
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	DS_BUILD_OPS=0 $(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
@@ -41,4 +42,4 @@ ui: $(READY)
 	$(BIN)/dist-transformer ui runs
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV)

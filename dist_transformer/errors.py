@@ -1,6 +1,7 @@
 """The one family of exceptions and the exit codes of every command.
 
-A `UserError` is something the person can mend: the command prints its message and exits 2, without a traceback.
+A `UserError` is something the person can mend: the command prints its message and exits 2, without a traceback. A
+`MachineError` is told as clearly, but exits 1, so that a Slurm job goes back to the queue.
 Every other exception is our fault: exit 1, with the traceback in the log.
 """
 
@@ -32,6 +33,12 @@ class ConfigError(UserError):
         self.problems = problems
         noun = "problem" if len(problems) == 1 else "problems"
         super().__init__("\n".join([f"{len(problems)} {noun} in the configuration:", *(f"  {p}" for p in problems)]))
+
+
+class MachineError(UserError):
+    """A fault of the machine, not of a person: the message is enough, and starting again may help. Exit code 1."""
+
+    exit_code = EXIT_FAILED
 
 
 class DataError(UserError):

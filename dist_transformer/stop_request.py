@@ -35,8 +35,11 @@ class StopRequest:
                 signal.signal(number, self._note)
 
     def watch_file(self, stop_file: Path) -> None:
-        """Takes this file as a request too, from now on; one from before this process started is removed."""
-        if stop_file.exists() and stop_file.stat().st_mtime < self._since:
+        """Takes this file as a request too, from now on. One from before this process started was answered and is
+        removed, unless DIST_TRANSFORMER_KEEP_STOP is set: a batch job may have been asked while it waited.
+        """
+        is_kept = "DIST_TRANSFORMER_KEEP_STOP" in os.environ
+        if not is_kept and stop_file.exists() and stop_file.stat().st_mtime < self._since:
             stop_file.unlink(missing_ok=True)
         self._stop_file = stop_file
 

@@ -8,6 +8,11 @@ set -euo pipefail
 
 hostfile=${1:?usage: launch/hostfile.sh HOSTFILE CONFIG_OR_RUN_FOLDER [section.key=value ...]}
 shift
+# DeepSpeed only warns, and trains on this machine alone.
+[ -f "$hostfile" ] || {
+  echo "launch/hostfile.sh: $hostfile: no such file; expected lines like: name slots=8" >&2
+  exit 2
+}
 # The launcher passes arguments to the other machines between double quotes, where a shell still reads these.
 for argument in "$@"; do
   case $argument in

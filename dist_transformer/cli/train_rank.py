@@ -22,7 +22,15 @@ from dist_transformer.data.loader import LaneLoader, MicroBatch, Position, Windo
 from dist_transformer.data.manifest import Manifest, verify_shards
 from dist_transformer.data.window import WindowReader
 from dist_transformer.distributed import Ranks
-from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, CheckpointError, DataError, UserError
+from dist_transformer.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_REQUEUE,
+    CheckpointError,
+    DataError,
+    MachineError,
+    UserError,
+)
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.run_dir import RunDir
 from dist_transformer.stop_request import StopRequest
@@ -69,9 +77,9 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
         _note_failure(run_dir, ranks, str(error))
         raise
     except OSError as error:
-        message = f"{error}. The disk of {run_dir.path} is full, gone or may not be written; mend it and start again"
+        message = f"{error}. Is the disk of {run_dir.path} or of the prepared corpus full, or gone? Start again when it is mended"
         _note_failure(run_dir, ranks, message)
-        raise UserError(message) from error
+        raise MachineError(message) from error
     except Exception:  # noqa: BLE001  (the last line of defence: say it and leave, so that the other ranks can)
         print(f"rank {ranks.rank} of {ranks.num_ranks} on {platform.node()} failed:", file=sys.stderr)
         traceback.print_exc()
@@ -172,7 +180,7 @@ def _lock(run_dir: RunDir, ranks: Ranks, stop: StopRequest) -> filelock.BaseFile
         except filelock.Timeout:
             held = False
     if not ranks.from_first(held):
-        raise UserError(
+        raise MachineError(
             f"{run_dir.path}: another job is working on this run folder (its lock is held for more than {LOCK_SECONDS} s). "
             "Stop that job, or give this run another run.name."
         )

@@ -70,8 +70,9 @@ def submit(submission: Submission) -> str:
     take_snapshot(submission.run_dir.snapshot)
     for path, text in submission.files.items():
         write_text(path, text)
-    # A new submission by a person begins a new count of restarts without progress.
+    # A new submission by a person begins a new count of restarts without progress, and overrules an old stop.
     submission.run_dir.restarts.unlink(missing_ok=True)
+    submission.run_dir.stop_file.unlink(missing_ok=True)
     job_id = submit_script(submission.sbatch_arguments)
     submitted_at = datetime.now(UTC).isoformat(timespec="seconds")
     write_json(submission.run_dir.job, {"job_id": job_id, "submitted_at": submitted_at, "command": submission.command})

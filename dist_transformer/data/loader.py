@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dist_transformer.data.plan import EpochPlan, WindowKey
 from dist_transformer.data.window import BatchShape, Window, WindowReader
-from dist_transformer.errors import DataError
+from dist_transformer.errors import DataError, MachineError
 from dist_transformer.stop_request import ignore_stop_signals
 
 
@@ -133,7 +133,8 @@ class LaneLoader:
         """One micro-batch for each lane of this rank; None for a lane that has none left in this epoch.
 
         Raises:
-            DataError: a shard is damaged, or the loader stalls.
+            DataError: a shard is damaged.
+            MachineError: the loader stalls, or one of its processes was killed.
         """
         return [self._next_of(lane) for lane in self._lanes]
 
@@ -173,13 +174,13 @@ class LaneLoader:
                 window = next(self._windows)
             except RuntimeError as error:
                 if "timed out" in str(error):
-                    raise DataError(
+                    raise MachineError(
                         f"no window within data.stall_seconds = {self._stall_seconds} s (waiting for epoch {key.epoch}, "
                         f"lane {key.lane}, window {key.window}): the disk or the loader process hangs; look at the "
                         "filesystem of the prepared folder, or raise data.stall_seconds"
                     ) from error
                 if "exited unexpectedly" in str(error) or "killed by signal" in str(error):
-                    raise DataError(
+                    raise MachineError(
                         f"a loader process ended ({error}): it was killed, perhaps for want of memory; lower "
                         "data.window_rows or data.loader_workers"
                     ) from error

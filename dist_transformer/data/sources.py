@@ -116,8 +116,8 @@ def _table_batches(corpus: CorpusConfig, data: DataConfig, batch_rows: int) -> I
     name = corpus_name(corpus, data)
     for table in _tables(corpus, data, batch_rows, name):
         source_column, target_column = _column_names(corpus, data, table, name)
-        source = _strings(table, source_column, name)
-        target = _strings(table, target_column, name)
+        source = _strings(table, source_column, name, drop)
+        target = _strings(table, target_column, name, drop)
         bad = frozenset(_positions_of_replaced(source, target)) if drop and corpus.path else frozenset()
         yield source, target, bad
 
@@ -193,7 +193,8 @@ def _paths_of_columns(fields: Iterable[pa.Field], prefix: str = "") -> list[str]
     return names
 
 
-def _strings(table: pa.Table, column: str, name: str) -> list[str | None]:
+def _strings(table: pa.Table, column: str, name: str, drop: bool) -> list[str | None]:
+    """The texts of a column; bytes that are not UTF-8 (parquet checks none) are replaced if `drop`, else refused."""
     head, *rest = [column] if column in table.column_names else column.split(".")
     values = table.column(head)
     for field in rest:
@@ -201,7 +202,15 @@ def _strings(table: pa.Table, column: str, name: str) -> list[str | None]:
     is_text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type) or pa.types.is_null(values.type)
     if not is_text:
         raise DataError(f"{name}: column {column!r} holds {values.type}, expected text. Name another in `columns`.")
-    texts: list[str | None] = values.to_pylist()
+    try:
+        texts: list[str | None] = values.to_pylist()
+    except UnicodeDecodeError as error:
+        if not drop:
+            raise DataError(
+                f"{name}: column {column!r} is not valid UTF-8 ({error.reason}). Convert it, or set "
+                "data.filters.bad_encoding: drop."
+            ) from None
+        texts = _decoded(values.cast(pa.large_binary()).to_pylist())
     return texts
 
 
@@ -215,10 +224,12 @@ def _positions_of_replaced(source: list[str | None], target: list[str | None]) -
 def _named_errors(name: str) -> Iterator[None]:
     """Whatever a reader finds wrong with the corpus becomes a DataError that names it."""
     from datasets.exceptions import DatasetsError
+    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # what its client raises of the network
 
     try:
         yield
-    except (OSError, EOFError, ValueError, zlib.error, DatasetsError) as error:
+    except (OSError, EOFError, ValueError, zlib.error, DatasetsError, HfHubHTTPError, httpx.HTTPError) as error:
         raise DataError(f"{name}: cannot be read: {type(error).__name__}: {error}") from error
 
 

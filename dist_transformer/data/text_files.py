@@ -75,7 +75,9 @@ def read_tsv(
     does not have them.
     """
     lines = read_lines(path)
-    first = next(lines, b"")
+    first = next(lines, None)
+    if first is None:  # the caller says that the corpus is empty
+        return
     cells = first.split(b"\t")
     if by_number := all(column.isdecimal() for column in columns):
         existing = [str(number) for number in range(len(cells))]
@@ -87,7 +89,7 @@ def read_tsv(
             f"{path}: expected columns {', '.join(columns)}, but the first line has {', '.join(map(repr, existing))}. "
             f"Columns are separated by tabs; name two of them, or count them from 0, in `columns`."
         )
-    rows = itertools.chain([first], lines) if by_number and first else lines
+    rows = itertools.chain([first], lines) if by_number else lines
     while batch := list(itertools.islice(rows, batch_rows)):
         table = [line.split(b"\t") for line in batch]
         source, target = ([row[at] if at < len(row) else None for row in table] for at in positions)

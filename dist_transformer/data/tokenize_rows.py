@@ -40,7 +40,7 @@ def tokenized_chunk(batches: Iterable[RawBatch], tokenizer: Tokenizer, filters: 
 def tokenized_batch(batch: RawBatch, tokenizer: Tokenizer, filters: FilterConfig) -> tuple[pa.Table, Counter[str]]:
     """The kept rows of a batch, and the dropped ones by rule. Tokenizes on all cores."""
     positions, dropped = filter_text(batch, filters)
-    threads = os.cpu_count() or 1
+    threads = len(os.sched_getaffinity(0))
     source = tokenizer.encode_source([batch.source[i] or "" for i in positions], threads)
     target = tokenizer.encode_target([batch.target[i] or "" for i in positions], threads)
     kept, dropped_by_length = filter_lengths([len(ids) for ids in source], [len(ids) for ids in target], filters)

@@ -61,8 +61,10 @@ def _translate_chunk(
     device: torch.device,
 ) -> list[str]:
     translations = [""] * len(lines)
-    filled = [index for index, line in enumerate(lines) if line.strip()]
-    sources = tokenizer.encode_source([lines[index].strip() for index in filled])
+    encoded = tokenizer.encode_source([line.strip() for line in lines])
+    # Nothing but the end of sentence: a blank line, or characters that normalisation takes away.
+    filled = [index for index, ids in enumerate(encoded) if len(ids) > 1]
+    sources = [encoded[index] for index in filled]
     for batch in token_batches([len(ids) for ids in sources], config):
         source_BS = pad_together([sources[member] for member in batch], tokenizer.pad_id).to(device)
         found = beam_search(

@@ -10,6 +10,7 @@ because JSON has no such numbers; they are read back as floats.
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,7 @@ from dist_transformer.run_dir import replacing
 logger = logging.getLogger(__name__)
 
 Value = float | int | str
+BLOCK_BYTES = 1 << 16
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -43,9 +45,8 @@ class MetricsLog:
         """Drop the records of later steps: a run that resumes at `step` writes them again, and steps never repeat."""
         self.close()
         if any(record["step"] > step for record in read_records(self.path)):
-            kept = [encode(record) for record in read_records(self.path) if record["step"] <= step]
-            with replacing(self.path) as temporary:
-                temporary.write_text("".join(kept), encoding="utf-8")
+            with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as kept:
+                kept.writelines(encode(record) for record in read_records(self.path) if record["step"] <= step)
         self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
@@ -80,9 +81,15 @@ def remove_torn_line(path: Path) -> None:
     if not path.exists():
         return
     with path.open("rb+") as file:
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
+        size = whole = file.seek(0, os.SEEK_END)
+        while whole:
+            start = max(0, whole - BLOCK_BYTES)
+            file.seek(start)
+            newline = file.read(whole - start).rfind(b"\n")
+            whole = start if newline < 0 else start + newline + 1
+            if newline >= 0:
+                break
+        if whole < size:
             file.truncate(whole)
 
 

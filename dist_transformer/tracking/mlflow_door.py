@@ -98,7 +98,7 @@ class TrackedRun:
                 self._client.update_run(self.run_id, status=status)
 
     def log_text(self, text: str, name: str) -> None:
-        with translated_errors(), local_files_refused():
+        with translated_errors(), local_files_refused(), artifact_errors():
             self._client.log_text(self.run_id, text, name)
 
     def log_reference(self, reference: Reference) -> None:
@@ -118,7 +118,7 @@ class TrackedRun:
 
     def log_model_folder(self, folder: Path) -> None:
         """Upload a model folder below LARGEST_UPLOAD_BYTES; of a larger one only its configuration and README."""
-        with translated_errors(), local_files_refused():
+        with translated_errors(), local_files_refused(), artifact_errors():
             if sum(file.stat().st_size for file in files_of(folder)) <= LARGEST_UPLOAD_BYTES:
                 self._client.log_artifacts(self.run_id, str(folder), "model")
                 return
@@ -151,6 +151,19 @@ def open_run(target: Target, memory: Memory) -> TrackedRun:
             logger.warning("MLflow run %s had been deleted on the server and is restored", found.info.run_id)
             client.restore_run(found.info.run_id)
         return TrackedRun(client, found.info.run_id, found.info.experiment_id)
+
+
+@contextmanager
+def artifact_errors() -> Iterator[None]:
+    """Around uploads: a store's client (boto3, Azure, ...) has errors of its own, and may not be installed."""
+    try:
+        yield
+    except (MlflowException, OSError, SQLAlchemyError, ServerTrouble):
+        raise
+    except ImportError as error:
+        raise ServerRefused(f"the artifact store needs a package that is not installed: {error}") from None
+    except Exception as error:  # noqa: BLE001
+        raise ServerTrouble(explanation(f"the artifact store: {type(error).__name__}: {error}")) from None
 
 
 @contextmanager

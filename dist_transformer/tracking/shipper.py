@@ -77,7 +77,11 @@ class Shipper:
         for event, end in read_records_from(self._run_dir.tracking_events, self._memory.spool_offset):
             if event["event"] == "status":
                 points += self._send_points(run)  # an ended run gets no points afterwards
-            self._send_event(run, event)
+            try:
+                self._send_event(run, event)
+            except ServerTrouble:
+                self._send_points(run)  # an event that must wait does not hold up the curves
+                raise
             self._memory.spool_offset = end
             self._memory.save(self._run_dir.tracking)
             events += 1
@@ -92,6 +96,7 @@ class Shipper:
             logger.warning("tracking moves from %s to %s: the whole history is sent there", memory.uri, address)
             memory.forget_server()
         memory.uri = address
+        memory.save(self._run_dir.tracking)  # the tag that finds the run again, before there can be one
         run = mlflow_door.open_run(self._target, memory)
         if run.run_id != memory.run_id:
             memory.forget_server()

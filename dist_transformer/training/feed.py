@@ -12,7 +12,7 @@ import torch
 
 from dist_transformer.data.loader import LaneLoader, MicroBatch
 from dist_transformer.distributed import Ranks
-from dist_transformer.errors import DataError, UserError
+from dist_transformer.errors import UserError
 
 TOTALS = ("target_tokens", "source_tokens", "pairs", "padded_tokens", "stop", "error", "digest")
 
@@ -74,14 +74,14 @@ class Feed:
         """The step that `begin` fetched, with its sums (collective). `pairs` is 0 at the end of an epoch.
 
         Raises:
-            DataError: a rank could not read its data; every rank raises the same message.
+            UserError: a rank could not read its data; every rank raises the same error.
         """
         started = time.monotonic()
         self._work.wait()
         totals = dict(zip(TOTALS, self._totals.tolist(), strict=True))
         if totals["error"]:
-            messages = self._ranks.gather(str(self._error) if self._error else None)
-            raise DataError(next(m for m in messages if m is not None)) from self._error
+            errors = [error for error in self._ranks.gather(self._error) if error is not None]
+            raise errors[0] from self._error
         return GlobalBatch(
             micro_batches=self._batches,
             epoch=self._loader.epoch,

@@ -163,3 +163,20 @@ def test_a_remote_address_is_refused(tmp_path: Path):
     corpus = CorpusConfig(path="s3://bucket/t.tsv")
     with pytest.raises(DataError, match=r"s3://bucket/t\.tsv: .* local files or by `hub`"):
         scan_corpus(corpus, data_in(tmp_path, corpus))
+
+
+def test_a_parquet_file_with_bytes_that_are_not_utf8_is_named_or_its_rows_are_marked(tmp_path: Path):
+    bytes_of = pa.array([b"one", b"t\xffo"]).cast(pa.binary())
+    text = pa.Array.from_buffers(pa.string(), 2, bytes_of.buffers())
+    pq.write_table(pa.table({"en": text, "de": ["eins", "zwei"]}), tmp_path / "a.parquet")
+    corpus = CorpusConfig(path="a.parquet", columns=("en", "de"))
+    with pytest.raises(DataError, match=r"a\.parquet: column 'en' is not valid UTF-8 .*bad_encoding: drop"):
+        read(tmp_path, corpus)
+    batches = read(tmp_path, corpus, "drop")
+    assert [position for batch in batches for position in batch.bad_encoding] == [1]
+
+
+def test_an_empty_tsv_is_an_empty_corpus(tmp_path: Path):
+    (tmp_path / "a.tsv").touch()
+    with pytest.raises(DataError, match="empty"):
+        read(tmp_path, CorpusConfig(path="a.tsv"))

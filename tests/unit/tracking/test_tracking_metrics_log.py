@@ -89,3 +89,17 @@ def test_after_a_rewind_the_file_is_that_of_a_run_never_stopped(tmp_path: Path, 
 def test_a_value_may_not_take_the_name_of_a_field(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="field of every record"):
         MetricsLog(tmp_path / "metrics.jsonl").append("train", 1, {"step": 2})
+
+
+def test_a_torn_line_longer_than_a_block_is_removed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.append("train", 1, {"loss": 1.0})
+    log.close()
+    whole = path.read_bytes()
+    path.write_bytes(whole + b"x" * 200_000)
+    MetricsLog(path).close()
+    assert path.read_bytes() == whole
+    path.write_bytes(b"x" * 200_000)
+    MetricsLog(path).close()
+    assert path.read_bytes() == b""

@@ -316,3 +316,18 @@ def test_runs_that_create_the_same_store_at_the_same_moment_all_arrive(run_dir: 
     assert [process.communicate()[0] for process in processes] == ["4\n"] * 3
     for folder in folders:
         assert curves_on_server(store_of(run_dir), run_id_of(RunDir(folder))) == curves_in_file(RunDir(folder))
+
+
+@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'boto3'"), RuntimeError("no credentials")])
+def test_an_artifact_store_that_takes_nothing_does_not_hold_up_the_curves(
+    stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise error
+
+    monkeypatch.setattr(MlflowClient, "log_text", refuse)
+    train(MetricsLog(stored_run_dir.metrics), range(1, 4))
+    tracker = tracker_of(stored_run_dir, None, close_seconds=5)
+    tracker.start({}, {}, "model: base\n")
+    tracker.close("FINISHED")
+    assert curves_on_server(store_of(stored_run_dir), run_id_of(stored_run_dir)) == curves_in_file(stored_run_dir)

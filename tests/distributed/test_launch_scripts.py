@@ -1,0 +1,82 @@
+"""Every way of starting ranks trains the same run: the scripts of launch/, with their real launchers, on this machine."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import NOT_INHERITED, records, wait_for_step
+
+pytestmark = pytest.mark.slow
+
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def start(folder: Path, script: str, *arguments: str, **environment: str) -> "subprocess.Popen[str]":
+    inherited = {name: value for name, value in os.environ.items() if name not in NOT_INHERITED}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return subprocess.Popen(
+        [LAUNCH / script, *arguments],
+        cwd=folder,
+        env={
+            **inherited,
+            "PATH": path,
+            "DIST_TRANSFORMER_PYTHON": sys.executable,
+            "MASTER_PORT": free_port(),
+            **environment,
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+@pytest.fixture(scope="module")
+def alone(train_small) -> Path:
+    return train_small("launch-alone")
+
+
+@pytest.mark.parametrize(
+    ("script", "before", "after", "environment"),
+    [
+        ("local.sh", [], ["--ranks", "2"], {}),
+        ("torchrun.sh", [], [], {"RANKS_PER_NODE": "2"}),
+        ("hostfile.sh", ["hosts"], [], {}),
+    ],
+)
+def test_a_launcher_starts_two_ranks_that_train_the_same_run(small_corpus, alone, script, before, after, environment):
+    (small_corpus / "hosts").write_text("localhost slots=2\n", encoding="utf-8")
+    name = script.removesuffix(".sh")
+    process = start(small_corpus, script, *before, "small.yaml", f"run.name={name}", *after, **environment)
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, out
+    run = small_corpus / "runs" / name
+    assert [r["batch_digest"] for r in records(run)] == [r["batch_digest"] for r in records(alone)]
+    assert "2 ranks" in (run / "train.log").read_text(encoding="utf-8")
+
+
+def test_a_signal_to_torchrun_saves(small_corpus, alone):
+    arguments = ("small.yaml", "run.name=torchrun-stopped", "training.max_steps=100000")
+    process = start(small_corpus, "torchrun.sh", *arguments, RANKS_PER_NODE="2")
+    run = small_corpus / "runs" / "torchrun-stopped"
+    wait_for_step(run, 2)
+    process.send_signal(signal.SIGUSR1)
+    out, _ = process.communicate(timeout=200)
+    step = records(run)[-1]["step"]
+    assert (run / "checkpoints" / f"step_{step:08d}" / "manifest.json").is_file(), out
+
+
+def test_a_missing_hostfile_is_refused(small_corpus):
+    process = start(small_corpus, "hostfile.sh", "no-such-file", "small.yaml")
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "no-such-file: no such file; expected lines like: name slots=8" in out
