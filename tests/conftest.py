@@ -1,6 +1,7 @@
 """Shared by all tests: the command as a user runs it, and a small real corpus to run it on."""
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from running import Command
 from dist_transformer.data.demo_corpus import demo_pairs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks of a test share two cores
+# Started by nohup or in the background, tests inherit ignored signals, and so would the processes they signal.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SMALL_RUN = """
 run: {{name: small, root: {root}/runs, seed: 3}}
