@@ -18,7 +18,7 @@ from dist_transformer.share_folder import share_folder
 STOP_AT_STEP = 100
 SENTENCES = (
     "The train leaves at half past seven on Monday.",
-    "twenty-one",
+    "The meeting takes place on the twenty-first of March.",
     "The book costs four euros and fifty cents.",
 )
 
