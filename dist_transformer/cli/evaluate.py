@@ -7,7 +7,7 @@ import typer
 
 from dist_transformer.cli.arguments import read_run
 from dist_transformer.cli.translate import BeamOption, PenaltyOption, decoding
-from dist_transformer.config.models import CorpusConfig, DataConfig
+from dist_transformer.config.data_models import CorpusConfig, DataConfig
 from dist_transformer.errors import UserError
 
 

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dist_transformer.config.credentials import is_secret_name, without_credentials
+from dist_transformer.config.data_models import CorpusConfig, DataConfig, TokenizerConfig
 from dist_transformer.config.marks import KeyPath
-from dist_transformer.config.models import CorpusConfig, DataConfig, SlurmConfig, TokenizerConfig
+from dist_transformer.config.models import SlurmConfig
 
 Problem = tuple[KeyPath, str]
 

@@ -1,38 +1,15 @@
-"""Every setting of a run, its type, its unit and its default. Defaults live here and nowhere else.
+"""Every setting of a run, its type, its unit and its default. Defaults live here and in data_models.py, nowhere else.
 
 Each part of the program receives only its own section, frozen. The defaults of `model`, `optimizer`, `schedule` and
 `training` are those of Vaswani et al. (2017), "Attention Is All You Need"; what departs from the paper says so.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
-from dist_transformer.config.dialect import as_written
-
-
-def _refuse_look_alikes(value: Any) -> Any:
-    """To Python True and 1.0 equal 1, to a reader of the YAML they do not."""
-    if isinstance(value, bool | float):
-        raise PydanticCustomError("literal_error", "Input should be 0, 1, 2 or 3")
-    return value
-
-
-# Strict: nothing is a number, or true or false, that was not written as one.
-Text = Annotated[str, BeforeValidator(as_written)]
-Truth = Annotated[bool, Field(strict=True)]
-Whole = Annotated[int, Field(strict=True)]
-Number = Annotated[float, Field(strict=True)]
-PositiveInt = Annotated[int, Field(gt=0, strict=True)]
-Share = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
-ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_refuse_look_alikes)]
-
-
-class Section(BaseModel):
-    """A frozen group of settings; unknown keys are errors."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, protected_namespaces=())
+from dist_transformer.config.data_models import DataConfig, TokenizerConfig
+from dist_transformer.config.section import Number, PositiveInt, Section, Share, Text, Truth, Whole, ZeroStage
 
 
 class RunConfig(Section):
@@ -41,84 +18,6 @@ class RunConfig(Section):
     name: Text = Field("run", min_length=1, description="Name of the run folder, the job and the MLflow run.")
     root: Text = Field("runs", description="Folder of run folders; the run folder is <root>/<name>.")
     seed: Whole = Field(1, ge=0, description="Seed of initialisation, data order and dropout.")
-
-
-class CorpusConfig(Section):
-    """One set of aligned text: exactly one of `source`+`target` files, `path`, `hub` or `demo`."""
-
-    source: Text | None = Field(None, description="Text file of the source side, one sentence a line (.gz, .zst too).")
-    target: Text | None = Field(None, description="Text file of the target side, aligned line by line with `source`.")
-    path: Text | None = Field(None, description="One file with both sides: .tsv .csv .jsonl .parquet (.gz, .zst too).")
-    hub: Text | None = Field(None, description="Dataset id on the Hugging Face Hub, e.g. wmt/wmt14.")
-    subset: Text | None = Field(None, description="Configuration name of the Hub dataset, e.g. de-en.")
-    split: Text = Field("train", description="Split of the Hub dataset.")
-    revision: Text | None = Field(None, description="Revision (commit) of the Hub dataset.")
-    columns: tuple[Text, Text] | None = Field(
-        None,
-        description="Names of the source and target columns; dots reach into nested ones: translation.en. "
-        "Default: the two languages, or `translation.<language>` for a Hub dataset; columns 0 and 1 of a tsv.",
-    )
-    demo: Literal["train", "validation", "test"] | None = Field(
-        None, description="A split of the embedded English-German demonstration corpus; needs no files."
-    )
-
-
-class FilterConfig(Section):
-    """Which pairs are dropped, rule by rule; each rule is counted by its name."""
-
-    max_tokens: PositiveInt = Field(256, description="Longest side in subword tokens, end of sentence included.")
-    max_length_ratio: Number = Field(
-        9.0, gt=1.0, description="Largest ratio of the longer to the shorter side, in tokens; sides under 10 pass."
-    )
-    drop_identical: Truth = Field(False, description="Drop pairs whose source equals their target.")
-    bad_encoding: Literal["raise", "drop"] = Field(
-        "raise", description="Invalid UTF-8 in a text file: stop and name the line, or drop the pair and count it."
-    )
-
-
-class DataConfig(Section):
-    """From text to micro-batches."""
-
-    root: Text = Field(".", description="Folder that relative corpus paths start from.")
-    source_language: Text = Field("en", description="Source language code, for column names and tags.")
-    target_language: Text = Field("de", description="Target language code, for column names and tags.")
-    train: CorpusConfig = Field(description="The training corpus.")
-    validation: CorpusConfig | None = Field(
-        None, description="The validation corpus; its loss is measured in training."
-    )
-    test: CorpusConfig | None = Field(None, description="The test corpus that `evaluate` scores.")
-    prepared: Text | None = Field(
-        None, description="Folder of the prepared corpus; default: <run.root>/prepared/<digest of what made it>."
-    )
-    filters: FilterConfig = Field(default_factory=FilterConfig, description="Which pairs are dropped.")
-    lanes: PositiveInt = Field(
-        8,
-        description="Micro-batches per optimizer step over all ranks (fairseq: update-freq x GPUs). Part of the recipe.",
-    )
-    max_tokens: PositiveInt = Field(
-        8192, description="Largest micro-batch in tokens: source + target, padding counted."
-    )
-    window_rows: PositiveInt = Field(20_000, description="Rows of a lane shuffled, sorted and resumed together.")
-    row_group_rows: PositiveInt = Field(4096, description="Rows per parquet row group of the prepared corpus.")
-    loader_workers: Whole = Field(1, ge=0, description="Loader processes per rank; 0 reads in the training process.")
-    stall_seconds: PositiveInt = Field(
-        300, description="A window not delivered in this time ends the run with a reason; below training.hang_seconds."
-    )
-    audit: Truth = Field(False, description="Also write the row ids of every step to audit.jsonl.")
-
-
-class TokenizerConfig(Section):
-    """The sentencepiece model: trained by `prepare`, or taken from files."""
-
-    type: Literal["bpe", "unigram"] = Field("bpe", description="Kind of sentencepiece model.")
-    vocabulary_size: PositiveInt = Field(
-        37_000, description="Pieces per model; rounded up to a multiple of 8. 5.1: 37000."
-    )
-    shared: Truth = Field(True, description="One vocabulary for both languages (5.1).")
-    character_coverage: Number = Field(1.0, gt=0.0, le=1.0, description="Share of characters that get a piece.")
-    training_sentences: PositiveInt = Field(2_000_000, description="Most sentences (both sides) used to train it.")
-    source_model: Text | None = Field(None, description="An existing .model file to take instead of training one.")
-    target_model: Text | None = Field(None, description="The target side's .model file where not shared.")
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -185,6 +84,9 @@ class TrainingConfig(Section):
 
     max_steps: PositiveInt | None = Field(100_000, description="Last step of the run; none: only max_epochs ends it.")
     max_epochs: PositiveInt | None = Field(None, description="Epochs after which the run ends; none: only max_steps.")
+    max_target_tokens: PositiveInt | None = Field(
+        None, description="The run ends with the step that brings it to this many target tokens; none: no such limit."
+    )
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp16", description="fp16: half weights, fp32 masters, dynamic loss scale. bf16: autocast over fp32 weights."
     )

@@ -4,7 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.config.models import CorpusConfig, DataConfig
+from dist_transformer.config.data_models import CorpusConfig, DataConfig
 from dist_transformer.errors import DataError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dist_transformer.config.models import FilterConfig
+from dist_transformer.config.data_models import FilterConfig
 from dist_transformer.data.sources import RawBatch
 
 RULES = ("bad_encoding", "empty", "identical", "too_long", "length_ratio")

@@ -21,7 +21,8 @@ from pathlib import Path
 import pyarrow as pa
 from filelock import FileLock, Timeout
 
-from dist_transformer.config.models import Config, CorpusConfig, TokenizerConfig
+from dist_transformer.config.data_models import CorpusConfig, TokenizerConfig
+from dist_transformer.config.models import Config
 from dist_transformer.data.corpus_files import corpus_files, corpus_name
 from dist_transformer.data.manifest import (
     MANIFEST_NAME,

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from dist_transformer.config.models import CorpusConfig, DataConfig
+from dist_transformer.config.data_models import CorpusConfig, DataConfig
 from dist_transformer.data.corpus_files import corpus_name, existing_corpus_files, table_kind
 from dist_transformer.data.demo_corpus import PAIRS_OF_SPLIT, DemoSplit, demo_pairs
 from dist_transformer.data.text_files import is_utf8, read_aligned, read_tsv, scan_aligned, scan_file

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 import pyarrow as pa
 
-from dist_transformer.config.models import FilterConfig
+from dist_transformer.config.data_models import FilterConfig
 from dist_transformer.data.filters import filter_lengths, filter_text
 from dist_transformer.data.prepare_state import Chunk
 from dist_transformer.data.shards import token_lengths, token_table

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from dist_transformer.config.models import TokenizerConfig
+from dist_transformer.config.data_models import TokenizerConfig
 from dist_transformer.errors import DataError, DistTransformerError
 from dist_transformer.run_dir import replacing
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_transformer.config.models import TokenizerConfig
+from dist_transformer.config.data_models import TokenizerConfig
 from dist_transformer.data.demo_corpus import PAIRS_OF_SPLIT, TEMPLATES, DemoSplit, demo_pairs
 from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from dist_transformer.config.models import FilterConfig
+from dist_transformer.config.data_models import FilterConfig
 from dist_transformer.data.filters import RULES, filter_lengths, filter_text
 from dist_transformer.data.sources import RawBatch
 

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from dist_transformer.config.models import CorpusConfig, DataConfig
+from dist_transformer.config.data_models import CorpusConfig, DataConfig
 from dist_transformer.data.sources import RawBatch, read_corpus, scan_corpus
 from dist_transformer.errors import DataError
 

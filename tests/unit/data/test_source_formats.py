@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from dist_transformer.config.models import CorpusConfig, DataConfig
+from dist_transformer.config.data_models import CorpusConfig, DataConfig
 from dist_transformer.data.corpus_files import corpus_files, corpus_fingerprint
 from dist_transformer.data.demo_corpus import demo_pairs
 from dist_transformer.data.sources import read_corpus, scan_corpus

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from dist_transformer.config.models import TokenizerConfig
+from dist_transformer.config.data_models import TokenizerConfig
 from dist_transformer.data.demo_corpus import demo_pairs
 from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
 from dist_transformer.errors import DataError

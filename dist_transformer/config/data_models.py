@@ -1,0 +1,154 @@
+"""The settings of the data: corpora, mixtures, filters, batches, tokenizer. Defaults live here and nowhere else."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from dist_transformer.config.section import Number, PositiveInt, Section, Text, Truth, Whole
+
+
+class CorpusConfig(Section):
+    """One set of aligned text: exactly one of `source`+`target` files, `path`, `hub` or `demo`.
+
+    A file is a name relative to data.root, an absolute one, or an address that fsspec knows (s3://, gs://, hf://,
+    http://, memory://); with `*`, `?` or `[` in it, a pattern: the files that fit are read in the order of their names.
+    """
+
+    source: Text | None = Field(
+        None, description="Text of the source side, one sentence a line (.gz, .zst, .xz too); patterns and URLs too."
+    )
+    target: Text | None = Field(None, description="Text of the target side, aligned line by line with `source`.")
+    path: Text | None = Field(
+        None, description="Both sides: .tsv .csv .jsonl (.gz, .zst, .xz too) .parquet .arrow; patterns and URLs too."
+    )
+    hub: Text | None = Field(None, description="Dataset id on the Hugging Face Hub, e.g. wmt/wmt14.")
+    subset: Text | None = Field(None, description="Configuration name of the Hub dataset, e.g. de-en.")
+    split: Text = Field("train", description="Split of the Hub dataset.")
+    revision: Text | None = Field(None, description="Revision (commit) of the Hub dataset.")
+    columns: tuple[Text, Text] | None = Field(
+        None,
+        description="Names of the source and target columns; dots reach into nested ones: translation.en. "
+        "Default: the two languages, or `translation.<language>` for a Hub dataset; columns 0 and 1 of a tsv.",
+    )
+    demo: Literal["train", "validation", "test"] | None = Field(
+        None, description="A split of the embedded English-German demonstration corpus; needs no files."
+    )
+    tags: tuple[Text, ...] = Field(
+        (),
+        description="Put before each source sentence: <2de>, <news>. A tokenizer trained here keeps each as one piece; "
+        "`translate` takes them as part of the text.",
+    )
+
+
+class MixtureStage(Section):
+    """From which global batch on which weights hold."""
+
+    from_step: Whole = Field(ge=0, description="First step (skipped updates counted) that these weights are for.")
+    weights: dict[Text, Number] = Field(description="Weight of each corpus, as in mixture.weights.")
+
+
+class MixtureConfig(Section):
+    """Several training corpora. Each is gone through from its first row to its last, again and again, at its own pace.
+
+    An epoch is as many pairs as all corpora have together; with neither weights nor a temperature it is each pair once.
+    """
+
+    corpora: dict[Text, CorpusConfig] = Field(min_length=1, description="The corpora by name.")
+    weights: dict[Text, Number] | None = Field(
+        None, description="Share of each corpus in every window, in any unit; none: its number of pairs."
+    )
+    temperature: Number = Field(
+        1.0, gt=0.0, description="Shares by (pairs of the corpus / all pairs) ** (1 / temperature); 1: by their pairs."
+    )
+    schedule: tuple[MixtureStage, ...] = Field((), description="Other weights from given steps on, ascending.")
+
+
+class FilterConfig(Section):
+    """Which pairs are dropped, rule by rule; each rule is counted by its name."""
+
+    max_tokens: PositiveInt = Field(256, description="Longest side in subword tokens, end of sentence included.")
+    max_length_ratio: Number = Field(
+        9.0, gt=1.0, description="Largest ratio of the longer to the shorter side, in tokens; sides under 10 pass."
+    )
+    drop_identical: Truth = Field(False, description="Drop pairs whose source equals their target.")
+    bad_encoding: Literal["raise", "drop"] = Field(
+        "raise", description="Invalid UTF-8 in a text file: stop and name the line, or drop the pair and count it."
+    )
+
+
+class DataConfig(Section):
+    """From text to micro-batches."""
+
+    root: Text = Field(".", description="Folder that relative corpus paths start from.")
+    source_language: Text = Field("en", description="Source language code, for column names and tags.")
+    target_language: Text = Field("de", description="Target language code, for column names and tags.")
+    train: CorpusConfig | None = Field(None, description="The training corpus; or give `mixture`.")
+    mixture: MixtureConfig | None = Field(None, description="Several training corpora instead of `train`.")
+    validation: CorpusConfig | None = Field(
+        None, description="The validation corpus; its loss is measured in training."
+    )
+    test: CorpusConfig | None = Field(None, description="The test corpus that `evaluate` scores.")
+    prepared: Text | None = Field(
+        None, description="Folder of the prepared corpus; default: <run.root>/prepared/<digest of what made it>."
+    )
+    normalization: Literal["none", "NFC", "NFKC"] = Field(
+        "none", description="Unicode form that text is brought into when it is read (the tokenizer's own comes after)."
+    )
+    on_the_fly: Truth = Field(
+        False,
+        description="Tokenize in the loader processes, in every epoch anew; parquet is then read where it lies. "
+        "Needed by tokenizer.sampling. false: once, by `prepare`.",
+    )
+    filters: FilterConfig = Field(default_factory=FilterConfig, description="Which pairs are dropped.")
+    lanes: PositiveInt = Field(
+        8,
+        description="Micro-batches per optimizer step over all ranks (fairseq: update-freq x GPUs). Part of the recipe.",
+    )
+    max_tokens: PositiveInt = Field(
+        8192, description="Largest micro-batch in tokens: source + target, padding counted."
+    )
+    batch_shapes: Literal["free", "bounded"] = Field(
+        "free", description="bounded: lengths from a table of few, for kernels compiled or captured for each shape."
+    )
+    reslice_from: PositiveInt | None = Field(
+        None,
+        description="The data.lanes of the checkpoint to go on from, where it is another one: the rest of the epoch is "
+        "cut into the new lanes, each row still once.",
+    )
+    window_rows: PositiveInt = Field(20_000, description="Rows of a lane shuffled, sorted and resumed together.")
+    row_group_rows: PositiveInt = Field(4096, description="Rows per parquet row group of the prepared corpus.")
+    loader_workers: Whole = Field(1, ge=0, description="Loader processes per rank; 0 reads in the training process.")
+    stall_seconds: PositiveInt = Field(
+        300, description="A window not delivered in this time ends the run with a reason; below training.hang_seconds."
+    )
+    read_attempts: PositiveInt = Field(5, description="Attempts to read a row group, with growing pauses between them.")
+    on_bad_row_group: Literal["raise", "quarantine"] = Field(
+        "raise", description="A row group that cannot be read: end the run, or leave it out, counted and named."
+    )
+    max_quarantined_row_groups: PositiveInt = Field(10, description="The run ends when more than these were left out.")
+    audit: Truth = Field(False, description="Also write the row ids of every step to audit.jsonl.")
+
+    def training_corpora(self) -> dict[str, CorpusConfig]:
+        """The training corpora by name, in order; a single one is named `train`."""
+        if self.mixture is not None:
+            return self.mixture.corpora
+        return {"train": self.train} if self.train is not None else {}
+
+
+class TokenizerConfig(Section):
+    """The sentencepiece model: trained by `prepare`, or taken from files."""
+
+    type: Literal["bpe", "unigram"] = Field("bpe", description="Kind of sentencepiece model.")
+    vocabulary_size: PositiveInt = Field(
+        37_000, description="Pieces per model; rounded up to a multiple of 8. 5.1: 37000."
+    )
+    shared: Truth = Field(True, description="One vocabulary for both languages (5.1).")
+    character_coverage: Number = Field(1.0, gt=0.0, le=1.0, description="Share of characters that get a piece.")
+    training_sentences: PositiveInt = Field(2_000_000, description="Most sentences (both sides) used to train it.")
+    source_model: Text | None = Field(None, description="An existing .model file to take instead of training one.")
+    target_model: Text | None = Field(None, description="The target side's .model file where not shared.")
+    sampling: Share = Field(
+        0.0,
+        description="Share of merges left out (BPE dropout), or alpha of unigram sampling, in training; 0: none. Needs "
+        "data.on_the_fly.",
+    )

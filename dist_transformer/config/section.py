@@ -1,0 +1,33 @@
+"""What every section of the configuration is made of: a frozen group of settings, and the types of a setting.
+
+Strict: nothing is a number, or true or false, that was not written as one.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from dist_transformer.config.dialect import as_written
+
+
+def _refuse_look_alikes(value: Any) -> Any:
+    """To Python True and 1.0 equal 1, to a reader of the YAML they do not."""
+    if isinstance(value, bool | float):
+        raise PydanticCustomError("literal_error", "Input should be 0, 1, 2 or 3")
+    return value
+
+
+Text = Annotated[str, BeforeValidator(as_written)]
+Truth = Annotated[bool, Field(strict=True)]
+Whole = Annotated[int, Field(strict=True)]
+Number = Annotated[float, Field(strict=True)]
+PositiveInt = Annotated[int, Field(gt=0, strict=True)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
+ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_refuse_look_alikes)]
+
+
+class Section(BaseModel):
+    """A frozen group of settings; unknown keys are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, protected_namespaces=())
