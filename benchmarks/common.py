@@ -1,10 +1,12 @@
-"""What the benchmarks share: the line about machine and versions, clocks, interleaved repeats, markdown tables.
+"""What the benchmarks share: beginning and end, clocks, interleaved repeats, markdown tables.
 
 A case is a function that does its work once and returns figures by name. Cases take turns, round by round, so that what
 else the machine does falls on all of them; a ratio is taken within each round, and medians over the rounds.
 """
 
+import argparse
 import json
+import logging
 import os
 import platform
 import statistics
@@ -53,6 +55,19 @@ def interleaved(cases: Mapping[str, Callable[[], Figures]], num_rounds: int) -> 
         for name in names[first:] + names[:first]:
             rounds[name].append(cases[name]())
     return rounds
+
+
+def rates(pairs: int, tokens: int, wall_seconds: float, cpu_seconds: float) -> Figures:
+    """What a loader gave, in all and by time."""
+    return {
+        "pairs": pairs,
+        "wall_seconds": wall_seconds,
+        "cpu_seconds": cpu_seconds,
+        "pairs_per_second": pairs / wall_seconds,
+        "pairs_per_cpu_second": pairs / cpu_seconds,
+        "tokens_per_second": tokens / wall_seconds,
+        "tokens_per_cpu_second": tokens / cpu_seconds,
+    }
 
 
 def median(samples: Sequence[Figures], figure: str) -> float:
@@ -109,8 +124,26 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def write_raw(path: Path, arguments: Mapping[str, Any], found: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
-    """All figures of all rounds as JSON."""
-    plain = {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()}
-    value = {"machine": found, "arguments": plain, "figures": figures}
-    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+def arguments_of(parser: argparse.ArgumentParser, rounds: int) -> argparse.Namespace:
+    """The command line, with what every benchmark takes."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--json", type=Path, help="file for all figures of all rounds")
+    return parser.parse_args()
+
+
+def begin(threads: int) -> dict[str, Any]:
+    """Says where and with what this is measured."""
+    torch.set_num_threads(threads)
+    logging.disable(logging.WARNING)
+    found = machine()
+    print(machine_line(found), flush=True)
+    return found
+
+
+def finish(arguments: argparse.Namespace, found: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
+    """Writes all figures of all rounds as JSON, where that was asked for."""
+    if arguments.json:
+        plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+        value = {"machine": found, "arguments": plain, "figures": figures}
+        arguments.json.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

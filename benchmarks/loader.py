@@ -1,262 +1,271 @@
-"""How fast a prepared corpus is loaded, how much of a batch is padding, and how soon a resumed run has its first batch.
+"""How fast a corpus is loaded, how much of a batch is padding, and how soon a resumed run has its first batch.
 
     python benchmarks/loader.py                     # 200,000 pairs, three rounds
-    python benchmarks/loader.py --pairs 2000000 --json loader.json
+    python benchmarks/loader.py --pairs 2000000 --json loader.json --peers litdata
 
-Beside it, in the same rounds: Hugging Face `datasets`, streaming row by row over the same parquet files. It hands out
-rows as they lie on the disk; ours come shuffled, bucketed by length and padded into tensors.
+Beside it, in the same rounds, other loaders hand out the same rows one by one (peers.py); ours come shuffled, bucketed by
+length and padded into tensors.
 """
 
 import argparse
-import itertools
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+import common
+import numpy as np
+import peers
+from common import Figures, Rounds, Stopwatch
+from synthetic_corpus import PAD_ID, Corpus, write_tokens
+from synthetic_text import prepare_text
 
-import datasets
-import torch
-from common import (
-    Figures,
-    Rounds,
-    Stopwatch,
-    interleaved,
-    machine,
-    machine_line,
-    markdown_table,
-    median,
-    median_ratio,
-    ratio_range,
-    write_raw,
-)
-from synthetic_corpus import BOS_ID, write_corpus
-
-from dist_transformer.data.loader import LaneLoader, MicroBatch, Position, WindowSource
-from dist_transformer.data.manifest import Manifest
-from dist_transformer.data.window import WindowReader
+from dist_transformer.cli.run_data import RunData
+from dist_transformer.data.batching import straggler_ratio
+from dist_transformer.data.loader import LaneLoader, MicroBatch
+from dist_transformer.data.packing import pack, packed_shape
+from dist_transformer.data.plan import WindowRequest
+from dist_transformer.data.position import Position
+from dist_transformer.data.rows import RowReader
 
 VOCABULARY = 32_000
-SEED = 1
-STALL_SECONDS = 300
-BUDGET_PAIRS_PER_SECOND = 200_000
-BUDGET_PADDING = 0.07
+TEXT_VOCABULARY = 8_000
+PREPARED, ON_THE_FLY = "prepared", "BPE on the fly"
+IN_PROCESS, ONE_WORKER = "in the training process", "1 worker"
+DATASETS = "datasets, rows streamed in the training process"
+LITDATA = "litdata, rows shuffled,"
+BUDGET_PAIRS_PER_SECOND = {f"{PREPARED}, {ONE_WORKER}": 200_000, f"{ON_THE_FLY}, {ONE_WORKER}": 9_000}
+BUDGET_PADDING = {"free": 0.07, "packed": 0.03}
 BUDGET_STRAGGLER = 1.05
 BUDGET_RESUME_SECONDS = 1.0
 BUDGET_WINDOW_ROWS = 20_000
-STREAMING = "datasets, streaming, row by row"
 Step = list[MicroBatch]
 
 
 def main() -> None:
     arguments = _arguments()
-    torch.set_num_threads(1)
-    found = machine()
-    print(machine_line(found), flush=True)
+    found = common.begin(threads=1)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        manifest = write_corpus(folder, arguments.pairs, VOCABULARY, arguments.row_group_rows, SEED)
-        print(_corpus_line(folder, manifest, arguments), flush=True)
-        windows = {rows: _batching(_source(folder, manifest, arguments, rows)) for rows in arguments.windows}
-        print("\n" + _batching_table(windows), flush=True)
-        source = _source(folder, manifest, arguments, arguments.window_rows)
-        throughput = interleaved(_throughput_cases(source, folder, manifest, arguments), arguments.rounds)
+        prepared = write_tokens(Path(name) / "tokens", arguments.pairs, VOCABULARY, arguments.row_group_rows)
+        (Path(name) / "text").mkdir()
+        text = prepare_text(
+            Path(name) / "text", arguments.text_pairs, arguments.text_vocabulary, arguments.row_group_rows
+        )
+        print(_corpora_line(prepared, text, arguments), flush=True)
+        batching = _batching_figures(prepared, arguments)
+        print("\n" + _batching_table(batching), flush=True)
+        runs = {PREPARED: _run_data(prepared, arguments), ON_THE_FLY: _run_data(text, arguments)}
+        throughput = common.interleaved(_throughput_cases(runs, prepared, arguments), arguments.rounds)
         print("\n" + _throughput_table(throughput), flush=True)
-        middle = _middle(source)
-        resumes = {_workers(n): partial(_first_batch, source, middle, n) for n in (0, 1)}
-        resumed = interleaved(resumes, arguments.rounds)
+        resumed = common.interleaved(_resume_cases(runs), arguments.rounds)
         print("\n" + _resume_table(resumed))
-    if arguments.json:
-        figures = {"batching": windows, "throughput": throughput, "resume": resumed}
-        write_raw(arguments.json, vars(arguments), found, figures)
+    common.finish(arguments, found, {"batching": batching, "throughput": throughput, "resume": resumed})
 
 
-def _source(folder: Path, manifest: Manifest, arguments: argparse.Namespace, window_rows: int) -> WindowSource:
-    groups = tuple(group.rows for group in manifest.splits["train"].row_groups)
-    reader = WindowReader(folder, manifest, "train")
-    return WindowSource(reader, groups, arguments.lanes, window_rows, arguments.max_tokens, SEED)
+def _run_data(corpus: Corpus, arguments: argparse.Namespace) -> RunData:
+    return corpus.run_data(arguments.lanes, arguments.max_tokens, arguments.window_rows)
 
 
-def _open(source: WindowSource, position: Position, num_workers: int) -> LaneLoader:
-    return LaneLoader(source, range(source.num_lanes), position, BOS_ID, num_workers, STALL_SECONDS)
+def _open(run: RunData, position: Position, num_workers: int) -> LaneLoader:
+    return run.loader(position, 0, 0, 1, num_workers)
 
 
 def _steps(loader: LaneLoader) -> Iterator[Step]:
     """The steps of the rest of this epoch; a lane that has ended is left out."""
-    while step := [batch for batch in loader.next_step() if batch is not None]:
+    while step := [batch for batch in loader.next_step().batches if batch is not None]:
         yield step
 
 
-def _batching(source: WindowSource) -> Figures:
-    """Padding and stragglers of one epoch: counts, the same on every machine."""
-    tokens, padded, stragglers, widest = 0, 0, [], 0
-    for step in _steps(_open(source, Position.start(source.num_lanes), 0)):
+def _batching_figures(corpus: Corpus, arguments: argparse.Namespace) -> dict[str, dict[str, Figures]]:
+    """Padding and stragglers of one epoch, by layout and window: counts, the same on every machine."""
+    figures: dict[str, dict[str, Figures]] = {"free": {}, "bounded": {}, "packed": {}}
+    for window_rows in arguments.windows:
+        for layout in ("free", "bounded"):
+            run = corpus.run_data(arguments.lanes, arguments.max_tokens, window_rows, layout)
+            figures[layout][str(window_rows)] = _padded(run)
+        run = corpus.run_data(arguments.lanes, arguments.max_tokens, window_rows)
+        figures["packed"][str(window_rows)] = _packed(run, corpus)
+    return figures
+
+
+def _padded(run: RunData) -> Figures:
+    tokens, padded, stragglers, shapes = 0, 0, [], set()
+    for step in _steps(_open(run, run.start(), 0)):
         sizes = [batch.shape.padded_tokens for batch in step]
         tokens += sum(batch.shape.source_tokens + batch.shape.target_tokens for batch in step)
         padded += sum(sizes)
-        # A lane that has ended waits for the others as one with an empty micro-batch does.
-        stragglers.append(max(sizes) * source.num_lanes / sum(sizes))
-    plan = source.plan(0)
-    for lane in range(source.num_lanes):
-        for window in range(plan.num_windows(lane)):
-            widest = max(widest, sum(piece.last - piece.first for piece in plan.slices(lane, window)))
+        shapes |= {(b.shape.rows, b.shape.source_length, b.shape.target_length) for b in step}
+        stragglers.append(straggler_ratio(sizes))
     return {
-        "rows": widest,
         "padding": 1 - tokens / padded,
         "straggler": mean(stragglers),
         "steps": len(stragglers),
+        "shapes": len(shapes),
     }
+
+
+def _packed(run: RunData, corpus: Corpus) -> Figures:
+    """All micro-batches have one shape: no straggler."""
+    split = corpus.split
+    shape = packed_shape(run.config.data.max_tokens, split.rows, split.source_tokens, split.target_tokens)
+    reader = RowReader(corpus.folder, corpus.manifest, run.config.data, 0.0, run.config.run.seed)
+    batches_of_lane = [0] * run.config.data.lanes
+    for request in _requests(run):
+        rows = reader.read(request).rows
+        order = np.random.default_rng(request.key.window).permutation(len(rows.row_ids))
+        batches_of_lane[request.key.lane] += len(pack(rows, order, shape, PAD_ID))
+    tokens, padded = split.source_tokens + split.target_tokens, sum(batches_of_lane) * run.config.data.max_tokens
+    return {"padding": 1 - tokens / padded, "straggler": 1.0, "steps": max(batches_of_lane), "shapes": 1}
+
+
+def _requests(run: RunData) -> Iterator[WindowRequest]:
+    plan = run.planner.plan(run.start().segment)
+    for lane in range(run.config.data.lanes):
+        for window in range(plan.num_windows(lane)):
+            yield plan.request(lane, window)
 
 
 def _throughput_cases(
-    source: WindowSource, folder: Path, manifest: Manifest, arguments: argparse.Namespace
+    runs: dict[str, RunData], prepared: Corpus, arguments: argparse.Namespace
 ) -> dict[str, Callable[[], Figures]]:
-    files = [str(folder / shard.file) for shard in manifest.splits["train"].shards]
-    return {
-        _workers(0): partial(_epoch, source, 0),
-        _workers(1): partial(_epoch, source, 1),
-        STREAMING: partial(_stream, files, str(folder / "cache"), arguments.streamed_rows),
+    files = [str(prepared.folder / shard.file) for shard in prepared.split.shards]
+    peer_rows = min(arguments.peer_rows, arguments.pairs // 2)
+    cases: dict[str, Callable[[], Figures]] = {
+        f"{PREPARED}, {IN_PROCESS}": partial(_epoch, runs[PREPARED], 0),
+        f"{PREPARED}, {ONE_WORKER}": partial(_epoch, runs[PREPARED], 1),
+        f"{ON_THE_FLY}, {ONE_WORKER}": partial(_epoch, runs[ON_THE_FLY], 1),
+        DATASETS: partial(peers.datasets_rows, files, prepared.folder / "cache", peer_rows),
     }
+    if "litdata" in arguments.peers:
+        folder = prepared.folder / "litdata"
+        peers.write_litdata(files, folder)
+        cases[f"{LITDATA} {IN_PROCESS}"] = partial(peers.litdata_rows, folder, peer_rows, 0)
+        cases[f"{LITDATA} {ONE_WORKER}"] = partial(peers.litdata_rows, folder, peer_rows, 1)
+    return cases
 
 
-def _epoch(source: WindowSource, num_workers: int) -> Figures:
-    """One epoch between two moments of the same kind: just after its first step, and just after that of the next.
+def _epoch(run: RunData, num_workers: int) -> Figures:
+    """The second epoch, between two moments of the same kind: just after its first step, and after that of the third.
 
-    Both times the first windows of all lanes have just been waited for, so nothing was made ahead before the clock
-    began, and the start of the worker process does not count.
+    Both times the first windows of all lanes have just come from the worker, so nothing was made ahead before the clock
+    began; its start, and the windows that the loader makes itself meanwhile, lie in the first epoch.
     """
-    loader = _open(source, Position.start(source.num_lanes), num_workers)
+    loader = _open(run, run.start(), num_workers)
+    num_steps = sum(1 for _ in _steps(loader))
+    loader.start_epoch(num_steps)
     loader.next_step()
     clock = Stopwatch(with_descendants=num_workers > 0)
     rest = list(map(_size, _steps(loader)))
-    loader.start_epoch()
-    first = _size([batch for batch in loader.next_step() if batch is not None])
+    loader.start_epoch(2 * num_steps)
+    first = _size([batch for batch in loader.next_step().batches if batch is not None])
     wall, cpu = clock.read()
     pairs, tokens = (sum(part) for part in zip(*rest, first, strict=True))
-    return _rates(pairs, tokens, wall, cpu)
+    return common.rates(pairs, tokens, wall, cpu)
 
 
 def _size(step: Step) -> tuple[int, int]:
     """(pairs, real tokens of both sides)."""
     shapes = [batch.shape for batch in step]
-    return sum(s.rows for s in shapes), sum(s.source_tokens + s.target_tokens for s in shapes)
+    return sum(s.pairs for s in shapes), sum(s.source_tokens + s.target_tokens for s in shapes)
 
 
-def _stream(files: list[str], cache: str, num_rows: int) -> Figures:
-    rows = datasets.load_dataset("parquet", data_files=files, split="train", streaming=True, cache_dir=cache)
-    stream = iter(rows)
-    next(stream)
-    clock, pairs, tokens = Stopwatch(with_descendants=False), 0, 0
-    for row in itertools.islice(stream, num_rows):
-        pairs += 1
-        tokens += len(row["source"]) + len(row["target"])
-    return _rates(pairs, tokens, *clock.read())
-
-
-def _rates(pairs: int, tokens: int, wall: float, cpu: float) -> Figures:
+def _resume_cases(runs: dict[str, RunData]) -> dict[str, Callable[[], Figures]]:
+    middles = {name: _middle(run) for name, run in runs.items()}
     return {
-        "pairs": pairs,
-        "wall_seconds": wall,
-        "cpu_seconds": cpu,
-        "pairs_per_second": pairs / wall,
-        "pairs_per_cpu_second": pairs / cpu,
-        "tokens_per_second": tokens / wall,
-        "tokens_per_cpu_second": tokens / cpu,
+        f"{name}, {workers}": partial(_first_batch, runs[name], middles[name], number)
+        for name in runs
+        for number, workers in enumerate((IN_PROCESS, ONE_WORKER))
     }
 
 
-def _middle(source: WindowSource) -> Position:
+def _middle(run: RunData) -> Position:
     """The position after half of the steps of the first epoch."""
-    loader = _open(source, Position.start(source.num_lanes), 0)
+    loader = _open(run, run.start(), 0)
     positions = [loader.lane_positions() for _ in _steps(loader)]
     lanes = positions[len(positions) // 2]
-    return Position(0, tuple(lanes[lane] for lane in range(source.num_lanes)))
+    return Position(loader.segment, tuple(lanes[lane] for lane in sorted(lanes)))
 
 
-def _first_batch(source: WindowSource, position: Position, num_workers: int) -> Figures:
-    """From nothing to the first micro-batch of every lane; the start of a worker process is part of it."""
+def _first_batch(run: RunData, position: Position, num_workers: int) -> Figures:
+    """From nothing to the first micro-batch of every lane."""
     clock = Stopwatch(with_descendants=num_workers > 0)
-    loader = _open(source, position, num_workers)
+    loader = _open(run, position, num_workers)
     loader.next_step()
     return dict(zip(("wall_seconds", "cpu_seconds"), clock.read(), strict=True))
 
 
-def _workers(number: int) -> str:
-    return "in the training process" if number == 0 else f"{number} worker"
-
-
-def _corpus_line(folder: Path, manifest: Manifest, arguments: argparse.Namespace) -> str:
-    split = manifest.splits["train"]
+def _corpora_line(prepared: Corpus, text: Corpus, arguments: argparse.Namespace) -> str:
+    split = prepared.split
     tokens = split.source_tokens + split.target_tokens
     size = sum(shard.bytes for shard in split.shards)
     return (
-        f"{split.rows:,} pairs, mean {split.source_tokens / split.rows:.1f} + {split.target_tokens / split.rows:.1f} "
-        f"tokens, {size / tokens:.2f} bytes a token, row groups of {arguments.row_group_rows:,}; "
-        f"{arguments.lanes} lanes, micro-batches of {arguments.max_tokens:,} tokens; medians of rounds: {arguments.rounds}"
+        f"Prepared: {split.rows:,} pairs, mean {split.source_tokens / split.rows:.1f} + "
+        f"{split.target_tokens / split.rows:.1f} tokens, {size / tokens:.2f} bytes a token; text: {text.split.rows:,} pairs; "
+        f"row groups of {arguments.row_group_rows:,}; {arguments.lanes} lanes, micro-batches of {arguments.max_tokens:,} "
+        f"tokens, windows of {arguments.window_rows:,} but for the first table; medians of rounds: {arguments.rounds}"
     )
 
 
-def _batching_table(windows: dict[int, Figures]) -> str:
-    budget = f"budget at {BUDGET_WINDOW_ROWS:,}: {BUDGET_PADDING:.0%}, {BUDGET_STRAGGLER}"
-    header = ["data.window_rows", "rows in a window", "steps", "padding", "straggler ratio", budget]
+def _batching_table(figures: dict[str, dict[str, Figures]]) -> str:
+    budget = f"budget at {BUDGET_WINDOW_ROWS:,}: padding 7%, packed 3%, straggler {BUDGET_STRAGGLER}"
+    header = ["layout", "data.window_rows", "steps", "shapes", "padding", "straggler ratio", budget]
     rows = []
-    for window_rows, found in windows.items():
-        kept = found["padding"] <= BUDGET_PADDING and found["straggler"] <= BUDGET_STRAGGLER
-        verdict = ("kept" if kept else "missed") if window_rows == BUDGET_WINDOW_ROWS else ""
-        numbers = [f"{window_rows:,}", f"{found['rows']:,.0f}", f"{found['steps']:.0f}"]
-        rows.append([*numbers, f"{found['padding']:.1%}", f"{found['straggler']:.3f}", verdict])
-    return markdown_table(header, rows)
+    for layout, by_window in figures.items():
+        for window_rows, found in by_window.items():
+            numbers = [f"{int(window_rows):,}", f"{found['steps']:.0f}", f"{found['shapes']:.0f}"]
+            ratios = [f"{found['padding']:.1%}", f"{found['straggler']:.3f}"]
+            verdict = _batching_verdict(layout, found) if int(window_rows) == BUDGET_WINDOW_ROWS else ""
+            rows.append([layout, *numbers, *ratios, verdict])
+    return common.markdown_table(header, rows)
+
+
+def _batching_verdict(layout: str, found: Figures) -> str:
+    kept = found["padding"] <= BUDGET_PADDING.get(layout, 1.0) and found["straggler"] <= BUDGET_STRAGGLER
+    return "kept" if kept else "missed"
 
 
 def _throughput_table(rounds: Rounds) -> str:
-    budget = f"budget: {BUDGET_PAIRS_PER_SECOND:,} pairs/s, 1 worker"
-    header = [
-        "loading",
-        "pairs/s",
-        "pairs/CPU-s",
-        "tokens/s",
-        "tokens/CPU-s",
-        "pairs/CPU-s to datasets",
-        "range",
-        budget,
-    ]
+    names = ("pairs_per_second", "pairs_per_cpu_second", "tokens_per_second", "tokens_per_cpu_second")
+    header = ["loading", "pairs/s", "pairs/CPU-s", "tokens/s", "tokens/CPU-s"]
+    header += ["tokens/CPU-s to datasets", "range", "budget, pairs/s"]
     rows = []
     for name, samples in rounds.items():
-        rates = [f"{median(samples, figure):,.0f}" for figure in ("pairs_per_second", "pairs_per_cpu_second")]
-        rates += [f"{median(samples, figure):,.0f}" for figure in ("tokens_per_second", "tokens_per_cpu_second")]
-        compared: tuple[Any, Any, str] = (samples, rounds[STREAMING], "pairs_per_cpu_second")
-        share = median(samples, "pairs_per_second") / BUDGET_PAIRS_PER_SECOND
-        verdict = f"{share:.0%} of it" if name == _workers(1) else ""
-        rows.append([name, *rates, f"{median_ratio(*compared):.1f}", ratio_range(*compared), verdict])
-    return markdown_table(header, rows)
+        figures = [f"{common.median(samples, figure):,.0f}" for figure in names]
+        reference = rounds[DATASETS]
+        ratio = common.median_ratio(samples, reference, "tokens_per_cpu_second")
+        spread = common.ratio_range(samples, reference, "tokens_per_cpu_second")
+        budget = BUDGET_PAIRS_PER_SECOND.get(name)
+        share = f"{budget:,}: {common.median(samples, 'pairs_per_second') / budget:.0%} of it" if budget else ""
+        rows.append([name, *figures, f"{ratio:.1f}", spread, share])
+    return common.markdown_table(header, rows)
 
 
 def _resume_table(rounds: Rounds) -> str:
-    header = ["first batch after a resume", "seconds", "CPU-seconds", f"budget: {BUDGET_RESUME_SECONDS:g} s"]
+    header = ["first batch after a resume", "seconds", "CPU-seconds", f"budget, prepared: {BUDGET_RESUME_SECONDS:g} s"]
     rows = []
     for name, samples in rounds.items():
-        wall = median(samples, "wall_seconds")
-        verdict = "kept" if wall <= BUDGET_RESUME_SECONDS else "missed"
-        rows.append([name, f"{wall:.2f}", f"{median(samples, 'cpu_seconds'):.2f}", verdict])
-    return markdown_table(header, rows)
+        wall = common.median(samples, "wall_seconds")
+        verdict = ("kept" if wall <= BUDGET_RESUME_SECONDS else "missed") if name.startswith(PREPARED) else ""
+        rows.append([name, f"{wall:.2f}", f"{common.median(samples, 'cpu_seconds'):.2f}", verdict])
+    return common.markdown_table(header, rows)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=200_000)
+    parser.add_argument("--text-pairs", type=int, default=40_000, help="pairs tokenized on the fly")
+    parser.add_argument("--text-vocabulary", type=int, default=TEXT_VOCABULARY)
     parser.add_argument("--lanes", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=8192, help="of a micro-batch, padding counted")
+    parser.add_argument("--max-tokens", type=int, default=8192)
     parser.add_argument("--row-group-rows", type=int, default=4096)
-    parser.add_argument("--windows", type=int, nargs="+", default=[5_000, 20_000, 50_000], help="rows, for the padding")
+    parser.add_argument("--windows", type=int, nargs="+", default=[5_000, 20_000, 50_000, 100_000], help="to compare")
     parser.add_argument("--window-rows", type=int, default=20_000, help="rows, for speed and resume")
-    parser.add_argument("--streamed-rows", type=int, default=20_000, help="rows that `datasets` streams in a round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="file for all figures of all rounds")
-    return parser.parse_args()
+    parser.add_argument(
+        "--peer-rows", type=int, default=20_000, help="most rows that another loader hands out in a round"
+    )
+    parser.add_argument("--peers", nargs="*", choices=("litdata",), default=["litdata"] if peers.has_litdata() else [])
+    return common.arguments_of(parser, rounds=3)
 
 
 if __name__ == "__main__":

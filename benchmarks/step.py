@@ -10,35 +10,22 @@ and once with dropout only where ours has it.
 """
 
 import argparse
-import logging
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import common
 import torch
-from common import (
-    Figures,
-    Rounds,
-    Stopwatch,
-    interleaved,
-    machine,
-    machine_line,
-    markdown_table,
-    median,
-    median_ratio,
-    ratio_range,
-    write_raw,
-)
-from synthetic_corpus import BOS_ID, PAD_ID, write_corpus
+from common import Figures, Rounds, Stopwatch
+from synthetic_corpus import PAD_ID, write_tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_transformer import distributed
 from dist_transformer.config.models import ModelConfig, OptimizerConfig, TrainingConfig
-from dist_transformer.data.loader import LaneLoader, MicroBatch, Position, WindowSource
-from dist_transformer.data.window import WindowReader
+from dist_transformer.data.loader import MicroBatch
 from dist_transformer.distributed import Ranks
 from dist_transformer.model.layers import SinusoidalPositions
 from dist_transformer.model.transformer import Transformer
@@ -158,10 +145,7 @@ def _drop_as_the_paper_does(network: nn.Transformer) -> None:
 
 def main() -> None:
     arguments = _arguments()
-    torch.set_num_threads(arguments.threads)
-    logging.disable(logging.WARNING)
-    found = machine()
-    print(machine_line(found), flush=True)
+    found = common.begin(arguments.threads)
     ranks = distributed.join(600)
     config = ModelConfig(preset=arguments.preset)
     batches = _batches(arguments, ranks.device)
@@ -172,10 +156,9 @@ def main() -> None:
     for trainee in trainees.values():
         timed_steps(trainee, batches[:1])  # allocates Adam's moments and chooses kernels
     cases: dict[str, Callable[[], Figures]] = {n: partial(timed_steps, t, batches) for n, t in trainees.items()}
-    rounds = interleaved(cases, arguments.rounds)
+    rounds = common.interleaved(cases, arguments.rounds)
     print("\n" + _table(rounds, arguments))
-    if arguments.json:
-        write_raw(arguments.json, vars(arguments), found, {"parameters": sizes, "steps": rounds})
+    common.finish(arguments, found, {"parameters": sizes, "steps": rounds})
     distributed.leave()
 
 
@@ -224,14 +207,12 @@ def _name(what: str, precision: str) -> str:
 
 def _batches(arguments: argparse.Namespace, device: torch.device) -> list[MicroBatch]:
     """The first micro-batches of a shuffled epoch of the synthetic corpus."""
-    rows_in_all = 40 * arguments.steps * max(1, arguments.max_tokens // 60)
+    rows_in_all = min(20_000, 40 * arguments.steps * max(1, arguments.max_tokens // 60))
     with tempfile.TemporaryDirectory() as name:
-        manifest = write_corpus(Path(name), min(rows_in_all, 20_000), arguments.vocabulary, 4096, SEED)
-        groups = tuple(group.rows for group in manifest.splits["train"].row_groups)
-        reader = WindowReader(Path(name), manifest, "train")
-        source = WindowSource(reader, groups, 1, sum(groups), arguments.max_tokens, SEED)
-        loader = LaneLoader(source, [0], Position.start(1), BOS_ID, 0, 60)
-        found = [loader.next_step()[0] for _ in range(arguments.steps)]
+        corpus = write_tokens(Path(name), rows_in_all, arguments.vocabulary, 4096)
+        data = corpus.run_data(lanes=1, max_tokens=arguments.max_tokens, window_rows=rows_in_all)
+        loader = data.loader(data.start(), 0, 0, 1, 0)
+        found = [loader.next_step().batches[0] for _ in range(arguments.steps)]
     return [_moved(batch, device) for batch in found if batch is not None]
 
 
@@ -258,9 +239,9 @@ def _table(rounds: Rounds, arguments: argparse.Namespace) -> str:
         plain = rounds[_name(SAME_DROPOUT, precision)]
         for name in [name for name in rounds if name.endswith(f", {precision}")]:
             samples = rounds[name]
-            rates = [f"{median(samples, f'tokens_per_{clock}second'):,.0f}" for clock in ("", "cpu_")]
+            rates = [f"{common.median(samples, f'tokens_per_{clock}second'):,.0f}" for clock in ("", "cpu_")]
             shares = [f"{_share(samples, phase):.0%}" for phase in PHASES]
-            ratio = median_ratio(samples, plain, "tokens_per_cpu_second")
+            ratio = common.median_ratio(samples, plain, "tokens_per_cpu_second")
             verdict = (
                 ""
                 if not name.startswith("ours") or precision != "fp32"
@@ -268,27 +249,25 @@ def _table(rounds: Rounds, arguments: argparse.Namespace) -> str:
                 if ratio >= BUDGET_RATIO
                 else "below"
             )
-            spread = ratio_range(samples, plain, "tokens_per_cpu_second")
+            spread = common.ratio_range(samples, plain, "tokens_per_cpu_second")
             rows.append([name, *rates, *shares, f"{ratio:.2f}", spread, verdict])
-    return markdown_table(header, rows)
+    return common.markdown_table(header, rows)
 
 
 def _share(samples: Sequence[Figures], phase: str) -> float:
-    return median([{"share": s[phase] / sum(s[p] for p in PHASES)} for s in samples], "share")
+    return common.median([{"share": s[phase] / sum(s[p] for p in PHASES)} for s in samples], "share")
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", choices=("tiny", "small", "base", "big"), default="small")
     parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--max-tokens", type=int, default=2048, help="of a micro-batch: both sides, padding counted")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps of each network in a round")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--stages", type=int, nargs="+", choices=(0, 1, 2), default=[0, 1, 2])
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
-    parser.add_argument("--json", type=Path, help="file for all figures of all rounds")
-    return parser.parse_args()
+    return common.arguments_of(parser, rounds=3)
 
 
 if __name__ == "__main__":

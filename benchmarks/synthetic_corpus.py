@@ -5,11 +5,15 @@ Lengths are log-normal, fitted to the means and 95th percentiles of a sample of 
 by Zipf's law, independently of each other.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
+from dist_transformer.cli.run_data import RunData
+from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import (
     SHARD_FOLDER,
     Manifest,
@@ -19,7 +23,7 @@ from dist_transformer.data.manifest import (
     TokenizerFiles,
     content_digest,
 )
-from dist_transformer.data.shards import token_table, write_shard
+from dist_transformer.data.shards import LARGEST_UINT16_VOCABULARY, write_shard
 
 PAD_ID, BOS_ID, EOS_ID, FIRST_WORD_ID = 0, 1, 2, 4
 MEAN_SOURCE_TOKENS, MEAN_TARGET_TOKENS = 29.0, 31.0
@@ -27,22 +31,54 @@ LOG_DEVIATION, LOG_CORRELATION = 0.44, 0.9
 """Of the logarithms of both sides' lengths."""
 LONGEST_TOKENS = 256
 SHARD_ROWS = 1 << 17
+SEED = 1
 NO_TOKENIZER = TokenizerFiles("none", "none", "none", "none")
+TRAINING = "train"
 
 
-def write_corpus(folder: Path, num_pairs: int, vocabulary: int, row_group_rows: int, seed: int) -> Manifest:
-    """`num_pairs` pairs as the split `train` of a prepared folder; the same arguments give the same files."""
-    random = np.random.default_rng(seed)
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared corpus in a folder."""
+
+    folder: Path
+    manifest: Manifest
+
+    @property
+    def split(self) -> Split:
+        return self.manifest.splits[TRAINING]
+
+    def run_data(self, lanes: int, max_tokens: int, window_rows: int, batch_shapes: str = "free") -> RunData:
+        """The corpus as a run with these settings reads it."""
+        data = {"lanes": lanes, "max_tokens": max_tokens, "window_rows": window_rows, "batch_shapes": batch_shapes}
+        return RunData(synthetic_config(self.folder, data, {}), self.folder, self.manifest)
+
+
+def write_tokens(folder: Path, num_pairs: int, vocabulary: int, row_group_rows: int) -> Corpus:
+    """A prepared corpus of random ids, of two bytes each; the same arguments give the same files."""
+    assert vocabulary <= LARGEST_UINT16_VOCABULARY
+    random = np.random.default_rng(SEED)
     shards = []
     for first in range(0, num_pairs, SHARD_ROWS):
         row_ids = np.arange(first, min(first + SHARD_ROWS, num_pairs))
-        lengths = pair_lengths(len(row_ids), random)
-        sides = [_sentences(side, vocabulary, random) for side in lengths]
-        file = f"{SHARD_FOLDER}/train-{len(shards):05d}.parquet"
-        shards.append(write_shard(token_table(row_ids, *sides, (vocabulary,) * 2), folder, file, row_group_rows))
-    manifest = _manifest(_split(shards, num_pairs), vocabulary)
+        source, target = (_ids(lengths, vocabulary, random) for lengths in pair_lengths(len(row_ids), random))
+        table = pa.table({"row_id": row_ids, "source": source, "target": target})
+        shards.append(write_shard(table, folder, f"{SHARD_FOLDER}/train-{len(shards):05d}.parquet", row_group_rows))
+    manifest = manifest_of(shards, vocabulary)
     manifest.save(folder)
-    return manifest
+    return Corpus(folder, manifest)
+
+
+def synthetic_config(folder: Path, data: dict[str, object], tokenizer: dict[str, object]) -> Config:
+    """A configuration with these settings; its training corpus is `<folder>/text.parquet`, which need not be there."""
+    train = {"path": str(folder / "text.parquet"), "columns": ("en", "de")}
+    filters = {"max_tokens": LONGEST_TOKENS}
+    return Config.model_validate(
+        {
+            "run": {"name": "benchmark", "root": str(folder / "runs"), "seed": SEED},
+            "data": {"train": train, "filters": filters, **data},
+            "tokenizer": tokenizer,
+        }
+    )
 
 
 def pair_lengths(num_pairs: int, random: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -55,26 +91,16 @@ def pair_lengths(num_pairs: int, random: np.random.Generator) -> tuple[NDArray[n
     return sides[0], sides[1]
 
 
-def _sentences(lengths: NDArray[np.int64], vocabulary: int, random: np.random.Generator) -> list[list[int]]:
-    ends = np.cumsum(lengths)
-    # Log-uniform ranks: the chance of rank r is about proportional to 1 / r.
-    ranks = (vocabulary - FIRST_WORD_ID) ** random.random(int(ends[-1]))
-    ids = FIRST_WORD_ID + ranks.astype(np.int64) - 1
-    ids[ends - 1] = EOS_ID
-    flat = ids.tolist()
-    return [flat[end - length : end] for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)]
-
-
-def _split(shards: list[Shard], num_pairs: int) -> Split:
+def manifest_of(shards: list[Shard], vocabulary: int) -> Manifest:
+    """The manifest of a corpus of these shards."""
     groups: list[RowGroup] = [group for shard in shards for group in shard.row_groups]
-    source, target = sum(g.source_tokens for g in groups), sum(g.target_tokens for g in groups)
-    return Split(tuple(shards), num_pairs, source, target, LONGEST_TOKENS, LONGEST_TOKENS, num_pairs, {})
-
-
-def _manifest(split: Split, vocabulary: int) -> Manifest:
-    recipe, splits = {"synthetic": True}, {"train": split}
+    rows, source, target = (
+        sum(getattr(g, count) for g in groups) for count in ("rows", "source_tokens", "target_tokens")
+    )
+    recipe, training = {"synthetic": True}, (TRAINING,)
+    splits = {TRAINING: Split(tuple(shards), rows, source, target, LONGEST_TOKENS, LONGEST_TOKENS, rows, {})}
     return Manifest(
-        digest=content_digest(recipe, NO_TOKENIZER, splits),
+        digest=content_digest(recipe, NO_TOKENIZER, splits, training),
         recipe=recipe,
         tokenizer=NO_TOKENIZER,
         source_vocabulary=vocabulary,
@@ -85,4 +111,17 @@ def _manifest(split: Split, vocabulary: int) -> Manifest:
         source_language="en",
         target_language="de",
         splits=splits,
+        training=training,
     )
+
+
+def _ids(lengths: NDArray[np.int64], vocabulary: int, random: np.random.Generator) -> pa.ListArray:
+    ends = np.cumsum(lengths)
+    ids = FIRST_WORD_ID + zipf_ranks(vocabulary - FIRST_WORD_ID, int(ends[-1]), random)
+    ids[ends - 1] = EOS_ID
+    return pa.ListArray.from_arrays(pa.array([0, *ends], pa.int32()), pa.array(ids.astype(np.uint16)))
+
+
+def zipf_ranks(limit: int, number: int, random: np.random.Generator) -> NDArray[np.int64]:
+    """Log-uniform ranks from 0: the chance of rank r is about proportional to 1 / (r + 1)."""
+    return (limit ** random.random(number)).astype(np.int64) - 1

@@ -5,6 +5,8 @@ A `UserError` is something the person can mend: the command prints its message a
 Every other exception is our fault: exit 1, with the traceback in the log.
 """
 
+from typing import Self
+
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
@@ -18,6 +20,13 @@ class DistTransformerError(Exception):
     """Base of all exceptions this package raises on purpose."""
 
     exit_code = EXIT_FAILED
+    is_agreed = False
+    """Every rank raises this same error: the first one says it."""
+
+    def agreed(self) -> Self:
+        """Marks an error that every rank raises."""
+        self.is_agreed = True
+        return self
 
 
 class UserError(DistTransformerError):

@@ -9,6 +9,7 @@ from dist_transformer import __version__
 from dist_transformer.cli import (
     average,
     config_verbs,
+    data_verbs,
     demo,
     evaluate,
     prepare,
@@ -28,6 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(config_verbs.app, name="config")
+app.add_typer(data_verbs.app, name="data")
 app.command("prepare")(prepare.prepare_command)
 app.command("train")(train.train_command)
 app.command("submit")(submit.submit_command)
@@ -58,7 +60,8 @@ def main() -> None:
     try:
         app()
     except DistTransformerError as error:
-        print(f"dist-transformer: {error}", file=sys.stderr, flush=True)
+        if not error.is_agreed or os.environ.get("RANK", "0") == "0":
+            print(f"dist-transformer: {error}", file=sys.stderr, flush=True)
         _leave(error.exit_code)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader of our output has gone: `| head`

@@ -6,21 +6,18 @@ import os
 import platform
 import sys
 import traceback
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import filelock
 import torch
 
 from dist_transformer import distributed
 from dist_transformer.cli.prepare import prepare_with_progress
+from dist_transformer.cli.run_data import RunData, open_run_data
 from dist_transformer.cli.run_records import newest_steps, note, open_records
 from dist_transformer.cli.write_model import write_averaged_model
 from dist_transformer.config.models import Config
-from dist_transformer.data.loader import LaneLoader, MicroBatch, Position, WindowSource, validation_batches
-from dist_transformer.data.manifest import Manifest, verify_shards
-from dist_transformer.data.window import WindowReader
+from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import (
     EXIT_DONE,
@@ -51,16 +48,6 @@ LOCK_SECONDS = 20
 """A rank that was killed may hold the lock of the run folder until its node notices."""
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """The prepared corpus of this run."""
-
-    folder: Path
-    manifest: Manifest
-    source: WindowSource
-    validation: list[MicroBatch]
-
-
 def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
     """Trains as the rank that the environment names; alone without RANK. Returns the exit code.
 
@@ -72,7 +59,8 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
     torch.set_num_threads(config.training.threads_per_rank or _default_threads(ranks))
     lock = _lock(run_dir, ranks, stop)  # before the first word into the run folder: it may be another job's
     try:
-        code = _train(config, run_dir, ranks, _open_corpus(config, folder, manifest, ranks), stop)
+        _refuse_different_corpora(folder, manifest, ranks)
+        code = _train(config, run_dir, ranks, open_run_data(config, folder, manifest), stop)
     except UserError as error:
         _note_failure(run_dir, ranks, str(error))
         raise
@@ -91,44 +79,44 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
     return code
 
 
-def _train(config: Config, run_dir: RunDir, ranks: Ranks, corpus: Corpus, stop: StopRequest) -> int:
+def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: StopRequest) -> int:
     _set_up_logging(run_dir, ranks)
     checkpoint = _newest_checkpoint(run_dir, ranks)
-    recipe = _recipe(config, corpus.manifest)
-    if checkpoint is not None:
-        _refuse_changes(checkpoint, recipe)
+    progress = _progress(data, checkpoint)
     torch.manual_seed(config.run.seed)
-    model = Transformer(
-        config.model, corpus.manifest.source_vocabulary, corpus.manifest.target_vocabulary, corpus.manifest.pad_id
-    )
+    manifest = data.manifest
+    model = Transformer(config.model, manifest.source_vocabulary, manifest.target_vocabulary, manifest.pad_id)
     engine = Engine(
         Objective(model, config.training.label_smoothing, config.training.precision),
         config.training, config.optimizer, ranks,
     )  # fmt: skip
-    progress = _progress(config, checkpoint)
     if checkpoint is not None:
         checkpoints.load(checkpoint, engine)
     journal, tracker = None, None
     if ranks.is_first:
-        journal, tracker = open_records(config, run_dir, ranks, corpus.folder, corpus.manifest, progress.step)
+        journal, tracker = open_records(config, run_dir, ranks, data.folder, manifest, progress.step)
     status: Status = "FAILED"
     try:
         recorded = ranks.from_first(newest_steps(run_dir) if ranks.is_first else None)
-        trainer = Trainer(config, run_dir, ranks, engine, corpus.validation, recipe, journal, progress, recorded)
+        trainer = Trainer(config, run_dir, ranks, engine, data.validation(), data.recipe(), journal, progress, recorded)
         if checkpoint is not None:
             trainer.restore(checkpoint.state["interval"])
         note(run_dir, ranks, "running", progress.step)
-        log_outlook(config, corpus.manifest, ranks.num_ranks)
+        log_outlook(config, manifest, ranks.num_ranks)
         log.info("start      step %d%s", progress.step, f", resumed from {checkpoint.path}" if checkpoint else "")
-        loader = _loader(config, corpus, ranks, progress.position)
-        feed = Feed(loader, ranks, lambda: stop.reason() is not None)
+        loader = data.loader(
+            progress.position, progress.batches, ranks.rank, ranks.num_ranks, config.data.loader_workers
+        )
+        feed = Feed(
+            loader, ranks, manifest.training, config.data.lanes, progress.batches, lambda: stop.reason() is not None
+        )
         with (
             ProgressBar(config.training.max_steps, progress.step) as bar,
             Watchdog(config.training.hang_seconds, ranks.rank) as watchdog,
         ):
             outcome = trainer.run(feed, bar, watchdog)
         if outcome is Outcome.FINISHED:
-            _write_model(config, run_dir, ranks, corpus, tracker)
+            _write_model(config, run_dir, ranks, data, tracker)
         status = "FINISHED" if outcome is Outcome.FINISHED else "SCHEDULED"
         return _end(run_dir, ranks, outcome, progress.step, stop)
     finally:
@@ -136,36 +124,12 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, corpus: Corpus, stop: 
             tracker.close(status)
 
 
-def _open_corpus(config: Config, folder: Path, manifest: Manifest, ranks: Ranks) -> Corpus:
+def _refuse_different_corpora(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
     digests = ranks.gather(manifest.digest)
     if len(set(digests)) > 1:
         raise DataError(
             f"{folder}: ranks see different prepared corpora ({sorted(set(digests))}): is it on a shared disk?"
-        )
-    verify_shards(folder, manifest)
-    train = manifest.splits["train"]
-    if train.rows < config.data.lanes:
-        raise DataError(
-            f"the training corpus has {train.rows} pairs after filtering, fewer than data.lanes = {config.data.lanes}: "
-            "each lane needs a row; lower data.lanes or add text"
-        )
-    group_rows = tuple(group.rows for group in train.row_groups)
-    source = WindowSource(
-        WindowReader(folder, manifest, "train"), group_rows, config.data.lanes, config.data.window_rows,
-        config.data.max_tokens, config.run.seed,
-    )  # fmt: skip
-    validation: list[MicroBatch] = []
-    if "validation" in manifest.splits:
-        reader = WindowReader(folder, manifest, "validation")
-        validation = list(validation_batches(reader, config.data.max_tokens, manifest.bos_id))
-    return Corpus(folder, manifest, source, validation)
-
-
-def _loader(config: Config, corpus: Corpus, ranks: Ranks, position: Position) -> LaneLoader:
-    lanes = range(ranks.rank, config.data.lanes, ranks.num_ranks)
-    return LaneLoader(
-        corpus.source, lanes, position, corpus.manifest.bos_id, config.data.loader_workers, config.data.stall_seconds
-    )
+        ).agreed()
 
 
 def _lock(run_dir: RunDir, ranks: Ranks, stop: StopRequest) -> filelock.BaseFileLock:
@@ -223,39 +187,11 @@ def _newest_checkpoint(run_dir: RunDir, ranks: Ranks) -> Checkpoint | None:
     return found
 
 
-def _recipe(config: Config, manifest: Manifest) -> dict[str, Any]:
-    """What a resume must find unchanged: the shape of the model and the order of the data."""
-    model = config.model.model_dump(exclude={"preset", "dropout"})
-    data = config.data.model_dump(include={"lanes", "max_tokens", "window_rows"})
-    return {
-        **{f"model.{key}": value for key, value in model.items()},
-        **{f"data.{key}": value for key, value in data.items()},
-        "run.seed": config.run.seed,
-        "source_vocabulary": manifest.source_vocabulary,
-        "target_vocabulary": manifest.target_vocabulary,
-        "pad_id": manifest.pad_id,
-        "eos_id": manifest.eos_id,
-        "prepared corpus": manifest.digest,
-    }
-
-
-def _refuse_changes(checkpoint: Checkpoint, recipe: dict[str, Any]) -> None:
-    before = checkpoint.state["recipe"]
-    changed = [f"  {key}: {before.get(key)} -> {value}" for key, value in recipe.items() if before.get(key) != value]
-    if changed:
-        raise CheckpointError(
-            f"{checkpoint.path} cannot be gone on with, since these have changed:\n" + "\n".join(changed) + "\n"
-            "Put them back, or give the changed run another run.name."
-        )
-
-
-def _progress(config: Config, checkpoint: Checkpoint | None) -> Progress:
+def _progress(data: RunData, checkpoint: Checkpoint | None) -> Progress:
     if checkpoint is None:
-        return Progress(Position.start(config.data.lanes))
-    state = checkpoint.state
-    lanes = tuple((window, emitted) for window, emitted in state["position"]["lanes"])
+        return Progress(data.start())
     names = ("step", "batches", "skipped_updates", "total_target_tokens")
-    return Progress(Position(state["position"]["epoch"], lanes), **{name: state[name] for name in names})
+    return Progress(data.position_of(checkpoint), **{name: checkpoint.state[name] for name in names})
 
 
 def _default_threads(ranks: Ranks) -> int:
@@ -264,12 +200,12 @@ def _default_threads(ranks: Ranks) -> int:
     return given or max(1, len(os.sched_getaffinity(0)) // ranks.ranks_per_node)
 
 
-def _write_model(config: Config, run_dir: RunDir, ranks: Ranks, corpus: Corpus, tracker: Tracker | None) -> None:
+def _write_model(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, tracker: Tracker | None) -> None:
     """The model folder, by rank 0; a failure is every rank's (collective)."""
     problem = None
     if ranks.is_first:
         try:
-            used = write_averaged_model(config, run_dir, corpus.folder, corpus.manifest, run_dir.model)
+            used = write_averaged_model(config, run_dir, data.folder, data.manifest, run_dir.model)
             log.info("model      %s: average of %d checkpoints", run_dir.model, len(used))
         except (UserError, OSError) as error:
             problem = f"{run_dir.model} could not be written: {error}"

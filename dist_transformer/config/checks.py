@@ -6,17 +6,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from dist_transformer.config.credentials import is_secret_name, without_credentials
-from dist_transformer.config.data_models import CorpusConfig, DataConfig, TokenizerConfig
-from dist_transformer.config.marks import KeyPath
+from dist_transformer.config.data_checks import (
+    Problem,
+    check_corpora,
+    check_mixture,
+    check_sampling,
+    check_training_corpora,
+    corpus_file_problems,
+)
+from dist_transformer.config.data_models import DataConfig, TokenizerConfig
 from dist_transformer.config.models import SlurmConfig
-
-Problem = tuple[KeyPath, str]
 
 RESERVED_NAMES = ("prepared", "mlartifacts", "mlflow.db")
 """What stands beside the run folders in run.root."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_NOT_LOCAL = "a remote address is not supported yet: copy the files to a disk that all nodes see"
 
 
 def cross_problems(sections: dict[str, Any]) -> list[Problem]:
@@ -30,7 +34,7 @@ def cross_problems(sections: dict[str, Any]) -> list[Problem]:
 
 def file_problems(data: DataConfig | None, tokenizer: TokenizerConfig | None) -> list[Problem]:
     """Local files that the corpora and the tokenizer name and that are not there."""
-    return [*(_corpus_file_problems(data) if data else ()), *(_model_file_problems(tokenizer) if tokenizer else ())]
+    return [*(corpus_file_problems(data) if data else ()), *(_model_file_problems(tokenizer) if tokenizer else ())]
 
 
 def run_name_problems(name: str) -> Iterator[Problem]:
@@ -57,22 +61,6 @@ def secret_problems(slurm: SlurmConfig) -> Iterator[Problem]:
             f"slurm.environment.{name}: looks like a secret, and would be written into the run folder; remove it here "
             "and `export` it in the shell that calls train or submit: the job inherits it",
         )
-
-
-def _corpus_file_problems(data: DataConfig) -> Iterator[Problem]:
-    if "://" in data.root:
-        yield ("data", "root"), f"data.root: {_NOT_LOCAL}; got {data.root}"
-        return
-    for name in ("train", "validation", "test"):
-        corpus = getattr(data, name)
-        for key in ("source", "target", "path"):
-            if corpus is None or not (given := getattr(corpus, key)):
-                continue
-            path, where = ("data", name, key), os.path.join(data.root, os.path.expanduser(given))
-            if "://" in given:
-                yield path, f"{'.'.join(path)}: {_NOT_LOCAL}; got {given}"
-            elif not os.path.isfile(where):
-                yield path, f"{'.'.join(path)}: no such file: {where} (data.root is {data.root!r})"
 
 
 def _model_file_problems(tokenizer: TokenizerConfig) -> Iterator[Problem]:
@@ -150,8 +138,12 @@ def _check_vocabulary(tokenizer: Any, model: Any) -> Iterator[Problem]:
 
 
 def _check_schedule(optimizer: Any, schedule: Any, training: Any) -> Iterator[Problem]:
-    if training.max_steps is None and training.max_epochs is None:
-        yield ("training", "max_steps"), "training: give max_steps or max_epochs, else the run never ends"
+    ends = (training.max_steps, training.max_epochs, training.max_target_tokens)
+    if all(end is None for end in ends):
+        yield (
+            ("training", "max_steps"),
+            "training: give max_steps, max_epochs or max_target_tokens, else the run never ends",
+        )
     if schedule.name != "inverse_sqrt" and optimizer.learning_rate is None:
         yield (
             ("schedule", "name"),
@@ -199,21 +191,6 @@ def _check_batches(data: Any) -> Iterator[Problem]:
         )
 
 
-def _check_corpora(data: DataConfig) -> Iterator[Problem]:
-    for name in ("train", "validation", "test"):
-        corpus: CorpusConfig | None = getattr(data, name)
-        if corpus is None:
-            continue
-        kinds = [k for k in ("path", "hub", "demo") if getattr(corpus, k)]
-        kinds += ["source+target"] if corpus.source or corpus.target else []
-        if len(kinds) != 1:
-            got = " and ".join(kinds) or "nothing"
-            yield ("data", name), f"data.{name}: expected one of source+target, path, hub, demo; got {got}"
-        elif "source+target" in kinds and not (corpus.source and corpus.target):
-            missing = "target" if corpus.source else "source"
-            yield ("data", name), f"data.{name}: aligned text needs both files; {missing} is not given"
-
-
 _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
     (("run",), _check_run),
     (("model",), _check_model),
@@ -222,7 +199,10 @@ _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
     (("training",), _check_precision),
     (("data", "slurm"), _check_lanes),
     (("data",), _check_batches),
-    (("data",), _check_corpora),
+    (("data",), check_training_corpora),
+    (("data",), check_corpora),
+    (("data",), check_mixture),
+    (("data", "tokenizer"), check_sampling),
     (("data", "training"), _check_stall),
     (("checkpoints",), _check_checkpoints),
     (("tracking",), _check_tracking),

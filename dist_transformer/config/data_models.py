@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from dist_transformer.config.section import Number, PositiveInt, Section, Text, Truth, Whole
+from dist_transformer.config.section import Number, PositiveInt, Section, Share, Text, Truth, Whole
 
 
 class CorpusConfig(Section):

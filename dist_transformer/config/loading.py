@@ -125,6 +125,9 @@ _EXPECTED = {
     "float_type": "expected a number",
     "bool_type": "expected true or false",
     "string_type": "expected text",
+    "dict_type": "expected `key: value` lines below it",
+    "model_type": "expected `key: value` lines below it",
+    "tuple_type": "expected a list",
 }
 _NEVER_SHOWN = (("tracking", "uri"), ("slurm", "environment"))
 
@@ -151,19 +154,31 @@ def _remedy(error_type: str, value: Any) -> str:
 
 
 def _model_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel]:
+    """The section that stands at `path` below `model`, also inside lists and mappings of sections."""
+    annotation: Any = model
     for key in path:
-        field: FieldInfo | None = model.model_fields.get(str(key))
-        inner = [a for a in _union_members(field.annotation if field else None) if _is_model(a)]
-        if not inner:
-            return model
-        model = inner[0]
+        if _is_model(annotation):
+            field: FieldInfo | None = annotation.model_fields.get(str(key))
+            annotation = _section_kind(field.annotation) if field else model
+        else:  # dict[str, Section] or tuple[Section, ...]: the key is a name or a number
+            annotation = _section_kind(_item_kind(annotation))
+        if _is_model(annotation):
+            model = annotation
     return model
 
 
-def _union_members(annotation: Any) -> tuple[Any, ...]:
-    if isinstance(annotation, types.UnionType):
-        return typing.get_args(annotation)
-    return (annotation,)
+def _section_kind(annotation: Any) -> Any:
+    """What of `Section | None` may hold a section."""
+    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    return next((member for member in members if member is not types.NoneType), annotation)
+
+
+def _item_kind(annotation: Any) -> Any:
+    """The kind of the values of a dict, or of the items of a tuple."""
+    arguments = typing.get_args(annotation)
+    if not arguments:
+        return annotation
+    return arguments[1] if typing.get_origin(annotation) is dict else arguments[0]
 
 
 def _is_model(annotation: Any) -> bool:

@@ -5,36 +5,64 @@ so that neighbours are close on both sides; the budget is on rows x (longest sou
 sort by (target, source) with a budget on the longer side this halves padding and evens out the micro-batches' cost.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
 
 TARGET_STEP_TOKENS = 4
 """Target lengths within one step of this width are sorted together; wider mixes targets, narrower mixes sources."""
 
 
-def snake_order(source_lengths: NDArray[np.int64], target_lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+class Bucket(NamedTuple):
+    """The rows of one micro-batch, and the size that they are padded to; `rows` above len(members): dummy rows."""
+
+    members: Ints
+    rows: int
+    source_length: int
+    target_length: int
+
+
+def free_buckets(source_lengths: Ints, target_lengths: Ints, order: Ints, max_tokens: int) -> list[Bucket]:
+    """All rows in micro-batches as long as their longest rows. Rows of equal lengths stay in the given order."""
+    order = order[snake_order(source_lengths[order], target_lengths[order])]
+    source, target = source_lengths[order], target_lengths[order]
+    return [
+        Bucket(order[first:last], last - first, int(source[first:last].max()), int(target[first:last].max()))
+        for first, last in cut_by_tokens(source, target, max_tokens)
+    ]
+
+
+def snake_order(source_lengths: Ints, target_lengths: Ints) -> Ints:
     """Indices of the rows, sorted so that neighbours have nearly equal lengths on both sides. Shapes: (rows,)."""
     step = target_lengths // TARGET_STEP_TOKENS
     within = np.where(step % 2 == 0, source_lengths, -source_lengths)
     return np.lexsort((within, step))
 
 
-def cut_by_tokens(
-    source_lengths: NDArray[np.int64], target_lengths: NDArray[np.int64], max_tokens: int
-) -> list[tuple[int, int]]:
+def cut_by_tokens(source_lengths: Ints, target_lengths: Ints, max_tokens: int) -> list[tuple[int, int]]:
     """Cuts rows in the given order into runs (first, last) whose padded size is at most `max_tokens`.
 
-    A single row longer than the budget makes a run of its own; the length filter of `prepare` keeps such rows out.
+    A single row longer than the budget makes a run of its own; the length filter keeps such rows out.
     """
     runs = []
-    first, longest_source, longest_target = 0, 0, 0
-    pairs = zip(source_lengths.tolist(), target_lengths.tolist(), strict=True)
-    for row, (source, target) in enumerate(pairs):
-        new_source, new_target = max(longest_source, source), max(longest_target, target)
-        if row > first and (row + 1 - first) * (new_source + new_target) > max_tokens:
-            runs.append((first, row))
-            first, new_source, new_target = row, source, target
-        longest_source, longest_target = new_source, new_target
-    if len(source_lengths) > first:
-        runs.append((first, len(source_lengths)))
+    first = 0
+    while first < len(source_lengths):
+        # No run is longer than one of rows all like its first.
+        most_rows = max(1, max_tokens // int(source_lengths[first] + target_lengths[first]))
+        longest = np.maximum.accumulate(source_lengths[first : first + most_rows])
+        longest = longest + np.maximum.accumulate(target_lengths[first : first + most_rows])
+        sizes = longest * np.arange(1, len(longest) + 1)
+        last = first + max(1, int(np.searchsorted(sizes, max_tokens, side="right")))
+        runs.append((first, last))
+        first = last
     return runs
+
+
+def straggler_ratio(padded_tokens_by_lane: Sequence[int]) -> float:
+    """Largest micro-batch of a step to the mean one: what a rank with one lane waits for. 0 marks a lane without one."""
+    sizes = [size for size in padded_tokens_by_lane if size]
+    return max(sizes) * len(sizes) / sum(sizes) if sizes else 1.0

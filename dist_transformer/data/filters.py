@@ -10,6 +10,8 @@ from dist_transformer.config.data_models import FilterConfig
 from dist_transformer.data.sources import RawBatch
 
 RULES = ("bad_encoding", "empty", "identical", "too_long", "length_ratio")
+LENGTH_RULES = RULES[3:]
+"""Those that can only be told from the tokens."""
 RATIO_FREE_TOKENS = 10
 """Pairs whose longer side is under this pass the length ratio: `Yes.` may well have a long translation."""
 
@@ -23,7 +25,7 @@ def filter_text(batch: RawBatch, settings: FilterConfig) -> tuple[list[int], Cou
             dropped["bad_encoding"] += 1
         elif not (source and target and source.strip() and target.strip()):
             dropped["empty"] += 1
-        elif settings.drop_identical and source.strip() == target.strip():
+        elif settings.drop_identical and source.removeprefix(batch.prefix).strip() == target.strip():
             dropped["identical"] += 1
         else:
             kept.append(position)
@@ -31,7 +33,9 @@ def filter_text(batch: RawBatch, settings: FilterConfig) -> tuple[list[int], Cou
 
 
 def filter_lengths(
-    source_tokens: Sequence[int], target_tokens: Sequence[int], settings: FilterConfig
+    source_tokens: Sequence[int] | NDArray[np.int64],
+    target_tokens: Sequence[int] | NDArray[np.int64],
+    settings: FilterConfig,
 ) -> tuple[NDArray[np.bool_], Counter[str]]:
     """Which pairs to keep by their lengths in tokens (end of sentence included), and the dropped ones by rule.
 

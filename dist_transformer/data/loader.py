@@ -1,29 +1,29 @@
 """The loader: hands a rank the micro-batches of its lanes, step by step, and knows the position to resume from.
 
-    loader = LaneLoader(source, lanes=[0, 2], position=Position.start(num_lanes=4), ...)
-    batches = loader.next_step()      # one micro-batch for each lane, None where the lane's epoch has ended
-    loader.position()                 # advanced by what was handed out, never by what was only prefetched
+    loader = LaneLoader(builder, planner, position, lanes=[0, 2], settings)
+    step = loader.next_step()         # one micro-batch for each lane, None where the lane's epoch has ended
+    loader.lane_positions()           # advanced by what was handed out, never by what was only prefetched
 
 Rank r of W owns the lanes r, r + W, ... A lane that has no rows left in the epoch gives None until `start_epoch`, which
 the training loop calls on all ranks together once no lane of any rank has rows left.
 """
 
 import itertools
-import multiprocessing
-import os
-import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
-from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from dist_transformer.data.plan import EpochPlan, WindowKey
-from dist_transformer.data.window import BatchShape, Window, WindowReader
-from dist_transformer.errors import DataError, MachineError
-from dist_transformer.stop_request import ignore_stop_signals
+from dist_transformer.data.loader_processes import WindowStream
+from dist_transformer.data.plan import CORPUS_SHIFT, WindowKey, WindowRequest
+from dist_transformer.data.position import Position, Quarantined
+from dist_transformer.data.segments import LanePositions, Planner, Segment
+from dist_transformer.data.window import BatchShape, Window, WindowBuilder
+
+Exclusions = dict[WindowKey, tuple[tuple[int, int], ...]]
+"""By window, the (corpus, row group) pairs to leave out of it."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class MicroBatch:
     """What one rank computes at once. All ids are int64; padding is at the end of each row.
 
     source_BS: source tokens ending with end-of-sentence. target_in_BT: decoder input, beginning with begin-of-sentence.
-    target_out_BT: what it must predict, ending with end-of-sentence.
+    target_out_BT: what it must predict, ending with end-of-sentence. Rows beyond `row_ids` are all padding there.
     """
 
     lane: int
@@ -46,107 +46,109 @@ class MicroBatch:
         text = self.lane.to_bytes(8, "little") + self.row_ids.numpy().tobytes()
         return int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
 
-
-@dataclass(frozen=True)
-class Position:
-    """Where the data stands: the epoch, and per lane (window, micro-batches of it handed out)."""
-
-    epoch: int
-    lanes: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def start(cls, num_lanes: int, epoch: int = 0) -> "Position":
-        return cls(epoch, ((0, 0),) * num_lanes)
+    def pairs_by_corpus(self, num_corpora: int) -> list[int]:
+        counts: list[int] = torch.bincount(self.row_ids >> CORPUS_SHIFT, minlength=num_corpora).tolist()
+        return counts
 
 
 @dataclass(frozen=True)
-class WindowSource(Dataset[Window | DataError]):
-    """The windows of a run by key, as a map-style dataset: workers hold no state."""
+class LocalStep:
+    """What this rank's lanes give for one step, and what was left out of the windows that they began for it."""
 
-    reader: WindowReader
-    group_rows: tuple[int, ...]
-    num_lanes: int
-    window_rows: int
-    max_tokens: int
-    seed: int
-    _plans: dict[int, EpochPlan] = field(default_factory=dict, repr=False, compare=False)
+    batches: list[MicroBatch | None]
+    dropped: Counter[str]
+    quarantined: tuple[Quarantined, ...]
 
-    def plan(self, epoch: int) -> EpochPlan:
-        """The plan of an epoch; those of the newest epochs asked for are kept."""
-        if epoch not in self._plans:
-            self._plans[epoch] = EpochPlan(self.group_rows, self.num_lanes, self.window_rows, self.seed, epoch)
-            self._plans.pop(epoch - 2, None)
-        return self._plans[epoch]
 
-    def __getitem__(self, key: WindowKey) -> Window | DataError:
-        """The window; an error as a value, since a loader process would wrap one that is raised into its traceback."""
-        try:
-            slices = self.plan(key.epoch).slices(key.lane, key.window)
-            return self.reader.build(key, slices, self.max_tokens, self.seed)
-        except DataError as error:
-            return error
+@dataclass(frozen=True)
+class LoaderSettings:
+    """How a rank reads.
+
+    Attributes:
+        bos_id: begins every decoder input.
+        num_workers: loader processes; 0 builds windows in this process.
+        stall_seconds: a window that does not come within this time is an error.
+    """
+
+    bos_id: int
+    num_workers: int
+    stall_seconds: int
 
 
 class LaneLoader:
     """Micro-batches of some lanes from a position on.
 
     Args:
-        source: the windows.
-        lanes: the lanes of this rank, ascending.
-        position: of all lanes; those of other ranks are ignored.
-        bos_id: begins every decoder input.
-        num_workers: loader processes; 0 builds windows in this process.
-        stall_seconds: a window that does not come within this time is an error.
+        builder: makes windows of requests, here or in a loader process.
+        planner: says which.
+        position: of all lanes.
+        batch: number of the next global batch.
+        lanes: those of this rank, ascending.
     """
 
     def __init__(
         self,
-        source: WindowSource,
-        lanes: Sequence[int],
+        builder: WindowBuilder,
+        planner: Planner,
         position: Position,
-        bos_id: int,
-        num_workers: int,
-        stall_seconds: int,
+        batch: int,
+        lanes: Sequence[int],
+        settings: LoaderSettings,
     ) -> None:
-        self._source = source
-        self._bos_id = bos_id
-        self._stall_seconds = stall_seconds
-        self._epoch = position.epoch
+        self._planner, self._bos_id = planner, settings.bos_id
+        self._segment, self._plan = position.segment, planner.plan(position.segment)
         self._lanes = {lane: position.lanes[lane] for lane in lanes}
         self._current: dict[int, Iterator[MicroBatch]] = {}
-        self._early: dict[WindowKey, Window] = {}
-        self._windows = iter(
-            DataLoader(
-                source,
-                batch_size=None,
-                sampler=_keys_from(source, dict(self._lanes), position.epoch),
-                num_workers=num_workers,
-                prefetch_factor=2 if num_workers else None,
-                multiprocessing_context="forkserver" if num_workers else None,  # fork breaks pyarrow's threads
-                worker_init_fn=_start_worker if num_workers else None,
-                timeout=stall_seconds if num_workers else 0,
-                collate_fn=_as_it_is,
-            )
-        )
+        self._without: Exclusions = {}
+        for row_group in position.quarantined:
+            left_out = self._without.get(row_group.key, ())
+            self._without[row_group.key] = (*left_out, (row_group.corpus, row_group.row_group))
+        self._dropped: Counter[str] = Counter()
+        self._quarantined: list[Quarantined] = []
+        self._ahead_batch = batch
+        # The first windows are built here: they are there before the loader processes have started.
+        here = {lane: window for lane, (window, _) in self._lanes.items() if window < self._plan.num_windows(lane)}
+        requests = _requests(planner, self._segment, batch, self._next_windows(here), self._without)
+        self._windows = WindowStream(builder, requests, {self._request(lane) for lane in here}, settings)
 
-    def next_step(self) -> list[MicroBatch | None]:
+    def next_step(self) -> LocalStep:
         """One micro-batch for each lane of this rank; None for a lane that has none left in this epoch.
 
         Raises:
-            DataError: a shard is damaged.
+            DataError: a row group cannot be read.
             MachineError: the loader stalls, or one of its processes was killed.
         """
-        return [self._next_of(lane) for lane in self._lanes]
+        batches = [self._next_of(lane) for lane in self._lanes]
+        dropped, quarantined = self._dropped, tuple(self._quarantined)
+        self._dropped, self._quarantined = Counter(), []
+        return LocalStep(batches, dropped, quarantined)
 
-    def start_epoch(self) -> None:
-        """Begins the next epoch. Every rank calls it at the same step, when all lanes gave None."""
-        self._epoch += 1
+    def start_epoch(self, batch: int) -> None:
+        """Begins the next epoch with global batch number `batch`. Every rank calls it, when all lanes gave None."""
+        foreseen = self._planner.after_epoch(self._segment, self._ahead_batch)
+        self._segment = self._planner.after_epoch(self._segment, batch)
+        self._plan = self._planner.plan(self._segment)
         self._lanes = dict.fromkeys(self._lanes, (0, 0))
         self._current = {}
+        if self._segment != foreseen:
+            self._read_ahead_from(batch)
+
+    def must_recut(self, batch: int) -> bool:
+        """Whether other weights hold from global batch `batch` on: every rank calls `recut` before its next step."""
+        return self._planner.shares_at(batch) != self._segment.shares
+
+    def recut(self, lanes: LanePositions, batch: int) -> None:
+        """Cuts the rest of the epoch anew. `lanes`: where all lanes of all ranks stand."""
+        position = Position.start(self._planner.recut(self._segment, lanes, batch, len(lanes)))
+        self._segment, self._plan = position.segment, self._planner.plan(position.segment)
+        begun = {lane for lane in self._current if position.segment.open_windows[lane]}
+        self._current = {lane: batches for lane, batches in self._current.items() if lane in begun}
+        self._lanes = {lane: position.lanes[lane] for lane in self._lanes}
+        self._read_ahead_from(batch)
 
     @property
-    def epoch(self) -> int:
-        return self._epoch
+    def segment(self) -> Segment:
+        return self._segment
 
     def lane_positions(self) -> dict[int, tuple[int, int]]:
         """(window, handed out) of this rank's lanes."""
@@ -155,43 +157,61 @@ class LaneLoader:
     def _next_of(self, lane: int) -> MicroBatch | None:
         while True:
             window, emitted = self._lanes[lane]
-            if window >= self._source.plan(self._epoch).num_windows(lane):
+            if window >= self._plan.num_windows(lane):
                 return None
             if lane not in self._current:
-                batches = _micro_batches(self._fetch(WindowKey(self._epoch, lane, window)), self._bos_id)
-                self._current[lane] = itertools.islice(batches, emitted, None)
+                self._open(lane)
             batch = next(self._current[lane], None)
             if batch is not None:
                 self._lanes[lane] = (window, emitted + 1)
                 return batch
             del self._current[lane]
-            self._lanes[lane] = (window + 1, 0)
+            self._lanes[lane] = (window + 1, self._plan.emitted_before(lane, window + 1))
 
-    def _fetch(self, key: WindowKey) -> Window:
-        """The window of this key; those of other lanes that come before it are kept for their turn."""
-        while key not in self._early:
-            try:
-                window = next(self._windows)
-            except RuntimeError as error:
-                if "timed out" in str(error):
-                    raise MachineError(
-                        f"no window within data.stall_seconds = {self._stall_seconds} s (waiting for epoch {key.epoch}, "
-                        f"lane {key.lane}, window {key.window}): the disk or the loader process hangs; look at the "
-                        "filesystem of the prepared folder, or raise data.stall_seconds"
-                    ) from error
-                if "exited unexpectedly" in str(error) or "killed by signal" in str(error):
-                    raise MachineError(
-                        f"a loader process ended ({error}): it was killed, perhaps for want of memory; lower "
-                        "data.window_rows or data.loader_workers"
-                    ) from error
-                raise
-            if isinstance(window, DataError):
-                raise window
-            self._early[window.key] = window
-        return self._early.pop(key)
+    def _open(self, lane: int) -> None:
+        window = self._windows.take(self._request(lane))
+        emitted = self._lanes[lane][1]
+        self._current[lane] = itertools.islice(micro_batches(window, lane, self._bos_id), emitted, None)
+        if emitted == 0:
+            key = window.request.key
+            self._dropped.update(window.dropped)
+            self._quarantined += [Quarantined(key, g.corpus, g.row_group, g.file, g.reason) for g in window.lost]
+
+    def _request(self, lane: int) -> WindowRequest:
+        return _excluding(self._plan.request(lane, self._lanes[lane][0]), self._without)
+
+    def _read_ahead_from(self, batch: int) -> None:
+        self._ahead_batch = batch
+        first = self._next_windows(self._current)
+        self._windows.restart(_requests(self._planner, self._segment, batch, first, self._without))
+
+    def _next_windows(self, at_hand: Collection[int]) -> dict[int, int]:
+        """The window that each lane asks the loader processes for next; the current one of some lanes is at hand."""
+        return {lane: window + (lane in at_hand) for lane, (window, _) in self._lanes.items()}
 
 
-def _micro_batches(window: Window, bos_id: int) -> Iterator[MicroBatch]:
+def _requests(
+    planner: Planner, segment: Segment, batch: int, first: dict[int, int], without: Exclusions
+) -> Iterator[WindowRequest]:
+    """Requests for all windows from these on, as if the weights at `batch` held for good; without end.
+
+    In the order in which lanes that advance evenly need them.
+    """
+    while True:
+        plan = planner.plan(segment)
+        for window in range(min(first.values()), max(plan.num_windows(lane) for lane in first)):
+            for lane in first:
+                if first[lane] <= window < plan.num_windows(lane):
+                    yield _excluding(plan.request(lane, window), without)
+        segment, first = planner.after_epoch(segment, batch), dict.fromkeys(first, 0)
+
+
+def _excluding(request: WindowRequest, without: Exclusions) -> WindowRequest:
+    return replace(request, without=without[request.key]) if request.key in without else request
+
+
+def micro_batches(window: Window, lane: int, bos_id: int) -> Iterator[MicroBatch]:
+    """The micro-batches of a window, in order."""
     tokens, row_ids = torch.from_numpy(window.tokens), torch.from_numpy(window.row_ids)
     token, row = 0, 0
     for shape in window.shapes:
@@ -200,41 +220,12 @@ def _micro_batches(window: Window, bos_id: int) -> Iterator[MicroBatch]:
         source = tokens[token:middle].view(shape.rows, -1).long()
         target = tokens[middle:end].view(shape.rows, -1).long()
         target_in = torch.cat([torch.full_like(target[:, :1], bos_id), target[:, :-1]], dim=1)
-        rows = row_ids[row : row + shape.rows]
-        yield MicroBatch(window.key.lane, shape, source, target_in, target, rows)
-        token, row = end, row + shape.rows
+        rows = row_ids[row : row + shape.pairs]
+        yield MicroBatch(lane, shape, source, target_in, target, rows)
+        token, row = end, row + shape.pairs
 
 
-def validation_batches(reader: WindowReader, max_tokens: int, bos_id: int) -> Iterator[MicroBatch]:
-    """Every row of a split once, in micro-batches of neighbouring lengths; the same on every rank."""
-    for window in reader.build_in_order(max_tokens):
-        yield from _micro_batches(window, bos_id)
-
-
-def _keys_from(source: WindowSource, lanes: dict[int, tuple[int, int]], epoch: int) -> Iterator[WindowKey]:
-    """Keys of all windows to come, in the order in which lanes that advance evenly need them; without end."""
-    for this_epoch in itertools.count(epoch):
-        plan = source.plan(this_epoch)
-        first = {lane: lanes[lane][0] if this_epoch == epoch else 0 for lane in lanes}
-        for window in range(min(first.values()), max(plan.num_windows(lane) for lane in lanes)):
-            for lane in lanes:
-                if first[lane] <= window < plan.num_windows(lane):
-                    yield WindowKey(this_epoch, lane, window)
-
-
-def _start_worker(worker: int) -> None:
-    ignore_stop_signals()
-    torch.set_num_threads(1)
-    threading.Thread(target=_end_with_the_trainer, daemon=True).start()
-
-
-def _end_with_the_trainer() -> None:
-    """torch's own watch looks at the fork server, which lives as long as its workers: neither would ever end."""
-    trainer = multiprocessing.parent_process()
-    assert trainer is not None
-    trainer.join()
-    os._exit(0)
-
-
-def _as_it_is(window: Any) -> Any:
-    return window
+def validation_batches(builder: WindowBuilder, bos_id: int) -> Iterator[MicroBatch]:
+    """Every row of the validation corpus once, in micro-batches of neighbouring lengths; the same on every rank."""
+    for window in builder.build_in_order("validation"):
+        yield from micro_batches(window, 0, bos_id)

@@ -4,21 +4,25 @@
     <folder>/tokenizer/source.model   (and target.model where the vocabularies are not shared)
     <folder>/shards/train-00000.parquet ...  validation-00000.parquet ...
 
+    <folder>/report.json, report.md, lengths.png   for people: what was read, dropped, repeated, and how long the rest is
+
 Columns of a shard: `row_id` int64 (row number in the corpus as it was read), `source` and `target` lists of token ids,
-both ending with the end-of-sentence id and without a begin-of-sentence id.
+both ending with the end-of-sentence id and without a begin-of-sentence id. Where text is tokenized on the fly
+(`Split.text`) a shard holds text instead, or is the user's own parquet file, read where it lies.
 """
 
 import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from dist_transformer.config.locations import is_address
 from dist_transformer.errors import DataError
 from dist_transformer.run_dir import write_text
 
-MANIFEST_VERSION = 1
+MANIFEST_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 SHARD_FOLDER = "shards"
 TOKENIZER_FOLDER = "tokenizer"
@@ -36,17 +40,48 @@ class RowGroup:
 
 @dataclass(frozen=True)
 class Shard:
-    """One parquet file; `file` is relative to the prepared folder."""
+    """One parquet file.
+
+    Attributes:
+        file: relative to the prepared folder; an absolute path or an address ("://") is the user's own file, in place.
+        sha256: of its bytes; of a file in place, its fingerprint.
+    """
 
     file: str
     bytes: int
     sha256: str
     row_groups: tuple[RowGroup, ...]
 
+    @property
+    def is_in_place(self) -> bool:
+        """Whether this is the user's own file and not one that `prepare` wrote."""
+        return is_address(self.file) or Path(self.file).is_absolute()
+
+
+@dataclass(frozen=True)
+class TextColumns:
+    """Shards that hold text, which is tokenized when it is read.
+
+    Attributes:
+        source: name of the column; dots reach into nested ones.
+        target: as `source`.
+        prefix: put before each source sentence by the reader: the tags, each with a space after it.
+    """
+
+    source: str
+    target: str
+    prefix: str
+
 
 @dataclass(frozen=True)
 class Split:
-    """The kept rows of one corpus, and what became of the others: `dropped` counts rows by rule."""
+    """The kept rows of one corpus, and what became of the others.
+
+    Attributes:
+        source_tokens: end of sentence included; estimated where `text` is set, as in the row groups.
+        dropped: rows by rule.
+        text: None: the shards hold token ids.
+    """
 
     shards: tuple[Shard, ...]
     rows: int
@@ -56,6 +91,7 @@ class Split:
     max_target_tokens: int
     read_rows: int
     dropped: dict[str, int]
+    text: TextColumns | None = None
 
     @cached_property
     def row_groups(self) -> tuple[RowGroup, ...]:
@@ -75,7 +111,12 @@ class TokenizerFiles:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A complete prepared corpus. `digest` stands for its content: two of the same digest hold the same rows."""
+    """A complete prepared corpus. `digest` stands for its content: two of the same digest hold the same rows.
+
+    Attributes:
+        splits: the training corpora by name, and `validation` where there is one.
+        training: names of the training corpora; the place in it is the corpus number in a row id.
+    """
 
     digest: str
     recipe: dict[str, Any]
@@ -88,6 +129,7 @@ class Manifest:
     source_language: str
     target_language: str
     splits: dict[str, Split]
+    training: tuple[str, ...]
     version: int = MANIFEST_VERSION
 
     @staticmethod
@@ -111,10 +153,15 @@ class Manifest:
         write_text(folder / MANIFEST_NAME, json.dumps(_manifest_to_json(self), ensure_ascii=False) + "\n")
 
 
-def content_digest(recipe: dict[str, Any], tokenizer: TokenizerFiles, splits: dict[str, Split]) -> str:
-    """SHA-256 over the recipe and the checksums of every shard and of the tokenizer."""
-    shards = {name: [[shard.file, shard.sha256] for shard in split.shards] for name, split in splits.items()}
-    return json_digest([recipe, tokenizer.source_sha256, tokenizer.target_sha256, shards])
+def content_digest(
+    recipe: dict[str, Any], tokenizer: TokenizerFiles, splits: dict[str, Split], training: tuple[str, ...]
+) -> str:
+    """SHA-256 over all that decides the rows and their order: recipe, order of the corpora, checksums of every file.
+
+    A file in place counts by name, fingerprint and rows, not by its folder: it may be moved.
+    """
+    contents = {name: [_split_text(split), *map(_shard_content, split.shards)] for name, split in splits.items()}
+    return json_digest([recipe, tokenizer.source_sha256, tokenizer.target_sha256, list(training), contents])
 
 
 def json_digest(value: Any) -> str:
@@ -132,7 +179,10 @@ def file_sha256(path: Path) -> str:
 
 
 def verify_shards(folder: Path, manifest: Manifest, deep: bool = False) -> None:
-    """Checks that every shard exists with its size, and its SHA-256 when `deep`; DataError names the first bad one."""
+    """Checks that every shard exists with its size, and its SHA-256 when `deep`; DataError names the first bad one.
+
+    Of the user's files read in place only those on a disk are checked, by their size.
+    """
     for split in manifest.splits.values():
         for shard in split.shards:
             verify_shard(folder, shard, deep)
@@ -140,6 +190,9 @@ def verify_shards(folder: Path, manifest: Manifest, deep: bool = False) -> None:
 
 def verify_shard(folder: Path, shard: Shard, deep: bool = False) -> None:
     """`verify_shards` of one."""
+    if shard.is_in_place:
+        _verify_in_place(shard)
+        return
     path = folder / shard.file
     if not path.is_file():
         raise DataError(f"{path}: a shard of the prepared corpus is missing. Delete {folder} and prepare again.")
@@ -151,6 +204,19 @@ def verify_shard(folder: Path, shard: Shard, deep: bool = False) -> None:
         raise DataError(
             f"{path}: the shard is damaged: its SHA-256 is {found}, the manifest says {shard.sha256}. "
             f"Delete {folder} and prepare again."
+        )
+
+
+def _verify_in_place(shard: Shard) -> None:
+    path = Path(shard.file)
+    if is_address(shard.file):
+        return
+    if not path.is_file():
+        raise DataError(f"{path}: a file of the training corpus is gone. Put it back, or prepare again without it.")
+    if (size := path.stat().st_size) != shard.bytes:
+        raise DataError(
+            f"{path} has {size} bytes, but had {shard.bytes} when `prepare` looked at it: it is read in place, and must "
+            f"not change. Put the old one back, or prepare again in another folder."
         )
 
 
@@ -166,11 +232,26 @@ def shard_from_json(value: dict[str, Any]) -> Shard:
 
 
 def split_to_json(split: Split) -> dict[str, Any]:
-    return {**_plain_fields(split), "shards": [shard_to_json(shard) for shard in split.shards]}
+    return {
+        **_plain_fields(split),
+        "shards": [shard_to_json(shard) for shard in split.shards],
+        "text": _split_text(split),
+    }
 
 
 def split_from_json(value: dict[str, Any]) -> Split:
-    return Split(**{**value, "shards": tuple(shard_from_json(shard) for shard in value["shards"])})
+    text = TextColumns(**value["text"]) if value["text"] else None
+    return Split(**{**value, "shards": tuple(shard_from_json(shard) for shard in value["shards"]), "text": text})
+
+
+def _split_text(split: Split) -> dict[str, Any] | None:
+    return _plain_fields(split.text) if split.text else None
+
+
+def _shard_content(shard: Shard) -> list[Any]:
+    if shard.is_in_place:
+        return [PurePosixPath(shard.file).name, shard.sha256, [group.rows for group in shard.row_groups]]
+    return [shard.file, shard.sha256]
 
 
 def _manifest_to_json(manifest: Manifest) -> dict[str, Any]:
@@ -187,10 +268,11 @@ def _manifest_from_json(value: Any, path: Path) -> Manifest:
     try:
         tokenizer = TokenizerFiles(**value["tokenizer"])
         splits = {name: split_from_json(split) for name, split in value["splits"].items()}
-        manifest = Manifest(**{**value, "tokenizer": tokenizer, "splits": splits})
+        training = tuple(value["training"])
+        manifest = Manifest(**{**value, "tokenizer": tokenizer, "splits": splits, "training": training})
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: not a manifest ({error!r}). Delete {path.parent} and prepare again.") from error
-    if manifest.digest != content_digest(manifest.recipe, tokenizer, splits):
+    if manifest.digest != content_digest(manifest.recipe, tokenizer, splits, training):
         raise DataError(f"{path}: its digest does not fit its content. Delete {path.parent} and prepare again.")
     return manifest
 

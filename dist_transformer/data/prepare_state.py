@@ -1,86 +1,122 @@
-"""What an unfinished preparation has already done: `prepare_state.json`, replaced after every finished piece."""
+"""What processes that prepare a corpus tell each other: what one found out for all, and what became of each chunk."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.data.manifest import Shard, Split, TokenizerFiles, shard_from_json, shard_to_json
+import numpy as np
+from numpy.typing import NDArray
+
+from dist_transformer.data.filters import LENGTH_RULES
+from dist_transformer.data.manifest import Shard, Split, TextColumns, TokenizerFiles, split_from_json, split_to_json
 from dist_transformer.errors import DataError
 from dist_transformer.run_dir import read_json, write_json
 
-STATE_NAME = "prepare_state.json"
+STATE_NAME = "state.json"
+Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The outcome of one run of read rows: how many were kept, and why the others were not."""
+    """The outcome of one run of read rows.
+
+    Attributes:
+        dropped: rows by rule.
+        source_lengths: how many kept rows have 0, 1, 2 ... source tokens; empty where nothing was tokenized.
+        target_lengths: as `source_lengths`.
+    """
 
     read_rows: int
     rows: int
-    source_tokens: int
-    target_tokens: int
-    max_source_tokens: int
-    max_target_tokens: int
     dropped: dict[str, int]
-
-
-@dataclass
-class SplitState:
-    """Chunks that are read and tokenized, and shards that are written."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    all_read: bool = False
-    shards: list[Shard] = field(default_factory=list)
-    ranges_done: int = 0
+    source_lengths: tuple[int, ...]
+    target_lengths: tuple[int, ...]
 
     @property
-    def rows(self) -> int:
-        return sum(chunk.rows for chunk in self.chunks)
+    def rows_of_text(self) -> int:
+        """Rows that their text, before it is tokenized, gives no reason to drop."""
+        return self.rows + sum(self.dropped.get(rule, 0) for rule in LENGTH_RULES)
 
-    @property
-    def read_rows(self) -> int:
-        return sum(chunk.read_rows for chunk in self.chunks)
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> "Chunk":
+        lengths = {side: tuple(value[side]) for side in ("source_lengths", "target_lengths")}
+        return Chunk(**{**value, **lengths})
 
-    @property
-    def tokens(self) -> int:
-        """Source and target tokens together."""
-        return sum(chunk.source_tokens + chunk.target_tokens for chunk in self.chunks)
-
-    @property
-    def dropped(self) -> dict[str, int]:
-        total: Counter[str] = Counter()
-        for chunk in self.chunks:
-            total.update(chunk.dropped)
-        return dict(sorted(total.items()))
-
-    def finished(self) -> Split:
-        return Split(
-            shards=tuple(self.shards),
-            rows=self.rows,
-            source_tokens=sum(chunk.source_tokens for chunk in self.chunks),
-            target_tokens=sum(chunk.target_tokens for chunk in self.chunks),
-            max_source_tokens=max(chunk.max_source_tokens for chunk in self.chunks),
-            max_target_tokens=max(chunk.max_target_tokens for chunk in self.chunks),
-            read_rows=self.read_rows,
-            dropped=self.dropped,
+    @staticmethod
+    def together(chunks: Sequence["Chunk"]) -> "Chunk":
+        """The sum of chunks."""
+        dropped: Counter[str] = Counter()
+        for chunk in chunks:
+            dropped.update(chunk.dropped)
+        return Chunk(
+            read_rows=sum(chunk.read_rows for chunk in chunks),
+            rows=sum(chunk.rows for chunk in chunks),
+            dropped=dict(sorted(dropped.items())),
+            source_lengths=_added([chunk.source_lengths for chunk in chunks]),
+            target_lengths=_added([chunk.target_lengths for chunk in chunks]),
         )
+
+
+def num_tokens(lengths: Sequence[int]) -> int:
+    """Tokens in all, by how many rows have each length."""
+    return sum(length * rows for length, rows in enumerate(lengths))
+
+
+def token_split(chunk: Chunk, shards: tuple[Shard, ...]) -> Split:
+    """The split of all chunks `together`, in shards of token ids."""
+    return Split(
+        shards=shards,
+        rows=chunk.rows,
+        source_tokens=num_tokens(chunk.source_lengths),
+        target_tokens=num_tokens(chunk.target_lengths),
+        max_source_tokens=len(chunk.source_lengths) - 1,
+        max_target_tokens=len(chunk.target_lengths) - 1,
+        read_rows=chunk.read_rows,
+        dropped=chunk.dropped,
+    )
+
+
+def text_split(
+    shards: tuple[Shard, ...], read_rows: int, dropped: dict[str, int], max_tokens: int, text: TextColumns
+) -> Split:
+    """A split of text. Its tokens are the estimates of its row groups; it has none longer than `max_tokens`."""
+    groups = [group for shard in shards for group in shard.row_groups]
+    return Split(
+        shards=shards,
+        rows=sum(group.rows for group in groups),
+        source_tokens=sum(group.source_tokens for group in groups),
+        target_tokens=sum(group.target_tokens for group in groups),
+        max_source_tokens=max_tokens,
+        max_target_tokens=max_tokens,
+        read_rows=read_rows,
+        dropped=dropped,
+        text=text,
+    )
 
 
 @dataclass
 class PrepareState:
-    """All of `prepare_state.json`. `rows_total` is what the first scan of the text counted, where it could."""
+    """All of `work/state.json`.
+
+    Attributes:
+        rows_total: rows of each corpus as the first scan of the text counted them, where it could.
+        samples: the first rows of the corpora that are tokenized on the fly.
+        in_place: the splits of corpora that are read where they lie; there is nothing to write for them.
+    """
 
     recipe: dict[str, Any]
     scanned: bool = False
     rows_total: dict[str, int | None] = field(default_factory=dict)
     tokenizer: TokenizerFiles | None = None
-    splits: dict[str, SplitState] = field(default_factory=dict)
+    samples: dict[str, Chunk] = field(default_factory=dict)
+    in_place: dict[str, Split] = field(default_factory=dict)
 
     @staticmethod
-    def load(folder: Path) -> "PrepareState | None":
+    def load(work: Path) -> "PrepareState | None":
         """None where nothing was begun; DataError when the file cannot be understood."""
-        path = folder / STATE_NAME
+        path = work / STATE_NAME
         if not path.exists():
             return None
         try:
@@ -90,37 +126,27 @@ class PrepareState:
                 scanned=value["scanned"],
                 rows_total=value["rows_total"],
                 tokenizer=TokenizerFiles(**value["tokenizer"]) if value["tokenizer"] else None,
-                splits={name: _split_from_json(split) for name, split in value["splits"].items()},
+                samples={name: Chunk.from_json(chunk) for name, chunk in value["samples"].items()},
+                in_place={name: split_from_json(split) for name, split in value["in_place"].items()},
             )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{path}: cannot be read ({error!r}). Delete {folder} and prepare again.") from error
+            raise DataError(f"{path}: cannot be read ({error!r}). Delete {work.parent} and prepare again.") from error
 
-    def save(self, folder: Path) -> None:
-        write_json(
-            folder / STATE_NAME,
-            {
-                "recipe": self.recipe,
-                "scanned": self.scanned,
-                "rows_total": self.rows_total,
-                "tokenizer": asdict(self.tokenizer) if self.tokenizer else None,
-                "splits": {name: _split_to_json(split) for name, split in self.splits.items()},
-            },
-        )
-
-
-def _split_to_json(split: SplitState) -> dict[str, Any]:
-    return {
-        "chunks": [asdict(chunk) for chunk in split.chunks],
-        "all_read": split.all_read,
-        "shards": [shard_to_json(shard) for shard in split.shards],
-        "ranges_done": split.ranges_done,
-    }
+    def save(self, work: Path) -> None:
+        value = {
+            "recipe": self.recipe,
+            "scanned": self.scanned,
+            "rows_total": self.rows_total,
+            "tokenizer": asdict(self.tokenizer) if self.tokenizer else None,
+            "samples": {name: asdict(chunk) for name, chunk in self.samples.items()},
+            "in_place": {name: split_to_json(split) for name, split in self.in_place.items()},
+        }
+        write_json(work / STATE_NAME, value)
 
 
-def _split_from_json(value: dict[str, Any]) -> SplitState:
-    return SplitState(
-        chunks=[Chunk(**chunk) for chunk in value["chunks"]],
-        all_read=value["all_read"],
-        shards=[shard_from_json(shard) for shard in value["shards"]],
-        ranges_done=value["ranges_done"],
-    )
+def _added(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Sums place by place, of sequences of any lengths."""
+    total: Counts = np.zeros(max((len(each) for each in counts), default=0), dtype=np.int64)
+    for each in counts:
+        total[: len(each)] += np.asarray(each, dtype=np.int64)
+    return tuple(total.tolist())

@@ -13,17 +13,17 @@ from dist_transformer.data.corpus_files import corpus_fingerprint
 from dist_transformer.data.manifest import file_sha256
 from dist_transformer.errors import DataError
 
-PREPARED_FORMAT = 1
+PREPARED_FORMAT = 2
 """Raised whenever the same settings begin to give other rows, another order or other files."""
 
 
 def make_recipe(config: Config) -> dict[str, Any]:
     """What makes the prepared corpus; DataError when a corpus or tokenizer file is missing."""
-    validation = config.data.validation
+    data, validation = config.data, config.data.validation
     return {
         **recipe_without_corpora(config),
-        "train": corpus_fingerprint(config.data.train, config.data),
-        "validation": corpus_fingerprint(validation, config.data) if validation else None,
+        "training": {name: corpus_fingerprint(corpus, data) for name, corpus in data.training_corpora().items()},
+        "validation": corpus_fingerprint(validation, data) if validation else None,
     }
 
 
@@ -34,6 +34,9 @@ def recipe_without_corpora(config: Config) -> dict[str, Any]:
         "seed": config.run.seed,
         "source_language": config.data.source_language,
         "target_language": config.data.target_language,
+        "training_order": list(config.data.training_corpora()),
+        "normalization": config.data.normalization,
+        "on_the_fly": config.data.on_the_fly,
         "filters": config.data.filters.model_dump(),
         "row_group_rows": config.data.row_group_rows,
         "tokenizer": _tokenizer_recipe(config.tokenizer),
@@ -42,7 +45,7 @@ def recipe_without_corpora(config: Config) -> dict[str, Any]:
 
 def refuse_other_recipe(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     """DataError that names what differs, when `folder` was prepared with another recipe; keys not wanted are free."""
-    ours, theirs = _flat(wanted), _flat({key: value for key, value in found.items() if key in wanted})
+    ours, theirs = flat(wanted), flat({key: value for key, value in found.items() if key in wanted})
     differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     if differing:
         lines = [f"  {key}: {theirs.get(key)!r} in the folder, {ours.get(key)!r} now" for key in differing]
@@ -65,7 +68,7 @@ def taken_models(settings: TokenizerConfig) -> list[Path]:
 def _tokenizer_recipe(settings: TokenizerConfig) -> dict[str, Any]:
     if models := taken_models(settings):
         return {"models_sha256": [_model_sha256(path) for path in models]}
-    return settings.model_dump(exclude={"source_model", "target_model"})
+    return settings.model_dump(exclude={"source_model", "target_model", "sampling"})
 
 
 def _model_sha256(path: Path) -> str:
@@ -74,9 +77,9 @@ def _model_sha256(path: Path) -> str:
     return file_sha256(path)
 
 
-def _flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested keys joined by dots; lists are compared whole."""
-    flat: dict[str, Any] = {}
+    items: dict[str, Any] = {}
     for key, item in value.items():
-        flat.update(_flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item})
-    return flat
+        items.update(flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item})
+    return items

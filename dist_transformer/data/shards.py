@@ -1,10 +1,10 @@
-"""Parquet files of token ids: the shards of a prepared corpus, and the spill files that shuffle it in bounded memory.
+"""Parquet files of token ids or text: the shards of a prepared corpus, and the spill files that shuffle it in bounded memory.
 
 Global shuffle: every row gets a random key. A spill file holds one chunk of the corpus sorted by key, so that the rows
 of a range of keys lie together in every one of them. A shard is one range, gathered from all spill files and sorted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -37,33 +37,57 @@ def token_table(
     )
 
 
+def text_table(row_ids: NDArray[np.int64], source: list[str], target: list[str]) -> pa.Table:
+    """The columns of a shard of text."""
+    # Large: a column of all rows of a chunk may be longer than the 2 GiB of the plain type.
+    texts = {"source": pa.array(source, pa.large_string()), "target": pa.array(target, pa.large_string())}
+    return pa.table({"row_id": pa.array(row_ids, pa.int64()), **texts})
+
+
 def token_lengths(table: pa.Table, column: str) -> NDArray[np.int64]:
     """Tokens of each row of a side."""
     lengths: NDArray[np.int64] = pc.list_value_length(table.column(column)).to_numpy()
     return lengths.astype(np.int64)
 
 
-def write_shard(table: pa.Table, folder: Path, file: str, row_group_rows: int) -> Shard:
-    """Writes `<folder>/<file>` whole or not at all; the same table gives the same bytes."""
+def count_tokens(rows: pa.Table) -> tuple[int, int]:
+    """Source and target tokens of rows of token ids."""
+    return int(token_lengths(rows, "source").sum()), int(token_lengths(rows, "target").sum())
+
+
+def write_shard(
+    table: pa.Table,
+    folder: Path,
+    file: str,
+    row_group_rows: int,
+    num_tokens: Callable[[pa.Table], tuple[int, int]] = count_tokens,
+) -> Shard:
+    """Writes `<folder>/<file>` whole or not at all; the same table gives the same bytes.
+
+    `num_tokens` counts (of text: estimates) the source and target tokens of a row group.
+    """
     groups = []
     with replacing(folder / file) as temporary:
-        with pq.ParquetWriter(temporary, table.schema, compression="zstd") as writer:
+        with pq.ParquetWriter(temporary, table.schema, compression="zstd", write_page_checksum=True) as writer:
             for first in range(0, table.num_rows, row_group_rows):
                 rows = table.slice(first, row_group_rows)
                 writer.write_table(rows, row_group_size=row_group_rows)
-                tokens = (int(token_lengths(rows, side).sum()) for side in ("source", "target"))
-                groups.append(RowGroup(rows.num_rows, *tokens))
+                groups.append(RowGroup(rows.num_rows, *num_tokens(rows)))
         size, digest = temporary.stat().st_size, file_sha256(temporary)
     return Shard(file, size, digest, tuple(groups))
 
 
-def write_spill(table: pa.Table, path: Path, seed: int, chunk: int) -> None:
-    """Gives the rows of a chunk their keys, from (seed, chunk), and writes them sorted by key."""
-    keys = random_generator(seed, PURPOSE_SHUFFLE, chunk).integers(KEY_LIMIT, size=table.num_rows, dtype=np.int64)
+def write_spill(table: pa.Table, path: Path, seed: int, corpus: int, chunk: int) -> None:
+    """Gives the rows of a chunk their keys, from (seed, number of the corpus, chunk), and writes them sorted by key."""
+    keys = random_generator(seed, PURPOSE_SHUFFLE, corpus, chunk).integers(
+        KEY_LIMIT, size=table.num_rows, dtype=np.int64
+    )
     order = np.argsort(keys, kind="stable")
     keyed = table.take(pa.array(order)).append_column("key", pa.array(keys[order]))
     with replacing(path) as temporary:
-        pq.write_table(keyed, temporary, compression="zstd", row_group_size=SPILL_ROW_GROUP_ROWS)
+        pq.write_table(
+            keyed, temporary, compression="zstd", row_group_size=SPILL_ROW_GROUP_ROWS, write_page_checksum=True
+        )
 
 
 def gather_range(spills: Sequence[Path], index: int, num_ranges: int) -> pa.Table:
@@ -75,7 +99,7 @@ def gather_range(spills: Sequence[Path], index: int, num_ranges: int) -> pa.Tabl
 
 
 def _read_range(path: Path, low: int, high: int) -> pa.Table:
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
         key_column = file.schema_arrow.get_field_index("key")
         groups = []
         for group in range(file.num_row_groups):

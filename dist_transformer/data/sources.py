@@ -1,55 +1,89 @@
 """Reads any corpus in order, in batches of text: aligned files, tables, Hub datasets, the demonstration corpus.
 
-The only door to Hugging Face `datasets`, which reads tables and Hub datasets as a stream of Arrow batches. Its
-`shuffle` is never used: a stopped and resumed shuffled stream loses and repeats rows; `prepare` shuffles.
+The only door to Hugging Face `datasets`, which reads Hub datasets as a stream of Arrow batches. Its `shuffle` is never
+used: a stopped and resumed shuffled stream loses and repeats rows; `prepare` shuffles. Files are read here, whatever
+they are: so a message names the line, unwanted rows cost little, and every format has the same rules.
 """
 
-import glob
-import itertools
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
-
 from dist_transformer.config.data_models import CorpusConfig, DataConfig
-from dist_transformer.data.corpus_files import corpus_name, existing_corpus_files, table_kind
+from dist_transformer.config.locations import is_address
+from dist_transformer.data.addresses import named_errors
+from dist_transformer.data.arrow_tables import (
+    ParquetFile,
+    TableGroup,
+    TableReader,
+    arrow_reader,
+    count_arrow_rows,
+    count_parquet_rows,
+    parquet_reader,
+    read_footer,
+    refuse_other_columns,
+)
+from dist_transformer.data.corpus_files import (
+    corpus_name,
+    find_corpus_files,
+    for_each_file,
+    table_kind,
+)
 from dist_transformer.data.demo_corpus import PAIRS_OF_SPLIT, DemoSplit, demo_pairs
-from dist_transformer.data.text_files import is_utf8, read_aligned, read_tsv, scan_aligned, scan_file
+from dist_transformer.data.line_tables import ColumnNames, csv_reader, jsonl_reader
+from dist_transformer.data.pairs import PairReader, Pairs, Reader, ReaderChain
+from dist_transformer.data.text_files import aligned_reader, scan_aligned, scan_file, tsv_reader
+from dist_transformer.data.texts import Texts, normalized, tag_prefix, tagged
 from dist_transformer.errors import DataError
 
-REPLACEMENT_CHARACTER = "\ufffd"
+TABLE_BATCH_ROWS = 4096
 
 
 @dataclass(frozen=True)
 class RawBatch:
-    """Consecutive pairs of a corpus; a side is None where the table holds none.
+    """Consecutive pairs of a corpus, normalized and tagged; a side is None where the table holds none.
 
     Attributes:
         first_row: row number of the first pair in the corpus, from 0.
         bad_encoding: positions in the batch of pairs that are not valid UTF-8 (only where these are dropped).
+        prefix: the tags that source sentences begin with.
     """
 
     first_row: int
-    source: list[str | None]
-    target: list[str | None]
+    source: Texts
+    target: Texts
     bad_encoding: frozenset[int] = frozenset()
+    prefix: str = ""
 
 
-def read_corpus(corpus: CorpusConfig, data: DataConfig, batch_rows: int) -> Iterator[RawBatch]:
+def always(first_row: int) -> bool:
+    """Every batch is wanted."""
+    return True
+
+
+def read_corpus(
+    corpus: CorpusConfig, data: DataConfig, batch_rows: int, wanted: Callable[[int], bool] = always
+) -> Iterator[RawBatch]:
     """The pairs of a corpus in order, `batch_rows` at a time (fewer in the last batch).
 
-    DataError for a missing or damaged file, an unknown Hub dataset, a missing column or a corpus without any row.
+    Args:
+        wanted: asked once for each batch, by the number of its first row, before it is decoded; the others are passed
+            over as cheaply as the source allows.
+
+    Raises:
+        DataError: a missing or damaged file, an unknown Hub dataset, a missing column, a corpus without any row.
     """
+    readers = ReaderChain(_readers(corpus, data))
     first_row = 0
-    for source, target, bad_encoding in _batches(corpus, data, batch_rows):
-        yield RawBatch(first_row, source, target, bad_encoding)
-        first_row += len(source)
+    while readers.has_more():
+        if wanted(first_row):
+            pairs = readers.take(batch_rows)
+            yield _finished(first_row, pairs, corpus, data)
+            first_row += len(pairs.source)
+        else:
+            first_row += readers.skip(batch_rows)
     if first_row == 0:
         raise DataError(f"{corpus_name(corpus, data)}: the corpus is empty; expected at least one pair of sentences.")
 
@@ -58,178 +92,138 @@ def scan_corpus(corpus: CorpusConfig, data: DataConfig) -> int | None:
     """Reads local text files once, before anything is made of them; returns the rows, None where they are not known.
 
     DataError for a missing or damaged file, sides of unequal length, and invalid UTF-8 unless it is to be dropped.
-    Rows of a csv are counted by line: too many where quoted fields hold line ends.
+    Rows of a csv are counted by line: too many where quoted fields hold line ends. Remote text is not read twice.
     """
     refuse = data.filters.bad_encoding == "raise"
-    files = existing_corpus_files(corpus, data)
+    files = find_corpus_files(corpus, data)
     if corpus.demo:
         return PAIRS_OF_SPLIT[corpus.demo]
-    if corpus.source and corpus.target:
-        return scan_aligned(files[0], files[1], refuse)
-    if not corpus.path:
+    if files.source:
+        if any(map(is_address, files.every())):
+            return None
+        return sum(scan_aligned(*pair, refuse) for pair in zip(files.source, files.target, strict=True))
+    counts = [_scan_table(file, corpus, data) for file in files.path]
+    known = [count for count in counts if count is not None]
+    return sum(known) if counts and len(known) == len(counts) else None
+
+
+def parquet_index(corpus: CorpusConfig, data: DataConfig) -> list[ParquetFile] | None:
+    """The parquet files of a corpus, by their footers; None where it is something else, which has no row groups.
+
+    DataError for a missing or damaged file and for a missing column.
+    """
+    files = _hub_files(corpus) if corpus.hub else find_corpus_files(corpus, data).path
+    if not files or any(table_kind(file) != "parquet" for file in files):
         return None
-    if table_kind(files[0]) == "parquet":
-        with _named_errors(corpus_name(corpus, data)):
-            return int(pq.read_metadata(files[0]).num_rows)
-    return scan_file(files[0], refuse)
+    choose = _column_chooser(corpus, data)
+    absolute = [file if is_address(file) else os.path.abspath(file) for file in files]
+    index = for_each_file(lambda file: read_footer(file, choose, data.read_attempts), absolute)
+    refuse_other_columns(index)
+    return index
 
 
-Columns = tuple[list[str | None], list[str | None], frozenset[int]]
-"""Source side, target side, positions of badly encoded pairs."""
-RawColumns = tuple[Sequence[bytes | None], Sequence[bytes | None]]
-
-
-def _batches(corpus: CorpusConfig, data: DataConfig, batch_rows: int) -> Iterator[Columns]:
-    files = existing_corpus_files(corpus, data)
-    if corpus.demo:
-        return _demo_batches(corpus.demo, batch_rows)
-    if corpus.source and corpus.target:
-        return _text_batches(read_aligned(files[0], files[1], batch_rows), files, data)
-    if corpus.path and table_kind(files[0]) == "tsv":
-        return _text_batches(read_tsv(files[0], corpus.columns or ("0", "1"), batch_rows), files, data)
-    return _table_batches(corpus, data, batch_rows)
-
-
-def _demo_batches(split: DemoSplit, batch_rows: int) -> Iterator[Columns]:
-    pairs = demo_pairs(split)
-    while batch := list(itertools.islice(pairs, batch_rows)):
-        yield [source for source, _ in batch], [target for _, target in batch], frozenset()
-
-
-def _text_batches(batches: Iterator[RawColumns], files: list[Path], data: DataConfig) -> Iterator[Columns]:
-    """Decodes; bad bytes are named by a scan of the files when they are refused."""
-    for source, target in batches:
-        pairs = enumerate(zip(source, target, strict=True))
-        bad = frozenset(i for i, pair in pairs if not all(line is None or is_utf8(line) for line in pair))
-        if bad and data.filters.bad_encoding == "raise":
-            for path in files:
-                scan_file(path, refuse_bad_encoding=True)
-        yield _decoded(source), _decoded(target), bad
-
-
-def _decoded(lines: Sequence[bytes | None]) -> list[str | None]:
-    return [line if line is None else line.decode("utf-8", errors="replace") for line in lines]
-
-
-def _table_batches(corpus: CorpusConfig, data: DataConfig, batch_rows: int) -> Iterator[Columns]:
-    drop = data.filters.bad_encoding == "drop"
-    name = corpus_name(corpus, data)
-    for table in _tables(corpus, data, batch_rows, name):
-        source_column, target_column = _column_names(corpus, data, table, name)
-        source = _strings(table, source_column, name, drop)
-        target = _strings(table, target_column, name, drop)
-        bad = frozenset(_positions_of_replaced(source, target)) if drop and corpus.path else frozenset()
-        yield source, target, bad
-
-
-def _tables(corpus: CorpusConfig, data: DataConfig, batch_rows: int, name: str) -> Iterator[pa.Table]:
-    """Arrow tables of `batch_rows` rows, through `datasets`."""
-    with _named_errors(name):
-        dataset = _open_path(corpus, data) if corpus.path else _open_hub(corpus)
-        yield from dataset.with_format("arrow").iter(batch_size=batch_rows)
-
-
-def _open_hub(corpus: CorpusConfig) -> Any:
-    datasets = _import_datasets()
-    return datasets.load_dataset(
-        corpus.hub, corpus.subset, split=corpus.split, revision=corpus.revision, streaming=True
-    )
-
-
-def _open_path(corpus: CorpusConfig, data: DataConfig) -> Any:
-    datasets = _import_datasets()
-    (path,) = existing_corpus_files(corpus, data)
-    kind = table_kind(path)
-    builder = "json" if kind == "jsonl" else kind
-    options = _reader_options(kind, corpus, data)
-    # `datasets` takes file names for patterns, so the magic characters in a real name are escaped.
-    return datasets.load_dataset(builder, data_files=glob.escape(str(path)), split="train", streaming=True, **options)
-
-
-def _reader_options(kind: str, corpus: CorpusConfig, data: DataConfig) -> dict[str, Any]:
-    """Options of the csv and json readers of `datasets`."""
-    drop = data.filters.bad_encoding == "drop"
-    if kind == "jsonl":
-        # Another spelling than "utf-8" makes the reader decode with `encoding_errors` at all.
-        return {"encoding": "utf_8", "encoding_errors": "replace"} if drop else {}
+def _scan_table(file: str, corpus: CorpusConfig, data: DataConfig) -> int | None:
+    kind = table_kind(file)
     if kind == "parquet":
-        return {}
-    # Converters keep every cell the text it is: "12" no number, "NA" and "null" no missing value.
-    return {
-        "converters": dict.fromkeys(_wanted_columns(corpus, data), str),
-        "keep_default_na": False,
-        "skip_blank_lines": False,
-        # Of pandas' parsers only the slower one heeds `encoding_errors` where there are converters.
-        **({"engine": "python", "encoding_errors": "replace"} if drop else {}),
+        return count_parquet_rows(file, data.read_attempts)
+    if is_address(file):
+        return None
+    if kind == "arrow":
+        return count_arrow_rows(file)
+    lines = scan_file(file, data.filters.bad_encoding == "raise")
+    by_name = corpus.columns and not all(column.isdecimal() for column in corpus.columns)
+    has_header = kind == "csv" or (kind == "tsv" and by_name)
+    return max(0, lines - 1) if has_header else lines
+
+
+def _readers(corpus: CorpusConfig, data: DataConfig) -> Iterator[Reader]:
+    files = find_corpus_files(corpus, data)
+    drop, attempts = data.filters.bad_encoding == "drop", data.read_attempts
+    if corpus.demo:
+        yield _demo_reader(corpus.demo)
+    elif corpus.hub:
+        yield _hub_reader(corpus, data)
+    for source, target in zip(files.source, files.target, strict=True):
+        yield aligned_reader(source, target, drop, attempts)
+    for file in files.path:
+        yield _table_reader(file, corpus, data)
+
+
+def _demo_reader(split: DemoSplit) -> PairReader[tuple[str, str]]:
+    def parse(first: int, pairs: list[tuple[str, str]]) -> Pairs:
+        return Pairs([source for source, _ in pairs], [target for _, target in pairs], set())
+
+    return PairReader(demo_pairs(split), parse)
+
+
+def _table_reader(file: str, corpus: CorpusConfig, data: DataConfig) -> Reader:
+    drop, attempts = data.filters.bad_encoding == "drop", data.read_attempts
+    kind = table_kind(file)
+    if kind == "tsv":
+        return tsv_reader(file, corpus.columns or ("0", "1"), drop, attempts)
+    readers: dict[str, Callable[..., Reader]] = {
+        "csv": csv_reader,
+        "jsonl": jsonl_reader,
+        "parquet": parquet_reader,
+        "arrow": arrow_reader,
     }
+    return readers[kind](file, _column_chooser(corpus, data), drop, attempts)
 
 
-def _wanted_columns(corpus: CorpusConfig, data: DataConfig) -> tuple[str, str]:
-    return corpus.columns or (data.source_language, data.target_language)
+def _finished(first_row: int, pairs: Pairs, corpus: CorpusConfig, data: DataConfig) -> RawBatch:
+    prefix = tag_prefix(corpus.tags)
+    source = tagged(normalized(pairs.source, data.normalization), prefix)
+    target = normalized(pairs.target, data.normalization)
+    return RawBatch(first_row, source, target, frozenset(pairs.bad_encoding), prefix)
 
 
-def _column_names(corpus: CorpusConfig, data: DataConfig, table: pa.Table, name: str) -> tuple[str, str]:
-    """The columns to read; DataError names those that exist when they are not among them."""
-    wanted = _wanted_columns(corpus, data)
+def _column_chooser(corpus: CorpusConfig, data: DataConfig) -> Callable[[list[str], str], ColumnNames]:
+    wanted = corpus.columns or (data.source_language, data.target_language)
     nested = (f"translation.{wanted[0]}", f"translation.{wanted[1]}")
-    existing = _paths_of_columns(table.schema)
     candidates = [wanted] if corpus.columns else [wanted, nested]
-    for pair in candidates:
-        if all(column in existing for column in pair):
-            return pair
-    missing = [column for column in wanted if column not in existing]
-    raise DataError(
-        f"{name}: no column {' and no column '.join(map(repr, missing))}; there are {', '.join(existing)}. "
-        f"Name the source and the target column in `columns`, e.g. columns: [{existing[0]}, {existing[-1]}]."
-    )
+
+    def choose(existing: list[str], name: str) -> ColumnNames:
+        for pair in candidates:
+            if all(column in existing for column in pair):
+                return pair
+        missing = [column for column in wanted if column not in existing]
+        raise DataError(
+            f"{name}: no column {' and no column '.join(map(repr, missing))}; there are {', '.join(existing)}. "
+            f"Name the source and the target column in `columns`, e.g. columns: [{existing[0]}, {existing[-1]}]."
+        )
+
+    return choose
 
 
-def _paths_of_columns(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:
-    """Names of all columns that hold values, nested ones with dots."""
-    names: list[str] = []
-    for field in fields:
-        name = f"{prefix}{field.name}"
-        names += _paths_of_columns(list(field.type), f"{name}.") if pa.types.is_struct(field.type) else [name]
-    return names
+def _hub_reader(corpus: CorpusConfig, data: DataConfig) -> TableReader:
+    name, drop = corpus_name(corpus, data), data.filters.bad_encoding == "drop"
+    groups = iter([TableGroup(None, lambda: _hub_tables(corpus, name))])
+    return TableReader(name, groups, _column_chooser(corpus, data), drop)
 
 
-def _strings(table: pa.Table, column: str, name: str, drop: bool) -> list[str | None]:
-    """The texts of a column; bytes that are not UTF-8 (parquet checks none) are replaced if `drop`, else refused."""
-    head, *rest = [column] if column in table.column_names else column.split(".")
-    values = table.column(head)
-    for field in rest:
-        values = pc.struct_field(values, field)
-    is_text = pa.types.is_string(values.type) or pa.types.is_large_string(values.type) or pa.types.is_null(values.type)
-    if not is_text:
-        raise DataError(f"{name}: column {column!r} holds {values.type}, expected text. Name another in `columns`.")
-    try:
-        texts: list[str | None] = values.to_pylist()
-    except UnicodeDecodeError as error:
-        if not drop:
-            raise DataError(
-                f"{name}: column {column!r} is not valid UTF-8 ({error.reason}). Convert it, or set "
-                "data.filters.bad_encoding: drop."
-            ) from None
-        texts = _decoded(values.cast(pa.large_binary()).to_pylist())
-    return texts
+def _hub_tables(corpus: CorpusConfig, name: str) -> Iterator[Any]:
+    with _hub_errors(name):
+        options = {"split": corpus.split, "revision": corpus.revision, "streaming": True}
+        dataset = _import_datasets().load_dataset(corpus.hub, corpus.subset, **options)
+        yield from dataset.with_format("arrow").iter(batch_size=TABLE_BATCH_ROWS)
 
 
-def _positions_of_replaced(source: list[str | None], target: list[str | None]) -> Iterator[int]:
-    for position, pair in enumerate(zip(source, target, strict=True)):
-        if any(text is not None and REPLACEMENT_CHARACTER in text for text in pair):
-            yield position
+def _hub_files(corpus: CorpusConfig) -> tuple[str, ...]:
+    """The files of a split, where a Hub dataset is made of parquet files; else none."""
+    with _hub_errors(f"{corpus.hub} ({corpus.split})"):
+        builder = _import_datasets().load_dataset_builder(corpus.hub, corpus.subset, revision=corpus.revision)
+    files = builder.config.data_files or {}
+    return tuple(files.get(corpus.split, ())) if builder.name == "parquet" else ()
 
 
 @contextmanager
-def _named_errors(name: str) -> Iterator[None]:
-    """Whatever a reader finds wrong with the corpus becomes a DataError that names it."""
+def _hub_errors(name: str) -> Iterator[None]:
     from datasets.exceptions import DatasetsError
-    from huggingface_hub.errors import HfHubHTTPError
-    from huggingface_hub.utils import httpx  # type: ignore[attr-defined]  # what its client raises of the network
 
     try:
-        yield
-    except (OSError, EOFError, ValueError, zlib.error, DatasetsError, HfHubHTTPError, httpx.HTTPError) as error:
+        with named_errors(name):
+            yield
+    except DatasetsError as error:
         raise DataError(f"{name}: cannot be read: {type(error).__name__}: {error}") from error
 
 

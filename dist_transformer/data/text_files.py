@@ -1,4 +1,4 @@
-r"""Plain text files, line by line, exactly: a line ends at "\n" and nowhere else, and every byte is accounted for.
+r"""Files of lines, exactly: a line ends at "\n" and nowhere else, and every byte is accounted for.
 
 Aligned text is read here and not through `datasets`, whose text reader cuts lines where Python's `splitlines` does (at
 U+2028, form feeds and others), which would shift one side against the other, and cannot name the line of a bad byte.
@@ -7,109 +7,154 @@ Tab-separated files are read here for the same reasons: a quote in them is text,
 
 import io
 import itertools
-from collections.abc import Iterator
-from pathlib import Path
+import lzma
+from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
-from dist_transformer.data.corpus_files import COMPRESSIONS
+from dist_transformer.config.locations import is_address
+from dist_transformer.data.addresses import named_errors, open_binary
+from dist_transformer.data.corpus_files import COMPRESSIONS, compression_suffix
+from dist_transformer.data.pairs import PairReader, Pairs
+from dist_transformer.data.texts import decoded, is_utf8
 from dist_transformer.errors import DataError
 
 READ_BLOCK_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def read_lines(path: Path) -> Iterator[bytes]:
-    """Lines without their end (LF or CR LF) and without a byte order mark; .gz and .zst are unpacked.
+def read_whole_lines(file: str, attempts: int = 1) -> Iterator[bytes]:
+    """Lines with their ends, without a byte order mark; .gz, .zst and .xz are unpacked.
 
-    DataError when a compressed file is damaged or cut short.
+    DataError when the file cannot be opened, or is damaged or cut short.
     """
-    try:
-        with pa.input_stream(str(path), compression=COMPRESSIONS.get(path.suffix)) as stream:
-            for number, line in enumerate(io.BufferedReader(stream, READ_BLOCK_BYTES)):
-                text = line.removesuffix(b"\n").removesuffix(b"\r")
-                yield text if number else text.removeprefix(BYTE_ORDER_MARK)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read to its end ({error}). Copy or download it again.") from error
+    with named_errors(file):
+        stream = _unpacked(file, attempts)
+    advice = "Check the network" if is_address(file) else "Copy or download it again"
+    with stream, named_errors(file, f"cannot be read to its end. {advice}"):
+        for number, line in enumerate(stream):
+            yield line if number else line.removeprefix(BYTE_ORDER_MARK)
 
 
-def scan_file(path: Path, refuse_bad_encoding: bool) -> int:
+def read_lines(file: str, attempts: int = 1) -> Iterator[bytes]:
+    """`read_whole_lines` without the ends (LF or CR LF)."""
+    for line in read_whole_lines(file, attempts):
+        yield line.removesuffix(b"\n").removesuffix(b"\r")
+
+
+def scan_file(file: str, refuse_bad_encoding: bool) -> int:
     """Reads a file once and counts its lines; DataError names file and line of the first invalid UTF-8, if refused."""
     number = 0
-    for number, line in enumerate(read_lines(path), start=1):
+    for number, line in enumerate(read_lines(file), start=1):
         if refuse_bad_encoding and not line.isascii() and not is_utf8(line):
-            raise _encoding_error(path, number, line)
+            raise encoding_error(file, number, line)
     return number
 
 
-def scan_aligned(source: Path, target: Path, refuse_bad_encoding: bool) -> int:
+def scan_aligned(source: str, target: str, refuse_bad_encoding: bool) -> int:
     """`scan_file` of both; DataError with both totals when they have not the same number of lines."""
-    source_lines, target_lines = (scan_file(path, refuse_bad_encoding) for path in (source, target))
+    source_lines, target_lines = (scan_file(file, refuse_bad_encoding) for file in (source, target))
     if source_lines != target_lines:
-        raise DataError(
-            f"{source} has {source_lines} lines, but {target} has {target_lines}: aligned text needs as many lines on "
-            f"both sides, line n of one being the translation of line n of the other."
-        )
+        raise _unequal(source, source_lines, target, target_lines)
     return source_lines
 
 
-def read_aligned(source: Path, target: Path, batch_rows: int) -> Iterator[tuple[list[bytes], list[bytes]]]:
-    """Batches of undecoded lines of both files; DataError when one ends before the other."""
-    source_lines, target_lines = read_lines(source), read_lines(target)
-    while True:
-        batch = (list(itertools.islice(source_lines, batch_rows)), list(itertools.islice(target_lines, batch_rows)))
-        if len(batch[0]) != len(batch[1]):
-            scan_aligned(source, target, refuse_bad_encoding=False)
-            raise DataError(f"{source} or {target} was changed while it was being read. Start again.")
-        if not batch[0]:
-            return
-        yield batch
+def aligned_reader(source: str, target: str, drop: bool, attempts: int) -> PairReader[tuple[bytes, bytes]]:
+    """The pairs of two files; DataError, with both totals, when one ends before the other.
+
+    Args:
+        drop: mark invalid UTF-8 instead of refusing it.
+    """
+
+    def parse(first: int, lines: list[tuple[bytes, bytes]]) -> Pairs:
+        sides = [line for line, _ in lines], [line for _, line in lines]
+        (source_texts, bad_source), (target_texts, bad_target) = (decoded(side) for side in sides)
+        if not drop:
+            for file, side, bad in ((source, sides[0], bad_source), (target, sides[1], bad_target)):
+                refuse_bad_lines(file, first, side, bad)
+        return Pairs(source_texts, target_texts, {*bad_source, *bad_target})
+
+    return PairReader(_aligned_lines(source, target, attempts), parse)
 
 
-def read_tsv(
-    path: Path, columns: tuple[str, str], batch_rows: int
-) -> Iterator[tuple[list[bytes | None], list[bytes | None]]]:
-    """Batches of undecoded cells of two columns; None where a line is too short.
+def tsv_reader(file: str, columns: tuple[str, str], drop: bool, attempts: int) -> PairReader[bytes]:
+    """The pairs of two columns; None where a line is too short.
 
     Columns are numbers from 0 in a file without a header, or names from its first line; DataError when the first line
     does not have them.
     """
-    lines = read_lines(path)
-    first = next(lines, None)
-    if first is None:  # the caller says that the corpus is empty
-        return
-    cells = first.split(b"\t")
-    if by_number := all(column.isdecimal() for column in columns):
+    lines = read_lines(file, attempts)
+    first_line = next(lines, None)
+    if first_line is None:  # the caller says that the corpus is empty
+        return PairReader(iter(()), lambda first, batch: Pairs([], [], set()))
+    by_number = all(column.isdecimal() for column in columns)
+    positions = _tsv_positions(file, first_line, columns, by_number)
+
+    def parse(first: int, batch: list[bytes]) -> Pairs:
+        texts, bad = decoded(batch)
+        if not drop:
+            refuse_bad_lines(file, first + (not by_number), batch, bad)
+        cells = [(text or "").split("\t") for text in texts]
+        source, target = ([row[at] if at < len(row) else None for row in cells] for at in positions)
+        return Pairs(source, target, set(bad))
+
+    return PairReader(itertools.chain([first_line], lines) if by_number else lines, parse)
+
+
+def refuse_bad_lines(file: str, first: int, lines: Sequence[bytes], bad: Sequence[int]) -> None:
+    """DataError for the first of the bad positions; `lines` begin at line number `first`, counted from 0."""
+    if bad:
+        raise encoding_error(file, first + bad[0] + 1, lines[bad[0]])
+
+
+def encoding_error(file: str, number: int, line: bytes) -> DataError:
+    """Says where in a line that is not valid UTF-8 the first bad byte is; `number` counts from 1."""
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return DataError(
+            f"{file}:{number}: not valid UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line. "
+            f"Convert the file to UTF-8, or set data.filters.bad_encoding to drop."
+        )
+    raise AssertionError("called for a valid line")
+
+
+def _unpacked(file: str, attempts: int) -> io.BufferedReader | lzma.LZMAFile:
+    content = open_binary(file, attempts)
+    suffix = compression_suffix(file)
+    if suffix == ".xz":
+        return lzma.open(content)
+    return io.BufferedReader(pa.input_stream(content, compression=COMPRESSIONS.get(suffix)), READ_BLOCK_BYTES)
+
+
+def _aligned_lines(source: str, target: str, attempts: int) -> Iterator[tuple[bytes, bytes]]:
+    sides = read_lines(source, attempts), read_lines(target, attempts)
+    number = 0
+    for number, (source_line, target_line) in enumerate(itertools.zip_longest(*sides), start=1):
+        if source_line is None or target_line is None:
+            longer = number + sum(1 for _ in itertools.chain(*sides))
+            ends = (longer, number - 1) if target_line is None else (number - 1, longer)
+            raise _unequal(source, ends[0], target, ends[1])
+        yield source_line, target_line
+
+
+def _unequal(source: str, source_lines: int, target: str, target_lines: int) -> DataError:
+    return DataError(
+        f"{source} has {source_lines} lines, but {target} has {target_lines}: aligned text needs as many lines on "
+        f"both sides, line n of one being the translation of line n of the other."
+    )
+
+
+def _tsv_positions(file: str, first_line: bytes, columns: tuple[str, str], by_number: bool) -> list[int]:
+    cells = first_line.split(b"\t")
+    if by_number:
         existing = [str(number) for number in range(len(cells))]
     else:
         existing = [cell.decode("utf-8", errors="replace") for cell in cells]
     positions = [existing.index(column) for column in columns if column in existing]
     if len(positions) < len(columns):
         raise DataError(
-            f"{path}: expected columns {', '.join(columns)}, but the first line has {', '.join(map(repr, existing))}. "
+            f"{file}: expected columns {', '.join(columns)}, but the first line has {', '.join(map(repr, existing))}. "
             f"Columns are separated by tabs; name two of them, or count them from 0, in `columns`."
         )
-    rows = itertools.chain([first], lines) if by_number else lines
-    while batch := list(itertools.islice(rows, batch_rows)):
-        table = [line.split(b"\t") for line in batch]
-        source, target = ([row[at] if at < len(row) else None for row in table] for at in positions)
-        yield source, target
-
-
-def is_utf8(line: bytes) -> bool:
-    try:
-        line.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return True
-
-
-def _encoding_error(path: Path, number: int, line: bytes) -> DataError:
-    try:
-        line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return DataError(
-            f"{path}:{number}: not valid UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line. "
-            f"Convert the file to UTF-8, or set data.filters.bad_encoding to drop."
-        )
-    raise AssertionError("called for a valid line")
+    return positions

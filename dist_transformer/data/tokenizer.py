@@ -11,7 +11,7 @@ from pathlib import Path
 import sentencepiece
 
 from dist_transformer.config.data_models import TokenizerConfig
-from dist_transformer.errors import DataError, DistTransformerError
+from dist_transformer.errors import DataError
 from dist_transformer.run_dir import replacing
 
 PAD_ID, BOS_ID, EOS_ID, UNKNOWN_ID = 0, 1, 2, 3
@@ -23,9 +23,12 @@ ERRORS_ONLY = 2
 """sentencepiece's `minloglevel`: its progress lines do not belong on the user's screen."""
 
 
-def train_tokenizer(sentences: Iterator[str], settings: TokenizerConfig, out: Path) -> None:
+def train_tokenizer(
+    sentences: Iterator[str], settings: TokenizerConfig, out: Path, whole_pieces: Sequence[str] = ()
+) -> None:
     """Trains one model on `sentences` and writes it to `out` whole or not at all; the same input gives the same file.
 
+    `whole_pieces` become one piece each, wherever they stand in a text; they are part of the vocabulary's size.
     Raises DataError when the text has too few different pieces, or too many characters, for the vocabulary; what
     `sentences` raises passes through.
     """
@@ -48,11 +51,17 @@ def train_tokenizer(sentences: Iterator[str], settings: TokenizerConfig, out: Pa
                 bos_id=BOS_ID,
                 eos_id=EOS_ID,
                 unk_id=UNKNOWN_ID,
+                user_defined_symbols=list(dict.fromkeys(whole_pieces)),
                 num_threads=TRAINING_THREADS,
                 minloglevel=ERRORS_ONLY,
             )
         except (RuntimeError, OSError) as error:
             raise guarded.error or _training_error(str(error), settings.type, size) from None
+
+
+def seed_sampling(seed: int) -> None:
+    """Starts this process's generator for subword sampling anew: what follows depends on `seed` and the sentences."""
+    sentencepiece.set_random_generator_seed(seed)
 
 
 class Tokenizer:
@@ -81,13 +90,16 @@ class Tokenizer:
                 )
         return Tokenizer(source, target)
 
-    def encode_source(self, sentences: Sequence[str], num_threads: int = 1) -> list[list[int]]:
-        """Token ids of each sentence, ending with `eos_id`."""
-        return _encode(self._source, sentences, num_threads)
+    def encode_source(self, sentences: Sequence[str], num_threads: int = 1, sampling: float = 0.0) -> list[list[int]]:
+        """Token ids of each sentence, ending with `eos_id`.
 
-    def encode_target(self, sentences: Sequence[str], num_threads: int = 1) -> list[list[int]]:
-        """Token ids of each sentence, ending with `eos_id`."""
-        return _encode(self._target, sentences, num_threads)
+        `sampling`: share of merges left out (bpe) or alpha (unigram), drawn in one thread; see `seed_sampling`.
+        """
+        return _encode(self._source, sentences, num_threads, sampling)
+
+    def encode_target(self, sentences: Sequence[str], num_threads: int = 1, sampling: float = 0.0) -> list[list[int]]:
+        """As `encode_source`."""
+        return _encode(self._target, sentences, num_threads, sampling)
 
     def decode_target(self, ids: Sequence[int]) -> str:
         """The sentence of target ids; padding, begin, end and ids beyond the last piece are left out."""
@@ -97,18 +109,26 @@ class Tokenizer:
         """The sentence of source ids, as `decode_target`."""
         return _decode(self._source, ids, self.pad_id)
 
+    def source_pieces(self, ids: Sequence[int]) -> list[str]:
+        """The piece of each source id."""
+        return [self._source.id_to_piece(int(index)) for index in ids]
+
+    def target_pieces(self, ids: Sequence[int]) -> list[str]:
+        """The piece of each target id."""
+        return [self._target.id_to_piece(int(index)) for index in ids]
+
 
 class _Guarded:
     """Keeps what the iterator raises: sentencepiece makes a RuntimeError with a text of it."""
 
     def __init__(self, sentences: Iterator[str]) -> None:
         self._sentences = sentences
-        self.error: DistTransformerError | None = None
+        self.error: BaseException | None = None
 
     def __iter__(self) -> Iterator[str]:
         try:
             yield from self._sentences
-        except DistTransformerError as error:
+        except BaseException as error:
             self.error = error
             raise
 
@@ -118,7 +138,15 @@ def round_up(size: int) -> int:
     return -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
-def _encode(model: sentencepiece.SentencePieceProcessor, sentences: Sequence[str], num_threads: int) -> list[list[int]]:
+def _encode(
+    model: sentencepiece.SentencePieceProcessor, sentences: Sequence[str], num_threads: int, sampling: float
+) -> list[list[int]]:
+    if sampling:
+        # One by one: a list is encoded by a new thread, whose generator starts from the seed again with every list.
+        return [
+            model.encode(text, out_type=int, add_eos=True, enable_sampling=True, alpha=sampling, nbest_size=-1)
+            for text in sentences
+        ]
     encoded: list[list[int]] = model.encode(list(sentences), out_type=int, add_eos=True, num_threads=num_threads)
     return encoded
 

@@ -1,45 +1,38 @@
 """A window as micro-batches: read its rows, shuffle, bucket by length, pad, and lay all out in one flat array.
 
-A window is a pure function of (manifest, seed, epoch, lane, window): any worker of any rank computes the same one, and
-a resume recomputes one window a lane instead of reading the epoch again.
+A window is a pure function of (manifest, seed, epoch, segment, lane, window): any worker of any rank computes the same
+one, and a resume recomputes one window a lane instead of reading the epoch again.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from typing import Literal
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from dist_transformer.data.batching import cut_by_tokens, snake_order
-from dist_transformer.data.manifest import Manifest
-from dist_transformer.data.plan import PURPOSE_WINDOW, RowSlice, WindowKey, random_generator
-from dist_transformer.errors import DataError
+from dist_transformer.data.batching import Bucket, Ints, free_buckets
+from dist_transformer.data.bounded_shapes import bounded_buckets
+from dist_transformer.data.plan import PURPOSE_WINDOW, WindowKey, WindowRequest, random_generator
+from dist_transformer.data.rows import LostRowGroup, RowReader, Rows
 
-Ints = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Sentence pairs as token ids: side i of row r is `ids[offsets[r]:offsets[r + 1]]`."""
-
-    row_ids: Ints
-    source_ids: Ints
-    source_offsets: Ints
-    target_ids: Ints
-    target_offsets: Ints
+Tokens = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """Size of one micro-batch: rows x (source, target) padded lengths, and the tokens that are not padding."""
+    """Size of one micro-batch: rows x (source, target) padded lengths, and the tokens that are not padding.
+
+    Attributes:
+        rows: dummy rows counted too; they are the last ones: end of sentence to padding, without weight in the loss.
+        pairs: real rows.
+        source_tokens: of the real rows, as target_tokens.
+    """
 
     rows: int
     source_length: int
     target_length: int
+    pairs: int
     source_tokens: int
     target_tokens: int
 
@@ -52,108 +45,99 @@ class BatchShape:
 class Window:
     """All micro-batches of a window in two flat arrays: one transfer from the worker, whatever their number.
 
-    `tokens` holds, for each shape in order, the source ids (rows, source_length) and then the target ids
-    (rows, target_length), padded at the end; `row_ids` the rows' numbers in the same order.
+    Attributes:
+        tokens: for each shape in order, the source ids (rows, source_length) and then the target ids
+            (rows, target_length), padded at the end.
+        row_ids: numbers of the real rows, in the same order.
+        dropped: rows dropped by rule, as in RowsRead.
+        lost: row groups left out.
     """
 
-    key: WindowKey
+    request: WindowRequest
     shapes: tuple[BatchShape, ...]
-    tokens: NDArray[np.int32]
+    tokens: Tokens
     row_ids: Ints
+    dropped: dict[str, int]
+    lost: tuple[LostRowGroup, ...]
 
 
-class WindowReader:
-    """Builds windows of one split of a prepared corpus. Holds no open files itself: safe to send to a worker."""
+class WindowBuilder:
+    """Builds windows. Holds no open files itself: safe to send to a worker.
 
-    def __init__(self, folder: Path, manifest: Manifest, split: str) -> None:
-        self._folder = folder
-        self._pad_id = manifest.pad_id
-        shards = manifest.splits[split].shards
-        self._groups = [(s.file, index, group.rows) for s in shards for index, group in enumerate(s.row_groups)]
+    Args:
+        reader: gives the rows of a window.
+        max_tokens: largest micro-batch, padding counted.
+        batch_shapes: free, or bounded: those of `bounded_shapes`.
+        longest_tokens: longest side of any pair (data.filters.max_tokens).
+        pad_id: fills up rows.
+        eos_id: the source of a dummy row.
+        seed: of the run.
+    """
 
-    def build(self, key: WindowKey, slices: Sequence[RowSlice], max_tokens: int, seed: int) -> Window:
-        """The window of these rows.
+    def __init__(
+        self,
+        reader: RowReader,
+        max_tokens: int,
+        batch_shapes: Literal["free", "bounded"],
+        longest_tokens: int,
+        pad_id: int,
+        eos_id: int,
+        seed: int,
+    ) -> None:
+        self._reader = reader
+        self._max_tokens = max_tokens
+        self._is_bounded = batch_shapes == "bounded"
+        self._longest_tokens = longest_tokens
+        self._pad_id = pad_id
+        self._eos_id = eos_id
+        self._seed = seed
+
+    def build(self, request: WindowRequest) -> Window:
+        """The window of this request, without micro-batches when all its rows are dropped or lost.
 
         Raises:
-            DataError: a shard is missing or damaged.
+            DataError: a row group cannot be read.
         """
-        rows = _join([self._read(piece) for piece in slices])
-        random = random_generator(seed, PURPOSE_WINDOW, key.epoch, key.lane, key.window)
-        members = _bucket(rows, random.permutation(len(rows.row_ids)), max_tokens)
-        shuffled = [members[i] for i in random.permutation(len(members))]
-        return _lay_out(key, rows, shuffled, self._pad_id)
+        key = request.key
+        read = self._reader.read(request)
+        random = random_generator(self._seed, PURPOSE_WINDOW, key.epoch, key.segment, key.lane, key.window)
+        buckets = self._buckets(read.rows, random.permutation(len(read.rows.row_ids)))
+        shuffled = [buckets[i] for i in random.permutation(len(buckets))]
+        return Window(request, *self._lay_out(read.rows, shuffled), read.dropped, read.lost)
 
-    def build_in_order(self, max_tokens: int) -> Iterator[Window]:
+    def build_in_order(self, split: str) -> Iterator[Window]:
         """The whole split without randomness, a window for each row group: for validation."""
-        for group, (_, _, num_rows) in enumerate(self._groups):
-            rows = self._read(RowSlice(group, 0, num_rows))
-            members = _bucket(rows, np.arange(num_rows), max_tokens)
-            yield _lay_out(WindowKey(0, 0, group), rows, members, self._pad_id)
+        for number, rows in enumerate(self._reader.read_split(split)):
+            buckets = self._buckets(rows, np.arange(len(rows.row_ids)))
+            request = WindowRequest(WindowKey(0, 0, 0, number), ())
+            yield Window(request, *self._lay_out(rows, buckets), {}, ())
 
-    def _read(self, piece: RowSlice) -> Rows:
-        file, index, _ = self._groups[piece.row_group]
-        path = self._folder / file
-        try:
-            table = _open(path).read_row_group(index, columns=["row_id", "source", "target"])
-        except (OSError, pa.ArrowException) as error:
-            raise DataError(
-                f"{path}: row group {index} cannot be read ({error}). The shard is missing or damaged: "
-                "delete the prepared folder and run `dist-transformer prepare` again."
-            ) from error
-        table = table.slice(piece.first, piece.last - piece.first)
-        row_ids = table.column("row_id").to_numpy().astype(np.int64)
-        return Rows(row_ids, *_ids(table, "source"), *_ids(table, "target"))
+    def _buckets(self, rows: Rows, order: Ints) -> list[Bucket]:
+        lengths = np.diff(rows.source_offsets), np.diff(rows.target_offsets)
+        if self._is_bounded:
+            return bounded_buckets(*lengths, order, self._max_tokens, self._longest_tokens)
+        return free_buckets(*lengths, order, self._max_tokens)
 
-
-@lru_cache(maxsize=64)
-def _open(path: Path) -> pq.ParquetFile:
-    return pq.ParquetFile(path)
-
-
-def _ids(table: pa.Table, column: str) -> tuple[Ints, Ints]:
-    lists = pa.concat_arrays(table.column(column).chunks)
-    offsets = lists.offsets.to_numpy().astype(np.int64)
-    ids = lists.values.to_numpy()[offsets[0] : offsets[-1]].astype(np.int64)
-    return ids, offsets - offsets[0]
+    def _lay_out(self, rows: Rows, buckets: Sequence[Bucket]) -> tuple[tuple[BatchShape, ...], Tokens, Ints]:
+        tokens = np.full(sum(b.rows * (b.source_length + b.target_length) for b in buckets), self._pad_id, np.int32)
+        shapes, place = [], 0
+        for bucket in buckets:
+            middle = place + bucket.rows * bucket.source_length
+            end = middle + bucket.rows * bucket.target_length
+            source, target = tokens[place:middle].reshape(bucket.rows, -1), tokens[middle:end].reshape(bucket.rows, -1)
+            source_tokens = _fill(source, rows.source_ids, rows.source_offsets, bucket.members)
+            target_tokens = _fill(target, rows.target_ids, rows.target_offsets, bucket.members)
+            source[len(bucket.members) :, 0] = self._eos_id
+            shapes.append(BatchShape(*bucket[1:], len(bucket.members), source_tokens, target_tokens))
+            place = end
+        members = np.concatenate([np.zeros(0, np.int64), *(bucket.members for bucket in buckets)])
+        return tuple(shapes), tokens, rows.row_ids[members]
 
 
-def _join(parts: Sequence[Rows]) -> Rows:
-    def offsets(name: str) -> Ints:
-        lengths = np.concatenate([np.diff(getattr(part, name)) for part in parts])
-        return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-
-    return Rows(
-        np.concatenate([part.row_ids for part in parts]),
-        np.concatenate([part.source_ids for part in parts]),
-        offsets("source_offsets"),
-        np.concatenate([part.target_ids for part in parts]),
-        offsets("target_offsets"),
-    )
-
-
-def _bucket(rows: Rows, order: Ints, max_tokens: int) -> list[Ints]:
-    """The rows of each micro-batch; ties of equal length stay in the given order."""
-    source_lengths, target_lengths = np.diff(rows.source_offsets), np.diff(rows.target_offsets)
-    order = order[snake_order(source_lengths[order], target_lengths[order])]
-    runs = cut_by_tokens(source_lengths[order], target_lengths[order], max_tokens)
-    return [order[first:last] for first, last in runs]
-
-
-def _lay_out(key: WindowKey, rows: Rows, members: Sequence[Ints], pad_id: int) -> Window:
-    shapes, parts = [], []
-    for batch in members:
-        source, source_tokens = _padded(rows.source_ids, rows.source_offsets, batch, pad_id)
-        target, target_tokens = _padded(rows.target_ids, rows.target_offsets, batch, pad_id)
-        shapes.append(BatchShape(len(batch), source.shape[1], target.shape[1], source_tokens, target_tokens))
-        parts += [source.ravel(), target.ravel()]
-    row_ids = np.concatenate([rows.row_ids[batch] for batch in members])
-    return Window(key, tuple(shapes), np.concatenate(parts), row_ids)
-
-
-def _padded(ids: Ints, offsets: Ints, batch: Ints, pad_id: int) -> tuple[NDArray[np.int32], int]:
-    """One side of a micro-batch as (rows, longest), padding at the end; and its number of real tokens."""
-    starts, lengths = offsets[batch], offsets[batch + 1] - offsets[batch]
-    column = np.arange(int(lengths.max()))[None, :]
-    real = column < lengths[:, None]
-    places = np.where(real, starts[:, None] + column, 0)
-    return np.where(real, ids[places], pad_id).astype(np.int32), int(lengths.sum())
+def _fill(side: Tokens, ids: Ints, offsets: Ints, members: Ints) -> int:
+    """Writes the ids of the members into the first rows of one side of a micro-batch; the number of tokens written."""
+    starts, lengths = offsets[members], offsets[members + 1] - offsets[members]
+    column = np.arange(side.shape[1])
+    is_real = column < lengths[:, None]
+    side[: len(members)][is_real] = ids[(starts[:, None] + column)[is_real]]
+    return int(lengths.sum())

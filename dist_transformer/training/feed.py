@@ -5,16 +5,22 @@ whether any rank was asked to stop, whether any rank could not read its data, an
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from dist_transformer.data.loader import LaneLoader, MicroBatch
+from dist_transformer.data.batching import straggler_ratio
+from dist_transformer.data.filters import RULES
+from dist_transformer.data.loader import LaneLoader, LocalStep, MicroBatch
+from dist_transformer.data.position import Quarantined
+from dist_transformer.data.segments import Segment
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import UserError
 
-TOTALS = ("target_tokens", "source_tokens", "pairs", "padded_tokens", "stop", "error", "digest")
+TOTALS = ("target_tokens", "source_tokens", "pairs", "quarantined", "stop", "error", "digest")
+"""What is summed over the ranks; after it padded tokens by lane, dropped pairs by rule, pairs by corpus."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +28,20 @@ class GlobalBatch:
     """This rank's micro-batches of one step, and the sums over all ranks. None: a lane without rows in this epoch."""
 
     micro_batches: list[MicroBatch | None]
-    epoch: int
+    segment: Segment
     lane_positions: dict[int, tuple[int, int]]
     """(window, micro-batches handed out) of this rank's lanes after this step."""
     target_tokens: int
     source_tokens: int
     pairs: int
     padded_tokens: int
+    straggler_ratio: float
+    """Padded tokens of the largest micro-batch over the mean."""
+    pairs_by_corpus: Counter[str]
+    dropped: Counter[str]
+    """Pairs by rule that were dropped from the windows begun in this step."""
+    quarantined: tuple[Quarantined, ...]
+    """Row groups left out of the windows begun in this step, of all ranks."""
     stop: bool
     digest: str
     wait_seconds: float
@@ -36,37 +49,32 @@ class GlobalBatch:
 
 
 class Feed:
-    """Hands out global batches. `wants_stop` is asked on every rank, once a step."""
+    """Hands out global batches. `wants_stop` is asked on every rank, once a step; `batch` numbers the next batch."""
 
-    def __init__(self, loader: LaneLoader, ranks: Ranks, wants_stop: Callable[[], bool]) -> None:
-        self._loader = loader
-        self._ranks = ranks
-        self._wants_stop = wants_stop
+    def __init__(
+        self,
+        loader: LaneLoader,
+        ranks: Ranks,
+        corpora: tuple[str, ...],
+        num_lanes: int,
+        batch: int,
+        wants_stop: Callable[[], bool],
+    ) -> None:
+        self._loader, self._ranks, self._wants_stop = loader, ranks, wants_stop
+        self._corpora, self._num_lanes, self._batch = corpora, num_lanes, batch
         self._error: UserError | None = None
         self.begin()
 
     def begin(self) -> None:
-        """Fetches the next step and starts counting it (collective, does not wait for other ranks)."""
+        """Fetches the next step and starts counting it (collective; waits for other ranks only at a new stage)."""
         started = time.monotonic()
+        if self._loader.must_recut(self._batch):
+            self._recut()
         try:
-            self._batches = self._loader.next_step()
+            self._local = self._loader.next_step()
         except UserError as error:
-            self._error, self._batches = error, []
-        real = [batch for batch in self._batches if batch is not None]
-        self._totals = torch.tensor(
-            [
-                sum(b.shape.target_tokens for b in real),
-                sum(b.shape.source_tokens for b in real),
-                sum(b.shape.rows for b in real),
-                sum(b.shape.padded_tokens for b in real),
-                int(self._wants_stop()),
-                int(self._error is not None),
-                0,
-            ],
-            dtype=torch.int64,
-        )
-        for batch in real:
-            self._totals[-1] += batch.digest()  # wraps, as int64 does: a sum modulo 2 ** 64
+            self._error, self._local = error, LocalStep([], Counter(), ())
+        self._totals = self._count(self._local)
         self._work = self._ranks.start_sum(self._totals)
         self._fetch_seconds = time.monotonic() - started
 
@@ -78,18 +86,26 @@ class Feed:
         """
         started = time.monotonic()
         self._work.wait()
-        totals = dict(zip(TOTALS, self._totals.tolist(), strict=True))
+        values = self._totals.tolist()
+        totals = dict(zip(TOTALS, values, strict=False))
+        lanes, rules, corpora = _split(values[len(TOTALS) :], self._num_lanes, len(RULES))
         if totals["error"]:
             errors = [error for error in self._ranks.gather(self._error) if error is not None]
-            raise errors[0] from self._error
+            raise errors[0].agreed() from self._error
+        quarantined = self._ranks.gather(self._local.quarantined) if totals["quarantined"] else []
+        self._batch += totals["pairs"] > 0
         return GlobalBatch(
-            micro_batches=self._batches,
-            epoch=self._loader.epoch,
+            micro_batches=self._local.batches,
+            segment=self._loader.segment,
             lane_positions=self._loader.lane_positions(),
             target_tokens=totals["target_tokens"],
             source_tokens=totals["source_tokens"],
             pairs=totals["pairs"],
-            padded_tokens=totals["padded_tokens"],
+            padded_tokens=sum(lanes),
+            straggler_ratio=straggler_ratio(lanes),
+            pairs_by_corpus=Counter(dict(zip(self._corpora, corpora, strict=True))),
+            dropped=Counter({rule: count for rule, count in zip(RULES, rules, strict=True) if count}),
+            quarantined=tuple(row_group for of_rank in quarantined for row_group in of_rank),
             stop=totals["stop"] > 0,
             digest=f"{totals['digest'] % 2**64:016x}",
             wait_seconds=self._fetch_seconds + time.monotonic() - started,
@@ -97,5 +113,39 @@ class Feed:
 
     def start_epoch(self) -> None:
         """Goes on with the next epoch (collective)."""
-        self._loader.start_epoch()
+        self._loader.start_epoch(self._batch)
         self.begin()
+
+    def _recut(self) -> None:
+        """Other weights hold from here on: every rank cuts the rest of the epoch by where all lanes stand."""
+        lanes = {lane: at for part in self._ranks.gather(self._loader.lane_positions()) for lane, at in part.items()}
+        self._loader.recut([lanes[lane] for lane in range(self._num_lanes)], self._batch)
+
+    def _count(self, local: LocalStep) -> torch.Tensor:
+        real = [batch for batch in local.batches if batch is not None]
+        padded, pairs = [0] * self._num_lanes, [0] * len(self._corpora)
+        for batch in real:
+            padded[batch.lane] = batch.shape.padded_tokens
+            pairs = [a + b for a, b in zip(pairs, batch.pairs_by_corpus(len(pairs)), strict=True)]
+        totals = torch.tensor(
+            [
+                sum(b.shape.target_tokens for b in real),
+                sum(b.shape.source_tokens for b in real),
+                sum(b.shape.pairs for b in real),
+                len(local.quarantined),
+                int(self._wants_stop()),
+                int(self._error is not None),
+                0,
+                *padded,
+                *(local.dropped[rule] for rule in RULES),
+                *pairs,
+            ],
+            dtype=torch.int64,
+        )
+        for batch in real:
+            totals[TOTALS.index("digest")] += batch.digest()  # wraps, as int64 does: a sum modulo 2 ** 64
+        return totals
+
+
+def _split(values: list[int], first: int, second: int) -> tuple[list[int], list[int], list[int]]:
+    return values[:first], values[first : first + second], values[first + second :]

@@ -10,15 +10,16 @@ import torch
 
 from dist_transformer.config.models import Config
 from dist_transformer.data.loader import MicroBatch
+from dist_transformer.data.position import Position, Quarantined
 from dist_transformer.data.window import BatchShape
 from dist_transformer.distributed import Ranks
-from dist_transformer.errors import UserError
+from dist_transformer.errors import DataError, UserError
 from dist_transformer.run_dir import RunDir
 from dist_transformer.training import checkpoints
 from dist_transformer.training.engine import Engine
 from dist_transformer.training.feed import Feed, GlobalBatch
-from dist_transformer.training.records import INTERVAL_SUMS, Interval, Journal, Progress
-from dist_transformer.training.report import ProgressBar
+from dist_transformer.training.records import INTERVAL_COUNTS, INTERVAL_SUMS, Interval, Journal, Progress
+from dist_transformer.training.report import ProgressBar, interval_values, log_interval
 from dist_transformer.training.schedule import learning_rate
 from dist_transformer.training.validation import ValidationResult, forward, validate
 from dist_transformer.training.watchdog import Watchdog
@@ -64,7 +65,7 @@ class Trainer:
         self._lane_positions = {
             lane: progress.position.lanes[lane] for lane in range(ranks.rank, config.data.lanes, ranks.num_ranks)
         }
-        self._epoch, self._digest = progress.position.epoch, ""
+        self._segment, self._digest = progress.position.segment, ""
         self._interval = self._new_interval()
         self._recorded = dict(recorded)
         self._validated: tuple[int, ValidationResult] | None = None
@@ -76,7 +77,7 @@ class Trainer:
         """Trains until the end or a stop request (collective). A checkpoint of the last step is there afterwards."""
         config, progress, last_step = self._config, self.progress, self._config.training.max_steps
         self._watchdog, self._interval.started = watchdog, time.monotonic()
-        while last_step is None or progress.step < last_step:
+        while not self._has_ended():
             watchdog.progress(f"waiting for the batch after step {progress.step}")
             batch = self._next_batch(feed)
             if batch is None:
@@ -104,18 +105,28 @@ class Trainer:
         """Goes on with the sums of a log interval that a checkpoint cut in two."""
         for name in (*INTERVAL_SUMS, "seconds_before"):
             setattr(self._interval, name, interval.get(name, 0))
+        for name in INTERVAL_COUNTS:
+            getattr(self._interval, name).update(interval.get(name, {}))
         if self._ranks.is_first:
             self._interval.losses += torch.tensor(interval["losses"], dtype=torch.float64, device=self._ranks.device)
+
+    def _has_ended(self) -> bool:
+        training, progress = self._config.training, self.progress
+        return (training.max_steps is not None and progress.step >= training.max_steps) or (
+            training.max_target_tokens is not None and progress.total_target_tokens >= training.max_target_tokens
+        )
 
     def _next_batch(self, feed: Feed) -> GlobalBatch | None:
         """The next batch with rows in it; None when the last epoch has ended."""
         batch, max_epochs = feed.wait(), self._config.training.max_epochs
         self._interval.wait_seconds += batch.wait_seconds
-        if max_epochs is not None and batch.epoch >= max_epochs:  # lowered since the last start
+        if batch.quarantined:
+            self._quarantine(batch.quarantined)
+        if max_epochs is not None and batch.segment.epoch >= max_epochs:  # lowered since the last start
             return None
         if batch.pairs or batch.stop:
             return batch
-        if batch.epoch + 1 == max_epochs:
+        if batch.segment.epoch + 1 == max_epochs:
             return None
         feed.start_epoch()
         return self._next_batch(feed)
@@ -147,7 +158,11 @@ class Trainer:
         interval.target_tokens += batch.target_tokens
         interval.source_tokens += batch.source_tokens
         interval.padded_tokens += batch.padded_tokens
-        self._epoch, self._digest = batch.epoch, batch.digest
+        interval.straggler_sum += batch.straggler_ratio
+        interval.batches += 1
+        interval.pairs_by_corpus.update(batch.pairs_by_corpus)
+        interval.dropped.update(batch.dropped)
+        self._segment, self._digest = batch.segment, batch.digest
         self._lane_positions = batch.lane_positions
         if self._config.data.audit:
             self._audit(batch, progress.step if applied else progress.step + 1)
@@ -165,6 +180,23 @@ class Trainer:
                 "schedule.warmup_steps, or with training.gradient_clip_norm=1"
             )
 
+    def _quarantine(self, row_groups: tuple[Quarantined, ...]) -> None:
+        """Says and keeps what was left out; too much of it is the end, on every rank."""
+        progress, most = self.progress, self._config.data.max_quarantined_row_groups
+        position = progress.position
+        progress.position = Position(position.segment, position.lanes, (*position.quarantined, *row_groups))
+        for row_group in row_groups:
+            log.warning(
+                "data       left out of epoch %d, lane %d: row group %d of %s (%s)",
+                row_group.key.epoch, row_group.key.lane, row_group.row_group, row_group.file, row_group.reason,
+            )  # fmt: skip
+        if (count := len(progress.position.quarantined)) > most:
+            raise DataError(
+                f"{count} row groups could not be read and were left out, more than data.max_quarantined_row_groups = "
+                f"{most}; the last one: row group {row_groups[-1].row_group} of {row_groups[-1].file} "
+                f"({row_groups[-1].reason}). Mend the files named in the log, or allow more."
+            ).agreed()
+
     def _log(self, bar: ProgressBar) -> None:
         """One line in the log and one record in metrics.jsonl for the steps since the last (collective)."""
         progress, interval = self.progress, self._interval
@@ -173,28 +205,21 @@ class Trainer:
         loss, nll = (self._ranks.sum(interval.losses.cpu()) / interval.target_tokens).tolist()
         seconds = interval.seconds
         values: dict[str, float | int | str] = {
-            "epoch": self._epoch,
+            "epoch": self._segment.epoch,
             "loss": loss,
             "nll": nll,
             "learning_rate": learning_rate(self._config, progress.step),
             "gradient_norm": self._engine.gradient_norm(),
             "loss_scale": self._engine.loss_scale(),
             "skipped_updates": progress.skipped_updates,
-            "target_tokens": interval.target_tokens,
             "total_target_tokens": progress.total_target_tokens,
-            "tokens_per_second": interval.target_tokens / seconds,
-            "padding_share": 1 - (interval.source_tokens + interval.target_tokens) / interval.padded_tokens,
-            "data_wait_share": interval.wait_seconds / seconds,
+            "quarantined_row_groups": len(progress.position.quarantined),
+            **interval_values(interval, seconds),
             "batch_digest": self._digest,
         }
         if self._journal:
             self._journal.metrics.append("train", progress.step, values)
-        log.info(
-            "step %7d  epoch %3d  loss %7.4f  nll %7.4f  lr %.3e  norm %7.3f  scale %g  "
-            "%7.0f tokens/s  pad %4.1f%%  wait %4.1f%%",
-            progress.step, values["epoch"], loss, nll, values["learning_rate"], values["gradient_norm"], values["loss_scale"],
-            values["tokens_per_second"], 100 * float(values["padding_share"]), 100 * float(values["data_wait_share"]),
-        )  # fmt: skip
+        log_interval(progress.step, values)
         bar.show(progress.step, loss, interval.target_tokens / seconds)
         self._recorded["train"] = progress.step
         self._interval = self._new_interval()
@@ -246,8 +271,9 @@ class Trainer:
         """What a checkpoint holds besides tensors (collective)."""
         progress, interval = self.progress, self._interval
         lanes = torch.zeros(self._config.data.lanes, 2, dtype=torch.int64)
-        for lane, position in self._lane_positions.items():
-            lanes[lane] = torch.tensor(position)
+        for lane, at in self._lane_positions.items():
+            lanes[lane] = torch.tensor(at)
+        lane_positions = tuple((window, emitted) for window, emitted in self._ranks.sum(lanes).tolist())
         losses = self._ranks.sum(interval.losses.cpu().clone())
         return {
             "version": 1,
@@ -255,11 +281,11 @@ class Trainer:
             "batches": progress.batches,
             "skipped_updates": progress.skipped_updates,
             "total_target_tokens": progress.total_target_tokens,
-            "position": {"epoch": self._epoch, "lanes": self._ranks.sum(lanes).tolist()},
+            "position": Position(self._segment, lane_positions, progress.position.quarantined).to_json(),
             "scaler": self._engine.scaler_state(),
             "interval": {
                 "losses": losses.tolist(),
-                **{name: getattr(interval, name) for name in INTERVAL_SUMS},
+                **{name: getattr(interval, name) for name in (*INTERVAL_SUMS, *INTERVAL_COUNTS)},
                 "seconds_before": interval.seconds,
             },
             "recipe": self._recipe,
@@ -275,7 +301,7 @@ class Trainer:
         if self._journal and self._journal.audit:
             rows = {lane: lanes[lane] for lane in sorted(lanes, key=int)}
             self._journal.audit.append(
-                "batch", step, {"epoch": batch.epoch, "batch_digest": batch.digest, "rows": rows}
+                "batch", step, {"epoch": batch.segment.epoch, "batch_digest": batch.digest, "rows": rows}
             )
 
     def _new_interval(self) -> Interval:
@@ -294,4 +320,4 @@ def _dropout_seed(seed: int, batches: int, lane: int) -> int:
 def _zero_weight(pad_id: int, eos_id: int) -> MicroBatch:
     """A micro-batch without a real target token: its loss and gradient are zero, its collectives are everyone's."""
     token, pad = torch.full((1, 1), eos_id), torch.full((1, 1), pad_id)
-    return MicroBatch(-1, BatchShape(1, 1, 1, 0, 0), token, token, pad, torch.zeros(0, dtype=torch.int64))
+    return MicroBatch(-1, BatchShape(1, 1, 1, 0, 0, 0), token, token, pad, torch.zeros(0, dtype=torch.int64))

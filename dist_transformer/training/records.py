@@ -1,16 +1,18 @@
 """How far a run is, what it counts between two log lines, and where it writes that down."""
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from dist_transformer.data.loader import Position
+from dist_transformer.data.position import Position
 from dist_transformer.tracking.metrics_log import MetricsLog
 
-INTERVAL_SUMS = ("target_tokens", "source_tokens", "padded_tokens", "wait_seconds")
+INTERVAL_SUMS = ("target_tokens", "source_tokens", "padded_tokens", "straggler_sum", "batches", "wait_seconds")
+INTERVAL_COUNTS = ("pairs_by_corpus", "dropped")
 
 
 @dataclass
@@ -35,6 +37,12 @@ class Interval:
     target_tokens: int = 0
     source_tokens: int = 0
     padded_tokens: int = 0
+    straggler_sum: float = 0.0
+    """Straggler ratios of the batches, summed up."""
+    batches: int = 0
+    pairs_by_corpus: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Pairs dropped by rule, of text that is tokenized on the fly."""
     wait_seconds: float = 0.0
     seconds_before: float = 0.0
     """Of the part that an earlier start trained."""

@@ -3,6 +3,7 @@
 import logging
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -19,7 +20,8 @@ from rich.progress import (
 
 from dist_transformer.config.models import Config
 from dist_transformer.config.sizes import parameter_count
-from dist_transformer.data.manifest import Manifest
+from dist_transformer.data.manifest import Manifest, Split
+from dist_transformer.training.records import Interval
 from dist_transformer.training.schedule import peak_learning_rate
 
 log = logging.getLogger(__name__)
@@ -40,14 +42,15 @@ class Outlook:
 
 
 def outlook(config: Config, manifest: Manifest, num_ranks: int) -> Outlook:
-    train = manifest.splits["train"]
-    tokens = train.source_tokens + train.target_tokens
+    splits = [manifest.splits[name] for name in manifest.training]
+    source_tokens, target_tokens = (sum(getattr(s, f"{side}_tokens") for s in splits) for side in ("source", "target"))
+    tokens = source_tokens + target_tokens
     per_step = min(config.data.lanes * config.data.max_tokens * TYPICAL_FILL, tokens)
     parameters = parameter_count(config.model, manifest.source_vocabulary, manifest.target_vocabulary)
     return Outlook(
         parameters,
-        round(per_step * train.source_tokens / tokens),
-        round(per_step * train.target_tokens / tokens),
+        round(per_step * source_tokens / tokens),
+        round(per_step * target_tokens / tokens),
         math.ceil(tokens / per_step),
         state_bytes(parameters, config.training.zero_stage, config.training.precision, num_ranks),
     )
@@ -65,22 +68,15 @@ def state_bytes(parameters: int, zero_stage: int, precision: str, num_ranks: int
 
 def log_outlook(config: Config, manifest: Manifest, num_ranks: int) -> None:
     """Says what will happen, before the first step."""
-    about, model, training, train = (
-        outlook(config, manifest, num_ranks),
-        config.model,
-        config.training,
-        manifest.splits["train"],
-    )
-    dropped = ", ".join(f"{rule} {count}" for rule, count in train.dropped.items() if count) or "none"
+    about, model, training = outlook(config, manifest, num_ranks), config.model, config.training
     log.info(
         "model      %s parameters: %d + %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d / %d, %s-norm",
         f"{about.parameters:,}", model.num_encoder_layers, model.num_decoder_layers, model.d_model, model.d_ff,
         model.num_heads, manifest.source_vocabulary, manifest.target_vocabulary, model.norm,
     )  # fmt: skip
-    log.info(
-        "data       %s pairs, %s source + %s target tokens; dropped: %s; digest %s",
-        f"{train.rows:,}", f"{train.source_tokens:,}", f"{train.target_tokens:,}", dropped, manifest.digest[:12],
-    )  # fmt: skip
+    for name in manifest.training:
+        log.info("data       %s", _corpus_line(name, manifest.splits[name]))
+    log.info("prepared   digest %s", manifest.digest[:12])
     log.info(
         "batch      %d lanes of %d tokens: about %s source + %s target tokens a step, %d steps an epoch",
         config.data.lanes, config.data.max_tokens, f"{about.source_tokens_per_step:,}",
@@ -92,6 +88,31 @@ def log_outlook(config: Config, manifest: Manifest, num_ranks: int) -> None:
         peak_learning_rate(config), _end(config),
     )  # fmt: skip
     log.info("memory     about %s a rank for weights, gradients and optimizer", _bytes(about.state_bytes_per_rank))
+
+
+def interval_values(interval: Interval, seconds: float) -> dict[str, float | int]:
+    """What a record says of the batches of an interval that took so long; corpora by name only where there are several."""
+    by_corpus = interval.pairs_by_corpus if len(interval.pairs_by_corpus) > 1 else {}
+    return {
+        "target_tokens": interval.target_tokens,
+        "tokens_per_second": interval.target_tokens / seconds,
+        "padding_share": 1 - (interval.source_tokens + interval.target_tokens) / interval.padded_tokens,
+        "straggler_ratio": interval.straggler_sum / interval.batches,
+        "data_wait_share": interval.wait_seconds / seconds,
+        **{f"pairs/{name}": count for name, count in by_corpus.items()},
+        **{f"dropped/{rule}": count for rule, count in sorted(interval.dropped.items())},
+    }
+
+
+def log_interval(step: int, values: Mapping[str, float | int | str]) -> None:
+    """The one line of a log step."""
+    log.info(
+        "step %7d  epoch %3d  loss %7.4f  nll %7.4f  lr %.3e  norm %7.3f  scale %g  "
+        "%7.0f tokens/s  pad %4.1f%%  wait %4.1f%%",
+        step, values["epoch"], values["loss"], values["nll"], values["learning_rate"], values["gradient_norm"],
+        values["loss_scale"], values["tokens_per_second"], 100 * float(values["padding_share"]),
+        100 * float(values["data_wait_share"]),
+    )  # fmt: skip
 
 
 class ProgressBar:
@@ -121,9 +142,19 @@ class ProgressBar:
         self._progress.update(self._task, completed=step, description=text)
 
 
+def _corpus_line(name: str, split: Split) -> str:
+    dropped = ", ".join(f"{rule} {count}" for rule, count in split.dropped.items() if count) or "none"
+    about = "about " if split.text else ""
+    return (
+        f"{name}: {split.rows:,} pairs, {about}{split.source_tokens:,} source + {split.target_tokens:,} target tokens; "
+        f"dropped: {'when they are tokenized' if split.text else dropped}"
+    )
+
+
 def _end(config: Config) -> str:
-    steps, epochs = config.training.max_steps, config.training.max_epochs
-    return " or ".join([f"{steps} steps"] * (steps is not None) + [f"{epochs} epochs"] * (epochs is not None))
+    training = config.training
+    ends = {"steps": training.max_steps, "epochs": training.max_epochs, "target tokens": training.max_target_tokens}
+    return " or ".join(f"{count} {unit}" for unit, count in ends.items() if count is not None)
 
 
 def _bytes(count: int) -> str:

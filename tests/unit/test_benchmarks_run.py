@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +23,58 @@ def run(script: str, raw: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.slow
-def test_the_loader_benchmark_loads_every_pair_and_compares_windows_speed_and_resume(tmp_path: Path) -> None:
+def test_the_loader_benchmark_loads_every_pair_and_compares_layouts_speed_and_resume(tmp_path: Path) -> None:
     sizes = ["--pairs", "2000", "--lanes", "2", "--max-tokens", "1024", "--row-group-rows", "256"]
-    windows = ["--windows", "200", "1000", "--window-rows", "500", "--streamed-rows", "200"]
-    printed, figures = run("loader.py", tmp_path / "loader.json", *sizes, *windows)
+    text = ["--text-pairs", "400", "--text-vocabulary", "300"]
+    windows = ["--windows", "200", "1000", "--window-rows", "500", "--peer-rows", "200", "--peers"]
+    printed, figures = run("loader.py", tmp_path / "loader.json", *sizes, *text, *windows)
     assert printed.count("| --- |") == 3
-    small, large = figures["batching"]["200"], figures["batching"]["1000"]
-    assert 0 < large["padding"] < small["padding"] < 1
-    assert small["straggler"] >= 1
-    for loading in ("in the training process", "1 worker"):
-        assert figures["throughput"][loading][0]["pairs"] == pytest.approx(2000, rel=0.05)  # but for two first steps
+    for layout in ("free", "bounded", "packed"):
+        small, large = figures["batching"][layout]["200"], figures["batching"][layout]["1000"]
+        assert 0 < large["padding"] < small["padding"] < 1
+        assert small["straggler"] >= 1
+    assert figures["batching"]["bounded"]["200"]["shapes"] <= 40
+    for loading, pairs in (
+        ("prepared, in the training process", 2000),
+        ("prepared, 1 worker", 2000),
+        ("BPE on the fly, 1 worker", 400),
+    ):
+        assert figures["throughput"][loading][0]["pairs"] == pytest.approx(pairs, rel=0.2)  # but for two first steps
         assert figures["resume"][loading][0]["wall_seconds"] > 0
-    assert figures["throughput"]["datasets, streaming, row by row"][0]["pairs"] == 200
+    assert figures["throughput"]["datasets, rows streamed in the training process"][0]["pairs"] == 200
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("litdata") is None, reason="litdata is no dependency")
+def test_the_loader_benchmark_compares_with_litdata_where_that_is_installed(tmp_path: Path) -> None:
+    sizes = ["--pairs", "1000", "--lanes", "2", "--max-tokens", "1024", "--windows", "500", "--window-rows", "500"]
+    text = ["--text-pairs", "100", "--text-vocabulary", "300", "--peers", "litdata", "--peer-rows", "100"]
+    _, figures = run("loader.py", tmp_path / "loader.json", *sizes, *text)
+    assert figures["throughput"]["litdata, rows shuffled, in the training process"][0]["pairs"] == 100
+
+
+@pytest.mark.slow
+def test_the_memory_benchmark_samples_an_epoch_and_draws_it(tmp_path: Path) -> None:
+    sizes = ["--pairs", "3000", "--lanes", "2", "--max-tokens", "1024", "--window-rows", "200", "--workers", "1"]
+    printed, figures = run("loader_memory.py", tmp_path / "memory.json", *sizes, "--plot", str(tmp_path / "memory.png"))
+    assert printed.count("| --- |") == 1
+    samples = figures["memory"]["1 worker"]
+    assert (samples[0]["pairs"], samples[-1]["pairs"]) == (0, 3000)
+    assert all(sample["trainer"] > 0 for sample in samples)
+    assert samples[-1]["workers"] > 0
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_the_plan_benchmark_plans_every_pair(tmp_path: Path) -> None:
+    sizes = ["--pairs", "3000000", "--lanes", "3", "--window-rows", "20000"]
+    printed, figures = run("plan.py", tmp_path / "plan.json", *sizes)
+    assert printed.count("| --- |") == 1
+    (sample,) = figures["plan"]["3"]
+    assert sample["rows"] == 3_000_000
+    assert sample["windows"] == 3 * 50
+    assert sample["plan_seconds"] > 0
+    assert sample["megabytes"] > 0
 
 
 @pytest.mark.slow

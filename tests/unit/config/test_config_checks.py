@@ -82,19 +82,6 @@ def test_models_are_not_looked_for_where_files_are_not_to_be_checked(path):
     assert load_config(path, ["tokenizer.source_model=none.model"], check_files=False)
 
 
-@pytest.mark.parametrize("address", ["s3://bucket/train.tsv", "https://host/train.jsonl.gz", "gs://a/b"])
-def test_a_remote_corpus_is_not_supported_yet(path, address):
-    problem = one_problem_of(path, f"data.train={{path: '{address}', demo: null}}")
-    assert (
-        "data.train.path: a remote address is not supported yet: copy the files to a disk that all nodes see" in problem
-    )
-    assert f"got {address}" in problem
-
-
-def test_a_remote_root_is_not_supported_either(path):
-    assert "data.root: a remote address is not supported yet" in one_problem_of(path, "data.root=s3://bucket")
-
-
 def test_a_home_folder_and_a_name_too_long_for_the_disk_are_looked_for_like_any_other(path, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "text.tsv").touch()

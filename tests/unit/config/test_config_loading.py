@@ -120,7 +120,7 @@ slrum: {}
     ("overrides", "expected"),
     [
         (["schedule.warmup_steps=6000"], "schedule.warmup_steps: 6000 is above training.max_steps 5000"),
-        (["training.max_steps=null"], "give max_steps or max_epochs, else the run never ends"),
+        (["training.max_steps=null"], "give max_steps, max_epochs or max_target_tokens, else the run never ends"),
         (["schedule.name=cosine"], "cosine needs optimizer.learning_rate"),
         (["training.zero_stage=0"], "0 cannot be used with fp16"),
         (["training.initial_loss_scale=1000"], "expected a power of 2, got 1000"),
@@ -163,8 +163,11 @@ def test_a_key_given_twice_is_refused_with_both_lines(tmp_path):
     [
         ("a: [1", "run.yaml:1: not valid YAML"),
         ("- a\n- b\n", "run.yaml:1: expected `key: value` lines, got seq"),
-        ("", "data.train: is required but not given"),
-        ("run: 3\ndata: {train: {demo: train}}\n", "run: input should be a valid dictionary"),
+        ("", "run.yaml:1: data: no training corpus; give data.train, or data.mixture for several"),
+        (
+            "run: 3\ndata: {train: {demo: train}}\n",
+            "run.yaml:1: run: expected `key: value` lines below it; got 3 (int)",
+        ),
         ("extends: [a]\n", "extends: expected the path of a YAML file, got ['a']"),
     ],
 )

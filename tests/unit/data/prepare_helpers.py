@@ -11,6 +11,8 @@ from dist_transformer.data.demo_corpus import demo_pairs
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.prepare import load_tokenizer
 
+SMALL = {"BATCH_ROWS": 50, "CHUNK_ROWS": 150, "SHARD_ROWS": 180}
+"""Sizes in `prepare` that make several batches, chunks and shards of a corpus of 500 rows."""
 PAIRS = list(islice(demo_pairs("test"), 600))
 NUM_TRAIN = 500
 
@@ -41,8 +43,13 @@ def config_of(folder: Path, **sections: dict[str, Any]) -> Config:
     return Config.model_validate(value)
 
 
+def mixture_of(**corpora: dict[str, Any]) -> dict[str, Any]:
+    """The section `data` of `config_of` for several training corpora."""
+    return {"train": None, "mixture": {"corpora": corpora}}
+
+
 def read_split(folder: Path, manifest: Manifest, split: str) -> list[tuple[int, str, str]]:
-    """(row id, source text, target text) of every row of a prepared split, decoded."""
+    """(row id, source text, target text) of every row of a prepared split of token ids, decoded."""
     tokenizer = load_tokenizer(folder, manifest.tokenizer)
     rows = []
     for shard in manifest.splits[split].shards:

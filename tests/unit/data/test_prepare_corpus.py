@@ -6,23 +6,25 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from prepare_helpers import NUM_TRAIN, PAIRS, config_of, read_split, write_text
+from prepare_helpers import NUM_TRAIN, PAIRS, SMALL, config_of, mixture_of, read_split, write_text
 
+from dist_transformer.config.models import Config
 from dist_transformer.data import prepare as preparation
-from dist_transformer.data import shards
+from dist_transformer.data import prepare_start, shards
 from dist_transformer.data.manifest import Manifest, verify_shards
-from dist_transformer.data.prepare import prepare, prepared_folder
+from dist_transformer.data.prepare import load_tokenizer, prepare, prepared_folder
 from dist_transformer.data.shards import token_table, write_shard
 from dist_transformer.errors import DataError
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several batches, chunks, spill row groups and shards for a corpus of 500 rows."""
-    monkeypatch.setattr(preparation, "BATCH_ROWS", 50)
-    monkeypatch.setattr(preparation, "CHUNK_ROWS", 150)
-    monkeypatch.setattr(preparation, "SHARD_ROWS", 180)
+    for name, rows in SMALL.items():
+        monkeypatch.setattr(preparation, name, rows)
     monkeypatch.setattr(shards, "SPILL_ROW_GROUP_ROWS", 40)
+
+
+STAGES = ["scan", "tokenizer", "train", "validation", "shuffle train", "report"]
 
 
 def rows_of(pairs: list[tuple[str, str]]) -> list[tuple[int, str, str]]:
@@ -155,9 +157,9 @@ def test_progress_names_the_stages_and_ends_at_the_rows_in_all(tmp_path: Path):
     write_text(tmp_path)
     seen: list[tuple[str, int, int | None]] = []
     prepare(config_of(tmp_path), progress=lambda *report: seen.append(report))
-    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == ["scan", "tokenizer", "train", "validation", "shuffle"]
+    assert list(dict.fromkeys(stage for stage, _, _ in seen)) == STAGES
     last = {stage: (done, total) for stage, done, total in seen}
-    assert last["train"] == last["shuffle"] == (500, 500)
+    assert last["train"] == last["shuffle train"] == (500, 500)
     assert last["validation"] == (100, 100)
 
 
@@ -183,3 +185,77 @@ def test_the_demonstration_corpus_can_be_prepared(tmp_path: Path):
     config = config_of(tmp_path, data=data)
     manifest = prepare(config)
     assert {name: split.rows for name, split in manifest.splits.items()} == {"train": 1000, "validation": 500}
+
+
+@pytest.mark.parametrize("rows", [449, 450, 451])
+def test_a_corpus_may_end_with_a_chunk(tmp_path: Path, rows: int):
+    write_text(tmp_path, PAIRS[:rows])
+    config = config_of(tmp_path)
+    manifest = prepare(config)
+    assert manifest.splits["train"].rows == rows
+    assert sorted(read_split(prepared_folder(config), manifest, "train")) == rows_of(PAIRS[:rows])
+
+
+def two_corpora(folder: Path, pairs: list[tuple[str, str]]) -> Config:
+    """The training rows as `train` and, with tags and in another file, `pairs` as `news`."""
+    write_text(folder)
+    lines = (f"{source}\t{target}\n" for source, target in pairs)
+    (folder / "news.tsv").write_text("".join(lines), encoding="utf-8")
+    text = {"source": "train.en", "target": "train.de"}
+    return config_of(folder, data=mixture_of(text=text, news={"path": "news.tsv", "tags": ["<2de>", "<news>"]}))
+
+
+def test_each_corpus_of_a_mixture_is_shuffled_by_itself_into_shards_of_its_name(tmp_path: Path):
+    config = two_corpora(tmp_path, PAIRS[:200])
+    manifest = prepare(config)
+    folder = prepared_folder(config)
+    assert manifest.training == ("text", "news")
+    assert list(manifest.splits) == ["text", "news", "validation"]
+    text, news = (read_split(folder, manifest, name) for name in manifest.training)
+    assert sorted(text) == rows_of(PAIRS[:NUM_TRAIN])
+    assert sorted(news) == rows_of([(f"<2de> <news> {source}", target) for source, target in PAIRS[:200]])
+    assert [row for row, _, _ in text if row < 200] != [row for row, _, _ in news]
+    for name in manifest.training:
+        assert all(Path(shard.file).name.startswith(f"{name}-0") for shard in manifest.splits[name].shards)
+    verify_shards(folder, manifest, deep=True)
+
+
+def test_one_tokenizer_knows_all_corpora_and_keeps_each_tag_in_one_piece(tmp_path: Path):
+    config = two_corpora(tmp_path, [("Übung zwölf", "exercise twelve")] * 10)
+    manifest = prepare(config)
+    tokenizer = load_tokenizer(prepared_folder(config), manifest.tokenizer)
+    plain, tagged = tokenizer.encode_source(["<2de> Übung", "<2de> <news> Übung"])
+    assert tokenizer.decode_source(tagged) == "<2de> <news> Übung"
+    assert len(tagged) == len(plain) + 2  # the tag, and the space before it
+
+
+def test_the_order_of_the_corpora_is_part_of_the_corpus(tmp_path: Path):
+    write_text(tmp_path)
+    corpora = {
+        "one": {"source": "train.en", "target": "train.de"},
+        "two": {"source": "validation.en", "target": "validation.de"},
+    }
+    there = prepare(config_of(tmp_path, data=mixture_of(**corpora)))
+    back = prepare(config_of(tmp_path, data=mixture_of(**dict(reversed(corpora.items())))))
+    assert there.training == back.training[::-1]
+    assert there.digest != back.digest
+
+
+def test_a_large_corpus_is_not_read_whole_for_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prepare_start, "TOKENIZER_CHOICE", 1)
+    write_text(tmp_path)
+    read: list[int] = []
+    config = config_of(tmp_path, tokenizer={"training_sentences": 240})
+    prepare(config, progress=lambda stage, done, total: read.append(done) if stage == "tokenizer" else None)
+    assert read == [0, 100, 200, 300, 400]
+
+
+def test_a_flipped_bit_in_a_page_of_a_shard_is_noticed(tmp_path: Path):
+    write_text(tmp_path)
+    config = config_of(tmp_path)
+    shard = prepared_folder(config) / prepare(config).splits["train"].shards[0].file
+    content = bytearray(shard.read_bytes())
+    content[pq.read_metadata(shard).row_group(0).column(1).data_page_offset + 40] ^= 1
+    shard.write_bytes(bytes(content))
+    with pytest.raises(OSError, match="CRC checksum"), pq.ParquetFile(shard, page_checksum_verification=True) as file:
+        file.read_row_group(0)

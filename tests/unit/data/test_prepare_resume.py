@@ -5,20 +5,22 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from prepare_helpers import PAIRS, config_of, read_split, write_text
+from prepare_helpers import PAIRS, SMALL, config_of, read_split, write_text
 
 from dist_transformer.data import prepare as preparation
 from dist_transformer.data.manifest import MANIFEST_NAME, Manifest
 from dist_transformer.data.prepare import prepare, prepared_folder
 from dist_transformer.data.prepare_state import STATE_NAME, PrepareState
+from dist_transformer.data.prepare_work import WORK_FOLDER, Work
 from dist_transformer.errors import DataError
 
-SMALL = {"BATCH_ROWS": 50, "CHUNK_ROWS": 150, "SHARD_ROWS": 180}
-SAVES = 12
-"""States written for the small corpus: scan 1, tokenizer 1, chunks 4 + 1, ends of two splits 2, shards 3."""
+RECORDS = 12
+"""Written for the small corpus: scan 1, tokenizer 1, chunks 4 + 1, ends of two corpora 2, ranges 3."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,50 +44,79 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
         return prepare(config_of(folder))
 
 
-def stop_at_save(patch: pytest.MonkeyPatch, number: int, after: bool) -> None:
-    """Raises before or after the state is written for the `number`th time."""
-    saves = []
-    save = PrepareState.save
+def stop_at_record(patch: pytest.MonkeyPatch, number: int, after: bool) -> None:
+    """Raises before or after it is written for the `number`th time that something is done."""
+    records = []
 
-    def stopping_save(state: PrepareState, folder: Path) -> None:
-        saves.append(1)
-        if len(saves) == number and not after:
-            raise Stopped
-        save(state, folder)
-        if len(saves) == number:
-            raise Stopped
+    def stopping(write: Callable[..., None]) -> Callable[..., None]:
+        def stopping_write(*arguments: Any) -> None:
+            records.append(1)
+            if len(records) == number and not after:
+                raise Stopped
+            write(*arguments)
+            if len(records) == number:
+                raise Stopped
 
-    patch.setattr(PrepareState, "save", stopping_save)
+        return stopping_write
+
+    patch.setattr(PrepareState, "save", stopping(PrepareState.save))
+    patch.setattr(Work, "finish", stopping(Work.finish))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("number", range(1, SAVES + 1))
-def test_stopped_around_any_state_the_result_is_the_same(tmp_path: Path, whole: Manifest, number: int, after: bool):
+@pytest.mark.parametrize("number", range(1, RECORDS + 1))
+def test_stopped_around_any_record_the_result_is_the_same(tmp_path: Path, whole: Manifest, number: int, after: bool):
     write_text(tmp_path)
     config = config_of(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        stop_at_save(patch, number, after)
+        stop_at_record(patch, number, after)
         with pytest.raises(Stopped):
             prepare(config)
     assert not (prepared_folder(config) / MANIFEST_NAME).exists()
     assert prepare(config) == whole
-    folder = prepared_folder(config)
-    assert not (folder / STATE_NAME).exists()
-    assert not (folder / "spill").exists()
+    assert not (prepared_folder(config) / WORK_FOLDER).exists()
 
 
-def test_finished_pieces_are_not_made_again(tmp_path: Path, whole: Manifest):
+def test_finished_units_are_not_made_again(tmp_path: Path, whole: Manifest, monkeypatch: pytest.MonkeyPatch):
     write_text(tmp_path)
     config = config_of(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
-        stop_at_save(patch, 4, after=True)
+        stop_at_record(patch, 4, after=True)
         with pytest.raises(Stopped):
             prepare(config)
-    stages: list[tuple[str, int]] = []
-    assert prepare(config, progress=lambda stage, done, total: stages.append((stage, done))) == whole
-    assert not [stage for stage, _ in stages if stage in ("scan", "tokenizer")]
-    assert min(done for stage, done in stages if stage == "train") == 350
+    made: list[str] = []
+    finish = Work.finish
+    monkeypatch.setattr(Work, "finish", lambda work, unit, result: (made.append(unit), finish(work, unit, result)))
+    stages: set[str] = set()
+    assert prepare(config, progress=lambda stage, done, total: stages.add(stage)) == whole
+    assert not stages & {"scan", "tokenizer"}
+    assert [unit for unit in made if unit.startswith("train-chunk")] == ["train-chunk-00002", "train-chunk-00003"]
+
+
+def test_a_manifest_whose_work_was_not_cleared_away_is_complete(tmp_path: Path, whole: Manifest):
+    write_text(tmp_path)
+    config = config_of(tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preparation.shutil, "rmtree", lambda *arguments, **options: None)
+        prepare(config)
+    work = prepared_folder(config) / WORK_FOLDER
+    assert work.exists()
+    assert prepare(config) == whole
+    assert not work.exists()
+
+
+def test_a_stop_request_passes_through_the_training_of_the_tokenizer(tmp_path: Path, whole: Manifest):
+    write_text(tmp_path)
+    config = config_of(tmp_path)
+
+    def stop(stage: str, done: int, total: int | None) -> None:
+        if stage == "tokenizer" and done:
+            sys.exit(75)
+
+    with pytest.raises(SystemExit, match="75"):
+        prepare(config, progress=stop)
+    assert prepare(config) == whole
 
 
 KILLED = """
@@ -106,7 +137,7 @@ preparation.prepare(config_of(Path({folder!r})), progress=progress)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stage", "done"), [("tokenizer", 100), ("train", 400), ("shuffle", 200)])
+@pytest.mark.parametrize(("stage", "done"), [("tokenizer", 100), ("train", 400), ("shuffle train", 200)])
 def test_killed_in_the_middle_it_goes_on_to_the_same_corpus(tmp_path: Path, whole: Manifest, stage: str, done: int):
     write_text(tmp_path)
     config = config_of(tmp_path)
@@ -181,7 +212,7 @@ def test_a_changed_text_under_an_unfinished_folder_is_refused(tmp_path: Path):
     write_text(tmp_path)
     config = config_of(tmp_path, data=in_fixed_folder(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
-        stop_at_save(patch, 3, after=True)
+        stop_at_record(patch, 3, after=True)
         with pytest.raises(Stopped):
             prepare(config)
     write_text(tmp_path, PAIRS[:400])
@@ -203,7 +234,7 @@ def test_an_unreadable_state_is_named(tmp_path: Path):
     write_text(tmp_path)
     config = config_of(tmp_path)
     folder = prepared_folder(config)
-    folder.mkdir(parents=True)
-    (folder / STATE_NAME).write_text("{}")
-    with pytest.raises(DataError, match=r"prepare_state\.json: cannot be read .* Delete .* and prepare again"):
+    (folder / WORK_FOLDER).mkdir(parents=True)
+    (folder / WORK_FOLDER / STATE_NAME).write_text("{}")
+    with pytest.raises(DataError, match=r"state\.json: cannot be read .* Delete .* and prepare again"):
         prepare(config)

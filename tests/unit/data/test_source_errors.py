@@ -1,6 +1,7 @@
 """What is wrong with a corpus is said with its file, its line and the numbers."""
 
 import gzip
+import lzma
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,9 +10,10 @@ import pytest
 import zstandard
 
 from dist_transformer.config.data_models import CorpusConfig, DataConfig
-from dist_transformer.data.sources import RawBatch, read_corpus, scan_corpus
+from dist_transformer.data.sources import RawBatch, parquet_index, read_corpus, scan_corpus
 from dist_transformer.errors import DataError
 
+GOOD_JSON = b'{"en": "one", "de": "eins"}\n'
 ALIGNED = CorpusConfig(source="a.en", target="a.de")
 
 
@@ -123,10 +125,11 @@ def test_a_column_without_text_is_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "foreign"])
-@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".xz"])
 def test_a_damaged_compressed_file_is_named(tmp_path: Path, suffix: str, damage: str):
     text = "".join(f"line {n} {n * 7919}\n" for n in range(5000)).encode()
-    whole = gzip.compress(text) if suffix == ".gz" else zstandard.ZstdCompressor(write_checksum=True).compress(text)
+    zstd = zstandard.ZstdCompressor(write_checksum=True)
+    whole = {".gz": gzip.compress, ".zst": zstd.compress, ".xz": lzma.compress}[suffix](text)
     middle = len(whole) // 2
     flipped = whole[:middle] + bytes([whole[middle] ^ 255]) + whole[middle + 1 :]
     bad = {"cut": whole[:middle], "flipped": flipped, "foreign": b"no archive at all"}[damage]
@@ -140,14 +143,96 @@ def test_a_damaged_compressed_file_is_named(tmp_path: Path, suffix: str, damage:
     ("name", "content"),
     [
         ("t.parquet", b"no parquet"),
-        ("t.jsonl", b'{"en": "one", "de": \n'),
-        ("t.csv", b'en,de\none,"eins\n'),
+        ("t.parquet", b""),
+        ("t.arrow", b"no arrow"),
+        ("t.arrow", b"ARROW1 no arrow"),
+        ("t.arrow", b""),
     ],
 )
 def test_a_damaged_table_is_named(tmp_path: Path, name: str, content: bytes):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=rf"{name}: cannot be read"):
         read(tmp_path, CorpusConfig(path=name))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("t.jsonl", b'{"en": "one", "de": \n', r"t\.jsonl:1: cannot be read as JSON: .* at column 21\. Each line"),
+        ("t.jsonl", GOOD_JSON + b"[1]\n", r"t\.jsonl:2: expected a JSON object, \{\.\.\.\}, in each line; got a list"),
+        ("t.jsonl", GOOD_JSON + b"1\n", r"t\.jsonl:2: expected a JSON object, .* got a number"),
+        ("t.jsonl", GOOD_JSON + b"[" * 100_000, r"t\.jsonl:2: cannot be read as JSON: too deep"),
+        ("t.jsonl", GOOD_JSON * 9 + b'{"en": 5, "de": "x"}', r"t\.jsonl:10: column 'en' holds a number, expected text"),
+        ("t.jsonl", GOOD_JSON + b'{"en": "\\ud83d", "de": "x"}', r"t\.jsonl:2: not valid Unicode: half of a surrogate"),
+        ("t.jsonl", b'{"en": "a"}', r"t\.jsonl: no column 'de'; there are en\. Name"),
+        ("t.csv", b'en,de\none,"eins\n', r"t\.csv:2: cannot be read as csv: unexpected end of data\. A cell"),
+        ("t.csv", b'en,de\n"one"1,eins\n', r"t\.csv:2: cannot be read as csv: .* in a \.tsv quotes are plain text"),
+        ("t.csv", b"en,fr\none,un\n", r"t\.csv: no column 'de'; there are en, fr"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named(tmp_path: Path, name: str, content: bytes, expected: str):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=expected):
+        read(tmp_path, CorpusConfig(path=name))
+
+
+def test_half_a_surrogate_pair_is_marked_where_bad_encoding_is_to_be_dropped(tmp_path: Path):
+    (tmp_path / "t.jsonl").write_bytes(GOOD_JSON + b'{"en": "\\ud83d", "de": "x"}')
+    (batch,) = read(tmp_path, CorpusConfig(path="t.jsonl"), "drop")
+    assert (batch.source, batch.bad_encoding) == (["one", "\ufffd"], {1})
+
+
+@pytest.mark.parametrize("name", ["t.parquet.gz", "t.arrow.xz"])
+def test_a_packed_table_is_refused_with_the_reason(tmp_path: Path, name: str):
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(DataError, match=rf"{name}: files of this format are compressed inside\. Unpack it"):
+        read(tmp_path, CorpusConfig(path=name))
+
+
+def test_a_corrupt_page_of_a_parquet_file_is_found_by_its_checksum(tmp_path: Path):
+    texts = [f"a text with the number {n}" for n in range(1000)]
+    options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pq.write_table(pa.table({"en": texts, "de": texts}), tmp_path / "t.parquet", **options)
+    content = (tmp_path / "t.parquet").read_bytes()
+    (tmp_path / "t.parquet").write_bytes(content.replace(b"number 500", b"number 5OO"))
+    with pytest.raises(DataError, match=r"t\.parquet: cannot be read: .*checksum"):
+        read(tmp_path, CorpusConfig(path="t.parquet"))
+
+
+def test_a_pattern_that_fits_nothing_and_sides_of_unequal_number_are_refused(tmp_path: Path):
+    with pytest.raises(DataError, match=rf"{tmp_path}/x-\*\.tsv: no file fits this pattern\. .* data\.root"):
+        read(tmp_path, CorpusConfig(path="x-*.tsv"))
+    for name in ("a1.en", "a2.en", "a1.de"):
+        (tmp_path / name).write_text("text\n")
+    corpus = CorpusConfig(source="a*.en", target="a*.de")
+    for act in (lambda: read(tmp_path, corpus), lambda: scan_corpus(corpus, data_in(tmp_path, corpus))):
+        with pytest.raises(DataError, match=r"a\*\.en \+ .*a\*\.de: 2 files fit the source, but 1 the target"):
+            act()
+
+
+def test_sides_of_a_pattern_are_aligned_file_by_file(tmp_path: Path):
+    for name, lines in (("a1.en", 3), ("a2.en", 1), ("a1.de", 2), ("a2.de", 2)):
+        (tmp_path / name).write_text("text\n" * lines)
+    corpus = CorpusConfig(source="a*.en", target="a*.de")
+    for act in (lambda: read(tmp_path, corpus), lambda: scan_corpus(corpus, data_in(tmp_path, corpus))):
+        with pytest.raises(DataError, match=r"a1\.en has 3 lines, but .*a1\.de has 2"):
+            act()
+
+
+def test_parquet_files_of_one_corpus_that_differ_in_their_columns_are_refused(tmp_path: Path):
+    pq.write_table(pa.table({"en": ["a"], "de": ["b"]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"translation": [{"en": "a", "de": "b"}]}), tmp_path / "b.parquet")
+    corpus = CorpusConfig(path="*.parquet")
+    with pytest.raises(DataError, match=r"b\.parquet: has the columns translation\.en and translation\.de, but .*a\.p"):
+        parquet_index(corpus, data_in(tmp_path, corpus))
+
+
+def test_an_index_names_missing_columns_and_columns_without_text(tmp_path: Path):
+    pq.write_table(pa.table({"en": [1], "fr": ["b"]}), tmp_path / "a.parquet")
+    for columns, expected in ((None, "no column 'de'; there are en, fr"), (("en", "fr"), "'en' holds int64, expected")):
+        corpus = CorpusConfig(path="a.parquet", columns=columns)
+        with pytest.raises(DataError, match=rf"a\.parquet: .*{expected}"):
+            parquet_index(corpus, data_in(tmp_path, corpus))
 
 
 def test_an_unknown_dataset_and_an_unknown_split_are_named(tmp_path: Path):
@@ -159,21 +244,17 @@ def test_an_unknown_dataset_and_an_unknown_split_are_named(tmp_path: Path):
         read(tmp_path, CorpusConfig(hub=str(tmp_path / "dataset"), split="dev"))
 
 
-def test_a_remote_address_is_refused(tmp_path: Path):
-    corpus = CorpusConfig(path="s3://bucket/t.tsv")
-    with pytest.raises(DataError, match=r"s3://bucket/t\.tsv: .* local files or by `hub`"):
-        scan_corpus(corpus, data_in(tmp_path, corpus))
-
-
 def test_a_parquet_file_with_bytes_that_are_not_utf8_is_named_or_its_rows_are_marked(tmp_path: Path):
     bytes_of = pa.array([b"one", b"t\xffo"]).cast(pa.binary())
     text = pa.Array.from_buffers(pa.string(), 2, bytes_of.buffers())
     pq.write_table(pa.table({"en": text, "de": ["eins", "zwei"]}), tmp_path / "a.parquet")
     corpus = CorpusConfig(path="a.parquet", columns=("en", "de"))
-    with pytest.raises(DataError, match=r"a\.parquet: column 'en' is not valid UTF-8 .*bad_encoding: drop"):
+    with pytest.raises(
+        DataError, match=r"a\.parquet: column 'en' is not valid UTF-8 in row 1 \(from 0\).*bad_encoding: drop"
+    ):
         read(tmp_path, corpus)
-    batches = read(tmp_path, corpus, "drop")
-    assert [position for batch in batches for position in batch.bad_encoding] == [1]
+    (batch,) = read(tmp_path, corpus, "drop")
+    assert (batch.source, batch.bad_encoding) == (["one", "t\ufffdo"], {1})
 
 
 def test_an_empty_tsv_is_an_empty_corpus(tmp_path: Path):

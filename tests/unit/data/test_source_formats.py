@@ -1,88 +1,33 @@
 """Every format gives the same rows as plain aligned text, whatever hard characters they hold."""
 
-import csv
-import gzip
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import zstandard
+from source_helpers import (
+    HARD_PAIRS,
+    data_in,
+    pack,
+    read_all,
+    write_arrow_file,
+    write_arrow_stream,
+    write_csv,
+    write_jsonl,
+    write_nested_jsonl,
+    write_nested_parquet,
+    write_parquet,
+    write_tsv,
+)
 
-from dist_transformer.config.data_models import CorpusConfig, DataConfig
-from dist_transformer.data.corpus_files import corpus_files, corpus_fingerprint
+from dist_transformer.config.data_models import CorpusConfig
+from dist_transformer.data.corpus_files import corpus_fingerprint, find_corpus_files
 from dist_transformer.data.demo_corpus import demo_pairs
 from dist_transformer.data.sources import read_corpus, scan_corpus
 from dist_transformer.errors import DataError
 
-HARD_PAIRS = [
-    ("12", "34"),
-    ("NA", "null"),
-    ('a "quoted" word', '"ein" Wort'),
-    ("", "leer"),
-    ("one\u2028line\x0cstill", "eine\x85Zeile"),
-    ("käse, süß", "日本語 🙂"),
-    ("2020-01-01", "1e5"),
-    (" spaces ", "nan"),
-    *((f"row {n}", f"Zeile {n}") for n in range(50)),
-]
 
-
-def read_all(corpus: CorpusConfig, data: DataConfig, batch_rows: int = 7) -> list[tuple[str | None, str | None]]:
-    rows: list[tuple[str | None, str | None]] = []
-    for batch in read_corpus(corpus, data, batch_rows):
-        assert batch.first_row == len(rows)
-        assert len(batch.source) == len(batch.target) <= batch_rows
-        assert not batch.bad_encoding
-        rows += zip(batch.source, batch.target, strict=True)
-    return rows
-
-
-def data_in(folder: Path, corpus: CorpusConfig, **settings: object) -> DataConfig:
-    return DataConfig.model_validate({"root": str(folder), "train": corpus, **settings})
-
-
-def pack(text: str, suffix: str) -> bytes:
-    content = text.encode()
-    if suffix == ".gz":
-        return gzip.compress(content)
-    return zstandard.ZstdCompressor().compress(content) if suffix == ".zst" else content
-
-
-def write_tsv(path: Path, pairs: list[tuple[str, str]], suffix: str) -> None:
-    path.write_bytes(pack("".join(f"{source}\t{target}\n" for source, target in pairs), suffix))
-
-
-def write_csv(path: Path, pairs: list[tuple[str, str]], suffix: str) -> None:
-    plain = path.with_name("plain")
-    with plain.open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows([("id", "en", "de"), *((str(i), *pair) for i, pair in enumerate(pairs))])
-    path.write_bytes(pack(plain.read_bytes().decode(), suffix))
-
-
-def write_jsonl(path: Path, pairs: list[tuple[str, str]], suffix: str) -> None:
-    lines = (json.dumps({"en": source, "de": target}, ensure_ascii=False) for source, target in pairs)
-    path.write_bytes(pack("".join(f"{line}\n" for line in lines), suffix))
-
-
-def write_nested_jsonl(path: Path, pairs: list[tuple[str, str]], suffix: str) -> None:
-    lines = (json.dumps({"translation": {"en": source, "de": target}}) for source, target in pairs)
-    path.write_bytes(pack("".join(f"{line}\n" for line in lines), suffix))
-
-
-def write_parquet(path: Path, pairs: list[tuple[str, str]], suffix: str) -> None:
-    columns = {"en": [source for source, _ in pairs], "de": [target for _, target in pairs]}
-    pq.write_table(pa.table(columns), path, row_group_size=20)
-
-
-def write_nested_parquet(path: Path, pairs: list[tuple[str, str]], suffix: str) -> None:
-    rows = [{"en": source, "de": target} for source, target in pairs]
-    pq.write_table(pa.table({"id": list(range(len(rows))), "translation": rows}), path, row_group_size=20)
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".xz"])
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
 def test_aligned_text_is_cut_at_line_feeds_and_nowhere_else(tmp_path: Path, suffix: str, line_end: str):
     for name, side in (("text.en", 0), ("text.de", 1)):
@@ -94,7 +39,7 @@ def test_aligned_text_is_cut_at_line_feeds_and_nowhere_else(tmp_path: Path, suff
     assert read_all(corpus, data) == HARD_PAIRS
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst", ".xz"])
 @pytest.mark.parametrize(
     ("name", "write"),
     [("t.tsv", write_tsv), ("t.csv", write_csv), ("t.jsonl", write_jsonl), ("n.jsonl", write_nested_jsonl)],
@@ -116,6 +61,28 @@ def test_parquet_gives_the_rows_of_plain_text_flat_and_nested(
     data = data_in(tmp_path, corpus)
     assert scan_corpus(corpus, data) == len(HARD_PAIRS)
     assert read_all(corpus, data) == HARD_PAIRS
+
+
+@pytest.mark.parametrize("write", [write_arrow_stream, write_arrow_file])
+def test_both_kinds_of_arrow_files_give_the_rows_of_plain_text(
+    tmp_path: Path, write: Callable[[Path, list[tuple[str, str]], str], None]
+):
+    write(tmp_path / "t.arrow", HARD_PAIRS, "")
+    corpus = CorpusConfig(path="t.arrow")
+    data = data_in(tmp_path, corpus)
+    assert scan_corpus(corpus, data) == len(HARD_PAIRS)
+    assert read_all(corpus, data) == HARD_PAIRS
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view(), "dictionary"])
+def test_every_arrow_type_of_text_is_text(tmp_path: Path, kind: pa.DataType | str):
+    texts = pa.array(["eins", None, "zwei", "eins"])
+    column = texts.dictionary_encode() if kind == "dictionary" else texts.cast(kind)
+    table = pa.table({"en": column, "de": column})
+    with pa.ipc.new_file(tmp_path / "t.arrow", table.schema) as file:
+        file.write_table(table)
+    corpus = CorpusConfig(path="t.arrow")
+    assert read_all(corpus, data_in(tmp_path, corpus)) == [(text, text) for text in texts.to_pylist()]
 
 
 def test_a_dataset_folder_is_read_through_the_hub_door(tmp_path: Path):
@@ -171,7 +138,7 @@ def test_the_demonstration_corpus_needs_no_files(tmp_path: Path):
     data = data_in(tmp_path, corpus)
     assert read_all(corpus, data, 64) == list(demo_pairs("validation"))
     assert scan_corpus(corpus, data) == 500
-    assert corpus_files(corpus, data) == []
+    assert find_corpus_files(corpus, data).every() == ()
 
 
 def test_a_fingerprint_follows_the_content_and_not_the_place(tmp_path: Path):

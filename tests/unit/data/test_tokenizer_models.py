@@ -10,7 +10,7 @@ import sentencepiece
 
 from dist_transformer.config.data_models import TokenizerConfig
 from dist_transformer.data.demo_corpus import demo_pairs
-from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.data.tokenizer import Tokenizer, seed_sampling, train_tokenizer
 from dist_transformer.errors import DataError
 
 PAIRS = list(islice(demo_pairs("test"), 600))
@@ -149,3 +149,48 @@ def test_two_models_that_disagree_on_the_end_are_refused(tmp_path: Path, model: 
     other = foreign_model(tmp_path / "other.model", eos_id=3, pad_id=0, unk_id=2)
     with pytest.raises(DataError, match=r"eos_id 2, but .*other\.model has 3"):
         Tokenizer.load(model, other)
+
+
+@pytest.fixture(scope="module", params=["bpe", "unigram"])
+def either_kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("kinds") / "source.model"
+    train_tokenizer(iter(SENTENCES), TokenizerConfig(type=request.param, vocabulary_size=304), path)
+    return Tokenizer.load(path)
+
+
+def sampled(tokenizer: Tokenizer, seed: int, lists: list[list[str]]) -> list[list[int]]:
+    seed_sampling(seed)
+    return [ids for sentences in lists for ids in tokenizer.encode_source(sentences, sampling=0.3)]
+
+
+def test_sampled_pieces_are_those_of_the_seed_and_spell_the_same_text(either_kind: Tokenizer):
+    first = sampled(either_kind, 7, [SENTENCES])
+    assert first == sampled(either_kind, 7, [SENTENCES])
+    assert first != sampled(either_kind, 8, [SENTENCES])
+    assert first != either_kind.encode_source(SENTENCES)
+    assert [either_kind.decode_source(ids) for ids in first] == SENTENCES
+    assert all(ids[-1] == either_kind.eos_id for ids in first)
+
+
+def test_sampling_goes_on_from_list_to_list(either_kind: Tokenizer):
+    assert sampled(either_kind, 7, [SENTENCES[:50], SENTENCES[50:300]]) == sampled(either_kind, 7, [SENTENCES[:300]])
+    assert len({tuple(ids) for ids in sampled(either_kind, 7, [[SENTENCES[0]]] * 20)}) > 1
+
+
+def test_no_sampling_is_plain_encoding_whatever_the_seed(either_kind: Tokenizer):
+    seed_sampling(1)
+    plain = either_kind.encode_target(SENTENCES, num_threads=2)
+    seed_sampling(2)
+    assert either_kind.encode_target(SENTENCES, sampling=0.0) == plain
+
+
+@pytest.mark.parametrize("kind", ["bpe", "unigram"])
+def test_a_tag_is_one_piece_wherever_it_stands(tmp_path: Path, kind: str):
+    tags = ("<2de>", "<news,web>", "<2de>")
+    tagged = (f"{tags[0]} {tags[1]} {sentence}" for sentence in SENTENCES)
+    train_tokenizer(tagged, TokenizerConfig(type=kind, vocabulary_size=304), tmp_path / "model", whole_pieces=tags)
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "model"))
+    for text in (f"{tags[0]} {tags[1]} seven", f"seven{tags[1]}seven {tags[0]}"):
+        assert set(tags) <= set(pieces.encode(text, out_type=str))
+    tokenizer = Tokenizer.load(tmp_path / "model")
+    assert tokenizer.decode_source(tokenizer.encode_source([f"{tags[0]} {SENTENCES[0]}"])[0]) == f"<2de> {SENTENCES[0]}"

@@ -1,0 +1,55 @@
+"""data inspect: look at what the model eats, without training."""
+
+from typing import Annotated
+
+import typer
+
+from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
+from dist_transformer.errors import UserError
+
+app = typer.Typer(help="Look at the data of a run.", no_args_is_help=True)
+
+Step = Annotated[
+    int | None,
+    typer.Option(
+        help="Number of the global batch, from 1; batches whose fp16 update is skipped count too. Default: the next one: "
+        "the first of a YAML file, or the one after the newest checkpoint of a run folder.",
+        show_default=False,
+    ),
+]
+NumRows = Annotated[int, typer.Option("--rows", min=0, help="Rows to print as text and pieces.")]
+Lane = Annotated[
+    int | None, typer.Option(min=0, help="Lane of these rows; default: the first that has some.", show_default=False)
+]
+
+
+@app.callback()
+def group() -> None:
+    """Look at the data of a run."""
+
+
+@app.command("inspect")
+def inspect_command(
+    run: RunArgument, overrides: Overrides = None, step: Step = None, rows: NumRows = 3, lane: Lane = None
+) -> None:
+    """Print the global batch of a step: sizes, padding and corpora by lane, its digest, and rows as text and pieces.
+
+    A run folder is read from its newest checkpoint before the step, a YAML file from the first step on. Prepares the
+    corpus first where it is not prepared yet. The digest is the one in metrics.jsonl, on any number of ranks.
+    """
+    from dist_transformer.cli.batch_tables import print_batch, print_rows
+    from dist_transformer.cli.inspect_batch import batch_of_step
+    from dist_transformer.cli.prepare import prepare_with_progress
+    from dist_transformer.cli.run_data import open_run_data
+    from dist_transformer.data.prepare_start import load_tokenizer
+
+    config, run_dir = read_run(run, overrides)
+    if lane is not None and lane >= config.data.lanes:
+        raise UserError(
+            f"--lane {lane}: data.lanes is {config.data.lanes}, so the lanes are 0 to {config.data.lanes - 1}"
+        )
+    folder, manifest = prepare_with_progress(config)
+    data = open_run_data(config, folder, manifest)
+    seen = batch_of_step(data, run_dir if run.is_dir() else None, step)
+    print_batch(seen, manifest)
+    print_rows(seen, manifest, load_tokenizer(folder, manifest.tokenizer), lane, rows)

@@ -1,0 +1,181 @@
+"""What must hold between the settings of the data, and whether the files that they name are there."""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from dist_transformer.config.credentials import without_credentials
+from dist_transformer.config.data_models import CorpusConfig, DataConfig, MixtureConfig
+from dist_transformer.config.locations import is_address, is_pattern, local_files, located
+from dist_transformer.config.marks import KeyPath, dotted
+
+Problem = tuple[KeyPath, str]
+
+SPLIT_NAMES = ("validation", "test")
+"""A prepared corpus keeps each training corpus and these under their names."""
+
+_CORPUS_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_USER_WITHOUT_PASSWORD = re.compile(r"(?<=://)[^/@:\s]+@")
+
+
+def check_training_corpora(data: DataConfig) -> Iterator[Problem]:
+    """Exactly one of `train` and `mixture`."""
+    if data.train is None and data.mixture is None:
+        yield ("data",), "data: no training corpus; give data.train, or data.mixture for several"
+    if data.train is not None and data.mixture is not None:
+        yield (
+            ("data", "mixture"),
+            "data.mixture: stands beside data.train; move that into data.mixture.corpora, or remove one",
+        )
+
+
+def check_corpora(data: DataConfig) -> Iterator[Problem]:
+    """Each corpus by itself."""
+    for path, corpus in _corpora(data):
+        yield from _kind_problems(path, corpus)
+        yield from _tag_problems(path, corpus)
+        names = {key: getattr(corpus, key) for key in ("source", "target", "path")}
+        yield from _password_problems(path, {key: name for key, name in names.items() if name})
+    yield from _password_problems(("data",), {"root": data.root})
+
+
+def check_mixture(data: DataConfig) -> Iterator[Problem]:
+    """Names, weights and stages."""
+    mixture = data.mixture
+    if mixture is None:
+        return
+    path: KeyPath = ("data", "mixture")
+    yield from _name_problems(path, mixture)
+    if mixture.weights is not None:
+        yield from _weight_problems((*path, "weights"), mixture.weights, mixture)
+        if mixture.temperature != 1.0:
+            yield (
+                (*path, "temperature"),
+                f"data.mixture.temperature: {mixture.temperature} stands beside data.mixture.weights, which say the "
+                "shares already; remove one",
+            )
+    steps = [stage.from_step for stage in mixture.schedule]
+    for number, stage in enumerate(mixture.schedule):
+        here = (*path, "schedule", number)
+        if number and steps[number] <= steps[number - 1]:
+            yield (
+                (*here, "from_step"),
+                f"{dotted(here)}.from_step: {steps[number]} does not come after the {steps[number - 1]} before it; "
+                "stages stand in the order of their steps",
+            )
+        yield from _weight_problems((*here, "weights"), stage.weights, mixture)
+
+
+def check_sampling(data: DataConfig, tokenizer: Any) -> Iterator[Problem]:
+    """What is tokenized once cannot be sampled anew."""
+    if tokenizer.sampling > 0 and not data.on_the_fly:
+        yield (
+            ("tokenizer", "sampling"),
+            f"tokenizer.sampling: {tokenizer.sampling} needs data.on_the_fly: true (`prepare` tokenizes only once); "
+            "set it, or sampling to 0",
+        )
+
+
+def corpus_file_problems(data: DataConfig) -> Iterator[Problem]:
+    """Local files and patterns of files that are not there. Addresses are left to those who read them."""
+    for path, corpus in _corpora(data):
+        found = {}
+        for key in ("source", "target", "path"):
+            name = getattr(corpus, key)
+            if not name or is_address(where := located(data.root, name)):
+                continue
+            found[key] = len(local_files(data.root, name))
+            if not found[key]:
+                problem = "no file fits" if is_pattern(name) else "no such file:"
+                yield (*path, key), f"{dotted((*path, key))}: {problem} {where} (data.root is {data.root!r})"
+        if found.get("source") and found.get("target") and found["source"] != found["target"]:
+            yield (
+                (*path, "target"),
+                f"{dotted((*path, 'target'))}: {found['target']} files fit, but {found['source']} fit "
+                f"{dotted((*path, 'source'))}; file n of one side, in the order of their names, is aligned with "
+                "file n of the other",
+            )
+
+
+def _corpora(data: DataConfig) -> Iterator[tuple[KeyPath, CorpusConfig]]:
+    """Every corpus and where it stands."""
+    if data.train is not None:
+        yield ("data", "train"), data.train
+    if data.mixture is not None:
+        for name, corpus in data.mixture.corpora.items():
+            yield ("data", "mixture", "corpora", name), corpus
+    for name in SPLIT_NAMES:
+        if (corpus := getattr(data, name)) is not None:
+            yield ("data", name), corpus
+
+
+def _kind_problems(path: KeyPath, corpus: CorpusConfig) -> Iterator[Problem]:
+    where = dotted(path)
+    kinds = [kind for kind in ("path", "hub", "demo") if getattr(corpus, kind)]
+    kinds += ["source+target"] if corpus.source or corpus.target else []
+    if len(kinds) != 1:
+        got = " and ".join(kinds) or "nothing"
+        yield path, f"{where}: expected one of source+target, path, hub, demo; got {got}"
+        return
+    if kinds == ["source+target"] and not (corpus.source and corpus.target):
+        missing = "target" if corpus.source else "source"
+        yield path, f"{where}: aligned text needs both files; {missing} is not given"
+    if corpus.columns and kinds[0] not in ("path", "hub"):
+        text = "aligned text has" if kinds[0] == "source+target" else "the demonstration corpus has"
+        yield (*path, "columns"), f"{where}.columns: {text} no columns; remove it, or give the table as `path`"
+    for key in ("subset", "revision"):
+        if getattr(corpus, key) and kinds != ["hub"]:
+            yield (*path, key), f"{where}.{key}: is for a dataset of the Hub (`hub`); remove it"
+
+
+def _password_problems(path: KeyPath, addresses: dict[str, str]) -> Iterator[Problem]:
+    """What a run folder keeps is the address that the text was read from."""
+    for key, address in addresses.items():
+        name = _USER_WITHOUT_PASSWORD.sub("", address)
+        if without_credentials(name) != name:
+            yield (
+                (*path, key),
+                f"{dotted((*path, key))}: holds a password or token, and would be written into the run folder; give it "
+                "to the filesystem by its own files or variables (~/.aws/credentials, HF_TOKEN, "
+                "FSSPEC_<PROTOCOL>_<OPTION>) and remove it here",
+            )
+
+
+def _tag_problems(path: KeyPath, corpus: CorpusConfig) -> Iterator[Problem]:
+    for number, tag in enumerate(corpus.tags):
+        if not tag or any(character.isspace() for character in tag):
+            here = (*path, "tags", number)
+            yield (
+                here,
+                f"{dotted(here)}: {tag!r}: a tag is one word, such as <2de>, without spaces; write several apart",
+            )
+
+
+def _name_problems(path: KeyPath, mixture: MixtureConfig) -> Iterator[Problem]:
+    for name in mixture.corpora:
+        here = (*path, "corpora", name)
+        if name in SPLIT_NAMES:
+            yield here, f"{dotted(here)}: {name!r} is the name of data.{name}; give this corpus another"
+        elif not _CORPUS_NAME.fullmatch(name):
+            yield (
+                here,
+                f"{dotted(here)}: {name!r}: expected letters, digits, '.', '_' and '-': it names figures and files; "
+                "rename the corpus",
+            )
+
+
+def _weight_problems(path: KeyPath, weights: dict[str, float], mixture: MixtureConfig) -> Iterator[Problem]:
+    for name, weight in weights.items():
+        here = (*path, name)
+        if name not in mixture.corpora:
+            yield (
+                here,
+                f"{dotted(here)}: no such corpus in data.mixture.corpora; there are {', '.join(mixture.corpora)}",
+            )
+        elif weight < 0:
+            yield here, f"{dotted(here)}: expected 0 or more, got {weight}"
+    missing = [name for name in mixture.corpora if name not in weights]
+    if missing:
+        yield path, f"{dotted(path)}: no weight for {', '.join(missing)}; give one for each corpus, 0 to leave it out"
+    elif all(weight == 0 for weight in weights.values()):
+        yield path, f"{dotted(path)}: all weights are 0, so there is nothing to train on; give one corpus more than 0"

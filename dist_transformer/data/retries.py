@@ -1,0 +1,61 @@
+"""Tries a read again when it fails, with growing pauses: a busy filesystem or network often answers the next time."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import pyarrow as pa
+from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
+
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+REMOTE_ERRORS = {
+    "aiohttp": ("ClientError",),
+    "botocore.exceptions": ("BotoCoreError", "ClientError"),
+    "gcsfs.retry": ("HttpError",),
+    "httpx": ("HTTPError",),
+}
+"""What the filesystems of fsspec let through that is no OSError. All are optional, so none is imported for it."""
+
+Result = TypeVar("Result")
+
+
+def with_retries(read: Callable[[], Result], attempts: int, warn: Callable[[str], None]) -> Result:
+    """What `read` returns; tried up to `attempts` times, pausing 0.1, 0.2, 0.4 ... 5 s and up to 0.1 s by chance.
+
+    Args:
+        warn: told of each failed attempt that is followed by another; the exception of the last one is raised.
+    """
+
+    def before_pause(state: RetryCallState) -> None:
+        assert state.outcome is not None
+        error = state.outcome.exception()
+        assert error is not None
+        warn(f"{reason_of(error)}; attempt {state.attempt_number} of {attempts}, again in {state.upcoming_sleep:.1f} s")
+
+    retrying = Retrying(
+        stop=stop_after_attempt(attempts),
+        wait=wait_exponential(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS) + wait_random(0, FIRST_PAUSE_SECONDS),
+        retry=retry_if_exception(lambda error: isinstance(error, read_errors())),
+        before_sleep=before_pause,
+        sleep=time.sleep,
+        reraise=True,
+    )
+    return retrying(read)
+
+
+def read_errors() -> tuple[type[Exception], ...]:
+    """Exceptions of reading: of the disk, the network or the bytes of a file, and not of the program."""
+    return (OSError, EOFError, pa.ArrowException, *_remote_errors())
+
+
+def reason_of(error: BaseException) -> str:
+    """The text of an exception on one line; its name where it has none."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _remote_errors() -> Iterator[type[Exception]]:
+    for module, names in REMOTE_ERRORS.items():
+        if module in sys.modules:
+            yield from (getattr(sys.modules[module], name) for name in names)

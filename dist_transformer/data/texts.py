@@ -1,0 +1,70 @@
+"""What becomes of a sentence between its file and the tokenizer: decoded, brought into one Unicode form, tagged."""
+
+import unicodedata
+from collections.abc import Sequence
+from typing import Literal
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+Texts = list[str | None]
+"""One side of some pairs; None where a table holds nothing."""
+Normalization = Literal["none", "NFC", "NFKC"]
+
+
+def decoded(lines: Sequence[bytes | None]) -> tuple[Texts, list[int]]:
+    """The texts, and the positions of those that are not valid UTF-8; in these U+FFFD stands for each bad byte."""
+    try:
+        return [None if line is None else line.decode("utf-8") for line in lines], []
+    except UnicodeDecodeError:
+        bad = [position for position, line in enumerate(lines) if line is not None and not is_utf8(line)]
+        return [None if line is None else line.decode("utf-8", errors="replace") for line in lines], bad
+
+
+def is_utf8(line: bytes) -> bool:
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def normalized(texts: Texts, form: Normalization) -> Texts:
+    """The texts in a Unicode form."""
+    if form == "none":
+        return texts
+    return [None if text is None else unicodedata.normalize(form, text) for text in texts]
+
+
+def tag_prefix(tags: Sequence[str]) -> str:
+    """What is put before each source sentence of a corpus with these tags."""
+    return "".join(f"{tag} " for tag in tags)
+
+
+def tagged(texts: Texts, prefix: str) -> Texts:
+    """The source sentences with their tags. A blank one stays blank, to be dropped as such."""
+    if not prefix:
+        return texts
+    return [f"{prefix}{text}" if text and not text.isspace() else text for text in texts]
+
+
+def text_column(table: pa.Table | pa.RecordBatch, name: str) -> pa.ChunkedArray:
+    """A column by its name; dots reach into nested ones: translation.en."""
+    names = table.schema.names
+    head, *rest = [name] if name in names else name.split(".")
+    column = table.column(head)
+    for field in rest:
+        column = pc.struct_field(column, field)
+    return column
+
+
+def is_text(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds text (or nothing at all)."""
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
+    return any(check(kind) for check in checks)
+
+
+def decoded_column(column: pa.ChunkedArray) -> tuple[Texts, list[int]]:
+    """`decoded` of a text column; the formats that hold tables do not check that it is UTF-8."""
+    return decoded(column.cast(pa.large_binary()).to_pylist())

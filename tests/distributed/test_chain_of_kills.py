@@ -1,0 +1,122 @@
+"""P2 and P3 at their hardest: killed again and again at random moments, a run ends as if nothing had happened."""
+
+import os
+import random
+import signal
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+
+import pytest
+from running import Command, records, wait_for_step
+from test_resume import assert_same_run
+
+from dist_transformer.run_dir import read_json
+
+pytestmark = pytest.mark.slow
+
+NUM_ROWS = 600
+NUM_EPOCHS = 5
+SETTINGS = (
+    f"training.max_epochs={NUM_EPOCHS}", "training.max_steps=null", "checkpoints.every_steps=2", "data.audit=true",
+    "data.window_rows=24", "data.loader_workers=1", "schedule.warmup_steps=1",
+)  # fmt: skip
+START_SECONDS = 120
+END_SECONDS = 60
+
+
+class Strikes:
+    """Starts one run again and again, and kills one of its processes at a random moment of its training."""
+
+    def __init__(self, command: Command, name: str, seed: int) -> None:
+        self._command, self._name = command, name
+        self._random = random.Random(seed)
+        self._starts = 0
+        self.run = command.folder / "runs" / name
+
+    def strike(self, victim: str, num_ranks: int) -> None:
+        """`victim`: "rank" or "loader process"."""
+        process = self._command.start("train", "small.yaml", f"run.name={self._name}", *SETTINGS, "--ranks", num_ranks)
+        self._starts += 1
+        self._wait_until_it_trains(process)
+        wait_for_step(self.run, self._newest_step() + self._random.randint(1, 4))
+        time.sleep(self._random.uniform(0, 0.3))  # the random moment: within a step, a save, a read
+        ranks = [process.pid] if num_ranks == 1 else ranks_of(process.pid)
+        assert len(ranks) == num_ranks, process.poll()
+        struck = self._random.choice(ranks)
+        os.kill(struck if victim == "rank" else loader_process_of(struck), signal.SIGKILL)
+        out, err = process.communicate(timeout=END_SECONDS)
+        assert process.returncode == (-signal.SIGKILL if struck == process.pid and victim == "rank" else 1), out + err
+        assert victim == "rank" or "a loader process ended" in err
+
+    def finish(self, num_ranks: int) -> Path:
+        self._command("train", "small.yaml", f"run.name={self._name}", *SETTINGS, "--ranks", num_ranks)
+        return self.run
+
+    def _wait_until_it_trains(self, process: "subprocess.Popen[str]") -> None:
+        """Until the records of the start before have been cut back to its checkpoint."""
+        deadline = time.monotonic() + START_SECONDS
+        while not (self.run / "run.json").exists() or read_json(self.run / "run.json")["starts"] < self._starts:
+            assert time.monotonic() < deadline
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+
+    def _newest_step(self) -> int:
+        return max((record["step"] for record in records(self.run)), default=0) if self._has_records() else 0
+
+    def _has_records(self) -> bool:
+        return (self.run / "metrics.jsonl").exists()
+
+
+def children_of(pid: int) -> Iterator[int]:
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        yield from map(int, (task / "children").read_text(encoding="utf-8").split())
+
+
+def is_forked_by_server(pid: int) -> bool:
+    return b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The ranks that `train --ranks` started."""
+    return [pid for pid in children_of(launcher) if b"dist_transformer" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def loader_process_of(rank: int) -> int:
+    """The one loader process of a rank: a child of the server that it is forked from, with the same command line."""
+    (server,) = [pid for pid in children_of(rank) if is_forked_by_server(pid)]
+    (worker,) = children_of(server)
+    return worker
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train_small) -> Path:
+    return train_small("chain-undisturbed", *SETTINGS, "data.loader_workers=0")
+
+
+@pytest.mark.parametrize("victim", ["rank", "loader process"])
+def test_killed_ten_times_on_1_2_3_and_4_ranks_in_turn_a_run_sees_the_same_batches_and_each_row_once(
+    command: Command, undisturbed, victim
+):
+    strikes = Strikes(command, f"chain-{victim.replace(' ', '-')}", seed=len(victim))
+    num_ranks = cycle([1, 2, 3, 4])
+    for _ in range(10):
+        strikes.strike(victim, next(num_ranks))
+    run = strikes.finish(next(num_ranks))
+    keys = ("step", "batch_digest", "total_target_tokens")
+    assert [[r[k] for k in keys] for r in records(run)] == [[r[k] for k in keys] for r in records(undisturbed)]
+    for epoch in range(NUM_EPOCHS):
+        audited = [r for r in records(run, "batch", "audit.jsonl") if r["epoch"] == epoch]
+        rows = Counter(row for record in audited for ids in record["rows"].values() for row in ids)
+        assert rows == dict.fromkeys(range(NUM_ROWS), 1)
+
+
+def test_killed_on_two_ranks_again_and_again_a_run_ends_with_the_same_weights(command: Command, train_small):
+    expected = train_small("chain-two-ranks", *SETTINGS, ranks=2)
+    strikes = Strikes(command, "chain-same-ranks", seed=3)
+    for victim in ("rank", "loader process", "rank"):
+        strikes.strike(victim, 2)
+    assert_same_run(strikes.finish(2), expected)

@@ -1,0 +1,127 @@
+"""Mixtures, weights that change, tokenization on the fly and other lanes: the same batches on any ranks, through stops."""
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from running import Command, records
+
+from dist_transformer.data.plan import CORPUS_SHIFT
+
+pytestmark = pytest.mark.slow
+
+STEPS = 14
+CORPORA = "big: {source: train.en, target: train.de}, small: {source: valid.en, target: valid.de, tags: [<small>]}"
+MIXTURE = (
+    "data.train=null",
+    f"data.mixture={{corpora: {{{CORPORA}}}, weights: {{big: 3, small: 1}}, "
+    "schedule: [{from_step: 6, weights: {big: 1, small: 1}}]}",
+    "data.window_rows=40",
+    f"training.max_steps={STEPS}",
+    "data.audit=true",
+)
+ON_THE_FLY = (
+    "data.on_the_fly=true",
+    "tokenizer.sampling=0.2",
+    "data.loader_workers=1",
+    f"training.max_steps={STEPS}",
+    "data.audit=true",
+)
+
+
+def batches(run: Path) -> list[tuple[int, str, dict]]:
+    return [(r["step"], r["batch_digest"], r["rows"]) for r in records(run, "batch", "audit.jsonl")]
+
+
+def losses(run: Path) -> list[float]:
+    return [r["loss"] for r in records(run)]
+
+
+@pytest.fixture(scope="module")
+def mixed(train_small: Callable[..., Path]) -> Path:
+    return train_small("mixed", *MIXTURE)
+
+
+@pytest.fixture(scope="module")
+def sampled(train_small: Callable[..., Path]) -> Path:
+    return train_small("sampled", *ON_THE_FLY)
+
+
+def test_a_mixture_goes_through_each_corpus_evenly_and_counts_it_in_the_metrics(mixed):
+    used = Counter(row for _, _, rows in batches(mixed) for ids in rows.values() for row in ids)
+    for corpus, name in enumerate(("big", "small")):
+        counts = {row: count for row, count in used.items() if row >> CORPUS_SHIFT == corpus}
+        assert max(counts.values()) - min(counts.values()) <= 1
+        assert sum(counts.values()) == sum(r[f"pairs/{name}"] for r in records(mixed))
+
+
+def test_the_weights_of_a_mixture_change_within_a_window_of_their_step(mixed):
+    shares = [r["pairs/small"] / (r["pairs/small"] + r["pairs/big"]) for r in records(mixed)]
+    assert sum(shares[:5]) / 5 == pytest.approx(0.25, abs=0.1)
+    assert sum(shares[9:]) / len(shares[9:]) == pytest.approx(0.5, abs=0.1)
+
+
+def test_a_mixture_with_changing_weights_is_the_same_on_other_ranks_with_stops_around_the_change(mixed, train_small):
+    for stop, ranks in ((5, 2), (6, 3), (9, 1), (STEPS, 4)):
+        steps = f"training.max_steps={stop}"
+        run = train_small("mixed-stopped", *MIXTURE, steps, "data.loader_workers=1", ranks=ranks)
+    assert batches(run) == batches(mixed)
+    assert losses(run) == pytest.approx(losses(mixed), rel=1e-3)
+
+
+def test_weights_of_steps_that_are_trained_may_not_be_changed_but_later_ones_may(train_small, command):
+    run = train_small("reweighted", *MIXTURE, "training.max_steps=3")
+    said = command("train", run, "data.mixture.weights={big: 1, small: 1}", code=2)
+    assert "0.75 : 0.25 then, 0.5 : 0.5 now" in said
+    assert "data.mixture.schedule from step 4 on" in said
+    command("train", run, "data.mixture.schedule=[{from_step: 4, weights: {big: 0, small: 1}}]", "training.max_steps=9")
+    assert records(run)[-1]["pairs/big"] == 0
+
+
+def test_sampled_pieces_are_the_same_after_a_stop_and_on_other_ranks(sampled, train_small):
+    for stop, ranks in ((4, 3), (STEPS, 2)):
+        run = train_small("sampled-stopped", *ON_THE_FLY, f"training.max_steps={stop}", ranks=ranks)
+    assert batches(run) == batches(sampled)
+    assert losses(run) == pytest.approx(losses(sampled), rel=1e-3)
+
+
+def test_sampling_gives_other_pieces_than_none(sampled, train_small):
+    plain = train_small("not-sampled", *ON_THE_FLY, "tokenizer.sampling=0.0", "training.max_steps=2")
+    assert records(plain)[0]["target_tokens"] != records(sampled)[0]["target_tokens"]
+
+
+@pytest.mark.parametrize(("num_lanes", "ranks"), [(6, 3), (3, 2)])
+def test_going_on_with_other_lanes_still_uses_every_row_of_the_epoch_once(train_small, command, num_lanes, ranks):
+    name = f"lanes-{num_lanes}"
+    one_epoch = ("data.audit=true", "training.max_epochs=1", "training.max_steps=4")
+    run = train_small(name, *one_epoch, "data.window_rows=40", ranks=2)
+    other = (f"data.lanes={num_lanes}", "training.max_steps=null", "--ranks", ranks)
+    said = command("train", run, *other, code=2)
+    assert f"data.lanes: 4 -> {num_lanes}" in said
+    assert "data.reslice_from=4" in said
+    command("train", run, "data.reslice_from=4", "training.max_steps=5", *other[:1], "--ranks", 1)
+    command("train", run, *other)  # run folder and checkpoint now have the new lanes
+    used = Counter(row for _, _, rows in batches(run) for ids in rows.values() for row in ids)
+    assert sorted(used) == list(range(600))
+    assert set(used.values()) == {1}
+    assert {len(rows) for _, _, rows in batches(run)} >= {4, num_lanes}
+
+
+def test_a_run_ends_with_the_step_that_reaches_its_target_tokens_on_all_ranks(train_small):
+    run = train_small("tokens", "training.max_target_tokens=5000", "training.max_steps=null", ranks=3)
+    totals = [r["total_target_tokens"] for r in records(run)]
+    assert totals[-2] < 5000 <= totals[-1]
+    assert json.loads((run / "run.json").read_text(encoding="utf-8"))["state"] == "finished"
+
+
+def test_another_seed_filter_or_tokenizer_is_refused_with_what_was_and_what_is(train_small, command: Command):
+    run = train_small("changed", "training.max_steps=2")
+    said = command("train", run, "run.seed=4", "data.prepared=null", code=2)
+    assert "run.seed: 3 -> 4" in said
+    said = command("train", run, "data.prepared=null", "data.filters.max_tokens=50", code=2)
+    assert "prepared with filters.max_tokens: 96 -> 50" in said
+    said = command("train", run, "data.prepared=null", "tokenizer.vocabulary_size=208", code=2)
+    assert "source tokenizer" in said
+    assert "vocabulary" in said

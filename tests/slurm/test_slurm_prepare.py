@@ -1,0 +1,53 @@
+"""A corpus prepared by a job array on a real Slurm is the one that a single process prepares."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from slurm_test_cluster import HERE, SlurmCluster, wait_until
+
+from dist_transformer.config.loading import load_config
+from dist_transformer.data.manifest import Manifest, verify_shards
+from dist_transformer.data.prepare import prepare
+
+SCRIPT = HERE.parents[1] / "slurm" / "prepare.sbatch"
+CONFIG = """
+run: {{seed: 5}}
+data:
+  mixture: {{corpora: {{one: {{demo: train, tags: ["<2de>"]}}, two: {{demo: train}}}}}}
+  validation: {{demo: validation}}
+  prepared: {prepared}
+tokenizer: {{vocabulary_size: 400}}
+"""
+OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_a_job_array_prepares_what_one_process_prepares_though_a_task_is_stopped(
+    slurm_cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    config, prepared = tmp_path / "config.yaml", tmp_path / "on slurm"
+    config.write_text(CONFIG.format(prepared=prepared))
+    cluster = SlurmCluster(
+        slurm_cluster.folder, {**slurm_cluster.environment, "DIST_TRANSFORMER_PYTHON": sys.executable}
+    )
+    arguments = ("--parsable", "--array=0-1", f"--output={tmp_path}/task-%a.log", str(SCRIPT), str(config))
+    job_id = cluster.run("sbatch", *arguments, "run.name=array", cwd=SCRIPT.parents[1]).strip()
+
+    def logs() -> str:
+        return "\n".join(path.read_text() for path in sorted(tmp_path.glob("task-*.log")))
+
+    wait_until((prepared / "work").is_dir, 120, lambda: f"the work to begin\n{logs()}")
+    cluster.run("scancel", "--signal=USR1", f"{job_id}_0")
+    for task in (f"{job_id}_0", f"{job_id}_1"):
+        wait_until(lambda task=task: cluster.state(task) in OVER, 180, lambda: f"an end\n{logs()}")
+        assert cluster.state(task) == "COMPLETED", logs()
+    assert "stopped while preparing the corpus (signal SIGUSR1)" in logs()
+    assert f"job {job_id}_0 attempt 1: " in logs()
+    assert logs().count("| validation |") >= 2
+
+    manifest = Manifest.load(prepared)
+    verify_shards(prepared, manifest, deep=True)
+    assert not (prepared / "work").exists()
+    assert prepare(load_config(config, [f"data.prepared={tmp_path}/here"])) == manifest

@@ -1,0 +1,241 @@
+"""What must hold between the settings of the data: corpora, mixtures, tags, patterns of files."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dist_transformer.config.loading import load_config
+from dist_transformer.config.locations import is_pattern, local_files, located
+from dist_transformer.errors import ConfigError
+
+MIXTURE = """\
+run: {name: test}
+data:
+  mixture:
+    corpora:
+      news: {demo: train}
+      web:
+        demo: train
+        tags: [<2de>, <web>]
+    weights:
+      news: 3
+      web: 0.5
+    schedule:
+      - from_step: 10
+        weights: {news: 1, web: 0}
+      - from_step: 20
+        weights: {news: 0, web: 1}
+"""
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def problems_of(folder: Path, text: str, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(write(folder, text), list(overrides))
+    return caught.value.problems
+
+
+def one_problem_of(folder: Path, text: str, *overrides: str) -> str:
+    [problem] = problems_of(folder, text, *overrides)
+    return problem
+
+
+def test_a_mixture_is_read_as_it_is_written(tmp_path):
+    data = load_config(write(tmp_path, MIXTURE)).data
+    assert list(data.training_corpora()) == ["news", "web"]
+    assert data.training_corpora()["web"].tags == ("<2de>", "<web>")
+    assert [stage.from_step for stage in data.mixture.schedule] == [10, 20]
+
+
+# --------------------------------------------------------------------------------------------- train and mixture
+
+
+def test_a_run_has_a_training_corpus_in_one_place(tmp_path):
+    assert "run.yaml:2: data: no training corpus; give data.train, or data.mixture" in one_problem_of(
+        tmp_path, "run: {name: test}\ndata: {}\n"
+    )
+    problem = one_problem_of(tmp_path, MIXTURE, "data.train.demo=train")
+    assert "run.yaml:3: data.mixture: stands beside data.train" in problem
+
+
+def test_all_problems_of_a_mixture_are_reported_at_once_each_with_its_line(tmp_path):
+    text = """\
+run: {name: test}
+data:
+  mixture:
+    temperature: 5
+    corpora:
+      validation: {demo: train}
+      a b: {demo: train}
+      web:
+        demo: train
+        path: x.tsv
+        tags: [<2 de>, '']
+    weights:
+      validation: -1
+      wbe: 3
+    schedule:
+      - from_step: 10
+        weights: {validation: 0, a b: 0, web: 0}
+      - from_step: 10
+        weights: {web: 1}
+"""
+    expected = [
+        "run.yaml:6: data.mixture.corpora.validation: 'validation' is the name of data.validation",
+        "run.yaml:7: data.mixture.corpora.a b: 'a b': expected letters, digits, '.', '_' and '-'",
+        "run.yaml:8: data.mixture.corpora.web: expected one of source+target, path, hub, demo; got path and demo",
+        "run.yaml:11: data.mixture.corpora.web.tags.0: '<2 de>': a tag is one word",
+        "run.yaml:11: data.mixture.corpora.web.tags.1: '': a tag is one word",
+        "run.yaml:13: data.mixture.weights.validation: expected 0 or more, got -1",
+        "run.yaml:14: data.mixture.weights.wbe: no such corpus in data.mixture.corpora; there are validation, a b, web",
+        "run.yaml:12: data.mixture.weights: no weight for a b, web; give one for each corpus",
+        "run.yaml:4: data.mixture.temperature: 5.0 stands beside data.mixture.weights",
+        "run.yaml:17: data.mixture.schedule.0.weights: all weights are 0",
+        "run.yaml:18: data.mixture.schedule.1.from_step: 10 does not come after the 10 before it",
+        "run.yaml:19: data.mixture.schedule.1.weights: no weight for validation, a b; give one for each corpus",
+        "run.yaml:10: data.mixture.corpora.web.path: no such file: ./x.tsv (data.root is '.')",
+    ]
+    problems = problems_of(tmp_path, text)
+    assert [line for line in expected if not any(line in problem for problem in problems)] == []
+    assert len(problems) == len(expected)
+
+
+def test_a_temperature_alone_and_weights_alone_are_taken(tmp_path):
+    text = MIXTURE[: MIXTURE.index("    weights")]
+    assert load_config(write(tmp_path, text), ["data.mixture.temperature=5"]).data.mixture.temperature == 5.0
+    assert load_config(write(tmp_path, text)).data.mixture.weights is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("tags:", "tgas:", "run.yaml:8: data.mixture.corpora.web.tgas: no such key; did you mean `tags`?"),
+        ("web: 0.5", "web: x", "run.yaml:11: data.mixture.weights.web: expected a number; got 'x' (str)"),
+        ("from_step: 20", "step: 20", "run.yaml:15: data.mixture.schedule.1.step: no such key; did you mean `from_step`"),
+        ("{news: 1, web: 0}", "half", "run.yaml:14: data.mixture.schedule.0.weights: expected `key: value` lines below it"),
+        ("{demo: train}", "demo", "run.yaml:5: data.mixture.corpora.news: expected `key: value` lines below it"),
+        ("[<2de>, <web>]", "<2de>", "run.yaml:8: data.mixture.corpora.web.tags: expected a list; got '<2de>' (str)"),
+        ("schedule:", "scedule:", "run.yaml:12: data.mixture.scedule: no such key; did you mean `schedule`?"),
+    ],
+)  # fmt: skip
+def test_a_mistake_inside_a_mixture_is_named_by_its_whole_path(tmp_path, old, new, expected):
+    assert any(expected in problem for problem in problems_of(tmp_path, MIXTURE.replace(old, new, 1)))
+
+
+# ------------------------------------------------------------------------------------------------ corpora and ends
+
+
+@pytest.mark.parametrize(
+    ("corpus", "expected"),
+    [
+        ("{source: a, target: b, columns: [en, de]}", "data.train.columns: aligned text has no columns; remove it"),
+        ("{demo: train, columns: [en, de]}", "data.train.columns: the demonstration corpus has no columns"),
+        ("{demo: train, subset: de-en}", "data.train.subset: is for a dataset of the Hub (`hub`); remove it"),
+        ("{demo: train, revision: main}", "data.train.revision: is for a dataset of the Hub"),
+        ("{demo: train, tags: ['<2de> ']}", "data.train.tags.0: '<2de> ': a tag is one word, such as <2de>"),
+    ],
+)
+def test_a_setting_that_would_be_ignored_is_refused(tmp_path, corpus, expected):
+    text = f"run: {{name: test}}\ndata: {{train: {corpus}}}\n"
+    assert any(expected in problem for problem in problems_of(tmp_path, text))
+
+
+def test_sampling_needs_tokenization_on_the_fly(tmp_path):
+    text = "run: {name: test}\ndata: {train: {demo: train}}\n"
+    assert "tokenizer.sampling: 0.1 needs data.on_the_fly: true" in one_problem_of(
+        tmp_path, text, "tokenizer.sampling=0.1"
+    )
+    assert load_config(write(tmp_path, text), ["tokenizer.sampling=0.1", "data.on_the_fly=true"])
+
+
+@pytest.mark.parametrize("end", ["max_steps=5000", "max_epochs=1", "max_target_tokens=1_000_000"])
+def test_any_one_end_of_a_run_is_enough(tmp_path, end):
+    text = "run: {name: test}\ndata: {train: {demo: train}}\n"
+    assert load_config(write(tmp_path, text), ["training.max_steps=null", f"training.{end}"])
+
+
+# ----------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/train-*.tsv", "https://host/train.jsonl.gz", "memory://a/b.parquet"])
+def test_addresses_are_left_to_those_who_read_them(tmp_path, address):
+    text = f"run: {{name: test}}\ndata: {{train: {{path: '{address}'}}}}\n"
+    assert load_config(write(tmp_path, text)).data.train.path == address
+    relative = "run: {name: test}\ndata: {root: 's3://bucket/text', train: {path: train.tsv}}\n"
+    assert load_config(write(tmp_path, relative))
+
+
+@pytest.mark.parametrize("address", ["sftp://me:pa55word@host/a.tsv", "https://host/a.tsv?token=pa55word"])
+def test_a_password_in_the_address_of_a_corpus_is_refused_and_not_printed(tmp_path, address):
+    text = "run: {name: test}\ndata: {train: {path: a.tsv}}\n"
+    for override in (f"data.train.path={address}", f"data.root={address}"):
+        problem = one_problem_of(tmp_path, text, override)
+        assert "holds a password or token, and would be written into the run folder" in problem
+        assert "55word" not in problem
+    assert load_config(write(tmp_path, text), ["data.train.path=sftp://me@host/a.tsv"])
+
+
+def test_patterns_and_file_addresses_are_looked_for_on_the_disk(tmp_path):
+    text = "run: {{name: test}}\ndata:\n  root: {root}\n  train: {{source: 'a*.en', target: 'a*.de'}}\n"
+    for name in ("a1.en", "a2.en", "a1.de"):
+        (tmp_path / name).touch()
+    problem = one_problem_of(tmp_path, text.format(root=tmp_path))
+    assert "run.yaml:4: data.train.target: 1 files fit, but 2 fit data.train.source; file n of one side" in problem
+    (tmp_path / "a2.de").touch()
+    for root in (str(tmp_path), f"file://{tmp_path}"):
+        assert load_config(write(tmp_path, text.format(root=root)))
+    for key in ("source", "target"):
+        problem = one_problem_of(tmp_path, text.format(root=tmp_path), f"data.train.{key}=b*.txt")
+        assert f"data.train.{key}: no file fits {tmp_path}/b*.txt (data.root is '{tmp_path}')" in problem
+
+
+def test_files_of_a_pattern_come_in_the_order_of_their_names_and_never_from_another_folder(tmp_path):
+    root = tmp_path / "a[1]*"
+    (root / "sub").mkdir(parents=True)
+    (tmp_path / "a1x").mkdir()
+    for name in ("b.tsv", "a.tsv", "10.tsv", "2.tsv", "sub/c.tsv", "d[1].tsv", "d1.tsv"):
+        (root / name).touch()
+    (tmp_path / "a1x" / "e.tsv").touch()
+    assert local_files(str(root), "[ab].tsv") == [f"{root}/a.tsv", f"{root}/b.tsv"]
+    assert local_files(str(root), "?*.tsv")[:2] == [f"{root}/10.tsv", f"{root}/2.tsv"]
+    assert local_files(str(root), "**/c.tsv") == [f"{root}/sub/c.tsv"]
+    assert local_files(str(root), "d[1].tsv") == [f"{root}/d[1].tsv"]  # is there as it is written
+    assert local_files(str(root), "s*") == []  # a folder is no file
+
+
+@pytest.mark.parametrize(
+    ("root", "name", "expected"),
+    [
+        (".", "a/b.tsv", "./a/b.tsv"),
+        ("/data", "/other/b.tsv", "/other/b.tsv"),
+        ("/data", "s3://bucket/b.tsv", "s3://bucket/b.tsv"),
+        ("s3://bucket/text/", "b.tsv", "s3://bucket/text/b.tsv"),
+        ("s3://bucket/text", "/other/b.tsv", "/other/b.tsv"),
+        ("s3://bucket", "file:///other/b.tsv", "/other/b.tsv"),
+        ("file:///data", "b.tsv", "/data/b.tsv"),
+    ],
+)
+def test_a_name_is_found_from_its_root(root, name, expected):
+    assert located(root, name) == expected
+
+
+def test_the_question_mark_of_a_web_address_is_no_pattern():
+    assert not is_pattern("https://host/a.tsv?download=1")
+    assert is_pattern("s3://bucket/a?.tsv")
+
+
+def test_checking_a_configuration_with_addresses_imports_nothing_heavy(tmp_path):
+    path = write(tmp_path, "run: {name: test}\ndata: {train: {path: 's3://bucket/*.parquet'}}\n")
+    code = (
+        "import sys, pathlib; from dist_transformer.config.loading import load_config; "
+        f"load_config(pathlib.Path({str(path)!r})); "
+        "print(sorted({'fsspec', 'numpy', 'pyarrow', 'torch', 'datasets', 'aiohttp'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

@@ -1,0 +1,74 @@
+"""Window builders that go wrong, for tests of loader processes. Requests are told apart by the number of their window."""
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dist_transformer.data.loader import LoaderSettings
+from dist_transformer.data.loader_processes import WindowStream
+from dist_transformer.data.plan import WindowKey, WindowRequest
+from dist_transformer.data.window import BatchShape, Window
+from dist_transformer.errors import DataError, MachineError
+
+
+@dataclass(frozen=True)
+class FaultyBuilder:
+    """Goes wrong in one window, of which it is all the same told that it begins."""
+
+    bad_window: int
+    fault: str
+
+    def build(self, request: WindowRequest) -> Window:
+        number = request.key.window
+        if number == self.bad_window:
+            getattr(self, self.fault)()
+        ids = np.array([number], np.int64)
+        return Window(request, (BatchShape(1, 1, 1, 1, 1, 1),), np.zeros(2, np.int32), ids, {}, ())
+
+    def no_fault(self) -> None:
+        """All is well."""
+
+    def kill_itself(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def wait_for_a_dead_disk(self) -> None:
+        threading.Event().wait()
+
+    def meet_a_bad_row_group(self) -> None:
+        raise DataError("train-00007.parquet: row group 3 cannot be read")
+
+
+def request(number: int) -> WindowRequest:
+    return WindowRequest(WindowKey(0, 0, 0, number), ())
+
+
+def stream(builder: FaultyBuilder, order: Sequence[int] | None = None, stall_seconds: int = 60) -> WindowStream:
+    """Windows from one loader process, asked for in this order; None: 0, 1, 2, ..."""
+    settings = LoaderSettings(1, 1, stall_seconds)
+    return WindowStream(builder, _requests(order), set(), settings)
+
+
+def _requests(order: Sequence[int] | None) -> Iterator[WindowRequest]:
+    given = list(order or [])
+    yield from map(request, given)
+    number = max(given, default=-1)
+    while True:
+        number += 1
+        yield request(number)
+
+
+def hang_in_window_one() -> None:
+    """A program of its own: prints the error that a hanging loader process ends in, and leaves."""
+    windows = stream(FaultyBuilder(1, "wait_for_a_dead_disk"), stall_seconds=1)
+    windows.take(request(0))
+    try:
+        windows.take(request(1))
+    except MachineError as error:
+        print(error)
+    sys.stdout.flush()
+    os._exit(0)  # as `train` does: the process that hangs must not hold up the end

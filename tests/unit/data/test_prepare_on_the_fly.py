@@ -1,0 +1,135 @@
+"""With data.on_the_fly `prepare` makes a light folder: parquet stays where it is, other text becomes shards of text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from prepare_helpers import NUM_TRAIN, PAIRS, SMALL, config_of, mixture_of, read_split, write_text
+
+from dist_transformer.config.models import Config
+from dist_transformer.data import prepare as preparation
+from dist_transformer.data import prepare_start
+from dist_transformer.data.manifest import Manifest, TextColumns, verify_shards
+from dist_transformer.data.prepare import prepare, prepared_folder
+from dist_transformer.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, rows in SMALL.items():
+        monkeypatch.setattr(preparation, name, rows)
+
+
+def write_parquet(path: Path, pairs: list[tuple[str, str]], row_group_rows: int) -> Path:
+    """Nested columns, as translation corpora on the Hub have them."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{"translation": {"en": source, "de": target}} for source, target in pairs]
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=row_group_rows)
+    return path
+
+
+def config_in(folder: Path, train: dict[str, Any] | None, **data: Any) -> Config:
+    write_text(folder)
+    return config_of(folder, data={**config_of(folder).data.model_dump(), "train": train, "on_the_fly": True, **data})
+
+
+def texts_of(folder: Path, manifest: Manifest, split: str) -> list[tuple[int, str, str]]:
+    shards = (pq.read_table(folder / shard.file) for shard in manifest.splits[split].shards)
+    return [tuple(row.values()) for shard in shards for row in shard.to_pylist()]
+
+
+def test_parquet_is_indexed_and_left_where_it_is(tmp_path: Path):
+    write_parquet(tmp_path / "web" / "b.parquet", PAIRS[300:NUM_TRAIN], 90)
+    write_parquet(tmp_path / "web" / "a.parquet", PAIRS[:300], 100)
+    config = config_in(tmp_path, {"path": "web/*.parquet", "tags": ["<2de>", "<web>"]})
+    manifest = prepare(config)
+    folder = prepared_folder(config)
+    split = manifest.splits["train"]
+    assert split.text == TextColumns("translation.en", "translation.de", "<2de> <web> ")
+    assert [shard.file for shard in split.shards] == [str(tmp_path / "web" / f"{name}.parquet") for name in "ab"]
+    assert all(shard.is_in_place and shard.bytes == Path(shard.file).stat().st_size for shard in split.shards)
+    assert [[group.rows for group in shard.row_groups] for shard in split.shards] == [[100, 100, 100], [90, 90, 20]]
+    assert (split.rows, split.read_rows, split.dropped) == (500, 500, {})
+    assert [path.name for path in (folder / "shards").iterdir()] == ["validation-00000.parquet"]
+    verify_shards(folder, manifest, deep=True)
+    assert Manifest.load(folder) == manifest
+    assert len(read_split(folder, manifest, "validation")) == 100
+
+
+def test_tokens_are_estimated_from_the_first_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_parquet(tmp_path / "all.parquet", PAIRS[:NUM_TRAIN], 100)
+    counted = prepare(
+        config_of(tmp_path, data=config_in(tmp_path, {"path": "all.parquet"}, on_the_fly=False).data.model_dump())
+    )
+    exact = counted.splits["train"]
+    for sample_rows in (2000, 200):
+        monkeypatch.setattr(prepare_start, "SAMPLE_ROWS", sample_rows)
+        config = config_in(tmp_path, {"path": "all.parquet"}, prepared=str(tmp_path / f"sample-{sample_rows}"))
+        split = prepare(config).splits["train"]
+        tolerance = 0.01 if sample_rows > NUM_TRAIN else 0.1
+        assert split.source_tokens == pytest.approx(exact.source_tokens, rel=tolerance)
+        assert split.target_tokens == pytest.approx(exact.target_tokens, rel=tolerance)
+        assert split.source_tokens == sum(group.source_tokens for group in split.row_groups)
+        assert split.max_source_tokens == config.data.filters.max_tokens >= exact.max_source_tokens
+
+
+def test_other_text_becomes_shuffled_shards_of_text(tmp_path: Path):
+    pairs = [(f"ﬁne {source}", target) for source, target in PAIRS[:NUM_TRAIN]]
+    pairs[7] = ("", "leer")
+    lines = (json.dumps({"en": source, "de": target}) + "\n" for source, target in pairs)
+    (tmp_path / "train.jsonl").write_text("".join(lines), encoding="utf-8")
+    config = config_in(tmp_path, {"path": "train.jsonl", "tags": ["<2de>"]}, normalization="NFKC")
+    manifest = prepare(config)
+    split = manifest.splits["train"]
+    assert split.text == TextColumns("source", "target", "")
+    assert split.dropped == {"empty": 1}
+    assert (split.read_rows, split.rows, len(split.shards)) == (500, 499, 3)
+    rows = texts_of(prepared_folder(config), manifest, "train")
+    expected = [(number, f"<2de> {source.replace('ﬁ', 'fi')}", target) for number, (source, target) in enumerate(pairs)]
+    assert sorted(rows) == [row for row in expected if row[0] != 7]
+    assert [row for row, _, _ in rows] != sorted(row for row, _, _ in rows)
+    schema = pq.read_schema(prepared_folder(config) / split.shards[0].file)
+    assert schema.names == ["row_id", "source", "target"]
+    assert all(group.rows <= 32 for group in split.row_groups)
+
+
+def test_the_order_of_shuffled_text_depends_on_the_seed_alone(tmp_path: Path):
+    orders = []
+    for seed, name in ((3, "a"), (3, "b"), (4, "c")):
+        config = config_in(tmp_path, {"source": "train.en", "target": "train.de"}, prepared=str(tmp_path / name))
+        config = config.model_copy(update={"run": config.run.model_copy(update={"seed": seed})})
+        orders.append([row for row, _, _ in texts_of(tmp_path / name, prepare(config), "train")])
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_a_mixture_may_have_both_and_the_report_tells_them_apart(tmp_path: Path):
+    write_parquet(tmp_path / "web.parquet", PAIRS[:200], 100)
+    corpora = {"web": {"path": "web.parquet"}, "text": {"source": "train.en", "target": "train.de"}}
+    config = config_in(tmp_path, **mixture_of(**corpora))
+    manifest = prepare(config)
+    assert [manifest.splits[name].shards[0].is_in_place for name in manifest.training] == [True, False]
+    report = json.loads((prepared_folder(config) / "report.json").read_text())
+    assert report["not_compared"] == ["web"]
+    assert report["compared_pairs"] == 500
+    text = (prepared_folder(config) / "report.md").read_text()
+    assert "read in place, so not compared with anything: web" in text
+    assert "web: tokenized on the fly, so tokens and lengths are estimated from its first 200 pairs" in text
+
+
+def test_another_file_in_place_is_another_corpus(tmp_path: Path):
+    digests = []
+    for pairs in (PAIRS[:300], PAIRS[:300], PAIRS[1:301]):
+        write_parquet(tmp_path / "web.parquet", pairs, 100)
+        config = config_in(tmp_path, {"path": "web.parquet"}, prepared=str(tmp_path / f"prepared-{len(digests)}"))
+        digests.append(prepare(config).digest)
+    assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_corpus_whose_head_is_dropped_is_refused(tmp_path: Path):
+    write_parquet(tmp_path / "web.parquet", PAIRS[:300], 100)
+    config = config_in(tmp_path, {"path": "web.parquet"}, filters={"max_tokens": 1})
+    with pytest.raises(DataError, match=r"web\.parquet: all of its first 300 pairs were dropped \(too_long 300\)"):
+        prepare(config)

@@ -1,0 +1,122 @@
+"""The report of a preparation: repeated pairs, overlap with held-out sets, lengths, and what was dropped."""
+
+import json
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from prepare_helpers import PAIRS, SMALL, config_of, mixture_of, write_text
+
+from dist_transformer.data import pair_hashes as hashing
+from dist_transformer.data import prepare as preparation
+from dist_transformer.data.demo_corpus import demo_pairs
+from dist_transformer.data.pair_hashes import count_contained, count_repeated, pair_hashes, save_hashes
+from dist_transformer.data.prepare import load_tokenizer, prepare, prepared_folder
+
+TEXT = {"source": "train.en", "target": "train.de"}
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, rows in SMALL.items():
+        monkeypatch.setattr(preparation, name, rows)
+
+
+def report_of(folder: Path, **data: Any) -> dict[str, Any]:
+    config = config_of(folder, data={**config_of(folder).data.model_dump(), **data})
+    prepare(config)
+    return json.loads((prepared_folder(config) / "report.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("partition", [1, 7, 1 << 24])
+def test_repeated_hashes_are_counted_as_a_counter_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: int):
+    monkeypatch.setattr(hashing, "PARTITION_HASHES", partition)
+    random = np.random.default_rng(5)
+    extremes = np.array([0, 0, 2**64 - 1, 2**64 - 1], dtype=np.uint64)
+    drawn = random.integers(0, 2**64, size=60, dtype=np.uint64)
+    parts = [extremes, random.choice(drawn, 40), random.choice(drawn, 0), random.choice(drawn, 90)]
+    files = [tmp_path / f"{number}.npy" for number in range(len(parts))]
+    for path, part in zip(files, parts, strict=True):
+        save_hashes(path, part)
+    counts = Counter(np.concatenate(parts).tolist())
+    assert count_repeated(files) == sum(counts.values()) - len(counts)
+    asked = random.permutation(np.concatenate([drawn, extremes]))
+    assert count_contained(asked, files) == sum(value in counts for value in asked.tolist())
+    assert count_contained(asked, []) == 0
+    assert count_repeated([]) == 0
+
+
+def test_pairs_are_the_same_when_their_texts_are_but_for_white_space_around_them():
+    one = pair_hashes(["a b", "a", "a", "\ud800"], ["c", "b c", "b", "x"])
+    two = pair_hashes([" a b\t", "a b", "a", "\ud800"], ["c ", "c", "d", "x"])
+    assert one.pairs[0] == two.pairs[0] == two.pairs[1]
+    assert one.pairs[3] == two.pairs[3]
+    assert len({*one.pairs.tolist(), *two.pairs.tolist()}) == 5
+    assert one.sources[1] == one.sources[2] == two.sources[2]
+
+
+def test_repeated_pairs_are_counted_over_all_corpora_and_without_tags(tmp_path: Path):
+    write_text(tmp_path, [*PAIRS[:200], *PAIRS[:30], ("", "dropped"), ("", "dropped")])
+    more = "".join(f"{source}\t{target}\n" for source, target in PAIRS[150:250])
+    (tmp_path / "more.tsv").write_text(more, encoding="utf-8")
+    report = report_of(tmp_path, **mixture_of(text=TEXT, more={"path": "more.tsv", "tags": ["<2de>"]}))
+    pairs = Counter([*PAIRS[:200], *PAIRS[:30], *PAIRS[150:250]])
+    assert report["repeated_pairs"] == sum(pairs.values()) - len(pairs)
+    assert report["compared_pairs"] == 330
+    assert report["not_compared"] == []
+    assert report["corpora"]["text"]["dropped"]["empty"] == 2
+
+
+def test_overlap_with_the_validation_and_the_test_set_is_counted(tmp_path: Path):
+    unseen = list(islice(demo_pairs("train"), 5))
+    held_out = [*PAIRS[:20], *((source, "etwas anderes") for source, _ in PAIRS[20:50]), *unseen]
+    seen = {source for source, _ in PAIRS[:500]}
+    assert not seen & {source for source, _ in unseen}
+    write_text(tmp_path)
+    for name in ("validation", "test"):
+        lines = (f"{source}\t{target}\n" for source, target in held_out)
+        (tmp_path / f"{name}.tsv").write_text("".join(lines), encoding="utf-8")
+    tagged = {"path": "test.tsv", "tags": ["<2de>"]}
+    report = report_of(tmp_path, validation={"path": "validation.tsv"}, test=tagged)
+    assert report["overlap"] == {name: {"of_pairs": 55, "pairs": 20, "sources": 50} for name in ("validation", "test")}
+
+
+def test_a_test_set_that_cannot_be_read_is_named_and_stops_nothing(tmp_path: Path):
+    write_text(tmp_path)
+    config = config_of(tmp_path, data={**config_of(tmp_path).data.model_dump(), "test": {"path": "gone.tsv"}})
+    prepare(config)
+    text = (prepared_folder(config) / "report.md").read_text(encoding="utf-8")
+    assert "- test: not compared: " in text
+    assert "gone.tsv: no such file" in text
+
+
+def test_lengths_are_those_of_the_kept_rows(tmp_path: Path):
+    write_text(tmp_path, [*PAIRS[:300], ("", "dropped")])
+    report = report_of(tmp_path)
+    config = config_of(tmp_path)
+    folder, manifest = prepared_folder(config), prepare(config)
+    tokenizer = load_tokenizer(folder, manifest.tokenizer)
+    lengths = [len(ids) for ids in tokenizer.encode_source([source for source, _ in PAIRS[:300]])]
+    counted = report["corpora"]["train"]["source_lengths"]
+    assert counted["mean"] == round(np.mean(lengths), 1)
+    for percent in (50, 90, 95, 99, 100):
+        assert counted[str(percent)] == np.percentile(lengths, percent, method="inverted_cdf")
+    assert report["corpora"]["train"]["source_tokens"] == sum(lengths)
+
+
+def test_the_report_is_a_page_with_aligned_tables_and_a_picture(tmp_path: Path):
+    write_text(tmp_path)
+    report_of(tmp_path)
+    folder = prepared_folder(config_of(tmp_path))
+    text = (folder / "report.md").read_text(encoding="utf-8")
+    tables = [section for section in text.split("\n\n") if section.startswith("|")]
+    assert [table.split("\n")[0].split()[1] for table in tables] == ["corpus"] * 3
+    for table in tables:
+        assert len({len(line) for line in table.split("\n")}) == 1
+    assert "(lengths.png)" in text
+    height, width, _ = imread(folder / "lengths.png").shape
+    assert width > height > 300

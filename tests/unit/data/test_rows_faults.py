@@ -1,0 +1,305 @@
+"""Row groups that cannot be read: tried again, then named, or left out of the window."""
+
+import json
+import logging
+import os
+import pickle
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from rows_helpers import (
+    FAULTY_FOLDER,
+    as_lists,
+    changed_bytes,
+    reader_of,
+    request,
+    split_of,
+    token_table,
+    write_table,
+    write_text_split,
+    write_token_split,
+    write_tokenizer,
+)
+
+from dist_transformer.data import retries
+from dist_transformer.data.manifest import Shard, Split, TextColumns
+from dist_transformer.data.rows import LostRowGroup, RowReader
+from dist_transformer.errors import DataError
+
+GROUPS = (40, 50, 30)
+WINDOW = request((0, 0, 5, 40), (0, 1, 0, 50), (0, 2, 0, 3))
+
+
+@pytest.fixture(autouse=True)
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    found: list[float] = []
+    monkeypatch.setattr(retries.time, "sleep", found.append)
+    return found
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Split:
+    return write_token_split(tmp_path, "train", [GROUPS])
+
+
+def shard_of(folder: Path, split: Split) -> Path:
+    return folder / split.shards[0].file
+
+
+def page_of(path: Path, row_group: int) -> tuple[int, int]:
+    """First and last of some bytes in the last data page of the row group."""
+    column = pq.ParquetFile(path).metadata.row_group(row_group).column(2)
+    end = (column.dictionary_page_offset or column.data_page_offset) + column.total_compressed_size
+    return end - 8, end - 4
+
+
+def assert_raised_or_quarantined(folder: Path, split: Split, row_group: int, message: str) -> None:
+    """Reading `WINDOW` raises the message; or in quarantine leaves out just this row group, with its reason."""
+    with pytest.raises(DataError, match=message):
+        reader_of(folder, {"train": split}, read_attempts=2).read(WINDOW)
+    quarantine = {"read_attempts": 2, "on_bad_row_group": "quarantine"}
+    read = reader_of(folder, {"train": split}, **quarantine).read(WINDOW)
+    assert [(lost.corpus, lost.row_group) for lost in read.lost] == [(0, row_group)]
+    rest = replace(WINDOW, slices=tuple(piece for piece in WINDOW.slices if piece.row_group != row_group))
+    assert as_lists(read.rows) == as_lists(reader_of(folder, {"train": split}).read(rest).rows)
+
+
+def test_a_flipped_byte_in_a_page_is_found_by_its_checksum(tmp_path, tokens):
+    path = shard_of(tmp_path, tokens)
+    with changed_bytes(path, *page_of(path, 1)):
+        message = (
+            rf"^{path}: row group 1 cannot be read \(could not verify page integrity, CRC checksum verification failed "
+            rf"for page_ordinal 0\)\. The shard is missing or damaged: delete {tmp_path} and run `dist-transformer "
+            r"prepare` again, or set data\.on_bad_row_group: quarantine to go on without its rows\.$"
+        )
+        assert_raised_or_quarantined(tmp_path, tokens, 1, message)
+
+
+def test_bytes_flipped_in_a_page_header_are_found(tmp_path, tokens):
+    path = shard_of(tmp_path, tokens)
+    offset = pq.ParquetFile(path).metadata.row_group(2).column(1).dictionary_page_offset
+    with changed_bytes(path, offset, offset + 20):
+        assert_raised_or_quarantined(tmp_path, tokens, 2, rf"^{path}: row group 2 cannot be read \(.+\)\. The shard is")
+
+
+@pytest.mark.parametrize("bytes_left", [0, 3, 200, -1])
+def test_a_truncated_shard_loses_all_its_row_groups(tmp_path, tokens, bytes_left):
+    path = shard_of(tmp_path, tokens)
+    path.write_bytes(path.read_bytes()[:bytes_left])
+    with pytest.raises(
+        DataError, match=rf"^{path}: row group 0 cannot be read \(.*(Parquet|footer).*\)\. The shard is"
+    ):
+        reader_of(tmp_path, {"train": tokens}, read_attempts=1).read(WINDOW)
+    read = reader_of(tmp_path, {"train": tokens}, read_attempts=1, on_bad_row_group="quarantine").read(WINDOW)
+    assert [lost.row_group for lost in read.lost] == [0, 1, 2]
+    assert as_lists(read.rows) == []
+
+
+def test_a_shard_that_has_vanished_is_named(tmp_path, tokens):
+    path = shard_of(tmp_path, tokens)
+    path.unlink()
+    with pytest.raises(DataError, match=rf"^{path}: row group 0 cannot be read \(.*No such file.*\)\. The shard is"):
+        reader_of(tmp_path, {"train": tokens}, read_attempts=1).read(WINDOW)
+
+
+def test_a_shard_that_comes_back_within_the_attempts_is_read(tmp_path, tokens, monkeypatch):
+    path = shard_of(tmp_path, tokens)
+    expected = as_lists(reader_of(tmp_path, {"train": tokens}).read(WINDOW).rows)
+    hidden = path.rename(path.with_suffix(".hidden"))
+    monkeypatch.setattr(retries.time, "sleep", lambda seconds: hidden.exists() and os.rename(hidden, path))
+    assert as_lists(reader_of(tmp_path, {"train": tokens}, read_attempts=2).read(WINDOW).rows) == expected
+
+
+def test_a_file_that_was_mended_while_it_was_open_is_opened_anew(tmp_path, tokens, monkeypatch):
+    path = shard_of(tmp_path, tokens)
+    expected = as_lists(reader_of(tmp_path, {"train": tokens}).read(WINDOW).rows)
+    whole = path.read_bytes()
+    reader = reader_of(tmp_path, {"train": tokens}, read_attempts=2)
+    reader.read(request((0, 0, 0, 1)))
+    path.write_bytes(bytes(len(whole)))  # the reader's open file is this one
+
+    def mend(seconds: float) -> None:
+        path.unlink()
+        path.write_bytes(whole)
+
+    monkeypatch.setattr(retries.time, "sleep", mend)
+    assert as_lists(reader.read(WINDOW).rows) == expected
+
+
+def test_another_number_of_rows_or_row_groups_than_in_the_manifest_is_refused(tmp_path, tokens):
+    path = shard_of(tmp_path, tokens)
+    write_table(token_table(90, 0), path, [40, 50])
+    assert_raised_or_quarantined(tmp_path, tokens, 2, r"row group 2 cannot be read \(the file has 2 row groups\)")
+    write_table(token_table(120, 0), path, [40, 49, 30])
+    message = r"row group 1 cannot be read \(it has 49 rows, the manifest says 50\)"
+    assert_raised_or_quarantined(tmp_path, tokens, 1, message)
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "message"),
+    [
+        ("source", None, r"no column 'source', only \['row_id', 'target'\]"),
+        ("target", ["text"] * 120, r"column 'target' holds string; expected lists of token ids"),
+        ("target", [[0.5]] * 120, r"column 'target' holds list<element: double>; expected lists of token ids"),
+        ("source", [[1], None] * 60, r"column 'source' holds list<element: int64>, 20 of them null; expected lists"),
+        ("source", [[1], [None]] * 60, r"column 'source' holds lists with nulls in them; expected token ids"),
+        ("row_id", ["1"] * 120, r"column 'row_id' holds string; expected integers"),
+    ],
+)
+def test_columns_that_are_not_those_of_a_shard_are_named(tmp_path, tokens, column, values, message):
+    table = token_table(120, 0).drop_columns([column])
+    if values is not None:
+        table = table.append_column(column, pa.array(values))
+    write_table(table, shard_of(tmp_path, tokens), GROUPS)
+    with pytest.raises(DataError, match=rf"row group 0 cannot be read \({message}.*\)\. The shard is"):
+        reader_of(tmp_path, {"train": tokens}).read(WINDOW)
+
+
+def test_what_cannot_change_is_not_tried_again(tmp_path, tokens, pauses):
+    write_table(token_table(120, 0).drop_columns(["source"]), shard_of(tmp_path, tokens), GROUPS)
+    with pytest.raises(DataError):
+        reader_of(tmp_path, {"train": tokens}, read_attempts=9).read(WINDOW)
+    assert pauses == []
+
+
+def test_validation_ends_with_a_bad_row_group_also_in_quarantine(tmp_path):
+    split = write_token_split(tmp_path, "validation", [GROUPS])
+    path = shard_of(tmp_path, split)
+    reader = reader_of(tmp_path, {"validation": split}, on_bad_row_group="quarantine", read_attempts=1)
+    with changed_bytes(path, *page_of(path, 1)):
+        rows = reader.read_split("validation")
+        assert len(next(rows).row_ids) == 40
+        message = rf"^{path}: row group 1 cannot be read \(.+\)\. .* run `dist-transformer prepare` again\.$"
+        with pytest.raises(DataError, match=message):
+            next(rows)
+
+
+def test_row_groups_that_the_request_leaves_out_are_not_touched(tmp_path, tokens):
+    shard_of(tmp_path, tokens).unlink()
+    without = tuple((0, group) for group in range(3))
+    read = reader_of(tmp_path, {"train": tokens}).read(replace(WINDOW, without=(*without, (0, 17))))
+    file = str(shard_of(tmp_path, tokens))
+    assert read.lost == tuple(LostRowGroup(0, group, file, "left out before") for group in range(3))
+
+
+# The user's own files, read in place.
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Split:
+    write_tokenizer(tmp_path / "prepared")
+    return write_text_split(tmp_path / "corpus.parquet", GROUPS)
+
+
+def test_a_damaged_file_of_the_user_is_to_be_mended_by_the_user(tmp_path, texts):
+    path = tmp_path / "corpus.parquet"
+    path.write_bytes(path.read_bytes()[:100])
+    message = (
+        rf"^{path}: row group 0 cannot be read \(.+\)\. Mend or restore the file, or set data\.on_bad_row_group: "
+        r"quarantine to go on without its rows\.$"
+    )
+    with pytest.raises(DataError, match=message):
+        reader_of(tmp_path / "prepared", {"train": texts}, read_attempts=1).read(WINDOW)
+
+
+def test_bad_encoding_names_the_column_and_the_row(tmp_path, texts):
+    lines = pa.array([b"good"] * 45 + [b"bad \xff"] + [b"good"] * 74).cast(pa.binary())
+    text = pa.StringArray.from_buffers(120, *lines.buffers()[1:])
+    write_table(pa.table({"en": ["good"] * 120, "de": text}), tmp_path / "corpus.parquet", GROUPS)
+    message = (
+        r"row group 1 cannot be read \(column 'de' is not valid UTF-8 in row 5 of the row group; convert it, or set "
+        r"data\.filters\.bad_encoding: drop\)\. Mend or restore the file"
+    )
+    assert_raised_or_quarantined(tmp_path / "prepared", texts, 1, message)
+
+
+@pytest.mark.parametrize(
+    ("table", "columns", "message"),
+    [
+        ({"en": ["a"], "fr": ["b"]}, ("en", "de"), r"no column 'de', only \['en', 'fr'\]"),
+        ({"en": ["a"], "de": [1]}, ("en", "de"), r"column 'de' holds int64; expected text"),
+        ({"t": [{"en": "a"}]}, ("t.en", "t.de"), r"no column 't\.de', only \['t'\]"),
+        ({"t": ["a"]}, ("t.en", "u.de"), r"no column 't\.en' and no column 'u\.de', only \['t'\]"),
+    ],
+)
+def test_columns_that_do_not_hold_text_are_named(tmp_path, texts, table, columns, message):
+    path = tmp_path / "other.parquet"
+    shard = Shard(str(path), 0, "", write_table(pa.table(table), path, [1]))
+    split = split_of([shard], TextColumns(*columns, ""))
+    with pytest.raises(DataError, match=rf"^{path}: row group 0 cannot be read \({message}\)\. Mend or restore"):
+        reader_of(tmp_path / "prepared", {"train": split}).read(request((0, 0, 0, 1)))
+
+
+# Remote files, on a filesystem that fails as it is told.
+
+
+@pytest.fixture
+def remote(tmp_path: Path, texts: Split, monkeypatch: pytest.MonkeyPatch) -> Split:
+    monkeypatch.syspath_prepend(str(FAULTY_FOLDER))
+    fsspec.register_implementation("faulty", "faulty_filesystem.FaultyFileSystem", clobber=True)
+    return write_text_split(tmp_path / "remote/corpus.parquet", GROUPS, address="faulty://")
+
+
+def plan_faults(tmp_path: Path, **faults: Any) -> None:
+    (tmp_path / "remote/faults.json").write_text(json.dumps({"*.parquet": faults}), encoding="utf-8")
+
+
+def remote_reader(tmp_path: Path, split: Split, **settings: Any) -> RowReader:
+    return reader_of(tmp_path / "prepared", {"train": split}, **settings)
+
+
+def test_a_slow_remote_that_fails_twice_is_read_in_the_third_attempt(tmp_path, texts, remote, pauses, caplog):
+    expected = as_lists(remote_reader(tmp_path, texts).read(WINDOW).rows)
+    plan_faults(tmp_path, failures=2, delay_seconds=0.001)
+    with caplog.at_level(logging.WARNING, "dist_transformer"):
+        read = remote_reader(tmp_path, remote, read_attempts=3).read(WINDOW)
+    assert as_lists(read.rows) == expected
+    assert read.lost == ()
+    address, path = f"faulty://{tmp_path}/remote/corpus.parquet", f"{tmp_path}/remote/corpus.parquet"
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{address}: row group 0: {path}: the remote did not answer in time; "
+        f"attempt {attempt} of 3, again in {pause:.1f} s"
+        for attempt, pause in enumerate([pause for pause in pauses if pause >= 0.1], start=1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("faults", "reason"),
+    [
+        ({"always": True}, "the remote does not answer"),
+        ({"fail_after_bytes": 100}, "the remote does not answer"),
+        ({"missing": True}, "/remote/corpus.parquet"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_remote_that_never_answers_raises_or_is_left_out(tmp_path, remote, faults, reason):
+    plan_faults(tmp_path, **faults)
+    address = f"faulty://{tmp_path}/remote/corpus.parquet"
+    message = rf"^{address}: row group 0 cannot be read \(.*{reason}\)\. Mend or restore the file, or set data"
+    with pytest.raises(DataError, match=message):
+        remote_reader(tmp_path, remote, read_attempts=2).read(WINDOW)
+    read = remote_reader(tmp_path, remote, read_attempts=2, on_bad_row_group="quarantine").read(WINDOW)
+    assert [(lost.row_group, lost.file) for lost in read.lost] == [(group, address) for group in range(3)]
+
+
+def test_each_row_group_of_a_window_is_read_once_however_it_is_cut(tmp_path, remote):
+    from faulty_filesystem import FaultyFileSystem
+
+    path = f"{tmp_path}/remote/corpus.parquet"
+    reads = []
+    for pieces in ([(0, 1, 0, 50)], [(0, 1, row, row + 5) for row in range(0, 50, 5)]):
+        before = FaultyFileSystem.calls[path]
+        remote_reader(tmp_path, remote).read(request(*pieces))
+        reads.append(FaultyFileSystem.calls[path] - before)
+    assert reads[0] == reads[1] > 0
+
+
+def test_a_reader_of_remote_files_can_be_sent_to_another_process(tmp_path, remote):
+    reader = remote_reader(tmp_path, remote)
+    expected = as_lists(reader.read(WINDOW).rows)
+    assert as_lists(pickle.loads(pickle.dumps(reader)).read(WINDOW).rows) == expected

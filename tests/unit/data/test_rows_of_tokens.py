@@ -1,0 +1,93 @@
+"""Rows of token shards: exactly those that the slices name."""
+
+import pickle
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rows_helpers import as_lists, reader_of, request, write_token_split
+
+from dist_transformer.data.manifest import Split
+from dist_transformer.data.plan import CORPUS_SHIFT
+from dist_transformer.data.rows import RowReader
+
+FILES = {"news": ((5, 7), (3,), (8, 8, 1)), "talks": ((6,), (4, 9)), "validation": ((4, 2), (5,))}
+GROUPS = [(corpus, name, group) for corpus, name in enumerate(("news", "talks")) for group in range(6 - 3 * corpus)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tokens")
+
+
+@pytest.fixture(scope="module")
+def splits(folder: Path) -> dict[str, Split]:
+    return {name: write_token_split(folder, name, files) for name, files in FILES.items()}
+
+
+@pytest.fixture(scope="module")
+def reader(folder: Path, splits: dict[str, Split]) -> RowReader:
+    return reader_of(folder, splits)
+
+
+def rows_of_groups(folder: Path, split: Split) -> list[list[tuple[int, list[int], list[int]]]]:
+    """The rows of each row group, as pyarrow gives them."""
+    groups = []
+    for shard in split.shards:
+        file = pq.ParquetFile(folder / shard.file)
+        for index in range(file.num_row_groups):
+            groups.append([tuple(row.values()) for row in file.read_row_group(index).to_pylist()])
+    return groups
+
+
+@st.composite
+def slices(draw: st.DrawFn) -> tuple[int, int, int, int]:
+    corpus, name, group = draw(st.sampled_from(GROUPS))
+    rows = [rows for file in FILES[name] for rows in file][group]
+    first = draw(st.integers(0, rows - 1))
+    return corpus, group, first, draw(st.integers(first + 1, rows))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(slices(), min_size=1, max_size=8))
+def test_any_slices_give_exactly_their_rows_in_their_order(folder, splits, reader, pieces):
+    groups = [rows_of_groups(folder, splits[name]) for name in ("news", "talks")]
+    expected = [
+        ((corpus << CORPUS_SHIFT) + row_id, source, target)
+        for corpus, group, first, last in pieces
+        for row_id, source, target in groups[corpus][group][first:last]
+    ]
+    read = reader.read(request(*pieces))
+    assert as_lists(read.rows) == expected
+    assert (read.dropped, read.lost) == ({}, ())
+
+
+def test_a_split_is_read_row_group_by_row_group_in_order(folder, splits, reader):
+    assert [as_lists(rows) for rows in reader.read_split("validation")] == rows_of_groups(folder, splits["validation"])
+
+
+def test_a_reader_that_has_read_can_be_sent_to_another_process(reader):
+    window = request((0, 1, 2, 5), (1, 2, 0, 9))
+    before = as_lists(reader.read(window).rows)
+    assert as_lists(pickle.loads(pickle.dumps(reader)).read(window).rows) == before
+
+
+def test_more_files_than_are_kept_open_can_be_read(tmp_path):
+    split = write_token_split(tmp_path, "train", [(2,)] * 70)
+    reader = reader_of(tmp_path, {"train": split})
+    read = reader.read(request(*((0, group, 0, 2) for group in [*range(70), 0])))
+    assert as_lists(read.rows) == [row for group in rows_of_groups(tmp_path, split) for row in group] + as_lists(
+        reader.read(request((0, 0, 0, 2))).rows
+    )
+
+
+def test_the_rows_of_a_window_that_is_left_out_whole_are_none(reader):
+    read = reader.read(request((0, 1, 2, 5), (1, 2, 0, 9), without=((0, 1), (1, 2))))
+    assert as_lists(read.rows) == []
+    assert read.rows.source_offsets.tolist() == read.rows.target_offsets.tolist() == [0]
+    assert [(lost.corpus, lost.row_group, lost.reason) for lost in read.lost] == [
+        (0, 1, "left out before"),
+        (1, 2, "left out before"),
+    ]

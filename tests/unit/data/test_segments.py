@@ -1,0 +1,197 @@
+"""The plan as a property: every row once in each pass, whatever the lanes, the stops, the weights and the cuts."""
+
+import json
+from collections import Counter
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned_rows import drain, lane_batches
+
+from dist_transformer.config.data_models import DataConfig
+from dist_transformer.data.mixing import shares_of, stages
+from dist_transformer.data.plan import CORPUS_SHIFT
+from dist_transformer.data.position import Position, position_from_json
+from dist_transformer.data.segments import Planner, Stage, Stream, apportion
+from dist_transformer.errors import CheckpointError
+
+corpora = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=8).map(tuple), min_size=1, max_size=3).map(tuple)
+lanes = st.integers(1, 6)
+window_rows = st.integers(1, 40)
+seeds = st.integers(0, 2**32)
+
+
+def all_rows(planner: Planner) -> list[int]:
+    return sorted((c << CORPUS_SHIFT) + row for c, count in enumerate(planner.rows) for row in range(count))
+
+
+def start_of(segment):
+    return Position.start(segment).lanes
+
+
+@given(corpora, lanes, window_rows, seeds)
+def test_an_epoch_uses_every_row_once_and_the_next_one_too(group_rows, num_lanes, rows, seed):
+    planner = Planner(group_rows, num_lanes, rows, seed)
+    segment = planner.first_segment()
+    for epoch in range(3):
+        assert segment.epoch == epoch
+        assert sorted(drain(planner, segment, start_of(segment))) == all_rows(planner)
+        segment = planner.after_epoch(segment, epoch)
+
+
+@given(corpora, lanes, window_rows, seeds)
+def test_lanes_are_equally_long_and_windows_no_longer_than_asked(group_rows, num_lanes, rows, seed):
+    planner = Planner(group_rows, num_lanes, rows, seed)
+    plan = planner.plan(planner.first_segment())
+    sizes = []
+    for lane in range(num_lanes):
+        windows = [
+            sum(piece.last - piece.first for piece in plan.request(lane, window).slices)
+            for window in range(plan.num_windows(lane))
+        ]
+        # A share of each corpus is rounded by itself.
+        assert all(size <= rows + len(group_rows) for size in windows)
+        sizes.append(sum(windows))
+    assert max(sizes) - min(sizes) <= len(group_rows)
+
+
+def test_seed_and_epoch_decide_on_the_order():
+    planner = Planner(((5,) * 20,), 2, 10, seed=1)
+    first = planner.first_segment()
+    orders = [
+        drain(planner, first, start_of(first)),
+        drain(planner, planner.after_epoch(first, 1), [(0, 0)] * 2),
+        drain(Planner(((5,) * 20,), 2, 10, seed=2), first, start_of(first)),
+    ]
+    assert len({tuple(order) for order in orders}) == 3
+    assert orders[0] == drain(Planner(((5,) * 20,), 2, 10, seed=1), first, start_of(first))
+
+
+@settings(max_examples=60, deadline=None)
+@given(corpora, window_rows, seeds, st.lists(st.tuples(lanes, st.lists(st.integers(0, 12), min_size=6, max_size=6)), max_size=5))
+def test_cut_anew_into_any_lanes_any_number_of_times_an_epoch_still_uses_every_row_once(
+    group_rows, rows, seed, cuts
+):  # fmt: skip
+    """Each cut: so many micro-batches of each lane are used, then the rest goes into so many other lanes."""
+    planner = Planner(group_rows, 3, rows, seed)
+    position = Position.start(planner.first_segment())
+    used = []
+    for num_lanes, counts in cuts:
+        reached = []
+        for lane, at in enumerate(position.lanes):
+            for batch, after in islice(lane_batches(planner, position.segment, lane, at), counts[lane]):
+                used += batch
+                at = after
+            reached.append(at)
+        text = json.dumps(Position(position.segment, tuple(reached)).to_json())
+        saved = position_from_json(json.loads(text), "state.json")
+        assert saved == Position(position.segment, tuple(reached))
+        position = Position.start(planner.recut(saved.segment, saved.lanes, 0, num_lanes))
+        planner = Planner(group_rows, num_lanes, rows, seed)
+    used += drain(planner, position.segment, position.lanes)
+    assert sorted(used) == all_rows(planner)
+    following = planner.after_epoch(position.segment, 0)
+    assert sorted(drain(planner, following, start_of(following))) == all_rows(planner)
+
+
+@settings(max_examples=60, deadline=None)
+@given(corpora, lanes, window_rows, seeds, st.data())
+def test_with_changing_weights_every_pass_over_a_corpus_still_uses_each_of_its_rows_once(
+    group_rows, num_lanes, rows, seed, data
+):
+    weights = st.lists(st.integers(1, 9), min_size=len(group_rows), max_size=len(group_rows)).map(tuple)
+    planner = Planner(group_rows, num_lanes, rows, seed, (Stage(0, data.draw(weights)), Stage(1, data.draw(weights))))
+    position, used = Position.start(planner.first_segment()), Counter()
+    reached = []
+    for lane, at in enumerate(position.lanes):
+        for batch, after in islice(lane_batches(planner, position.segment, lane, at), data.draw(st.integers(0, 9))):
+            used.update(batch)
+            at = after
+        reached.append(at)
+    segment = planner.recut(position.segment, reached, 1, num_lanes)
+    for _ in range(4):
+        used.update(drain(planner, segment, start_of(segment)))
+        for corpus, count in enumerate(planner.rows):
+            passes = [used[(corpus << CORPUS_SHIFT) + row] for row in range(count)]
+            assert max(passes) - min(passes) <= 1
+        segment = planner.after_epoch(segment, 1)
+
+
+@given(st.integers(0, 10**6), st.lists(st.integers(0, 10**9), min_size=1, max_size=6).filter(any))
+def test_a_quota_is_off_by_less_than_a_row_and_all_rows_are_given_out(rows, shares):
+    quotas = apportion(rows, shares)
+    assert sum(quotas) == rows
+    assert all(abs(quota - rows * share / sum(shares)) < 1.001 for quota, share in zip(quotas, shares, strict=True))
+
+
+def test_every_window_holds_the_corpora_in_their_shares():
+    planner = Planner(((10,) * 60, (10,) * 40), 2, 100, 1, (Stage(0, shares_of([3, 1])),))
+    plan = planner.plan(planner.first_segment())
+    for lane in range(2):
+        for window in range(plan.num_windows(lane)):
+            counts = Counter()
+            for piece in plan.request(lane, window).slices:
+                counts[piece.corpus] += piece.last - piece.first
+            assert counts[0] + counts[1] == pytest.approx(100, abs=2)
+            assert counts[0] == pytest.approx(75, abs=1)
+
+
+def test_after_a_change_of_weights_the_windows_that_were_begun_are_finished_and_the_next_ones_hold_the_new_shares():
+    planner = Planner(((10,) * 60, (10,) * 60), 2, 100, 1, (Stage(0, shares_of([1, 0])), Stage(7, shares_of([0, 1]))))
+    first = planner.first_segment()
+    segment = planner.recut(first, [(1, 5), (1, 4)], 7, 2)
+    plan = planner.plan(segment)
+    for lane in range(2):
+        assert plan.request(lane, 0) == planner.plan(first).request(lane, 1)
+        later = [plan.request(lane, window).slices for window in range(1, plan.num_windows(lane))]
+        assert {piece.corpus for pieces in later for piece in pieces} == {1}
+    assert sum(segment.quotas) == 1200 - 4 * 100
+
+
+@given(
+    st.integers(1, 20),
+    st.lists(st.integers(0, 60), max_size=4),
+    st.lists(st.tuples(st.integers(0, 50), st.integers(1, 9)), max_size=3),
+)
+def test_a_stream_after_a_quota_is_the_stream_without_it(rows_of_pass, quotas, _):
+    whole = [(n, row) for n in range(300 // rows_of_pass + 2) for row in range(rows_of_pass)]
+    stream, gone = Stream(), 0
+    for quota in quotas:
+        stream, gone = stream.after(quota, [], rows_of_pass), gone + quota
+        front = [(n, row) for n, first, last in stream.cut(0, 40, rows_of_pass) for row in range(first, last)]
+        assert front == whole[gone : gone + 40]
+
+
+def mixture(**settings) -> DataConfig:
+    corpora = {name: {"path": f"{name}.tsv"} for name in ("large", "small")}
+    return DataConfig.model_validate({"mixture": {"corpora": corpora, **settings}})
+
+
+def test_without_weights_and_temperature_an_epoch_is_each_pair_once():
+    assert stages(mixture(), [900, 100]) == (Stage(0, None),)
+
+
+def test_a_temperature_draws_by_the_root_of_the_share_of_pairs():
+    (stage,) = stages(mixture(temperature=5.0), [900, 100])
+    large, small = 0.9**0.2, 0.1**0.2
+    assert stage.shares[0] / sum(stage.shares) == pytest.approx(large / (large + small))
+
+
+def test_scheduled_weights_hold_from_the_batch_of_their_step_on():
+    schedule = [{"from_step": 100, "weights": {"large": 0, "small": 2}}]
+    planner = Planner(((9,), (1,)), 1, 5, 1, stages(mixture(weights={"large": 1, "small": 1}, schedule=schedule), [9, 1]))
+    assert planner.shares_at(98) == shares_of([1, 1])
+    assert planner.shares_at(99) == shares_of([0, 1])  # batch 99 makes step 100
+
+
+def test_the_position_of_64_lanes_is_small():
+    planner = Planner(((4096,) * 1000,), 64, 20_000, 1)
+    position = Position(planner.first_segment(), ((3, 141),) * 64)
+    assert len(json.dumps(position.to_json(), separators=(",", ":"))) < 1024
+
+
+def test_a_position_of_another_version_is_refused_with_both_versions():
+    value = {**Position.start(Planner(((9,),), 1, 5, 1).first_segment()).to_json(), "version": 7}
+    with pytest.raises(CheckpointError, match=r"state\.json.*version 7.*reads version 1.*run\.name"):
+        position_from_json(value, "state.json")

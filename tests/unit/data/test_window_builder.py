@@ -1,0 +1,156 @@
+"""Windows as micro-batches: every row once and unchanged, a function of the request, in free and in bounded shapes."""
+
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from rows_helpers import as_lists, changed_bytes, reader_of, request, write_token_split
+
+from dist_transformer.config.models import ModelConfig
+from dist_transformer.data import loader
+from dist_transformer.data.bounded_shapes import bounded_shapes
+from dist_transformer.data.plan import WindowKey
+from dist_transformer.data.rows import RowReader
+from dist_transformer.data.window import Window, WindowBuilder
+from dist_transformer.errors import DataError
+from dist_transformer.model.transformer import Transformer
+
+PAD, BOS, EOS, LONGEST, MAX_TOKENS = 0, 1, 2, 8, 96
+SLICES = ((0, 0, 3, 30), (0, 2, 0, 30), (0, 1, 5, 12))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("windows")
+
+
+@pytest.fixture(scope="module")
+def reader(folder: Path) -> RowReader:
+    splits = {"train": ((30, 30), (30,)), "validation": ((40,), (25,))}
+    return reader_of(folder, {name: write_token_split(folder, name, files) for name, files in splits.items()})
+
+
+def builder(reader: RowReader, batch_shapes: str = "free", seed: int = 1) -> WindowBuilder:
+    return WindowBuilder(reader, MAX_TOKENS, batch_shapes, LONGEST, PAD, EOS, seed)
+
+
+def micro_batches(window: Window) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """(row ids, source, target) of each micro-batch; the sides padded, dummy rows included."""
+    found, row, token = [], 0, 0
+    for shape in window.shapes:
+        middle = token + shape.rows * shape.source_length
+        end = middle + shape.rows * shape.target_length
+        sides = (window.tokens[part].reshape(shape.rows, -1) for part in (slice(token, middle), slice(middle, end)))
+        found.append((window.row_ids[row : row + shape.pairs], *sides))
+        row, token = row + shape.pairs, end
+    assert (row, token) == (len(window.row_ids), len(window.tokens))
+    return found
+
+
+def unpadded(window: Window) -> list[tuple[int, list[int], list[int]]]:
+    """(row id, source ids, target ids) of each real row; asserts that the rest is padding."""
+    found = []
+    for shape, (row_ids, *sides) in zip(window.shapes, micro_batches(window), strict=True):
+        real = [[ids[: np.count_nonzero(ids)].tolist() for ids in side[: shape.pairs]] for side in sides]
+        assert [sum(map(len, side)) for side in real] == [shape.source_tokens, shape.target_tokens]
+        for ids, side in zip(real, sides, strict=True):
+            assert all((side[row, len(own) :] == PAD).all() for row, own in enumerate(ids))
+        found += zip(row_ids.tolist(), *real, strict=True)
+    return found
+
+
+@pytest.mark.parametrize("batch_shapes", ["free", "bounded"])
+def test_a_window_holds_each_row_of_its_slices_once_and_unchanged_within_the_budget(reader, batch_shapes):
+    window = builder(reader, batch_shapes).build(request(*SLICES))
+    assert sorted(unpadded(window)) == sorted(as_lists(reader.read(request(*SLICES)).rows))
+    assert all(shape.padded_tokens <= MAX_TOKENS for shape in window.shapes)
+
+
+def test_bounded_windows_have_shapes_of_the_list_and_dummy_rows_only_at_the_end(reader):
+    window = builder(reader, "bounded").build(request(*SLICES))
+    dummies = 0
+    for shape, (_, source, target) in zip(window.shapes, micro_batches(window), strict=True):
+        assert (shape.rows, shape.source_length, shape.target_length) in bounded_shapes(MAX_TOKENS, LONGEST)
+        dummies += shape.rows - shape.pairs
+        assert (source[shape.pairs :, 0] == EOS).all()
+        assert (source[shape.pairs :, 1:] == PAD).all()
+        assert (target[shape.pairs :] == PAD).all()
+    assert 0 < dummies < MAX_TOKENS // 16
+
+
+def test_dummy_rows_weigh_nothing_in_the_loss_or_its_gradient(reader):
+    torch.manual_seed(1)
+    size = {"d_model": 16, "d_ff": 16, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1, "dropout": 0.0}
+    model = Transformer(ModelConfig(preset="tiny", **size), 60_000, 60_000, PAD).double()
+
+    def loss_and_gradient(batch_shapes: str) -> tuple[float, torch.Tensor]:
+        window = builder(reader, batch_shapes).build(request((0, 0, 0, 20)))
+        batches = loader.micro_batches(window, 0, BOS)
+        losses = [model.loss(b.source_BS, b.target_in_BT, b.target_out_BT, 0.1)[0] for b in batches]
+        loss = torch.stack(losses).sum()
+        (gradient,) = torch.autograd.grad(loss, model.source_embedding.weight)
+        return loss.item(), gradient
+
+    (free, free_gradient), (bounded, bounded_gradient) = loss_and_gradient("free"), loss_and_gradient("bounded")
+    assert bounded == pytest.approx(free, rel=1e-12)
+    torch.testing.assert_close(bounded_gradient, free_gradient)
+
+
+@pytest.mark.parametrize("batch_shapes", ["free", "bounded"])
+def test_the_same_request_gives_the_same_window_in_any_process(reader, batch_shapes):
+    here = builder(reader, batch_shapes)
+    there = pickle.loads(pickle.dumps(here))
+    one, other = (b.build(request(*SLICES)) for b in (here, there))
+    assert one.shapes == other.shapes
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert one.row_ids.tolist() == other.row_ids.tolist()
+
+
+def test_epoch_segment_lane_window_and_seed_each_give_another_order(reader):
+    keys = [WindowKey(0, 0, 0, 0)]
+    keys += [replace(keys[0], **{name: 1}) for name in ("epoch", "segment", "lane", "window")]
+    orders = [tuple(builder(reader).build(request(*SLICES, key=key)).row_ids) for key in keys]
+    orders.append(tuple(builder(reader, seed=2).build(request(*SLICES)).row_ids))
+    assert len(set(orders)) == len(keys) + 1
+    assert len({tuple(sorted(order)) for order in orders}) == 1
+
+
+def test_micro_batches_come_in_an_order_that_does_not_follow_their_lengths(reader):
+    lengths = [shape.target_length for shape in builder(reader).build(request(*SLICES)).shapes]
+    assert len(lengths) > 5
+    assert lengths not in (sorted(lengths), sorted(lengths, reverse=True))
+
+
+@pytest.mark.parametrize("batch_shapes", ["free", "bounded"])
+def test_validation_is_every_row_once_a_window_for_each_row_group(reader, batch_shapes):
+    windows = list(builder(reader, batch_shapes).build_in_order("validation"))
+    groups = list(reader.read_split("validation"))
+    assert [sorted(unpadded(window)) for window in windows] == [sorted(as_lists(rows)) for rows in groups]
+
+
+@pytest.mark.parametrize("batch_shapes", ["free", "bounded"])
+def test_a_window_without_rows_has_no_micro_batch(reader, batch_shapes):
+    window = builder(reader, batch_shapes).build(request())
+    assert (window.shapes, len(window.tokens), len(window.row_ids)) == ((), 0, 0)
+
+
+def test_a_window_names_the_row_groups_that_it_goes_without(tmp_path):
+    reader = reader_of(
+        tmp_path, {"train": write_token_split(tmp_path, "train", ((30, 30),))}, on_bad_row_group="quarantine"
+    )
+    window = builder(reader).build(request((0, 0, 0, 30), (0, 1, 0, 30), without=((0, 1),)))
+    assert [(group.corpus, group.row_group) for group in window.lost] == [(0, 1)]
+    assert len(window.row_ids) == 30
+
+
+def test_a_row_group_that_cannot_be_read_ends_in_an_error_that_names_it(tmp_path):
+    reader = reader_of(tmp_path, {"train": write_token_split(tmp_path, "train", ((30,),))}, read_attempts=1)
+    shard = tmp_path / "shards" / "train-00000.parquet"
+    with (
+        changed_bytes(shard, 4, 200),
+        pytest.raises(DataError, match=r"train-00000.parquet: row group 0 cannot be read"),
+    ):
+        builder(reader).build(request((0, 0, 0, 30)))
