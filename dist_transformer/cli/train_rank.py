@@ -216,8 +216,9 @@ def _write_model(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, t
 
 
 def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:
-    """The failure in train.log and run.json, as far as the disk takes it."""
-    log.error("end        failed: %s", message)
+    """The failure in train.log and run.json, as far as the disk takes it; each rank that has its own says it itself."""
+    if ranks.is_first:
+        log.error("end        failed: %s", message)
     with contextlib.suppress(OSError):
         note(run_dir, ranks, "failed")
 

@@ -1,42 +1,42 @@
 """Loader processes: build windows ahead of need; a process that dies or hangs ends in a message, never in a wait.
 
-Windows are asked for by request and come as one flat array each, so that any process can build any of them and none
-holds state. They are plain numpy arrays: sent through a pipe, not through shared memory, which containers keep small.
+Windows are asked for by request and come as flat arrays, so that any process can build any of them and none holds
+state. Each process has a socket of its own, which a thread of the trainer reads: when a process is killed, mostly in
+the middle of handing over a window, its socket ends and says so. torch's DataLoader has one pipe for all, which every
+process holds open: its reader would wait for the rest of that window for ever. No shared memory is needed.
 """
 
+import contextlib
 import faulthandler
 import multiprocessing
-import multiprocessing.process
-import multiprocessing.util
 import os
+import queue
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
-
-import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Protocol
 
 from dist_transformer.data.plan import WindowRequest
 from dist_transformer.data.window import Window, WindowBuilder
 from dist_transformer.errors import DataError, MachineError
 from dist_transformer.stop_request import ignore_stop_signals
 
+WINDOWS_AHEAD = 2
+"""Windows that each process was asked for and has not handed to the trainer."""
 STACKS_SIGNAL = signal.SIGRTMIN + 1
 """On it a loader process prints where it stands."""
 STACKS_SECONDS = 1.0
-POLL_SECONDS = 2
-"""How often it is looked whether the loader processes live; torch looks only when it has waited in vain."""
-
-KILL_PRIORITY = 10
-"""Before all else that multiprocessing does at the end of the program."""
-
+EXIT_SECONDS = 10.0
+"""For the exit code of a process whose socket has ended."""
+EXIT_OF_EXCEPTION = 1
 
 Built = tuple[WindowRequest, Window | DataError]
-"""A window, or why there is none."""
+"""A window, or why there is none: an error that is raised only when the window is needed."""
 
 
 class ProcessSettings(Protocol):
@@ -52,8 +52,11 @@ class WindowStream:
     """Windows by request, built ahead by `num_workers` processes; with none, built when they are asked for.
 
     Args:
-        requests: all that will be taken, about in that order.
+        requests: all that will be taken, about in that order, without end.
         here: requests, not among `requests`, that are built in this process.
+
+    Raises:
+        MachineError: the processes cannot be started.
     """
 
     def __init__(
@@ -63,19 +66,19 @@ class WindowStream:
         here: set[WindowRequest],
         settings: ProcessSettings,
     ) -> None:
-        self._built = _Built(builder)
-        self._here, self._settings = here, settings
+        self._builder, self._requests, self._here, self._settings = builder, requests, here, settings
         self._early: dict[WindowRequest, Window | DataError] = {}
-        self._asked = _Asked(requests)
+        self._processes = _start(builder, settings.num_workers)
+        weakref.finalize(self, _kill, self._processes)  # also at the end of the program, before it waits for them
+        self._asked: deque[_LoaderProcess] = deque()
+        for process in self._processes * WINDOWS_AHEAD:
+            self._ask(process)
         self._stale = 0
-        self._received: Iterator[Built] | None = None
-        if settings.num_workers:
-            self._received = _start(self._built, self._asked, settings)
 
     def restart(self, requests: Iterator[WindowRequest]) -> None:
         """Other requests from now on; what was asked for before and has not come yet is thrown away."""
-        self._asked.requests = requests
-        self._stale = self._asked.outstanding
+        self._requests = requests
+        self._stale = len(self._asked)
         self._early = {}
 
     def take(self, request: WindowRequest) -> Window:
@@ -85,127 +88,142 @@ class WindowStream:
             DataError: it cannot be read.
             MachineError: it does not come in time, or a process was killed.
         """
-        if self._received is None or request in self._here:
+        if not self._processes or request in self._here:
             self._here.discard(request)
-            _, window = self._built[request]
-        else:
-            while request not in self._early:
-                found, window = self._receive(self._received, request)
-                self._asked.outstanding -= 1
-                if self._stale:
-                    self._stale -= 1
-                else:
-                    self._early[found] = window
-            window = self._early.pop(request)
+            return self._builder.build(request)
+        deadline = time.monotonic() + self._settings.stall_seconds
+        while request not in self._early:
+            self._receive(request, deadline)
+        window = self._early.pop(request)
         if isinstance(window, DataError):
             raise window
         return window
 
-    def _receive(self, received: Iterator[Built], request: WindowRequest) -> Built:
-        deadline = time.monotonic() + self._settings.stall_seconds
-        while True:
-            try:
-                return next(received)
-            except RuntimeError as error:
-                if "exited unexpectedly" in str(error) or "killed by signal" in str(error):
-                    raise MachineError(
-                        f"a loader process ended ({error}): it was killed, perhaps for want of memory; lower "
-                        "data.window_rows or data.loader_workers"
-                    ) from error
-                if "timed out" not in str(error):
-                    raise
-                if time.monotonic() < deadline:
-                    continue
-                _print_stacks_of_loader_processes()
-                raise MachineError(
-                    f"no window within data.stall_seconds = {self._settings.stall_seconds} s (waiting for "
-                    f"{request.key}): the disk or the loader process hangs; where its threads stand is printed above. "
-                    "Look at the filesystem of the data, or raise data.stall_seconds"
-                ) from error
-
-
-@dataclass(frozen=True)
-class _Built(Dataset[Built]):
-    """Windows by request, as a map-style dataset."""
-
-    builder: WindowBuilder
-
-    def __getitem__(self, request: WindowRequest) -> Built:
-        """An error as a value: a loader process would wrap one that is raised into its traceback."""
+    def _receive(self, awaited: WindowRequest, deadline: float) -> None:
+        """The window that was asked for first: in this order memory stays small when one process is slow."""
+        process = self._asked.popleft()
         try:
-            return request, self.builder.build(request)
-        except DataError as error:
-            return request, error
+            request, window = process.next_built(deadline - time.monotonic())
+        except queue.Empty:
+            _print_stacks(self._processes)
+            raise MachineError(
+                f"no window within data.stall_seconds = {self._settings.stall_seconds} s (waiting for {awaited.key}): the "
+                "disk or the loader process hangs; where its threads stand is printed above. Look at the filesystem of "
+                "the data, or raise data.stall_seconds"
+            ) from None
+        self._ask(process)
+        if self._stale:
+            self._stale -= 1
+        else:
+            self._early[request] = window
+
+    def _ask(self, process: "_LoaderProcess") -> None:
+        process.ask(next(self._requests))
+        self._asked.append(process)
 
 
-class _Asked(Sampler[WindowRequest]):
-    """The requests as a sampler; `outstanding` were asked for and have not come yet."""
+class _LoaderProcess:
+    """A process that builds windows, and the thread here that receives them."""
 
-    def __init__(self, requests: Iterator[WindowRequest]) -> None:
-        self.requests = requests
-        self.outstanding = 0
+    def __init__(self, builder: WindowBuilder) -> None:
+        context = multiprocessing.get_context("forkserver")  # fork breaks pyarrow's threads
+        self._socket, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(builder, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._arrived: queue.SimpleQueue[Built | None] = queue.SimpleQueue()
+        threading.Thread(target=_receive_all, args=(self._socket, self._arrived), daemon=True).start()
 
-    def __iter__(self) -> Iterator[WindowRequest]:
-        while True:
-            self.outstanding += 1
-            yield next(self.requests)
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def ask(self, request: WindowRequest) -> None:
+        with contextlib.suppress(OSError):  # it has ended: `next_built` says so
+            self._socket.send(request)
+
+    def next_built(self, seconds: float) -> Built:
+        """What it builds next; queue.Empty when that does not come within these seconds.
+
+        Raises:
+            MachineError: the process was killed.
+        """
+        built = self._arrived.get(timeout=max(seconds, 0))
+        if built is None:
+            raise self._ended()
+        return built
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _ended(self) -> Exception:
+        self._process.join(EXIT_SECONDS)
+        code = self._process.exitcode
+        if code == EXIT_OF_EXCEPTION:
+            return RuntimeError(f"loader process {self.pid} failed; its traceback is printed above")
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
+        return MachineError(
+            f"loader process {self.pid} {how}, perhaps for want of memory; lower data.window_rows or data.loader_workers"
+        )
 
 
-def _start(built: _Built, asked: _Asked, settings: ProcessSettings) -> Iterator[Built]:
-    loader = DataLoader(
-        built,
-        batch_size=None,
-        sampler=asked,
-        num_workers=settings.num_workers,
-        prefetch_factor=2,
-        multiprocessing_context="forkserver",  # fork breaks pyarrow's threads
-        worker_init_fn=_begin,
-        timeout=min(POLL_SECONDS, settings.stall_seconds),
-        collate_fn=_as_it_is,
-    )
-    others = set(multiprocessing.active_children())
+def _start(builder: WindowBuilder, count: int) -> list[_LoaderProcess]:
+    processes: list[_LoaderProcess] = []
     try:
-        received = iter(loader)
+        for _ in range(count):
+            processes.append(_LoaderProcess(builder))
     except OSError as error:
+        _kill(processes)
         raise MachineError(
-            f"the loader processes cannot be started ({error}). Is the shared-memory mount (/dev/shm) or the folder for "
-            "temporary files full? Free it, or set data.loader_workers=0"
+            f"the loader processes cannot be started ({error}). Is the folder for temporary files full, or a limit on "
+            "processes or open files reached (ulimit -a)? Mend that, or set data.loader_workers=0"
         ) from error
-    # They ignore the signal that multiprocessing sends before it waits for them at the end of the program.
-    loaders = set(multiprocessing.active_children()) - others
-    multiprocessing.util.Finalize(None, _kill, (loaders,), exitpriority=KILL_PRIORITY)
-    return received
+    return processes
 
 
-def _kill(processes: set[multiprocessing.process.BaseProcess]) -> None:
-    """They hold no state."""
+def _kill(processes: Sequence[_LoaderProcess]) -> None:
     for process in processes:
         process.kill()
 
 
-def _begin(worker: int) -> None:
+def _receive_all(socket: Connection, arrived: "queue.SimpleQueue[Built | None]") -> None:
+    """None at the end, which may come in the middle of a window."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            arrived.put(socket.recv())
+    arrived.put(None)
+
+
+def _serve(builder: WindowBuilder, socket: Connection) -> None:
+    """What a loader process does until its trainer ends."""
     ignore_stop_signals()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    torch.set_num_threads(1)
     threading.Thread(target=_end_with_the_trainer, daemon=True).start()
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            socket.send(_built(builder, socket.recv()))
+
+
+def _built(builder: WindowBuilder, request: WindowRequest) -> Built:
+    try:
+        return request, builder.build(request)
+    except DataError as error:
+        return request, error
 
 
 def _end_with_the_trainer() -> None:
-    """torch's own watch looks at the fork server, which lives as long as its workers: neither would ever end."""
+    """Also in the middle of a window that never ends."""
     trainer = multiprocessing.parent_process()
     assert trainer is not None
     trainer.join()
     os._exit(0)
 
 
-def _print_stacks_of_loader_processes() -> None:
+def _print_stacks(processes: Sequence[_LoaderProcess]) -> None:
     """Asks each loader process to print its stacks to stderr, and gives it time to."""
-    for process in multiprocessing.active_children():
+    for process in processes:
         print(f"loader process {process.pid} does not deliver; its threads:", file=sys.stderr, flush=True)
-        if process.pid is not None:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, STACKS_SIGNAL)
-            time.sleep(STACKS_SECONDS)
-
-
-def _as_it_is(window: Any) -> Any:
-    return window
+        time.sleep(STACKS_SECONDS)

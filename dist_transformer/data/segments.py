@@ -6,8 +6,9 @@
     plan.request(lane=3, window=0)         # WindowRequest(key, slices of row groups)
 
 The stream of a corpus: its row groups, permuted by (seed, corpus, pass), laid end to end for pass 0, pass 1, ... A
-segment takes so many rows (its quota) from the front of each stream and cuts them into one equal range for each lane,
-and each range into equal windows, so that every window holds each corpus in the same share. An epoch is one segment.
+segment takes so many rows (its quota) from the front of each stream and cuts each pass in them into one equal range
+for each lane, so that the lanes go through a pass together; what a lane has of all corpora is cut into equal windows, so
+that every window holds each corpus in the same share. An epoch is one segment.
 It is cut anew, into another segment, where the weights of a mixture change or a run goes on with other lanes: windows
 that were begun are finished first, and all other rows go back, in order, to the front of the streams. So every row is
 used once in each pass (promise P2), and nothing here knows ranks or workers (P1).
@@ -16,7 +17,7 @@ used once in each pass (promise P2), and nothing here knows ranks or workers (P1
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ from dist_transformer.data.plan import PURPOSE_PLAN, RowSlice, WindowKey, Window
 
 Piece = tuple[int, int, int]
 """(pass, first, last): rows of one pass over a corpus, in the order of that pass."""
+Span = tuple[int, int]
+"""(first, last), exclusive: rows of a stream, counted from its front."""
 LanePositions = Sequence[tuple[int, int]]
 """Of each lane: the number of its window, and how many micro-batches of it were handed out."""
 
@@ -44,6 +47,16 @@ class Stream:
     pending: tuple[Piece, ...] = ()
     next_pass: int = 0
 
+    @property
+    def num_pending(self) -> int:
+        """Rows of the pieces left over."""
+        return sum(last - first for _, first, last in self.pending)
+
+    def blocks(self, quota: int, rows_of_pass: int) -> list[Span]:
+        """The first `quota` rows, cut where a pass begins; all pieces left over are one block."""
+        bounds = [0, *range(self.num_pending or rows_of_pass, quota, rows_of_pass), quota]
+        return [(first, last) for first, last in pairwise(bounds) if last > first]
+
     def cut(self, first: int, last: int, rows_of_pass: int) -> Iterator[Piece]:
         """Rows `first` to `last` (exclusive), counted from the front of the stream."""
         begin = 0
@@ -53,10 +66,10 @@ class Stream:
                 yield number, piece_first + max(first - begin, 0), piece_first + min(last, end) - begin
             begin = end
 
-    def after(self, quota: int, left: Sequence[tuple[int, int]], rows_of_pass: int) -> "Stream":
+    def after(self, quota: int, left: Sequence[Span], rows_of_pass: int) -> "Stream":
         """The stream without its first `quota` rows, of which the spans `left` come back to the front."""
         pending = [piece for first, last in left for piece in self.cut(first, last, rows_of_pass)]
-        num_pending = sum(last - first for _, first, last in self.pending)
+        num_pending = self.num_pending
         whole_passes = -(-max(quota - num_pending, 0) // rows_of_pass)
         end = num_pending + whole_passes * rows_of_pass
         pending += self.cut(quota, end, rows_of_pass)
@@ -64,7 +77,7 @@ class Stream:
 
     def _pieces(self, rows: int, rows_of_pass: int) -> Iterator[Piece]:
         yield from self.pending
-        missing = rows - sum(last - first for _, first, last in self.pending)
+        missing = rows - self.num_pending
         for number in range(-(-max(missing, 0) // rows_of_pass)):
             yield self.next_pass + number, 0, rows_of_pass
 
@@ -135,7 +148,7 @@ class Planner:
         """The rest of the epoch of `segment`, cut into `num_lanes` lanes with the shares in force at `batch`."""
         plan = self.plan(segment)
         rests = [plan.rest(lane, *position) for lane, position in enumerate(lanes)]
-        left = {corpus: [rest.spans[corpus] for rest in rests] for corpus in range(len(self.rows))}
+        left = {c: sorted(span for rest in rests for span in rest.spans[c]) for c in range(len(self.rows))}
         counts = [sum(last - first for first, last in spans) for spans in left.values()]
         shares = self.shares_at(batch)
         opened = [window for rest in rests for window in rest.open_windows]
@@ -165,7 +178,7 @@ class Planner:
         quotas = self.rows if shares is None else apportion(sum(self.rows), shares)
         return Segment(epoch, 0, quotas, shares, streams, ((),) * self.num_lanes)
 
-    def _streams_after(self, segment: Segment, left: dict[int, list[tuple[int, int]]]) -> tuple[Stream, ...]:
+    def _streams_after(self, segment: Segment, left: dict[int, list[Span]]) -> tuple[Stream, ...]:
         streams = enumerate(zip(segment.streams, segment.quotas, self.rows, strict=True))
         return tuple(stream.after(quota, left.get(corpus, []), rows) for corpus, (stream, quota, rows) in streams)
 
@@ -181,10 +194,10 @@ class Planner:
 
 @dataclass(frozen=True)
 class Rest:
-    """What a lane has not handed out: windows that it began, and a span of each corpus's rows in the segment."""
+    """What a lane has not handed out: windows that it began, and spans of each corpus's stream."""
 
     open_windows: tuple[OpenWindow, ...]
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[tuple[Span, ...], ...]
 
 
 class SegmentPlan:
@@ -194,6 +207,7 @@ class SegmentPlan:
         self._planner = planner
         self._segment = segment
         self._num_lanes = len(segment.open_windows)
+        self._spans: dict[tuple[int, int], tuple[Span, ...]] = {}
 
     def num_windows(self, lane: int) -> int:
         return len(self._segment.open_windows[lane]) + self._num_own(lane)
@@ -211,9 +225,8 @@ class SegmentPlan:
             return opened[window].request
         slices: list[RowSlice] = []
         for corpus, stream in enumerate(segment.streams):
-            first, last = self._window_span(corpus, lane, window - len(opened))
-            pieces = stream.cut(first, last, self._planner.rows[corpus])
-            slices += self._planner.slices(corpus, pieces)
+            for span in self._spans_from(corpus, lane, *self._window_rows(corpus, lane, window - len(opened))):
+                slices += self._planner.slices(corpus, stream.cut(*span, self._planner.rows[corpus]))
         return WindowRequest(WindowKey(segment.epoch, segment.number, lane, window), tuple(slices))
 
     def rest(self, lane: int, window: int, emitted: int) -> Rest:
@@ -226,25 +239,47 @@ class SegmentPlan:
             current, own = (OpenWindow(self.request(lane, window), emitted),), window + 1 - len(opened)
         else:
             current, own = (), window - len(opened)
-        return Rest(current, tuple(self._rest_span(corpus, lane, own) for corpus in range(len(self._segment.streams))))
+        corpora = range(len(self._segment.streams))
+        return Rest(current, tuple(tuple(self._rest_spans(corpus, lane, own)) for corpus in corpora))
 
-    def _rest_span(self, corpus: int, lane: int, own: int) -> tuple[int, int]:
-        last = self._lane_span(corpus, lane)[1]
-        first = self._window_span(corpus, lane, own)[0] if own < self._num_own(lane) else last
-        return first, last
+    def _rest_spans(self, corpus: int, lane: int, own: int) -> Iterator[Span]:
+        if own < self._num_own(lane):
+            first, _ = self._window_rows(corpus, lane, own)
+            yield from self._spans_from(corpus, lane, first, self._lane_rows(corpus, lane))
 
     def _num_own(self, lane: int) -> int:
-        rows = sum(last - first for first, last in (self._lane_span(c, lane) for c in range(len(self._segment.quotas))))
+        rows = sum(self._lane_rows(corpus, lane) for corpus in range(len(self._segment.quotas)))
         return -(-rows // self._planner.window_rows)
 
-    def _lane_span(self, corpus: int, lane: int) -> tuple[int, int]:
-        quota = self._segment.quotas[corpus]
-        return quota * lane // self._num_lanes, quota * (lane + 1) // self._num_lanes
+    def _window_rows(self, corpus: int, lane: int, own: int) -> Span:
+        """The rows of a window, counted from the lane's first row of the corpus."""
+        rows, count = self._lane_rows(corpus, lane), self._num_own(lane)
+        return rows * own // count, rows * (own + 1) // count
 
-    def _window_span(self, corpus: int, lane: int, own: int) -> tuple[int, int]:
-        (first, last), count = self._lane_span(corpus, lane), self._num_own(lane)
-        length = last - first
-        return first + length * own // count, first + length * (own + 1) // count
+    def _lane_rows(self, corpus: int, lane: int) -> int:
+        return sum(last - first for first, last in self._lane_spans(corpus, lane))
+
+    def _spans_from(self, corpus: int, lane: int, first: int, last: int) -> Iterator[Span]:
+        """Rows `first` to `last` of a lane in the corpus, as spans of its stream."""
+        begin = 0
+        for span_first, span_last in self._lane_spans(corpus, lane):
+            end = begin + span_last - span_first
+            if end > first and begin < last:
+                yield span_first + max(first - begin, 0), span_first + min(last, end) - begin
+            begin = end
+
+    def _lane_spans(self, corpus: int, lane: int) -> tuple[Span, ...]:
+        """The lane's range of each block of the stream. Which range it is goes round, so that none is always longer."""
+        key = (corpus, lane)
+        if key not in self._spans:
+            quota, stream = self._segment.quotas[corpus], self._segment.streams[corpus]
+            blocks = stream.blocks(quota, self._planner.rows[corpus])
+            self._spans[key] = tuple(self._range(lane + number, *block) for number, block in enumerate(blocks))
+        return self._spans[key]
+
+    def _range(self, place: int, first: int, last: int) -> Span:
+        place, length = place % self._num_lanes, last - first
+        return first + length * place // self._num_lanes, first + length * (place + 1) // self._num_lanes
 
 
 class _PassOrder:

@@ -1,7 +1,6 @@
 """Rows of text, tokenized in the loader: what `prepare` does to the same rows, with subword sampling where wanted."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, compress
@@ -19,7 +18,7 @@ from dist_transformer.data.row_groups import BadRowGroup, RowGroupTables, SplitP
 from dist_transformer.data.sources import RawBatch
 from dist_transformer.data.texts import decoded, is_text, normalized, tagged, text_column
 from dist_transformer.data.token_rows import TokenColumn, TokenRows, check_column, row_numbers
-from dist_transformer.data.tokenizer import Tokenizer, seed_sampling
+from dist_transformer.data.tokenizer import Tokenizer, with_sampling_seed
 
 SEED_LIMIT = 1 << 31
 Result = TypeVar("Result")
@@ -46,10 +45,7 @@ class Sampler:
             return tokenize()
         index = (key.epoch, key.segment, key.lane, key.window)
         seed = int(random_generator(self.seed, PURPOSE_SAMPLING, *index).integers(SEED_LIMIT))
-        # Each thread has a generator, which takes the seed when the thread draws its first number and never again.
-        seed_sampling(seed)
-        with ThreadPoolExecutor(max_workers=1) as fresh_thread:
-            return fresh_thread.submit(tokenize).result()
+        return with_sampling_seed(seed, tokenize)
 
     def encode(self, source: Sequence[str], target: Sequence[str]) -> tuple[list[list[int]], list[list[int]]]:
         """Token ids of both sides."""

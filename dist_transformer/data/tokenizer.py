@@ -5,14 +5,18 @@ multiples of 8, which matrix kernels need; ids beyond the last piece are never p
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import sentencepiece
 
 from dist_transformer.config.data_models import TokenizerConfig
 from dist_transformer.errors import DataError
 from dist_transformer.run_dir import replacing
+
+Result = TypeVar("Result")
 
 PAD_ID, BOS_ID, EOS_ID, UNKNOWN_ID = 0, 1, 2, 3
 VOCABULARY_MULTIPLE = 8
@@ -55,13 +59,19 @@ def train_tokenizer(
                 num_threads=TRAINING_THREADS,
                 minloglevel=ERRORS_ONLY,
             )
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, SystemError) as error:
             raise guarded.error or _training_error(str(error), settings.type, size) from None
 
 
-def seed_sampling(seed: int) -> None:
-    """Starts this process's generator for subword sampling anew: what follows depends on `seed` and the sentences."""
+def with_sampling_seed(seed: int, tokenize: Callable[[], Result]) -> Result:
+    """What `tokenize` returns; what is sampled in it depends on the seed and the sentences alone, in any process.
+
+    sentencepiece has a generator for each thread, which takes the seed when the thread draws its first number and never
+    again; so each seed gets a thread of its own. (From 0.2.2 on a number of the process is mixed into the seed.)
+    """
     sentencepiece.set_random_generator_seed(seed)
+    with ThreadPoolExecutor(max_workers=1) as fresh_thread:
+        return fresh_thread.submit(tokenize).result()
 
 
 class Tokenizer:
@@ -93,7 +103,7 @@ class Tokenizer:
     def encode_source(self, sentences: Sequence[str], num_threads: int = 1, sampling: float = 0.0) -> list[list[int]]:
         """Token ids of each sentence, ending with `eos_id`.
 
-        `sampling`: share of merges left out (bpe) or alpha (unigram), drawn in one thread; see `seed_sampling`.
+        `sampling`: share of merges left out (bpe) or alpha (unigram), drawn in one thread; see `with_sampling_seed`.
         """
         return _encode(self._source, sentences, num_threads, sampling)
 
@@ -142,7 +152,7 @@ def _encode(
     model: sentencepiece.SentencePieceProcessor, sentences: Sequence[str], num_threads: int, sampling: float
 ) -> list[list[int]]:
     if sampling:
-        # One by one: a list is encoded by a new thread, whose generator starts from the seed again with every list.
+        # One by one: a list is encoded by a thread of its own, whose generator would start from the seed again.
         return [
             model.encode(text, out_type=int, add_eos=True, enable_sampling=True, alpha=sampling, nbest_size=-1)
             for text in sentences

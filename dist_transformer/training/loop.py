@@ -185,12 +185,12 @@ class Trainer:
         progress, most = self.progress, self._config.data.max_quarantined_row_groups
         position = progress.position
         progress.position = Position(position.segment, position.lanes, (*position.quarantined, *row_groups))
-        for row_group in row_groups:
+        for row_group in row_groups if self._ranks.is_first else ():
             log.warning(
                 "data       left out of epoch %d, lane %d: row group %d of %s (%s)",
                 row_group.key.epoch, row_group.key.lane, row_group.row_group, row_group.file, row_group.reason,
             )  # fmt: skip
-        if (count := len(progress.position.quarantined)) > most:
+        if (count := progress.quarantined_row_groups) > most:
             raise DataError(
                 f"{count} row groups could not be read and were left out, more than data.max_quarantined_row_groups = "
                 f"{most}; the last one: row group {row_groups[-1].row_group} of {row_groups[-1].file} "
@@ -213,7 +213,7 @@ class Trainer:
             "loss_scale": self._engine.loss_scale(),
             "skipped_updates": progress.skipped_updates,
             "total_target_tokens": progress.total_target_tokens,
-            "quarantined_row_groups": len(progress.position.quarantined),
+            "quarantined_row_groups": progress.quarantined_row_groups,
             **interval_values(interval, seconds),
             "batch_digest": self._digest,
         }

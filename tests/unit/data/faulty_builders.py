@@ -6,6 +6,8 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +16,10 @@ from dist_transformer.data.loader_processes import WindowStream
 from dist_transformer.data.plan import WindowKey, WindowRequest
 from dist_transformer.data.window import BatchShape, Window
 from dist_transformer.errors import DataError, MachineError
+
+WINDOW_TOKENS = 1_000_000
+"""Far more than a pipe holds, as in real life: a process that is killed is in the middle of handing one over."""
+PATIENT = LoaderSettings(bos_id=1, num_workers=1, stall_seconds=60)
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class FaultyBuilder:
         if number == self.bad_window:
             getattr(self, self.fault)()
         ids = np.array([number], np.int64)
-        return Window(request, (BatchShape(1, 1, 1, 1, 1, 1),), np.zeros(2, np.int32), ids, {}, ())
+        return Window(request, (BatchShape(1, 1, 1, 1, 1, 1),), np.zeros(WINDOW_TOKENS, np.int32), ids, {}, ())
 
     def no_fault(self) -> None:
         """All is well."""
@@ -39,6 +45,9 @@ class FaultyBuilder:
     def wait_for_a_dead_disk(self) -> None:
         threading.Event().wait()
 
+    def divide_by_zero(self) -> None:
+        self.bad_window // 0
+
     def meet_a_bad_row_group(self) -> None:
         raise DataError("train-00007.parquet: row group 3 cannot be read")
 
@@ -47,9 +56,8 @@ def request(number: int) -> WindowRequest:
     return WindowRequest(WindowKey(0, 0, 0, number), ())
 
 
-def stream(builder: FaultyBuilder, order: Sequence[int] | None = None, stall_seconds: int = 60) -> WindowStream:
+def stream(builder: FaultyBuilder, order: Sequence[int] | None = None, settings: Any = PATIENT) -> WindowStream:
     """Windows from one loader process, asked for in this order; None: 0, 1, 2, ..."""
-    settings = LoaderSettings(1, 1, stall_seconds)
     return WindowStream(builder, _requests(order), set(), settings)
 
 
@@ -64,8 +72,10 @@ def _requests(order: Sequence[int] | None) -> Iterator[WindowRequest]:
 
 def hang_in_window_one() -> None:
     """A program of its own: prints the error that a hanging loader process ends in, and leaves."""
-    windows = stream(FaultyBuilder(1, "wait_for_a_dead_disk"), stall_seconds=1)
-    windows.take(request(0))
+    settings = SimpleNamespace(num_workers=1, stall_seconds=60)
+    windows = stream(FaultyBuilder(1, "wait_for_a_dead_disk"), settings=settings)
+    windows.take(request(0))  # the process has started
+    settings.stall_seconds = 1
     try:
         windows.take(request(1))
     except MachineError as error:

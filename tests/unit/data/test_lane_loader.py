@@ -22,7 +22,9 @@ ALONE = LoaderSettings(BOS_ID, 0, 30)
 class Ranks:
     """The loaders of all ranks, advanced together as the feed does."""
 
-    def __init__(self, num_ranks: int, position: Position, batch: int, settings: LoaderSettings = ALONE, planner=PLANNER):
+    def __init__(
+        self, num_ranks: int, position: Position, batch: int, settings: LoaderSettings = ALONE, planner=PLANNER
+    ):
         self.planner, self.batch, self.position = planner, batch, position
         lanes = [range(rank, planner.num_lanes, num_ranks) for rank in range(num_ranks)]
         self.loaders = [LaneLoader(RowsBuilder(planner), planner, position, batch, own, settings) for own in lanes]

@@ -2,32 +2,74 @@
 
 import multiprocessing
 import os
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from faulty_builders import FaultyBuilder, request, stream
+from faulty_builders import PATIENT, FaultyBuilder, request, stream
 from running import Command, records
 
+from dist_transformer.data.loader import LoaderSettings
+from dist_transformer.data.loader_processes import WindowStream
 from dist_transformer.errors import DataError, MachineError
 from dist_transformer.stop_request import STOP_SIGNALS
 
 pytestmark = pytest.mark.slow
 
 
-def loader_processes() -> list[int]:
-    return [process.pid for process in multiprocessing.active_children() if process.pid is not None]
+def started(builder: FaultyBuilder, settings: LoaderSettings = PATIENT) -> tuple[WindowStream, list[int]]:
+    """A stream that has delivered window 0, and its processes."""
+    before = loader_processes()
+    windows = stream(builder, settings=settings)
+    take(windows, [0])
+    return windows, sorted(loader_processes() - before)
 
 
-def test_a_killed_process_is_named_in_a_fault_of_the_machine():
-    windows = stream(FaultyBuilder(3, "kill_itself"))
-    assert windows.take(request(0)).request == request(0)
-    (killed,) = loader_processes()
-    with pytest.raises(MachineError, match=rf"a loader process ended .*{killed}.* for want of memory.*loader_workers"):
-        for number in range(1, 4):
-            windows.take(request(number))
+def loader_processes() -> set[int]:
+    return {process.pid for process in multiprocessing.active_children() if process.pid is not None}
+
+
+def take(windows: WindowStream, numbers: Iterable[int]) -> list[int]:
+    """The numbers of these windows, as they say themselves."""
+    return [int(windows.take(request(number)).row_ids[0]) for number in numbers]
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_killed_process_is_named_in_a_fault_of_the_machine(num_workers):
+    windows, processes = started(FaultyBuilder(0, "no_fault"), LoaderSettings(1, num_workers, 60))
+    os.kill(processes[0], signal.SIGKILL)
+    with pytest.raises(
+        MachineError, match=rf"^loader process {processes[0]} was killed by SIGKILL.*memory.*data.loader_workers$"
+    ):
+        take(windows, range(1, 100))
+
+
+def test_a_process_that_is_killed_while_it_hands_over_a_window_does_not_leave_the_trainer_waiting_for_the_rest():
+    windows, (process,) = started(FaultyBuilder(2, "kill_itself"))
+    with pytest.raises(MachineError, match=f"loader process {process} was killed by SIGKILL"):
+        take(windows, [1, 2])
+
+
+def test_an_error_of_our_own_in_a_process_is_no_fault_of_the_machine():
+    windows, (process,) = started(FaultyBuilder(1, "divide_by_zero"))
+    with pytest.raises(RuntimeError, match=f"loader process {process} failed; its traceback is printed above"):
+        take(windows, [1])
+
+
+def test_too_few_open_files_to_start_with_are_a_fault_of_the_machine_that_says_what_to_do():
+    windows, _ = started(FaultyBuilder(0, "no_fault"))
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))  # those that are open stay open
+    try:
+        with pytest.raises(MachineError, match=r"cannot be started \(.*Too many open files.*set data.loader_workers=0"):
+            stream(FaultyBuilder(0, "no_fault"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert take(windows, [1, 2]) == [1, 2]
 
 
 def test_a_process_that_hangs_prints_where_it_stands_and_ends_in_a_message():
@@ -52,64 +94,33 @@ def test_a_process_that_hangs_prints_where_it_stands_and_ends_in_a_message():
 
 def test_an_error_in_a_window_that_came_early_is_raised_when_its_turn_comes():
     windows = stream(FaultyBuilder(9, "meet_a_bad_row_group"), order=[9, 0, 1, 2])
-    for number in (0, 1, 2):
-        assert windows.take(request(number)).row_ids.tolist() == [number]
+    assert take(windows, [0, 1, 2]) == [0, 1, 2]
     with pytest.raises(DataError, match=r"^train-00007.parquet: row group 3 cannot be read$"):
         windows.take(request(9))
-    assert windows.take(request(10)).row_ids.tolist() == [10]
+    assert take(windows, [10]) == [10]
 
 
 def test_stop_signals_change_nothing():
-    windows = stream(FaultyBuilder(0, "no_fault"))
-    windows.take(request(0))
-    processes = loader_processes()
+    windows, processes = started(FaultyBuilder(0, "no_fault"))
     for number in STOP_SIGNALS:
         for process in processes:
             os.kill(process, number)
-    for number in range(1, 20):
-        assert windows.take(request(number)).row_ids.tolist() == [number]
-    assert loader_processes() == processes
+    assert take(windows, range(1, 20)) == list(range(1, 20))
+    assert set(processes) <= loader_processes()
 
 
-def train_with_shared_memory(command: Command, name: str, pages: int) -> "subprocess.CompletedProcess[str]":
-    """Trains in a mount namespace of its own, where /dev/shm has so many free pages of 4 KiB."""
-    mount = f"mount -t tmpfs -o size={4 * (pages + 1)}k tmpfs /dev/shm && head -c 4096 /dev/zero > /dev/shm/taken"
-    train = [
-        sys.executable,
-        "-m",
-        "dist_transformer",
-        "train",
-        "small.yaml",
-        f"run.name={name}",
-        "data.loader_workers=1",
-    ]
-    return subprocess.run(
-        ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh", *train],
-        cwd=command.folder, capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-
-
-needs_mounts = pytest.mark.skipif(
+@pytest.mark.skipif(
     os.geteuid() != 0
     or subprocess.run(["unshare", "--mount", "true"], check=False, capture_output=True).returncode != 0,
     reason="needs root and a mount namespace",
 )
-
-
-@needs_mounts
-def test_full_shared_memory_is_a_fault_of_the_machine_that_says_what_to_do(command):
-    done = train_with_shared_memory(command, "shared-memory-full", pages=0)
-    assert done.returncode == MachineError.exit_code
-    assert "the loader processes cannot be started ([Errno 28] No space left on device)" in done.stderr
-    assert "Free it, or set data.loader_workers=0" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@needs_mounts
-def test_a_little_shared_memory_is_enough_however_large_the_windows(command, train_small):
-    """Windows come through pipes."""
-    done = train_with_shared_memory(command, "shared-memory-little", pages=16)
+def test_a_full_shared_memory_mount_hinders_no_loader_process(command: Command, train_small):
+    mount = "mount -t tmpfs -o size=64k tmpfs /dev/shm && ! cp /dev/zero /dev/shm/full"
+    train = [sys.executable, "-m", "dist_transformer", "train", "small.yaml", "run.name=shared-memory-full"]
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh", *train, "data.loader_workers=1"],
+        cwd=command.folder, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    expected = records(train_small("shared-memory-none"))
-    found = records(command.folder / "runs" / "shared-memory-little")
+    found, expected = records(command.folder / "runs" / "shared-memory-full"), records(train_small("shared-memory"))
     assert [r["batch_digest"] for r in found] == [r["batch_digest"] for r in expected]

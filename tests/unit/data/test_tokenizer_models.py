@@ -3,6 +3,7 @@
 import io
 from collections.abc import Iterator
 from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import sentencepiece
 
 from dist_transformer.config.data_models import TokenizerConfig
 from dist_transformer.data.demo_corpus import demo_pairs
-from dist_transformer.data.tokenizer import Tokenizer, seed_sampling, train_tokenizer
+from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer, with_sampling_seed
 from dist_transformer.errors import DataError
 
 PAIRS = list(islice(demo_pairs("test"), 600))
@@ -159,8 +160,8 @@ def either_kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 def sampled(tokenizer: Tokenizer, seed: int, lists: list[list[str]]) -> list[list[int]]:
-    seed_sampling(seed)
-    return [ids for sentences in lists for ids in tokenizer.encode_source(sentences, sampling=0.3)]
+    encode = lambda: [ids for sentences in lists for ids in tokenizer.encode_source(sentences, sampling=0.3)]  # noqa: E731
+    return with_sampling_seed(seed, encode)
 
 
 def test_sampled_pieces_are_those_of_the_seed_and_spell_the_same_text(either_kind: Tokenizer):
@@ -177,20 +178,11 @@ def test_sampling_goes_on_from_list_to_list(either_kind: Tokenizer):
     assert len({tuple(ids) for ids in sampled(either_kind, 7, [[SENTENCES[0]]] * 20)}) > 1
 
 
+def test_sampled_pieces_are_the_same_in_another_process(either_kind: Tokenizer, tmp_path: Path):
+    with get_context("spawn").Pool(1) as other_process:
+        assert other_process.apply(sampled, (either_kind, 7, [SENTENCES])) == sampled(either_kind, 7, [SENTENCES])
+
+
 def test_no_sampling_is_plain_encoding_whatever_the_seed(either_kind: Tokenizer):
-    seed_sampling(1)
     plain = either_kind.encode_target(SENTENCES, num_threads=2)
-    seed_sampling(2)
-    assert either_kind.encode_target(SENTENCES, sampling=0.0) == plain
-
-
-@pytest.mark.parametrize("kind", ["bpe", "unigram"])
-def test_a_tag_is_one_piece_wherever_it_stands(tmp_path: Path, kind: str):
-    tags = ("<2de>", "<news,web>", "<2de>")
-    tagged = (f"{tags[0]} {tags[1]} {sentence}" for sentence in SENTENCES)
-    train_tokenizer(tagged, TokenizerConfig(type=kind, vocabulary_size=304), tmp_path / "model", whole_pieces=tags)
-    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "model"))
-    for text in (f"{tags[0]} {tags[1]} seven", f"seven{tags[1]}seven {tags[0]}"):
-        assert set(tags) <= set(pieces.encode(text, out_type=str))
-    tokenizer = Tokenizer.load(tmp_path / "model")
-    assert tokenizer.decode_source(tokenizer.encode_source([f"{tags[0]} {SENTENCES[0]}"])[0]) == f"<2de> {SENTENCES[0]}"
+    assert with_sampling_seed(2, lambda: either_kind.encode_target(SENTENCES, sampling=0.0)) == plain
