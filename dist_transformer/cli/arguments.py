@@ -18,7 +18,7 @@ Overrides = Annotated[
 ]
 
 
-def read_run(run: Path, overrides: list[str] | None, *, check_files: bool = True) -> tuple[Config, RunDir]:
+def read_run(run: Path, overrides: list[str] | None = None, *, check_files: bool = True) -> tuple[Config, RunDir]:
     """Configuration and run folder of a YAML file, or of a run folder that is gone on with.
 
     `check_files`: whether the text files that a YAML names are there; a run folder may have outlived them.

@@ -1,4 +1,4 @@
-"""data inspect: look at what the model eats, without training."""
+"""data inspect | audit: look at what the model eats, and prove that it ate everything once."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ import typer
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
 from dist_transformer.errors import UserError
 
-app = typer.Typer(help="Look at the data of a run.", no_args_is_help=True)
+app = typer.Typer(help="Look at the data of a run, and check how it was used.", no_args_is_help=True)
 
 Step = Annotated[
     int | None,
@@ -53,3 +53,12 @@ def inspect_command(
     seen = batch_of_step(data, run_dir if run.is_dir() else None, step)
     print_batch(seen, manifest)
     print_rows(seen, manifest, load_tokenizer(folder, manifest.tokenizer), lane, rows)
+
+
+@app.command("audit")
+def audit_command(run: RunArgument) -> None:
+    """Prove from a run with data.audit=true that every row was used exactly once in each pass; exit code 2 if not."""
+    from dist_transformer.cli.audit_run import audit_run
+
+    config, run_dir = read_run(run, check_files=False)
+    audit_run(config, run_dir)

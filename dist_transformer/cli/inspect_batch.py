@@ -11,6 +11,7 @@ from rich.progress import Progress as ProgressBar
 from dist_transformer.cli.run_data import RunData
 from dist_transformer.data.batching import straggler_ratio
 from dist_transformer.data.loader import LocalStep, MicroBatch
+from dist_transformer.data.plan import digest_text
 from dist_transformer.data.position import Quarantined, position_from_json
 from dist_transformer.errors import CheckpointError, DataError, UserError
 from dist_transformer.run_dir import RunDir, read_json
@@ -39,7 +40,7 @@ class SeenBatch:
     @cached_property
     def digest(self) -> str:
         """That of metrics.jsonl."""
-        return f"{sum(batch.digest() for batch in self.micro_batches) % 2**64:016x}"
+        return digest_text(sum(batch.digest() for batch in self.micro_batches))
 
     @property
     def straggler_ratio(self) -> float:
@@ -60,8 +61,8 @@ def batch_of_step(data: RunData, run_dir: RunDir | None, step: int | None) -> Se
     step = step if step is not None else 1 + (newest.state["batches"] if newest else 0)
     _refuse_step_outside(data, step, newest)
     beginning = next((c for c in reversed(kept) if c.state["batches"] < step), None)
-    if newest is not None and step <= newest.state["batches"]:
-        _refuse_other_lanes(data, step, beginning)
+    if following := next((c for c in kept if c.state["batches"] >= step), None):
+        _refuse_other_lanes(data, step, beginning, following)
     name = f"checkpoint {beginning.path.name}" if beginning else "the first step"
     walk = _Walk(data, _progress(data, beginning, newest), name)
     with ProgressBar(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
@@ -145,17 +146,20 @@ def _beyond_the_end(setting: str, value: int, last: int) -> UserError:
     )
 
 
-def _refuse_other_lanes(data: RunData, step: int, beginning: Checkpoint | None) -> None:
-    """A run that was cut into other lanes on the way is shown only where it is known which lanes it had."""
-    lanes, before = data.config.data.lanes, data.config.data.reslice_from
+def _refuse_other_lanes(data: RunData, step: int, beginning: Checkpoint | None, following: Checkpoint) -> None:
+    """A step that is trained already is shown with the lanes that it had, or not at all."""
+    lanes, before, had = (
+        data.config.data.lanes,
+        data.config.data.reslice_from,
+        len(following.state["position"]["lanes"]),
+    )
+    if had != lanes:
+        raise CheckpointError(
+            f"step {step} was trained with {had} lanes, as {following.path.name} says, and data.lanes is {lanes} now. To "
+            f"see it as it was, give data.lanes={had} data.reslice_from=null."
+        )
     if beginning is None and before is not None:
         raise CheckpointError(
-            f"step {step} was trained before the oldest checkpoint that is kept, and the run was cut from {before} into "
-            f"{lanes} lanes at a step that is not known any more. If it had {before} lanes then, give data.lanes={before} "
-            "data.reslice_from=null."
-        )
-    if beginning is not None and (had := len(beginning.state["position"]["lanes"])) != lanes:
-        raise CheckpointError(
-            f"step {step} was trained after {beginning.path.name}, which has {had} lanes, and data.lanes is {lanes} now. "
-            f"To see it as it was with {had} lanes, give data.lanes={had} data.reslice_from=null."
+            f"step {step} was trained after the run was cut from {before} into {lanes} lanes, and the checkpoint where that "
+            "happened is not kept any more: what the step saw is not known."
         )

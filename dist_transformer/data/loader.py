@@ -12,12 +12,11 @@ import itertools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 
 import torch
 
 from dist_transformer.data.loader_processes import WindowStream
-from dist_transformer.data.plan import CORPUS_SHIFT, WindowKey, WindowRequest
+from dist_transformer.data.plan import CORPUS_SHIFT, WindowKey, WindowRequest, lane_digest
 from dist_transformer.data.position import Position, Quarantined
 from dist_transformer.data.segments import LanePositions, Planner, Segment
 from dist_transformer.data.window import BatchShape, Window, WindowBuilder
@@ -42,9 +41,8 @@ class MicroBatch:
     row_ids: torch.Tensor
 
     def digest(self) -> int:
-        """A signed 64-bit hash of lane and row ids. A step's digest is the sum over its lanes (mod 2**64)."""
-        text = self.lane.to_bytes(8, "little") + self.row_ids.numpy().tobytes()
-        return int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
+        """A signed 64-bit hash; a step's digest is the sum over its lanes (mod 2**64)."""
+        return lane_digest(self.lane, self.row_ids.numpy())
 
     def pairs_by_corpus(self, num_corpora: int) -> list[int]:
         counts: list[int] = torch.bincount(self.row_ids >> CORPUS_SHIFT, minlength=num_corpora).tolist()

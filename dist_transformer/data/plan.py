@@ -1,8 +1,11 @@
 """Names of the data order: which window of which lane, made of which rows. See segments.py for how they are cut."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 
 import numpy as np
+from numpy.typing import NDArray
 
 PURPOSE_PLAN = 1
 PURPOSE_WINDOW = 2
@@ -15,6 +18,22 @@ CORPUS_SHIFT = 44
 def random_generator(seed: int, purpose: int, *index: int) -> np.random.Generator:
     """The generator of one purpose: the same arguments give the same numbers on every machine."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, purpose, *index])))
+
+
+def lane_digest(lane: int, row_ids: NDArray[np.int64]) -> int:
+    """A signed 64-bit hash of a micro-batch's lane and row ids."""
+    text = lane.to_bytes(8, "little") + row_ids.tobytes()
+    return int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
+
+
+def digest_text(sum_of_lanes: int) -> str:
+    """The digest of a global batch as it is written down; the sum of its lanes' hashes counts modulo 2 ** 64."""
+    return f"{sum_of_lanes % 2**64:016x}"
+
+
+def batch_digest(lanes: Mapping[int, NDArray[np.int64]]) -> str:
+    """The digest of a global batch from the row ids of its lanes."""
+    return digest_text(sum(lane_digest(lane, rows) for lane, rows in lanes.items()))
 
 
 @dataclass(frozen=True)

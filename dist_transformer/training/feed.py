@@ -14,6 +14,7 @@ import torch
 from dist_transformer.data.batching import straggler_ratio
 from dist_transformer.data.filters import RULES
 from dist_transformer.data.loader import LaneLoader, LocalStep, MicroBatch
+from dist_transformer.data.plan import digest_text
 from dist_transformer.data.position import Quarantined
 from dist_transformer.data.segments import Segment
 from dist_transformer.distributed import Ranks
@@ -107,7 +108,7 @@ class Feed:
             dropped=Counter({rule: count for rule, count in zip(RULES, rules, strict=True) if count}),
             quarantined=tuple(row_group for of_rank in quarantined for row_group in of_rank),
             stop=totals["stop"] > 0,
-            digest=f"{totals['digest'] % 2**64:016x}",
+            digest=digest_text(totals["digest"]),
             wait_seconds=self._fetch_seconds + time.monotonic() - started,
         )
 

@@ -118,18 +118,25 @@ class Trainer:
 
     def _next_batch(self, feed: Feed) -> GlobalBatch | None:
         """The next batch with rows in it; None when the last epoch has ended."""
-        batch, max_epochs = feed.wait(), self._config.training.max_epochs
-        self._interval.wait_seconds += batch.wait_seconds
-        if batch.quarantined:
-            self._quarantine(batch.quarantined)
-        if max_epochs is not None and batch.segment.epoch >= max_epochs:  # lowered since the last start
-            return None
-        if batch.pairs or batch.stop:
-            return batch
-        if batch.segment.epoch + 1 == max_epochs:
-            return None
-        feed.start_epoch()
-        return self._next_batch(feed)
+        max_epochs = self._config.training.max_epochs
+        for _ in range(2):  # the end of an epoch, and the next one from its start
+            batch = feed.wait()
+            self._interval.wait_seconds += batch.wait_seconds
+            if batch.stop:
+                return batch
+            if batch.quarantined:
+                self._quarantine(batch.quarantined)
+            if max_epochs is not None and batch.segment.epoch >= max_epochs:  # lowered since the last start
+                return None
+            if batch.pairs:
+                return batch
+            if batch.segment.epoch + 1 == max_epochs:
+                return None
+            feed.start_epoch()
+        raise DataError(
+            "a whole epoch has no pair to train on: all were dropped by data.filters, or their row groups left out; look "
+            "at the log, and at the corpus with `dist-transformer data inspect`"
+        ).agreed()
 
     def _step(self, batch: GlobalBatch) -> bool:
         """Forward, backward and update on one global batch. False: the update was skipped (fp16 overflow)."""

@@ -60,6 +60,12 @@ def test_a_mixture_goes_through_each_corpus_evenly_and_counts_it_in_the_metrics(
         assert sum(counts.values()) == sum(r[f"pairs/{name}"] for r in records(mixed))
 
 
+def test_the_audit_of_a_run_counts_the_passes_over_each_corpus(mixed, command):
+    said = command("data", "audit", mixed)
+    assert "whole run, small: 40 of 40 rows" in said
+    assert f"{STEPS} batches, their digests are those of their rows; no row lost, none repeated" in said
+
+
 def test_the_weights_of_a_mixture_change_within_a_window_of_their_step(mixed):
     shares = [r["pairs/small"] / (r["pairs/small"] + r["pairs/big"]) for r in records(mixed)]
     assert sum(shares[:5]) / 5 == pytest.approx(0.25, abs=0.1)
@@ -105,11 +111,13 @@ def test_going_on_with_other_lanes_still_uses_every_row_of_the_epoch_once(train_
     assert f"data.lanes: 4 -> {num_lanes}" in said
     assert "data.reslice_from=4" in said
     command("train", run, "data.reslice_from=4", "training.max_steps=5", *other[:1], "--ranks", 1)
+    assert "epoch 0 (so far), train: " in command("data", "audit", run)
     command("train", run, *other)  # run folder and checkpoint now have the new lanes
     used = Counter(row for _, _, rows in batches(run) for ids in rows.values() for row in ids)
     assert sorted(used) == list(range(600))
     assert set(used.values()) == {1}
     assert {len(rows) for _, _, rows in batches(run)} >= {4, num_lanes}
+    assert "epoch 0, train: 600 of 600 rows, each once" in command("data", "audit", run)
 
 
 def test_a_run_ends_with_the_step_that_reaches_its_target_tokens_on_all_ranks(train_small):

@@ -3,6 +3,8 @@
 import os
 import pty
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -137,22 +139,15 @@ def test_rows_are_shown_as_the_lines_of_the_corpus_and_as_their_pieces(trained, 
             assert pieces.removesuffix(" </s>").replace(" ", "").replace("▁", " ").strip() == text
 
 
-def test_on_a_terminal_the_table_is_ruled_and_holds_the_same(trained, command: Command):
+def test_on_a_terminal_the_table_is_ruled_and_holds_the_same(trained):
     ours, theirs = pty.openpty()
-    process = os.fork()
-    if process == 0:
-        os.dup2(theirs, 1)
-        os.execv(
-            sys.executable, [sys.executable, "-m", "dist_transformer", "data", "inspect", str(trained), "--step", "12"]
-        )
-    os.close(theirs)
-    said = b""
-    while chunk := _read(ours):
-        said += chunk
-    os.waitpid(process, 0)
-    text = re.sub(r"\x1b\[[0-9;]*m", "", said.decode())
+    arguments = [sys.executable, "-m", "dist_transformer", "data", "inspect", trained, "--step", "12"]
+    with subprocess.Popen(arguments, stdout=theirs):
+        os.close(theirs)
+        said = b"".join(iter(lambda: _read(ours), b""))
+    text = re.sub(r"\x1b\[[0-9;]*m", "", said.decode()).replace("\r\n", "\n")
     assert "────" in text
-    assert digest(text.replace("\r\n", "\n")) == digests(trained)[12]
+    assert digest(text) == digests(trained)[12]
 
 
 def _read(terminal: int) -> bytes:
@@ -172,7 +167,7 @@ def _read(terminal: int) -> bytes:
         (["--step", 500, "training.max_steps=null", "training.max_epochs=1"], r"step \d\d, by training.max_epochs = 1\."),
         (["--step", 12, "training.max_target_tokens=5000"], r"step \d, by training.max_target_tokens = 5000\."),
         (["--lane", 4], "--lane 4: data.lanes is 4, so the lanes are 0 to 3"),
-        (["data.window_rows=50"], "data.window_rows: 60 -> 50"),
+        (["data.window_rows=50", "--step", 12], "data.window_rows: 60 -> 50"),
     ],
 )  # fmt: skip
 def test_a_step_or_lane_that_the_run_does_not_have_is_a_message(trained, arguments, expected):
@@ -197,12 +192,18 @@ def test_a_checkpoint_whose_state_cannot_be_read_is_passed_over_and_left_as_it_i
     assert sorted(run.rglob("*")) == before
 
 
-def test_steps_from_before_a_run_was_cut_into_other_lanes_are_shown_with_their_lanes_or_not_at_all(train_small):
-    train_small("inspected-lanes", "checkpoints.keep_last=2")
-    other = ("data.lanes=3", "data.reslice_from=4", "training.max_steps=12")
-    run = train_small("inspected-lanes", *other, "checkpoints.keep_last=3", ranks=2)
-    assert digest(inspect(run, "--step", 11)) == digests(run)[11]
-    with pytest.raises(CheckpointError, match="trained before the oldest checkpoint that is kept.*from 4 into 3 lanes"):
-        inspect(run, "--step", 2)
-    lanes_of_then = ("data.lanes=4", "data.reslice_from=null")
-    assert digest(inspect(run, *lanes_of_then, "--step", 2)) == digests(run)[2]
+def test_a_run_that_was_cut_into_other_lanes_shows_each_step_with_the_lanes_it_had(train_small):
+    train_small("inspected-lanes")
+    run = train_small("inspected-lanes", "data.lanes=3", "data.reslice_from=4", "training.max_steps=12", ranks=2)
+    for step in (8, 11):
+        assert digest(inspect(run, "--step", step)) == digests(run)[step]
+    with pytest.raises(
+        CheckpointError, match=r"trained with 4 lanes, as step_00000006 .*data.lanes=4 data.reslice_from=null"
+    ):
+        inspect(run, "--step", 5)
+    assert digest(inspect(run, "data.lanes=4", "data.reslice_from=null", "--step", 5)) == digests(run)[5]
+    shutil.rmtree(run / "checkpoints/step_00000006")
+    with pytest.raises(
+        CheckpointError, match="cut from 4 into 3 lanes, and the checkpoint where that happened is not kept"
+    ):
+        inspect(run, "--step", 8)

@@ -79,8 +79,13 @@ def write_text_split(file: Path, group_rows: Sequence[int], prefix: str = "", ad
 
 
 def reader_of(folder: Path, splits: dict[str, Split], sampling: float = 0.0, **settings: Any) -> RowReader:
-    """A reader of these splits, all but `validation` for training; `settings` are those of `data`."""
-    manifest = Manifest(
+    """A reader of these splits; `settings` are those of `data`."""
+    return RowReader(folder, manifest_of(splits), DataConfig(**settings), sampling, seed=5)
+
+
+def manifest_of(splits: dict[str, Split]) -> Manifest:
+    """A manifest of these splits, all but `validation` for training."""
+    return Manifest(
         digest="",
         recipe={},
         tokenizer=TokenizerFiles(TOKENIZER, TOKENIZER, "", ""),
@@ -94,7 +99,6 @@ def reader_of(folder: Path, splits: dict[str, Split], sampling: float = 0.0, **s
         splits=splits,
         training=tuple(name for name in splits if name != "validation"),
     )
-    return RowReader(folder, manifest, DataConfig(**settings), sampling, seed=5)
 
 
 def request(*slices: tuple[int, int, int, int], key: WindowKey = KEY, **options: Any) -> WindowRequest:
