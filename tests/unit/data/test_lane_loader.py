@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from lockstep import ALONE, Ranks
 from planned_rows import lane_batches
 from rows_builder import RowsBuilder
 
@@ -16,44 +17,12 @@ from dist_transformer.data.segments import Planner, Stage
 
 BOS_ID = 1
 PLANNER = Planner(((7, 12, 3, 20, 9) * 3, (5, 4, 8)), 4, 11, 5, (Stage(0, (2, 1)), Stage(9, (1, 3)), Stage(30, (1, 0))))
-ALONE = LoaderSettings(BOS_ID, 0, 30)
 
 
-class Ranks:
-    """The loaders of all ranks, advanced together as the feed does."""
-
-    def __init__(
-        self, num_ranks: int, position: Position, batch: int, settings: LoaderSettings = ALONE, planner=PLANNER
-    ):
-        self.planner, self.batch, self.position = planner, batch, position
-        lanes = [range(rank, planner.num_lanes, num_ranks) for rank in range(num_ranks)]
-        self.loaders = [LaneLoader(RowsBuilder(planner), planner, position, batch, own, settings) for own in lanes]
-
-    def step(self):
-        """Rows by lane of the next global batch; the position after it is kept."""
-        lanes: dict[int, list[int]] = {}
-        while not lanes:
-            self._recut_where_due()
-            steps = [loader.next_step() for loader in self.loaders]
-            lanes = {b.lane: b.row_ids.tolist() for step in steps for b in step.batches if b is not None}
-            if not lanes:
-                for loader in self.loaders:
-                    loader.start_epoch(self.batch)
-        self.batch += 1
-        self.position = Position(self.loaders[0].segment, tuple(self._positions()))
-        return lanes
-
-    def _recut_where_due(self):
-        due = {loader.must_recut(self.batch) for loader in self.loaders}
-        assert len(due) == 1
-        if due == {True}:
-            positions = self._positions()
-            for loader in self.loaders:
-                loader.recut(positions, self.batch)
-
-    def _positions(self):
-        lanes = {lane: at for loader in self.loaders for lane, at in loader.lane_positions().items()}
-        return [lanes[lane] for lane in range(self.planner.num_lanes)]
+def ranks_of(
+    num_ranks: int, position: Position, batch: int, settings: LoaderSettings = ALONE, planner: Planner = PLANNER
+) -> Ranks:
+    return Ranks(RowsBuilder(planner), planner, num_ranks, position, batch, settings)
 
 
 def start(planner=PLANNER) -> Position:
@@ -63,13 +32,13 @@ def start(planner=PLANNER) -> Position:
 @pytest.fixture(scope="module")
 def alone():
     """The first 60 global batches of one rank: three changes of weights and several epochs."""
-    ranks = Ranks(1, start(), 0)
+    ranks = ranks_of(1, start(), 0)
     return [ranks.step() for _ in range(60)]
 
 
 def test_without_weights_the_batches_of_a_lane_are_those_of_its_windows_in_order():
     planner = Planner(((7, 12, 3, 20, 9) * 3,), 4, 11, 5)
-    ranks = Ranks(1, start(planner), 0, planner=planner)
+    ranks = ranks_of(1, start(planner), 0, planner=planner)
     segment = planner.first_segment()
     expected = [[batch for batch, _ in lane_batches(planner, segment, lane, (0, 0))] for lane in range(4)]
     for number in range(max(map(len, expected))):
@@ -80,28 +49,28 @@ def test_without_weights_the_batches_of_a_lane_are_those_of_its_windows_in_order
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_the_global_batches_are_the_same_on_any_number_of_ranks(alone, num_ranks):
-    ranks = Ranks(num_ranks, start(), 0)
+    ranks = ranks_of(num_ranks, start(), 0)
     assert [ranks.step() for _ in range(60)] == alone
 
 
 @pytest.mark.parametrize("stops", [[1, 9, 10, 11, 29, 31], list(range(0, 60, 2)), [59]])
 def test_stopped_anywhere_and_resumed_on_other_ranks_the_batches_go_on_the_same(alone, stops):
-    ranks, found, kinds = Ranks(1, start(), 0), [], itertools.cycle([3, 1, 4, 2])
+    ranks, found, kinds = ranks_of(1, start(), 0), [], itertools.cycle([3, 1, 4, 2])
     for number in range(60):
         if number in stops:
-            ranks = Ranks(next(kinds), ranks.position, ranks.batch)
+            ranks = ranks_of(next(kinds), ranks.position, ranks.batch)
         found.append(ranks.step())
     assert found == alone
 
 
 def test_loader_processes_change_nothing(alone):
-    ranks = Ranks(1, start(), 0, LoaderSettings(BOS_ID, 2, 60))
+    ranks = ranks_of(1, start(), 0, LoaderSettings(BOS_ID, 2, 60))
     assert [ranks.step() for _ in range(60)] == alone
 
 
 def test_at_a_change_of_weights_what_was_read_ahead_by_the_old_ones_is_not_used():
     planner = Planner(((40,) * 9, (40,) * 9), 2, 12, 5, (Stage(0, (1, 0)), Stage(5, (0, 1))))
-    ranks = Ranks(2, start(planner), 0, LoaderSettings(BOS_ID, 1, 60), planner)
+    ranks = ranks_of(2, start(planner), 0, LoaderSettings(BOS_ID, 1, 60), planner)
     corpora = [{row >> 44 for rows in ranks.step().values() for row in rows} for _ in range(12)]
     assert corpora[:5] == [{0}] * 5
     # Batches 5 to 7 finish the windows of four micro-batches that were begun.
