@@ -5,6 +5,7 @@ else the machine does falls on all of them; a ratio is taken within each round, 
 """
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -30,21 +31,27 @@ PACKAGES = ("torch", "deepspeed", "datasets", "pyarrow", "numpy")
 class Stopwatch:
     """Wall and CPU seconds since it was made.
 
-    CPU: all threads of this process, and of its living descendants if asked. Those are read from the process table,
-    which takes milliseconds and counts in hundredths of a second.
+    CPU: all threads of this process, and if asked of its descendants that are alive when it is read. Those are read from
+    the process table, which takes milliseconds and counts in hundredths of a second.
     """
 
     def __init__(self, with_descendants: bool) -> None:
         self._with_descendants = with_descendants
-        self._wall, self._cpu = time.perf_counter(), self._cpu_seconds()
+        self._descendants = self._descendants_cpu_seconds()
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def read(self) -> tuple[float, float]:
-        return time.perf_counter() - self._wall, self._cpu_seconds() - self._cpu
+        wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        now = self._descendants_cpu_seconds()
+        return wall, cpu + sum(seconds - self._descendants.get(process, 0.0) for process, seconds in now.items())
 
-    def _cpu_seconds(self) -> float:
-        descendants = psutil.Process().children(recursive=True) if self._with_descendants else []
-        times = [process.cpu_times() for process in descendants]
-        return time.process_time() + sum(spent.user + spent.system for spent in times)
+    def _descendants_cpu_seconds(self) -> dict[psutil.Process, float]:
+        found = {}
+        for process in psutil.Process().children(recursive=True) if self._with_descendants else []:
+            with contextlib.suppress(psutil.NoSuchProcess):  # one that has just ended
+                spent = process.cpu_times()
+                found[process] = spent.user + spent.system
+        return found
 
 
 def interleaved(cases: Mapping[str, Callable[[], Figures]], num_rounds: int) -> Rounds:

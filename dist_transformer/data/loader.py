@@ -20,6 +20,7 @@ from dist_transformer.data.plan import CORPUS_SHIFT, WindowKey, WindowRequest, l
 from dist_transformer.data.position import Position, Quarantined
 from dist_transformer.data.segments import LanePositions, Planner, Segment
 from dist_transformer.data.window import BatchShape, Window, WindowBuilder
+from dist_transformer.errors import DataError
 
 Exclusions = dict[WindowKey, tuple[tuple[int, int], ...]]
 """By window, the (corpus, row group) pairs to leave out of it."""
@@ -113,7 +114,7 @@ class LaneLoader:
         """One micro-batch for each lane of this rank; None for a lane that has none left in this epoch.
 
         Raises:
-            DataError: a row group cannot be read.
+            DataError: a row group cannot be read, or no more in a window that was begun with it.
             MachineError: the loader stalls, or one of its processes was killed.
         """
         batches = [self._next_of(lane) for lane in self._lanes]
@@ -169,6 +170,8 @@ class LaneLoader:
     def _open(self, lane: int) -> None:
         window = self._windows.take(self._request(lane))
         emitted = self._lanes[lane][1]
+        if emitted:
+            _refuse_other_rows(window)
         self._current[lane] = itertools.islice(micro_batches(window, lane, self._bos_id), emitted, None)
         if emitted == 0:
             key = window.request.key
@@ -206,6 +209,17 @@ def _requests(
 
 def _excluding(request: WindowRequest, without: Exclusions) -> WindowRequest:
     return replace(request, without=without[request.key]) if request.key in without else request
+
+
+def _refuse_other_rows(window: Window) -> None:
+    """A window that was begun goes on with the rows that it began with: others would be lost or repeated unseen."""
+    newly = [group for group in window.lost if (group.corpus, group.row_group) not in window.request.without]
+    if newly:
+        raise DataError(
+            f"{newly[0].file}: row group {newly[0].row_group} cannot be read ({newly[0].reason}), but it could when "
+            f"{window.request.key} was begun, so that it cannot be left out now. Restore the file, or go on from a "
+            "checkpoint before that window: move the newer ones away."
+        )
 
 
 def micro_batches(window: Window, lane: int, bos_id: int) -> Iterator[MicroBatch]:

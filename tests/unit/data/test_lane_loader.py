@@ -14,6 +14,7 @@ from dist_transformer.data.plan import WindowRequest
 from dist_transformer.data.position import Position, Quarantined
 from dist_transformer.data.rows import LostRowGroup
 from dist_transformer.data.segments import Planner, Stage
+from dist_transformer.errors import DataError
 
 BOS_ID = 1
 PLANNER = Planner(((7, 12, 3, 20, 9) * 3, (5, 4, 8)), 4, 11, 5, (Stage(0, (2, 1)), Stage(9, (1, 3)), Stage(30, (1, 0))))
@@ -113,3 +114,18 @@ def test_what_a_window_lost_is_told_once_with_the_step_that_begins_it_and_left_o
     assert isinstance(entry, Quarantined)
     assert {request.key: request.without for request in builder.asked}[entry.key] == ((0, 1),)
     assert entry not in again.quarantined
+
+
+def test_a_window_that_was_begun_with_a_row_group_is_not_gone_on_with_without_it():
+    planner = Planner(((10,) * 12,), 2, 20, 5)
+    segment = planner.first_segment()
+    plan = planner.plan(segment)
+    windows = [(lane, number) for lane in range(2) for number in range(plan.num_windows(lane))]
+    has_group = [at for at in windows if any(piece.row_group == 1 for piece in plan.request(*at).slices)]
+    lane, number = has_group[0]
+    begun = Position(segment, tuple((number, 2) if each == lane else (0, 0) for each in range(2)))
+    loader = LaneLoader(LosingBuilder(planner), planner, begun, 9, [lane], ALONE)
+    with pytest.raises(
+        DataError, match=r"train-00000\.parquet: row group 1 .*could when .* was begun.*Restore the file"
+    ):
+        loader.next_step()
