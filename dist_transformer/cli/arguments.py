@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from dist_transformer.config.loading import load_config
+from dist_transformer.config.locations import is_address
 from dist_transformer.config.models import Config
 from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir
@@ -42,7 +43,8 @@ def with_absolute_paths(config: Config, prepared: Path | None) -> Config:
     `prepared`: the folder of the prepared corpus where it is known, so that the text itself is no longer needed.
     """
     run = config.run.model_copy(update={"root": str(Path(config.run.root).absolute())})
-    data = config.data.model_copy(update={"root": str(Path(config.data.root).absolute())})
+    root = config.data.root if is_address(config.data.root) else str(Path(config.data.root).expanduser().absolute())
+    data = config.data.model_copy(update={"root": root})
     if prepared is not None or data.prepared is not None:
         data = data.model_copy(update={"prepared": str((prepared or Path(str(data.prepared))).absolute())})
     return config.model_copy(update={"run": run, "data": data})

@@ -57,7 +57,11 @@ def inspect_command(
 
 @app.command("audit")
 def audit_command(run: RunArgument) -> None:
-    """Prove from a run with data.audit=true that every row was used exactly once in each pass; exit code 2 if not."""
+    """Prove from the row ids of a run with data.audit=true that no row was lost or repeated; exit code 2 if one was.
+
+    Batches up to the newest checkpoint are checked: every row must have been used as often as the plan says, through
+    stops, mixtures and cuts. What filters drop on the fly, or quarantine, is not missed.
+    """
     from dist_transformer.cli.audit_run import audit_run
 
     config, run_dir = read_run(run, check_files=False)

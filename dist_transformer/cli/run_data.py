@@ -31,7 +31,15 @@ class RunData:
 
     @cached_property
     def planner(self) -> Planner:
-        return self._planner(self.config.data.lanes)
+        return self.planner_of(self.config.data.lanes)
+
+    def planner_of(self, num_lanes: int) -> Planner:
+        """The planner of a run with so many lanes: that of a checkpoint, before it is cut into others."""
+        splits = [self.manifest.splits[name] for name in self.manifest.training]
+        group_rows = tuple(tuple(group.rows for group in split.row_groups) for split in splits)
+        data = self.config.data
+        begun = stages(data, [split.rows for split in splits])
+        return Planner(group_rows, num_lanes, data.window_rows, self.config.run.seed, begun)
 
     @cached_property
     def builder(self) -> WindowBuilder:
@@ -92,15 +100,8 @@ class RunData:
         if lanes_before == self.config.data.lanes:
             return position
         batch = checkpoint.state["batches"]
-        segment = self._planner(lanes_before).recut(position.segment, position.lanes, batch, self.config.data.lanes)
+        segment = self.planner_of(lanes_before).recut(position.segment, position.lanes, batch, self.config.data.lanes)
         return Position(segment, Position.start(segment).lanes, position.quarantined)
-
-    def _planner(self, num_lanes: int) -> Planner:
-        splits = [self.manifest.splits[name] for name in self.manifest.training]
-        group_rows = tuple(tuple(group.rows for group in split.row_groups) for split in splits)
-        data = self.config.data
-        begun = stages(data, [split.rows for split in splits])
-        return Planner(group_rows, num_lanes, data.window_rows, self.config.run.seed, begun)
 
     def _refuse_other_shares(self, checkpoint: Checkpoint, position: Position) -> None:
         batches = checkpoint.state["batches"]

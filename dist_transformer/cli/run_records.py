@@ -8,7 +8,6 @@ from typing import Any
 
 from dist_transformer import __version__
 from dist_transformer.cli.arguments import with_absolute_paths
-from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest
@@ -23,7 +22,7 @@ def open_records(
     config: Config, run_dir: RunDir, ranks: Ranks, prepared: Path, manifest: Manifest, step: int
 ) -> tuple[Journal, Tracker | None]:
     """Begins the records of this start: what an earlier one wrote beyond `step` is dropped, then MLflow follows."""
-    write_text(run_dir.config, without_credentials(to_yaml(with_absolute_paths(config, prepared))))
+    write_text(run_dir.config, to_yaml(with_absolute_paths(config, prepared)))
     metrics = MetricsLog(run_dir.metrics)
     metrics.rewind(step)
     audit = MetricsLog(run_dir.audit) if config.data.audit else None

@@ -7,7 +7,6 @@ import typer
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run, with_absolute_paths
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.submit import plan_submission, submit
-from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.sizes import parameter_count
 
@@ -22,7 +21,7 @@ def submit_command(
     config = fill_from_profile(config)
     size = config.tokenizer.vocabulary_size
     parameters = parameter_count(config.model, size, size)
-    text = without_credentials(to_yaml(with_absolute_paths(config, None)))
+    text = to_yaml(with_absolute_paths(config, None))
     submission = plan_submission(config, text, run_dir, parameters, dry_run=dry_run)
     if dry_run:
         print(f"# command\n{submission.command}\n")

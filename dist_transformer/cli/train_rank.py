@@ -98,23 +98,19 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: S
     status: Status = "FAILED"
     try:
         recorded = ranks.from_first(newest_steps(run_dir) if ranks.is_first else None)
-        trainer = Trainer(config, run_dir, ranks, engine, data.validation(), data.recipe(), journal, progress, recorded)
-        if checkpoint is not None:
-            trainer.restore(checkpoint.state["interval"])
-        note(run_dir, ranks, "running", progress.step)
-        log_outlook(config, manifest, ranks.num_ranks)
-        log.info("start      step %d%s", progress.step, f", resumed from {checkpoint.path}" if checkpoint else "")
-        loader = data.loader(
-            progress.position, progress.batches, ranks.rank, ranks.num_ranks, config.data.loader_workers
-        )
-        feed = Feed(
-            loader, ranks, manifest.training, config.data.lanes, progress.batches, lambda: stop.reason() is not None
-        )
-        with (
-            ProgressBar(config.training.max_steps, progress.step) as bar,
-            Watchdog(config.training.hang_seconds, ranks.rank) as watchdog,
-        ):
-            outcome = trainer.run(feed, bar, watchdog)
+        with Watchdog(config.training.hang_seconds, ranks.rank) as watchdog:
+            watchdog.progress("reading the validation corpus")
+            validation = data.validation()
+            trainer = Trainer(config, run_dir, ranks, engine, validation, data.recipe(), journal, progress, recorded)
+            if checkpoint is not None:
+                trainer.restore(checkpoint.state["interval"])
+            note(run_dir, ranks, "running", progress.step)
+            log_outlook(config, manifest, ranks.num_ranks)
+            log.info("start      step %d%s", progress.step, f", resumed from {checkpoint.path}" if checkpoint else "")
+            watchdog.progress("reading the first windows")
+            feed = _feed(data, ranks, progress, stop)
+            with ProgressBar(config.training.max_steps, progress.step) as bar:
+                outcome = trainer.run(feed, bar, watchdog)
         if outcome is Outcome.FINISHED:
             _write_model(config, run_dir, ranks, data, tracker)
         status = "FINISHED" if outcome is Outcome.FINISHED else "SCHEDULED"
@@ -122,6 +118,12 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: S
     finally:
         if tracker is not None:
             tracker.close(status)
+
+
+def _feed(data: RunData, ranks: Ranks, progress: Progress, stop: StopRequest) -> Feed:
+    settings, batch = data.config.data, progress.batches
+    loader = data.loader(progress.position, batch, ranks.rank, ranks.num_ranks, settings.loader_workers)
+    return Feed(loader, ranks, data.manifest.training, settings.lanes, batch, lambda: stop.reason() is not None)
 
 
 def _refuse_different_corpora(folder: Path, manifest: Manifest, ranks: Ranks) -> None:

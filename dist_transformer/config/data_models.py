@@ -15,11 +15,13 @@ class CorpusConfig(Section):
     """
 
     source: Text | None = Field(
-        None, description="Text of the source side, one sentence a line (.gz, .zst, .xz too); patterns and URLs too."
+        None,
+        description="Text of the source side, one sentence a line (.gz, .zst, .xz too); patterns and addresses too.",
     )
     target: Text | None = Field(None, description="Text of the target side, aligned line by line with `source`.")
     path: Text | None = Field(
-        None, description="Both sides: .tsv .csv .jsonl (.gz, .zst, .xz too) .parquet .arrow; patterns and URLs too."
+        None,
+        description="Both sides: .tsv .csv .jsonl (.gz, .zst, .xz too) .parquet .arrow; patterns and addresses too.",
     )
     hub: Text | None = Field(None, description="Dataset id on the Hugging Face Hub, e.g. wmt/wmt14.")
     subset: Text | None = Field(None, description="Configuration name of the Hub dataset, e.g. de-en.")
@@ -28,7 +30,8 @@ class CorpusConfig(Section):
     columns: tuple[Text, Text] | None = Field(
         None,
         description="Names of the source and target columns; dots reach into nested ones: translation.en. "
-        "Default: the two languages, or `translation.<language>` for a Hub dataset; columns 0 and 1 of a tsv.",
+        "Default: the two languages, or `translation.<language>` where there are no such columns. Of a tsv: numbers from 0, "
+        "default 0 and 1, or names in its first line.",
     )
     demo: Literal["train", "validation", "test"] | None = Field(
         None, description="A split of the embedded English-German demonstration corpus; needs no files."
@@ -43,7 +46,7 @@ class CorpusConfig(Section):
 class MixtureStage(Section):
     """From which global batch on which weights hold."""
 
-    from_step: Whole = Field(ge=0, description="First step (skipped updates counted) that these weights are for.")
+    from_step: Whole = Field(gt=1, description="First step (skipped updates counted) that these weights are for.")
     weights: dict[Text, Number] = Field(description="Weight of each corpus, as in mixture.weights.")
 
 
@@ -68,7 +71,7 @@ class FilterConfig(Section):
 
     max_tokens: PositiveInt = Field(256, description="Longest side in subword tokens, end of sentence included.")
     max_length_ratio: Number = Field(
-        9.0, gt=1.0, description="Largest ratio of the longer to the shorter side, in tokens; sides under 10 pass."
+        9.0, gt=1.0, description="Largest ratio of the longer to the shorter side, in tokens; pairs under 10 pass."
     )
     drop_identical: Truth = Field(False, description="Drop pairs whose source equals their target.")
     bad_encoding: Literal["raise", "drop"] = Field(
@@ -79,9 +82,9 @@ class FilterConfig(Section):
 class DataConfig(Section):
     """From text to micro-batches."""
 
-    root: Text = Field(".", description="Folder that relative corpus paths start from.")
-    source_language: Text = Field("en", description="Source language code, for column names and tags.")
-    target_language: Text = Field("de", description="Target language code, for column names and tags.")
+    root: Text = Field(".", description="Folder or address that relative corpus paths start from.")
+    source_language: Text = Field("en", description="Source language code, for column names and records.")
+    target_language: Text = Field("de", description="Target language code, for column names and records.")
     train: CorpusConfig | None = Field(None, description="The training corpus; or give `mixture`.")
     mixture: MixtureConfig | None = Field(None, description="Several training corpora instead of `train`.")
     validation: CorpusConfig | None = Field(
@@ -119,9 +122,12 @@ class DataConfig(Section):
     row_group_rows: PositiveInt = Field(4096, description="Rows per parquet row group of the prepared corpus.")
     loader_workers: Whole = Field(1, ge=0, description="Loader processes per rank; 0 reads in the training process.")
     stall_seconds: PositiveInt = Field(
-        300, description="A window not delivered in this time ends the run with a reason; below training.hang_seconds."
+        300,
+        description="A loader process that delivers no window in this time ends the run; below training.hang_seconds.",
     )
-    read_attempts: PositiveInt = Field(5, description="Attempts to read a row group, with growing pauses between them.")
+    read_attempts: PositiveInt = Field(
+        5, description="Attempts to read a row group or a remote file, with pauses between them."
+    )
     on_bad_row_group: Literal["raise", "quarantine"] = Field(
         "raise", description="A row group that cannot be read: end the run, or leave it out, counted and named."
     )
@@ -149,6 +155,6 @@ class TokenizerConfig(Section):
     target_model: Text | None = Field(None, description="The target side's .model file where not shared.")
     sampling: Share = Field(
         0.0,
-        description="Share of merges left out (BPE dropout), or alpha of unigram sampling, in training; 0: none. Needs "
-        "data.on_the_fly.",
+        description="Share of merges left out (BPE dropout), or alpha of unigram sampling (smaller: more varied), in training; "
+        "0: none. Needs data.on_the_fly.",
     )

@@ -82,8 +82,8 @@ class ScheduleConfig(Section):
 class TrainingConfig(Section):
     """The steps."""
 
-    max_steps: PositiveInt | None = Field(100_000, description="Last step of the run; none: only max_epochs ends it.")
-    max_epochs: PositiveInt | None = Field(None, description="Epochs after which the run ends; none: only max_steps.")
+    max_steps: PositiveInt | None = Field(100_000, description="Last step of the run; none: another end is given.")
+    max_epochs: PositiveInt | None = Field(None, description="Epochs after which the run ends; none: no such limit.")
     max_target_tokens: PositiveInt | None = Field(
         None, description="The run ends with the step that brings it to this many target tokens; none: no such limit."
     )

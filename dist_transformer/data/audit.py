@@ -1,10 +1,10 @@
-"""Proves from a run's audit.jsonl that every kept row was used exactly once in each pass over its corpus.
+"""Proves by a run's audit.jsonl that no row was lost or repeated: every row was used as often as the plan says.
 
-An epoch of one corpus, or of several without weights, is one pass over each: its rows must be those of the prepared
-corpus, each once. With weights a corpus has a pace of its own; then the passes over it are counted through the whole run.
+The plan tells how many passes over a corpus were begun up to a position, and which of their rows are still to come. A row
+must have been used once for each pass, less the passes in which it is still to come; of a window that is open, either.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,40 +14,28 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dist_transformer.data.manifest import Manifest, Split
-from dist_transformer.data.plan import CORPUS_SHIFT, batch_digest
+from dist_transformer.data.plan import CORPUS_SHIFT, RowSlice, batch_digest
+from dist_transformer.data.position import Position
+from dist_transformer.data.segments import Planner
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Usage:
-    """How often the rows of one corpus were used, in one epoch or, with weights, in the whole run.
+    """How often the rows of one corpus were used, in one epoch or, with weights, in the whole run (`epoch` None).
 
     Attributes:
         kept: rows of the corpus; of text that is tokenized on the fly those that its filters drop are among them.
         used: rows used at least once.
         most: uses of the row that was used most.
-        unknown: uses of rows that the corpus does not have.
     """
 
     corpus: str
     epoch: int | None
-    is_complete: bool
     kept: int
     used: int
     most: int
-    unknown: int
-
-    @property
-    def problem(self) -> str | None:
-        """What is against the promise, or None."""
-        if self.unknown:
-            return f"{self.unknown} rows that the corpus does not have"
-        if self.epoch is not None and self.most > 1:
-            return f"a row was used {self.most} times"
-        if self.epoch is not None and self.is_complete and self.used < self.kept:
-            return f"{self.kept - self.used} rows were not used"
-        return None
 
 
 class Audit:
@@ -76,25 +64,59 @@ class Audit:
         self._uses.setdefault(epoch, []).extend(lanes.values())
         self.num_batches += 1
 
-    def usages(self, num_finished: int = 0) -> Iterable[Usage]:
-        """By epoch and corpus. All epochs but the last are complete; it is where `num_finished` epochs ended the run."""
+    def usages(self) -> Iterator[Usage]:
+        """By epoch and corpus."""
         for epoch in sorted(self._uses):
-            rows = np.concatenate(self._uses[epoch])
             for corpus, name in enumerate(self._names):
-                of_corpus = rows[rows >> CORPUS_SHIFT == corpus] & ((1 << CORPUS_SHIFT) - 1)
-                is_complete = epoch < max(num_finished, *self._uses) and not self._may_drop
+                rows, counts = np.unique(_rows_of(corpus, self._uses[epoch]), return_counts=True)
                 shown = None if self._has_weights else epoch
-                yield _usage(name, shown, is_complete, self._rows[corpus], of_corpus)
+                yield Usage(name, shown, len(self._rows[corpus]), len(rows), int(counts.max(initial=0)))
+
+    def problems(self, planner: Planner, position: Position) -> Iterator[str]:
+        """What is not as the plan says at `position`, which the batches added so far must have led to."""
+        cut = planner.recut(position.segment, position.lanes, 0, len(position.lanes))
+        batches = [lane for lanes in self._uses.values() for lane in lanes]
+        for corpus, name in enumerate(self._names):
+            used, kept = _rows_of(corpus, batches), self._rows[corpus]
+            known = np.isin(used, kept)
+            if not known.all():
+                yield f"{name}: {np.count_nonzero(~known)} rows that the corpus does not have"
+            counts = np.bincount(_places(kept, used[known]), minlength=len(kept))
+            stream, starts = cut.streams[corpus], np.cumsum([0, *planner.group_rows[corpus]])
+            to_come = planner.slices(corpus, iter(stream.pending))
+            opened = (s for ws in cut.open_windows for w in ws for s in w.request.slices if s.corpus == corpus)
+            most = stream.next_pass - _counted(to_come, starts)
+            least = most - _counted(opened, starts)
+            if repeated := np.count_nonzero(counts > most):
+                yield f"{name}: {repeated} rows were used more often than was due"
+            if not self._may_drop and (lost := np.count_nonzero(counts < least)):
+                yield f"{name}: {lost} rows were used less often than was due"
 
 
-def _usage(corpus: str, epoch: int | None, is_complete: bool, kept: Ints, used: Ints) -> Usage:
-    rows, counts = np.unique(used, return_counts=True)
-    unknown = int(counts[~np.isin(rows, kept)].sum())
-    return Usage(corpus, epoch, is_complete, len(kept), len(rows), int(counts.max(initial=0)), unknown)
+def _rows_of(corpus: int, batches: Iterable[Ints]) -> Ints:
+    """The row numbers in one corpus."""
+    rows = np.concatenate([np.empty(0, np.int64), *batches])
+    return rows[rows >> CORPUS_SHIFT == corpus] & ((1 << CORPUS_SHIFT) - 1)
+
+
+def _places(kept: Ints, used: Ints) -> Ints:
+    """Where in the corpus, as it is stored, the rows of these numbers lie."""
+    order = np.argsort(kept)
+    places: Ints = order[np.searchsorted(kept, used, sorter=order)]
+    return places
+
+
+def _counted(slices: Iterable[RowSlice], starts: Ints) -> Ints:
+    """How often each row of a corpus is in these slices."""
+    counts = np.zeros(int(starts[-1]), dtype=np.int64)
+    for piece in slices:
+        start = int(starts[piece.row_group])
+        counts[start + piece.first : start + piece.last] += 1
+    return counts
 
 
 def _row_numbers(folder: Path, split: Split) -> Ints:
-    """The numbers of the rows of a corpus."""
+    """The numbers of the rows of a corpus, in the order in which they are stored."""
     if all(shard.is_in_place for shard in split.shards):
         return np.arange(split.rows)
     columns = [pq.read_table(folder / shard.file, columns=["row_id"]).column("row_id") for shard in split.shards]

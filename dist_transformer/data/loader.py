@@ -176,7 +176,7 @@ class LaneLoader:
         if emitted == 0:
             key = window.request.key
             self._dropped.update(window.dropped)
-            self._quarantined += [Quarantined(key, g.corpus, g.row_group, g.file, g.reason) for g in window.lost]
+            self._quarantined += [Quarantined(key, g.corpus, g.row_group, g.place, g.reason) for g in window.lost]
 
     def _request(self, lane: int) -> WindowRequest:
         return _excluding(self._plan.request(lane, self._lanes[lane][0]), self._without)
@@ -216,9 +216,9 @@ def _refuse_other_rows(window: Window) -> None:
     newly = [group for group in window.lost if (group.corpus, group.row_group) not in window.request.without]
     if newly:
         raise DataError(
-            f"{newly[0].file}: row group {newly[0].row_group} cannot be read ({newly[0].reason}), but it could when "
-            f"{window.request.key} was begun, so that it cannot be left out now. Restore the file, or go on from a "
-            "checkpoint before that window: move the newer ones away."
+            f"{newly[0].place} cannot be read ({newly[0].reason}), but it could when {window.request.key} was "
+            f"begun, so that it cannot be left out now. Restore the file, or go on from a "
+            "checkpoint before that window: move the newer ones out of the run's folder `checkpoints`."
         )
 
 

@@ -15,10 +15,10 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
 from typing import Protocol
 
 from dist_transformer.data.plan import WindowRequest
@@ -69,7 +69,8 @@ class WindowStream:
         self._builder, self._requests, self._here, self._settings = builder, requests, here, settings
         self._early: dict[WindowRequest, Window | DataError] = {}
         self._processes = _start(builder, settings.num_workers)
-        weakref.finalize(self, _kill, self._processes)  # also at the end of the program, before it waits for them
+        # Also at the end of the program, before multiprocessing waits for its children, who ignore its TERM.
+        Finalize(self, _kill, (self._processes,), exitpriority=10)
         self._asked: deque[_LoaderProcess] = deque()
         for process in self._processes * WINDOWS_AHEAD:
             self._ask(process)

@@ -33,14 +33,14 @@ class PackedShape:
 
     source_tokens: int
     target_tokens: int
-    segments: int
+    sequences: int
 
 
 @dataclass(frozen=True)
 class PackedBatch:
     """One packed batch; see the picture above. `row_ids` names its rows, in order; padding is not one of them.
 
-    `source_ends` and `target_ends` have shape (segments + 1,), the other arrays that of their side's budget.
+    `source_ends` and `target_ends` have shape (sequences + 1,), the other arrays that of their side's budget.
     """
 
     row_ids: Ints
@@ -60,8 +60,8 @@ def packed_shape(max_tokens: int, num_rows: int, source_tokens: int, target_toke
     tokens = source_tokens + target_tokens
     source = max(1, round(max_tokens * source_tokens / tokens / BUDGET_MULTIPLE)) * BUDGET_MULTIPLE
     rows_of_average = max_tokens * num_rows / tokens
-    segments = int(np.ceil(rows_of_average * SEGMENTS_MARGIN / SEGMENTS_MULTIPLE)) * SEGMENTS_MULTIPLE
-    return PackedShape(source, max_tokens - source, segments)
+    sequences = int(np.ceil(rows_of_average * SEGMENTS_MARGIN / SEGMENTS_MULTIPLE)) * SEGMENTS_MULTIPLE
+    return PackedShape(source, max_tokens - source, sequences)
 
 
 def pack(rows: Rows, order: Ints, shape: PackedShape, pad_id: int) -> list[PackedBatch]:
@@ -87,7 +87,7 @@ def _first_fit(source_lengths: Sequence[int], target_lengths: Sequence[int], sha
     room: list[tuple[int, int]] = []
     for row, (source, target) in enumerate(zip(source_lengths, target_lengths, strict=True)):
         for place, (source_room, target_room) in enumerate(room):
-            if source <= source_room and target <= target_room and len(members[place]) < shape.segments:
+            if source <= source_room and target <= target_room and len(members[place]) < shape.sequences:
                 break
         else:
             if len(room) == OPEN_BATCHES:
@@ -103,13 +103,13 @@ def _first_fit(source_lengths: Sequence[int], target_lengths: Sequence[int], sha
 
 
 def _lay_out(rows: Rows, members: Ints, shape: PackedShape, pad_id: int) -> PackedBatch:
-    source = _end_to_end(rows.source_ids, rows.source_offsets, members, shape.source_tokens, shape.segments, pad_id)
-    target = _end_to_end(rows.target_ids, rows.target_offsets, members, shape.target_tokens, shape.segments, pad_id)
+    source = _end_to_end(rows.source_ids, rows.source_offsets, members, shape.source_tokens, shape.sequences, pad_id)
+    target = _end_to_end(rows.target_ids, rows.target_offsets, members, shape.target_tokens, shape.sequences, pad_id)
     return PackedBatch(rows.row_ids[members], *source, *target)
 
 
 def _end_to_end(
-    ids: Ints, offsets: Ints, members: Ints, budget: int, segments: int, pad_id: int
+    ids: Ints, offsets: Ints, members: Ints, budget: int, sequences: int, pad_id: int
 ) -> tuple[Tokens, Tokens, Tokens]:
     """One side: ids, positions, and ends of the rows."""
     lengths = offsets[members + 1] - offsets[members]
@@ -117,5 +117,5 @@ def _end_to_end(
     positions = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
     tail = budget - int(ends[-1])
     packed = np.pad(ids[np.repeat(offsets[members], lengths) + positions], (0, tail), constant_values=pad_id)
-    ends = np.pad(ends, (0, segments - len(members)), mode="edge")
+    ends = np.pad(ends, (0, sequences - len(members)), mode="edge")
     return packed.astype(np.int32), np.pad(positions, (0, tail)).astype(np.int32), ends.astype(np.int32)

@@ -45,6 +45,10 @@ class WindowKey:
     lane: int
     window: int
 
+    def __str__(self) -> str:
+        again = f", cut {self.segment} times" if self.segment else ""
+        return f"window {self.window} of lane {self.lane} of epoch {self.epoch}{again}"
+
 
 @dataclass(frozen=True)
 class RowSlice:

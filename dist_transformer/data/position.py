@@ -24,7 +24,7 @@ class Quarantined:
     key: WindowKey
     corpus: int
     row_group: int
-    file: str
+    place: str
     reason: str
 
 

@@ -48,7 +48,7 @@ def refuse_other_recipe(folder: Path, found: dict[str, Any], wanted: dict[str, A
     ours, theirs = flat(wanted), flat({key: value for key, value in found.items() if key in wanted})
     differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     if differing:
-        lines = [f"  {key}: {theirs.get(key)!r} in the folder, {ours.get(key)!r} now" for key in differing]
+        lines = [f"  {_difference(key, theirs.get(key), ours.get(key))}" for key in differing]
         raise DataError(
             "\n".join(
                 [
@@ -58,6 +58,16 @@ def refuse_other_recipe(folder: Path, found: dict[str, Any], wanted: dict[str, A
                 ]
             )
         )
+
+
+def _difference(key: str, found: Any, wanted: Any) -> str:
+    """Of two lists, such as the files of a corpus, only the first place where they differ is shown."""
+    if isinstance(found, list) and isinstance(wanted, list):
+        place = next((n for n, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), None)
+        if place is None:
+            return f"{key}: {len(found)} in the folder, {len(wanted)} now"
+        return _difference(f"{key}, number {place + 1}", found[place], wanted[place])
+    return f"{key}: {found!r} in the folder, {wanted!r} now"
 
 
 def taken_models(settings: TokenizerConfig) -> list[Path]:

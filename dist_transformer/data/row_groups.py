@@ -40,6 +40,9 @@ class RowGroupPlace:
     first_row: int
     is_in_place: bool
 
+    def __str__(self) -> str:
+        return f"row group {self.index} of {self.file}"
+
 
 class SplitPlaces:
     """The places of a split's row groups, by their number in the split."""

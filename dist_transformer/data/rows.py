@@ -40,11 +40,11 @@ class Rows:
 
 @dataclass(frozen=True)
 class LostRowGroup:
-    """A row group that was left out of a window because it could not be read."""
+    """A row group that was left out of a window because it could not be read; `place` names it for people."""
 
     corpus: int
     row_group: int
-    file: str
+    place: str
     reason: str
 
 
@@ -120,8 +120,8 @@ class RowReader:
         lost = []
         for corpus, row_group in dict.fromkeys((piece.corpus, piece.row_group) for piece in request.slices):
             if (corpus, row_group) in request.without:
-                file = self._corpora[corpus].places[row_group].file
-                lost.append(LostRowGroup(corpus, row_group, file, LEFT_OUT_BEFORE))
+                place = str(self._corpora[corpus].places[row_group])
+                lost.append(LostRowGroup(corpus, row_group, place, LEFT_OUT_BEFORE))
                 continue
             try:
                 tables[corpus, row_group] = self._corpora[corpus].read(row_group)
@@ -135,7 +135,7 @@ class RowReader:
         if self._data.on_bad_row_group == "raise":
             mend = f"{self._mend(place)}, or set data.on_bad_row_group: quarantine to go on without its rows"
             raise DataError(_cannot_read(place, error, mend)) from error
-        return LostRowGroup(corpus, row_group, place.file, str(error))
+        return LostRowGroup(corpus, row_group, str(place), str(error))
 
     def _mend(self, place: RowGroupPlace) -> str:
         if place.is_in_place:

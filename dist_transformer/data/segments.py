@@ -11,7 +11,7 @@ for each lane, so that the lanes go through a pass together; what a lane has of 
 that every window holds each corpus in the same share. An epoch is one segment.
 It is cut anew, into another segment, where the weights of a mixture change or a run goes on with other lanes: windows
 that were begun are finished first, and all other rows go back, in order, to the front of the streams. So every row is
-used once in each pass (promise P2), and nothing here knows ranks or workers (P1).
+used once in each pass (promise P2), and nothing here knows ranks or loader processes (P1).
 """
 
 from collections.abc import Iterator, Sequence

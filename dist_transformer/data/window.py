@@ -1,7 +1,7 @@
 """A window as micro-batches: read its rows, shuffle, bucket by length, pad, and lay all out in one flat array.
 
-A window is a pure function of (manifest, seed, epoch, segment, lane, window): any worker of any rank computes the same
-one, and a resume recomputes one window a lane instead of reading the epoch again.
+A window is a pure function of (manifest, seed, epoch, segment, lane, window): any loader process of any rank computes the
+same one, and a resume recomputes one window a lane instead of reading the epoch again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,7 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Window:
-    """All micro-batches of a window in two flat arrays: one transfer from the worker, whatever their number.
+    """All micro-batches of a window in two flat arrays: one transfer between processes, whatever their number.
 
     Attributes:
         tokens: for each shape in order, the source ids (rows, source_length) and then the target ids
@@ -62,7 +62,7 @@ class Window:
 
 
 class WindowBuilder:
-    """Builds windows. Holds no open files itself: safe to send to a worker.
+    """Builds windows. Holds no open files itself: safe to send to another process.
 
     Args:
         reader: gives the rows of a window.

@@ -193,15 +193,12 @@ class Trainer:
         position = progress.position
         progress.position = Position(position.segment, position.lanes, (*position.quarantined, *row_groups))
         for row_group in row_groups if self._ranks.is_first else ():
-            log.warning(
-                "data       left out of epoch %d, lane %d: row group %d of %s (%s)",
-                row_group.key.epoch, row_group.key.lane, row_group.row_group, row_group.file, row_group.reason,
-            )  # fmt: skip
+            log.warning("data       left out of %s: %s (%s)", row_group.key, row_group.place, row_group.reason)
         if (count := progress.quarantined_row_groups) > most:
             raise DataError(
                 f"{count} row groups could not be read and were left out, more than data.max_quarantined_row_groups = "
-                f"{most}; the last one: row group {row_groups[-1].row_group} of {row_groups[-1].file} "
-                f"({row_groups[-1].reason}). Mend the files named in the log, or allow more."
+                f"{most}; the last one: {row_groups[-1].place} ({row_groups[-1].reason}). Mend the "
+                "files named in the log, or allow more."
             ).agreed()
 
     def _log(self, bar: ProgressBar) -> None:

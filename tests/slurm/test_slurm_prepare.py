@@ -1,5 +1,8 @@
 """A corpus prepared by a job array on a real Slurm is the one that a single process prepares."""
 
+import contextlib
+import re
+import signal
 import sys
 from pathlib import Path
 
@@ -22,6 +25,19 @@ tokenizer: {{vocabulary_size: 400}}
 OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
 
 
+def processes_that_catch(number: signal.Signals) -> int:
+    """How many commands of the array's tasks have begun to listen to a signal."""
+    found = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_command = {b"dist_transformer", b"run.name=array"} <= set(
+                (process / "cmdline").read_bytes().split(b"\0")
+            )
+            (caught,) = re.findall(r"SigCgt:\s*(\w+)", (process / "status").read_text())
+            found += is_command and bool(int(caught, 16) >> (number - 1) & 1)
+    return found
+
+
 @pytest.mark.slurm
 @pytest.mark.slow
 def test_a_job_array_prepares_what_one_process_prepares_though_a_task_is_stopped(
@@ -38,7 +54,11 @@ def test_a_job_array_prepares_what_one_process_prepares_though_a_task_is_stopped
     def logs() -> str:
         return "\n".join(path.read_text() for path in sorted(tmp_path.glob("task-*.log")))
 
-    wait_until((prepared / "work").is_dir, 120, lambda: f"the work to begin\n{logs()}")
+    wait_until(
+        lambda: (prepared / "work").is_dir() and processes_that_catch(signal.SIGUSR1) == 2,
+        120,
+        lambda: f"two tasks at work\n{logs()}",
+    )
     cluster.run("scancel", "--signal=USR1", f"{job_id}_0")
     for task in (f"{job_id}_0", f"{job_id}_1"):
         wait_until(lambda task=task: cluster.state(task) in OVER, 180, lambda: f"an end\n{logs()}")

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +44,6 @@ def test_the_loader_benchmark_loads_every_pair_and_compares_layouts_speed_and_re
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("litdata") is None, reason="litdata is no dependency")
-def test_the_loader_benchmark_compares_with_litdata_where_that_is_installed(tmp_path: Path) -> None:
-    sizes = ["--pairs", "1000", "--lanes", "2", "--max-tokens", "1024", "--windows", "500", "--window-rows", "500"]
-    text = ["--text-pairs", "100", "--text-vocabulary", "300", "--peers", "litdata", "--peer-rows", "100"]
-    _, figures = run("loader.py", tmp_path / "loader.json", *sizes, *text)
-    assert figures["throughput"]["litdata, rows shuffled, in the training process"][0]["pairs"] == 100
-
-
 @pytest.mark.slow
 def test_the_memory_benchmark_samples_an_epoch_and_draws_it(tmp_path: Path) -> None:
     sizes = ["--pairs", "3000", "--lanes", "2", "--max-tokens", "1024", "--window-rows", "200", "--workers", "1"]

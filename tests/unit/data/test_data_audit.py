@@ -1,81 +1,98 @@
 """The audit finds a lost, a repeated and an unknown row, and a digest that is not that of its rows."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rows_helpers import manifest_of, write_token_split
+from lockstep import Ranks
+from rows_helpers import DataConfig, RowReader, manifest_of, write_token_split
 
 from dist_transformer.data.audit import Audit, Usage
-from dist_transformer.data.plan import batch_digest
+from dist_transformer.data.plan import CORPUS_SHIFT, batch_digest
+from dist_transformer.data.position import Position
+from dist_transformer.data.segments import Planner, Stage
+from dist_transformer.data.window import WindowBuilder
 
-ROWS = list(range(1, 13))
-"""The row numbers that `write_token_split` gives to twelve rows."""
-
-
-def record(step: int, epoch: int, *lanes: list[int]) -> dict[str, Any]:
-    rows = {lane: np.asarray(ids, dtype=np.int64) for lane, ids in enumerate(lanes)}
-    return {
-        "step": step,
-        "epoch": epoch,
-        "batch_digest": batch_digest(rows),
-        "rows": {str(lane): ids.tolist() for lane, ids in rows.items()},
-    }
+Records = list[dict[str, Any]]
+STAGES = {"one pass an epoch": (Stage(0, None),), "weights": (Stage(0, (2, 1)), Stage(6, (1, 2)))}
 
 
-@pytest.fixture
-def audit(tmp_path: Path) -> Audit:
-    manifest = manifest_of({"train": write_token_split(tmp_path, "train", [(5, 3), (4,)])})
-    return Audit(tmp_path, manifest, has_weights=False, may_drop=False)
+def record(step: int, epoch: int, lanes: dict[int, list[int]]) -> dict[str, Any]:
+    digest = batch_digest({lane: np.asarray(ids, dtype=np.int64) for lane, ids in lanes.items()})
+    text = json.dumps({"step": step, "epoch": epoch, "batch_digest": digest, "rows": lanes})
+    return dict(json.loads(text))
 
 
-def problems(audit: Audit) -> list[str | None]:
-    return [usage.problem for usage in audit.usages()]
+@pytest.fixture(params=STAGES)
+def audited(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Callable[[Records], None]], list[str]]:
+    """The problems of 14 real batches of two corpora after they were changed."""
+    splits = {"large": write_token_split(tmp_path, "large", [(9, 14), (20,)])}
+    splits["small"] = write_token_split(tmp_path, "small", [(6, 5)])
+    manifest = manifest_of(splits)
+    groups = tuple(tuple(group.rows for group in split.row_groups) for split in splits.values())
+    planner = Planner(groups, 2, 9, 5, STAGES[request.param])
+    builder = WindowBuilder(RowReader(tmp_path, manifest, DataConfig(), 0.0, 5), 24, "free", 8, 0, 2, 5)
+    ranks = Ranks(builder, planner, 1, Position.start(planner.first_segment()), 0)
+    records = []
+    for step in range(1, 15):
+        lanes = ranks.step()
+        records.append(record(step, ranks.position.segment.epoch, lanes))
+
+    def problems(change: Callable[[Records], None]) -> list[str]:
+        change(records)
+        audit = Audit(tmp_path, manifest, has_weights=request.param == "weights", may_drop=False)
+        for each in records:
+            audit.add(each)
+        return [*audit.problems(planner, ranks.position), *map(str, audit.wrong_digests)]
+
+    return problems
 
 
-def test_every_row_once_in_a_finished_epoch_and_some_once_in_the_last_is_as_it_should_be(audit):
-    audit.add(record(1, 0, ROWS[:5], ROWS[5:9]))
-    audit.add(record(2, 0, ROWS[9:]))
-    audit.add(record(3, 1, ROWS[2:4]))
-    assert list(audit.usages()) == [Usage("train", 0, True, 12, 12, 1, 0), Usage("train", 1, False, 12, 2, 1, 0)]
-    assert problems(audit) == [None, None]
-    assert audit.wrong_digests == []
+def test_batches_as_they_were_planned_have_no_problem(audited):
+    assert audited(lambda records: None) == []
 
 
-def test_a_lost_row_is_found_once_the_epoch_is_over(audit):
-    audit.add(record(1, 0, ROWS[1:]))
-    assert problems(audit) == [None]
-    assert [usage.problem for usage in audit.usages(num_finished=1)] == ["1 rows were not used"]
-    audit.add(record(2, 1, ROWS[:1]))
-    assert problems(audit) == ["1 rows were not used", None]
+def test_a_lost_row_is_found(audited):
+    def lose(records: Records) -> None:
+        records[0] = record(1, 0, {0: records[0]["rows"]["0"][1:], 1: records[0]["rows"]["1"]})
+
+    assert audited(lose)[0].endswith("1 rows were used less often than was due")
 
 
-def test_a_repeated_row_is_found(audit):
-    audit.add(record(1, 0, ROWS[:3], ROWS[2:4]))
-    assert problems(audit) == ["a row was used 2 times"]
+def test_a_repeated_row_is_found(audited):
+    def repeat(records: Records) -> None:
+        rows = records[0]["rows"]
+        records[0] = record(1, 0, {0: [*rows["0"], rows["0"][0]], 1: rows["1"]})
+
+    assert audited(repeat)[0].endswith("1 rows were used more often than was due")
 
 
-def test_a_row_that_the_corpus_does_not_have_is_found(audit):
-    audit.add(record(1, 0, [1, 99]))
-    assert problems(audit) == ["1 rows that the corpus does not have"]
+def test_a_row_that_no_corpus_has_is_found(audited):
+    def invent(records: Records) -> None:
+        rows = records[0]["rows"]
+        records[0] = record(1, 0, {0: [*rows["0"], (1 << CORPUS_SHIFT) + 99], 1: rows["1"]})
+
+    assert audited(invent) == ["small: 1 rows that the corpus does not have"]
 
 
-def test_rows_that_do_not_fit_their_digest_are_found(audit):
-    changed = record(7, 0, ROWS[:3])
-    changed["rows"]["0"][1] = 9
-    audit.add(changed)
-    assert audit.wrong_digests == [7]
+def test_rows_that_do_not_fit_their_digest_are_found(audited):
+    def swap_lanes(records: Records) -> None:
+        rows = records[6]["rows"]
+        records[6]["rows"] = {"0": rows["1"], "1": rows["0"]}
+
+    assert audited(swap_lanes) == ["7"]
 
 
-def test_with_weights_passes_are_counted_through_the_whole_run(tmp_path: Path):
+def test_rows_are_counted_by_epoch_and_with_weights_through_the_whole_run(tmp_path: Path):
     manifest = manifest_of({name: write_token_split(tmp_path, name, [(4,)]) for name in ("large", "small")})
-    audit = Audit(tmp_path, manifest, has_weights=True, may_drop=False)
-    small = [(1 << 44) + row for row in (1, 2, 3, 4)]
-    audit.add(record(1, 0, [1, *small]))
-    audit.add(record(2, 1, [2, small[0]]))
-    assert [(u.corpus, u.epoch, u.used, u.most) for u in audit.usages()] == [
-        ("large", None, 2, 1),
-        ("small", None, 4, 2),
-    ]
-    assert problems(audit) == [None, None]
+    for has_weights, expected in (
+        (False, [Usage("large", 0, 4, 1, 1), Usage("small", 0, 4, 2, 1), Usage("large", 1, 4, 1, 1)]),
+        (True, [Usage("large", None, 4, 2, 1), Usage("small", None, 4, 2, 2)]),
+    ):
+        audit = Audit(tmp_path, manifest, has_weights, may_drop=False)
+        audit.add(record(1, 0, {0: [1, (1 << CORPUS_SHIFT) + 1, (1 << CORPUS_SHIFT) + 2]}))
+        audit.add(record(2, 1, {0: [2, (1 << CORPUS_SHIFT) + 1]}))
+        assert list(audit.usages())[: len(expected)] == expected

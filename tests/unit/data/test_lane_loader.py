@@ -88,7 +88,7 @@ class LosingBuilder(RowsBuilder):
     def build(self, request):
         self.asked.append(request)
         is_hit = any((piece.corpus, piece.row_group) == (0, 1) for piece in request.slices)
-        lost = (LostRowGroup(0, 1, "train-00000.parquet", "OSError"),) if is_hit else ()
+        lost = (LostRowGroup(0, 1, "row group 1 of train-00000.parquet", "OSError"),) if is_hit else ()
         kept = tuple(piece for piece in request.slices if (piece.corpus, piece.row_group) != (0, 1))
         window = super().build(replace(request, slices=kept))
         return replace(window, request=request, lost=lost, dropped={"empty": 2})
@@ -126,6 +126,6 @@ def test_a_window_that_was_begun_with_a_row_group_is_not_gone_on_with_without_it
     begun = Position(segment, tuple((number, 2) if each == lane else (0, 0) for each in range(2)))
     loader = LaneLoader(LosingBuilder(planner), planner, begun, 9, [lane], ALONE)
     with pytest.raises(
-        DataError, match=r"train-00000\.parquet: row group 1 .*could when .* was begun.*Restore the file"
+        DataError, match=r"row group 1 of train-00000\.parquet .*could when .* was begun.*Restore the file"
     ):
         loader.next_step()

@@ -29,13 +29,13 @@ def sentences(ids, offsets) -> list[list[int]]:
 
 
 @given(LENGTHS, st.integers(40, 200), st.integers(40, 200), st.integers(1, 20), st.integers(0, 99))
-def test_every_row_is_whole_in_one_batch_where_its_cumulative_lengths_say(lengths, source, target, segments, seed):
+def test_every_row_is_whole_in_one_batch_where_its_cumulative_lengths_say(lengths, source, target, sequences, seed):
     random = np.random.default_rng(seed)
     rows = rows_of([s for s, _ in lengths], [t for _, t in lengths], random)
-    batches = pack(rows, random.permutation(len(lengths)), PackedShape(source, target, segments), PAD)
+    batches = pack(rows, random.permutation(len(lengths)), PackedShape(source, target, sequences), PAD)
     found = []
     for batch in batches:
-        assert 1 <= len(batch.row_ids) <= segments
+        assert 1 <= len(batch.row_ids) <= sequences
         sides = (
             sentences(batch.source_ids, batch.source_ends[: len(batch.row_ids) + 1]),
             sentences(batch.target_ids, batch.target_ends[: len(batch.row_ids) + 1]),
@@ -55,7 +55,7 @@ def test_all_batches_have_one_shape_and_only_padding_behind_their_rows(lengths, 
             (batch.target_ids, batch.target_positions, batch.target_ends, shape.target_tokens),
         ):
             assert ids.shape == positions.shape == (budget,)
-            assert ends.shape == (shape.segments + 1,)
+            assert ends.shape == (shape.sequences + 1,)
             assert (ids == PAD).nonzero()[0].tolist() == list(range(ends[-1], budget))
             assert (ends[len(batch.row_ids) :] == ends[-1]).all()
             expected = np.concatenate([np.arange(length) for length in np.diff(ends)])
@@ -83,7 +83,7 @@ def test_budgets_in_the_ratio_of_the_corpus_waste_at_most_three_percent_and_less
     shape = packed_shape(8192, len(source), int(source.sum()), int(target.sum()))
     assert shape.source_tokens + shape.target_tokens == 8192
     assert waste(shape) <= 0.03
-    assert waste(shape) < waste(PackedShape(4096, 4096, shape.segments))
+    assert waste(shape) < waste(PackedShape(4096, 4096, shape.sequences))
 
 
 def test_a_row_that_no_batch_can_hold_is_refused():

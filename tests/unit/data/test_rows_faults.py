@@ -184,7 +184,9 @@ def test_row_groups_that_the_request_leaves_out_are_not_touched(tmp_path, tokens
     without = tuple((0, group) for group in range(3))
     read = reader_of(tmp_path, {"train": tokens}).read(replace(WINDOW, without=(*without, (0, 17))))
     file = str(shard_of(tmp_path, tokens))
-    assert read.lost == tuple(LostRowGroup(0, group, file, "left out before") for group in range(3))
+    assert read.lost == tuple(
+        LostRowGroup(0, group, f"row group {group} of {file}", "left out before") for group in range(3)
+    )
 
 
 # The user's own files, read in place.
@@ -284,7 +286,7 @@ def test_a_remote_that_never_answers_raises_or_is_left_out(tmp_path, remote, fau
     with pytest.raises(DataError, match=message):
         remote_reader(tmp_path, remote, read_attempts=2).read(WINDOW)
     read = remote_reader(tmp_path, remote, read_attempts=2, on_bad_row_group="quarantine").read(WINDOW)
-    assert [(lost.row_group, lost.file) for lost in read.lost] == [(group, address) for group in range(3)]
+    assert [lost.place for lost in read.lost] == [f"row group {group} of {address}" for group in range(3)]
 
 
 def test_each_row_group_of_a_window_is_read_once_however_it_is_cut(tmp_path, remote):
