@@ -13,7 +13,7 @@ import typer
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
 from dist_transformer.config.models import Config
-from dist_transformer.errors import EXIT_REQUEUE, DistTransformerError
+from dist_transformer.errors import EXIT_REQUEUE, DistTransformerError, MachineError
 from dist_transformer.stop_request import StopRequest, ignore_stop_signals
 
 if TYPE_CHECKING:  # at run time it would import numpy for every command
@@ -72,9 +72,22 @@ def prepare_with_progress(
                 sys.exit(EXIT_REQUEUE)
             bar.update(tasks[stage], completed=rows_done, total=rows_total)
 
-        with _helpers(config, folder, processes - 1, threads):
+        with _helpers(config, folder, processes - 1, threads), _told_disk_errors(folder):
             manifest = prepare(config, folder, show, threads)
     return folder, manifest
+
+
+@contextmanager
+def _told_disk_errors(folder: Path) -> Iterator[None]:
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (OSError, ArrowException) as error:
+        raise MachineError(
+            f"{folder}: preparing the corpus failed: {type(error).__name__}: {error}. Is its disk full, closed to this "
+            "user, or gone? What is done is kept: start the same command again when it is mended"
+        ) from error
 
 
 def _threads_of_each(processes: int) -> int:

@@ -15,19 +15,19 @@ from dist_transformer.distributed import Ranks
 from dist_transformer.run_dir import RunDir, read_json, write_json, write_text
 from dist_transformer.tracking.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.tracker import Tracker
-from dist_transformer.training.records import Journal
+from dist_transformer.training.records import Journal, Progress
 
 
 def open_records(
-    config: Config, run_dir: RunDir, ranks: Ranks, prepared: Path, manifest: Manifest, step: int
+    config: Config, run_dir: RunDir, ranks: Ranks, prepared: Path, manifest: Manifest, progress: Progress
 ) -> tuple[Journal, Tracker | None]:
-    """Begins the records of this start: what an earlier one wrote beyond `step` is dropped, then MLflow follows."""
+    """Begins the records of this start: what an earlier one wrote beyond `progress` is dropped, then MLflow follows."""
     write_text(run_dir.config, to_yaml(with_absolute_paths(config, prepared)))
     metrics = MetricsLog(run_dir.metrics)
-    metrics.rewind(step)
+    metrics.rewind(progress.step)
     audit = MetricsLog(run_dir.audit) if config.data.audit else None
     if audit is not None:
-        audit.rewind(step)
+        audit.rewind(progress.batches, "batch")
     tracker = _start_tracker(config, run_dir, ranks, manifest) if config.tracking.enabled else None
 
     def checkpoint_saved(step: int, path: Path, values: dict[str, float]) -> None:

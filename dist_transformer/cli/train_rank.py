@@ -94,7 +94,7 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: S
         checkpoints.load(checkpoint, engine)
     journal, tracker = None, None
     if ranks.is_first:
-        journal, tracker = open_records(config, run_dir, ranks, data.folder, manifest, progress.step)
+        journal, tracker = open_records(config, run_dir, ranks, data.folder, manifest, progress)
     status: Status = "FAILED"
     try:
         recorded = ranks.from_first(newest_steps(run_dir) if ranks.is_first else None)

@@ -126,7 +126,7 @@ class DataConfig(Section):
         description="A loader process that delivers no window in this time ends the run; below training.hang_seconds.",
     )
     read_attempts: PositiveInt = Field(
-        5, description="Attempts to read a row group or a remote file, with pauses between them."
+        8, description="Attempts to read a row group or a remote file, with pauses between them."
     )
     on_bad_row_group: Literal["raise", "quarantine"] = Field(
         "raise", description="A row group that cannot be read: end the run, or leave it out, counted and named."

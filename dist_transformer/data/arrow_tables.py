@@ -5,7 +5,6 @@ choose(existing columns, file) -> (source column, target column)
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -69,6 +68,7 @@ class TableReader:
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._rest: pa.RecordBatch | None = None
         self._row = 0
+        self._skipped = 0  # rows at the head of the group that comes next, or of what was just opened of it
 
     def has_more(self) -> bool:
         with named_errors(self._name):
@@ -91,26 +91,36 @@ class TableReader:
         return taken
 
     def skip(self, rows: int) -> int:
+        """Of a group with a known number of rows only the number is noted: when all are skipped, it is never read."""
         left = rows
-        while left and (piece := self._piece(left, skipping=True)) is not None:
-            count = piece if isinstance(piece, int) else piece.num_rows
+        while left and self.has_more():
+            if self._group is not None and self._group.rows is not None:
+                count = min(left, self._group.rows - self._skipped)
+                self._skipped += count
+                if self._skipped == self._group.rows:
+                    self._group, self._skipped = None, 0
+            else:
+                piece = self._piece(left)
+                assert piece is not None
+                count = piece.num_rows
             left -= count
             self._row += count
         return rows - left
 
-    def _piece(self, rows: int, skipping: bool = False) -> Any:
-        """Up to this many next rows; when skipping, the number of them where they need not be read; None at the end."""
-        if not self.has_more():
-            return None
-        if self._group is not None:
-            group, self._group = self._group, None
-            if skipping and group.rows is not None and group.rows <= rows:
-                return group.rows
-            self._batches = iter(group.read())
-            return self._piece(rows)
-        assert self._rest is not None
-        piece, self._rest = self._rest.slice(0, rows), self._rest.slice(rows)
-        return piece
+    def _piece(self, rows: int) -> pa.RecordBatch | None:
+        """Up to this many next rows; None at the end."""
+        while self.has_more():
+            if self._group is not None:
+                group, self._group = self._group, None
+                self._batches = iter(group.read())
+                continue
+            assert self._rest is not None
+            passed = min(self._skipped, self._rest.num_rows)
+            self._skipped -= passed
+            piece, self._rest = self._rest.slice(passed, rows), self._rest.slice(passed + rows)
+            if piece.num_rows:
+                return piece
+        return None
 
     def _find_group(self) -> bool:
         """Moves on to the next group with rows. One with an unknown number is opened; False at the end."""

@@ -96,14 +96,14 @@ class Audit:
 def _rows_of(corpus: int, batches: Iterable[Ints]) -> Ints:
     """The row numbers in one corpus."""
     rows = np.concatenate([np.empty(0, np.int64), *batches])
-    return rows[rows >> CORPUS_SHIFT == corpus] & ((1 << CORPUS_SHIFT) - 1)
+    numbers: Ints = rows[rows >> CORPUS_SHIFT == corpus] & ((1 << CORPUS_SHIFT) - 1)
+    return numbers
 
 
 def _places(kept: Ints, used: Ints) -> Ints:
     """Where in the corpus, as it is stored, the rows of these numbers lie."""
-    order = np.argsort(kept)
-    places: Ints = order[np.searchsorted(kept, used, sorter=order)]
-    return places
+    order: Ints = np.argsort(kept)
+    return order[np.searchsorted(kept, used, sorter=order)]
 
 
 def _counted(slices: Iterable[RowSlice], starts: Ints) -> Ints:

@@ -41,15 +41,16 @@ def jsonl_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) ->
 
     DataError for a line that is none, a value that is no text, and for invalid UTF-8 unless `drop`.
     """
-    columns: list[ColumnNames] = []
+    lines = read_lines(file, attempts)
+    head = list(_to_first_row(lines))
+    # From the first row of the file, whichever rows are wanted: those of other processes are not parsed.
+    columns = choose(_paths(_json_object(file, len(head), head[-1], drop)), file) if head and head[-1].strip() else None
 
     def parse_line(number: int, line: bytes) -> tuple[Any, Any]:
         row = _json_object(file, number, line, drop)
-        if row and not columns:
-            columns.append(choose(_paths(row), file))
-        if not row:
+        if not row or columns is None:
             return None, None
-        source, target = (_json_text(row, column, file, number) for column in columns[0])
+        source, target = (_json_text(row, column, file, number) for column in columns)
         return source, target
 
     def parse(first: int, batch: list[bytes]) -> Pairs:
@@ -63,7 +64,15 @@ def jsonl_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) ->
             )
         return pairs
 
-    return PairReader(read_lines(file, attempts), parse)
+    return PairReader(itertools.chain(head, lines), parse)
+
+
+def _to_first_row(lines: Iterator[bytes]) -> Iterator[bytes]:
+    """The lines up to the first that is not empty."""
+    for line in lines:
+        yield line
+        if line.strip():
+            return
 
 
 def _csv_rows(file: str, drop: bool, attempts: int) -> Iterator[list[str]]:

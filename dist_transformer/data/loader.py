@@ -10,7 +10,7 @@ the training loop calls on all ranks together once no lane of any rank has rows 
 
 import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -104,11 +104,12 @@ class LaneLoader:
             self._without[row_group.key] = (*left_out, (row_group.corpus, row_group.row_group))
         self._dropped: Counter[str] = Counter()
         self._quarantined: list[Quarantined] = []
-        self._ahead_batch = batch
         # The first windows are built here: they are there before the loader processes have started.
-        here = {lane: window for lane, (window, _) in self._lanes.items() if window < self._plan.num_windows(lane)}
-        requests = _requests(planner, self._segment, batch, self._next_windows(here), self._without)
-        self._windows = WindowStream(builder, requests, {self._request(lane) for lane in here}, settings)
+        here = {lane for lane, (window, _) in self._lanes.items() if window < self._plan.num_windows(lane)}
+        self._windows = WindowStream(builder, {self._request(lane) for lane in here}, settings)
+        self._read_ahead_from(batch, here)
+        for lane in self._lanes.keys() - here:
+            self._ask(lane)
 
     def next_step(self) -> LocalStep:
         """One micro-batch for each lane of this rank; None for a lane that has none left in this epoch.
@@ -130,7 +131,7 @@ class LaneLoader:
         self._lanes = dict.fromkeys(self._lanes, (0, 0))
         self._current = {}
         if self._segment != foreseen:
-            self._read_ahead_from(batch)
+            self._restart(batch)
 
     def must_recut(self, batch: int) -> bool:
         """Whether other weights hold from global batch `batch` on: every rank calls `recut` before its next step."""
@@ -143,7 +144,7 @@ class LaneLoader:
         begun = {lane for lane in self._current if position.segment.open_windows[lane]}
         self._current = {lane: batches for lane, batches in self._current.items() if lane in begun}
         self._lanes = {lane: position.lanes[lane] for lane in self._lanes}
-        self._read_ahead_from(batch)
+        self._restart(batch)
 
     @property
     def segment(self) -> Segment:
@@ -169,6 +170,7 @@ class LaneLoader:
 
     def _open(self, lane: int) -> None:
         window = self._windows.take(self._request(lane))
+        self._ask(lane)
         emitted = self._lanes[lane][1]
         if emitted:
             _refuse_other_rows(window)
@@ -181,30 +183,42 @@ class LaneLoader:
     def _request(self, lane: int) -> WindowRequest:
         return _excluding(self._plan.request(lane, self._lanes[lane][0]), self._without)
 
-    def _read_ahead_from(self, batch: int) -> None:
-        self._ahead_batch = batch
-        first = self._next_windows(self._current)
-        self._windows.restart(_requests(self._planner, self._segment, batch, first, self._without))
+    def _restart(self, batch: int) -> None:
+        """Throws away what was read ahead, and reads ahead from where the lanes are now."""
+        self._windows.restart()
+        self._read_ahead_from(batch, set(self._current))
+        for lane in self._lanes:
+            self._ask(lane)
 
-    def _next_windows(self, at_hand: Collection[int]) -> dict[int, int]:
-        """The window that each lane asks the loader processes for next; the current one of some lanes is at hand."""
-        return {lane: window + (lane in at_hand) for lane, (window, _) in self._lanes.items()}
+    def _read_ahead_from(self, batch: int, at_hand: set[int]) -> None:
+        """As if the weights at `batch` held for good. The current windows of the lanes `at_hand` need not be read."""
+        self._ahead_batch = batch
+        first = {lane: window + (lane in at_hand) for lane, (window, _) in self._lanes.items()}
+        self._ahead = {
+            lane: _requests(self._planner, self._segment, batch, lane, window, self._without)
+            for lane, window in first.items()
+        }
+
+    def _ask(self, lane: int) -> None:
+        """Has the lane's next window built: one for each lane is on its way or waits, however unevenly lanes advance."""
+        if (request := next(self._ahead[lane], None)) is not None:
+            self._windows.ask(request)
 
 
 def _requests(
-    planner: Planner, segment: Segment, batch: int, first: dict[int, int], without: Exclusions
+    planner: Planner, segment: Segment, batch: int, lane: int, first: int, without: Exclusions
 ) -> Iterator[WindowRequest]:
-    """Requests for all windows from these on, as if the weights at `batch` held for good; without end.
+    """Requests for all windows of a lane from `first` on, as if the weights at `batch` held for good.
 
-    In the order in which lanes that advance evenly need them.
+    Without end, unless the lane has none in a whole epoch.
     """
-    while True:
+    has_windows = True
+    while has_windows:
         plan = planner.plan(segment)
-        for window in range(min(first.values()), max(plan.num_windows(lane) for lane in first)):
-            for lane in first:
-                if first[lane] <= window < plan.num_windows(lane):
-                    yield _excluding(plan.request(lane, window), without)
-        segment, first = planner.after_epoch(segment, batch), dict.fromkeys(first, 0)
+        for window in range(first, plan.num_windows(lane)):
+            yield _excluding(plan.request(lane, window), without)
+        segment, first = planner.after_epoch(segment, batch), 0
+        has_windows = planner.plan(segment).num_windows(lane) > 0
 
 
 def _excluding(request: WindowRequest, without: Exclusions) -> WindowRequest:

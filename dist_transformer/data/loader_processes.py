@@ -16,18 +16,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
 from typing import Protocol
 
 from dist_transformer.data.plan import WindowRequest
 from dist_transformer.data.window import Window, WindowBuilder
-from dist_transformer.errors import DataError, MachineError
+from dist_transformer.errors import MachineError, UserError
 from dist_transformer.stop_request import ignore_stop_signals
 
-WINDOWS_AHEAD = 2
-"""Windows that each process was asked for and has not handed to the trainer."""
 STACKS_SIGNAL = signal.SIGRTMIN + 1
 """On it a loader process prints where it stands."""
 STACKS_SECONDS = 1.0
@@ -35,7 +33,7 @@ EXIT_SECONDS = 10.0
 """For the exit code of a process whose socket has ended."""
 EXIT_OF_EXCEPTION = 1
 
-Built = tuple[WindowRequest, Window | DataError]
+Built = tuple[WindowRequest, Window | UserError]
 """A window, or why there is none: an error that is raised only when the window is needed."""
 
 
@@ -49,44 +47,41 @@ class ProcessSettings(Protocol):
 
 
 class WindowStream:
-    """Windows by request, built ahead by `num_workers` processes; with none, built when they are asked for.
+    """Windows by request, built by `num_workers` processes from when they are asked for; with none, when they are taken.
 
     Args:
-        requests: all that will be taken, about in that order, without end.
-        here: requests, not among `requests`, that are built in this process.
+        here: requests that are built in this process when they are taken, and are never asked for.
 
     Raises:
         MachineError: the processes cannot be started.
     """
 
-    def __init__(
-        self,
-        builder: WindowBuilder,
-        requests: Iterator[WindowRequest],
-        here: set[WindowRequest],
-        settings: ProcessSettings,
-    ) -> None:
-        self._builder, self._requests, self._here, self._settings = builder, requests, here, settings
-        self._early: dict[WindowRequest, Window | DataError] = {}
+    def __init__(self, builder: WindowBuilder, here: set[WindowRequest], settings: ProcessSettings) -> None:
+        self._builder, self._here, self._settings = builder, here, settings
+        self._early: dict[WindowRequest, Window | UserError] = {}
         self._processes = _start(builder, settings.num_workers)
         # Also at the end of the program, before multiprocessing waits for its children, who ignore its TERM.
         Finalize(self, _kill, (self._processes,), exitpriority=10)
         self._asked: deque[_LoaderProcess] = deque()
-        for process in self._processes * WINDOWS_AHEAD:
-            self._ask(process)
         self._stale = 0
 
-    def restart(self, requests: Iterator[WindowRequest]) -> None:
-        """Other requests from now on; what was asked for before and has not come yet is thrown away."""
-        self._requests = requests
+    def ask(self, request: WindowRequest) -> None:
+        """Has the window built; each that is asked for is kept until it is taken."""
+        if self._processes:
+            process = min(self._processes, key=self._asked.count)
+            process.ask(request)
+            self._asked.append(process)
+
+    def restart(self) -> None:
+        """What was asked for before is thrown away; everything is built by the processes from now on."""
         self._stale = len(self._asked)
-        self._early = {}
+        self._early, self._here = {}, set()
 
     def take(self, request: WindowRequest) -> Window:
-        """The window of this request; those that come before it are kept for their turn.
+        """The window of this request, which was asked for.
 
         Raises:
-            DataError: it cannot be read.
+            UserError: it cannot be read.
             MachineError: it does not come in time, or a process was killed.
         """
         if not self._processes or request in self._here:
@@ -96,12 +91,12 @@ class WindowStream:
         while request not in self._early:
             self._receive(request, deadline)
         window = self._early.pop(request)
-        if isinstance(window, DataError):
+        if isinstance(window, UserError):
             raise window
         return window
 
     def _receive(self, awaited: WindowRequest, deadline: float) -> None:
-        """The window that was asked for first: in this order memory stays small when one process is slow."""
+        """The window that was asked for first."""
         process = self._asked.popleft()
         try:
             request, window = process.next_built(deadline - time.monotonic())
@@ -112,15 +107,10 @@ class WindowStream:
                 "disk or the loader process hangs; where its threads stand is printed above. Look at the filesystem of "
                 "the data, or raise data.stall_seconds"
             ) from None
-        self._ask(process)
         if self._stale:
             self._stale -= 1
         else:
             self._early[request] = window
-
-    def _ask(self, process: "_LoaderProcess") -> None:
-        process.ask(next(self._requests))
-        self._asked.append(process)
 
 
 class _LoaderProcess:
@@ -209,7 +199,7 @@ def _serve(builder: WindowBuilder, socket: Connection) -> None:
 def _built(builder: WindowBuilder, request: WindowRequest) -> Built:
     try:
         return request, builder.build(request)
-    except DataError as error:
+    except UserError as error:
         return request, error
 
 

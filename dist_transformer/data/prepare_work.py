@@ -59,7 +59,8 @@ class Work:
             return None
         locks = self.folder / "locks"
         locks.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(locks / f"{unit}.lock")
+        # A soft lock, of a filesystem without real ones, would outlive a process that dies.
+        lock = FileLock(locks / f"{unit}.lock", fallback_to_soft=False)
         try:
             lock.acquire(blocking=False)
             # In this order: results are cleared away only after the manifest is there.
@@ -69,6 +70,9 @@ class Work:
             self._refuse_finished()
         except Timeout:
             return None
+        except FileNotFoundError:  # the work was cleared away between two lines
+            self._refuse_finished()
+            raise
         except WorkFinishedError:
             lock.release()
             raise

@@ -1,5 +1,6 @@
 """Tries a read again when it fails, with growing pauses: a busy filesystem or network often answers the next time."""
 
+import errno
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ REMOTE_ERRORS = {
     "httpx": ("HTTPError",),
 }
 """What the filesystems of fsspec let through that is no OSError. All are optional, so none is imported for it."""
+BAD_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM)
 
 Result = TypeVar("Result")
 
@@ -48,6 +50,17 @@ def with_retries(read: Callable[[], Result], attempts: int, warn: Callable[[str]
 def read_errors() -> tuple[type[Exception], ...]:
     """Exceptions of reading: of the disk, the network or the bytes of a file, and not of the program."""
     return (OSError, EOFError, pa.ArrowException, *_remote_errors())
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether the disk or the network failed; else the file is missing, closed to us or damaged.
+
+    What Arrow finds damaged is an OSError too, but has no error number.
+    """
+    if isinstance(error, OSError):
+        failed = error.errno is not None and error.errno not in BAD_FILE_ERRNOS
+        return failed or isinstance(error, TimeoutError | ConnectionError)
+    return isinstance(error, tuple(_remote_errors()))
 
 
 def reason_of(error: BaseException) -> str:

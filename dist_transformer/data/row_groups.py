@@ -13,14 +13,22 @@ import pyarrow.parquet as pq
 
 from dist_transformer.data.addresses import open_parquet
 from dist_transformer.data.manifest import Split
-from dist_transformer.data.retries import read_errors, reason_of, with_retries
+from dist_transformer.data.retries import is_outage, read_errors, reason_of, with_retries
 
 OPEN_FILES = 64
 log = logging.getLogger(__name__)
 
 
 class BadRowGroup(Exception):
-    """A row group that cannot be read, or holds something else than it should; its text is the reason."""
+    """A row group that cannot be read, or holds something else than it should; its text is the reason.
+
+    Attributes:
+        is_outage: the disk or the network failed, so that it may be read later; else the file itself is bad.
+    """
+
+    def __init__(self, reason: str, is_outage: bool = False) -> None:
+        super().__init__(reason)
+        self.is_outage = is_outage
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,7 @@ class RowGroupTables:
         try:
             table = with_retries(lambda: self._read_once(place, names), self._attempts, warn)
         except read_errors() as error:
-            raise BadRowGroup(reason_of(error)) from error
+            raise BadRowGroup(reason_of(error), is_outage(error)) from error
         if table.num_rows != place.rows:
             raise BadRowGroup(f"it has {table.num_rows} rows, the manifest says {place.rows}")
         return table

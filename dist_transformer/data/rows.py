@@ -19,7 +19,7 @@ from dist_transformer.data.plan import CORPUS_SHIFT, RowSlice, WindowRequest
 from dist_transformer.data.row_groups import BadRowGroup, RowGroupPlace, RowGroupTables, SplitPlaces
 from dist_transformer.data.text_rows import Sampler, TextCorpus
 from dist_transformer.data.token_rows import Ints, TokenColumn, TokenCorpus, TokenRows
-from dist_transformer.errors import DataError
+from dist_transformer.errors import DataError, MachineError, UserError
 
 Groups = dict[tuple[int, int], pa.Table]
 """By (corpus, row group)."""
@@ -85,6 +85,7 @@ class RowReader:
 
         Raises:
             DataError: a row group cannot be read, and `data.on_bad_row_group` is `raise`.
+            MachineError: likewise, since the disk or the network fails.
         """
         groups, lost = self._read_groups(request)
         pieces = [piece for piece in request.slices if (piece.corpus, piece.row_group) in groups]
@@ -101,7 +102,7 @@ class RowReader:
             try:
                 part = corpus.rows(row_group, corpus.read(row_group))
             except BadRowGroup as error:
-                raise DataError(_cannot_read(places[row_group], error, self._mend(places[row_group]))) from error
+                raise _error(_cannot_read(places[row_group], error, self._mend(places[row_group])), error) from error
             yield _joined([part], [part.row_numbers])
 
     def _corpus(self, split: Split) -> TokenCorpus | TextCorpus:
@@ -134,13 +135,18 @@ class RowReader:
         place = self._corpora[corpus].places[row_group]
         if self._data.on_bad_row_group == "raise":
             mend = f"{self._mend(place)}, or set data.on_bad_row_group: quarantine to go on without its rows"
-            raise DataError(_cannot_read(place, error, mend)) from error
+            raise _error(_cannot_read(place, error, mend), error) from error
         return LostRowGroup(corpus, row_group, str(place), str(error))
 
     def _mend(self, place: RowGroupPlace) -> str:
         if place.is_in_place:
             return "Mend or restore the file"
         return f"The shard is missing or damaged: delete {self._folder} and run `dist-transformer prepare` again"
+
+
+def _error(message: str, cause: BadRowGroup) -> UserError:
+    """After an outage a new start may help, and a Slurm job is put back into the queue."""
+    return MachineError(message) if cause.is_outage else DataError(message)
 
 
 def _cannot_read(place: RowGroupPlace, error: BadRowGroup, mend: str) -> str:

@@ -14,7 +14,7 @@ that were begun are finished first, and all other rows go back, in order, to the
 used once in each pass (promise P2), and nothing here knows ranks or loader processes (P1).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -148,7 +148,7 @@ class Planner:
         """The rest of the epoch of `segment`, cut into `num_lanes` lanes with the shares in force at `batch`."""
         plan = self.plan(segment)
         rests = [plan.rest(lane, *position) for lane, position in enumerate(lanes)]
-        left = {c: sorted(span for rest in rests for span in rest.spans[c]) for c in range(len(self.rows))}
+        left = {c: _merged(span for rest in rests for span in rest.spans[c]) for c in range(len(self.rows))}
         counts = [sum(last - first for first, last in spans) for spans in left.values()]
         shares = self.shares_at(batch)
         opened = [window for rest in rests for window in rest.open_windows]
@@ -298,6 +298,16 @@ class _PassOrder:
             if end > first:
                 yield RowSlice(corpus, int(self._order[place]), first - begin, end - begin)
             first, place = end, place + 1
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    """The spans in order, neighbours made one."""
+    merged: list[Span] = []
+    for first, last in sorted(spans):
+        if merged and merged[-1][1] == first:
+            first = merged.pop()[0]
+        merged.append((first, last))
+    return merged
 
 
 def apportion(rows: int, shares: Sequence[int]) -> tuple[int, ...]:

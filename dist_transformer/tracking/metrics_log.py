@@ -41,12 +41,12 @@ class MetricsLog:
         self._file.write(encode(head | dict(values)))
         self._file.flush()
 
-    def rewind(self, step: int) -> None:
-        """Drop the records of later steps: a run that resumes at `step` writes them again, and steps never repeat."""
+    def rewind(self, last: int, field: str = "step") -> None:
+        """Drop the records beyond `last`: a run that resumes there writes them again, and none is there twice."""
         self.close()
-        if any(record["step"] > step for record in read_records(self.path)):
+        if any(record[field] > last for record in read_records(self.path)):
             with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as kept:
-                kept.writelines(encode(record) for record in read_records(self.path) if record["step"] <= step)
+                kept.writelines(encode(record) for record in read_records(self.path) if record[field] <= last)
         self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:

@@ -304,9 +304,8 @@ class Trainer:
         lanes = {str(lane): rows for part in self._ranks.gather(mine) for lane, rows in part.items()}
         if self._journal and self._journal.audit:
             rows = {lane: lanes[lane] for lane in sorted(lanes, key=int)}
-            self._journal.audit.append(
-                "batch", step, {"epoch": batch.segment.epoch, "batch_digest": batch.digest, "rows": rows}
-            )
+            values = dict(batch=self.progress.batches, epoch=batch.segment.epoch, batch_digest=batch.digest, rows=rows)
+            self._journal.audit.append("batch", step, values)
 
     def _new_interval(self) -> Interval:
         return Interval(torch.zeros(2, dtype=torch.float64, device=self._ranks.device))

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -57,17 +57,12 @@ def request(number: int) -> WindowRequest:
 
 
 def stream(builder: FaultyBuilder, order: Sequence[int] | None = None, settings: Any = PATIENT) -> WindowStream:
-    """Windows from one loader process, asked for in this order; None: 0, 1, 2, ..."""
-    return WindowStream(builder, _requests(order), set(), settings)
-
-
-def _requests(order: Sequence[int] | None) -> Iterator[WindowRequest]:
+    """Windows from one loader process, asked for in this order, and then up to the 20th."""
+    windows = WindowStream(builder, set(), settings)
     given = list(order or [])
-    yield from map(request, given)
-    number = max(given, default=-1)
-    while True:
-        number += 1
-        yield request(number)
+    for number in (*given, *range(max(given, default=-1) + 1, 20)):
+        windows.ask(request(number))
+    return windows
 
 
 def hang_in_window_one() -> None:

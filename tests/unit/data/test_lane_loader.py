@@ -129,3 +129,47 @@ def test_a_window_that_was_begun_with_a_row_group_is_not_gone_on_with_without_it
         DataError, match=r"row group 1 of train-00000\.parquet .*could when .* was begun.*Restore the file"
     ):
         loader.next_step()
+
+
+class CountingStream:
+    """Stands for the loader processes: what was asked for and not taken yet."""
+
+    def __init__(self, builder: RowsBuilder) -> None:
+        self._builder, self.waiting = builder, set()
+        self.most = 0
+
+    def ask(self, request: WindowRequest) -> None:
+        self.waiting.add(request)
+        self.most = max(self.most, len(self.waiting))
+
+    def take(self, request: WindowRequest):
+        self.waiting.discard(request)
+        return self._builder.build(request)
+
+
+class UnevenBuilder(RowsBuilder):
+    """Windows of lane 0 hold one micro-batch, as where its rows are dropped or short."""
+
+    def build(self, request):
+        slices = request.slices if request.key.lane else request.slices[:1]
+        return super().build(replace(request, slices=slices))
+
+
+def test_one_window_a_lane_is_read_ahead_however_unevenly_the_lanes_advance():
+    planner = Planner(((2,) * 400,), 2, 12, 5)
+    builder = UnevenBuilder(planner)
+    loader = LaneLoader(builder, planner, start(planner), 0, [0, 1], ALONE)
+    loader._windows = stream = CountingStream(builder)
+    while loader.next_step().batches[1] is not None:
+        pass
+    assert loader.lane_positions()[0][0] == 34
+    assert stream.most == 2
+
+
+def test_a_lane_without_a_row_in_any_epoch_asks_for_nothing_and_gives_none():
+    planner = Planner(((2,), (1,)), 4, 5, 1)
+    empty = [lane for lane in range(4) if planner.plan(planner.first_segment()).num_windows(lane) == 0]
+    loader = LaneLoader(RowsBuilder(planner), planner, start(planner), 0, empty, LoaderSettings(BOS_ID, 1, 30))
+    assert loader.next_step().batches == [None] * len(empty)
+    loader.start_epoch(1)
+    assert loader.next_step().batches == [None] * len(empty)

@@ -1,5 +1,6 @@
 """Row groups that cannot be read: tried again, then named, or left out of the window."""
 
+import errno
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ from rows_helpers import (
 from dist_transformer.data import retries
 from dist_transformer.data.manifest import Shard, Split, TextColumns
 from dist_transformer.data.rows import LostRowGroup, RowReader
-from dist_transformer.errors import DataError
+from dist_transformer.errors import DataError, MachineError, UserError
 
 GROUPS = (40, 50, 30)
 WINDOW = request((0, 0, 5, 40), (0, 1, 0, 50), (0, 2, 0, 3))
@@ -305,3 +306,25 @@ def test_a_reader_of_remote_files_can_be_sent_to_another_process(tmp_path, remot
     reader = remote_reader(tmp_path, remote)
     expected = as_lists(reader.read(WINDOW).rows)
     assert as_lists(pickle.loads(pickle.dumps(reader)).read(WINDOW).rows) == expected
+
+
+@pytest.mark.parametrize(
+    ("error", "is_outage"),
+    [
+        (OSError(errno.EIO, "Input/output error"), True),
+        (OSError(errno.ESTALE, "Stale file handle"), True),
+        (TimeoutError("no answer"), True),
+        (ConnectionResetError("reset by peer"), True),
+        (PermissionError(errno.EACCES, "Permission denied"), False),
+        (OSError("could not verify page integrity"), False),  # Arrow's, of damaged bytes
+    ],
+    ids=str,
+)
+def test_an_outage_is_put_back_into_the_queue_and_a_bad_file_is_not(tmp_path, tokens, monkeypatch, error, is_outage):
+    def fail(file: str) -> None:
+        raise error
+
+    monkeypatch.setattr("dist_transformer.data.row_groups.open_parquet", fail)
+    with pytest.raises(UserError, match="row group 0 cannot be read") as raised:
+        reader_of(tmp_path, {"train": tokens}, read_attempts=1).read(WINDOW)
+    assert type(raised.value) is (MachineError if is_outage else DataError)

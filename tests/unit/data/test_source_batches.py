@@ -5,6 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from source_helpers import FORMATS, HARD_PAIRS, data_in, read_all, write_nested_parquet, write_parquet, write_tsv
 
@@ -13,6 +15,7 @@ from dist_transformer.data.addresses import open_parquet
 from dist_transformer.data.filters import filter_text
 from dist_transformer.data.sources import parquet_index, read_corpus, scan_corpus
 from dist_transformer.data.texts import text_column
+from dist_transformer.errors import DataError
 
 
 def is_among(wanted: set[int], asked: list[int], first_row: int) -> bool:
@@ -61,10 +64,45 @@ def test_the_wanted_batches_alone_come_as_they_do_among_all(tmp_path: Path, kind
 
 
 def test_lines_of_unwanted_rows_are_not_parsed(tmp_path: Path):
-    (tmp_path / "t.jsonl").write_bytes(b"no json \xff\n" * 8 + b'{"en": "a", "de": "b"}\n' * 8)
+    row = b'{"en": "a", "de": "b"}\n'
+    (tmp_path / "t.jsonl").write_bytes(row + b"no json \xff\n" * 7 + row * 8)
     corpus = CorpusConfig(path="t.jsonl")
     (batch,) = read_corpus(corpus, data_in(tmp_path, corpus), 8, lambda row: row == 8)
     assert batch.source == ["a"] * 8
+
+
+def test_the_first_row_of_a_jsonl_file_decides_on_the_columns_whichever_rows_are_wanted(tmp_path: Path):
+    rows = ['{"en": "a", "de": "b"}', "", '{"en": "c"}', '{"translation": {"en": "d", "de": "e"}}']
+    (tmp_path / "t.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    corpus = CorpusConfig(path="t.jsonl")
+    whole = list(read_corpus(corpus, data_in(tmp_path, corpus), 1))
+    assert [(batch.source, batch.target) for batch in whole] == [
+        (["a"], ["b"]),
+        ([None], [None]),
+        (["c"], [None]),
+        ([None], [None]),
+    ]
+    for number in range(4):
+        assert list(read_corpus(corpus, data_in(tmp_path, corpus), 1, lambda row, n=number: row == n)) == [
+            whole[number]
+        ]
+
+
+def test_row_groups_of_parquet_without_a_wanted_row_are_not_read(tmp_path: Path):
+    path = tmp_path / "t.parquet"
+    texts = [f"{number}" for number in range(60)]
+    pq.write_table(pa.table({"en": texts, "de": texts}), path, row_group_size=20)
+    metadata = pq.ParquetFile(path).metadata
+    content = bytearray(path.read_bytes())
+    for group in (0, 2):
+        begin = metadata.row_group(group).column(0).dictionary_page_offset
+        content[begin : begin + 30] = bytes(30)
+    path.write_bytes(content)
+    corpus = CorpusConfig(path="t.parquet")
+    batches = read_corpus(corpus, data_in(tmp_path, corpus), 4, lambda row: 24 <= row < 36)
+    assert [text for batch in batches for text in batch.source] == texts[24:36]
+    with pytest.raises(DataError, match="cannot be read"):
+        list(read_corpus(corpus, data_in(tmp_path, corpus), 4, lambda row: row == 16))
 
 
 @pytest.mark.parametrize("form", ["NFC", "NFKC"])

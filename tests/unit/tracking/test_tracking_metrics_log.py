@@ -103,3 +103,11 @@ def test_a_torn_line_longer_than_a_block_is_removed(tmp_path: Path) -> None:
     path.write_bytes(b"x" * 200_000)
     MetricsLog(path).close()
     assert path.read_bytes() == b""
+
+
+def test_a_rewind_by_another_field_keeps_what_has_the_same_step(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "audit.jsonl")
+    for batch in (1, 2, 3):  # the update of batch 2 was skipped, and 3 is not in the checkpoint
+        log.append("batch", 2, {"batch": batch})
+    log.rewind(2, "batch")
+    assert [record["batch"] for record in read_records(log.path)] == [1, 2]
