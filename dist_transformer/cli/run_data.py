@@ -1,7 +1,7 @@
 """The data of a run: its prepared corpus, the plan of its batches, and where in it a checkpoint goes on."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class RunData:
             return position
         batch = checkpoint.state["batches"]
         segment = self.planner_of(lanes_before).recut(position.segment, position.lanes, batch, self.config.data.lanes)
-        return Position(segment, Position.start(segment).lanes, position.quarantined)
+        return replace(position, segment=segment, lanes=Position.start(segment).lanes)
 
     def _refuse_other_shares(self, checkpoint: Checkpoint, position: Position) -> None:
         batches = checkpoint.state["batches"]

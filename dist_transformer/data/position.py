@@ -1,13 +1,14 @@
 """Where the data of a run stands, as small JSON: what a checkpoint keeps to go on with the very next micro-batch.
 
     {"version": 1, "epoch": 0, "segment": 0, "quotas": [600], "shares": null,
-     "streams": [{"pending": [], "next_pass": 0}], "open": {}, "lanes": [[2, 5], [2, 4]], "quarantined": []}
+     "streams": [{"pending": [], "next_pass": 0}], "open": {}, "lanes": [[2, 5], [2, 4]], "quarantined": [],
+     "left_out": []}
 
 It says nothing of ranks or loader processes. `open` names, by lane, windows begun before the epoch was cut anew.
 """
 
-from collections.abc import Mapping
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
 from dist_transformer.data.plan import RowSlice, WindowKey, WindowRequest
@@ -35,12 +36,22 @@ class Position:
     segment: Segment
     lanes: tuple[tuple[int, int], ...]
     quarantined: tuple[Quarantined, ...] = ()
+    """Of this epoch and the one before, whose windows may be built again."""
+    left_out: tuple[tuple[int, int], ...] = ()
+    """(corpus, row group) of every row group that was ever left out."""
 
     @classmethod
     def start(cls, segment: Segment) -> "Position":
         """Nothing of the segment was handed out by it."""
         lanes = tuple((0, windows[0].emitted if windows else 0) for windows in segment.open_windows)
         return cls(segment, lanes)
+
+    def leaving_out(self, row_groups: Sequence[Quarantined]) -> "Position":
+        """This position, with more row groups left out of windows of their epoch."""
+        newest = max(entry.key.epoch for entry in row_groups)
+        kept = (entry for entry in self.quarantined if entry.key.epoch >= newest - 1)
+        left_out = {*self.left_out, *((entry.corpus, entry.row_group) for entry in row_groups)}
+        return replace(self, quarantined=(*kept, *row_groups), left_out=tuple(sorted(left_out)))
 
     def to_json(self) -> dict[str, Any]:
         segment = self.segment
@@ -55,6 +66,7 @@ class Position:
             "open": {lane: [_open_to_json(window) for window in windows] for lane, windows in opened.items()},
             "lanes": [list(lane) for lane in self.lanes],
             "quarantined": [asdict(row_group) for row_group in self.quarantined],
+            "left_out": [list(row_group) for row_group in self.left_out],
         }
 
 
@@ -78,7 +90,8 @@ def position_from_json(value: Mapping[str, Any], where: str) -> Position:
         ),
     )
     quarantined = tuple(Quarantined(**{**entry, "key": WindowKey(**entry["key"])}) for entry in value["quarantined"])
-    return Position(segment, tuple((window, emitted) for window, emitted in value["lanes"]), quarantined)
+    left_out = tuple((corpus, row_group) for corpus, row_group in value["left_out"])
+    return Position(segment, tuple((window, emitted) for window, emitted in value["lanes"]), quarantined, left_out)
 
 
 def _stream_from_json(value: Mapping[str, Any]) -> Stream:

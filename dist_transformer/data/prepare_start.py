@@ -69,7 +69,7 @@ class Start:
             return
         for name, corpus in all_corpora(self.config).items():
             self.progress("scan", 0, None)
-            state.rows_total[name] = scan_corpus(corpus, self.config.data)
+            state.rows_total[name] = scan_corpus(corpus, self.config.data, lambda n: self.progress("scan", n, None))
         state.scanned = True
         state.save(self.work)
 

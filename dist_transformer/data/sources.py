@@ -88,7 +88,11 @@ def read_corpus(
         raise DataError(f"{corpus_name(corpus, data)}: the corpus is empty; expected at least one pair of sentences.")
 
 
-def scan_corpus(corpus: CorpusConfig, data: DataConfig) -> int | None:
+def ignore_lines(lines: int) -> None:
+    """For callers of a scan who want to hear nothing of it."""
+
+
+def scan_corpus(corpus: CorpusConfig, data: DataConfig, progress: Callable[[int], None] = ignore_lines) -> int | None:
     """Reads local text files once, before anything is made of them; returns the rows, None where they are not known.
 
     DataError for a missing or damaged file, sides of unequal length, and invalid UTF-8 unless it is to be dropped.
@@ -101,8 +105,8 @@ def scan_corpus(corpus: CorpusConfig, data: DataConfig) -> int | None:
     if files.source:
         if any(map(is_address, files.every())):
             return None
-        return sum(scan_aligned(*pair, refuse) for pair in zip(files.source, files.target, strict=True))
-    counts = [_scan_table(file, corpus, data) for file in files.path]
+        return sum(scan_aligned(*pair, refuse, progress) for pair in zip(files.source, files.target, strict=True))
+    counts = [_scan_table(file, corpus, data, progress) for file in files.path]
     known = [count for count in counts if count is not None]
     return sum(known) if counts and len(known) == len(counts) else None
 
@@ -122,7 +126,7 @@ def parquet_index(corpus: CorpusConfig, data: DataConfig) -> list[ParquetFile] |
     return index
 
 
-def _scan_table(file: str, corpus: CorpusConfig, data: DataConfig) -> int | None:
+def _scan_table(file: str, corpus: CorpusConfig, data: DataConfig, progress: Callable[[int], None]) -> int | None:
     kind = table_kind(file)
     if kind == "parquet":
         return count_parquet_rows(file, data.read_attempts)
@@ -130,7 +134,7 @@ def _scan_table(file: str, corpus: CorpusConfig, data: DataConfig) -> int | None
         return None
     if kind == "arrow":
         return count_arrow_rows(file)
-    lines = scan_file(file, data.filters.bad_encoding == "raise")
+    lines = scan_file(file, data.filters.bad_encoding == "raise", progress)
     by_name = corpus.columns and not all(column.isdecimal() for column in corpus.columns)
     has_header = kind == "csv" or (kind == "tsv" and by_name)
     return max(0, lines - 1) if has_header else lines

@@ -8,7 +8,7 @@ Tab-separated files are read here for the same reasons: a quote in them is text,
 import io
 import itertools
 import lzma
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pyarrow as pa
 
@@ -19,6 +19,8 @@ from dist_transformer.data.pairs import PairReader, Pairs
 from dist_transformer.data.texts import decoded, is_utf8
 from dist_transformer.errors import DataError
 
+SCAN_LINES = 1 << 18
+"""Lines between two reports of a scan."""
 READ_BLOCK_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -42,18 +44,23 @@ def read_lines(file: str, attempts: int = 1) -> Iterator[bytes]:
         yield line.removesuffix(b"\n").removesuffix(b"\r")
 
 
-def scan_file(file: str, refuse_bad_encoding: bool) -> int:
-    """Reads a file once and counts its lines; DataError names file and line of the first invalid UTF-8, if refused."""
+def scan_file(file: str, refuse_bad_encoding: bool, progress: Callable[[int], None]) -> int:
+    """Reads a file once and counts its lines; DataError names file and line of the first invalid UTF-8, if refused.
+
+    `progress` is told of the lines read now and then.
+    """
     number = 0
     for number, line in enumerate(read_lines(file), start=1):
         if refuse_bad_encoding and not line.isascii() and not is_utf8(line):
             raise encoding_error(file, number, line)
+        if number % SCAN_LINES == 0:
+            progress(number)
     return number
 
 
-def scan_aligned(source: str, target: str, refuse_bad_encoding: bool) -> int:
+def scan_aligned(source: str, target: str, refuse_bad_encoding: bool, progress: Callable[[int], None]) -> int:
     """`scan_file` of both; DataError with both totals when they have not the same number of lines."""
-    source_lines, target_lines = (scan_file(file, refuse_bad_encoding) for file in (source, target))
+    source_lines, target_lines = (scan_file(file, refuse_bad_encoding, progress) for file in (source, target))
     if source_lines != target_lines:
         raise _unequal(source, source_lines, target, target_lines)
     return source_lines

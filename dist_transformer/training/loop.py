@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from dist_transformer.config.models import Config
 from dist_transformer.data.loader import MicroBatch
-from dist_transformer.data.position import Position, Quarantined
+from dist_transformer.data.position import Quarantined
 from dist_transformer.data.window import BatchShape
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import DataError, UserError
@@ -190,11 +191,10 @@ class Trainer:
     def _quarantine(self, row_groups: tuple[Quarantined, ...]) -> None:
         """Says and keeps what was left out; too much of it is the end, on every rank."""
         progress, most = self.progress, self._config.data.max_quarantined_row_groups
-        position = progress.position
-        progress.position = Position(position.segment, position.lanes, (*position.quarantined, *row_groups))
+        progress.position = progress.position.leaving_out(row_groups)
         for row_group in row_groups if self._ranks.is_first else ():
             log.warning("data       left out of %s: %s (%s)", row_group.key, row_group.place, row_group.reason)
-        if (count := progress.quarantined_row_groups) > most:
+        if (count := len(progress.position.left_out)) > most:
             raise DataError(
                 f"{count} row groups could not be read and were left out, more than data.max_quarantined_row_groups = "
                 f"{most}; the last one: {row_groups[-1].place} ({row_groups[-1].reason}). Mend the "
@@ -217,7 +217,7 @@ class Trainer:
             "loss_scale": self._engine.loss_scale(),
             "skipped_updates": progress.skipped_updates,
             "total_target_tokens": progress.total_target_tokens,
-            "quarantined_row_groups": progress.quarantined_row_groups,
+            "quarantined_row_groups": len(progress.position.left_out),
             **interval_values(interval, seconds),
             "batch_digest": self._digest,
         }
@@ -285,7 +285,7 @@ class Trainer:
             "batches": progress.batches,
             "skipped_updates": progress.skipped_updates,
             "total_target_tokens": progress.total_target_tokens,
-            "position": Position(self._segment, lane_positions, progress.position.quarantined).to_json(),
+            "position": replace(progress.position, segment=self._segment, lanes=lane_positions).to_json(),
             "scaler": self._engine.scaler_state(),
             "interval": {
                 "losses": losses.tolist(),

@@ -27,11 +27,6 @@ class Progress:
     skipped_updates: int = 0
     total_target_tokens: int = 0
 
-    @property
-    def quarantined_row_groups(self) -> int:
-        """Row groups left out so far; one that lies in several windows counts once."""
-        return len({(entry.corpus, entry.row_group) for entry in self.position.quarantined})
-
 
 @dataclass
 class Interval:

@@ -12,7 +12,7 @@ from planned_rows import drain, lane_batches, row_ids
 from dist_transformer.config.data_models import DataConfig
 from dist_transformer.data.mixing import shares_of, stages
 from dist_transformer.data.plan import CORPUS_SHIFT, WindowKey, WindowRequest
-from dist_transformer.data.position import Position, position_from_json
+from dist_transformer.data.position import Position, Quarantined, position_from_json
 from dist_transformer.data.segments import Planner, Stage, Stream, apportion
 from dist_transformer.errors import CheckpointError
 
@@ -218,3 +218,15 @@ def test_a_position_of_another_version_is_refused_with_both_versions():
     value = {**Position.start(Planner(((9,),), 1, 5, 1).first_segment()).to_json(), "version": 7}
     with pytest.raises(CheckpointError, match=r"state\.json.*version 7.*reads version 1.*run\.name"):
         position_from_json(value, "state.json")
+
+
+def test_row_groups_left_out_are_counted_for_good_but_named_for_two_epochs_only():
+    def lost(epoch: int, row_group: int) -> Quarantined:
+        return Quarantined(WindowKey(epoch, 0, 1, 2), 0, row_group, "row group 3 of train.parquet", "gone")
+
+    position = Position.start(Planner(((9,),), 1, 5, 1).first_segment())
+    for epoch in range(4):
+        position = position.leaving_out([lost(epoch, 3), lost(epoch, 5)])
+    assert position.left_out == ((0, 3), (0, 5))
+    assert {entry.key.epoch for entry in position.quarantined} == {2, 3}
+    assert position_from_json(json.loads(json.dumps(position.to_json())), "state.json") == position
