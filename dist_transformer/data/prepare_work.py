@@ -4,9 +4,10 @@ The work is cut into units: chunks of a corpus, then ranges of its shuffle. Nobo
 by its lock, makes its files, and at last writes its result; a unit with a result is done. The lock of a process that
 died is free, so another one makes the unit, and makes the same of it, since a unit depends on nothing but its number.
 
-    <folder>/work/state.json                   what one process found out for all: rows, tokenizer (prepare_start.py)
-    <folder>/work/train-chunk-00000.json ...   results
-    <folder>/work/locks/, spill/, hashes/
+The folder `work` in the prepared folder, which is cleared away at the end, holds
+    state.json                   what one process found out for all: rows, tokenizer (prepare_start.py)
+    train-chunk-00000.json ...   results
+    locks/, spill/, hashes/
 """
 
 from collections.abc import Iterator
