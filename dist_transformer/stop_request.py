@@ -7,9 +7,12 @@ signals to every process of a job step, so helper processes ignore them and leav
 import multiprocessing.forkserver
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from types import FrameType
+
+from dist_transformer.errors import EXIT_FAILED
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -61,3 +64,15 @@ def ignore_stop_signals() -> None:
     """For loader workers and other helpers: the training process decides when they end."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+
+
+def end_with_parent() -> None:
+    """From now on this child process ends, whatever it is doing, as soon as the one that started it has ended."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end() -> None:
+        parent.join()
+        os._exit(EXIT_FAILED)
+
+    threading.Thread(target=end, daemon=True).start()

@@ -3,7 +3,6 @@
 import multiprocessing
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ import typer
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
 from dist_transformer.config.models import Config
 from dist_transformer.errors import EXIT_REQUEUE, DistTransformerError, MachineError
-from dist_transformer.stop_request import StopRequest, ignore_stop_signals
+from dist_transformer.stop_request import StopRequest, end_with_parent, ignore_stop_signals
 
 if TYPE_CHECKING:  # at run time it would import numpy for every command
     from dist_transformer.data.manifest import Manifest
@@ -119,12 +118,6 @@ def _help(config: Config, folder: Path, threads: int) -> None:
     from dist_transformer.data.prepare import prepare
 
     ignore_stop_signals()
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     with suppress(DistTransformerError):
         prepare(config, folder, threads=threads)
-
-
-def _end_with_parent() -> None:
-    if (parent := multiprocessing.parent_process()) is not None:
-        parent.join()
-        os._exit(EXIT_REQUEUE)

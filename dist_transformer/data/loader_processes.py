@@ -24,7 +24,7 @@ from typing import Protocol
 from dist_transformer.data.plan import WindowRequest
 from dist_transformer.data.window import Window, WindowBuilder
 from dist_transformer.errors import MachineError, UserError
-from dist_transformer.stop_request import ignore_stop_signals
+from dist_transformer.stop_request import end_with_parent, ignore_stop_signals
 
 STACKS_SIGNAL = signal.SIGRTMIN + 1
 """On it a loader process prints where it stands."""
@@ -190,7 +190,7 @@ def _serve(builder: WindowBuilder, socket: Connection) -> None:
     """What a loader process does until its trainer ends."""
     ignore_stop_signals()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    threading.Thread(target=_end_with_the_trainer, daemon=True).start()
+    end_with_parent()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
             socket.send(_built(builder, socket.recv()))
@@ -201,14 +201,6 @@ def _built(builder: WindowBuilder, request: WindowRequest) -> Built:
         return request, builder.build(request)
     except UserError as error:
         return request, error
-
-
-def _end_with_the_trainer() -> None:
-    """Also in the middle of a window that never ends."""
-    trainer = multiprocessing.parent_process()
-    assert trainer is not None
-    trainer.join()
-    os._exit(0)
 
 
 def _print_stacks(processes: Sequence[_LoaderProcess]) -> None:
