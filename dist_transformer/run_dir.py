@@ -100,6 +100,16 @@ class RunDir:
         return self.slurm / "first_exit"
 
     @property
+    def divergence(self) -> Path:
+        """Each time training diverged: the step, why, and how the run went on."""
+        return self.path / "divergence.json"
+
+    @property
+    def crash(self) -> Path:
+        """What a rank that failed was doing: exception, configuration and batch, one folder a rank."""
+        return self.path / "crash"
+
+    @property
     def evaluation(self) -> Path:
         return self.path / "evaluation"
 

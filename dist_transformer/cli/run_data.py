@@ -46,7 +46,7 @@ class RunData:
         data, seed = self.config.data, self.config.run.seed
         reader = RowReader(self.folder, self.manifest, data, self.config.tokenizer.sampling, seed)
         return WindowBuilder(
-            reader, data.max_tokens, data.batch_shapes, data.filters.max_tokens, self.manifest.pad_id,
+            reader, data.token_budget(), data.batch_shapes, data.filters.max_tokens, self.manifest.pad_id,
             self.manifest.eos_id, seed,
         )  # fmt: skip
 

@@ -88,12 +88,44 @@ def _check_tracking(tracking: Any) -> Iterator[Problem]:
         )
 
 
-def _check_checkpoints(checkpoints: Any) -> Iterator[Problem]:
+def _check_checkpoints(checkpoints: Any, training: Any, validation: Any, data: Any) -> Iterator[Problem]:
     if checkpoints.average_last > checkpoints.keep_last:
         yield (
             ("checkpoints", "average_last"),
             f"checkpoints.average_last: {checkpoints.average_last} is above checkpoints.keep_last "
             f"{checkpoints.keep_last}: the others are gone by then; keep as many as are averaged",
+        )
+
+    yield from _final_model_problems(checkpoints, training, validation, data)
+
+
+def _final_model_problems(checkpoints: Any, training: Any, validation: Any, data: Any) -> Iterator[Problem]:
+    key = ("checkpoints", "final_model")
+    if checkpoints.final_model == "ema" and training.ema_decay is None:
+        yield key, "checkpoints.final_model: ema needs training.ema_decay (0.9999 is usual): set both or neither"
+    if checkpoints.final_model == "average_best" and not checkpoints.keep_best:
+        yield key, "checkpoints.final_model: average_best needs checkpoints.keep_best: so many are averaged"
+    if not checkpoints.keep_best:
+        return
+    if data.validation is None:
+        yield (
+            ("checkpoints", "keep_best"),
+            "checkpoints.keep_best: needs data.validation: the best are those of lowest loss",
+        )
+    if checkpoints.every_steps % validation.every_steps:
+        yield (
+            ("checkpoints", "keep_best"),
+            f"checkpoints.keep_best: checkpoints.every_steps {checkpoints.every_steps} is no multiple of "
+            f"validation.every_steps {validation.every_steps}: a checkpoint is judged by the validation at its step",
+        )
+
+
+def _check_keep_every(checkpoints: Any) -> Iterator[Problem]:
+    if checkpoints.keep_every_steps and checkpoints.keep_every_steps % checkpoints.every_steps:
+        yield (
+            ("checkpoints", "keep_every_steps"),
+            f"checkpoints.keep_every_steps: {checkpoints.keep_every_steps} is no multiple of checkpoints.every_steps "
+            f"{checkpoints.every_steps}: at other steps there is no checkpoint to keep",
         )
 
 
@@ -164,10 +196,26 @@ def _check_precision(training: Any) -> Iterator[Problem]:
             ("training", "zero_stage"),
             "training.zero_stage: 0 cannot be used with fp16 (DeepSpeed does not scale the loss there); use 1, 2 or 3",
         )
+    needed_stage = {"none": 0, "optimizer": 1, "optimizer_and_parameters": 3}[training.offload]
+    if training.zero_stage < needed_stage:
+        yield (
+            ("training", "offload"),
+            f"training.offload: {training.offload} needs training.zero_stage {needed_stage} or above, got "
+            f"{training.zero_stage}: only what ZeRO shards can lie in the CPU's memory",
+        )
     if training.initial_loss_scale & (training.initial_loss_scale - 1):
         yield (
             ("training", "initial_loss_scale"),
             f"training.initial_loss_scale: expected a power of 2, got {training.initial_loss_scale}",
+        )
+
+
+def _check_divergence(training: Any, divergence: Any) -> Iterator[Problem]:
+    if divergence.policy == "switch_to_bf16" and training.precision != "fp16":
+        yield (
+            ("divergence", "policy"),
+            f"divergence.policy: switch_to_bf16 needs training.precision: fp16, got {training.precision}; use "
+            "lower_learning_rate or stop",
         )
 
 
@@ -183,7 +231,7 @@ def _check_lanes(data: Any, slurm: Any) -> Iterator[Problem]:
 
 def _check_batches(data: Any) -> Iterator[Problem]:
     longest = 2 * data.filters.max_tokens
-    if longest > data.max_tokens:
+    if data.max_tokens != "auto" and longest > data.max_tokens:
         yield (
             ("data", "max_tokens"),
             f"data.max_tokens: {data.max_tokens} cannot hold one pair of two sides of data.filters.max_tokens "
@@ -204,7 +252,9 @@ _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
     (("data",), check_mixture),
     (("data", "tokenizer"), check_sampling),
     (("data", "training"), _check_stall),
-    (("checkpoints",), _check_checkpoints),
+    (("checkpoints", "training", "validation", "data"), _check_checkpoints),
+    (("checkpoints",), _check_keep_every),
+    (("training", "divergence"), _check_divergence),
     (("tracking",), _check_tracking),
     (("slurm",), secret_problems),
 ]

@@ -4,7 +4,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from dist_transformer.config.section import Number, PositiveInt, Section, Share, Text, Truth, Whole
+from dist_transformer.config.section import Number, PositiveInt, PositiveIntOrAuto, Section, Share, Text, Truth, Whole
+from dist_transformer.errors import UserError
 
 
 class CorpusConfig(Section):
@@ -107,8 +108,10 @@ class DataConfig(Section):
         8,
         description="Micro-batches per optimizer step over all ranks (fairseq: update-freq x GPUs). Part of the recipe.",
     )
-    max_tokens: PositiveInt = Field(
-        8192, description="Largest micro-batch in tokens: source + target, padding counted."
+    max_tokens: PositiveIntOrAuto = Field(
+        8192,
+        description="Largest micro-batch in tokens: source + target, padding counted. auto: the largest that fits into "
+        "memory, found at the first start and kept.",
     )
     batch_shapes: Literal["free", "bounded"] = Field(
         "free", description="bounded: lengths from a table of few, for kernels compiled or captured for each shape."
@@ -133,6 +136,18 @@ class DataConfig(Section):
     )
     max_quarantined_row_groups: PositiveInt = Field(10, description="The run ends when more than these were left out.")
     audit: Truth = Field(False, description="Also write the row ids of every step to audit.jsonl.")
+
+    def token_budget(self) -> int:
+        """`max_tokens` as a number.
+
+        Raises:
+            UserError: it is `auto`, which only training resolves.
+        """
+        if self.max_tokens == "auto":
+            raise UserError(
+                "data.max_tokens is auto: it is found when training first starts. Give a number here: data.max_tokens=8192"
+            )
+        return self.max_tokens
 
     def training_corpora(self) -> dict[str, CorpusConfig]:
         """The training corpora by name, in order; a single one is named `train`."""

@@ -68,6 +68,9 @@ class OptimizerConfig(Section):
     beta2: Share = Field(0.98, description="5.3: 0.98.")
     epsilon: Number = Field(1e-9, gt=0.0, description="5.3: 1e-9.")
     weight_decay: Number = Field(0.0, ge=0.0, description="Decoupled weight decay (not the paper's); matrices only.")
+    no_decay: tuple[Text, ...] = Field(
+        (), description="Shell patterns of further parameters without weight decay: '*embedding*'."
+    )
 
 
 class ScheduleConfig(Section):
@@ -97,11 +100,59 @@ class TrainingConfig(Section):
     )
     log_every_steps: PositiveInt = Field(50, description="A line in the log, metrics.jsonl and MLflow.")
     threads_per_rank: Whole = Field(0, ge=0, description="CPU threads of a rank; 0: the node's cores over its ranks.")
+    offload: Literal["none", "optimizer", "optimizer_and_parameters"] = Field(
+        "none",
+        description="What ZeRO keeps in the CPU's memory: Adam's state and the fp32 masters (stages 1 to 3), the "
+        "weights too (stage 3).",
+    )
+    activation_checkpointing: Truth = Field(
+        False, description="Compute each layer again in the backward pass instead of keeping its activations."
+    )
+    ema_decay: Share | None = Field(
+        None,
+        gt=0.0,
+        description="Keep an exponential moving average of the weights (not the paper's): 0.9999; none: do not.",
+    )
+    freeze: tuple[Text, ...] = Field(
+        (), description="Shell patterns of parameters that are not trained: 'encoder_layers.*', '*embedding*'."
+    )
+    init_from: Text | None = Field(
+        None, description="Start with the weights of a run folder, a checkpoint or a model folder (once, at step 0)."
+    )
+    init_partially: Truth = Field(
+        False, description="Take what fits of init_from, and say name by name what did not; false: all must fit."
+    )
+    dry_run: Truth = Field(
+        True, description="Before the first step of a start, one forward and backward pass on the largest micro-batch."
+    )
+    max_hours: Number | None = Field(
+        None, gt=0.0, description="Save and stop (exit code 75) this long after the start of the process."
+    )
     hang_seconds: PositiveInt = Field(
         600, description="No progress for this long ends the rank with stacks in the log."
     )
     initial_loss_scale: PositiveInt = Field(65_536, description="fp16: first loss scale, a power of 2.")
     loss_scale_window: PositiveInt = Field(1000, description="fp16: steps without overflow before the scale doubles.")
+
+
+class DivergenceConfig(Section):
+    """What happens when training diverges: the loss stays far above its moving average, gradients stay non-finite, or
+    fp16's loss scale is at its floor. The newest checkpoint from before it is always what a run goes on from.
+    """
+
+    policy: Literal["stop", "lower_learning_rate", "switch_to_bf16"] = Field(
+        "stop",
+        description="After the return to the last good checkpoint: end with exit code 2, or go on by itself.",
+    )
+    window_steps: PositiveInt = Field(200, description="Steps of the loss's moving average and deviation.")
+    deviations: Number = Field(
+        8.0, gt=0.0, description="A step is out of bounds when its loss is so many deviations above the average."
+    )
+    patience_steps: PositiveInt = Field(20, description="Steps in a row out of bounds that count as divergence.")
+    learning_rate_factor: Share = Field(
+        0.5, gt=0.0, description="lower_learning_rate: all later steps are trained with so much of the schedule's."
+    )
+    max_rollbacks: PositiveInt = Field(3, description="Returns to a checkpoint before the run ends after all.")
 
 
 class ValidationConfig(Section):
@@ -115,8 +166,21 @@ class CheckpointConfig(Section):
 
     every_steps: PositiveInt = Field(1000, description="A checkpoint at every such step, at a stop and at the end.")
     keep_last: PositiveInt = Field(5, description="Newest checkpoints kept.")
+    keep_best: Whole = Field(0, ge=0, description="Checkpoints of the lowest validation loss kept besides.")
+    keep_every_steps: PositiveInt | None = Field(
+        None, description="Checkpoints of every such step are kept for good; none: no such."
+    )
     average_last: PositiveInt = Field(
         5, description="Checkpoints averaged into the final model folder (6.1: 5 for base, 20 for big)."
+    )
+    final_model: Literal["average_last", "average_best", "ema"] = Field(
+        "average_last",
+        description="What the final model folder is: the average of the last checkpoints (6.1), of the keep_best ones, or "
+        "the moving average of training.ema_decay.",
+    )
+    save_attempts: PositiveInt = Field(3, description="Attempts to write a checkpoint before it is given up.")
+    stop_on_failed_save: Truth = Field(
+        False, description="End the run when a checkpoint was given up; false: go on, and try again at the next one."
     )
 
 
@@ -183,6 +247,7 @@ class Config(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
+    divergence: DivergenceConfig = Field(default_factory=DivergenceConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     checkpoints: CheckpointConfig = Field(default_factory=CheckpointConfig)
     decoding: DecodingConfig = Field(default_factory=DecodingConfig)

@@ -18,11 +18,19 @@ def _refuse_look_alikes(value: Any) -> Any:
     return value
 
 
+def _refuse_other_than_auto(value: Any) -> Any:
+    """One message for both kinds of value; true is no number."""
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise PydanticCustomError("number_or_auto", "Input should be a whole number greater than 0, or auto")
+
+
 Text = Annotated[str, BeforeValidator(as_written)]
 Truth = Annotated[bool, Field(strict=True)]
 Whole = Annotated[int, Field(strict=True)]
 Number = Annotated[float, Field(strict=True)]
 PositiveInt = Annotated[int, Field(gt=0, strict=True)]
+PositiveIntOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_refuse_other_than_auto)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
 ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_refuse_look_alikes)]
 

@@ -45,7 +45,7 @@ def outlook(config: Config, manifest: Manifest, num_ranks: int) -> Outlook:
     splits = [manifest.splits[name] for name in manifest.training]
     source_tokens, target_tokens = (sum(getattr(s, f"{side}_tokens") for s in splits) for side in ("source", "target"))
     tokens = source_tokens + target_tokens
-    per_step = min(config.data.lanes * config.data.max_tokens * TYPICAL_FILL, tokens)
+    per_step = min(config.data.lanes * config.data.token_budget() * TYPICAL_FILL, tokens)
     parameters = parameter_count(config.model, manifest.source_vocabulary, manifest.target_vocabulary)
     return Outlook(
         parameters,
@@ -79,7 +79,7 @@ def log_outlook(config: Config, manifest: Manifest, num_ranks: int) -> None:
     log.info("prepared   digest %s", manifest.digest[:12])
     log.info(
         "batch      %d lanes of %d tokens: about %s source + %s target tokens a step, %d steps an epoch",
-        config.data.lanes, config.data.max_tokens, f"{about.source_tokens_per_step:,}",
+        config.data.lanes, config.data.token_budget(), f"{about.source_tokens_per_step:,}",
         f"{about.target_tokens_per_step:,}", about.steps_per_epoch,
     )  # fmt: skip
     log.info(
