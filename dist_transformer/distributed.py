@@ -5,8 +5,12 @@ gloo and on the CPU, moves a few integers a step, so that agreeing on something 
 """
 
 import os
+import re
 import socket
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -16,9 +20,41 @@ import torch.distributed as dist
 from dist_transformer.errors import UserError
 
 
+@dataclass
+class LastCollective:
+    """The newest collective of this rank, for the message of one that hangs.
+
+    Attributes:
+        number: how many this rank has begun: the same on ranks that stand at the same place.
+        began, ended: by the monotonic clock; ended is None while it lasts, or when nobody says that it has ended.
+    """
+
+    name: str = ""
+    number: int = 0
+    began: float = 0.0
+    ended: float | None = None
+    is_followed: bool = False
+    """Its end is noted too."""
+
+    def begin(self, name: str, is_followed: bool) -> None:
+        self.name, self.number, self.is_followed = name, self.number + 1, is_followed
+        self.began, self.ended = time.monotonic(), None
+
+    def text(self) -> str:
+        """ "in collective 12 (gather) for 61 s", or "last collective: 12 (gather), ended 61 s ago"."""
+        now = time.monotonic()
+        if self.number == 0:
+            return "no collective yet"
+        if self.ended is not None:
+            return f"last collective: {self.number} ({self.name}), ended {now - self.ended:.0f} s ago"
+        if self.is_followed:
+            return f"in collective {self.number} ({self.name}) for {now - self.began:.0f} s"
+        return f"last collective: {self.number} ({self.name}), begun {now - self.began:.0f} s ago"
+
+
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others. `device` is where it computes."""
+    """This process among the others. `device` is where it computes, `last` the newest collective, noted as it begins."""
 
     rank: int
     num_ranks: int
@@ -27,20 +63,34 @@ class Ranks:
     device: torch.device
     control: dist.ProcessGroup
     timeout: timedelta
+    last: LastCollective = field(default_factory=LastCollective, compare=False)
 
     @property
     def is_first(self) -> bool:
         """Rank 0 writes what is written once. Every rank decides: never return or raise under this condition."""
         return self.rank == 0
 
-    def start_sum(self, values: torch.Tensor) -> dist.Work:
+    def note_collective(self, name: str) -> None:
+        """For collectives that are not made here: says that one begins. Its end is not known."""
+        self.last.begin(name, is_followed=False)
+
+    @contextmanager
+    def collective(self, name: str) -> Iterator[None]:
+        """Says that a collective begins, and that it has ended. After an exception it counts as not ended."""
+        self.last.begin(name, is_followed=True)
+        yield
+        self.last.ended = time.monotonic()
+
+    def start_sum(self, values: torch.Tensor) -> "PendingSum":
         """Begins summing `values` in place over the ranks (collective); `.wait()` on the result ends it."""
-        work: dist.Work = dist.all_reduce(values, group=self.control, async_op=True)
-        return work
+        name = f"sum of {_size(values)}, begun ahead"
+        with self.collective(name):
+            return PendingSum(dist.all_reduce(values, group=self.control, async_op=True), self, name)
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """`values` (on the CPU) summed over the ranks, in place (collective)."""
-        dist.all_reduce(values, group=self.control)
+        with self.collective(f"sum of {_size(values)}"):
+            dist.all_reduce(values, group=self.control)
         return values
 
     def barrier(self) -> None:
@@ -50,14 +100,30 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """One small Python value of every rank, on every rank (collective)."""
         values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value, group=self.control)
+        with self.collective("gather"):
+            dist.all_gather_object(values, value, group=self.control)
         return values
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's `value`, on every rank (collective)."""
         values = [value]
-        dist.broadcast_object_list(values, src=0, group=self.control)
+        with self.collective("from_first"):
+            dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
+
+
+@dataclass(frozen=True)
+class PendingSum:
+    """A sum that was begun."""
+
+    work: dist.Work
+    ranks: Ranks
+    name: str
+
+    def wait(self) -> None:
+        """Waits until the values are summed (collective)."""
+        with self.ranks.collective(f"waiting for the {self.name}"):
+            self.work.wait()
 
 
 def join(timeout_seconds: int) -> Ranks:
@@ -84,10 +150,38 @@ def join(timeout_seconds: int) -> Ranks:
     return Ranks(rank, num_ranks, rank_of_node, ranks_per_node, device, control, timeout)
 
 
+_CAUSES = (
+    (
+        r"Timed out waiting \d+ms for|Watchdog caught collective operation timeout|Application timeout caused pair closure",
+        "a rank did not come to a collective within training.hang_seconds: look for one that hangs, or is far slower",
+    ),
+    (
+        r"Connection (closed by peer|reset by peer)|Broken pipe|Read error|remote process exited|NCCL communicator was aborted",
+        "another rank has left in the middle of a collective: look for the first rank that failed",
+    ),
+    (
+        r"waiting for clients|wait timeout after|client socket has (timed out|failed)",
+        "not all ranks came together within training.hang_seconds: is each started, and does each reach MASTER_ADDR?",
+    ),
+)
+"""What gloo, NCCL and torch's store say, and what it means."""
+
+
+def explain(error: BaseException) -> str | None:
+    """One line on the cause of a failed collective; None for any other error."""
+    if not isinstance(error, RuntimeError):
+        return None
+    return next((cause for pattern, cause in _CAUSES if re.search(pattern, str(error))), None)
+
+
 def leave() -> None:
     """Leaves the group at a planned end; without it gloo aborts now and then. Never call it after an exception."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _size(values: torch.Tensor) -> str:
+    return f"{values.numel():,} {str(values.dtype).removeprefix('torch.')}"
 
 
 def _free_port() -> str:

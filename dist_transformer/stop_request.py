@@ -1,9 +1,10 @@
-"""A stop request: a signal or a file that says "save and stop"; the loop asks for it at each step boundary.
+"""A stop request: a signal, a file or a time limit that says "save and stop"; the loop asks for it at each step boundary.
 
 Handlers only note the request: saving inside a handler can tear a file or deadlock a collective. Slurm sends the
 signals to every process of a job step, so helper processes ignore them and leave the answer to the training process.
 """
 
+import math
 import multiprocessing.forkserver
 import os
 import signal
@@ -15,15 +16,30 @@ from types import FrameType
 from dist_transformer.errors import EXIT_FAILED
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+END_TIME_VARIABLE = "DIST_TRANSFORMER_END_TIME"
+"""Unix seconds at which to save, because the Slurm job ends soon; set by launch/slurm_task.sh."""
 
 
 class StopRequest:
-    """Notes the first stop signal. A second Ctrl-C ends the process at once (the last checkpoint stays whole)."""
+    """Notes the first stop signal, and ends the process at once, with code 128 + number, when a person insists.
 
-    def __init__(self) -> None:
+    That is the same signal again, 0.5 to 10 seconds after the first. Sooner it is no second wish: terminals, launchers
+    and Slurm deliver one request twice within milliseconds. Later it is Slurm repeating itself while a save is on its
+    way. And another signal (USR1 before the time limit, then TERM) must not cost the save. The end harms no checkpoint:
+    of one being written only a folder `.tmp` stays, which the next start clears.
+
+    Args:
+        repeat_seconds: the shortest and the longest time between two signals that end the process.
+    """
+
+    def __init__(self, repeat_seconds: tuple[float, float] = (0.5, 10.0)) -> None:
+        self.started = time.time()
+        """Unix seconds of the start of this process, as far as it matters for time limits."""
+        self._repeat_seconds = repeat_seconds
         self._signal: signal.Signals | None = None
+        self._came_at: dict[int, float] = {}
         self._stop_file: Path | None = None
-        self._since = time.time()
+        self._ends: list[tuple[float, str]] = []
 
     def listen(self) -> None:
         """Installs the handlers; call in the main thread, as early as possible. A SIGHUP that nohup ignores stays so.
@@ -33,31 +49,55 @@ class StopRequest:
         is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         ignore_stop_signals()
         multiprocessing.forkserver.ensure_running()
+        reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        threading.Thread(target=self._watch_repeats, args=(reader,), name="signals", daemon=True).start()
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or not is_ignored:
                 signal.signal(number, self._note)
+        if (end := _end_time(os.environ.get(END_TIME_VARIABLE, ""))) is not None:
+            self.end_at(end, "end of the Slurm job")
+
+    def end_at(self, unix_seconds: float, why: str = "time limit of training.max_hours") -> None:
+        """From this time on there is a request, with `why` as its reason."""
+        self._ends.append((unix_seconds, why))
 
     def watch_file(self, stop_file: Path) -> None:
         """Takes this file as a request too, from now on. One from before this process started was answered and is
         removed, unless DIST_TRANSFORMER_KEEP_STOP is set: a batch job may have been asked while it waited.
         """
         is_kept = "DIST_TRANSFORMER_KEEP_STOP" in os.environ
-        if not is_kept and stop_file.exists() and stop_file.stat().st_mtime < self._since:
+        if not is_kept and stop_file.exists() and stop_file.stat().st_mtime < self.started:
             stop_file.unlink(missing_ok=True)
         self._stop_file = stop_file
 
     def reason(self) -> str | None:
-        """Why to stop ("signal SIGTERM", "file .../stop"), or None."""
+        """Why to stop ("signal SIGTERM", "file .../stop", "end of the Slurm job"), or None."""
         if self._signal is not None:
             return f"signal {self._signal.name}"
         if self._stop_file is not None and self._stop_file.exists():
             return f"file {self._stop_file}"
-        return None
+        now = time.time()
+        return next((why for end, why in sorted(self._ends) if now >= end), None)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._signal is not None and number == signal.SIGINT:
-            os._exit(130)
         self._signal = self._signal or signal.Signals(number)
+
+    def _watch_repeats(self, reader: int) -> None:
+        """In a thread: Python runs a handler only between two steps of the main thread, which may hang in a collective."""
+        while numbers := os.read(reader, 64):
+            for number in numbers:
+                if signal.getsignal(number) == self._note:  # not: one that was taken over by somebody else
+                    self._end_if_repeated(number, time.monotonic())
+
+    def _end_if_repeated(self, number: int, now: float) -> None:
+        shortest, longest = self._repeat_seconds
+        passed = now - self._came_at.get(number, -math.inf)
+        if shortest <= passed <= longest:
+            os._exit(128 + number)
+        if passed > longest:
+            self._came_at[number] = now
 
 
 def ignore_stop_signals() -> None:
@@ -76,3 +116,12 @@ def end_with_parent() -> None:
         os._exit(EXIT_FAILED)
 
     threading.Thread(target=end, daemon=True).start()
+
+
+def _end_time(value: str) -> float | None:
+    """Slurm's end of the job; None where it gave none, or not a time."""
+    try:
+        end = float(value)
+    except ValueError:
+        return None
+    return end if math.isfinite(end) and end > 0 else None

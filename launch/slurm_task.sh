@@ -6,6 +6,11 @@ set -euo pipefail
 export RANK="$SLURM_PROCID" WORLD_SIZE="$SLURM_NTASKS" LOCAL_RANK="$SLURM_LOCALID"
 export LOCAL_WORLD_SIZE=$(((SLURM_NTASKS + SLURM_NNODES - 1) / SLURM_NNODES))
 
+# The trainer saves by itself when the end of the job is near, should the signal not come. Slurm says when since 23.02.
+if [[ "${SLURM_JOB_END_TIME:-}" =~ ^[1-9][0-9]*$ ]]; then
+  export DIST_TRANSFORMER_END_TIME=$((SLURM_JOB_END_TIME - ${DIST_TRANSFORMER_SIGNAL_SECONDS:-180}))
+fi
+
 # Slurm signals every process of the step, this shell too: it stays, and the rank answers.
 trap : USR1 USR2 TERM INT
 code=0

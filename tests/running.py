@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,11 @@ NOT_INHERITED = (
 )
 
 
+def without(names: Iterable[str]) -> dict[str, str]:
+    """The environment without these variables."""
+    return {name: value for name, value in os.environ.items() if name not in names}
+
+
 class Command:
     """`dist-transformer` as a process of its own."""
 
@@ -29,7 +35,7 @@ class Command:
         return subprocess.Popen(
             [sys.executable, "-m", "dist_transformer", *map(str, arguments)],
             cwd=self.folder,
-            env={**{k: v for k, v in os.environ.items() if k not in NOT_INHERITED}, **environment},
+            env={**without(NOT_INHERITED), **environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -1,27 +1,48 @@
-"""average: a model folder from the newest checkpoints of a run."""
+"""average: a model folder from the checkpoints of a run."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dist_transformer.cli.arguments import read_run
 from dist_transformer.errors import UserError
 
+if TYPE_CHECKING:  # at run time it would import torch for every command
+    from dist_transformer.cli.write_model import Averaged
+
 
 def average_command(
     run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
     output: Annotated[Path | None, typer.Option(help="Where to write; default: the run's model/.")] = None,
-    last: Annotated[int | None, typer.Option(min=1, help="Checkpoints; default: checkpoints.average_last.")] = None,
+    last: Annotated[int | None, typer.Option(min=1, help="Average the newest so many checkpoints (6.1).")] = None,
+    best: Annotated[int | None, typer.Option(min=1, help="Average those of lowest validation loss.")] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="Take the moving average of training.ema_decay.")] = False,
 ) -> None:
-    """Average the newest checkpoints of a run into a model folder (6.1)."""
+    """Make a model folder of a run's checkpoints; without an option: what checkpoints.final_model says."""
     from dist_transformer.cli.write_model import write_averaged_model
     from dist_transformer.data.manifest import Manifest
     from dist_transformer.data.prepare import prepared_folder
 
+    choice = _choice(last, best, ema)
     if not run.is_dir():
         raise UserError(f"{run}: no such run folder")
     config, run_dir = read_run(run, None, check_files=False)
     folder = prepared_folder(config)
-    used = write_averaged_model(config, run_dir, folder, Manifest.load(folder), output or run_dir.model, last)
-    print(f"{output or run_dir.model}: average of {', '.join(path.name for path in used)}")
+    used = write_averaged_model(config, run_dir, folder, Manifest.load(folder), output or run_dir.model, choice)
+    what = "moving average" if (ema or (choice is None and config.checkpoints.final_model == "ema")) else "average"
+    print(f"{output or run_dir.model}: {what} of {', '.join(path.name for path in used)}")
+
+
+def _choice(last: int | None, best: int | None, ema: bool) -> "Averaged | None":
+    """What the options ask for; None: the configuration says it."""
+    from dist_transformer.cli.write_model import Averaged
+
+    given = [name for name, value in (("--last", last), ("--best", best), ("--ema", ema)) if value]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} exclude each other: give one of --last, --best and --ema")
+    if last is not None:
+        return Averaged("average_last", last)
+    if best is not None:
+        return Averaged("average_best", best)
+    return Averaged("ema") if ema else None

@@ -2,6 +2,7 @@
 
 import os
 import platform
+import secrets
 import time
 from pathlib import Path
 from typing import Any
@@ -15,30 +16,43 @@ from dist_transformer.distributed import Ranks
 from dist_transformer.run_dir import RunDir, read_json, write_json, write_text
 from dist_transformer.tracking.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.tracker import Tracker
+from dist_transformer.training import checkpoints
 from dist_transformer.training.records import Journal, Progress
 
 
 def open_records(
-    config: Config, run_dir: RunDir, ranks: Ranks, prepared: Path, manifest: Manifest, progress: Progress
+    config: Config,
+    run_dir: RunDir,
+    ranks: Ranks,
+    prepared: Path,
+    manifest: Manifest,
+    progress: Progress,
+    origin: dict[str, str],
 ) -> tuple[Journal, Tracker | None]:
-    """Begins the records of this start: what an earlier one wrote beyond `progress` is dropped, then MLflow follows."""
+    """Begins the records of this start: what an earlier one wrote beyond `progress` is dropped, then MLflow follows.
+
+    `origin`: where the initial weights came from, for MLflow.
+    """
     write_text(run_dir.config, to_yaml(with_absolute_paths(config, prepared)))
     metrics = MetricsLog(run_dir.metrics)
     metrics.rewind(progress.step)
     audit = MetricsLog(run_dir.audit) if config.data.audit else None
     if audit is not None:
         audit.rewind(progress.batches, "batch")
-    tracker = _start_tracker(config, run_dir, ranks, manifest) if config.tracking.enabled else None
+    tracker = _start_tracker(config, run_dir, ranks, manifest, origin) if config.tracking.enabled else None
 
-    def checkpoint_saved(step: int, path: Path, values: dict[str, float]) -> None:
+    def checkpoint_saved(step: int, path: Path) -> None:
+        checkpoints.retain(run_dir, config.checkpoints)
         _note_step(run_dir, step)
         if tracker is not None:
-            tracker.checkpoint_saved(step, path, values)
+            tracker.checkpoint_saved(step, path, read_json(path / "state.json")["validation"] or {})
 
     return Journal(metrics, audit, checkpoint_saved), tracker
 
 
-def _start_tracker(config: Config, run_dir: RunDir, ranks: Ranks, manifest: Manifest) -> Tracker:
+def _start_tracker(
+    config: Config, run_dir: RunDir, ranks: Ranks, manifest: Manifest, origin: dict[str, str]
+) -> Tracker:
     tracker = Tracker(run_dir, config.tracking, config.run.name, Path(config.run.root))
     tags = {
         "languages": f"{config.data.source_language}-{config.data.target_language}",
@@ -48,6 +62,7 @@ def _start_tracker(config: Config, run_dir: RunDir, ranks: Ranks, manifest: Mani
         "precision": config.training.precision,
         "data_digest": manifest.digest,
         "version": __version__,
+        **origin,
         **{f"slurm.{key}": os.environ[name] for key, name in _SLURM_TAGS.items() if name in os.environ},
     }
     tracker.start(_flat(config.model_dump(mode="json")), tags, to_yaml(config))
@@ -84,6 +99,7 @@ def note(run_dir: RunDir, ranks: Ranks, state: str, step: int | None = None) -> 
     write_json(
         run_dir.state,
         {
+            **({"run_id": before["run_id"]} if "run_id" in before else {}),
             "state": state,
             "step": before["step"] if step is None else step,
             "starts": before["starts"] + (state == "running"),
@@ -94,6 +110,19 @@ def note(run_dir: RunDir, ranks: Ranks, state: str, step: int | None = None) -> 
             "time": round(time.time(), 3),
         },
     )
+
+
+def run_id(run_dir: RunDir) -> str:
+    """What tells this run from every other; drawn once (rank 0, with the run folder's lock held).
+
+    A folder without run.json but with checkpoints is a copy made by a person: it goes on under their id.
+    """
+    before = read_json(run_dir.state) if run_dir.state.is_file() else {"state": "starting", "starts": 0, "step": 0}
+    if "run_id" not in before:
+        known = checkpoints.newest_run_id(run_dir)
+        before["run_id"] = known or secrets.token_hex(8)
+        write_json(run_dir.state, before)
+    return str(before["run_id"])
 
 
 def _note_step(run_dir: RunDir, step: int) -> None:

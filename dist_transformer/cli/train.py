@@ -2,7 +2,8 @@
 
 import os
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -15,11 +16,19 @@ def train_command(
     run: RunArgument,
     overrides: Overrides = None,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks to start on this machine.")] = 1,
+    replay_crash: Annotated[
+        bool, typer.Option("--replay-crash", help="Do once more, on one rank, what a rank of this run failed on.")
+    ] = False,
+    crash_rank: Annotated[
+        int | None, typer.Option(min=0, help="Whose crash to replay; none: that of the rank that failed by itself.")
+    ] = None,
 ) -> None:
     """Train. A run folder that has a checkpoint goes on from its newest whole one, on any number of ranks.
 
     Exit codes: 0 finished, 75 stopped on request and saved (start it again), 2 something you can mend, 1 failed.
     """
+    if replay_crash or crash_rank is not None:
+        _replay_crash(run, overrides, crash_rank)
     stop = StopRequest()
     stop.listen()  # before the slow imports: a signal in the first seconds is a request too
     is_rank = "RANK" in os.environ
@@ -40,3 +49,12 @@ def train_command(
 
     prepare_with_progress(config, stop)
     sys.exit(start_local_ranks([str(run), *(overrides or [])], num_ranks))
+
+
+def _replay_crash(run: Path, overrides: list[str] | None, rank: int | None) -> NoReturn:
+    from dist_transformer.cli.replay_crash import replay_crash
+
+    config, run_dir = read_run(run, check_files=False)
+    code = replay_crash(config, run_dir, rank, overrides)
+    sys.stdout.flush()
+    os._exit(code)  # a group of one: there is nobody to leave in order

@@ -1,11 +1,14 @@
-"""One rank of a training run, from joining the group to the model folder: where the parts of training meet."""
+"""One rank of a training run, from joining the group to its exit code: the lock, the log, divergences, failures."""
 
 import contextlib
+import gc
 import logging
 import os
 import platform
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import filelock
@@ -13,34 +16,18 @@ import torch
 
 from dist_transformer import distributed
 from dist_transformer.cli.prepare import prepare_with_progress
-from dist_transformer.cli.run_data import RunData, open_run_data
-from dist_transformer.cli.run_records import newest_steps, note, open_records
-from dist_transformer.cli.write_model import write_averaged_model
+from dist_transformer.cli.run_data import open_run_data
+from dist_transformer.cli.run_records import note
+from dist_transformer.cli.training_run import Run, train
 from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import Ranks
-from dist_transformer.errors import (
-    EXIT_DONE,
-    EXIT_FAILED,
-    EXIT_REQUEUE,
-    CheckpointError,
-    DataError,
-    MachineError,
-    UserError,
-)
-from dist_transformer.model.transformer import Transformer
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, DataError, MachineError, UserError
 from dist_transformer.run_dir import RunDir
 from dist_transformer.stop_request import StopRequest
-from dist_transformer.tracking.tracker import Status, Tracker
 from dist_transformer.training import checkpoints
-from dist_transformer.training.checkpoints import Checkpoint
-from dist_transformer.training.engine import Engine
-from dist_transformer.training.feed import Feed
-from dist_transformer.training.loop import Outcome, Trainer
-from dist_transformer.training.objective import Objective
-from dist_transformer.training.records import Progress
-from dist_transformer.training.report import ProgressBar, log_outlook
-from dist_transformer.training.watchdog import Watchdog
+from dist_transformer.training.divergence import Diverged, Recovery, read_recovery, recover
+from dist_transformer.training.loop import Outcome
 
 log = logging.getLogger(__name__)
 
@@ -57,10 +44,12 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
     folder, manifest = prepare_with_progress(config, stop)
     ranks = distributed.join(config.training.hang_seconds)
     torch.set_num_threads(config.training.threads_per_rank or _default_threads(ranks))
+    if config.training.max_hours is not None:
+        stop.end_at(stop.started + 3600 * config.training.max_hours)
     lock = _lock(run_dir, ranks, stop)  # before the first word into the run folder: it may be another job's
     try:
         _refuse_different_corpora(folder, manifest, ranks)
-        code = _train(config, run_dir, ranks, open_run_data(config, folder, manifest), stop)
+        code = _train(Run(config, run_dir, ranks, open_run_data(config, folder, manifest), stop))
     except UserError as error:
         _note_failure(run_dir, ranks, str(error))
         raise
@@ -68,10 +57,12 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
         message = f"{error}. Is the disk of {run_dir.path} or of the prepared corpus full, or gone? Start again when it is mended"
         _note_failure(run_dir, ranks, message)
         raise MachineError(message) from error
-    except Exception:  # noqa: BLE001  (the last line of defence: say it and leave, so that the other ranks can)
+    except Exception as error:  # noqa: BLE001  (the last line of defence: say it and leave, so that the other ranks can)
         print(f"rank {ranks.rank} of {ranks.num_ranks} on {platform.node()} failed:", file=sys.stderr)
         traceback.print_exc()
-        _note_failure(run_dir, ranks, traceback.format_exc())
+        if (cause := distributed.explain(error)) is not None:
+            print(f"rank {ranks.rank}: {cause}", file=sys.stderr)
+        _note_failure(run_dir, ranks, cause or traceback.format_exc())
         sys.stderr.flush()
         os._exit(EXIT_FAILED)
     lock.release()
@@ -79,51 +70,40 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
     return code
 
 
-def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: StopRequest) -> int:
-    _set_up_logging(run_dir, ranks)
-    checkpoint = _newest_checkpoint(run_dir, ranks)
-    progress = _progress(data, checkpoint)
-    torch.manual_seed(config.run.seed)
-    manifest = data.manifest
-    model = Transformer(config.model, manifest.source_vocabulary, manifest.target_vocabulary, manifest.pad_id)
-    engine = Engine(
-        Objective(model, config.training.label_smoothing, config.training.precision),
-        config.training, config.optimizer, ranks,
-    )  # fmt: skip
-    if checkpoint is not None:
-        checkpoints.load(checkpoint, engine)
-    journal, tracker = None, None
+def _train(run: Run) -> int:
+    """Trains until the end or a stop; after a divergence from the newest good checkpoint again, as the policy says."""
+    _set_up_logging(run.run_dir, run.ranks)
+    recovery = _agreed(run.ranks, lambda: read_recovery(run.run_dir))
+    while True:
+        try:
+            outcome, step = train(run, recovery)
+            return _end(run, outcome, step)
+        except Diverged as error:
+            diverged = Diverged(error.reason, error.since_step)  # the first one's traceback holds the engine
+        gc.collect()  # the engine that diverged, before there is another
+        recovery = _agreed(run.ranks, partial(_recover, run, diverged))
+
+
+def _recover(run: Run, diverged: Diverged) -> Recovery:
+    """Sets aside the checkpoints that came after, and decides how the run goes on (rank 0)."""
+    checkpoints.set_aside_from(run.run_dir, diverged.since_step)
+    good = checkpoints.saved(run.run_dir)[-1:]
+    return recover(run.run_dir, run.config.divergence, diverged, checkpoints.step_of(good[0]) if good else 0)
+
+
+def _agreed(ranks: Ranks, decide: Callable[[], Recovery]) -> Recovery:
+    """What rank 0 decides, or its error, on every rank (collective)."""
+    result: Recovery | UserError | None = None
     if ranks.is_first:
-        journal, tracker = open_records(config, run_dir, ranks, data.folder, manifest, progress)
-    status: Status = "FAILED"
-    try:
-        recorded = ranks.from_first(newest_steps(run_dir) if ranks.is_first else None)
-        with Watchdog(config.training.hang_seconds, ranks.rank) as watchdog:
-            watchdog.progress("reading the validation corpus")
-            validation = data.validation()
-            trainer = Trainer(config, run_dir, ranks, engine, validation, data.recipe(), journal, progress, recorded)
-            if checkpoint is not None:
-                trainer.restore(checkpoint.state["interval"])
-            note(run_dir, ranks, "running", progress.step)
-            log_outlook(config, manifest, ranks.num_ranks)
-            log.info("start      step %d%s", progress.step, f", resumed from {checkpoint.path}" if checkpoint else "")
-            watchdog.progress("reading the first windows")
-            feed = _feed(data, ranks, progress, stop)
-            with ProgressBar(config.training.max_steps, progress.step) as bar:
-                outcome = trainer.run(feed, bar, watchdog)
-        if outcome is Outcome.FINISHED:
-            _write_model(config, run_dir, ranks, data, tracker)
-        status = "FINISHED" if outcome is Outcome.FINISHED else "SCHEDULED"
-        return _end(run_dir, ranks, outcome, progress.step, stop)
-    finally:
-        if tracker is not None:
-            tracker.close(status)
-
-
-def _feed(data: RunData, ranks: Ranks, progress: Progress, stop: StopRequest) -> Feed:
-    settings, batch = data.config.data, progress.batches
-    loader = data.loader(progress.position, batch, ranks.rank, ranks.num_ranks, settings.loader_workers)
-    return Feed(loader, ranks, data.manifest.training, settings.lanes, batch, lambda: stop.reason() is not None)
+        try:
+            result = decide()
+        except UserError as error:
+            result = error
+    result = ranks.from_first(result)
+    if isinstance(result, UserError):
+        raise result.agreed()
+    assert result is not None
+    return result
 
 
 def _refuse_different_corpora(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
@@ -175,46 +155,10 @@ def _set_up_logging(run_dir: RunDir, ranks: Ranks) -> None:
         root.addHandler(file)
 
 
-def _newest_checkpoint(run_dir: RunDir, ranks: Ranks) -> Checkpoint | None:
-    """Rank 0 looks and verifies; every rank takes the same one."""
-    found: Checkpoint | CheckpointError | None = None
-    if ranks.is_first:
-        try:
-            found = checkpoints.newest_whole(run_dir)
-        except CheckpointError as error:
-            found = error
-    found = ranks.from_first(found)
-    if isinstance(found, CheckpointError):
-        raise found
-    return found
-
-
-def _progress(data: RunData, checkpoint: Checkpoint | None) -> Progress:
-    if checkpoint is None:
-        return Progress(data.start())
-    names = ("step", "batches", "skipped_updates", "total_target_tokens")
-    return Progress(data.position_of(checkpoint), **{name: checkpoint.state[name] for name in names})
-
-
 def _default_threads(ranks: Ranks) -> int:
     """What the launcher or the batch script gave each rank, else this rank's share of the cores it may use."""
     given = int(os.environ.get("OMP_NUM_THREADS") or 0)
     return given or max(1, len(os.sched_getaffinity(0)) // ranks.ranks_per_node)
-
-
-def _write_model(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, tracker: Tracker | None) -> None:
-    """The model folder, by rank 0; a failure is every rank's (collective)."""
-    problem = None
-    if ranks.is_first:
-        try:
-            used = write_averaged_model(config, run_dir, data.folder, data.manifest, run_dir.model)
-            log.info("model      %s: average of %d checkpoints", run_dir.model, len(used))
-        except (UserError, OSError) as error:
-            problem = f"{run_dir.model} could not be written: {error}"
-    if (problem := ranks.from_first(problem)) is not None:
-        raise CheckpointError(problem)
-    if tracker is not None:
-        tracker.model_written(run_dir.model, {})
 
 
 def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:
@@ -225,8 +169,9 @@ def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:
         note(run_dir, ranks, "failed")
 
 
-def _end(run_dir: RunDir, ranks: Ranks, outcome: Outcome, step: int, stop: StopRequest) -> int:
+def _end(run: Run, outcome: Outcome, step: int) -> int:
     """Every rank passes the barrier, so that rank 0 ends last with the code that the batch script decides on."""
+    run_dir, ranks, stop = run.run_dir, run.ranks, run.stop
     reasons = [reason for reason in ranks.gather(stop.reason()) if reason]
     if outcome is Outcome.FINISHED:
         note(run_dir, ranks, "finished", step)

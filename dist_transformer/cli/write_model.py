@@ -1,34 +1,55 @@
 """From the checkpoints of a run to a model folder."""
 
 import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
+from typing import Literal
 
-from dist_transformer.config.models import Config
+from dist_transformer.config.models import CheckpointConfig, Config
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.errors import CheckpointError
 from dist_transformer.interop.averaging import average_weights
 from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
 from dist_transformer.run_dir import RunDir, read_json
 from dist_transformer.training import checkpoints
+from dist_transformer.training.checkpoints import STATE
+from dist_transformer.training.state_files import Weights
 
 log = logging.getLogger(__name__)
 
 
-def write_averaged_model(
-    config: Config, run_dir: RunDir, prepared: Path, manifest: Manifest, output: Path, last: int | None = None
-) -> list[Path]:
-    """Averages the newest `last` checkpoints (default: checkpoints.average_last) into `output`; returns those used.
+@dataclass(frozen=True)
+class Averaged:
+    """What a model folder is made of, in the words of checkpoints.final_model.
 
-    Checkpoints of stops are left out, so that a run that was stopped gives the model of one that was not; so are
-    damaged ones, with a warning.
+    `count`: how many checkpoints; the moving average (ema) is of one.
+    """
+
+    kind: Literal["average_last", "average_best", "ema"]
+    count: int = 1
+
+    @classmethod
+    def of(cls, settings: CheckpointConfig) -> "Averaged":
+        """What the configuration says of the final model."""
+        counts = {"average_last": settings.average_last, "average_best": settings.keep_best, "ema": 1}
+        return cls(settings.final_model, counts[settings.final_model])
+
+
+def write_averaged_model(
+    config: Config, run_dir: RunDir, prepared: Path, manifest: Manifest, output: Path, choice: Averaged | None = None
+) -> list[Path]:
+    """Writes the model folder `output` of `choice` (default: checkpoints.final_model); returns the checkpoints used.
+
+    Checkpoints of stops are left out, so that a run that was stopped gives the model of one that was not; so are damaged
+    ones and those of other runs, with a warning.
 
     Raises:
-        CheckpointError: there is no whole checkpoint.
+        CheckpointError: there is no whole checkpoint, or none with what is asked for.
     """
-    wanted = checkpoints.regular(run_dir, config.checkpoints.every_steps)[-(last or config.checkpoints.average_last) :]
-    used = [path for path in wanted if _is_whole(path)]
-    if not used:
-        raise CheckpointError(f"{run_dir.checkpoints}: there is no whole checkpoint to make a model of; train first")
+    choice = choice or Averaged.of(config.checkpoints)
+    used = _chosen(run_dir, config.checkpoints.every_steps, choice)
     files = manifest.tokenizer
     target = None if files.target == files.source else prepared / files.target
     information = ModelInformation(
@@ -39,15 +60,37 @@ def write_averaged_model(
         eos_id=manifest.eos_id,
         source_language=manifest.source_language,
         target_language=manifest.target_language,
-        step=read_json(used[-1] / "state.json")["step"],
+        step=read_json(used[-1] / STATE)["step"],
     )
-    weights = average_weights([checkpoints.Weights(path) for path in used])
+    part = "ema" if choice.kind == "ema" else "weight"
+    weights = average_weights([Weights(path, part) for path in used])
     save_model_folder(output, weights, config.model, TokenizerFiles(prepared / files.source, target), information)
     return used
 
 
-def _is_whole(path: Path) -> bool:
-    problem = checkpoints.damage(path)
-    if problem:
-        log.warning("%s is damaged (%s): left out of the average", path, problem)
-    return problem is None
+def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged) -> list[Path]:
+    """The checkpoints to average, oldest first."""
+    regular = checkpoints.regular(run_dir, every_steps)
+    run_id = checkpoints.newest_run_id(run_dir)
+    if choice.kind == "ema":
+        used = list(islice(_whole(reversed(regular), run_id), 1))
+    elif choice.kind == "average_last":
+        used = list(_whole(regular[-choice.count :], run_id))
+    elif (known := checkpoints.best(regular, choice.count)) or not regular:
+        used = list(_whole(known, run_id))
+    else:
+        raise CheckpointError(
+            f"{run_dir.checkpoints}: no checkpoint knows its validation loss, so none is the best; train with "
+            "data.validation and checkpoints.keep_best, or average the last ones (--last)"
+        )
+    if not used:
+        raise CheckpointError(f"{run_dir.checkpoints}: there is no whole checkpoint to make a model of; train first")
+    return used
+
+
+def _whole(paths: Iterable[Path], run_id: str | None) -> Iterator[Path]:
+    for path in paths:
+        if (problem := checkpoints.damage(path, run_id)) is None:
+            yield path
+        else:
+            log.warning("%s is damaged (%s): left out of the model", path, problem)

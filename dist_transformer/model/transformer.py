@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from dist_transformer.config.models import ModelConfig
 from dist_transformer.model.attention import CrossAttention, SelfAttention
@@ -57,9 +58,22 @@ class DecodingCache:
 class Transformer(nn.Module):
     """The encoder-decoder of the paper's section 3."""
 
-    def __init__(self, config: ModelConfig, source_vocabulary: int, target_vocabulary: int, pad_id: int) -> None:
-        """`source_vocabulary` and `target_vocabulary` count pieces; equal where `config.shared_embeddings`."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        source_vocabulary: int,
+        target_vocabulary: int,
+        pad_id: int,
+        *,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        """`source_vocabulary` and `target_vocabulary` count pieces; equal where `config.shared_embeddings`.
+
+        With `activation_checkpointing` a training step keeps only the input of each layer, and computes the layer again
+        in the backward pass, with the same dropout: the same loss and gradients for less memory and more time.
+        """
         super().__init__()
+        self.activation_checkpointing = activation_checkpointing
         assert config.d_model % config.num_heads == 0, (config.d_model, config.num_heads)
         assert source_vocabulary == target_vocabulary or not config.shared_embeddings
         self.pad_id = pad_id
@@ -102,7 +116,7 @@ class Transformer(nn.Module):
         memory_BSD, may_attend_B11S = self.encode(source_BS), self._may_attend(source_BS)
         hidden_BTD = self._embed(self.target_embedding, target_BT)
         for layer in self.decoder_layers:
-            hidden_BTD = layer(hidden_BTD, memory_BSD, may_attend_B11S)
+            hidden_BTD = self._layer(layer, hidden_BTD, memory_BSD, may_attend_B11S)
         return self.decoder_norm(hidden_BTD)  # type: ignore[no-any-return]
 
     def encode(self, source_BS: Tensor) -> Tensor:
@@ -110,7 +124,7 @@ class Transformer(nn.Module):
         may_attend_B11S = self._may_attend(source_BS)
         hidden_BSD = self._embed(self.source_embedding, source_BS)
         for layer in self.encoder_layers:
-            hidden_BSD = layer(hidden_BSD, may_attend_B11S)
+            hidden_BSD = self._layer(layer, hidden_BSD, may_attend_B11S)
         return self.encoder_norm(hidden_BSD)  # type: ignore[no-any-return]
 
     def start_decoding(self, memory_BSD: Tensor, source_BS: Tensor, beam_size: int = 1) -> DecodingCache:
@@ -145,6 +159,11 @@ class Transformer(nn.Module):
             for hook in hooks:
                 hook.remove()
         return maps
+
+    def _layer(self, layer: nn.Module, *inputs: Tensor) -> Tensor:
+        if self.activation_checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(layer, *inputs, use_reentrant=False)  # type: ignore[no-any-return]
+        return layer(*inputs)  # type: ignore[no-any-return]
 
     def _embed(self, embedding: nn.Module, token_BT: Tensor, start: int = 0) -> Tensor:
         """3.4 and 3.5: embeddings times sqrt(D), plus positions, then dropout (5.4)."""

@@ -1,33 +1,39 @@
 """Checkpoints that are whole or not there, the same for every ZeRO stage, precision and number of ranks (promise P5).
 
     checkpoints/step_00012000/state_0.safetensors ... state_{W-1}.safetensors   weights and Adam moments by name, fp32
-                              state.json                                         step, position, loss scaler, recipe
-                              manifest.json                                      every file, size, SHA-256: written last
+                              state.json                                         step, position, loss scaler, recipe, shapes
+                              manifest.json                                      step, run, every file, size, SHA-256
+    checkpoints/step_00011000.damaged                                            set aside by a start: not what was written
+    checkpoints/step_00013000.diverged                                           set aside after a divergence
     checkpoints/latest                                                           the newest one's name
 
-A save writes into `step_N.tmp`, flushes it on every rank, then the manifest, then renames: a folder without `.tmp` is
-whole. At load every file is read against the manifest; a damaged checkpoint is set aside and the newest whole one taken.
+A save (`saver.py`) writes into `step_N.tmp` and renames at the very end: a folder without a suffix is whole. At load every
+byte is read against the manifest; a damaged checkpoint is set aside and the newest whole one taken.
 """
 
 import hashlib
 import logging
+import math
+import os
+import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-
-from dist_transformer.distributed import Ranks
+from dist_transformer.config.models import CheckpointConfig
 from dist_transformer.errors import CheckpointError
-from dist_transformer.run_dir import RunDir, flush_to_disk, read_json, write_json, write_text
-from dist_transformer.training.engine import Engine, ParameterState
+from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.training.state_files import VERSION, StateFiles, check_version
+
+if TYPE_CHECKING:  # at run time it would import DeepSpeed for every command that only looks at checkpoints
+    from dist_transformer.training.engine import Engine
 
 log = logging.getLogger(__name__)
 
-PARTS = ("weight", "exp_avg", "exp_avg_sq")
+MANIFEST, STATE = "manifest.json", "state.json"
 
 
 @dataclass(frozen=True)
@@ -52,44 +58,7 @@ def step_of(path: Path) -> int:
 
 def saved(run_dir: RunDir) -> list[Path]:
     """Checkpoint folders that carry a manifest, oldest first; whether they are undamaged is not checked."""
-    return sorted(p for p in run_dir.checkpoints.glob("step_????????") if (p / "manifest.json").is_file())
-
-
-def save(
-    run_dir: RunDir, engine: Engine, state: dict[str, Any], ranks: Ranks, progress: Callable[[], None]
-) -> Path | None:
-    """Writes a checkpoint of `state["step"]` (collective); None where one is there already, which is left as it is.
-
-    `progress` is called after each parameter and file.
-
-    Raises:
-        CheckpointError: a rank could not write; nothing that was there before is touched. Raised on every rank.
-    """
-    final = run_dir.checkpoints / folder_name(state["step"])
-    if ranks.from_first((final / "manifest.json").is_file()):
-        return None
-    temporary = final.with_name(final.name + ".tmp")
-    problem = _make_empty(temporary) if ranks.is_first else None
-    entry = None
-    if (problem := ranks.from_first(problem)) is None:
-        tensors = _own_tensors(engine, ranks, progress)
-        entry, problem = _write_tensors(temporary / f"state_{ranks.rank}.safetensors", tensors)
-    progress()
-    results = ranks.gather((entry, problem))
-    problems = [p for _, p in results if p]
-    if not problems:
-        problem = _commit(temporary, final, state, [e for e, _ in results]) if ranks.is_first else None
-        problems = [p for p in [ranks.from_first(problem)] if p]
-    if problems:
-        if ranks.is_first:
-            shutil.rmtree(temporary, ignore_errors=True)
-        whole = ranks.from_first([p.name for p in saved(run_dir)][-1:])
-        kept = f"the run can go on from {whole[0]}" if whole else "there is no earlier checkpoint"
-        raise CheckpointError(
-            f"checkpoint {final.name} could not be written: {problems[0]}; {kept}. Free space or mend the filesystem of "
-            f"{run_dir.checkpoints}, then start the same command again."
-        )
-    return final
+    return [path for path in _named(run_dir) if (path / MANIFEST).is_file()]
 
 
 def regular(run_dir: RunDir, every_steps: int) -> list[Path]:
@@ -98,155 +67,198 @@ def regular(run_dir: RunDir, every_steps: int) -> list[Path]:
     return [path for path in paths if step_of(path) % every_steps == 0 or path == paths[-1]]
 
 
-def keep_last(run_dir: RunDir, count: int, every_steps: int) -> None:
-    """Keeps the newest `count` regular checkpoints, deletes the others and those of stops (rank 0, after a commit)."""
-    kept = regular(run_dir, every_steps)[-count:]
-    for old in (path for path in saved(run_dir)[:-1] if path not in kept):
-        trash = old.with_name(old.name + ".trash")
-        old.rename(trash)
-        shutil.rmtree(trash, ignore_errors=True)
+def best(paths: Sequence[Path], count: int) -> list[Path]:
+    """Those `count` of the checkpoints that have the lowest validation loss, by step; fewer where fewer have a loss."""
+    losses = {path: loss for path in paths if (loss := _validation_loss(path)) is not None}
+    return sorted(sorted(losses, key=lambda path: (losses[path], -step_of(path)))[:count], key=step_of)
 
 
-def newest_whole(run_dir: RunDir) -> Checkpoint | None:
-    """The newest undamaged checkpoint, or None where there are none at all. Damaged ones are renamed `.damaged`.
+def retain(run_dir: RunDir, settings: CheckpointConfig) -> None:
+    """Deletes what `settings` do not keep (rank 0, after a commit).
+
+    Kept are the newest; the newest `keep_last` regular ones; of those of every `every_steps` steps the `keep_best` of lowest
+    validation loss; those of every `keep_every_steps` steps.
+    """
+    if not (paths := saved(run_dir)):
+        return
+    kept = {paths[-1], *regular(run_dir, settings.every_steps)[-settings.keep_last :]}
+    if settings.keep_best:  # a stop's does not count: a run without that stop would not have it to push another out
+        kept |= set(best([path for path in paths if step_of(path) % settings.every_steps == 0], settings.keep_best))
+    if settings.keep_every_steps:
+        kept |= {path for path in paths if step_of(path) > 0 and step_of(path) % settings.keep_every_steps == 0}
+    for path in paths:
+        if path not in kept:
+            _delete(path)
+
+
+def newest_whole(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
+    """The newest undamaged checkpoint of this run, or None where there are none at all. Others are renamed `.damaged`.
 
     Rank 0 only, with the run folder's lock held: it also clears what a killed save left behind.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is whole: a run never silently starts again from scratch.
+        CheckpointError: there are checkpoints, but none is whole: a run never silently starts again from scratch. Or the
+            newest whole one is of another version of the format.
     """
     for left_over in [*run_dir.checkpoints.glob("step_*.tmp"), *run_dir.checkpoints.glob("step_*.trash")]:
         shutil.rmtree(left_over, ignore_errors=True)  # of a save or a deletion that was killed
-    candidates = saved(run_dir)
+    candidates = _named(run_dir)
     for path in reversed(candidates):
-        problem = damage(path)
+        problem = damage(path, run_id)
         if problem is None:
-            return Checkpoint(path, read_json(path / "state.json"))
-        aside = path.with_name(path.name + ".damaged")
+            state = read_json(path / STATE)
+            check_version(path, state)
+            return Checkpoint(path, state)
+        aside = set_aside(path, "damaged")
         log.warning("checkpoint %s is damaged (%s): set aside as %s", path.name, problem, aside.name)
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
     if candidates or list(run_dir.checkpoints.glob("step_*.damaged")):
         raise CheckpointError(
             f"{run_dir.checkpoints}: has checkpoints, but none is whole. To train again from scratch, choose another "
             "run.name or move this folder away."
         )
+    if diverged := sorted(path.name for path in run_dir.checkpoints.glob("step_*.diverged")):
+        log.warning("%s: all checkpoints are of steps that diverged (%s)", run_dir.checkpoints, ", ".join(diverged))
     return None
 
 
-def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint folder ("state_0.safetensors: SHA-256 differs ..."), or None: reads every byte."""
+def newest_run_id(run_dir: RunDir) -> str | None:
+    """The run that the newest checkpoint with a readable state belongs to; None where there is none."""
+    for path in reversed(saved(run_dir)):
+        try:
+            run_id = read_json(path / STATE)["run_id"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        return str(run_id)
+    return None
+
+
+def set_aside_from(run_dir: RunDir, step: int) -> list[str]:
+    """Renames the checkpoints of `step` and later to `.diverged`; returns their names (rank 0, after a divergence)."""
+    later = [path for path in _named(run_dir) if step_of(path) >= step]
+    for path in reversed(later):  # newest first: a kill in between leaves those nearest to the good ones
+        set_aside(path, "diverged")
+    return [path.name for path in later]
+
+
+def set_aside(path: Path, why: str) -> Path:
+    """Renames a checkpoint so that no start finds it; an older one of that name is deleted."""
+    aside = path.with_name(f"{path.name}.{why}")
+    _delete(aside)
+    path.rename(aside)
+    return aside
+
+
+def damage(path: Path, run_id: str | None = None) -> str | None:
+    """What is wrong with a checkpoint folder ("state_0.safetensors: SHA-256 differs ..."), or None: reads every byte.
+
+    `run_id`: the run that it must belong to; None: any.
+    """
+    if not (path / MANIFEST).is_file():
+        return f"{MANIFEST} is missing, or no file that can be read"
     try:
-        entries = read_json(path / "manifest.json")["files"]
-        for name, entry in entries.items():
-            if (path / name).stat().st_size != entry["bytes"]:
-                return f"{name} has {(path / name).stat().st_size} bytes, the manifest says {entry['bytes']}"
-            if _sha256(path / name) != entry["sha256"]:
-                return f"{name}: SHA-256 differs from the manifest's"
+        manifest = read_json(path / MANIFEST)
+        files, step, run = manifest["files"], manifest["step"], manifest.get("run_id")
+        problem = _wrong_names(path, set(files)) or _wrong_bytes(path, files)
+        if problem:
+            return problem
+        state = read_json(path / STATE)
+        # The state is covered by its checksum, the manifest only by what it says twice.
+        if (manifest["version"], step, run) != (state["version"], state["step"], state.get("run_id")):
+            return f"{MANIFEST} and {STATE} differ in version, step or run"
+        if step != step_of(path):
+            return f"{MANIFEST} is that of step {step}"
+        if state["version"] != VERSION:
+            return None  # whole, whatever it holds: `check_version` says what to do with it
+        if run_id is not None and run != run_id:
+            return f"{MANIFEST}: belongs to another run, {run}; this one is {run_id}"
+        StateFiles(path)
+    except CheckpointError as error:
+        return str(error)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{MANIFEST}: {type(error).__name__}: {error}"
     return None
 
 
-def load(checkpoint: Checkpoint, engine: Engine) -> None:
+def load(checkpoint: Checkpoint, engine: "Engine") -> None:
     """Puts weights and optimizer state into the engine (collective); any stage, precision and number of ranks.
 
     Raises:
-        CheckpointError: the parameters have other names than the model's.
+        CheckpointError: the parameters have other names or shapes than the model's.
     """
-    engine.prepare_write(checkpoint.step)
-    tensors = _TensorFiles(checkpoint.path)
-    for name, parameter in engine.parameters():
-        state = ParameterState(*(tensors.read(f"{part}/{name}") for part in PARTS))
-        engine.write(parameter, state)
+    files = StateFiles(checkpoint.path)
+    expected = {name: tuple(shape) for name, shape in engine.shapes().items()}
+    if different := sorted(name for name, _ in expected.items() ^ files.shapes.items()):
+        name = different[0]
+        raise CheckpointError(
+            f"{checkpoint.path}: is a checkpoint of another model: {name} has shape {files.shapes.get(name)} there, "
+            f"{expected.get(name)} in this run (None: it is not there); {len(set(different))} tensors differ"
+        )
+    engine.load(files.read, checkpoint.step)
     engine.set_scaler_state(checkpoint.state.get("scaler", {}))
 
 
-class Weights(Mapping[str, Any]):
-    """The fp32 weights of a checkpoint by parameter name, each read when it is asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self._tensors = _TensorFiles(path)
-        self._names = [key.removeprefix("weight/") for key in self._tensors.names() if key.startswith("weight/")]
-
-    def __getitem__(self, name: str) -> Any:
-        return self._tensors.read(f"weight/{name}")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-class _TensorFiles:
-    """The tensors of a checkpoint folder, found over all of its files."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        try:
-            files: list[Any] = [safe_open(f, framework="pt") for f in sorted(self._path.glob("state_*.safetensors"))]
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self._path}: cannot be read: {error}") from error
-        self._place: dict[str, Any] = {key: file for file in files for key in file.keys()}  # noqa: SIM118
-
-    def names(self) -> list[str]:
-        return sorted(self._place)
-
-    def read(self, key: str) -> Any:
-        if key not in self._place:
-            raise CheckpointError(f"{self._path}: has no {key}: it is a checkpoint of another model")
-        return self._place[key].get_tensor(key)
-
-
-def _own_tensors(engine: Engine, ranks: Ranks, progress: Callable[[], None]) -> dict[str, Any]:
-    """Every rank reads every parameter (collective) and keeps each W-th."""
-    own = {}
-    for index, (name, parameter) in enumerate(engine.parameters()):
-        state = engine.read(parameter)
-        progress()
-        if index % ranks.num_ranks == ranks.rank:
-            own.update({f"{part}/{name}": getattr(state, part).contiguous() for part in PARTS})
-    return own
-
-
-def _make_empty(folder: Path) -> str | None:
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        return str(error)
-    return None
-
-
-def _write_tensors(path: Path, tensors: dict[str, Any]) -> tuple[tuple[str, dict[str, Any]] | None, str | None]:
-    try:
-        save_file(tensors, path)
-        flush_to_disk(path)
-        return (path.name, _entry(path)), None
-    except (OSError, SafetensorError) as error:
-        return None, f"{path.name}: {error}"
-
-
-def _commit(temporary: Path, final: Path, state: dict[str, Any], entries: list[Any]) -> str | None:
-    try:
-        write_json(temporary / "state.json", state)
-        files = dict([*entries, ("state.json", _entry(temporary / "state.json"))])
-        write_json(temporary / "manifest.json", {"version": 1, "step": state["step"], "files": files})
-        shutil.rmtree(final, ignore_errors=True)  # without a manifest, or save() would have returned
-        temporary.rename(final)
-        flush_to_disk(final.parent)
-    except OSError as error:
-        return str(error)
-    try:
-        write_text(final.parent / "latest", final.name + "\n")  # for people and scripts; we look for ourselves
-    except OSError as error:
-        log.warning("%s could not be named in `latest`: %s", final.name, error)
-    return None
-
-
-def _entry(path: Path) -> dict[str, Any]:
+def file_entry(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file: size and SHA-256."""
     return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _named(run_dir: RunDir) -> list[Path]:
+    """Everything that has the name of a checkpoint, oldest first."""
+    found = [path for path in run_dir.checkpoints.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
+    return sorted(found, key=step_of)
+
+
+def _validation_loss(path: Path) -> float | None:
+    try:
+        loss = float(read_json(path / STATE)["validation"]["loss"])
+    except (OSError, ValueError, KeyError, TypeError):  # of a step that was not validated, or damaged
+        return None
+    return loss if math.isfinite(loss) else None
+
+
+def _wrong_names(path: Path, expected: set[str]) -> str | None:
+    """A file too few or too many. Hidden ones are left aside: network filesystems and file browsers make them."""
+    names = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
+    if STATE not in expected:
+        return f"{MANIFEST} does not name {STATE}"
+    if missing := sorted(expected - names):
+        return f"{missing[0]} is missing"
+    if surplus := sorted(names - expected - {MANIFEST}):
+        return f"{surplus[0]} is not in the manifest"
+    return None
+
+
+def _wrong_bytes(path: Path, files: dict[str, Any]) -> str | None:
+    """The first file that is not what the manifest says. Hashing leaves the interpreter to other threads."""
+    with ThreadPoolExecutor(max_workers=min(len(files), os.cpu_count() or 1)) as pool:
+        problems = list(pool.map(lambda name: _wrong_file(path / name, files[name]), sorted(files)))
+    return next((problem for problem in problems if problem), None)
+
+
+def _wrong_file(path: Path, entry: dict[str, Any]) -> str | None:
+    if not path.is_file():  # a folder, a broken link; a pipe would block
+        return f"{path.name} is no file that can be read"
+    try:
+        if (size := path.stat().st_size) != entry["bytes"]:
+            return f"{path.name} has {size} bytes, the manifest says {entry['bytes']}"
+        if _sha256(path) != entry["sha256"]:
+            return f"{path.name}: SHA-256 differs from the manifest's"
+    except OSError as error:
+        return f"{path.name}: {error}"
+    return None
+
+
+def _delete(path: Path) -> None:
+    """In two steps, so that a kill in between leaves no torn folder under a checkpoint's name."""
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    trash = path.with_name(path.name + ".trash")
+    shutil.rmtree(trash, ignore_errors=True)
+    path.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
 
 
 def _sha256(path: Path) -> str:

@@ -1,4 +1,28 @@
-"""Divergence: how it is noticed, and how a run goes on after it."""
+"""Divergence: how it is noticed, and how a run goes on after it.
+
+    monitor = LossMonitor(config.divergence, checkpoint.state["loss_monitor"])
+    monitor.add(step, loss)                     # raises Diverged, on every rank at the same step
+    recovery = recover(run_dir, config.divergence, diverged, good_step)     # rank 0
+
+What was decided stands in divergence.json of the run folder, so that a later start trains on in the same way.
+"""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dist_transformer.config.models import DivergenceConfig
+from dist_transformer.errors import UserError
+from dist_transformer.run_dir import RunDir, read_json, write_json
+
+log = logging.getLogger(__name__)
+
+LEAST_DEVIATION = 0.01
+"""Of the average: a loss that hardly varies (few, long batches) must not make every small rise count."""
 
 
 class Diverged(Exception):
@@ -12,3 +36,215 @@ class Diverged(Exception):
     def __init__(self, reason: str, since_step: int) -> None:
         self.reason, self.since_step = reason, since_step
         super().__init__(reason)
+
+
+class LossMonitor:
+    """Watches the loss per target token for a rise that stays.
+
+    It keeps an average and a deviation of the losses within bounds: over all of them at first, exponentially fading
+    ones over about `window_steps` later. A loss is out of bounds when it is `deviations` deviations above the average,
+    or not finite; `patience_steps` of them in a row are a divergence. Before `window_steps` losses only those that are
+    not finite count.
+
+    The deviation is that of the losses below the average, taken twice (for even noise, the usual one): a loss that climbs
+    for hundreds of steps, as in most divergences, lies above its average all the time and must not pass for noise.
+
+    Args:
+        state: that of `state()`, where a run goes on: it then decides as if it had never stopped.
+    """
+
+    def __init__(self, settings: DivergenceConfig, state: Mapping[str, Any] | None) -> None:
+        state = state or {}
+        self._settings = settings
+        self._count = int(state.get("count", 0))
+        self._average = float(state.get("average", 0.0))
+        self._variance = float(state.get("variance", 0.0))
+        self._out_of_bounds = int(state.get("out_of_bounds", 0))
+        self._since_step = int(state.get("since_step", 0))
+
+    def add(self, step: int, loss: float) -> None:
+        """The mean loss of a step over all ranks.
+
+        Raises:
+            Diverged: this was the last of `patience_steps` steps in a row that were out of bounds.
+        """
+        if not self._is_out_of_bounds(loss):
+            self._out_of_bounds = 0
+            self._include(loss)
+            return
+        if self._out_of_bounds == 0:
+            self._since_step = step
+        self._out_of_bounds += 1
+        if self._out_of_bounds >= self._settings.patience_steps:
+            raise Diverged(self._reason(loss), self._since_step)
+
+    def begin_anew(self) -> None:
+        """Other data from here on (a new stage of a mixture): what was usual before says nothing of it."""
+        self._count = self._out_of_bounds = 0
+
+    def state(self) -> dict[str, Any]:
+        """All that a later start needs, for a checkpoint."""
+        return {
+            "count": self._count,
+            "average": self._average,
+            "variance": self._variance,
+            "out_of_bounds": self._out_of_bounds,
+            "since_step": self._since_step,
+        }
+
+    def _is_out_of_bounds(self, loss: float) -> bool:
+        if not math.isfinite(loss):
+            return True
+        return self._count >= self._settings.window_steps and loss > self._bound()
+
+    def _bound(self) -> float:
+        return self._average + self._settings.deviations * self._deviation()
+
+    def _deviation(self) -> float:
+        return max(math.sqrt(self._variance), LEAST_DEVIATION * abs(self._average))
+
+    def _include(self, loss: float) -> None:
+        """One more loss. The weights 1, 1/2, 1/3 ... 1/window make the plain mean first: no bias towards a start value."""
+        self._count += 1
+        share = max(1.0 / self._count, 1.0 / self._settings.window_steps)
+        if self._count == 1:
+            self._average, self._variance = loss, 0.0
+            return
+        difference = loss - self._average
+        self._average += share * difference
+        self._variance = (1.0 - share) * (self._variance + share * 2.0 * min(difference, 0.0) ** 2)
+
+    def _reason(self, loss: float) -> str:
+        steps = f"for {self._out_of_bounds} steps in a row, since step {self._since_step}"
+        if self._count < self._settings.window_steps:
+            return f"the loss was not finite {steps}"
+        usual = f"its average was {self._average:.3f}, its deviation {self._deviation():.3f}"
+        return f"the loss was above {self._bound():.3f} or not finite {steps} (now {loss:.3f}; before, {usual})"
+
+
+@dataclass(frozen=True)
+class Event:
+    """A divergence, and what was done. `policy` "stop": the run ended, and a person decides."""
+
+    since_step: int
+    reason: str
+    policy: str
+    went_on_from: int
+    """Step of the checkpoint that the run goes on from; 0: from scratch."""
+    learning_rate_factor: float
+    """What all later steps are trained with a further time; 1 unless the policy lowers the learning rate."""
+    time: float
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What all divergences so far ask of a start.
+
+    Attributes:
+        rollbacks: returns to a checkpoint that the run made by itself since a person last started it.
+    """
+
+    learning_rate_factor: float
+    switch_to_bf16: bool
+    rollbacks: int
+
+
+def read_recovery(run_dir: RunDir) -> Recovery:
+    """What divergence.json asks for; nothing without one.
+
+    Raises:
+        UserError: it is damaged, or not ours.
+    """
+    return _recovery(_read_events(run_dir))
+
+
+def record(run_dir: RunDir, event: Event) -> None:
+    """Adds an event to divergence.json (rank 0)."""
+    write_json(run_dir.divergence, [asdict(known) for known in [*_read_events(run_dir), event]])
+
+
+def recover(run_dir: RunDir, settings: DivergenceConfig, diverged: Diverged, good_step: int) -> Recovery:
+    """Decides how the run goes on, and writes it down (rank 0, after the bad checkpoints were set aside).
+
+    Args:
+        good_step: of the checkpoint that the run goes on from; 0: from scratch.
+
+    Raises:
+        UserError: the run ends here: the policy says so, or it can do no more.
+    """
+    before = read_recovery(run_dir)
+    end = _reason_to_end(settings, before)
+    policy = settings.policy if end is None else "stop"
+    factor = settings.learning_rate_factor if policy == "lower_learning_rate" else 1.0
+    event = Event(diverged.since_step, diverged.reason, policy, good_step, factor, round(time.time(), 3))
+    record(run_dir, event)
+    seen = f"training diverged at step {event.since_step}: {event.reason}."
+    place = f"from the checkpoint of step {good_step}" if good_step else "from scratch, as no checkpoint is older"
+    if end is not None:
+        raise UserError(f"{seen} {end} The same command goes on {place}. {_advice(before)}")
+    after = read_recovery(run_dir)
+    change = "in bf16" if policy == "switch_to_bf16" else f"with {after.learning_rate_factor:g} x the learning rate"
+    log.warning(
+        "divergence %s Going on %s, %s (return %d of at most %d)",
+        seen,
+        place,
+        change,
+        after.rollbacks,
+        settings.max_rollbacks,
+    )
+    return after
+
+
+def _reason_to_end(settings: DivergenceConfig, before: Recovery) -> str | None:
+    if settings.policy == "stop":
+        return "divergence.policy is stop."
+    if before.rollbacks >= settings.max_rollbacks:
+        return f"After {before.rollbacks} returns to a checkpoint (divergence.max_rollbacks) the run ends."
+    if settings.policy == "switch_to_bf16" and before.switch_to_bf16:
+        return "divergence.policy is switch_to_bf16, and it was trained in bf16 already."
+    return None
+
+
+def _advice(before: Recovery) -> str:
+    factor = before.learning_rate_factor
+    kept = (
+        f" It will train with {factor:g} x the learning rate, unless you remove divergence.json." if factor != 1 else ""
+    )
+    return (
+        "Give it a lower optimizer.learning_rate, a longer schedule.warmup_steps, training.gradient_clip_norm=1 or, where "
+        "it trains in fp16, training.precision=bf16; with divergence.policy=lower_learning_rate a run helps itself."
+        + kept
+    )
+
+
+def _recovery(events: list[Event]) -> Recovery:
+    ends = [number for number, event in enumerate(events) if event.policy == "stop"]
+    return Recovery(
+        learning_rate_factor=math.prod(event.learning_rate_factor for event in events),
+        switch_to_bf16=any(event.policy == "switch_to_bf16" for event in events),
+        rollbacks=len(events) - (ends[-1] + 1 if ends else 0),
+    )
+
+
+def _read_events(run_dir: RunDir) -> list[Event]:
+    if not run_dir.divergence.exists():
+        return []
+    try:
+        values = read_json(run_dir.divergence)
+        if not isinstance(values, list):
+            raise TypeError(f"expected a list, got {type(values).__name__}")
+        return [_event(value) for value in values]
+    except (OSError, json.JSONDecodeError, UnicodeDecodeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{run_dir.divergence}: cannot be read as the record of this run's divergences ({error}). It says with which "
+            "learning rate and precision the run goes on: put it back, or remove it to go on as the configuration says."
+        ) from error
+
+
+def _event(value: Any) -> Event:
+    event = Event(**value)
+    numbers = (event.since_step, event.went_on_from)
+    factor = event.learning_rate_factor
+    if not all(type(number) is int for number in numbers) or type(factor) not in (int, float) or not 0 < factor <= 1:
+        raise ValueError(f"not a divergence: {value}")
+    return event

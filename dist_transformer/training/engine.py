@@ -1,31 +1,44 @@
-"""The only door to DeepSpeed: wraps the model in ZeRO, makes a step of it, and reads and writes its whole state.
+"""The only door to DeepSpeed: wraps the model in ZeRO, makes a step of it, shows and sets its whole state.
 
 What DeepSpeed 0.19.8 gets wrong is mended here, each mend with a test:
 - stages 1 to 3 with fp16 halve the gradient on each step at which the loss scale grows (`_delay_scale_growth`;
   https://github.com/deepspeedai/DeepSpeed/pull/8588);
 - stage 0 reports no gradient norm and applies non-finite gradients (`_guard_stage_0`);
-- stages 1 and 2 with several parameter groups lose sight of the moments of all but the first (`_link_moments`);
+- at the floor of fp16's loss scale it raises in the middle of a step (`Engine.step`);
 - timeouts do not reach its data-parallel group (`_pass_timeout`);
 - on CPUs it compiles a shared-memory op that training never uses, and refuses fp16 (`_prepare_cpu`).
 
-State is read and written by parameter name, in fp32, through DeepSpeed's tensor-fragment functions: the same names and
-values for every ZeRO stage, precision and number of ranks.
+State is shown and set by parameter name, in fp32, each rank its own part (fragments.py): the same names and values for
+every ZeRO stage, precision and number of ranks.
 """
 
+import functools
 import logging
 import os
 import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dist_transformer.config.models import OptimizerConfig, TrainingConfig
 from dist_transformer.distributed import Ranks
-from dist_transformer.errors import UserError
+from dist_transformer.training.divergence import Diverged
+from dist_transformer.training.fragments import Fragment, Piece, fragments, masters, pieces, publish, whole_shapes
 from dist_transformer.training.objective import Objective
+from dist_transformer.training.optimizer import (
+    PARTS,
+    REDUCED_AT_ONCE,
+    adam,
+    freeze,
+    make_state,
+    parameter_names,
+    set_update_count,
+    update_average,
+)
+
+__all__ = ["PARTS", "Engine", "Fragment"]
 
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 os.environ.setdefault("DS_BUILD_OPS", "0")
@@ -33,58 +46,53 @@ warnings.filterwarnings("ignore", message=".*(all_gather_into_tensor|reduce_scat
 
 import deepspeed  # noqa: E402
 from deepspeed.comm.torch import TorchBackend  # noqa: E402
-from deepspeed.utils import (  # noqa: E402
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Adam's two moments, by the names torch and DeepSpeed give them."""
-
-
-@dataclass(frozen=True)
-class ParameterState:
-    """One parameter whole, in fp32 on the CPU: its weight and Adam's moments, all of the parameter's shape."""
-
-    weight: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+SCALER_NUMBERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What moves in DeepSpeed's dynamic loss scaler; the rest is configuration."""
+COLLECTIVES = (
+    "all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "barrier",
+    "all_gather", "all_gather_into_tensor", "all_gather_base", "all_gather_coalesced",
+    "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single", "gather", "scatter",
+)  # fmt: skip
 
 
 class Engine:
     """An `Objective` under DeepSpeed.
 
-    Every method is collective: call it on all ranks, in the same order.
+    Every method is collective unless it says otherwise: call it on all ranks, in the same order.
     """
 
     def __init__(self, module: Objective, training: TrainingConfig, optimizer: OptimizerConfig, ranks: Ranks) -> None:
+        """Raises `UserError` where a pattern of `training.freeze` or `optimizer.no_decay` names no parameter."""
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if ranks.device.type == "cpu":
             _prepare_cpu()
         _pass_timeout(ranks)
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
-        self._ranks = ranks
-        self._stage = training.zero_stage
-        self._moments_linked = self._stage not in (1, 2)
+        _name_collectives(ranks.note_collective)
+        self._ranks, self._stage, self._ema_decay = ranks, training.zero_stage, training.ema_decay
+        self._updates = 0
+        freeze(module, training.freeze)
+        self._parameters = parameter_names(module)
         self._engine, *_ = deepspeed.initialize(
             model=module,
-            optimizer=_adam(module, optimizer, ranks.device),
-            config=_deepspeed_config(training),
+            optimizer=adam(module, optimizer, ranks.device),
+            config=_deepspeed_config(training, ranks, module),
             dist_init_required=False,
         )
+        make_state(_inner_optimizer(self._engine), self._masters(), self._ema_decay is not None)
         if self._stage == 0:
             _guard_stage_0(self._engine, training.gradient_clip_norm)
         elif training.precision == "fp16":
             _delay_scale_growth(self._engine.optimizer)
+            self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     def __call__(self, *inputs: Tensor) -> Any:
         """The objective's forward pass."""
         return self._engine(*inputs)
 
     def train(self, mode: bool = True) -> None:
-        """Dropout on (True) or off."""
+        """Dropout on (True) or off (not collective)."""
         self._engine.train(mode)
 
     def backward(self, loss_sum: Tensor, global_tokens: int) -> None:
@@ -98,132 +106,106 @@ class Engine:
         """One optimizer update. False: the gradient was not finite and nothing moved (but fp16's loss scale).
 
         Raises:
-            UserError: fp16's loss scale is at its floor and the gradient is still not finite.
+            Diverged: fp16's loss scale is at its floor and the gradient is still not finite. Nothing moved.
         """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
-        skipped = self._engine.skipped_steps
-        try:
-            self._engine.step()
-        except Exception as error:
-            if "loss scale already at minimum" not in str(error):
-                raise
-            raise UserError(
-                "the fp16 loss scale is at its minimum and gradients still overflow: training diverged. Resume from the "
-                "last checkpoint with a lower optimizer.learning_rate, a longer schedule.warmup_steps, or "
-                "training.precision=bf16"
-            ) from error
-        applied = bool(self._engine.skipped_steps == skipped)
-        if applied and not self._moments_linked:
-            self._link_moments()
-        return applied
+        skipped, scale = self._engine.skipped_steps, self.loss_scale()
+        self._engine.step()
+        if self._engine.skipped_steps != skipped:
+            if self.scaler_state() and scale == self._engine.optimizer.loss_scaler.min_scale:
+                raise Diverged(
+                    f"the fp16 loss scale is at its minimum, {scale:g}, and gradients still overflow", self._updates + 1
+                )
+            return False
+        self._updates += 1
+        if self._ema_decay is not None:
+            update_average(_inner_optimizer(self._engine), self._masters(), self._ema_decay, self._updates)
+        return True
 
     def gradient_norm(self) -> float:
-        """The 2-norm of the last step's whole gradient, unscaled and before clipping."""
+        """The 2-norm of the last step's whole gradient, unscaled and before clipping (not collective)."""
         norm = self._engine.get_global_grad_norm()
         return float("nan") if norm is None else float(norm)
 
     def loss_scale(self) -> float:
-        """fp16's loss scale; 1 in other precisions."""
+        """fp16's loss scale; 1 in other precisions (not collective)."""
         return float(self.scaler_state().get("cur_scale", 1.0))
 
     def scaler_state(self) -> dict[str, Any]:
-        """The loss scaler's numbers, for a checkpoint; empty when it is not fp16's dynamic one."""
+        """The loss scaler's numbers, for a checkpoint; empty when it is not fp16's dynamic one (not collective)."""
         scaler = getattr(self._engine.optimizer, "loss_scaler", None)
         if not hasattr(scaler, "cur_iter"):
             return {}
-        return {k: v for k, v in vars(scaler).items() if isinstance(v, int | float | bool)}
+        return {name: getattr(scaler, name) for name in SCALER_NUMBERS}
 
     def set_scaler_state(self, state: dict[str, Any]) -> None:
-        """Puts back `scaler_state`; a state of another precision is left aside."""
-        if self.scaler_state():
-            for name, value in state.items():
-                setattr(self._engine.optimizer.loss_scaler, name, value)
+        """Puts back `scaler_state`; a state of another precision is left aside (not collective)."""
+        for name in self.scaler_state():
+            if name in state:
+                setattr(self._engine.optimizer.loss_scaler, name, state[name])
 
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The model's names and (perhaps partitioned) parameters, tied ones once, in a fixed order."""
-        for name, parameter in sorted(self._engine.module.named_parameters()):
-            yield name.removeprefix("model."), parameter  # the objective wraps the model under this name
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter's whole shape, tied ones once (not collective)."""
+        return whole_shapes(self._parameters)
 
-    def read(self, parameter: nn.Parameter) -> ParameterState:
-        """The whole state of one parameter (collective). Moments are zero before the first update."""
-        if self._stage == 0:
-            state = self._engine.optimizer.state.get(parameter, {})
-            moments = [state.get(key) for key in MOMENTS]
-            weight = parameter.detach()
-        else:
-            weight = safe_get_full_fp32_param(parameter)
-            ready = bool(_inner_optimizer(self._engine).state)
-            moments = [safe_get_full_optimizer_state(parameter, key) if ready else None for key in MOMENTS]
-        zero = torch.zeros_like(weight)
-        tensors = [weight, *(zero if m is None else m for m in moments)]
-        return ParameterState(*(t.detach().to("cpu", torch.float32, copy=True) for t in tensors))
+    def fragments(self) -> list[Fragment]:
+        """This rank's part of the whole state, without any communication (not collective).
 
-    def prepare_write(self, step: int) -> None:
-        """Makes Adam's state, which it otherwise makes in its first update, with `step` updates done."""
-        optimizer = self._engine.optimizer
-        if self._stage == 0:
-            flats = [p for group in optimizer.param_groups for p in group["params"]]
-        elif self._stage == 3:
-            flats = list(optimizer.fp32_partitioned_groups_flat)
-        else:
-            flats = list(optimizer.single_partition_of_fp32_groups)
-        inner = _inner_optimizer(self._engine)
-        for flat in flats:
-            device = flat.device if inner.defaults.get("fused") else "cpu"
-            count = torch.tensor(float(step), device=device)
-            inner.state[flat] = {"step": count, **{key: torch.zeros_like(flat.data) for key in MOMENTS}}
-        if self._stage in (1, 2):
-            self._link_moments()
+        Over all ranks the fragments tile every tensor exactly once. Frozen parameters have a weight only.
+        """
+        ranks = self._ranks
+        return fragments(self._pieces(), _inner_optimizer(self._engine), ranks.rank, ranks.num_ranks)
 
-    def write(self, parameter: nn.Parameter, state: ParameterState) -> None:
-        """Sets the whole state of one parameter (collective); after `prepare_write`."""
-        if self._stage == 0:
-            parameter.data.copy_(state.weight)
-            for key in MOMENTS:
-                self._engine.optimizer.state[parameter][key].copy_(getattr(state, key))
-            return
-        safe_set_full_fp32_param(parameter, state.weight.to(self._ranks.device))
-        for key in MOMENTS:
-            safe_set_full_optimizer_state(parameter, getattr(state, key).to(self._ranks.device), key)
-        # The line above sets the fp32 master; the forward pass uses a copy of its own.
-        if self._stage == 3:
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                parameter.data.copy_(state.weight)
-        else:
-            parameter.data.copy_(state.weight)
+    @torch.no_grad()
+    def load(self, read: Callable[[str, str, int, int], Tensor | None], step: int) -> None:
+        """Sets the whole state, each rank what it holds of it; between two steps.
 
-    def _link_moments(self) -> None:
-        """Shows DeepSpeed's fragment functions where Adam's moments are: it looks before the later groups have any."""
-        self._engine.optimizer._hp_optimizer_states_linked = False
-        self._engine.optimizer._lazy_init_hp_params_optimizer_state()
-        self._moments_linked = True
+        Args:
+            read: `read(part, name, start, stop)` gives those elements of a flattened tensor as fp32 on the CPU, or None
+                where there is no such tensor: then moments are zero and the moving average is the weight. It must give
+                weights, or raise.
+            step: updates done so far.
+        """
+        optimizer = _inner_optimizer(self._engine)
+        for piece in self._pieces():
+            parts = piece.parts(optimizer)
+            for part, values in parts.items():  # the weight comes first
+                saved = read(part, piece.name, piece.start, piece.start + piece.length)
+                if saved is not None:
+                    values.copy_(saved)
+                elif part == "ema":
+                    values.copy_(parts["weight"])
+                else:
+                    assert part != "weight", piece.name
+                    values.zero_()
+        set_update_count(optimizer, step)
+        self._updates = step
+        publish(self._engine.optimizer, self._stage)
+
+    def close(self) -> None:
+        """Frees what DeepSpeed holds; nothing may be called afterwards."""
+        self._engine.destroy()
+
+    def _masters(self) -> list[Tensor]:
+        return masters(self._engine.optimizer, self._stage)
+
+    def _pieces(self) -> list[Piece]:
+        return pieces(self._parameters, self._engine.optimizer, self._stage, self._ranks.rank)
 
 
-def _adam(module: nn.Module, settings: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
-    """Adam as torch has it: DeepSpeed's own are compiled at start. Vectors (norms, biases) do not decay."""
-    parameters = list(module.parameters())
-    groups: list[dict[str, Any]] = [{"params": parameters}]
-    if settings.weight_decay:
-        groups = [
-            {"params": [p for p in parameters if p.dim() > 1]},
-            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-        ]
-    return torch.optim.AdamW(
-        groups,
-        lr=0.0,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.epsilon,
-        weight_decay=settings.weight_decay,
-        fused=device.type == "cuda",
-    )
-
-
-def _deepspeed_config(training: TrainingConfig) -> dict[str, Any]:
+def _deepspeed_config(training: TrainingConfig, ranks: Ranks, module: Objective) -> dict[str, Any]:
+    sizes = [parameter.numel() for parameter in module.parameters()]
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only counts with it; our micro-batches are of tokens
         "gradient_clipping": training.gradient_clip_norm,
-        "zero_optimization": {"stage": training.zero_stage, "overlap_comm": False},
+        "zero_optimization": {
+            "stage": training.zero_stage,
+            "overlap_comm": False,
+            # Of DeepSpeed's own 500 million, a buffer would be 2 GB, whatever the model.
+            "reduce_bucket_size": max(*sizes, min(sum(sizes), REDUCED_AT_ONCE)),
+            **_offload(training, ranks),
+        },
         "managed_gradient_accumulation": False,
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
@@ -241,6 +223,16 @@ def _deepspeed_config(training: TrainingConfig) -> dict[str, Any]:
     return config
 
 
+def _offload(training: TrainingConfig, ranks: Ranks) -> dict[str, Any]:
+    parts = {
+        "none": [],
+        "optimizer": ["offload_optimizer"],
+        "optimizer_and_parameters": ["offload_optimizer", "offload_param"],
+    }[training.offload]
+    # Page-locked memory is for copies to and from a GPU.
+    return {part: {"device": "cpu", "pin_memory": ranks.device.type == "cuda"} for part in parts}
+
+
 def _inner_optimizer(engine: Any) -> Any:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
@@ -256,6 +248,30 @@ def _pass_timeout(ranks: Ranks) -> None:
         return torch.distributed.new_group(members, timeout=ranks.timeout)
 
     TorchBackend.new_group = new_group
+
+
+def _name_collectives(note: Callable[[str], None]) -> None:
+    """Tells `note` what DeepSpeed is about to wait for; the newest engine of a process hears of all."""
+    for name in COLLECTIVES:
+        method = getattr(TorchBackend, name)
+        setattr(TorchBackend, name, _noted(name, getattr(method, "without_note", method), note))
+
+
+def _noted(name: str, method: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def noted(backend: Any, *args: Any, **kwargs: Any) -> Any:
+        note(_named_collective(name, args[0] if args else next(iter(kwargs.values()), None)))
+        return method(backend, *args, **kwargs)
+
+    noted.without_note = method  # type: ignore[attr-defined]
+    return noted
+
+
+def _named_collective(name: str, over: Any) -> str:
+    tensors = [over] if isinstance(over, Tensor) else over if isinstance(over, list) else []
+    if not tensors:
+        return name
+    return f"{name} of {sum(t.numel() for t in tensors):,} {str(tensors[0].dtype).removeprefix('torch.')}"
 
 
 def _delay_scale_growth(optimizer: Any) -> None:

@@ -1,9 +1,11 @@
 """The feed: global batches, one step ahead. While a step computes, the next one is fetched and counted over all ranks.
 
 One small all-reduce a step carries everything the ranks must agree on: how many target tokens the loss is divided by,
-whether any rank was asked to stop, whether any rank could not read its data, and the digest of the global batch.
+whether any rank was asked to stop or still writes a checkpoint, the loss of the step before, whether any rank could not
+read its data, and the digest of the global batch.
 """
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,8 +22,24 @@ from dist_transformer.data.segments import Segment
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import UserError
 
-TOTALS = ("target_tokens", "source_tokens", "pairs", "quarantined", "stop", "error", "digest")
+TOTALS = (
+    "target_tokens", "source_tokens", "pairs", "quarantined", "stop", "writing", "loss", "not_finite", "error", "digest",
+)  # fmt: skip
 """What is summed over the ranks; after it padded tokens by lane, dropped pairs by rule, pairs by corpus."""
+
+LOSS_UNIT = 2.0**-20
+"""Losses are summed as integers of this unit, with the other counts: exact in any order of the ranks."""
+
+
+@dataclass(frozen=True)
+class News:
+    """What a rank tells the others along with its batch."""
+
+    wants_stop: bool
+    is_writing: bool
+    """Its file of a checkpoint is not on disk yet."""
+    loss_sum: float
+    """Of its micro-batches of the step computed last; 0 without one."""
 
 
 @dataclass(frozen=True)
@@ -44,13 +62,17 @@ class GlobalBatch:
     quarantined: tuple[Quarantined, ...]
     """Row groups left out of the windows begun in this step, of all ranks."""
     stop: bool
+    is_writing: bool
+    """Some rank still writes a checkpoint."""
+    loss_sum: float
+    """Of the step that was computed last when this batch was begun: the sum of every rank's `News`."""
     digest: str
     wait_seconds: float
     """How long training stood still for this batch."""
 
 
 class Feed:
-    """Hands out global batches. `wants_stop` is asked on every rank, once a step; `batch` numbers the next batch."""
+    """Hands out global batches. `news` is asked on every rank, once a step; `batch` numbers the next batch."""
 
     def __init__(
         self,
@@ -59,9 +81,9 @@ class Feed:
         corpora: tuple[str, ...],
         num_lanes: int,
         batch: int,
-        wants_stop: Callable[[], bool],
+        news: Callable[[], News],
     ) -> None:
-        self._loader, self._ranks, self._wants_stop = loader, ranks, wants_stop
+        self._loader, self._ranks, self._news = loader, ranks, news
         self._corpora, self._num_lanes, self._batch = corpora, num_lanes, batch
         self._error: UserError | None = None
         self.begin()
@@ -108,6 +130,8 @@ class Feed:
             dropped=Counter({rule: count for rule, count in zip(RULES, rules, strict=True) if count}),
             quarantined=tuple(row_group for of_rank in quarantined for row_group in of_rank),
             stop=totals["stop"] > 0,
+            is_writing=totals["writing"] > 0,
+            loss_sum=math.nan if totals["not_finite"] else totals["loss"] * LOSS_UNIT,
             digest=digest_text(totals["digest"]),
             wait_seconds=self._fetch_seconds + time.monotonic() - started,
         )
@@ -125,6 +149,8 @@ class Feed:
     def _count(self, local: LocalStep) -> torch.Tensor:
         real = [batch for batch in local.batches if batch is not None]
         padded, pairs = [0] * self._num_lanes, [0] * len(self._corpora)
+        news = self._news()
+        is_finite = math.isfinite(news.loss_sum)
         for batch in real:
             padded[batch.lane] = batch.shape.padded_tokens
             pairs = [a + b for a, b in zip(pairs, batch.pairs_by_corpus(len(pairs)), strict=True)]
@@ -134,7 +160,10 @@ class Feed:
                 sum(b.shape.source_tokens for b in real),
                 sum(b.shape.pairs for b in real),
                 len(local.quarantined),
-                int(self._wants_stop()),
+                int(news.wants_stop),
+                int(news.is_writing),
+                round(news.loss_sum / LOSS_UNIT) if is_finite else 0,
+                int(not is_finite),
                 int(self._error is not None),
                 0,
                 *padded,

@@ -11,7 +11,9 @@ import torch
 from dist_transformer.data.position import Position
 from dist_transformer.tracking.metrics_log import MetricsLog
 
-INTERVAL_SUMS = ("target_tokens", "source_tokens", "padded_tokens", "straggler_sum", "batches", "wait_seconds")
+INTERVAL_SUMS = (
+    "target_tokens", "source_tokens", "padded_tokens", "straggler_sum", "batches", "wait_seconds", "save_seconds",
+)  # fmt: skip
 INTERVAL_COUNTS = ("pairs_by_corpus", "dropped")
 
 
@@ -44,6 +46,8 @@ class Interval:
     dropped: Counter[str] = field(default_factory=Counter)
     """Pairs dropped by rule, of text that is tokenized on the fly."""
     wait_seconds: float = 0.0
+    save_seconds: float = 0.0
+    """How long training stood still for checkpoints."""
     seconds_before: float = 0.0
     """Of the part that an earlier start trained."""
     started: float = field(default_factory=time.monotonic)
@@ -56,8 +60,13 @@ class Interval:
 
 @dataclass(frozen=True)
 class Journal:
-    """Where rank 0 writes what happens; `checkpoint_saved` is told of each checkpoint with its validation metrics."""
+    """Where rank 0 writes what happens; `checkpoint_saved` is told of each whole checkpoint."""
 
     metrics: MetricsLog
     audit: MetricsLog | None
-    checkpoint_saved: Callable[[int, Path, dict[str, float]], None]
+    checkpoint_saved: Callable[[int, Path], None]
+
+
+def dropout_seed(seed: int, batches: int, lane: int) -> int:
+    """Dropout masks are a function of (seed, batch, lane): the same on any number of ranks, and nothing to save."""
+    return ((seed * 1_000_003 + batches) * 65_537 + lane) % 2**63

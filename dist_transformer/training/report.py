@@ -18,9 +18,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from dist_transformer.config.models import Config
+from dist_transformer.config.models import Config, TrainingConfig
 from dist_transformer.config.sizes import parameter_count
 from dist_transformer.data.manifest import Manifest, Split
+from dist_transformer.training.optimizer import REDUCED_AT_ONCE
 from dist_transformer.training.records import Interval
 from dist_transformer.training.schedule import peak_learning_rate
 
@@ -52,18 +53,47 @@ def outlook(config: Config, manifest: Manifest, num_ranks: int) -> Outlook:
         round(per_step * source_tokens / tokens),
         round(per_step * target_tokens / tokens),
         math.ceil(tokens / per_step),
-        state_bytes(parameters, config.training.zero_stage, config.training.precision, num_ranks),
+        state_bytes(parameters, config.training, num_ranks),
     )
 
 
-def state_bytes(parameters: int, zero_stage: int, precision: str, num_ranks: int) -> int:
-    """Bytes a rank holds of weights, gradients and optimizer state; activations not counted (ZeRO, table 1)."""
-    weight = gradient = 2 if precision == "fp16" else 4
-    optimizer = 12 if zero_stage or precision == "fp16" else 8  # fp32 master and two moments; stage 0 has no master
-    shares = [num_ranks if zero_stage >= stage else 1 for stage in (3, 2, 1)]
-    return round(
-        parameters * sum(size / share for size, share in zip((weight, gradient, optimizer), shares, strict=True))
-    )
+def state_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
+    """Bytes a rank holds on its device of weights, gradients and optimizer state, without what is offloaded.
+
+    ZeRO, table 1, with the moving average where there is one, and the buffer in which stages 1 to 3 reduce gradients;
+    activations not counted, nor the layers that stage 3 has gathered.
+    """
+    stage, offload = training.zero_stage, training.offload
+    weight = gradient = _bytes_of_weight(training)
+    shares = [num_ranks if stage >= cut_from else 1 for cut_from in (3, 2, 1)]
+    held = [weight, gradient, _bytes_of_optimizer(training)]
+    if offload != "none":
+        held[2] = 0
+        held[1] = 0 if stage == 3 else gradient
+    if offload == "optimizer_and_parameters":
+        held[0] = 0
+    buffer = gradient * min(parameters, REDUCED_AT_ONCE) if stage else 0
+    return round(parameters * sum(size / share for size, share in zip(held, shares, strict=True))) + buffer
+
+
+def offloaded_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
+    """Bytes a rank holds in the CPU's memory for `training.offload`: masters, moments, fp32 gradients, and of the
+    weights a copy to send (stages 1 and 2) or the only one (stage 3, where weights are offloaded too)."""
+    if training.offload == "none":
+        return 0
+    has_weights = training.zero_stage < 3 or training.offload == "optimizer_and_parameters"
+    gradients = 4 + (_bytes_of_weight(training) if training.zero_stage == 3 else 0)  # stage 3: as they arrive, too
+    weights = _bytes_of_weight(training) if has_weights else 0
+    return round(parameters * (_bytes_of_optimizer(training) + gradients + weights) / num_ranks)
+
+
+def _bytes_of_weight(training: TrainingConfig) -> int:
+    return 2 if training.precision == "fp16" else 4
+
+
+def _bytes_of_optimizer(training: TrainingConfig) -> int:
+    """fp32 master, two moments and the moving average; stage 0 has no master."""
+    return 8 + (4 if training.zero_stage else 0) + (4 if training.ema_decay is not None else 0)
 
 
 def log_outlook(config: Config, manifest: Manifest, num_ranks: int) -> None:
@@ -99,6 +129,7 @@ def interval_values(interval: Interval, seconds: float) -> dict[str, float | int
         "padding_share": 1 - (interval.source_tokens + interval.target_tokens) / interval.padded_tokens,
         "straggler_ratio": interval.straggler_sum / interval.batches,
         "data_wait_share": interval.wait_seconds / seconds,
+        "save_seconds": interval.save_seconds,
         **{f"pairs/{name}": count for name, count in by_corpus.items()},
         **{f"dropped/{rule}": count for rule, count in sorted(interval.dropped.items())},
     }

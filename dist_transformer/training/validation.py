@@ -23,6 +23,10 @@ class ValidationResult:
     def perplexity(self) -> float:
         return math.exp(min(self.nll, 700.0))
 
+    def metrics(self) -> dict[str, float]:
+        """What records and checkpoints keep of it."""
+        return {"loss": self.loss, "nll": self.nll, "perplexity": self.perplexity}
+
 
 def validate(
     engine: Engine, batches: Sequence[MicroBatch], ranks: Ranks, progress: Callable[[], None]

@@ -6,15 +6,18 @@ import sys
 import threading
 import time
 
+from dist_transformer.distributed import Ranks
 from dist_transformer.errors import EXIT_HANG
 
 
 class Watchdog:
-    """Ends this process when `progress` was not called for `hang_seconds`. The message says what it was doing."""
+    """Ends this process when `progress` was not called for `hang_seconds`. The message says what it was doing, and which
+    collective it is in or has ended last: ranks that name different ones have lost each other.
+    """
 
-    def __init__(self, hang_seconds: int, rank: int) -> None:
+    def __init__(self, hang_seconds: int, ranks: Ranks) -> None:
         self._hang_seconds = hang_seconds
-        self._rank = rank
+        self._ranks = ranks
         self._doing = "starting"
         self._since = time.monotonic()
         self._ended = threading.Event()
@@ -36,11 +39,14 @@ class Watchdog:
         while not self._ended.wait(min(1.0, self._hang_seconds / 4)):
             silent = time.monotonic() - self._since
             if silent > self._hang_seconds:
-                print(
-                    f"rank {self._rank}: no progress for {silent:.0f} s (training.hang_seconds = {self._hang_seconds}) "
-                    f"while {self._doing}; where each thread stands:",
-                    file=sys.stderr,
-                )
-                faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-                sys.stderr.flush()
-                os._exit(EXIT_HANG)
+                self._end(silent)
+
+    def _end(self, silent_seconds: float) -> None:
+        print(
+            f"rank {self._ranks.rank}: no progress for {silent_seconds:.0f} s (training.hang_seconds = "
+            f"{self._hang_seconds}) while {self._doing}; {self._ranks.last.text()}; where each thread stands:",
+            file=sys.stderr,
+        )
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        sys.stderr.flush()
+        os._exit(EXIT_HANG)

@@ -80,3 +80,18 @@ def test_the_step_benchmark_compares_networks_of_one_size(tmp_path: Path) -> Non
     for (sample,) in figures["steps"].values():
         phases = sum(sample[phase] for phase in ("forward", "backward", "update"))
         assert 0 < phases <= sample["cpu_seconds"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_checkpoint_benchmark_saves_and_resumes_in_both_ways(tmp_path: Path, ranks: int) -> None:
+    sizes = ["--sizes", "tiny", "--stages", "1", "--ranks", str(ranks), "--max-tokens", "64"]
+    printed, figures = run("checkpoint.py", tmp_path / "checkpoint.json", *sizes, "--folder", str(tmp_path))
+    assert printed.count("| --- |") == 1
+    ((ours,), (theirs,)) = figures["checkpoint"]["tiny, ZeRO 1"].values()
+    for figure in ("still_seconds", "lost_seconds", "resume_seconds"):
+        assert ours[figure] > 0
+        assert theirs[figure] > 0
+    assert ours["still_seconds"] == pytest.approx(ours["begin_seconds"] + ours["finish_seconds"])
+    assert ours["megabytes"] == pytest.approx(figures["parameters"]["tiny"] * 12 / 1e6, rel=0.05)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"]

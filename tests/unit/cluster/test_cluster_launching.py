@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from dist_transformer.launching import rank_environment, start_local_ranks
+from dist_transformer.share_folder import share_folder
 
 HEAD = "import os, sys, signal, time, json\nrank = int(os.environ['RANK'])\n"
 
@@ -140,7 +141,74 @@ sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}]))
     assert [(tmp_path / f"got{rank}").read_text() for rank in range(2)] == [arrives, arrives]
 
 
+def test_a_second_ctrl_c_ends_all_ranks_and_the_launcher_at_once(tmp_path: Path) -> None:
+    """The first is a request, here one that the ranks never get to: they hang where Python runs no handler."""
+    rank = HEAD + textwrap.dedent(f"""
+        import ctypes
+        from dist_transformer.stop_request import StopRequest
+        stop = StopRequest()
+        stop.listen()
+        libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+        libc.pthread_mutex_lock(mutex)
+        open(f'{tmp_path}/{{rank}}.new', 'w').write(str(os.getpid()))
+        os.rename(f'{tmp_path}/{{rank}}.new', f'{tmp_path}/{{rank}}')
+        libc.pthread_mutex_lock(mutex)
+    """)
+    launcher = f"""
+import sys
+from dist_transformer.launching import start_local_ranks
+from dist_transformer.stop_request import StopRequest
+StopRequest().listen()  # as `train` does before it knows that it will start ranks
+sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}]))
+"""
+    process = subprocess.Popen([sys.executable, "-c", launcher], start_new_session=True)
+    deadline = time.monotonic() + 30
+    while not all((tmp_path / str(rank)).exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1.0)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(10) == 128 + signal.SIGINT
+    assert all(_has_ended(int((tmp_path / str(rank)).read_text())) for rank in range(2))
+
+
 def test_after_the_run_signals_mean_what_they_meant_before() -> None:
     before = signal.getsignal(signal.SIGUSR1)
     assert _run("pass", 1) == 0
     assert signal.getsignal(signal.SIGUSR1) == before
+
+
+def _end_time_of_task(tmp_path: Path, **environment: str) -> str:
+    """What launch/slurm_task.sh gives the trainer as the time at which to save."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nexec env\n")
+    python.chmod(0o755)
+    task = {
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_NNODES": "1",
+        "PATH": os.environ["PATH"],
+    }
+    done = subprocess.run(
+        ["bash", str(share_folder("launch") / "slurm_task.sh"), "config.yaml"],
+        env={**task, "DIST_TRANSFORMER_PYTHON": str(python), **environment},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    given = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+    return given.get("DIST_TRANSFORMER_END_TIME", "")
+
+
+def test_a_task_of_slurm_is_told_to_save_before_the_end_of_the_job(tmp_path: Path) -> None:
+    assert _end_time_of_task(tmp_path, SLURM_JOB_END_TIME="1700000000") == "1699999820"
+    longer = {"DIST_TRANSFORMER_SIGNAL_SECONDS": "600"}
+    assert _end_time_of_task(tmp_path, SLURM_JOB_END_TIME="1700000000", **longer) == "1699999400"
+
+
+@pytest.mark.parametrize("value", ["", "0", "Unlimited", "2026-01-01T00:00:00"])
+def test_a_slurm_that_does_not_say_when_the_job_ends_sets_no_time(tmp_path: Path, value: str) -> None:
+    assert _end_time_of_task(tmp_path, SLURM_JOB_END_TIME=value) == ""
+    assert _end_time_of_task(tmp_path) == ""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from plain_torch import TINY, VOCABULARY
+from plain_torch import TINY, VOCABULARY, MicroBatch, ragged_batches
 
 from dist_transformer import distributed
 from dist_transformer.config.models import OptimizerConfig, TrainingConfig
@@ -21,28 +21,32 @@ def ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture
-def make_engine(ranks: Ranks) -> Callable[..., Engine]:
-    """An engine over the same tiny model each time; settings by keyword."""
+def make_engine(ranks: Ranks) -> Iterator[Callable[..., Engine]]:
+    """An engine over the same tiny model each time; settings of `training` by keyword."""
+    made: list[Engine] = []
 
-    def make(optimizer: OptimizerConfig | None = None, seed: int = 0, **training: object) -> Engine:
+    def make(
+        optimizer: OptimizerConfig | None = None, seed: int = 0, dropout: float = 0.0, **training: object
+    ) -> Engine:
         torch.manual_seed(seed)
-        model = Transformer(TINY, VOCABULARY, VOCABULARY, 0)
         settings = TrainingConfig(**{"precision": "fp32", "zero_stage": 1, **training})
+        model = Transformer(
+            TINY.model_copy(update={"dropout": dropout}),
+            VOCABULARY,
+            VOCABULARY,
+            0,
+            activation_checkpointing=settings.activation_checkpointing,
+        )
         objective = Objective(model, settings.label_smoothing, settings.precision)
-        return Engine(objective, settings, optimizer or OptimizerConfig(), ranks)
+        made.append(Engine(objective, settings, optimizer or OptimizerConfig(), ranks))
+        return made[-1]
 
-    return make
+    yield make
+    for engine in made:
+        engine.close()
 
 
 @pytest.fixture(scope="session")
-def batches() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def batches() -> list[MicroBatch]:
     """Ragged micro-batches (source, target in, target out) with padding at the end."""
-    random = torch.Generator().manual_seed(1)
-    made = []
-    for index in range(8):
-        source = torch.randint(4, VOCABULARY, (4, 5 + index % 3), generator=random)
-        target = torch.randint(4, VOCABULARY, (4, 7), generator=random)
-        lengths = torch.randint(2, 8, (4, 1), generator=random)
-        target = torch.where(torch.arange(7)[None] < lengths, target, 0)
-        made.append((source, torch.cat([torch.ones(4, 1, dtype=torch.long), target[:, :-1]], 1), target))
-    return made
+    return ragged_batches(8)

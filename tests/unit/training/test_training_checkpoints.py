@@ -1,14 +1,21 @@
-"""Checkpoints: the same state for every stage, whole or not there, never a damaged one loaded."""
+"""Checkpoints: the same state for every stage and number of ranks, and which of them are kept."""
 
-import json
-import shutil
+import math
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_helpers import RUN_ID, SHAPES, MemoryEngine, rewrite, save, state_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from dist_transformer.config.models import CheckpointConfig
 from dist_transformer.errors import CheckpointError
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run_dir import RunDir, write_json
 from dist_transformer.training import checkpoints
+from dist_transformer.training.saver import Saver
+from dist_transformer.training.state_files import StateFiles, Weights, file_name, write_state_file
 
 
 def a_step(engine, batch, learning_rate=1e-2):
@@ -18,8 +25,14 @@ def a_step(engine, batch, learning_rate=1e-2):
     return float(loss.detach())
 
 
-def save(run_dir, engine, ranks, step):
-    return checkpoints.save(run_dir, engine, {"step": step, "scaler": engine.scaler_state()}, ranks, lambda: None)
+def save_engine(run_dir, engine, ranks, step):
+    saver = Saver(run_dir, ranks, CheckpointConfig(save_attempts=1), lambda doing: None)
+    saver.begin(engine, state_of(step, scaler=engine.scaler_state()))
+    assert saver.finish().problem is None
+
+
+def names(paths):
+    return [checkpoints.step_of(path) for path in paths]
 
 
 @pytest.fixture
@@ -27,25 +40,15 @@ def run_dir(tmp_path):
     return RunDir(tmp_path / "run")
 
 
-@pytest.fixture
-def three(run_dir, make_engine, ranks, batches):
-    """Checkpoints of steps 1, 2 and 3."""
-    engine = make_engine()
-    for step in (1, 2, 3):
-        a_step(engine, batches[step])
-        save(run_dir, engine, ranks, step)
-    return run_dir
-
-
 @pytest.mark.parametrize(("saved_by", "loaded_by"), [(0, 1), (1, 0), (1, 1), (1, 3), (2, 3), (3, 2), (3, 0), (3, 3)])
 def test_a_checkpoint_of_any_stage_goes_on_in_any_other(run_dir, make_engine, ranks, batches, saved_by, loaded_by):
     engine = make_engine(zero_stage=saved_by)
     for batch in batches[:3]:
         a_step(engine, batch)
-    save(run_dir, engine, ranks, 3)
+    save_engine(run_dir, engine, ranks, 3)
     expected = [a_step(engine, batch) for batch in batches[3:6]]
     other = make_engine(zero_stage=loaded_by, seed=99)
-    checkpoints.load(checkpoints.newest_whole(run_dir), other)
+    checkpoints.load(checkpoints.newest_whole(run_dir, RUN_ID), other)
     assert [a_step(other, batch) for batch in batches[3:6]] == pytest.approx(expected, rel=1e-6)
 
 
@@ -54,109 +57,167 @@ def test_masters_moments_and_loss_scale_survive_in_short_precisions(run_dir, mak
     engine = make_engine(precision=precision, initial_loss_scale=256, loss_scale_window=2)
     for batch in batches[:3]:
         a_step(engine, batch)
-    save(run_dir, engine, ranks, 3)
+    save_engine(run_dir, engine, ranks, 3)
     expected = [a_step(engine, batch) for batch in batches[3:6]]
     other = make_engine(precision=precision, initial_loss_scale=4, loss_scale_window=2, seed=99)
-    checkpoints.load(checkpoints.newest_whole(run_dir), other)
+    checkpoints.load(checkpoints.newest_whole(run_dir, RUN_ID), other)
     assert [a_step(other, batch) for batch in batches[3:6]] == expected
     assert other.loss_scale() == engine.loss_scale()
 
 
-def test_the_newest_whole_one_is_taken_and_latest_names_it(three):
-    assert checkpoints.newest_whole(three).step == 3
-    assert (three.checkpoints / "latest").read_text(encoding="utf-8") == "step_00000003\n"
+def test_a_checkpoint_of_another_model_names_what_differs(run_dir):
+    save(run_dir, 3)
+    checkpoint = checkpoints.newest_whole(run_dir, RUN_ID)
+    for shapes in ({**SHAPES, "embedding": (3, 7)}, {**SHAPES, "another": (1,)}, {"scale": (), "norm.gain": (5,)}):
+        engine = MemoryEngine(0)
+        engine.shapes = shapes.copy
+        with pytest.raises(CheckpointError, match=r"another model: (embedding|another) has shape"):
+            checkpoints.load(checkpoint, engine)
+        assert engine.loaded_step is None
 
 
-def test_only_the_last_ones_are_kept(three):
-    checkpoints.keep_last(three, 2, 1)
-    assert [p.name for p in checkpoints.saved(three)] == ["step_00000002", "step_00000003"]
-    assert not list(three.checkpoints.glob("*.trash"))
+def test_weights_alone_are_read_by_parameter_name(run_dir):
+    save(run_dir, 3, num_ranks=3)
+    weights, engine = Weights(run_dir.checkpoints / "step_00000003"), MemoryEngine(3)
+    assert weights.keys() == SHAPES.keys()
+    for name, tensor in engine.tensors["weight"].items():
+        assert torch.equal(weights[name], tensor)
 
 
-def flip_a_bit(path):
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+def test_a_moving_average_is_read_with_the_weights_of_what_never_moved(run_dir):
+    save(run_dir, 3, parts=("weight", "exp_avg", "ema"))
+    save(run_dir, 4)
+    engine = MemoryEngine(3, parts=("weight", "exp_avg", "ema"))
+    path = run_dir.checkpoints / "step_00000003"
+    whole = {f"{part}/{n}": t.view(-1) for part in engine.tensors for n, t in engine.tensors[part].items()}
+    whole.pop("ema/norm.gain")
+    rewrite(path / "state.json", state_files=1)
+    write_state_file(path / file_name(0), whole, dict.fromkeys(whole, 0))
+    averages = Weights(path, "ema")
+    assert torch.equal(averages["embedding"], engine.tensors["ema"]["embedding"])
+    assert torch.equal(averages["norm.gain"], engine.tensors["weight"]["norm.gain"])
+    with pytest.raises(CheckpointError, match=r"step_00000004: has no moving average.*training\.ema_decay"):
+        Weights(run_dir.checkpoints / "step_00000004", "ema")
 
 
-DAMAGES = {
-    "flipped bit": flip_a_bit,
-    "cut short": lambda path: path.write_bytes(path.read_bytes()[:-10]),
-    "removed": lambda path: path.unlink(),
-    "emptied": lambda path: path.write_bytes(b""),
-}
+@st.composite
+def tilings(draw):
+    """Shapes, and for each tensor where it is cut and which of the files holds each piece."""
+    num_files = draw(st.integers(1, 5))
+    shapes = draw(st.dictionaries(st.sampled_from("abcd"), st.lists(st.integers(0, 6), max_size=3), min_size=1))
+    pieces = {}
+    for name, shape in shapes.items():
+        size = math.prod(shape)
+        count = draw(st.integers(1, num_files))  # a file holds one piece of a tensor
+        cuts = sorted(draw(st.lists(st.integers(0, size), min_size=count - 1, max_size=count - 1)))
+        files = draw(st.permutations(range(num_files)))[:count]
+        pieces[name] = list(zip([0, *cuts], [*cuts, size], files, strict=True))
+    return num_files, shapes, pieces
+
+
+def write_tiling(folder, num_files, shapes, pieces, tensors):
+    write_json(folder / "state.json", {"version": 2, "state_files": num_files, "shapes": shapes})
+    for file in range(num_files):
+        mine = {f"weight/{n}": (a, b) for n, cut in pieces.items() for a, b, f in cut if f == file}
+        values = {key: tensors[key.partition("/")[2]].view(-1)[a:b] for key, (a, b) in mine.items()}
+        write_state_file(folder / file_name(file), values, {key: a for key, (a, _) in mine.items()})
+
+
+@given(tilings(), st.data())
+@settings(max_examples=60, deadline=None)
+def test_any_range_of_any_tiling_over_files_is_what_was_written(tiling, data):
+    num_files, shapes, pieces = tiling
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    with tempfile.TemporaryDirectory() as name:
+        write_tiling(Path(name), num_files, shapes, pieces, tensors)
+        files = StateFiles(Path(name))
+        for key, tensor in tensors.items():
+            start = data.draw(st.integers(0, tensor.numel()))
+            stop = data.draw(st.integers(start, tensor.numel()))
+            assert torch.equal(files.read("weight", key, start, stop), tensor.view(-1)[start:stop])
+            assert files.read("exp_avg", key, start, stop) is None
+            with pytest.raises(CheckpointError, match="another model"):
+                files.read("weight", key, start, tensor.numel() + 1)
+        with pytest.raises(CheckpointError, match="has no weight other"):
+            files.read("weight", "other", 0, 1)
 
 
 @pytest.mark.parametrize(
-    ("file", "damage"),
-    [(f, d) for f in ("state_0.safetensors", "state.json") for d in DAMAGES]
-    + [("manifest.json", d) for d in ("cut short", "removed", "emptied")],
+    ("cuts", "says"),
+    [
+        ([(0, 2, 0), (3, 6, 1)], "of the 6 elements of weight/a, 2 to 3 are missing"),
+        ([(1, 6, 0)], "0 to 1 are missing"),
+        ([(0, 5, 0)], "5 to 6 are missing"),
+        ([(0, 4, 0), (3, 6, 1)], "3 to 4 are there twice"),
+        ([(0, 6, 0), (0, 6, 1)], "0 to 6 are there twice"),
+        ([], "has no weight of a"),
+    ],
 )
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_is_taken(three, file, damage, caplog):
-    newest = three.checkpoints / "step_00000003"
-    DAMAGES[damage](newest / file)
-    assert checkpoints.newest_whole(three).step == 2
-    # Without a manifest it is a save that never ended, which says nothing; otherwise the log names it.
-    assert (damage == "removed" and file == "manifest.json") or "step_00000003 is damaged" in caplog.text
+def test_fragments_with_gaps_or_overlaps_are_refused_at_opening(tmp_path, cuts, says):
+    write_tiling(tmp_path, 2, {"a": [2, 3]}, {"a": cuts}, {"a": torch.randn(2, 3)})
+    with pytest.raises(CheckpointError, match=says):
+        StateFiles(tmp_path)
 
 
-def test_a_wrong_checksum_in_the_manifest_is_damage(three):
-    path = three.checkpoints / "step_00000003" / "manifest.json"
-    manifest = json.loads(path.read_text(encoding="utf-8"))
-    manifest["files"]["state.json"]["sha256"] = "0" * 64
-    path.write_text(json.dumps(manifest), encoding="utf-8")
-    assert checkpoints.newest_whole(three).step == 2
+@pytest.mark.parametrize("version", [1, 3, None])
+def test_another_version_of_the_format_says_which_and_what_to_do(tmp_path, version):
+    write_json(tmp_path / "state.json", {"version": version, "state_files": 0, "shapes": {}})
+    with pytest.raises(CheckpointError, match=rf"format version {version}, this program reads version 2\. Go on with"):
+        StateFiles(tmp_path)
 
 
-def test_files_of_another_checkpoint_are_damage(three):
-    shutil.copy(
-        three.checkpoints / "step_00000001" / "state_0.safetensors",
-        three.checkpoints / "step_00000003" / "state_0.safetensors",
-    )
-    assert checkpoints.newest_whole(three).step == 2
+def a_run(run_dir, losses):
+    """Checkpoints with these validation losses by step; None: not validated."""
+    for step, loss in losses.items():
+        save(run_dir, step, num_ranks=1, validation=None if loss is None else {"loss": loss})
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_never_starts_from_scratch(three):
-    for path in checkpoints.saved(three):
-        flip_a_bit(path / "state_0.safetensors")
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"none is whole.*choose another\s+run\.name"):
-            checkpoints.newest_whole(three)
+def kept(run_dir, **values):
+    checkpoints.retain(run_dir, CheckpointConfig(**{"every_steps": 2, "keep_last": 1, **values}))
+    return names(checkpoints.saved(run_dir))
 
 
-def test_a_torn_save_is_never_seen(three):
-    torn = three.checkpoints / "step_00000009.tmp"
-    shutil.copytree(three.checkpoints / "step_00000003", torn)
-    assert checkpoints.newest_whole(three).step == 3
+LOSSES = {2: 3.0, 3: 0.5, 4: 1.0, 6: 2.0, 8: float("nan"), 10: 4.0, 12: None}
 
 
-def test_a_checkpoint_of_another_model_names_what_is_missing(three, make_engine, monkeypatch):
-    engine = make_engine()
-    checkpoint = checkpoints.newest_whole(three)
-    name, parameter = next(engine.parameters())
-    monkeypatch.setattr(type(engine), "parameters", lambda self: iter([(f"other.{name}", parameter)]))
-    with pytest.raises(CheckpointError, match=rf"has no weight/other\.{name}.*another model"):
-        checkpoints.load(checkpoint, engine)
+def test_the_newest_and_the_last_regular_ones_are_kept_and_those_of_stops_are_not(run_dir):
+    a_run(run_dir, dict.fromkeys((2, 4, 5, 6, 7)))
+    assert kept(run_dir, keep_last=3) == [4, 6, 7]  # a stop was at 5, and just now at 7
+    save(run_dir, 8)
+    assert kept(run_dir, keep_last=3) == [4, 6, 8]
+    assert not list(run_dir.checkpoints.glob("*.trash"))
 
 
-def test_a_save_that_cannot_write_leaves_the_older_ones(three, make_engine, ranks, monkeypatch):
-    def full(tensors, path):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(checkpoints, "save_file", full)
-    with pytest.raises(
-        CheckpointError, match=r"step_00000004 could not be written.*No space left.*go on from step_00000003"
-    ):
-        save(three, make_engine(), ranks, 4)
-    assert not (three.checkpoints / "step_00000004.tmp").exists()
-    assert checkpoints.newest_whole(three).step == 3
+def test_the_best_are_kept_besides_and_a_loss_that_is_no_number_is_never_best(run_dir):
+    a_run(run_dir, LOSSES)
+    assert names(checkpoints.best(checkpoints.saved(run_dir), 2)) == [3, 4]
+    assert names(checkpoints.best(checkpoints.saved(run_dir), 99)) == [2, 3, 4, 6, 10]
+    assert kept(run_dir, keep_best=2) == [4, 6, 12]  # 3 was a stop
 
 
-def test_weights_alone_are_read_by_parameter_name(three, make_engine, batches):
-    engine = make_engine()
-    for step in (1, 2, 3):
-        a_step(engine, batches[step])
-    weights = checkpoints.Weights(three.checkpoints / "step_00000003")
-    assert weights.keys() == {name for name, _ in engine.parameters()}
-    for name, parameter in engine.parameters():
-        assert torch.equal(weights[name], engine.read(parameter).weight)
+def test_of_equal_losses_the_newer_is_better(run_dir):
+    a_run(run_dir, {2: 1.0, 4: 1.0, 6: None})
+    assert names(checkpoints.best(checkpoints.saved(run_dir), 1)) == [4]
+
+
+def test_those_of_every_so_many_steps_are_kept_for_good(run_dir):
+    a_run(run_dir, LOSSES)
+    assert kept(run_dir, keep_every_steps=4) == [4, 8, 12]
+
+
+def test_what_was_set_aside_counts_for_nothing_and_stays(run_dir):
+    a_run(run_dir, dict.fromkeys((2, 4, 6, 8)))
+    checkpoints.set_aside(run_dir.checkpoints / "step_00000004", "damaged")
+    checkpoints.set_aside_from(run_dir, 8)
+    assert kept(run_dir, keep_last=2) == [2, 6]
+    aside = sorted(path.name for path in run_dir.checkpoints.glob("step_*.*"))
+    assert aside == ["step_00000004.damaged", "step_00000008.diverged"]
+
+
+def test_the_run_of_the_newest_checkpoint_is_known(run_dir):
+    assert checkpoints.newest_run_id(run_dir) is None
+    save(run_dir, 1, run_id="first")
+    save(run_dir, 2)
+    assert checkpoints.newest_run_id(run_dir) == RUN_ID
+    (run_dir.checkpoints / "step_00000002" / "state.json").write_bytes(b"{")
+    assert checkpoints.newest_run_id(run_dir) == "first"

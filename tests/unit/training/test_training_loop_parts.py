@@ -13,17 +13,17 @@ from dist_transformer.cli.prepare import prepare_with_progress
 from dist_transformer.config.models import Config
 from dist_transformer.errors import EXIT_REQUEUE
 from dist_transformer.stop_request import STOP_SIGNALS, StopRequest
-from dist_transformer.training.loop import _dropout_seed
+from dist_transformer.training.records import dropout_seed
 from dist_transformer.training.report import state_bytes
 
 
 @given(st.integers(0, 2**63), st.integers(0, 10**9), st.integers(0, 4096))
 def test_any_seed_gives_a_dropout_seed_that_torch_takes(seed, batches, lane):
-    torch.manual_seed(_dropout_seed(seed, batches, lane))
+    torch.manual_seed(dropout_seed(seed, batches, lane))
 
 
 def test_dropout_seeds_differ_by_batch_and_lane():
-    seeds = {_dropout_seed(1, batch, lane) for batch in range(50) for lane in range(50)}
+    seeds = {dropout_seed(1, batch, lane) for batch in range(50) for lane in range(50)}
     assert len(seeds) == 2500
 
 

@@ -1,31 +1,172 @@
-"""No hang: a silent rank says where it stands and leaves with its own code."""
+"""No hang: a silent rank says where it stands and leaves with its own code; a lost collective is told in plain words."""
 
+import os
+import re
+import socket
 import subprocess
 import sys
+import textwrap
 
+import pytest
+
+from dist_transformer.distributed import LastCollective, explain
 from dist_transformer.errors import EXIT_HANG
 
-PROGRAM = """
+WATCHED = """
 import threading
+from dist_transformer import distributed
 from dist_transformer.training.watchdog import Watchdog
-with Watchdog(hang_seconds=1, rank=3) as watchdog:
+ranks = distributed.join(60)
+ranks.gather("one")
+with Watchdog(1, ranks) as watchdog:
     {body}
 """
+LOSING_EACH_OTHER = """
+import os, sys, torch
+from dist_transformer import distributed
+from dist_transformer.training.watchdog import Watchdog
+ranks = distributed.join({seconds})
+ranks.barrier()
+if ranks.rank == 1:
+    {second}
+try:
+    {first}
+except RuntimeError as error:
+    print(distributed.explain(error), flush=True)
+    print(ranks.last.text(), flush=True)
+os._exit(7)
+"""
+LEAVE, STAY_AWAY = "os._exit(0)", "sys.stdin.read()"
 
 
 def run(body: str) -> "subprocess.CompletedProcess[str]":
-    program = PROGRAM.format(body=body)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    program = [sys.executable, "-c", WATCHED.format(body=body)]
+    return subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+
+
+def run_two(first: str, second: str, seconds: int = 2) -> tuple[int, str, str]:
+    """Two ranks of gloo; exit code and streams of rank 0. Rank 1 lives until rank 0 has ended."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    program = textwrap.dedent(LOSING_EACH_OTHER).format(first=first, second=second, seconds=seconds)
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started = [
+        subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **place, "RANK": str(rank)}, **pipes)
+        for rank in range(2)
+    ]
+    try:
+        out, err = started[0].communicate(timeout=60)
+        return started[0].returncode, out, err
+    finally:
+        for process in started:
+            process.kill()
+            with process:
+                pass
 
 
 def test_no_progress_ends_the_process_with_the_stacks_of_all_threads():
     done = run('watchdog.progress("computing step 7"); threading.Event().wait()')
     assert done.returncode == EXIT_HANG
-    assert "rank 3: no progress for" in done.stderr
-    assert "while computing step 7" in done.stderr
-    assert 'File "<string>", line 5 in <module>' in done.stderr
+    assert "rank 0: no progress for" in done.stderr
+    assert "while computing step 7; last collective: 1 (gather), ended " in done.stderr
+    assert re.search(r'File "<string>", line \d+ in <module>', done.stderr)
 
 
+@pytest.mark.slow
 def test_progress_keeps_it_alive():
     body = "event = threading.Event(); [(event.wait(0.3), watchdog.progress('working')) for _ in range(6)]"
     assert run(body).returncode == 0
+
+
+@pytest.mark.slow
+def test_a_rank_that_waits_for_another_names_the_collective_it_is_in():
+    code, _, err = run_two("with Watchdog(1, ranks): ranks.sum(torch.zeros(1234, dtype=torch.int64))", STAY_AWAY, 60)
+    assert code == EXIT_HANG
+    assert re.search(r"while starting; in collective 2 \(sum of 1,234 int64\) for \d+ s; where each thread stands", err)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "name"),
+    [
+        ("ranks.sum(torch.zeros(29))", "sum of 29 float32"),
+        ("ranks.gather(1)", "gather"),
+        ("ranks.start_sum(torch.zeros(29)).wait()", "waiting for the sum of 29 float32, begun ahead"),
+    ],
+)
+def test_a_rank_that_stays_away_is_told_as_such(first, name):
+    code, out, _ = run_two(first, STAY_AWAY)
+    assert code == 7
+    assert out.startswith("a rank did not come to a collective within training.hang_seconds: look for one that hangs")
+    assert re.search(rf"in collective \d \({name}\) for \d+ s", out)
+
+
+def test_a_rank_that_has_left_is_told_as_such():
+    code, out, _ = run_two("ranks.sum(torch.zeros(1000))", LEAVE, 30)
+    assert code == 7
+    assert out.startswith("another rank has left in the middle of a collective: look for the first rank that failed")
+
+
+@pytest.mark.slow
+def test_errors_after_the_first_keep_their_cause():
+    """gloo closes the pair at a time limit, and says so of every later collective."""
+    code, out, _ = run_two("try: ranks.sum(torch.zeros(9))\n    except RuntimeError: ranks.barrier()", STAY_AWAY)
+    assert code == 7
+    assert out.startswith("a rank did not come to a collective within")
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_never_started_is_told_as_such():
+    program = """
+from dist_transformer import distributed
+try:
+    distributed.join(1)
+except RuntimeError as error:
+    print(distributed.explain(error))
+"""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": "0"}
+    out = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, **place},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout
+    assert out.startswith("not all ranks came together within training.hang_seconds")
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("Broken pipe")]
+)
+def test_any_other_error_is_not_explained(error):
+    assert explain(error) is None
+
+
+def test_a_collective_that_is_only_noted_does_not_pretend_to_know_its_end(monkeypatch):
+    from dist_transformer import distributed
+
+    now = 100.0
+    monkeypatch.setattr(distributed.time, "monotonic", lambda: now)
+    last = LastCollective()
+    assert last.text() == "no collective yet"
+    last.begin("all_reduce of 123,456 float16", is_followed=False)
+    now = 161.0
+    assert last.text() == "last collective: 1 (all_reduce of 123,456 float16), begun 61 s ago"
+
+
+def test_begin_and_end_are_both_told(monkeypatch, ranks):
+    from dist_transformer import distributed
+
+    now = 100.0
+    monkeypatch.setattr(distributed.time, "monotonic", lambda: now)
+    number = ranks.last.number + 1
+    with ranks.collective("gather"):
+        now = 110.0
+        assert ranks.last.text() == f"in collective {number} (gather) for 10 s"
+    now = 171.0
+    assert ranks.last.text() == f"last collective: {number} (gather), ended 61 s ago"

@@ -1,0 +1,130 @@
+"""Weights of another run or model as the start of a new one: what fits is copied, what does not is told by name.
+
+A tensor fits when the model has one of the same name and shape that means the same. Shapes alone do not tell: the rows
+of an embedding belong to the pieces of one tokenizer, and a projection of attention to its number of heads.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from dist_transformer.errors import UserError
+from dist_transformer.model.transformer import Transformer
+
+DIGEST_DIGITS = 16
+"""Digits of a tokenizer's SHA-256 that are compared: a checkpoint keeps no more."""
+
+MISSING = "not in the source"
+UNKNOWN = "in the source, but not in the model"
+OTHER_SHAPE = "of another shape"
+OTHER_TOKENIZER = "of another tokenizer, whose pieces are other rows"
+OTHER_HEADS = "of another number of attention heads"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What the tensors of a source, or of the model that is to take them, mean.
+
+    Attributes:
+        tokenizers: SHA-256 of the source and of the target side's sentencepiece model; the first 16 digits count.
+    """
+
+    num_heads: int
+    tokenizers: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What became of each name: the tensors to take, and the others as (name, why, details), sorted by name."""
+
+    taken: tuple[str, ...]
+    others: tuple[tuple[str, str, str], ...]
+
+
+def load_initial_weights(
+    model: Transformer, weights: Mapping[str, Tensor], there: Origin, here: Origin, label: str, partially: bool
+) -> Fit:
+    """Copies what fits of `weights` into the fp32 model on the CPU, and says by name what does not.
+
+    `label` names the source in messages. Every rank calls it with the same arguments; nothing is communicated.
+
+    Raises:
+        UserError: something does not fit, and not `partially`; or nothing does. The model is then unchanged.
+    """
+    fit = compare(model, weights, there, here)
+    if not fit.taken:
+        raise UserError(
+            f"training.init_from: nothing of {label} fits this model:\n{as_text(fit)}\n"
+            "Give a run or model of the same shape and tokenizer, or leave training.init_from out"
+        )
+    if fit.others and not partially:
+        raise UserError(
+            f"training.init_from: {len(fit.others)} of the tensors of {label} and of this model do not fit each other:\n"
+            f"{as_text(fit)}\nSet training.init_partially=true to take the {len(fit.taken)} that fit and to start the "
+            "others anew, or give this run the model section and the tokenizer (tokenizer.source_model) of the source"
+        )
+    own = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in fit.taken:
+            own[name].copy_(weights[name])
+    return fit
+
+
+def compare(model: Transformer, weights: Mapping[str, Tensor], there: Origin, here: Origin) -> Fit:
+    """What fits, tied tensors once."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    foreign = _foreign_matrices(model, there, here)
+    names = set(weights)  # to ask the mapping itself may read the tensor
+    taken, others = [], [(name, UNKNOWN, "") for name in names - shapes.keys()]
+    for name, shape in shapes.items():
+        found = tuple(weights[name].shape) if name in names else None
+        if found is None:
+            others.append((name, MISSING, ""))
+        elif name in foreign:
+            others.append((name, OTHER_TOKENIZER, ""))
+        elif found != shape:
+            others.append((name, OTHER_SHAPE, f"{found} there, {shape} here"))
+        elif there.num_heads != here.num_heads and "attention." in name:
+            others.append((name, OTHER_HEADS, f"{there.num_heads} there, {here.num_heads} here"))
+        else:
+            taken.append(name)
+    return Fit(tuple(taken), tuple(sorted(others)))
+
+
+def as_text(fit: Fit) -> str:
+    """Why and what was not taken, a line for each layer or other part; every name is there.
+
+    2 not in the source:
+      decoder_layers.1: feed_forward.inner.bias, feed_forward.inner.weight
+    """
+    return "\n".join(_lines(fit.others)) or "  everything fits"
+
+
+def _lines(others: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+    for why, of_kind in groupby(sorted(others, key=lambda other: other[1]), key=lambda other: other[1]):
+        entries = list(of_kind)
+        yield f"  {len(entries)} {why}:"
+        for part, of_part in groupby(entries, key=lambda entry: _part(entry[0])):
+            names = [
+                f"{name.removeprefix(part + '.')}{f' ({details})' if details else ''}" for name, _, details in of_part
+            ]
+            yield f"    {part}: {', '.join(names)}"
+
+
+def _part(name: str) -> str:
+    """`decoder_layers.1` of `decoder_layers.1.feed_forward.inner.bias`; the module of any other name."""
+    words = name.split(".")
+    is_layer = len(words) > 2 and words[1].isdigit()
+    return ".".join(words[:2] if is_layer else words[:-1]) or name
+
+
+def _foreign_matrices(model: Transformer, there: Origin, here: Origin) -> set[str]:
+    """Names of the matrices whose rows are pieces of another tokenizer."""
+    differs = [a[:DIGEST_DIGITS] != b[:DIGEST_DIGITS] for a, b in zip(there.tokenizers, here.tokenizers, strict=True)]
+    of_source, of_target = {"source_embedding.weight"}, {"target_embedding.weight", "output.weight"}
+    if model.target_embedding is model.source_embedding:
+        of_target |= of_source
+    return (of_source if differs[0] else set()) | (of_target if differs[1] else set())

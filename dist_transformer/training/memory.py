@@ -1,0 +1,162 @@
+"""How much memory this rank has, how much it used at most, and what is said when it was not enough.
+
+On a GPU the allocator counts. On a CPU the peak is that of the whole process as the kernel counts it, and what a rank
+may use is the least of three: what the machine has left, what the job's cgroup allows (Slurm's --mem), `ulimit -v`.
+"""
+
+import gc
+import re
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from dist_transformer.distributed import Ranks
+from dist_transformer.errors import UserError
+
+GPU_SHARE = 0.9
+"""Of a GPU's memory; the rest is for the buffers of communication and what fragmentation loses."""
+CPU_SHARE = 0.8
+"""Of a machine's memory; the rest is for loader processes, files and other programs."""
+RESERVED_ADDRESS_BYTES = 1_500_000_000
+"""`ulimit -v` counts addresses, not memory: the readers of the corpus and threads reserve about so many later on."""
+CGROUPS = Path("/sys/fs/cgroup")
+
+_TRIED = re.compile(r"tried to allocate ([\d.]+) ?(\w+)", re.IGNORECASE)
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_ADVICE = (
+    "Lower data.max_tokens (auto finds the largest that fits), or set training.activation_checkpointing=true, a higher "
+    "training.zero_stage, training.offload=optimizer, or training.precision=bf16 or fp16"
+)
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """Memory that this rank may still use, and what sets the limit."""
+
+    bytes: int
+    limited_by: str
+
+
+def allowance(ranks: Ranks) -> Allowance:
+    """What this rank may use beside what its process holds already; a machine's memory is shared by its ranks."""
+    if ranks.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(ranks.device)
+        return Allowance(int(GPU_SHARE * (free + torch.cuda.memory_reserved(ranks.device))), "the GPU's memory")
+    shared = [Allowance(left.bytes // ranks.ranks_per_node, left.limited_by) for left in _left_to_all()]
+    own = [Allowance(left.bytes - RESERVED_ADDRESS_BYTES, left.limited_by) for left in _left_to_process()]
+    least = min([*shared, *own], key=lambda left: left.bytes)
+    return Allowance(int(CPU_SHARE * least.bytes), least.limited_by)
+
+
+def _left_to_all() -> list[Allowance]:
+    machine = Allowance(psutil.virtual_memory().available, "the machine's memory")
+    try:
+        return [machine, *cgroup_allowances(CGROUPS, Path("/proc/self/cgroup").read_text(encoding="utf-8"))]
+    except OSError:
+        return [machine]
+
+
+def _left_to_process() -> list[Allowance]:
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most == resource.RLIM_INFINITY:
+        return []
+    return [Allowance(max(0, most - psutil.Process().memory_info().vms), "ulimit -v")]
+
+
+def cgroup_allowances(cgroups: Path, membership: str) -> list[Allowance]:
+    """What each limited cgroup of a process has left, file cache counted as free; the limit may be a parent's.
+
+    `membership`: the text of /proc/self/cgroup, lines of `number:controllers:path`. Inside a container the path may be
+    one of the host: then only the parents are found.
+    """
+    allowances = []
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version = _VERSION_1 if controllers else _VERSION_2
+        root = cgroups / "memory" if controllers else cgroups
+        here = root / path.lstrip("/")
+        for folder in (here, *(parent for parent in here.parents if parent.is_relative_to(root))):
+            with suppress(OSError, ValueError):  # `max`, no limit, is no number
+                limit, used = (int((folder / name).read_text()) for name in version[:2])
+                cache = re.search(rf"^{version[2]} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
+                left = limit - used + (int(cache[1]) if cache else 0)
+                allowances.append(Allowance(left, "the memory limit of the job (cgroup)"))
+    return allowances
+
+
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def begin_peak(device: torch.device) -> int:
+    """From here on `peak` counts; the bytes in use now."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    with suppress(OSError):  # where the kernel does not let it: the peak is that since the process began
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return int(psutil.Process().memory_info().rss)
+
+
+def peak(device: torch.device) -> int:
+    """Most bytes in use at once since `begin_peak`."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device)
+    found = re.search(r"^VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def give_back(device: torch.device) -> None:
+    """Returns what is no longer in use to the system, and lets peaks be counted anew."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+@contextmanager
+def telling_out_of_memory(doing: str, device: torch.device) -> Iterator[None]:
+    """What runs inside and is out of memory raises a UserError that says how much was wanted, and what to do."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(f"out of memory in {doing}: {_wanted(error)}{_in_use(device)}. {_ADVICE}") from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch has a class of its own for GPUs only."""
+    words = ("can't allocate memory", "bad_alloc", "Cannot allocate memory")
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+    )
+
+
+def as_text(count: float) -> str:
+    """Bytes for people, in powers of ten: 1.2 GB."""
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.0f} MB"
+
+
+def _wanted(error: BaseException) -> str:
+    found = _TRIED.search(str(error))
+    return f"{as_text(float(found[1]) * _UNITS[found[2]])} more were asked for; " if found else ""
+
+
+def _in_use(device: torch.device) -> str:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        used = torch.cuda.memory_allocated(device)
+        return f"{as_text(used)} are in use by this rank, {as_text(free)} of the GPU's {as_text(total)} are free"
+    least = min([*_left_to_all(), *_left_to_process()], key=lambda left: left.bytes)
+    used = int(psutil.Process().memory_info().rss)
+    return f"{as_text(used)} are in use by this rank, {as_text(least.bytes)} are left ({least.limited_by})"

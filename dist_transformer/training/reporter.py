@@ -1,0 +1,141 @@
+"""What a run says of itself: sums over a log interval, log lines, validation, and the records of each."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dist_transformer.config.models import Config
+from dist_transformer.data.loader import MicroBatch
+from dist_transformer.distributed import Ranks
+from dist_transformer.training.engine import Engine
+from dist_transformer.training.feed import GlobalBatch
+from dist_transformer.training.records import INTERVAL_COUNTS, INTERVAL_SUMS, Interval, Journal, Progress
+from dist_transformer.training.report import ProgressBar, interval_values, log_interval
+from dist_transformer.training.validation import ValidationResult, validate
+
+log = logging.getLogger(__name__)
+
+
+class Reporter:
+    """Counts what the trainer does, and writes it down: into the log, metrics.jsonl and audit.jsonl.
+
+    Args:
+        validation: micro-batches of the validation corpus, the same on every rank; may be empty.
+        journal: None on all ranks but the first.
+        recorded: newest step of each event ("train", "validation") in metrics.jsonl, the same on every rank.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: Ranks,
+        engine: Engine,
+        validation: Sequence[MicroBatch],
+        journal: Journal | None,
+        recorded: dict[str, int],
+    ) -> None:
+        self._config, self._ranks, self._engine = config, ranks, engine
+        self._validation, self.journal, self._recorded = validation, journal, dict(recorded)
+        self.interval = self._new_interval()
+        self._last: GlobalBatch | None = None
+        self._validated: tuple[int, ValidationResult] | None = None
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on with the sums of a log interval that a checkpoint cut in two."""
+        for name in (*INTERVAL_SUMS, "seconds_before"):
+            setattr(self.interval, name, state.get(name, 0))
+        for name in INTERVAL_COUNTS:
+            getattr(self.interval, name).update(state.get(name, {}))
+        if self._ranks.is_first:
+            self.interval.losses += torch.tensor(state["losses"], dtype=torch.float64, device=self._ranks.device)
+
+    def state(self) -> dict[str, Any]:
+        """The interval so far, for a checkpoint (collective)."""
+        interval = self.interval
+        return {
+            "losses": self._ranks.sum(interval.losses.cpu().clone()).tolist(),
+            **{name: getattr(interval, name) for name in (*INTERVAL_SUMS, *INTERVAL_COUNTS)},
+            "seconds_before": interval.seconds,
+        }
+
+    def count(self, batch: GlobalBatch, losses: torch.Tensor) -> None:
+        """Adds a batch; `losses` (2,) are this rank's sums of loss and nll over it."""
+        interval = self.interval
+        interval.losses += losses
+        interval.target_tokens += batch.target_tokens
+        interval.source_tokens += batch.source_tokens
+        interval.padded_tokens += batch.padded_tokens
+        interval.straggler_sum += batch.straggler_ratio
+        interval.batches += 1
+        interval.pairs_by_corpus.update(batch.pairs_by_corpus)
+        interval.dropped.update(batch.dropped)
+        self._last = batch
+
+    def log(self, progress: Progress, learning_rate: float, bar: ProgressBar) -> None:
+        """One line in the log and one record in metrics.jsonl for the steps since the last (collective)."""
+        interval, last = self.interval, self._last
+        if last is None or not interval.target_tokens or progress.step <= self._recorded["train"]:
+            return
+        loss, nll = (self._ranks.sum(interval.losses.cpu()) / interval.target_tokens).tolist()
+        seconds = interval.seconds
+        values: dict[str, float | int | str] = {
+            "epoch": last.segment.epoch,
+            "loss": loss,
+            "nll": nll,
+            "learning_rate": learning_rate,
+            "gradient_norm": self._engine.gradient_norm(),
+            "loss_scale": self._engine.loss_scale(),
+            "skipped_updates": progress.skipped_updates,
+            "total_target_tokens": progress.total_target_tokens,
+            "quarantined_row_groups": len(progress.position.left_out),
+            **interval_values(interval, seconds),
+            "batch_digest": last.digest,
+        }
+        if self.journal:
+            self.journal.metrics.append("train", progress.step, values)
+        log_interval(progress.step, values)
+        bar.show(progress.step, loss, interval.target_tokens / seconds)
+        self._recorded["train"] = progress.step
+        self.interval = self._new_interval()
+
+    def validate(self, step: int, progress: Callable[[], None]) -> None:
+        """Loss on the validation corpus, once for a step (collective)."""
+        if not self._validation or step <= self._recorded["validation"]:
+            return
+        started = time.monotonic()
+        result = validate(self._engine, self._validation, self._ranks, progress)
+        self._validated, self._recorded["validation"] = (step, result), step
+        if self.journal:
+            self.journal.metrics.append("validation", step, result.metrics())
+        log.info(
+            "step %7d  validation loss %.4f  nll %.4f  perplexity %.2f",
+            step,
+            result.loss,
+            result.nll,
+            result.perplexity,
+        )
+        self.interval.started += time.monotonic() - started
+
+    def validated(self, step: int) -> dict[str, float] | None:
+        """What was measured at exactly this step."""
+        return self._validated[1].metrics() if self._validated and self._validated[0] == step else None
+
+    def stood_still(self, seconds: float) -> None:
+        """Training stood still for a checkpoint; it is no part of the interval's speed."""
+        self.interval.started += seconds
+        self.interval.save_seconds += seconds
+
+    def audit(self, batch: GlobalBatch, number: int, step: int) -> None:
+        """The row ids of global batch `number`, meant for `step`, by lane, into audit.jsonl (collective)."""
+        mine = {b.lane: b.row_ids.tolist() for b in batch.micro_batches if b is not None}
+        lanes = {str(lane): rows for part in self._ranks.gather(mine) for lane, rows in part.items()}
+        if self.journal and self.journal.audit:
+            rows = {lane: lanes[lane] for lane in sorted(lanes, key=int)}
+            values = dict(batch=number, epoch=batch.segment.epoch, batch_digest=batch.digest, rows=rows)
+            self.journal.audit.append("batch", step, values)
+
+    def _new_interval(self) -> Interval:
+        return Interval(torch.zeros(2, dtype=torch.float64, device=self._ranks.device))

@@ -1,0 +1,81 @@
+"""`dist-transformer train` with a fault on one rank: FAULT RANK CONFIG [overrides] NUM_RANKS.
+
+A fault begins with the sixth global batch. Those of arithmetic end when the run has noticed a divergence, as one that a
+lower learning rate cures would; nothing else of the program is changed.
+"""
+
+import os
+import resource
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dist_transformer.cli.main import main
+from dist_transformer.launching import start_local_ranks
+from dist_transformer.training.engine import Engine
+from dist_transformer.training.feed import GlobalBatch
+from dist_transformer.training.loop import Trainer
+
+FIRST_BATCH = 5
+SPIKE = 50.0
+SPARE_BYTES = 1 << 20
+
+
+def install(fault: str) -> None:
+    """Makes this rank a faulty one."""
+    step, backward = Trainer._step, Engine.backward
+    at_work = False
+
+    def faulty_step(trainer: Trainer, batch: GlobalBatch) -> bool:
+        nonlocal at_work
+        number = trainer.progress.batches
+        at_work = number == FIRST_BATCH if fault == "infinity" else number >= FIRST_BATCH and not is_noticed()
+        if at_work and fault == "exception":
+            raise RuntimeError("injected by the test")
+        if at_work and fault == "memory":
+            take_memory_away()
+        return step(trainer, batch)
+
+    def faulty_backward(engine: Engine, loss_sum: Tensor, global_tokens: int) -> None:
+        if at_work and fault in ("infinity", "infinities"):
+            loss_sum = loss_sum * float("inf")
+        backward(engine, loss_sum, global_tokens)
+
+    Trainer._step = faulty_step  # type: ignore[method-assign]
+    Engine.backward = faulty_backward  # type: ignore[method-assign]
+    if fault == "spike":
+        import dist_transformer.training.loop as loop
+
+        forward = loop.forward
+
+        def faulty_forward(*arguments: object) -> tuple[Tensor, Tensor]:
+            loss, nll = forward(*arguments)  # type: ignore[arg-type]
+            return (loss * SPIKE, nll) if at_work else (loss, nll)
+
+        loop.forward = faulty_forward  # type: ignore[assignment]
+
+
+def is_noticed() -> bool:
+    name = next(argument for argument in sys.argv if argument.startswith("run.name=")).removeprefix("run.name=")
+    return Path("runs", name, "divergence.json").exists()
+
+
+def take_memory_away() -> None:
+    """What `ulimit -v` does, from here on: this process gets no more than it has."""
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
+    limit = pages * resource.getpagesize() + SPARE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    torch.empty(64 << 20)
+
+
+if __name__ == "__main__":
+    fault, faulty_rank, *arguments = sys.argv[1:]
+    if "RANK" not in os.environ:
+        program = (sys.executable, __file__, fault, faulty_rank)
+        sys.exit(start_local_ranks(arguments[:-1], int(arguments[-1]), program=program))
+    if os.environ["RANK"] == faulty_rank:
+        install(fault)
+    sys.argv = ["dist-transformer", "train", *arguments]
+    main()

@@ -1,0 +1,255 @@
+"""Every combination of stage, precision and option on real gloo ranks; `python matrix_program.py --write` makes the page.
+
+As a rank, `matrix_program.py RESULTS` trains them one after another on the same four lanes, and rank 0 writes what came
+out as JSON: losses, gradient norms, what a gradient that was infinite on one rank moved, and whether the fragments of
+all ranks make up the whole state.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import os
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit" / "training")]
+PAGE = ROOT / "docs" / "engine_matrix.md"
+
+from plain_torch import (  # noqa: E402
+    NOTHING,
+    TINY,
+    TOLERANCE,
+    VOCABULARY,
+    PlainRun,
+    ragged_batches,
+    tokens_of,
+    train_on_plain_torch,
+)
+
+from dist_transformer.config.checks import cross_problems  # noqa: E402
+from dist_transformer.config.models import OptimizerConfig, TrainingConfig  # noqa: E402
+from dist_transformer.launching import start_local_ranks  # noqa: E402
+
+LANES, STEPS, CLIP, LEARNING_RATE = 4, 6, 0.2, 1e-2
+SKIPPED_AFTER = 3
+FROZEN, DECAY = ("*embedding*", "encoder_layers.*.bias"), 0.9
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing else": {},
+    "`offload: optimizer`": {"offload": "optimizer"},
+    "`offload: optimizer_and_parameters`": {"offload": "optimizer_and_parameters"},
+    "`activation_checkpointing`": {"activation_checkpointing": True},
+    "`ema_decay` and `freeze`": {"ema_decay": DECAY, "freeze": FROZEN},
+    "all of these": {"activation_checkpointing": True, "ema_decay": DECAY, "freeze": FROZEN, "offload": "optimizer"},
+}
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Combination:
+    stage: int
+    option: str
+    precision: str
+
+    @property
+    def settings(self) -> TrainingConfig:
+        given = dict(OPTIONS[self.option], zero_stage=self.stage, precision=self.precision)
+        if self.option == "all of these" and self.stage in (0, 3):
+            given["offload"] = "none" if self.stage == 0 else "optimizer_and_parameters"
+        return TrainingConfig(**given, gradient_clip_norm=CLIP, initial_loss_scale=1024)
+
+    @property
+    def refusal(self) -> str | None:
+        """What the configuration's check says against it."""
+        return next((message for _, message in cross_problems({"training": self.settings})), None)
+
+    def runs_on(self, num_ranks: int) -> bool:
+        """Everything on 2 ranks; for time, on 1 and 3 no option in a short precision, and not all options together."""
+        is_in_all = not OPTIONS[self.option] or (self.precision == "fp32" and self.option != "all of these")
+        return self.refusal is None and (num_ranks == 2 or is_in_all)
+
+
+COMBINATIONS = [
+    Combination(stage, option, precision) for stage in range(4) for option in OPTIONS for precision in PRECISIONS
+]
+
+
+def steps() -> list[list[Any]]:
+    """The lanes' micro-batches of each step."""
+    batches = ragged_batches(LANES * STEPS)
+    return [batches[start : start + LANES] for start in range(0, len(batches), LANES)]
+
+
+def reference(combination: Combination) -> PlainRun:
+    """The same training by torch alone, in fp32."""
+    return _plain(combination.settings.freeze)
+
+
+@functools.cache
+def _plain(frozen: tuple[str, ...]) -> PlainRun:
+    return train_on_plain_torch(steps(), LEARNING_RATE, CLIP, frozen)
+
+
+def launch(num_ranks: int, folder: Path) -> list[dict[str, Any]]:
+    """The results of all combinations on so many ranks."""
+    results = folder / f"matrix_{num_ranks}.json"
+    code = start_local_ranks([str(results)], num_ranks, program=(sys.executable, __file__))
+    assert code == 0, f"matrix_program.py on {num_ranks} ranks ended with {code}"
+    return json.loads(results.read_text(encoding="utf-8"))
+
+
+def deviation(result: dict[str, Any]) -> float:
+    """The largest relative difference of a loss from plain torch's."""
+    expected = reference(Combination(*result["combination"])).losses
+    return max(abs(loss - other) / other for loss, other in zip(result["losses"], expected, strict=True))
+
+
+def page(results: list[dict[str, Any]]) -> str:
+    """The table of what runs with what."""
+    worst: dict[Combination, float] = {}
+    for result in results:
+        combination = Combination(*result["combination"])
+        worst[combination] = max(worst.get(combination, 0.0), deviation(result))
+    reasons: list[str] = []
+    rows = [
+        f"| {stage} | {option} | {' | '.join(_cell(Combination(stage, option, p), worst, reasons) for p in PRECISIONS)} |"
+        for stage in range(4)
+        for option in OPTIONS
+    ]
+    notes = [f"{number}. {reason}" for number, reason in enumerate(reasons, start=1)]
+    return "\n".join([_HEAD, *rows, "", "What is refused, and the words:", "", *notes, ""])
+
+
+def _cell(combination: Combination, worst: dict[Combination, float], reasons: list[str]) -> str:
+    if combination in worst:
+        return f"yes, 1e{math.ceil(math.log10(max(worst[combination], 1e-7)))}"
+    reason = combination.refusal
+    assert reason is not None, combination
+    if reason not in reasons:
+        reasons.append(reason)
+    return f"refused ({reasons.index(reason) + 1})"
+
+
+_HEAD = f"""\
+# What runs with what
+
+Written by `python tests/distributed/matrix_program.py --write` and compared by `tests/distributed/test_training_matrix.py`:
+do not edit. Each combination of ZeRO stage, precision and option of `training` trained the same tiny model for {STEPS} steps of
+{LANES} ragged lanes on real ranks (gloo, CPU), with clipping that bound in every step: all of them on 2 ranks, those without an
+option and those in fp32 on 1 and 3 ranks too. "all of these" is what the stage can have of them at once.
+
+"yes" is followed by the largest relative difference of a loss from that of plain torch in fp32, rounded up to a power of
+ten; allowed are {TOLERANCE["fp32"]:g} in fp32, {TOLERANCE["bf16"]:g} in bf16, {TOLERANCE["fp16"]:g} in fp16.
+On 2 and 3 ranks a gradient was infinite on one rank after step {SKIPPED_AFTER}: all skipped it, nothing moved, and the
+losses that followed stayed those of plain torch.
+
+| stage | with | fp32 | bf16 | fp16 |
+|---|---|---|---|---|"""
+
+
+def run_as_rank(path: Path) -> None:
+    from dist_transformer import distributed
+
+    ranks = distributed.join(120)
+    results = [_train(c, ranks) for c in COMBINATIONS if c.runs_on(ranks.num_ranks)]
+    if ranks.is_first:
+        path.write_text(json.dumps(results), encoding="utf-8")
+    distributed.leave()
+
+
+def _train(combination: Combination, ranks: Any) -> dict[str, Any]:
+    """One combination; every rank gives the same result."""
+    engine = _engine(combination, ranks)
+    result: dict[str, Any] = {
+        "combination": dataclasses.astuple(combination),
+        "losses": [],
+        "norms": [],
+        "moved_by_infinity": [],
+    }
+    for number, micro_batches in enumerate(steps(), start=1):
+        result["losses"].append(_forward_and_backward(engine, ranks, micro_batches, 1.0))
+        assert engine.step(LEARNING_RATE)
+        result["norms"].append(engine.gradient_norm())
+        if number == 1:
+            result["first_moment_norm"] = _first_moment_norm(engine, ranks)
+        if number == SKIPPED_AFTER and ranks.num_ranks > 1:
+            result["moved_by_infinity"] = _inject(engine, ranks, micro_batches)
+    result["not_tiled"] = _not_tiled(engine, ranks)
+    engine.close()
+    return result
+
+
+def _engine(combination: Combination, ranks: Any) -> Any:
+    import torch
+
+    from dist_transformer.model.transformer import Transformer
+    from dist_transformer.training.engine import Engine
+    from dist_transformer.training.objective import Objective
+
+    settings = combination.settings
+    torch.manual_seed(0)
+    checkpointing = settings.activation_checkpointing
+    model = Transformer(TINY, VOCABULARY, VOCABULARY, 0, activation_checkpointing=checkpointing)
+    return Engine(Objective(model, 0.1, settings.precision), settings, OptimizerConfig(), ranks)
+
+
+def _forward_and_backward(engine: Any, ranks: Any, micro_batches: list[Any], factor: float) -> float:
+    """The loss per token of the lanes dealt over the ranks; where they run out, micro-batches that weigh nothing."""
+    import torch
+
+    tokens, total = tokens_of(micro_batches), torch.zeros(1, dtype=torch.float64)
+    for slot in range(-(-LANES // ranks.num_ranks)):
+        lane = ranks.rank + slot * ranks.num_ranks
+        loss, _ = engine(*(micro_batches[lane] if lane < LANES else NOTHING))
+        engine.backward(loss * factor, tokens)
+        total += loss.detach().double()
+    return float(ranks.sum(total)) / tokens
+
+
+def _inject(engine: Any, ranks: Any, micro_batches: list[Any]) -> list[str]:
+    """A step whose gradient is infinite on rank 1 alone: what of it was not skipped, on any rank."""
+    import torch
+
+    before = {fragment.key: fragment.values.clone() for fragment in engine.fragments()}
+    _forward_and_backward(engine, ranks, micro_batches, float("inf") if ranks.rank == 1 else 1.0)
+    moved = [f"rank {ranks.rank} updated"] if engine.step(LEARNING_RATE) else []
+    moved += [f.key for f in engine.fragments() if not torch.equal(f.values, before[f.key])]
+    return [what for part in ranks.gather(moved) for what in part]
+
+
+def _first_moment_norm(engine: Any, ranks: Any) -> float:
+    import torch
+
+    squares = sum(float(f.values.double().square().sum()) for f in engine.fragments() if f.part == "exp_avg")
+    return math.sqrt(float(ranks.sum(torch.tensor([squares], dtype=torch.float64))))
+
+
+def _not_tiled(engine: Any, ranks: Any) -> list[str]:
+    """Tensors whose fragments over all ranks leave a gap or lie over each other."""
+    mine = [(f.key, f.start, f.start + f.values.numel()) for f in engine.fragments()]
+    spans = sorted(span for part in ranks.gather(mine) for span in part)
+    at: Counter[str] = Counter()
+    wrong = []
+    for key, start, stop in spans:
+        wrong += [key] if at[key] != start else []
+        at[key] = stop
+    sizes = {name: math.prod(shape) for name, shape in engine.shapes().items()}
+    wrong += [key for key, stop in at.items() if stop != sizes[key.split("/")[1]]]
+    return wrong + [name for name in sizes if f"weight/{name}" not in at]
+
+
+def main() -> None:
+    if sys.argv[1] == "--write":
+        with tempfile.TemporaryDirectory() as folder:
+            PAGE.write_text(page([r for n in (1, 2, 3) for r in launch(n, Path(folder))]), encoding="utf-8")
+    else:
+        run_as_rank(Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()

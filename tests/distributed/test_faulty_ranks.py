@@ -1,0 +1,119 @@
+"""One rank of a real run goes wrong: its numbers, its code or its memory. What all ranks do, and with which exit code."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from running import NOT_INHERITED, Command, records, without
+
+from dist_transformer.config.loading import load_config
+from dist_transformer.errors import EXIT_FAILED, EXIT_USER_ERROR
+from dist_transformer.run_dir import read_json
+from dist_transformer.training.schedule import learning_rate
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).with_name("faulty_train.py")
+SETTINGS = (
+    "training.max_steps=24", "checkpoints.every_steps=2", "checkpoints.keep_last=20", "divergence.window_steps=3",
+    "divergence.patience_steps=4",
+)  # fmt: skip
+FIRST_FAULTY_STEP = 6
+LEAVE_SECONDS = 60
+
+
+@pytest.fixture
+def faulty(command: Command) -> Callable[..., tuple[int, str, Path]]:
+    """Trains on two ranks with a fault on rank 1: exit code, what was said, the run folder."""
+
+    def train(fault: str, name: str, *overrides: str) -> tuple[int, str, Path]:
+        arguments = (fault, "1", "small.yaml", f"run.name={name}", *SETTINGS, *overrides, "2")
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM), *arguments],
+            cwd=command.folder, env=without(NOT_INHERITED), capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout + done.stderr, command.folder / "runs" / name
+
+    return train
+
+
+def steps_of(run: Path) -> list[int]:
+    return [record["step"] for record in records(run)]
+
+
+def names_in(folder: Path, pattern: str) -> list[str]:
+    return sorted(path.name for path in folder.glob(pattern))
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision"), [(0, "fp32"), (1, "fp16"), (2, "bf16"), (3, "fp16")], ids=lambda value: str(value)
+)
+def test_an_infinity_on_one_rank_skips_one_update_everywhere_and_moves_nothing_else(faulty, stage, precision):
+    short = ("training.max_steps=10", f"training.zero_stage={stage}", f"training.precision={precision}")
+    code, said, run = faulty("infinity", f"infinity-{stage}", *short, "training.initial_loss_scale=1024")
+    assert code == 0, said
+    found = records(run)
+    assert [record["step"] for record in found] == list(range(1, 11))
+    assert [record["skipped_updates"] for record in found] == [0] * 5 + [1] * 5
+    config = load_config(run / "config.yaml", check_files=False)
+    assert [record["learning_rate"] for record in found] == [learning_rate(config, step) for step in range(1, 11)]
+    scale = 1024 if precision == "fp16" else 1
+    assert [record["loss_scale"] for record in found] == [scale] * 5 + [scale / 2 if precision == "fp16" else 1] * 5
+
+
+def test_gradients_that_stay_infinite_end_the_run_with_a_message_and_keep_the_last_good_checkpoint(faulty):
+    code, said, run = faulty("infinities", "infinities")
+    assert code == EXIT_USER_ERROR
+    assert "Traceback" not in said
+    (message,) = [line for line in said.splitlines() if "dist-transformer: " in line]
+    assert "100 batches in a row" in message
+    assert "step 4" in message
+    assert names_in(run / "checkpoints", "step_????????")[-1] == "step_00000004"
+
+
+def test_a_spike_of_the_loss_goes_back_to_the_checkpoint_before_it_and_on_with_a_lower_rate(faulty):
+    code, said, run = faulty("spike", "spike", "divergence.policy=lower_learning_rate")
+    assert code == 0, said
+    assert steps_of(run) == list(range(1, 25))
+    (event,) = read_json(run / "divergence.json")
+    assert event["since_step"] == FIRST_FAULTY_STEP
+    assert event["went_on_from"] == FIRST_FAULTY_STEP - 2
+    config = load_config(run / "config.yaml", check_files=False)
+    expected = [learning_rate(config, step) * (1.0 if step <= event["went_on_from"] else 0.5) for step in range(1, 25)]
+    assert [record["learning_rate"] for record in records(run)] == pytest.approx(expected)
+    assert "step_00000006.diverged" in names_in(run / "checkpoints", "*.diverged")
+
+
+def test_at_the_floor_of_the_loss_scale_the_run_goes_on_in_bf16(faulty):
+    settings = ("training.precision=fp16", "training.initial_loss_scale=4", "divergence.policy=switch_to_bf16")
+    code, said, run = faulty("infinities", "floor", *settings)
+    assert code == 0, said
+    assert steps_of(run) == list(range(1, 25))
+    assert [record["loss_scale"] for record in records(run)] == [4.0] * 4 + [1.0] * 20
+    assert read_json(sorted((run / "checkpoints").glob("step_????????"))[-1] / "state.json")["precision"] == "bf16"
+
+
+def test_a_rank_that_raises_leaves_a_crash_that_can_be_run_again(faulty, command: Command):
+    started = time.monotonic()
+    code, said, run = faulty("exception", "raising")
+    assert code == EXIT_FAILED
+    assert "injected by the test" in said
+    assert "rank 1 of 2" in said
+    assert time.monotonic() - started < LEAVE_SECONDS
+    crash = read_json(run / "crash" / "rank_00001" / "crash.json")
+    assert "injected by the test" in crash["text"]
+    before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
+    again = command("train", run, "--replay-crash", "--crash-rank", 1)  # the fault was the test's: the model's own code runs through
+    assert "did not crash again" in again
+    assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
+
+
+def test_a_rank_out_of_memory_says_so_and_both_leave(faulty):
+    code, said, run = faulty("memory", "memory")
+    assert code == EXIT_FAILED
+    assert "can't allocate memory" in said
+    assert (run / "crash" / "rank_00001").is_dir()
+    assert names_in(run / "checkpoints", "step_????????")[-1] == "step_00000004"

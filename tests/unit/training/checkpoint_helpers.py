@@ -1,0 +1,137 @@
+"""Engines and ranks without DeepSpeed and processes, for tests of what happens on the disk."""
+
+import copy
+import json
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dist_transformer.config.models import CheckpointConfig
+from dist_transformer.run_dir import RunDir
+from dist_transformer.training.fragments import Fragment
+from dist_transformer.training.saver import Saved, Saver
+
+RUN_ID = "0123456789abcdef"
+SHAPES = {"embedding": (7, 3), "norm.gain": (5,), "scale": ()}
+
+
+class MemoryEngine:
+    """A training state in plain tensors, of which each rank holds an equal part, as in ZeRO 3."""
+
+    def __init__(
+        self, seed: int, rank: int = 0, num_ranks: int = 1, parts: Sequence[str] = ("weight", "exp_avg")
+    ) -> None:
+        self.rank, self.num_ranks = rank, num_ranks
+        random = torch.Generator().manual_seed(seed)
+        self.tensors = {part: {n: torch.randn(s, generator=random) for n, s in SHAPES.items()} for part in parts}
+        self.loaded_step: int | None = None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return dict(SHAPES)
+
+    def fragments(self) -> list[Fragment]:
+        found = []
+        for part, tensors in self.tensors.items():
+            for name, tensor in tensors.items():
+                size = -(-tensor.numel() // self.num_ranks)
+                start = min(tensor.numel(), self.rank * size)
+                found.append(Fragment(part, name, start, tensor.view(-1)[start : start + size]))
+        return [fragment for fragment in found if fragment.values.numel()]
+
+    def load(self, read: Callable[[str, str, int, int], Tensor | None], step: int) -> None:
+        for part, tensors in self.tensors.items():
+            for name, tensor in tensors.items():
+                values = read(part, name, 0, math.prod(SHAPES[name]))
+                tensor.view(-1).copy_(torch.zeros(()) if values is None else values)
+        self.loaded_step = step
+
+    def set_scaler_state(self, state: dict[str, Any]) -> None: ...
+
+
+@dataclass
+class _Meeting:
+    """Where the threads of a group exchange values."""
+
+    size: int
+    barrier: threading.Barrier = field(init=False)
+    values: list[Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.barrier, self.values = threading.Barrier(self.size, timeout=20), [None] * self.size
+
+
+class ThreadRanks:
+    """One rank of a group whose ranks are threads of this process."""
+
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        self.rank, self.num_ranks, self.is_first, self._meeting = rank, meeting.size, rank == 0, meeting
+
+    def gather(self, value: Any) -> list[Any]:
+        self._meeting.values[self.rank] = copy.deepcopy(value)
+        self._meeting.barrier.wait()
+        values = list(self._meeting.values)
+        self._meeting.barrier.wait()
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        return self.gather(value)[0]
+
+
+def on_ranks(num_ranks: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
+    """What `work` returns on each rank; raises the first rank's error."""
+    meeting, results, errors = _Meeting(num_ranks), [None] * num_ranks, []
+
+    def one(rank: int) -> None:
+        try:
+            results[rank] = work(ThreadRanks(rank, meeting))
+        except BaseException as error:  # noqa: BLE001  (raised below)
+            errors.append(error)
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
+    for error in errors:
+        raise error
+    return results
+
+
+def state_of(step: int, **values: Any) -> dict[str, Any]:
+    return {"step": step, "run_id": RUN_ID, "validation": None, **values}
+
+
+def save(run_dir: RunDir, step: int, num_ranks: int = 2, **state: Any) -> list[Saved]:
+    """A checkpoint of the `MemoryEngine` with seed `step`, written by so many ranks; what each was told."""
+    settings = CheckpointConfig(save_attempts=state.pop("save_attempts", 1))
+    parts = state.pop("parts", ("weight", "exp_avg"))
+
+    def work(ranks: ThreadRanks) -> Saved | None:
+        saver = Saver(run_dir, ranks, settings, lambda doing: None)
+        saver.begin(MemoryEngine(step, ranks.rank, num_ranks, parts), state_of(step, **state))
+        return saver.finish()
+
+    return on_ranks(num_ranks, work)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def folders(run_dir: RunDir) -> list[str]:
+    """The names of all checkpoints, also of those that were set aside or are not ready."""
+    return sorted(path.name for path in run_dir.checkpoints.glob("step_*"))
+
+
+def rewrite(path: Path, **values: Any) -> None:
+    """Changes values of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **values}), encoding="utf-8")

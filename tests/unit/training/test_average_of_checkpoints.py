@@ -1,0 +1,117 @@
+"""Which checkpoints, and which part of them, become a model folder."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoint_helpers import SHAPES, MemoryEngine, save
+from typer.testing import CliRunner
+
+from dist_transformer.cli import write_model
+from dist_transformer.cli.main import app
+from dist_transformer.cli.write_model import Averaged, write_averaged_model
+from dist_transformer.config.models import CheckpointConfig
+from dist_transformer.errors import CheckpointError
+from dist_transformer.run_dir import RunDir
+
+PARTS = ("weight", "ema")
+LOSSES = {2: 1.0, 4: 3.0, 5: 0.1, 6: 2.0, 8: 4.0}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    for step, loss in LOSSES.items():
+        save(run_dir, step, parts=PARTS, validation={"loss": loss})
+    return run_dir
+
+
+@pytest.fixture
+def averaged(run_dir, monkeypatch):
+    """Calls it with these settings of `checkpoints`; the steps used, and the weights that it would write."""
+    written = []
+    monkeypatch.setattr(write_model, "save_model_folder", lambda folder, weights, *others: written.append(weights))
+    tokenizer = SimpleNamespace(source="tokenizer.model", target="tokenizer.model")
+    manifest = SimpleNamespace(
+        tokenizer=tokenizer, source_vocabulary=9, target_vocabulary=9, pad_id=0, bos_id=1, eos_id=2,
+        source_language="en", target_language="de",
+    )  # fmt: skip
+
+    def call(choice=None, **settings):
+        config = SimpleNamespace(checkpoints=CheckpointConfig(**{"every_steps": 2, **settings}), model=None)
+        used = write_averaged_model(config, run_dir, Path(), manifest, Path(), choice)
+        return [int(path.name[-8:]) for path in used], written[-1]
+
+    return call
+
+
+def mean_of(part, *steps):
+    engines = [MemoryEngine(step, parts=PARTS) for step in steps]
+    return {name: torch.stack([e.tensors[part][name].double() for e in engines]).mean(0).float() for name in SHAPES}
+
+
+@pytest.mark.parametrize(
+    ("settings", "part", "steps"),
+    [
+        ({"average_last": 2}, "weight", [6, 8]),
+        ({"average_last": 4}, "weight", [2, 4, 6, 8]),  # 5 was a stop
+        ({"final_model": "average_best", "keep_best": 2}, "weight", [2, 6]),
+        ({"final_model": "average_best", "keep_best": 9}, "weight", [2, 4, 6, 8]),
+        ({"final_model": "ema"}, "ema", [8]),
+    ],
+)
+def test_the_configuration_says_what_the_final_model_is(averaged, settings, part, steps):
+    used, weights = averaged(**settings)
+    assert used == steps
+    assert weights.keys() == SHAPES.keys()
+    for name, mean in mean_of(part, *steps).items():
+        torch.testing.assert_close(weights[name], mean)
+
+
+def test_a_choice_goes_before_the_configuration(averaged):
+    assert averaged(Averaged("average_last", 1), final_model="ema")[0] == [8]
+    assert averaged(Averaged("average_best", 1))[0] == [2]
+
+
+@pytest.mark.parametrize("final_model", ["average_last", "average_best", "ema"])
+def test_damaged_checkpoints_are_left_out_and_named(averaged, run_dir, caplog, final_model):
+    path = run_dir.checkpoints / "step_00000008" / "state_0.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    used, _ = averaged(final_model=final_model, average_last=2, keep_best=4)
+    assert used == {"average_last": [6], "average_best": [2, 4, 6], "ema": [6]}[final_model]
+    assert "step_00000008 is damaged (state_0.safetensors has" in caplog.text
+
+
+def test_another_runs_checkpoint_is_left_out_and_named(averaged, run_dir, caplog):
+    save(run_dir, 6, parts=PARTS, run_id="another")
+    assert averaged(average_last=2)[0] == [8]
+    assert "belongs to another run, another" in caplog.text
+
+
+def test_the_best_of_checkpoints_without_a_validation_are_refused(averaged, run_dir):
+    for path in run_dir.checkpoints.glob("step_*"):
+        path.rename(path.with_name(path.name + ".diverged"))
+    save(run_dir, 2)
+    with pytest.raises(
+        CheckpointError, match=r"none is the best; train with data\.validation and checkpoints\.keep_best"
+    ):
+        averaged(Averaged("average_best", 2))
+
+
+def test_a_moving_average_that_was_never_kept_is_refused(averaged, run_dir):
+    save(run_dir, 10)
+    with pytest.raises(CheckpointError, match=r"step_00000010: has no moving average.*without training\.ema_decay"):
+        averaged(Averaged("ema"))
+
+
+@pytest.mark.parametrize("kind", ["average_last", "average_best", "ema"])
+def test_without_checkpoints_there_is_no_model(averaged, run_dir, kind):
+    run_dir.checkpoints.rename(run_dir.checkpoints.with_name("elsewhere"))
+    with pytest.raises(CheckpointError, match="there is no whole checkpoint to make a model of; train first"):
+        averaged(Averaged(kind, 2))
+
+
+def test_options_that_exclude_each_other_are_refused(run_dir):
+    result = CliRunner().invoke(app, ["average", str(run_dir.path), "--last", "2", "--ema"])
+    assert "--last and --ema exclude each other: give one of --last, --best and --ema" in str(result.exception)

@@ -1,0 +1,172 @@
+"""Damage of every kind to every file of a checkpoint: never a silent load; the newest whole one is taken, or none."""
+
+import shutil
+
+import pytest
+from checkpoint_helpers import RUN_ID, contents, rewrite, save
+
+from dist_transformer.errors import CheckpointError
+from dist_transformer.run_dir import RunDir
+from dist_transformer.training import checkpoints
+
+FILES = ("state_0.safetensors", "state_1.safetensors", "state.json", "manifest.json")
+NEWEST = "step_00000003"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Two runs with checkpoints of steps 2 and 3, written by two ranks: the second is another run."""
+    folder = tmp_path_factory.mktemp("written")
+    for name, run_id, seen in (("run", RUN_ID, 1), ("other", "fedcba9876543210", 2)):
+        for step in (2, 3):
+            save(RunDir(folder / name), step, run_id=run_id, total_target_tokens=seen)
+    return folder
+
+
+@pytest.fixture
+def run_dir(written, tmp_path):
+    shutil.copytree(written / "run", tmp_path / "run")
+    return RunDir(tmp_path / "run")
+
+
+@pytest.fixture
+def other(written):
+    return RunDir(written / "other").checkpoints / NEWEST
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def make_a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def make_a_broken_link(path):
+    path.unlink()
+    path.symlink_to(path.with_name("nowhere"))
+
+
+DAMAGES = {
+    "flipped by a bit": flip_a_bit,
+    "cut short": lambda path: path.write_bytes(path.read_bytes()[:-10]),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"\0"),
+    "emptied": lambda path: path.write_bytes(b""),
+    "removed": lambda path: path.unlink(),
+    "unreadable, a folder": make_a_folder,
+    "unreadable, a broken link": make_a_broken_link,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", FILES)
+def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(run_dir, file, damage, caplog):
+    DAMAGES[damage](run_dir.checkpoints / NEWEST / file)
+    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 2
+    (message,) = caplog.messages
+    assert message.startswith(f"checkpoint {NEWEST} is damaged (")
+    assert file in message
+    assert (run_dir.checkpoints / f"{NEWEST}.damaged").is_dir()
+
+
+@pytest.mark.parametrize("file", FILES[1:])
+def test_a_file_of_another_run_is_found_and_named(run_dir, other, file, caplog):
+    if file.endswith("safetensors"):  # the weights are equal here: those of another step are not
+        other = other.with_name("step_00000002")
+    shutil.copy(other / file, run_dir.checkpoints / NEWEST / file)
+    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 2
+    assert any(name in caplog.text for name in (file, "state.json"))
+
+
+def test_a_whole_checkpoint_of_another_run_is_set_aside(run_dir, other, caplog):
+    shutil.rmtree(run_dir.checkpoints / NEWEST)
+    shutil.copytree(other, run_dir.checkpoints / NEWEST)
+    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 2
+    assert "belongs to another run, fedcba9876543210" in caplog.text
+
+
+def test_a_checkpoint_under_another_steps_name_is_set_aside(run_dir, caplog):
+    (run_dir.checkpoints / NEWEST).rename(run_dir.checkpoints / "step_00000009")
+    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 2
+    assert "manifest.json is that of step 3" in caplog.text
+
+
+def test_a_file_too_many_is_named_but_hidden_ones_are_left_aside(run_dir):
+    newest = run_dir.checkpoints / NEWEST
+    (newest / ".nfs0000000000000001").write_bytes(b"")
+    assert checkpoints.damage(newest, RUN_ID) is None
+    shutil.copy(newest / "state_1.safetensors", newest / "state_2.safetensors")
+    assert checkpoints.damage(newest, RUN_ID) == "state_2.safetensors is not in the manifest"
+
+
+@pytest.mark.slow
+def test_any_flipped_bit_of_the_manifest_is_found(run_dir):
+    path = run_dir.checkpoints / NEWEST / "manifest.json"
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(flipped)
+        assert checkpoints.damage(path.parent, RUN_ID) is not None, (bit, bytes(flipped))
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", ["flipped by a bit", "removed"])
+def test_a_run_whose_checkpoints_are_all_damaged_never_starts_from_scratch(run_dir, file, damage):
+    for path in checkpoints.saved(run_dir):
+        DAMAGES[damage](path / file)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"none is whole.*choose another\s+run\.name"):
+            checkpoints.newest_whole(run_dir, RUN_ID)
+
+
+def test_looking_changes_nothing_in_a_whole_checkpoint(run_dir):
+    before = contents(run_dir.checkpoints)
+    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 3
+    assert contents(run_dir.checkpoints) == before
+
+
+@pytest.mark.parametrize(("version", "says"), [(1, "an older version"), (3, "another version")])
+def test_a_whole_checkpoint_of_another_format_is_refused_and_left_where_it_is(run_dir, version, says):
+    newest = run_dir.checkpoints / NEWEST
+    rewrite(newest / "state.json", version=version)
+    manifest = {"files": {path.name: checkpoints.file_entry(path) for path in newest.glob("state*")}}
+    rewrite(newest / "manifest.json", version=version, **manifest)
+    with pytest.raises(
+        CheckpointError, match=rf"of format version {version}.*reads version 2.*{says}.*another run\.name"
+    ):
+        checkpoints.newest_whole(run_dir, RUN_ID)
+    assert newest.is_dir()
+
+
+def test_a_torn_save_and_a_torn_deletion_are_cleared_away(run_dir):
+    for suffix in ("tmp", "trash"):
+        shutil.copytree(run_dir.checkpoints / NEWEST, run_dir.checkpoints / f"step_00000009.{suffix}")
+    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 3
+    assert sorted(path.name for path in run_dir.checkpoints.glob("step_*")) == ["step_00000002", NEWEST]
+
+
+def test_fragments_that_do_not_tile_their_tensors_are_damage_even_with_right_checksums(run_dir, caplog):
+    newest = run_dir.checkpoints / NEWEST
+    shutil.copy(newest / "state_0.safetensors", newest / "state_1.safetensors")
+    entry = checkpoints.file_entry(newest / "state_1.safetensors")
+    files = {path.name: checkpoints.file_entry(path) for path in newest.glob("state*")}
+    rewrite(newest / "manifest.json", files={**files, "state_1.safetensors": entry})
+    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 2
+    assert "are there twice" in caplog.text
+
+
+def test_checkpoints_of_a_divergence_are_set_aside_and_never_looked_at(run_dir, caplog):
+    save(run_dir, 4)
+    assert checkpoints.set_aside_from(run_dir, 3) == [NEWEST, "step_00000004"]
+    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 2
+    save(run_dir, 3, total_target_tokens=7)
+    again = contents(run_dir.checkpoints / NEWEST)
+    assert checkpoints.set_aside_from(run_dir, 3) == [NEWEST]  # in place of the older one of that name
+    assert contents(run_dir.checkpoints / f"{NEWEST}.diverged") == again
+    assert checkpoints.set_aside_from(run_dir, 1) == ["step_00000002"]
+    assert checkpoints.newest_whole(run_dir, RUN_ID) is None
+    assert "all checkpoints are of steps that diverged" in caplog.text

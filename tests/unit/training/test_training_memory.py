@@ -1,0 +1,151 @@
+"""Memory of a rank: which limit counts, what a peak is, and what is said when memory has run out."""
+
+import dataclasses
+import re
+import resource
+
+import psutil
+import pytest
+import torch
+
+from dist_transformer.errors import UserError
+from dist_transformer.training.memory import (
+    RESERVED_ADDRESS_BYTES,
+    Allowance,
+    allowance,
+    as_text,
+    begin_peak,
+    cgroup_allowances,
+    is_out_of_memory,
+    peak,
+    telling_out_of_memory,
+)
+
+CPU = torch.device("cpu")
+
+
+def write_cgroup(folder, files):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def version_2(limit, used, cache):
+    return {
+        "memory.max": f"{limit}\n",
+        "memory.current": f"{used}\n",
+        "memory.stat": f"anon 5\ninactive_file {cache}\n",
+    }
+
+
+def version_1(limit, used, cache):
+    stat = f"cache 7\ntotal_inactive_file {cache}\n"
+    return {"memory.limit_in_bytes": f"{limit}\n", "memory.usage_in_bytes": f"{used}\n", "memory.stat": stat}
+
+
+def left(cgroups, membership):
+    return [found.bytes for found in cgroup_allowances(cgroups, membership)]
+
+
+def test_a_job_and_its_step_are_both_asked_and_file_cache_counts_as_free(tmp_path):
+    write_cgroup(tmp_path / "system.slice" / "job_7", version_2(1000, 400, 50))
+    write_cgroup(tmp_path / "system.slice" / "job_7" / "step_0", version_2("max", 300, 50))
+    assert left(tmp_path, "0::/system.slice/job_7/step_0\n") == [1000 - 400 + 50]
+
+
+def test_the_older_kind_of_cgroup_is_read_too_and_other_controllers_are_not(tmp_path):
+    write_cgroup(tmp_path / "memory" / "slurm" / "job_7", version_1(2000, 1500, 100))
+    write_cgroup(tmp_path / "memory" / "slurm", version_1(5000, 1500, 100))
+    write_cgroup(tmp_path / "cpu" / "slurm" / "job_7", version_1(1, 1, 1))
+    membership = "5:cpu,cpuacct:/slurm/job_7\n4:memory:/slurm/job_7\n"
+    assert left(tmp_path, membership) == [600, 3600]
+
+
+def test_in_a_container_whose_path_is_one_of_the_host_the_root_is_asked(tmp_path):
+    write_cgroup(tmp_path, version_2(1000, 100, 0))
+    assert left(tmp_path, "0::/docker/abc\n") == [900]
+
+
+def test_no_cgroup_or_no_limit_says_nothing(tmp_path):
+    write_cgroup(tmp_path / "free", version_2("max", 100, 0))
+    assert left(tmp_path, "0::/free\n1:name=systemd:/\n") == []
+
+
+def test_ranks_of_one_machine_share_its_memory(ranks):
+    two = allowance(dataclasses.replace(ranks, ranks_per_node=2)).bytes
+    assert allowance(ranks).bytes == pytest.approx(2 * two, rel=0.05)  # other programs come and go
+
+
+def test_the_peak_is_that_since_it_was_begun_and_not_of_all_the_process(ranks):
+    torch.ones(100_000_000)
+    before = begin_peak(CPU)
+    torch.ones(50_000_000)
+    assert peak(CPU) - before == pytest.approx(200e6, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4000000000 bytes. Error"),
+            4e9,
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has"), 1.5 * 2**30),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has"), 20 * 2**20),
+    ],
+)
+def test_the_message_says_what_was_done_how_much_was_wanted_what_is_left_and_what_to_do(error, wanted):
+    with pytest.raises(UserError) as raised, telling_out_of_memory("the dry run", CPU):
+        raise error
+    message = str(raised.value)
+    assert message.startswith(f"out of memory in the dry run: {as_text(wanted)} more were asked for; ")
+    assert re.search(r"in use by this rank, [\d,.]+ [GM]B are left \(the \w+'s memory|cgroup", message)
+    for way_out in ("data.max_tokens", "activation_checkpointing", "zero_stage", "offload", "bf16"):
+        assert way_out in message
+
+
+def test_a_memory_error_without_a_size_and_one_of_the_allocator_itself_are_told_too():
+    for error in (MemoryError(), RuntimeError("std::bad_alloc")):
+        with (
+            pytest.raises(UserError, match=r"^out of memory in x: [\d,.]+ [GM]B are in use"),
+            telling_out_of_memory("x", CPU),
+        ):
+            raise error
+
+
+def test_other_errors_pass_unchanged():
+    error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    assert not is_out_of_memory(error)
+    with pytest.raises(RuntimeError) as raised, telling_out_of_memory("x", CPU):
+        raise error
+    assert raised.value is error
+
+
+def test_what_torch_really_raises_for_too_large_a_tensor_is_known():
+    most = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (2**40, most[1]))
+        with pytest.raises(UserError, match=f"{as_text(2**42)} more were asked for"), telling_out_of_memory("x", CPU):
+            torch.empty(2**40)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, most)
+
+
+def test_the_least_of_several_limits_counts(ranks):
+    most = resource.getrlimit(resource.RLIMIT_AS)
+    size = psutil.Process().memory_info().vms
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (size + RESERVED_ADDRESS_BYTES + 500_000_000, most[1]))
+        found = allowance(dataclasses.replace(ranks, ranks_per_node=1))
+        shared = allowance(dataclasses.replace(ranks, ranks_per_node=2))
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, most)
+    assert found.limited_by == "ulimit -v"
+    assert found.bytes == pytest.approx(0.8 * 500e6, rel=0.02)
+    assert shared == Allowance(shared.bytes, "ulimit -v")
+    assert shared.bytes == pytest.approx(found.bytes, rel=0.02)  # of one process, not of the machine
+
+
+@pytest.mark.parametrize(("count", "text"), [(1_500_000_000, "1.5 GB"), (2_000_000, "2 MB"), (12e12, "12,000.0 GB")])
+def test_bytes_are_written_for_people(count, text):
+    assert as_text(count) == text

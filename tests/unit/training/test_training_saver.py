@@ -1,0 +1,244 @@
+"""Saves in the background: what was there at `begin` is what a whole checkpoint holds, or nothing is there."""
+
+import shutil
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from checkpoint_helpers import RUN_ID, MemoryEngine, ThreadRanks, contents, folders, on_ranks, save, state_of
+from safetensors import SafetensorError
+
+from dist_transformer.config.models import CheckpointConfig
+from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.training import checkpoints, saver
+from dist_transformer.training.saver import Saver
+from dist_transformer.training.state_files import Weights
+
+NO_SPACE = OSError(28, "No space left on device")
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch):
+    monkeypatch.setattr(saver, "SECONDS_BETWEEN_ATTEMPTS", 0.0)
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    return RunDir(tmp_path / "run")
+
+
+def saver_of(run_dir, ranks, attempts=1, progress=lambda doing: None):
+    return Saver(run_dir, ranks, CheckpointConfig(save_attempts=attempts), progress)
+
+
+def alone(work):
+    """Runs `work` on one rank."""
+    return on_ranks(1, work)[0]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 8])  # of 8 ranks some hold nothing of a small tensor
+def test_what_ranks_save_together_is_the_whole_state(run_dir, num_ranks):
+    for saved in save(run_dir, 5, num_ranks):
+        assert (saved.step, saved.problem, saved.was_there) == (5, None, False)
+    found = checkpoints.newest_whole(run_dir, RUN_ID)
+    other, expected = MemoryEngine(99), MemoryEngine(5)
+    checkpoints.load(found, other)
+    assert other.loaded_step == 5
+    for part, tensors in expected.tensors.items():
+        for name, tensor in tensors.items():
+            assert torch.equal(other.tensors[part][name], tensor)
+    assert (run_dir.checkpoints / "latest").read_text(encoding="utf-8") == "step_00000005\n"
+
+
+def test_training_goes_on_while_it_is_written_and_changes_nothing_of_it(run_dir, monkeypatch):
+    may_write, write = threading.Event(), saver.write_state_file
+
+    def waits(*arguments):
+        assert may_write.wait(20)
+        write(*arguments)
+
+    monkeypatch.setattr(saver, "write_state_file", waits)
+
+    def work(ranks):
+        engine, one, pairs = MemoryEngine(5), saver_of(run_dir, ranks), Counter(a=1)
+        one.begin(engine, state_of(5, interval={"pairs": pairs}))
+        assert one.is_writing()
+        for tensors in engine.tensors.values():
+            for tensor in tensors.values():
+                tensor += 1
+        pairs["a"] += 1
+        assert folders(run_dir) == ["step_00000005.tmp"]
+        may_write.set()
+        assert one.finish().path == run_dir.checkpoints / "step_00000005"
+        assert not one.is_writing()
+        assert one.finish() is None
+
+    alone(work)
+    weights = Weights(run_dir.checkpoints / "step_00000005")
+    assert all(torch.equal(weights[name], tensor) for name, tensor in MemoryEngine(5).tensors["weight"].items())
+    assert read_json(run_dir.checkpoints / "step_00000005" / "state.json")["interval"] == {"pairs": {"a": 1}}
+
+
+def test_the_copy_is_allocated_once(run_dir, monkeypatch):
+    def work(ranks):
+        one, engine = saver_of(run_dir, ranks), MemoryEngine(1)
+        places = []
+        for step in (1, 2):
+            one.begin(engine, state_of(step))
+            places.append({key: values.data_ptr() for key, values in one._snapshot.fragments.items()})
+            one.finish()
+        assert places[0] == places[1]
+
+    alone(work)
+
+
+def test_only_one_save_is_in_flight(run_dir):
+    def work(ranks):
+        one = saver_of(run_dir, ranks)
+        one.begin(MemoryEngine(1), state_of(1))
+        with pytest.raises(AssertionError, match="in flight"):
+            one.begin(MemoryEngine(1), state_of(2))
+        one.finish()
+
+    alone(work)
+
+
+def test_a_checkpoint_that_an_earlier_start_wrote_is_left_as_it_is(run_dir):
+    save(run_dir, 5)
+    before = contents(run_dir.checkpoints)
+    for saved in save(run_dir, 5, num_ranks=3):
+        assert saved.was_there
+        assert saved.path == run_dir.checkpoints / "step_00000005"
+    assert contents(run_dir.checkpoints) == before
+
+
+def test_another_runs_checkpoint_of_that_step_is_set_aside(run_dir):
+    save(run_dir, 5, run_id="another")
+    save(run_dir, 5)
+    assert checkpoints.newest_whole(run_dir, RUN_ID).state["run_id"] == RUN_ID
+    assert folders(run_dir) == ["step_00000005", "step_00000005.damaged"]
+
+
+def fails_first(monkeypatch, times, error, rank=1):
+    """The disk of one rank refuses its file so often."""
+    write, refusals = saver.write_state_file, []
+
+    def refuse(path, fragments, starts):
+        if path.name == f"state_{rank}.safetensors" and len(refusals) < times:
+            refusals.append(path)
+            path.write_bytes(b"torn")
+            raise error
+        write(path, fragments, starts)
+
+    monkeypatch.setattr(saver, "write_state_file", refuse)
+
+
+@pytest.mark.parametrize("error", [NO_SPACE, SafetensorError("Error while serializing: I/O error")])
+def test_a_save_that_fails_on_one_rank_is_written_again_by_all(run_dir, monkeypatch, caplog, error):
+    fails_first(monkeypatch, 2, error)
+    results = save(run_dir, 5, save_attempts=3)
+    assert {saved.path for saved in results} == {run_dir.checkpoints / "step_00000005"}
+    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 5
+    attempts = [message for message in caplog.messages if "rank 1: state_1.safetensors" in message]
+    assert len(attempts) == 2
+    assert all(str(error) in message for message in attempts)
+    assert attempts[0].endswith("attempt 2 of 3 follows")
+
+
+def test_a_save_that_never_succeeds_is_given_up_on_all_ranks_and_leaves_the_older_ones(run_dir, monkeypatch):
+    save(run_dir, 4)
+    fails_first(monkeypatch, 3, NO_SPACE)
+    first, second = save(run_dir, 5, save_attempts=3)
+    assert first.path is second.path is None
+    assert first.problem == second.problem
+    for said in (
+        "rank 1: state_1.safetensors",
+        "No space left",
+        "attempts: 3",
+        "go on from step_00000004",
+        "Free space",
+    ):
+        assert said in first.problem
+    assert folders(run_dir) == ["step_00000004"]
+    assert save(run_dir, 5)[0].path is not None  # the next one can be written
+
+
+def test_too_little_space_is_known_before_anything_is_written(run_dir, monkeypatch):
+    monkeypatch.setattr(saver, "write_state_file", lambda *arguments: pytest.fail("wrote"))
+    usage = shutil.disk_usage("/")
+    monkeypatch.setattr(saver.shutil, "disk_usage", lambda path: usage._replace(free=10**6))
+    (problem,) = {saved.problem for saved in save(run_dir, 5)}
+    assert f"1 MB are free on {run_dir.checkpoints}" in problem
+    assert "there is no earlier checkpoint" in problem
+
+
+def test_the_space_asked_for_is_what_the_files_need(run_dir, monkeypatch):
+    asked, prepare = [], saver._prepare
+
+    def note(temporary, needed_bytes):
+        asked.append(needed_bytes)
+        return prepare(temporary, needed_bytes)
+
+    monkeypatch.setattr(saver, "_prepare", note)
+    save(run_dir, 5, num_ranks=3)
+    written = sum(path.stat().st_size for path in run_dir.checkpoints.glob("step_*/state_*"))
+    assert written <= asked[0] <= written + saver.MARGIN_BYTES
+
+
+def test_an_error_that_is_not_the_disks_is_raised_where_it_is_heard(run_dir, monkeypatch):
+    fails_first(monkeypatch, 1, ZeroDivisionError("ours"), rank=0)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        save(run_dir, 5, num_ranks=1)
+    assert not checkpoints.saved(run_dir)
+
+
+def test_a_rank_whose_files_the_first_one_does_not_see_is_named(run_dir, monkeypatch):
+    write = saver.write_state_file
+    elsewhere = run_dir.path / "elsewhere"
+    elsewhere.mkdir(parents=True)
+
+    def on_its_own_disk(path, fragments, starts):
+        write(path, fragments, starts)
+        if path.name == "state_1.safetensors":
+            path.rename(elsewhere / path.name)
+            path.symlink_to(elsewhere / path.name)
+
+    commit = saver._commit
+    monkeypatch.setattr(saver, "write_state_file", on_its_own_disk)
+    monkeypatch.setattr(saver, "_commit", lambda *a: (shutil.rmtree(elsewhere, ignore_errors=True), commit(*a))[1])
+    (problem,) = {saved.problem for saved in save(run_dir, 5)}
+    assert "state_1.safetensors cannot be read" in problem
+    assert "on a disk that all nodes share" in problem
+
+
+def test_a_stalled_disk_is_no_progress_on_any_rank(run_dir, monkeypatch):
+    """What the watchdog hears while one rank's disk does not move, and again when it does."""
+    looked, may_write, write = [], threading.Event(), saver.write_state_file
+    heard = {0: [], 1: []}
+
+    def stalls(path, fragments, starts):
+        assert path.name == "state_0.safetensors" or may_write.wait(20)
+        write(path, fragments, starts)
+
+    monkeypatch.setattr(saver, "write_state_file", stalls)
+    monkeypatch.setattr(saver, "LOOK_SECONDS", 0.001)
+    gather = ThreadRanks.gather
+
+    def counted(ranks, value):
+        looked.append(len(heard[0]))
+        if len(looked) == 400:
+            may_write.set()
+        return gather(ranks, value)
+
+    monkeypatch.setattr(ThreadRanks, "gather", counted)
+
+    def work(ranks):
+        one = saver_of(run_dir, ranks, progress=heard[ranks.rank].append)
+        one.begin(MemoryEngine(5, ranks.rank, 2), state_of(5))
+        one.finish()
+
+    on_ranks(2, work)
+    assert looked[100] == looked[390]  # some 150 looks without a word
+    assert heard[0].count("writing checkpoint step_00000005") > 1  # it moved again
+    assert heard[1][-1] == "after checkpoint step_00000005"

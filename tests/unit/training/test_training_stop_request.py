@@ -1,0 +1,158 @@
+"""Stops, with real signals to real processes: one is a request, the same one again is an end, and so is a time limit."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from dist_transformer.stop_request import END_TIME_VARIABLE, STOP_SIGNALS, StopRequest
+
+PROGRAM = """
+import signal, sys
+from dist_transformer.stop_request import StopRequest
+stop = StopRequest(repeat_seconds={repeat_seconds})
+stop.listen()
+{body}
+"""
+ANSWERING = """
+print("ready", flush=True)
+for line in sys.stdin:
+    print(stop.reason(), flush=True)
+"""
+HANGING = """
+import ctypes
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+libc.pthread_mutex_lock(mutex)
+print("ready", flush=True)
+libc.pthread_mutex_lock(mutex)  # for ever; Python runs no handler meanwhile, as in a collective
+"""
+AT_ONCE = (0.0, 600.0)
+
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts a process that listens; it has answered "ready" when it is handed over."""
+    started = []
+
+    def begin(body: str = ANSWERING) -> "subprocess.Popen[str]":
+        program = PROGRAM.format(body=textwrap.dedent(body), repeat_seconds=AT_ONCE)
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, **pipes)
+        started.append(process)
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        with process:  # closes its pipes and waits
+            pass
+
+
+def reason_of(process: "subprocess.Popen[str]") -> str:
+    """What the process says when asked; signals sent before were delivered by then."""
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_the_same_signal_again_ends_the_process_at_once(start, number):
+    process = start()
+    process.send_signal(number)
+    assert reason_of(process) == f"signal {number.name}"
+    process.send_signal(number)
+    assert process.wait(30) == 128 + number
+
+
+def test_a_second_signal_ends_a_process_that_hangs_in_a_collective(start):
+    process = start(HANGING)
+    process.send_signal(signal.SIGINT)
+    deadline = time.monotonic() + 30
+    while process.poll() is None and time.monotonic() < deadline:
+        process.send_signal(signal.SIGINT)  # the first may still be on its way: the kernel makes one of two
+    assert process.wait(30) == 128 + signal.SIGINT
+
+
+def test_other_signals_after_the_first_do_not_cost_the_save(start):
+    """Slurm: USR1 before the time limit, TERM at it."""
+    process = start()
+    for number in STOP_SIGNALS:
+        process.send_signal(number)
+        assert reason_of(process) == "signal SIGUSR1"
+    process.send_signal(STOP_SIGNALS[-1])
+    assert process.wait(30) == 128 + STOP_SIGNALS[-1]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "ends"),
+    [([0, 0.4], 0), ([0, 0.6], 1), ([0, 9.9], 1), ([0, 10.1], 0), ([0, 0.4, 0.6], 1), ([0, 12, 13], 1)],
+)
+def test_the_time_between_two_signals_decides_whether_a_person_insists(monkeypatch, seconds, ends):
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    stop = StopRequest()
+    for now in seconds:
+        stop._end_if_repeated(signal.SIGTERM, 1000.0 + now)
+        stop._end_if_repeated(signal.SIGUSR1, 1000.0)  # another one, whose time does not matter
+    assert codes == [128 + signal.SIGTERM] * ends
+
+
+def test_a_signal_that_was_given_another_handler_is_no_longer_ours(start):
+    """As in the launcher, which forwards: its ranks must end before it does."""
+    process = start("signal.signal(signal.SIGINT, lambda number, frame: None)" + ANSWERING)
+    for _ in range(3):
+        process.send_signal(signal.SIGINT)
+        assert reason_of(process) == "None"
+    process.send_signal(signal.SIGTERM)
+    assert reason_of(process) == "signal SIGTERM"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM
+
+
+def test_from_the_time_limit_on_there_is_a_request_that_names_it(monkeypatch):
+    now = 5000.0
+    monkeypatch.setattr(time, "time", lambda: now)
+    stop = StopRequest()
+    stop.end_at(stop.started + 3600)
+    stop.end_at(stop.started + 7200, "end of the Slurm job")
+    assert stop.reason() is None
+    now = 5000.0 + 3599.9
+    assert stop.reason() is None
+    now = 5000.0 + 3600
+    assert stop.reason() == "time limit of training.max_hours"
+    now = 5000.0 + 10**6
+    assert stop.reason() == "time limit of training.max_hours"
+
+
+@pytest.fixture
+def listening(monkeypatch) -> Iterator[Callable[[str], StopRequest]]:
+    """A request that listens in this process, with an end time in the environment; handlers are put back."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+    def listen(end_time: str) -> StopRequest:
+        monkeypatch.setenv(END_TIME_VARIABLE, end_time)
+        stop = StopRequest()
+        stop.listen()
+        return stop
+
+    yield listen
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_the_end_of_the_slurm_job_is_a_request(listening):
+    assert listening(str(int(time.time()) - 1)).reason() == "end of the Slurm job"
+    assert listening(str(int(time.time()) + 1000)).reason() is None
+
+
+@pytest.mark.parametrize("value", ["", "0", "-180", "nan", "inf", "Unlimited", "2026-01-01T00:00:00"])
+def test_an_end_of_the_job_that_is_no_time_is_ignored(listening, value):
+    assert listening(value).reason() is None
