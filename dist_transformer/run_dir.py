@@ -143,6 +143,11 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def share_as_folder(path: Path) -> None:
+    """Lets those read the file who may read its folder: safetensors makes files for their owner only."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
 def flush_to_disk(path: Path) -> None:
     """fsync of a file or a folder: after it, a power loss does not take the data (or the rename) back."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -47,4 +47,7 @@ def with_absolute_paths(config: Config, prepared: Path | None) -> Config:
     data = config.data.model_copy(update={"root": root})
     if prepared is not None or data.prepared is not None:
         data = data.model_copy(update={"prepared": str((prepared or Path(str(data.prepared))).absolute())})
-    return config.model_copy(update={"run": run, "data": data})
+    training = config.training
+    if training.init_from is not None:
+        training = training.model_copy(update={"init_from": str(Path(training.init_from).expanduser().absolute())})
+    return config.model_copy(update={"run": run, "data": data, "training": training})

@@ -86,7 +86,8 @@ def _train(run: Run) -> int:
 
 def _recover(run: Run, diverged: Diverged) -> Recovery:
     """Sets aside the checkpoints that came after, and decides how the run goes on (rank 0)."""
-    checkpoints.set_aside_from(run.run_dir, diverged.since_step)
+    # The loss of a step is that of the weights before it.
+    checkpoints.set_aside_from(run.run_dir, max(1, diverged.since_step - 1))
     good = checkpoints.saved(run.run_dir)[-1:]
     return recover(run.run_dir, run.config.divergence, diverged, checkpoints.step_of(good[0]) if good else 0)
 

@@ -1,6 +1,7 @@
 """One start of a run within a rank: from its newest whole checkpoint to an outcome. Where the parts of training meet."""
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from dist_transformer.training.largest_batch import dry_run, find_max_tokens, la
 from dist_transformer.training.loop import Outcome, Trainer
 from dist_transformer.training.objective import Objective
 from dist_transformer.training.records import Journal, Progress
-from dist_transformer.training.report import ProgressBar, log_outlook, state_bytes
+from dist_transformer.training.report import ProgressBar, log_outlook, offloaded_bytes, state_bytes
 from dist_transformer.training.reporter import Reporter
 from dist_transformer.training.saver import Saver
 from dist_transformer.training.schedule import learning_rate
@@ -118,6 +119,8 @@ def _train(
         )  # fmt: skip
         if checkpoint is not None:
             reporter.restore(checkpoint.state["interval"])
+            for step, loss in checkpoint.state["losses_to_judge"]:
+                monitor.add(step, math.nan if loss is None else loss)
         note(run.run_dir, ranks, "running", progress.step)
         log_outlook(config, data.manifest, ranks.num_ranks)
         log.info("start      step %d%s", progress.step, f", resumed from {checkpoint.path}" if checkpoint else "")
@@ -194,6 +197,8 @@ def _with_token_budget(config: Config, checkpoint: Checkpoint | None, objective:
         training, ranks = config.training, run.ranks
         parameters = sum(parameter.numel() for parameter in objective.parameters())
         held = state_bytes(parameters, training, ranks.num_ranks)
+        if ranks.device.type == "cpu":
+            held += offloaded_bytes(parameters, training, ranks.num_ranks)
         found = find_max_tokens(objective, held, config.data, ranks, training.precision)
     return config.model_copy(update={"data": config.data.model_copy(update={"max_tokens": found})})
 

@@ -90,6 +90,7 @@ def render_script(slurm: SlurmConfig, run_dir: RunDir, python: str) -> str:
 def _settings(slurm: SlurmConfig, run_dir: RunDir, python: str) -> list[str]:
     return [
         *(f"export {name}={shlex.quote(value)}" for name, value in slurm.environment.items()),
+        f"export DIST_TRANSFORMER_SIGNAL_SECONDS={slurm.signal_seconds}",
         f"python={shlex.quote(python)}",
         f"code={shlex.quote(str(run_dir.snapshot))}",
         f"setup={shlex.quote(chr(10).join(slurm.setup))}",

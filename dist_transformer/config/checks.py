@@ -15,7 +15,7 @@ from dist_transformer.config.data_checks import (
     corpus_file_problems,
 )
 from dist_transformer.config.data_models import DataConfig, TokenizerConfig
-from dist_transformer.config.models import SlurmConfig
+from dist_transformer.config.models import SlurmConfig, TrainingConfig
 
 RESERVED_NAMES = ("prepared", "mlartifacts", "mlflow.db")
 """What stands beside the run folders in run.root."""
@@ -32,9 +32,15 @@ def cross_problems(sections: dict[str, Any]) -> list[Problem]:
     return problems
 
 
-def file_problems(data: DataConfig | None, tokenizer: TokenizerConfig | None) -> list[Problem]:
-    """Local files that the corpora and the tokenizer name and that are not there."""
-    return [*(corpus_file_problems(data) if data else ()), *(_model_file_problems(tokenizer) if tokenizer else ())]
+def file_problems(
+    data: DataConfig | None, tokenizer: TokenizerConfig | None, training: TrainingConfig | None
+) -> list[Problem]:
+    """Local files and folders that the corpora, the tokenizer and training.init_from name and that are not there."""
+    return [
+        *(corpus_file_problems(data) if data else ()),
+        *(_model_file_problems(tokenizer) if tokenizer else ()),
+        *(_initial_weights_problems(training) if training else ()),
+    ]
 
 
 def run_name_problems(name: str) -> Iterator[Problem]:
@@ -71,6 +77,15 @@ def _model_file_problems(tokenizer: TokenizerConfig) -> Iterator[Problem]:
                 ("tokenizer", key),
                 f"tokenizer.{key}: no such file: {os.path.abspath(given)}; expected a sentencepiece model (.model)",
             )
+
+
+def _initial_weights_problems(training: TrainingConfig) -> Iterator[Problem]:
+    if training.init_from is not None and not os.path.isdir(os.path.expanduser(training.init_from)):
+        yield (
+            ("training", "init_from"),
+            f"training.init_from: no such folder: {os.path.abspath(os.path.expanduser(training.init_from))}; expected a "
+            "run folder, a checkpoint or a model folder",
+        )
 
 
 def _check_run(run: Any) -> Iterator[Problem]:

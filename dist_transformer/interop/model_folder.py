@@ -24,7 +24,7 @@ from torch import Tensor
 from dist_transformer.config.models import ModelConfig
 from dist_transformer.errors import CheckpointError
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.run_dir import flush_to_disk, write_json
+from dist_transformer.run_dir import flush_to_disk, share_as_folder, write_json
 
 LABEL = "dist-transformer"
 FORMAT = 1
@@ -84,6 +84,7 @@ def save_model_folder(
         temporary.mkdir()
         contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
         save_file(contiguous, temporary / WEIGHTS, metadata={"format": "pt"})
+        share_as_folder(temporary / WEIGHTS)
         shutil.copyfile(tokenizer_files.source, temporary / SOURCE_MODEL)
         if tokenizer_files.target is not None:
             shutil.copyfile(tokenizer_files.target, temporary / TARGET_MODEL)

@@ -31,6 +31,16 @@ LOSS_UNIT = 2.0**-20
 """Losses are summed as integers of this unit, with the other counts: exact in any order of the ranks."""
 
 
+def fixed_point(loss: float) -> tuple[int, int]:
+    """(in units of LOSS_UNIT, 0), or (0, 1) where it is not finite."""
+    return (round(loss / LOSS_UNIT), 0) if math.isfinite(loss) else (0, 1)
+
+
+def from_fixed_point(units: int, not_finite: int) -> float:
+    """A sum of `fixed_point` over the ranks, as a number."""
+    return math.nan if not_finite else units * LOSS_UNIT
+
+
 @dataclass(frozen=True)
 class News:
     """What a rank tells the others along with its batch."""
@@ -131,7 +141,7 @@ class Feed:
             quarantined=tuple(row_group for of_rank in quarantined for row_group in of_rank),
             stop=totals["stop"] > 0,
             is_writing=totals["writing"] > 0,
-            loss_sum=math.nan if totals["not_finite"] else totals["loss"] * LOSS_UNIT,
+            loss_sum=from_fixed_point(totals["loss"], totals["not_finite"]),
             digest=digest_text(totals["digest"]),
             wait_seconds=self._fetch_seconds + time.monotonic() - started,
         )
@@ -150,7 +160,6 @@ class Feed:
         real = [batch for batch in local.batches if batch is not None]
         padded, pairs = [0] * self._num_lanes, [0] * len(self._corpora)
         news = self._news()
-        is_finite = math.isfinite(news.loss_sum)
         for batch in real:
             padded[batch.lane] = batch.shape.padded_tokens
             pairs = [a + b for a, b in zip(pairs, batch.pairs_by_corpus(len(pairs)), strict=True)]
@@ -162,8 +171,7 @@ class Feed:
                 len(local.quarantined),
                 int(news.wants_stop),
                 int(news.is_writing),
-                round(news.loss_sum / LOSS_UNIT) if is_finite else 0,
-                int(not is_finite),
+                *fixed_point(news.loss_sum),
                 int(self._error is not None),
                 0,
                 *padded,

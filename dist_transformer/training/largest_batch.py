@@ -93,11 +93,11 @@ def dry_run(
         UserError: this rank is out of memory.
     """
     engine.train()
+    started = time.monotonic()
+    begin_peak(ranks.device)
     for shape in shapes:
         doing = f"the dry run of the largest micro-batch, {shape}"
         progress(doing)
-        started = time.monotonic()
-        begin_peak(ranks.device)
         with telling_out_of_memory(doing, ranks.device):
             loss, _ = engine(*_tokens(shape, token_id, ranks.device))
             # Zero times a number is zero; zero times infinity would be in every gradient of the first step.
@@ -106,11 +106,11 @@ def dry_run(
             else:
                 log.warning("dry run    %s: the loss is not finite, so that no gradient was taken", shape)
             del loss
-        log.info(
-            "dry run    of the largest micro-batch: %s, %s at most, %.1f s",
-            shape, as_text(peak(ranks.device)), time.monotonic() - started,
-        )  # fmt: skip
-        give_back(ranks.device)
+    log.info(
+        "dry run    of the largest micro-batches, %s: %s at most, %.1f s",
+        ", ".join(map(str, shapes)), as_text(peak(ranks.device)), time.monotonic() - started,
+    )  # fmt: skip
+    give_back(ranks.device)
 
 
 def find_max_tokens(module: Objective, state_bytes: int, data: DataConfig, ranks: Ranks, precision: str) -> int:

@@ -1,6 +1,7 @@
 """The training loop: fetch, step, log, validate, save, stop. Every rank runs the same lines in the same order."""
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +18,7 @@ from dist_transformer.distributed import Ranks
 from dist_transformer.errors import CheckpointError, DataError
 from dist_transformer.training.divergence import Diverged, LossMonitor
 from dist_transformer.training.engine import Engine
-from dist_transformer.training.feed import Feed, GlobalBatch, News
+from dist_transformer.training.feed import Feed, GlobalBatch, News, fixed_point, from_fixed_point
 from dist_transformer.training.records import Progress, dropout_seed
 from dist_transformer.training.report import ProgressBar
 from dist_transformer.training.reporter import Reporter
@@ -68,7 +69,7 @@ class Trainer:
         self._saved = self._began_save = -1
         self._skips_in_a_row = 0
         self._untold: tuple[int, int, float] | None = None  # step, target tokens and this rank's loss of the last batch
-        self._told: tuple[int, int] | None = None
+        self._told: tuple[int, int, float] | None = None  # the same of the one before, on its way in the feed
         recipe = identity["recipe"]
         self._zero_weight = _zero_weight(recipe["pad_id"], recipe["eos_id"])
         self.current_batch: GlobalBatch | None = None
@@ -107,12 +108,9 @@ class Trainer:
 
     def news(self, wants_stop: bool) -> News:
         """What the other ranks must hear of this one; asked once for each batch."""
-        untold, self._untold, self._told = self._untold, None, None
-        loss = 0.0
-        if untold is not None:
-            step, tokens, loss = untold
-            self._told = step, tokens
-        return News(wants_stop, self._saver.is_writing(), loss)
+        untold, self._untold = self._untold, None
+        self._told = untold
+        return News(wants_stop, self._saver.is_writing(), untold[2] if untold else 0.0)
 
     def end_save(self) -> None:
         """Lets the checkpoint in flight become whole, when a run ends otherwise than planned (collective)."""
@@ -151,8 +149,9 @@ class Trainer:
     def _hear(self, batch: GlobalBatch) -> None:
         """What all ranks told along with this batch."""
         if self._told is not None:
-            step, tokens = self._told
+            step, tokens, _ = self._told
             self._monitor.add(step, batch.loss_sum / tokens)
+            self._told = None
         if not batch.is_writing and self._began_save > self._saved:
             self._finish_save()
 
@@ -245,11 +244,11 @@ class Trainer:
             if is_last or self._config.checkpoints.stop_on_failed_save:
                 raise CheckpointError(message).agreed()
             log.error("save       %s; training goes on, and tries again at the next one", message)
-        elif self._reporter.journal:
+        elif self._reporter.journal and not saved.was_there:
             self._reporter.journal.checkpoint_saved(saved.step, saved.path)
         seconds = time.monotonic() - started
         self._reporter.stood_still(seconds)
-        if saved.path is not None:
+        if saved.path is not None and not saved.was_there:
             log.info("step %7d  saved %s in %.1f s", saved.step, saved.path.name, saved.seconds)
 
     def _state(self) -> dict[str, Any]:
@@ -267,6 +266,7 @@ class Trainer:
             "position": replace(progress.position, segment=self._segment, lanes=lane_positions).to_json(),
             "scaler": self._engine.scaler_state(),
             "loss_monitor": self._monitor.state(),
+            "losses_to_judge": self._losses_to_judge(),
             "interval": self._reporter.state(),
             "validation": self._reporter.validated(progress.step),
             **self._identity,
@@ -274,6 +274,17 @@ class Trainer:
             "zero_stage": self._config.training.zero_stage,
             "precision": self._config.training.precision,
         }
+
+    def _losses_to_judge(self) -> list[tuple[int, float | None]]:
+        """(step, loss per token) of the steps that the monitor has not heard of, with None for one that is not finite: a
+        run that goes on from here judges them first (collective)."""
+        waiting = [batch for batch in (self._told, self._untold) if batch is not None]
+        sums = self._ranks.sum(torch.tensor([fixed_point(loss) for _, _, loss in waiting], dtype=torch.int64))
+        losses = [from_fixed_point(*pair) for pair in sums.reshape(-1, 2).tolist()]
+        return [
+            (step, loss / tokens if math.isfinite(loss) else None)
+            for (step, tokens, _), loss in zip(waiting, losses, strict=True)
+        ]
 
 
 def _zero_weight(pad_id: int, eos_id: int) -> MicroBatch:

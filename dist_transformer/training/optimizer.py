@@ -38,7 +38,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
         raise UserError(
             f"training.freeze: {', '.join(patterns)} freeze all {len(parameter_names(module))} parameters, so that there "
             f"is nothing to train. Parameters are {_some_names(module)}: leave some of them free"
-        )
+        ).agreed()
 
 
 def adam(module: nn.Module, settings: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
@@ -113,7 +113,7 @@ def _matching(module: nn.Module, patterns: Sequence[str], key: str) -> list[nn.P
             raise UserError(
                 f"{key}: {pattern!r} names no parameter. Parameters are {_some_names(module)}; "
                 "patterns are those of the shell: '*embedding*'"
-            )
+            ).agreed()
     return [p for name, p in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 

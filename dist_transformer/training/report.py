@@ -118,6 +118,8 @@ def log_outlook(config: Config, manifest: Manifest, num_ranks: int) -> None:
         peak_learning_rate(config), _end(config),
     )  # fmt: skip
     log.info("memory     about %s a rank for weights, gradients and optimizer", _bytes(about.state_bytes_per_rank))
+    if offloaded := offloaded_bytes(about.parameters, training, num_ranks):
+        log.info("offload    about %s a rank in the CPU's memory", _bytes(offloaded))
 
 
 def interval_values(interval: Interval, seconds: float) -> dict[str, float | int]:

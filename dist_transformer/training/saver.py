@@ -272,7 +272,7 @@ def _prepare(temporary: Path, needed_bytes: int) -> str | None:
         return str(error)
     if free < needed_bytes + MARGIN_BYTES:
         needed = (needed_bytes + MARGIN_BYTES) / 1e6
-        return f"needs {needed:,.0f} MB, {free / 1e6:,.0f} MB are free on {temporary.parent}"
+        return f"needs {needed:,.1f} MB, {free / 1e6:,.1f} MB are free on {temporary.parent}"
     return None
 
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dist_transformer.errors import CheckpointError
-from dist_transformer.run_dir import read_json
+from dist_transformer.run_dir import read_json, share_as_folder
 
 VERSION = 2
 """Of the format. Version 1 held whole tensors."""
@@ -38,6 +38,7 @@ def write_state_file(path: Path, fragments: Mapping[str, Tensor], starts: Mappin
         OSError, SafetensorError: the disk did not take it.
     """
     save_file(dict(fragments), path, metadata={"starts": json.dumps(starts, sort_keys=True)})
+    share_as_folder(path)
 
 
 def check_version(path: Path, state: Mapping[str, Any]) -> None:

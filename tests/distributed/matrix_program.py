@@ -171,14 +171,18 @@ def _train(combination: Combination, ranks: Any) -> dict[str, Any]:
         "moved_by_infinity": [],
     }
     for number, micro_batches in enumerate(steps(), start=1):
-        result["losses"].append(_forward_and_backward(engine, ranks, micro_batches, 1.0))
-        assert engine.step(LEARNING_RATE)
+        result["losses"].append(_step(engine, ranks, micro_batches))
         result["norms"].append(engine.gradient_norm())
         if number == 1:
             result["first_moment_norm"] = _first_moment_norm(engine, ranks)
         if number == SKIPPED_AFTER and ranks.num_ranks > 1:
             result["moved_by_infinity"] = _inject(engine, ranks, micro_batches)
+            state, scaler = _whole_state(engine, ranks), engine.scaler_state()
     result["not_tiled"] = _not_tiled(engine, ranks)
+    if ranks.num_ranks == 2:
+        engine.load(lambda part, name, start, stop: state[f"{part}/{name}"][start:stop], SKIPPED_AFTER)
+        engine.set_scaler_state(scaler)
+        result["losses_again"] = [_step(engine, ranks, micro_batches) for micro_batches in steps()[SKIPPED_AFTER:]]
     engine.close()
     return result
 
@@ -208,6 +212,23 @@ def _forward_and_backward(engine: Any, ranks: Any, micro_batches: list[Any], fac
         engine.backward(loss * factor, tokens)
         total += loss.detach().double()
     return float(ranks.sum(total)) / tokens
+
+
+def _step(engine: Any, ranks: Any, micro_batches: list[Any]) -> float:
+    loss = _forward_and_backward(engine, ranks, micro_batches, 1.0)
+    assert engine.step(LEARNING_RATE)
+    return loss
+
+
+def _whole_state(engine: Any, ranks: Any) -> dict[str, Any]:
+    """Every tensor whole, from the fragments of all ranks."""
+    import torch
+
+    mine = [(f.key, f.start, f.values.clone()) for f in engine.fragments()]
+    parts: dict[str, list[Any]] = {}
+    for key, _, values in sorted((f for part in ranks.gather(mine) for f in part), key=lambda f: f[:2]):
+        parts.setdefault(key, []).append(values)
+    return {key: torch.cat(values) for key, values in parts.items()}
 
 
 def _inject(engine: Any, ranks: Any, micro_batches: list[Any]) -> list[str]:

@@ -106,7 +106,7 @@ def test_a_rank_that_raises_leaves_a_crash_that_can_be_run_again(faulty, command
     crash = read_json(run / "crash" / "rank_00001" / "crash.json")
     assert "injected by the test" in crash["text"]
     before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
-    again = command("train", run, "--replay-crash", "--crash-rank", 1)  # the fault was the test's: the model's own code runs through
+    again = command("train", run, "--replay-crash", "--crash-rank", 1)  # without the test's fault in it
     assert "did not crash again" in again
     assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 

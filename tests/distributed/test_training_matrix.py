@@ -5,7 +5,7 @@ from typing import Any
 
 import matrix_program
 import pytest
-from matrix_program import CLIP, COMBINATIONS, PAGE, Combination, deviation, launch, page, reference
+from matrix_program import CLIP, COMBINATIONS, PAGE, SKIPPED_AFTER, Combination, deviation, launch, page, reference
 from plain_torch import TOLERANCE
 
 pytestmark = pytest.mark.slow
@@ -41,6 +41,12 @@ def test_losses_norms_and_clipping_are_those_of_plain_torch(results, num_ranks):
 def test_a_gradient_that_is_infinite_on_one_rank_moves_nothing_on_any(results, num_ranks):
     """And the losses after it, which another test compares, are as if it had not been."""
     assert {str(r["combination"]): r["moved_by_infinity"] for r in results[num_ranks] if r["moved_by_infinity"]} == {}
+
+
+def test_a_run_that_goes_back_to_an_earlier_state_repeats_itself_bit_for_bit(results):
+    """As after a divergence: the same engine, on 2 ranks, is given the state of all ranks after step 3."""
+    for result in results[2]:
+        assert result["losses_again"] == result["losses"][SKIPPED_AFTER:], result["combination"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

@@ -14,7 +14,6 @@ from dist_transformer.config.models import Config
 from dist_transformer.errors import EXIT_REQUEUE
 from dist_transformer.stop_request import STOP_SIGNALS, StopRequest
 from dist_transformer.training.records import dropout_seed
-from dist_transformer.training.report import state_bytes
 
 
 @given(st.integers(0, 2**63), st.integers(0, 10**9), st.integers(0, 4096))
@@ -62,9 +61,3 @@ def test_a_stop_request_ends_the_preparation_of_a_corpus(stop, tmp_path, capsys)
         prepare_with_progress(config, stop)
     assert ended.value.code == EXIT_REQUEUE
     assert "stopped while preparing the corpus (signal SIGTERM)" in capsys.readouterr().err
-
-
-def test_state_is_counted_as_in_table_1_of_zero():
-    """Rajbhandari et al. (2020): 2 + 2 + 12 bytes a parameter in fp16, each part divided from its stage on."""
-    assert [state_bytes(1000, stage, "fp16", 4) for stage in (1, 2, 3)] == [4000 + 3000, 2000 + 500 + 3000, 4000]
-    assert state_bytes(1000, 0, "fp32", 4) == 16_000

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from checkpoint_helpers import RUN_ID, MemoryEngine, ThreadRanks, contents, folders, on_ranks, save, state_of
+from checkpoint_helpers import RUN_ID, SHAPES, MemoryEngine, ThreadRanks, contents, folders, on_ranks, save, state_of
 from safetensors import SafetensorError
 
 from dist_transformer.config.models import CheckpointConfig
@@ -175,6 +175,7 @@ def test_too_little_space_is_known_before_anything_is_written(run_dir, monkeypat
 
 def test_the_space_asked_for_is_what_the_files_need(run_dir, monkeypatch):
     asked, prepare = [], saver._prepare
+    monkeypatch.setitem(SHAPES, "large", (1000, 1000))
 
     def note(temporary, needed_bytes):
         asked.append(needed_bytes)

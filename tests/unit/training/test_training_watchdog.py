@@ -8,6 +8,7 @@ import sys
 import textwrap
 
 import pytest
+from running import NOT_INHERITED, without
 
 from dist_transformer.distributed import LastCollective, explain
 from dist_transformer.errors import EXIT_HANG
@@ -41,7 +42,8 @@ LEAVE, STAY_AWAY = "os._exit(0)", "sys.stdin.read()"
 
 def run(body: str) -> "subprocess.CompletedProcess[str]":
     program = [sys.executable, "-c", WATCHED.format(body=body)]
-    return subprocess.run(program, capture_output=True, text=True, timeout=60, check=False)
+    alone = without(NOT_INHERITED)
+    return subprocess.run(program, env=alone, capture_output=True, text=True, timeout=60, check=False)
 
 
 def run_two(first: str, second: str, seconds: int = 2) -> tuple[int, str, str]:
