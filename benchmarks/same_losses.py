@@ -1,0 +1,96 @@
+"""Whether the demo model has the same losses in every ZeRO stage, precision and on every number of ranks (promises P1, P4).
+
+    python benchmarks/same_losses.py                                    # 11 combinations on 1, 2 and 3 ranks
+    python benchmarks/same_losses.py --precisions fp32 --ranks 1 4 --steps 50
+
+Each case is the real command, `dist-transformer train` on configs/demo.yaml, for some steps with dropout on, each started
+from nothing. A figure is the largest relative difference of a step's loss per token from that of ZeRO 0 in fp32 on one rank.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+
+import common
+
+DEMO = Path(__file__).resolve().parents[1] / "configs" / "demo.yaml"
+STAGES = {"fp32": (0, 1, 2, 3), "bf16": (0, 1, 2, 3), "fp16": (1, 2, 3)}
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
+"""Order of summation in fp32; then the 8 and 11 bits of the short formats."""
+Case = tuple[str, int, int]
+"""Precision, stage, ranks."""
+
+
+def main() -> None:
+    arguments = _arguments()
+    found = common.begin(threads=1)
+    cases = [
+        (precision, stage, num_ranks)
+        for precision in arguments.precisions
+        for stage, num_ranks in product(STAGES[precision], arguments.ranks)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        losses = {case: _losses(case, arguments, Path(folder)) for case in dict.fromkeys([("fp32", 0, 1), *cases])}
+    reference = losses["fp32", 0, 1]
+    worst = {case: _difference(losses[case], reference) for case in cases}
+    print("\n" + _table(worst, arguments.ranks))
+    figures = {" ".join(map(str, case)): {"difference": worst[case], "losses": losses[case]} for case in cases}
+    common.finish(arguments, found, figures)
+    if beyond := [case for case, value in worst.items() if value > TOLERANCE[case[0]]]:
+        sys.exit(f"beyond the tolerance: {beyond}")
+
+
+def _losses(case: Case, arguments: argparse.Namespace, folder: Path) -> list[float]:
+    precision, stage, num_ranks = case
+    name = f"{precision}-{stage}-{num_ranks}"
+    settings = {
+        "run.root": folder, "run.name": name, "training.precision": precision, "training.zero_stage": stage,
+        "training.max_steps": arguments.steps, "training.log_every_steps": 1, "schedule.warmup_steps": arguments.steps,
+        "training.initial_loss_scale": 1024, "data.lanes": 6, "data.max_tokens": arguments.max_tokens,
+        "data.window_rows": 500, "tracking.enabled": "false",
+    }  # fmt: skip
+    overrides = [f"{key}={value}" for key, value in settings.items()]
+    command = [sys.executable, "-m", "dist_transformer", "train", str(DEMO), *overrides, "--ranks", str(num_ranks)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{name}: {done.stderr}")
+    lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [record for record in map(json.loads, lines) if record["event"] == "train"]
+    assert [record["step"] for record in records] == list(range(1, arguments.steps + 1)), name
+    print(f"{name}: loss {records[0]['loss']:.5f} to {records[-1]['loss']:.5f}", flush=True)
+    return [record["loss"] for record in records]
+
+
+def _difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    return max(abs(a / b - 1) for a, b in zip(losses, reference, strict=True))
+
+
+def _table(worst: dict[Case, float], ranks: Sequence[int]) -> str:
+    kinds = list(dict.fromkeys((precision, stage) for precision, stage, _ in worst))
+    rows = [
+        [
+            f"{precision}, ZeRO {stage}",
+            *(f"{worst[precision, stage, n]:.0e}" for n in ranks),
+            f"{TOLERANCE[precision]:.0e}",
+        ]
+        for precision, stage in kinds
+    ]
+    return common.markdown_table(["", *(f"{n} ranks" for n in ranks), "tolerance"], rows)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--precisions", nargs="+", choices=list(STAGES), default=list(STAGES))
+    parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    return common.arguments_of(parser, rounds=1)
+
+
+if __name__ == "__main__":
+    main()
