@@ -7,9 +7,11 @@ signals to every process of a job step, so helper processes ignore them and leav
 import math
 import multiprocessing.forkserver
 import os
+import select
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -94,10 +96,15 @@ class StopRequest:
     def _end_if_repeated(self, number: int, now: float) -> None:
         shortest, longest = self._repeat_seconds
         passed = now - self._came_at.get(number, -math.inf)
+        name = signal.Signals(number).name
         if shortest <= passed <= longest:
+            _say(f"{name} again: ended at once; what was saved before is untouched")
             os._exit(128 + number)
         if passed > longest:
             self._came_at[number] = now
+            _say(
+                f"{name}: saving at the end of this step; the same signal again within {longest:g} seconds ends at once"
+            )
 
 
 def ignore_stop_signals() -> None:
@@ -116,6 +123,16 @@ def end_with_parent() -> None:
         os._exit(EXIT_FAILED)
 
     threading.Thread(target=end, daemon=True).start()
+
+
+def _say(line: str) -> None:
+    """On stderr, where a person looks: of several ranks the first. Never waits, since an end must not hang on a full pipe."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    with suppress(OSError):  # no stderr
+        if select.select([], [2], [], 0)[1]:
+            start = "\n" if os.isatty(2) else ""  # below the progress bar
+            os.write(2, f"{start}{line}\n".encode())
 
 
 def _end_time(value: str) -> float | None:

@@ -20,7 +20,7 @@ def average_command(
     ema: Annotated[bool, typer.Option("--ema", help="Take the moving average of training.ema_decay.")] = False,
 ) -> None:
     """Make a model folder of a run's checkpoints; without an option: what checkpoints.final_model says."""
-    from dist_transformer.cli.write_model import write_averaged_model
+    from dist_transformer.cli.write_model import write_final_model
     from dist_transformer.data.manifest import Manifest
     from dist_transformer.data.prepare import prepared_folder
 
@@ -29,9 +29,8 @@ def average_command(
         raise UserError(f"{run}: no such run folder")
     config, run_dir = read_run(run, None, check_files=False)
     folder = prepared_folder(config)
-    used = write_averaged_model(config, run_dir, folder, Manifest.load(folder), output or run_dir.model, choice)
-    what = "moving average" if (ema or (choice is None and config.checkpoints.final_model == "ema")) else "average"
-    print(f"{output or run_dir.model}: {what} of {', '.join(path.name for path in used)}")
+    written = write_final_model(config, run_dir, folder, Manifest.load(folder), output or run_dir.model, choice)
+    print(f"{output or run_dir.model}: {written}")
 
 
 def _choice(last: int | None, best: int | None, ema: bool) -> "Averaged | None":

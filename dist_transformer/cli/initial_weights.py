@@ -10,14 +10,12 @@ from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest, file_sha256
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import CheckpointError, UserError
-from dist_transformer.interop import initial_weights
-from dist_transformer.interop.initial_weights import Fit, Origin, load_initial_weights
+from dist_transformer.interop.initial_weights import Fit, Origin, fit_text, load_initial_weights
 from dist_transformer.interop.model_folder import CONFIG, WEIGHTS, load_model_folder
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.run_dir import RunDir, read_json
 from dist_transformer.training import checkpoints
-from dist_transformer.training.checkpoints import MANIFEST, STATE
-from dist_transformer.training.state_files import Weights
+from dist_transformer.training.state_files import MANIFEST, STATE, Weights
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +53,7 @@ def initialise(model: Transformer, config: Config, manifest: Manifest, ranks: Ra
     assert isinstance(fit, Fit)
     log.info("init_from  %s: %d tensors taken", found.folder, len(fit.taken))
     if fit.others and ranks.is_first:
-        log.warning("init_from  these tensors start anew, or were left out:\n%s", initial_weights.as_text(fit))
+        log.warning("init_from  these tensors start anew, or were left out:\n%s", fit_text(fit))
     return {"init_from": str(found.folder.absolute()), "init_from_sha256": found.sha256}
 
 
@@ -79,8 +77,9 @@ def find(path: Path) -> Found:
         if (problem := checkpoints.damage(checkpoint)) is None:
             return Found(checkpoint, False, file_sha256(checkpoint / MANIFEST))
         log.warning("init_from  %s is damaged (%s): an older one is taken", checkpoint, problem)
+    problem = "has no weights to start with" if path.is_dir() else "is no folder"
     raise UserError(
-        f"training.init_from: {path} has no weights to start with. Expected a run folder with a `model` folder or whole "
+        f"training.init_from: {path} {problem}. Expected a run folder with a `model` folder or whole "
         "checkpoints, one checkpoint (.../checkpoints/step_00001000), or a model folder (model.safetensors, config.json)"
     )
 

@@ -2,24 +2,24 @@
 
 import sys
 import traceback
-from pathlib import Path
 
 import torch
 
 from dist_transformer import distributed
+from dist_transformer.cli.training_run import objective_of
 from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest
+from dist_transformer.data.prepare import prepared_folder
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, DistTransformerError, UserError
-from dist_transformer.model.transformer import Transformer
 from dist_transformer.run_dir import RunDir, read_json
 from dist_transformer.training import checkpoints
 from dist_transformer.training.checkpoints import Checkpoint
 from dist_transformer.training.crash import Crash, read_crash
 from dist_transformer.training.divergence import Diverged
 from dist_transformer.training.engine import Engine
-from dist_transformer.training.objective import Objective
 from dist_transformer.training.records import dropout_seed
+from dist_transformer.training.state_files import STATE
 
 
 def replay_crash(run_config: Config, run_dir: RunDir, rank: int | None, overrides: list[str] | None) -> int:
@@ -34,7 +34,7 @@ def replay_crash(run_config: Config, run_dir: RunDir, rank: int | None, override
         UserError: there is no crash to replay.
     """
     crash = read_crash(run_dir, rank)
-    config, manifest = crash.config(overrides), _manifest(run_config)
+    config, manifest = crash.config(overrides), Manifest.load(prepared_folder(run_config))
     values = crash.values
     print(f"crash      {values['exception']} at step {values['step']}: {_first_line(values['text'])}")
     if not crash.lanes:
@@ -84,15 +84,7 @@ def _has_finite_gradient(engine: Engine) -> bool:
 
 def _engine(config: Config, manifest: Manifest, ranks: Ranks) -> Engine:
     torch.manual_seed(config.run.seed)
-    model = Transformer(
-        config.model,
-        manifest.source_vocabulary,
-        manifest.target_vocabulary,
-        manifest.pad_id,
-        activation_checkpointing=config.training.activation_checkpointing,
-    )
-    objective = Objective(model, config.training.label_smoothing, config.training.precision)
-    return Engine(objective, config.training, config.optimizer, ranks)
+    return Engine(objective_of(config, manifest), config.training, config.optimizer, ranks)
 
 
 def _load_weights(engine: Engine, run_dir: RunDir, crash_step: int) -> None:
@@ -103,19 +95,11 @@ def _load_weights(engine: Engine, run_dir: RunDir, crash_step: int) -> None:
         if (problem := checkpoints.damage(path)) is not None:
             print(f"weights    not {path.name}, which is damaged: {problem}")
             continue
-        checkpoints.load(Checkpoint(path, read_json(path / "state.json")), engine)
+        checkpoints.load(Checkpoint(path, read_json(path / STATE)), engine)
         older = crash_step - 1 - checkpoints.step_of(path)
         print(f"weights    {path.name}, {older} updates before those that crashed")
         return
     print("weights    as they are at the start of a run: no whole checkpoint is older than the crash")
-
-
-def _manifest(config: Config) -> Manifest:
-    if config.data.prepared is None:
-        raise UserError(
-            "the configuration does not say where the prepared corpus is; give the run folder, not the YAML file"
-        )
-    return Manifest.load(Path(config.data.prepared))
 
 
 def _first_line(text: str) -> str:

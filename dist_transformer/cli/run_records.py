@@ -1,5 +1,6 @@
 """What a run leaves behind beside checkpoints: metrics files, run.json, its MLflow run. Rank 0 writes them."""
 
+import logging
 import os
 import platform
 import secrets
@@ -18,6 +19,8 @@ from dist_transformer.tracking.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.tracker import Tracker
 from dist_transformer.training import checkpoints
 from dist_transformer.training.records import Journal, Progress
+
+log = logging.getLogger(__name__)
 
 
 def open_records(
@@ -42,10 +45,13 @@ def open_records(
     tracker = _start_tracker(config, run_dir, ranks, manifest, origin) if config.tracking.enabled else None
 
     def checkpoint_saved(step: int, path: Path) -> None:
-        checkpoints.retain(run_dir, config.checkpoints)
-        _note_step(run_dir, step)
-        if tracker is not None:
-            tracker.checkpoint_saved(step, path, read_json(path / "state.json")["validation"] or {})
+        try:
+            checkpoints.retain(run_dir, config.checkpoints, config.divergence.patience_steps)
+            _note_step(run_dir, step)
+            if tracker is not None:
+                tracker.checkpoint_saved(step, path, read_json(path / "state.json")["validation"] or {})
+        except OSError as error:  # a full disk must not end what goes on in memory
+            log.warning("after checkpoint %s: %s", path.name, error)
 
     return Journal(metrics, audit, checkpoint_saved), tracker
 

@@ -8,7 +8,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
-from dist_transformer.errors import ConfigError
+from dist_transformer.errors import ConfigError, UserError
 from dist_transformer.stop_request import StopRequest
 
 
@@ -54,6 +54,11 @@ def train_command(
 def _replay_crash(run: Path, overrides: list[str] | None, rank: int | None) -> NoReturn:
     from dist_transformer.cli.replay_crash import replay_crash
 
+    if not run.is_dir():  # a YAML file has a run name of its own, whatever the overrides say
+        raise UserError(
+            f"{run}: expected a run folder, which keeps the records of its crashes in crash/; give it to --replay-crash in "
+            "place of the YAML file"
+        )
     config, run_dir = read_run(run, check_files=False)
     code = replay_crash(config, run_dir, rank, overrides)
     sys.stdout.flush()

@@ -15,9 +15,11 @@ import filelock
 import torch
 
 from dist_transformer import distributed
+from dist_transformer.cli.first_rank import Result, by_first_rank
 from dist_transformer.cli.prepare import prepare_with_progress
-from dist_transformer.cli.run_data import open_run_data
+from dist_transformer.cli.run_data import RunData, open_run_data
 from dist_transformer.cli.run_records import note
+from dist_transformer.cli.run_records import run_id as run_id_of
 from dist_transformer.cli.training_run import Run, train
 from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest
@@ -28,6 +30,7 @@ from dist_transformer.stop_request import StopRequest
 from dist_transformer.training import checkpoints
 from dist_transformer.training.divergence import Diverged, Recovery, read_recovery, recover
 from dist_transformer.training.loop import Outcome
+from dist_transformer.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +52,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
     lock = _lock(run_dir, ranks, stop)  # before the first word into the run folder: it may be another job's
     try:
         _refuse_different_corpora(folder, manifest, ranks)
-        code = _train(Run(config, run_dir, ranks, open_run_data(config, folder, manifest), stop))
+        code = _train(config, run_dir, ranks, open_run_data(config, folder, manifest), stop)
     except UserError as error:
         _note_failure(run_dir, ranks, str(error))
         raise
@@ -58,11 +61,10 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
         _note_failure(run_dir, ranks, message)
         raise MachineError(message) from error
     except Exception as error:  # noqa: BLE001  (the last line of defence: say it and leave, so that the other ranks can)
-        print(f"rank {ranks.rank} of {ranks.num_ranks} on {platform.node()} failed:", file=sys.stderr)
-        traceback.print_exc()
-        if (cause := distributed.explain(error)) is not None:
-            print(f"rank {ranks.rank}: {cause}", file=sys.stderr)
-        _note_failure(run_dir, ranks, cause or traceback.format_exc())
+        cause = distributed.explain(error)  # of a rank that only lost another one, whose news this must not bury
+        said = traceback.format_exc() if cause is None else f"{cause} ({ranks.last.text()})"
+        print(f"rank {ranks.rank} of {ranks.num_ranks} on {platform.node()} failed: {said}", file=sys.stderr)
+        _note_failure(run_dir, ranks, said)
         sys.stderr.flush()
         os._exit(EXIT_FAILED)
     lock.release()
@@ -70,18 +72,21 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
     return code
 
 
-def _train(run: Run) -> int:
+def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: StopRequest) -> int:
     """Trains until the end or a stop; after a divergence from the newest good checkpoint again, as the policy says."""
-    _set_up_logging(run.run_dir, run.ranks)
-    recovery = _agreed(run.ranks, lambda: read_recovery(run.run_dir))
-    while True:
-        try:
-            outcome, step = train(run, recovery)
-            return _end(run, outcome, step)
-        except Diverged as error:
-            diverged = Diverged(error.reason, error.since_step)  # the first one's traceback holds the engine
-        gc.collect()  # the engine that diverged, before there is another
-        recovery = _agreed(run.ranks, partial(_recover, run, diverged))
+    _set_up_logging(run_dir, ranks)
+    run_id, recovery = _by_first(ranks, lambda: (run_id_of(run_dir), read_recovery(run_dir)))
+    if recovery.learning_rate_factor != 1.0 or recovery.switch_to_bf16:
+        log.warning("divergence %s asks for %s", run_dir.divergence, recovery.text())
+    with Watchdog(config.training.hang_seconds, ranks) as watchdog:
+        while True:
+            run = Run(config, run_dir, ranks, data, stop, run_id, recovery, watchdog)
+            try:
+                return _end(run, *train(run))
+            except Diverged as error:
+                diverged = Diverged(error.reason, error.since_step)  # the first one's traceback holds the engine
+            gc.collect()  # the engine that diverged, before there is another
+            recovery = _by_first(ranks, partial(_recover, run, diverged))
 
 
 def _recover(run: Run, diverged: Diverged) -> Recovery:
@@ -92,19 +97,8 @@ def _recover(run: Run, diverged: Diverged) -> Recovery:
     return recover(run.run_dir, run.config.divergence, diverged, checkpoints.step_of(good[0]) if good else 0)
 
 
-def _agreed(ranks: Ranks, decide: Callable[[], Recovery]) -> Recovery:
-    """What rank 0 decides, or its error, on every rank (collective)."""
-    result: Recovery | UserError | None = None
-    if ranks.is_first:
-        try:
-            result = decide()
-        except UserError as error:
-            result = error
-    result = ranks.from_first(result)
-    if isinstance(result, UserError):
-        raise result.agreed()
-    assert result is not None
-    return result
+def _by_first(ranks: Ranks, decide: Callable[[], Result]) -> Result:
+    return by_first_rank(ranks, decide, lambda: None)
 
 
 def _refuse_different_corpora(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
@@ -149,6 +143,7 @@ def _set_up_logging(run_dir: RunDir, ranks: Ranks) -> None:
     )
     if not sys.stderr.isatty():
         console.setFormatter(plain)
+    console.addFilter(lambda record: not getattr(record, "is_said_elsewhere", False))
     root.addHandler(console)
     if ranks.is_first:
         file = logging.FileHandler(run_dir.log, encoding="utf-8")
@@ -165,7 +160,7 @@ def _default_threads(ranks: Ranks) -> int:
 def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:
     """The failure in train.log and run.json, as far as the disk takes it; each rank that has its own says it itself."""
     if ranks.is_first:
-        log.error("end        failed: %s", message)
+        log.error("end        failed: %s", message, extra={"is_said_elsewhere": True})
     with contextlib.suppress(OSError):
         note(run_dir, ranks, "failed")
 

@@ -1,18 +1,18 @@
 """One start of a run within a rank: from its newest whole checkpoint to an outcome. Where the parts of training meet."""
 
 import logging
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
+from dist_transformer.cli.first_rank import by_first_rank
 from dist_transformer.cli.initial_weights import initialise
 from dist_transformer.cli.run_data import RunData
 from dist_transformer.cli.run_records import newest_steps, note, open_records
-from dist_transformer.cli.run_records import run_id as run_id_of
-from dist_transformer.cli.write_model import write_averaged_model
+from dist_transformer.cli.write_model import write_final_model
+from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import Ranks
@@ -29,9 +29,10 @@ from dist_transformer.training.engine import Engine
 from dist_transformer.training.feed import Feed
 from dist_transformer.training.largest_batch import dry_run, find_max_tokens, largest_shapes
 from dist_transformer.training.loop import Outcome, Trainer
+from dist_transformer.training.memory import offloaded_bytes, snapshot_bytes, state_bytes, telling_out_of_memory
 from dist_transformer.training.objective import Objective
 from dist_transformer.training.records import Journal, Progress
-from dist_transformer.training.report import ProgressBar, log_outlook, offloaded_bytes, state_bytes
+from dist_transformer.training.report import ProgressBar, log_outlook
 from dist_transformer.training.reporter import Reporter
 from dist_transformer.training.saver import Saver
 from dist_transformer.training.schedule import learning_rate
@@ -42,53 +43,53 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Run:
-    """What stays the same for every start of a run within this process."""
+    """What a start of a run within this process is given."""
 
     config: Config
     run_dir: RunDir
     ranks: Ranks
     data: RunData
     stop: StopRequest
+    run_id: str
+    recovery: Recovery
+    watchdog: Watchdog
 
     @property
     def manifest(self) -> Manifest:
         return self.data.manifest
 
 
-def train(run: Run, recovery: Recovery) -> tuple[Outcome, int]:
+def train(run: Run) -> tuple[Outcome, int]:
     """Goes on from the newest whole checkpoint until the end, a stop, or a divergence (collective); the last step.
 
     Raises:
         Diverged: on every rank; the checkpoint in flight is written, and the records are closed.
     """
-    run_id = run.ranks.from_first(run_id_of(run.run_dir) if run.ranks.is_first else None)
-    checkpoint = _newest_checkpoint(run, run_id)
-    config = _with_precision(run.config, recovery)
-    torch.manual_seed(config.run.seed)
-    objective = _objective(config, run.manifest)
-    origin = {}
-    if checkpoint is None and config.training.init_from is not None:
-        origin = initialise(objective.model, config, run.manifest, run.ranks)
-    config = _with_token_budget(config, checkpoint, objective, run)
-    data = replace(run.data, config=config)
-    progress = _progress(data, checkpoint)
-    engine = Engine(objective, config.training, config.optimizer, run.ranks)
-    if checkpoint is not None:
-        checkpoints.load(checkpoint, engine)
+    given, ranks = run.config, run.ranks
+    checkpoint = by_first_rank(
+        ranks, lambda: checkpoints.newest_whole(run.run_dir, run.run_id), _heard(run, "checking")
+    )
+    run = replace(run, config=_with_precision(run))
+    torch.manual_seed(run.config.run.seed)
+    objective = objective_of(run.config, run.manifest)
+    origin = _initial_weights(run, objective, checkpoint)
+    config = _with_token_budget(run, checkpoint, objective)
+    run = replace(run, config=config, data=replace(run.data, config=config))
+    progress = _progress(run.data, checkpoint)
+    engine = _engine(run, objective, checkpoint)
     journal, tracker = None, None
-    if run.ranks.is_first:
-        journal, tracker = open_records(config, run.run_dir, run.ranks, data.folder, data.manifest, progress, origin)
+    if ranks.is_first:
+        kept = config.model_copy(update={"training": given.training})  # as given, not as a divergence left it
+        journal, tracker = open_records(kept, run.run_dir, ranks, run.data.folder, run.manifest, progress, origin)
     status: Status = "FAILED"
     try:
-        outcome = _train(
-            replace(run, config=config, data=data), engine, checkpoint, progress, journal, recovery, run_id
-        )
+        outcome = _train(run, engine, checkpoint, progress, journal)
         if outcome is Outcome.FINISHED:
-            _write_model(config, run, tracker)
+            _write_model(run, tracker)
         status = "FINISHED" if outcome is Outcome.FINISHED else "SCHEDULED"
         return outcome, progress.step
     except Diverged:
-        status = "SCHEDULED"
+        status = "FAILED" if config.divergence.policy == "stop" else "SCHEDULED"
         engine.close()
         raise
     finally:
@@ -96,39 +97,58 @@ def train(run: Run, recovery: Recovery) -> tuple[Outcome, int]:
             tracker.close(status)
 
 
+def _heard(run: Run, doing: str) -> Callable[[], None]:
+    return lambda: run.watchdog.progress(f"{doing} the checkpoints")
+
+
+def _initial_weights(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> dict[str, str]:
+    """What MLflow is told of `training.init_from`; nothing without it (collective)."""
+    if run.config.training.init_from is None:
+        return {}
+    if checkpoint is not None:
+        log.info("init_from  not looked at: the run goes on from step %d", checkpoint.step)
+        return {}
+    run.watchdog.progress("reading the weights of training.init_from")
+    return initialise(objective.model, run.config, run.manifest, run.ranks)
+
+
+def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> Engine:
+    """The engine with the state of the checkpoint (collective)."""
+    run.watchdog.progress("building the engine")
+    with telling_out_of_memory("the weights, gradients and optimizer state", run.ranks.device):
+        engine = Engine(objective, run.config.training, run.config.optimizer, run.ranks)
+    if checkpoint is not None:
+        run.watchdog.progress(f"loading {checkpoint.path.name}")
+        checkpoints.load(checkpoint, engine)
+    return engine
+
+
 def _train(
-    run: Run,
-    engine: Engine,
-    checkpoint: Checkpoint | None,
-    progress: Progress,
-    journal: Journal | None,
-    recovery: Recovery,
-    run_id: str,
+    run: Run, engine: Engine, checkpoint: Checkpoint | None, progress: Progress, journal: Journal | None
 ) -> Outcome:
-    config, ranks, data = run.config, run.ranks, run.data
+    config, ranks, data, watchdog = run.config, run.ranks, run.data, run.watchdog
     recorded = ranks.from_first(newest_steps(run.run_dir) if ranks.is_first else None)
-    with Watchdog(config.training.hang_seconds, ranks) as watchdog:
-        watchdog.progress("reading the validation corpus")
-        reporter = Reporter(config, ranks, engine, data.validation(), journal, recorded)
-        monitor = LossMonitor(config.divergence, checkpoint.state["loss_monitor"] if checkpoint else None)
-        saver = Saver(run.run_dir, ranks, config.checkpoints, watchdog.progress)
-        identity = {"recipe": data.recipe(), "run_id": run_id}
-        trainer = Trainer(
-            config, ranks, engine, saver, reporter, monitor, progress, identity,
-            lambda step: recovery.learning_rate_factor * learning_rate(config, step),
-        )  # fmt: skip
-        if checkpoint is not None:
-            reporter.restore(checkpoint.state["interval"])
-            for step, loss in checkpoint.state["losses_to_judge"]:
-                monitor.add(step, math.nan if loss is None else loss)
-        note(run.run_dir, ranks, "running", progress.step)
-        log_outlook(config, data.manifest, ranks.num_ranks)
-        log.info("start      step %d%s", progress.step, f", resumed from {checkpoint.path}" if checkpoint else "")
-        if config.training.dry_run:
-            dry_run(engine, largest_shapes(config.data), ranks, data.manifest.eos_id, watchdog.progress)
-        watchdog.progress("reading the first windows")
-        with ProgressBar(config.training.max_steps, progress.step) as bar, _crash_records(run, trainer):
-            return trainer.run(_feed(run, trainer), bar, watchdog)
+    watchdog.progress("reading the validation corpus")
+    reporter = Reporter(config, ranks, engine, data.validation(), journal, recorded)
+    monitor = LossMonitor(config.divergence, checkpoint.state["loss_monitor"] if checkpoint else None)
+    saver = Saver(run.run_dir, ranks, config.checkpoints, watchdog.progress)
+    factor = run.recovery.learning_rate_factor
+    trainer = Trainer(
+        config, ranks, engine, saver, reporter, monitor, progress, {"recipe": data.recipe(), "run_id": run.run_id},
+        lambda step: factor * learning_rate(config, step),
+    )  # fmt: skip
+    if checkpoint is not None:
+        trainer.restore(checkpoint.state)
+    note(run.run_dir, ranks, "running", progress.step)
+    log_outlook(config, data.manifest, ranks.num_ranks)
+    log.info("start      step %d%s", progress.step, f", resumed from {checkpoint.path}" if checkpoint else "")
+    with telling_out_of_memory("the copy of the state for checkpoints", ranks.device):
+        saver.reserve(engine)
+    if config.training.dry_run:
+        dry_run(engine, largest_shapes(config.data), ranks, data.manifest.eos_id, watchdog.progress)
+    watchdog.progress("reading the first windows")
+    with ProgressBar(config.training.max_steps, progress.step) as bar, _crash_records(run, trainer):
+        return trainer.run(_feed(run, trainer), bar, watchdog)
 
 
 @contextmanager
@@ -140,12 +160,15 @@ def _crash_records(run: Run, trainer: Trainer) -> Iterator[None]:
         if isinstance(error, Diverged) or error.is_agreed:
             trainer.end_save()
         raise
+    except OSError:
+        raise  # of the machine; there is nothing to replay
     except Exception as error:
         write_crash(run.run_dir, run.ranks, error, run.config, trainer.progress, trainer.current_batch)
         raise
 
 
-def _objective(config: Config, manifest: Manifest) -> Objective:
+def objective_of(config: Config, manifest: Manifest) -> Objective:
+    """The model with its loss, newly initialised from torch's random state."""
     training = config.training
     model = Transformer(
         config.model,
@@ -167,40 +190,38 @@ def _feed(run: Run, trainer: Trainer) -> Feed:
     )  # fmt: skip
 
 
-def _newest_checkpoint(run: Run, run_id: str) -> Checkpoint | None:
-    """Rank 0 looks and verifies; every rank takes the same one."""
-    found: Checkpoint | CheckpointError | None = None
-    if run.ranks.is_first:
-        try:
-            found = checkpoints.newest_whole(run.run_dir, run_id)
-        except CheckpointError as error:
-            found = error
-    found = run.ranks.from_first(found)
-    if isinstance(found, CheckpointError):
-        raise found.agreed()
-    return found
-
-
-def _with_precision(config: Config, recovery: Recovery) -> Config:
-    if not recovery.switch_to_bf16 or config.training.precision != "fp16":
+def _with_precision(run: Run) -> Config:
+    config = run.config
+    if not run.recovery.switch_to_bf16 or config.training.precision != "fp16":
         return config
     return config.model_copy(update={"training": config.training.model_copy(update={"precision": "bf16"})})
 
 
-def _with_token_budget(config: Config, checkpoint: Checkpoint | None, objective: Objective, run: Run) -> Config:
+def _with_token_budget(run: Run, checkpoint: Checkpoint | None, objective: Objective) -> Config:
     """`data.max_tokens: auto` becomes a number at the first start, and stays that number (collective)."""
+    config, ranks = run.config, run.ranks
     if config.data.max_tokens != "auto":
         return config
+    found = ranks.from_first(_budget_found_before(run.run_dir) if ranks.is_first else None)
     if checkpoint is not None:
         found = checkpoint.state["recipe"]["data.max_tokens"]
-    else:
-        training, ranks = config.training, run.ranks
+    if found is None:
+        run.watchdog.progress("looking for the largest data.max_tokens")
         parameters = sum(parameter.numel() for parameter in objective.parameters())
-        held = state_bytes(parameters, training, ranks.num_ranks)
+        held = state_bytes(parameters, config.training, ranks.num_ranks)
         if ranks.device.type == "cpu":
-            held += offloaded_bytes(parameters, training, ranks.num_ranks)
-        found = find_max_tokens(objective, held, config.data, ranks, training.precision)
+            held += offloaded_bytes(parameters, config.training, ranks.num_ranks)
+            held += snapshot_bytes(parameters, config.training, ranks.num_ranks)
+        found = find_max_tokens(objective, held, config.data, ranks, config.training.precision)
     return config.model_copy(update={"data": config.data.model_copy(update={"max_tokens": found})})
+
+
+def _budget_found_before(run_dir: RunDir) -> int | None:
+    """By a start that did not come to its first checkpoint."""
+    if not run_dir.config.is_file():
+        return None
+    before = load_config(run_dir.config, check_files=False).data.max_tokens
+    return None if before == "auto" else before
 
 
 def _progress(data: RunData, checkpoint: Checkpoint | None) -> Progress:
@@ -210,16 +231,16 @@ def _progress(data: RunData, checkpoint: Checkpoint | None) -> Progress:
     return Progress(data.position_of(checkpoint), **{name: checkpoint.state[name] for name in names})
 
 
-def _write_model(config: Config, run: Run, tracker: Tracker | None) -> None:
+def _write_model(run: Run, tracker: Tracker | None) -> None:
     """The model folder, by rank 0; a failure is every rank's (collective)."""
-    problem, run_dir = None, run.run_dir
-    if run.ranks.is_first:
+    run_dir = run.run_dir
+
+    def write() -> str:
         try:
-            used = write_averaged_model(config, run_dir, run.data.folder, run.manifest, run_dir.model)
-            log.info("model      %s: average of %d checkpoints", run_dir.model, len(used))
+            return write_final_model(run.config, run_dir, run.data.folder, run.manifest, run_dir.model)
         except (UserError, OSError) as error:
-            problem = f"{run_dir.model} could not be written: {error}"
-    if (problem := run.ranks.from_first(problem)) is not None:
-        raise CheckpointError(problem).agreed()
+            raise CheckpointError(f"{run_dir.model} could not be written: {error}") from error
+
+    log.info("model      %s: %s", run_dir.model, by_first_rank(run.ranks, write, _heard(run, "averaging")))
     if tracker is not None:
         tracker.model_written(run_dir.model, {})

@@ -14,8 +14,7 @@ from dist_transformer.interop.averaging import average_weights
 from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
 from dist_transformer.run_dir import RunDir, read_json
 from dist_transformer.training import checkpoints
-from dist_transformer.training.checkpoints import STATE
-from dist_transformer.training.state_files import Weights
+from dist_transformer.training.state_files import STATE, Weights
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +36,12 @@ class Averaged:
         return cls(settings.final_model, counts[settings.final_model])
 
 
-def write_averaged_model(
+def write_final_model(
     config: Config, run_dir: RunDir, prepared: Path, manifest: Manifest, output: Path, choice: Averaged | None = None
-) -> list[Path]:
-    """Writes the model folder `output` of `choice` (default: checkpoints.final_model); returns the checkpoints used.
+) -> str:
+    """Writes the model folder `output` of `choice` (default: checkpoints.final_model).
+
+    Returns what it is made of: "average of step_00000003, step_00000006", "moving average of step_00000006".
 
     Checkpoints of stops are left out, so that a run that was stopped gives the model of one that was not; so are damaged
     ones and those of other runs, with a warning.
@@ -48,8 +49,11 @@ def write_averaged_model(
     Raises:
         CheckpointError: there is no whole checkpoint, or none with what is asked for.
     """
-    choice = choice or Averaged.of(config.checkpoints)
+    asked, choice = choice, choice or Averaged.of(config.checkpoints)
     used = _chosen(run_dir, config.checkpoints.every_steps, choice)
+    if asked is not None and len(used) < asked.count:  # the configuration's is a limit: a short run has fewer
+        what = "whole and with a validation loss" if asked.kind == "average_best" else "whole"
+        log.warning("%d checkpoints asked for, %d there (%s)", asked.count, len(used), what)
     files = manifest.tokenizer
     target = None if files.target == files.source else prepared / files.target
     information = ModelInformation(
@@ -65,7 +69,7 @@ def write_averaged_model(
     part = "ema" if choice.kind == "ema" else "weight"
     weights = average_weights([Weights(path, part) for path in used])
     save_model_folder(output, weights, config.model, TokenizerFiles(prepared / files.source, target), information)
-    return used
+    return f"{'moving average' if part == 'ema' else 'average'} of {', '.join(path.name for path in used)}"
 
 
 def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged) -> list[Path]:

@@ -15,7 +15,7 @@ from dist_transformer.config.data_checks import (
     corpus_file_problems,
 )
 from dist_transformer.config.data_models import DataConfig, TokenizerConfig
-from dist_transformer.config.models import SlurmConfig, TrainingConfig
+from dist_transformer.config.models import SlurmConfig
 
 RESERVED_NAMES = ("prepared", "mlartifacts", "mlflow.db")
 """What stands beside the run folders in run.root."""
@@ -32,15 +32,9 @@ def cross_problems(sections: dict[str, Any]) -> list[Problem]:
     return problems
 
 
-def file_problems(
-    data: DataConfig | None, tokenizer: TokenizerConfig | None, training: TrainingConfig | None
-) -> list[Problem]:
-    """Local files and folders that the corpora, the tokenizer and training.init_from name and that are not there."""
-    return [
-        *(corpus_file_problems(data) if data else ()),
-        *(_model_file_problems(tokenizer) if tokenizer else ()),
-        *(_initial_weights_problems(training) if training else ()),
-    ]
+def file_problems(data: DataConfig | None, tokenizer: TokenizerConfig | None) -> list[Problem]:
+    """Local files that the corpora and the tokenizer name and that are not there."""
+    return [*(corpus_file_problems(data) if data else ()), *(_model_file_problems(tokenizer) if tokenizer else ())]
 
 
 def run_name_problems(name: str) -> Iterator[Problem]:
@@ -77,15 +71,6 @@ def _model_file_problems(tokenizer: TokenizerConfig) -> Iterator[Problem]:
                 ("tokenizer", key),
                 f"tokenizer.{key}: no such file: {os.path.abspath(given)}; expected a sentencepiece model (.model)",
             )
-
-
-def _initial_weights_problems(training: TrainingConfig) -> Iterator[Problem]:
-    if training.init_from is not None and not os.path.isdir(os.path.expanduser(training.init_from)):
-        yield (
-            ("training", "init_from"),
-            f"training.init_from: no such folder: {os.path.abspath(os.path.expanduser(training.init_from))}; expected a "
-            "run folder, a checkpoint or a model folder",
-        )
 
 
 def _check_run(run: Any) -> Iterator[Problem]:
@@ -226,10 +211,10 @@ def _check_precision(training: Any) -> Iterator[Problem]:
 
 
 def _check_divergence(training: Any, divergence: Any) -> Iterator[Problem]:
-    if divergence.policy == "switch_to_bf16" and training.precision != "fp16":
+    if divergence.policy == "switch_to_bf16" and training.precision == "fp32":
         yield (
             ("divergence", "policy"),
-            f"divergence.policy: switch_to_bf16 needs training.precision: fp16, got {training.precision}; use "
+            "divergence.policy: switch_to_bf16 is for training.precision: fp16, got fp32, which is more exact; use "
             "lower_learning_rate or stop",
         )
 

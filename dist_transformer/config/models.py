@@ -168,7 +168,8 @@ class CheckpointConfig(Section):
     keep_last: PositiveInt = Field(5, description="Newest checkpoints kept.")
     keep_best: Whole = Field(0, ge=0, description="Checkpoints of the lowest validation loss kept besides.")
     keep_every_steps: PositiveInt | None = Field(
-        None, description="Checkpoints of every such step are kept for good; none: no such."
+        None,
+        description="The checkpoint of every such step is never deleted; none: all are subject to keep_last and keep_best.",
     )
     average_last: PositiveInt = Field(
         5, description="Checkpoints averaged into the final model folder (6.1: 5 for base, 20 for big)."

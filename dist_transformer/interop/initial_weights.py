@@ -14,9 +14,6 @@ from torch import Tensor
 from dist_transformer.errors import UserError
 from dist_transformer.model.transformer import Transformer
 
-DIGEST_DIGITS = 16
-"""Digits of a tokenizer's SHA-256 that are compared: a checkpoint keeps no more."""
-
 MISSING = "not in the source"
 UNKNOWN = "in the source, but not in the model"
 OTHER_SHAPE = "of another shape"
@@ -29,7 +26,7 @@ class Origin:
     """What the tensors of a source, or of the model that is to take them, mean.
 
     Attributes:
-        tokenizers: SHA-256 of the source and of the target side's sentencepiece model; the first 16 digits count.
+        tokenizers: SHA-256 of the source and of the target side's sentencepiece model, or its first digits.
     """
 
     num_heads: int
@@ -57,13 +54,13 @@ def load_initial_weights(
     fit = compare(model, weights, there, here)
     if not fit.taken:
         raise UserError(
-            f"training.init_from: nothing of {label} fits this model:\n{as_text(fit)}\n"
+            f"training.init_from: nothing of {label} fits this model:\n{fit_text(fit)}\n"
             "Give a run or model of the same shape and tokenizer, or leave training.init_from out"
         )
     if fit.others and not partially:
         raise UserError(
             f"training.init_from: {len(fit.others)} of the tensors of {label} and of this model do not fit each other:\n"
-            f"{as_text(fit)}\nSet training.init_partially=true to take the {len(fit.taken)} that fit and to start the "
+            f"{fit_text(fit)}\nSet training.init_partially=true to take the {len(fit.taken)} that fit and to start the "
             "others anew, or give this run the model section and the tokenizer (tokenizer.source_model) of the source"
         )
     own = dict(model.named_parameters())
@@ -94,7 +91,7 @@ def compare(model: Transformer, weights: Mapping[str, Tensor], there: Origin, he
     return Fit(tuple(taken), tuple(sorted(others)))
 
 
-def as_text(fit: Fit) -> str:
+def fit_text(fit: Fit) -> str:
     """Why and what was not taken, a line for each layer or other part; every name is there.
 
     2 not in the source:
@@ -123,8 +120,14 @@ def _part(name: str) -> str:
 
 def _foreign_matrices(model: Transformer, there: Origin, here: Origin) -> set[str]:
     """Names of the matrices whose rows are pieces of another tokenizer."""
-    differs = [a[:DIGEST_DIGITS] != b[:DIGEST_DIGITS] for a, b in zip(there.tokenizers, here.tokenizers, strict=True)]
+    differs = [not _is_same_digest(a, b) for a, b in zip(there.tokenizers, here.tokenizers, strict=True)]
     of_source, of_target = {"source_embedding.weight"}, {"target_embedding.weight", "output.weight"}
     if model.target_embedding is model.source_embedding:
         of_target |= of_source
     return (of_source if differs[0] else set()) | (of_target if differs[1] else set())
+
+
+def _is_same_digest(first: str, second: str) -> bool:
+    """As far as both go: a checkpoint keeps the first digits only."""
+    digits = min(len(first), len(second))
+    return first[:digits] == second[:digits]

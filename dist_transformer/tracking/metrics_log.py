@@ -35,11 +35,17 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, event: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write one record and hand it to the operating system: a killed process does not lose it."""
+        """Write one record and hand it to the operating system: a killed process does not lose it.
+
+        What a full disk does not take is kept, and written with a later record.
+        """
         head: dict[str, Any] = {"event": event, "step": step, "time": round(time.time(), 3)}
         assert head.keys().isdisjoint(values), f"a value is named like a field of every record: {sorted(values)}"
-        self._file.write(encode(head | dict(values)))
-        self._file.flush()
+        try:
+            self._file.write(encode(head | dict(values)))
+            self._file.flush()
+        except OSError as error:
+            logger.warning("%s: %s; its records are kept in memory until there is space again", self.path, error)
 
     def rewind(self, last: int, field: str = "step") -> None:
         """Drop the records beyond `last`: a run that resumes there writes them again, and none is there twice."""

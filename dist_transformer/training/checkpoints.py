@@ -11,7 +11,7 @@ A save (`saver.py`) writes into `step_N.tmp` and renames at the very end: a fold
 byte is read against the manifest; a damaged checkpoint is set aside and the newest whole one taken.
 """
 
-import hashlib
+import errno
 import logging
 import math
 import os
@@ -24,16 +24,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_transformer.config.models import CheckpointConfig
-from dist_transformer.errors import CheckpointError
+from dist_transformer.data.manifest import file_sha256
+from dist_transformer.errors import CheckpointError, MachineError
 from dist_transformer.run_dir import RunDir, read_json
-from dist_transformer.training.state_files import VERSION, StateFiles, check_version
+from dist_transformer.training.state_files import MANIFEST, STATE, VERSION, StateFiles, check_version
 
 if TYPE_CHECKING:  # at run time it would import DeepSpeed for every command that only looks at checkpoints
     from dist_transformer.training.engine import Engine
 
 log = logging.getLogger(__name__)
 
-MANIFEST, STATE = "manifest.json", "state.json"
+JUDGED_LATE_STEPS = 3
+"""A step's loss is that of the weights before it, and is judged when the next but one is begun."""
+PASSING_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""Those of a machine or a network, which another attempt may not meet."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,21 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
+        """How many updates it is after."""
         return int(self.state["step"])
 
 
 def folder_name(step: int) -> str:
+    """Of the checkpoint of this step; names sort as steps do."""
     return f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint's folder.
+
+    Raises:
+        ValueError: it has another name, or one with a suffix.
+    """
     return int(path.name.removeprefix("step_"))
 
 
@@ -73,15 +84,19 @@ def best(paths: Sequence[Path], count: int) -> list[Path]:
     return sorted(sorted(losses, key=lambda path: (losses[path], -step_of(path)))[:count], key=step_of)
 
 
-def retain(run_dir: RunDir, settings: CheckpointConfig) -> None:
+def retain(run_dir: RunDir, settings: CheckpointConfig, patience_steps: int) -> None:
     """Deletes what `settings` do not keep (rank 0, after a commit).
 
-    Kept are the newest; the newest `keep_last` regular ones; of those of every `every_steps` steps the `keep_best` of lowest
-    validation loss; those of every `keep_every_steps` steps.
+    Kept are the newest; the newest one that a divergence noticed now would not set aside, as it is older than the
+    `patience_steps` of the loss's monitor; the newest `keep_last` regular ones; of those of every `every_steps` steps the
+    `keep_best` of lowest validation loss; those of every `keep_every_steps` steps.
     """
     if not (paths := saved(run_dir)):
         return
     kept = {paths[-1], *regular(run_dir, settings.every_steps)[-settings.keep_last :]}
+    kept |= set(
+        [path for path in paths if step_of(path) < step_of(paths[-1]) - patience_steps - JUDGED_LATE_STEPS][-1:]
+    )
     if settings.keep_best:  # a stop's does not count: a run without that stop would not have it to push another out
         kept |= set(best([path for path in paths if step_of(path) % settings.every_steps == 0], settings.keep_best))
     if settings.keep_every_steps:
@@ -111,12 +126,13 @@ def newest_whole(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
             return Checkpoint(path, state)
         aside = set_aside(path, "damaged")
         log.warning("checkpoint %s is damaged (%s): set aside as %s", path.name, problem, aside.name)
-    if candidates or list(run_dir.checkpoints.glob("step_*.damaged")):
+    diverged = sorted(path.name for path in run_dir.checkpoints.glob("step_*.diverged"))
+    if candidates or (not diverged and list(run_dir.checkpoints.glob("step_*.damaged"))):
         raise CheckpointError(
             f"{run_dir.checkpoints}: has checkpoints, but none is whole. To train again from scratch, choose another "
             "run.name or move this folder away."
         )
-    if diverged := sorted(path.name for path in run_dir.checkpoints.glob("step_*.diverged")):
+    if diverged:
         log.warning("%s: all checkpoints are of steps that diverged (%s)", run_dir.checkpoints, ", ".join(diverged))
     return None
 
@@ -175,8 +191,15 @@ def damage(path: Path, run_id: str | None = None) -> str | None:
     except CheckpointError as error:
         return str(error)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _refuse_if_passing(path, error)
         return f"{MANIFEST}: {type(error).__name__}: {error}"
     return None
+
+
+def _refuse_if_passing(path: Path, error: Exception) -> None:
+    """A filesystem that does not answer says nothing of the checkpoint: it must not be set aside for that."""
+    if isinstance(error, OSError) and error.errno in PASSING_ERRORS:
+        raise MachineError(f"{path} cannot be read now: {error}. Start again when its filesystem answers") from error
 
 
 def load(checkpoint: Checkpoint, engine: "Engine") -> None:
@@ -199,7 +222,7 @@ def load(checkpoint: Checkpoint, engine: "Engine") -> None:
 
 def file_entry(path: Path) -> dict[str, Any]:
     """What a manifest says of a file: size and SHA-256."""
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def _named(run_dir: RunDir) -> list[Path]:
@@ -241,9 +264,10 @@ def _wrong_file(path: Path, entry: dict[str, Any]) -> str | None:
     try:
         if (size := path.stat().st_size) != entry["bytes"]:
             return f"{path.name} has {size} bytes, the manifest says {entry['bytes']}"
-        if _sha256(path) != entry["sha256"]:
+        if file_sha256(path) != entry["sha256"]:
             return f"{path.name}: SHA-256 differs from the manifest's"
     except OSError as error:
+        _refuse_if_passing(path, error)
         return f"{path.name}: {error}"
     return None
 
@@ -259,8 +283,3 @@ def _delete(path: Path) -> None:
     shutil.rmtree(trash, ignore_errors=True)
     path.rename(trash)
     shutil.rmtree(trash, ignore_errors=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -104,11 +104,15 @@ def read_crash(run_dir: RunDir, rank: int | None) -> Crash:
     if rank is not None:
         folders = [folder for folder in folders if folder == _folder(run_dir, rank)]
     if not folders:
-        whose = "no rank" if rank is None else f"rank {rank}"
         known = ", ".join(str(int(f.name.removeprefix("rank_"))) for f in sorted(run_dir.crash.glob("rank_?????")))
         raise UserError(
-            f"{run_dir.crash}: nothing to replay, {whose} of this run has crashed there"
-            + (f" (crashed: {known})" if known else "; a stop or an error that a person can mend leaves no record")
+            f"{run_dir.crash}: nothing to replay: {'no rank of this run' if rank is None else f'rank {rank}'} left "
+            f"{'a' if rank is None else 'no'} record of a crash"
+            + (
+                f"; there are those of ranks {known}"
+                if known
+                else ": a stop, or an error that a person can mend, is none"
+            )
         )
     crashes = [_read(folder) for folder in folders]
     return max(crashes, key=lambda crash: (crash.values["follows_another"] is None, crash.values["time"]))

@@ -148,6 +148,11 @@ class Recovery:
     switch_to_bf16: bool
     rollbacks: int
 
+    def text(self) -> str:
+        """What it changes."""
+        precision = " in bf16, where fp16 is given" if self.switch_to_bf16 else ""
+        return f"{self.learning_rate_factor:g} x the learning rate{precision}"
+
 
 def read_recovery(run_dir: RunDir) -> Recovery:
     """What divergence.json asks for; nothing without one.

@@ -184,8 +184,17 @@ class Engine:
         publish(self._engine.optimizer, self._stage)
 
     def close(self) -> None:
-        """Frees what DeepSpeed holds; nothing may be called afterwards."""
+        """Frees the memory of weights, gradients and state; nothing may be called afterwards.
+
+        Stage 3 keeps references to the whole engine in globals of DeepSpeed, so that only emptying the tensors helps.
+        """
+        state = [tensor for held in _inner_optimizer(self._engine).state.values() for tensor in held.values()]
+        parameters = list(self._parameters.values())
+        shards = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
+        held = [*self._masters(), *state, *parameters, *shards]
         self._engine.destroy()
+        for tensor in held:
+            tensor.grad, tensor.data = None, tensor.new_empty(0)
 
     def _masters(self) -> list[Tensor]:
         return masters(self._engine.optimizer, self._stage)

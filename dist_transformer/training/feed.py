@@ -27,13 +27,15 @@ TOTALS = (
 )  # fmt: skip
 """What is summed over the ranks; after it padded tokens by lane, dropped pairs by rule, pairs by corpus."""
 
+LARGEST_LOSS = 2.0**30
+"""Of a rank in a step, summed over tokens."""
 LOSS_UNIT = 2.0**-20
 """Losses are summed as integers of this unit, with the other counts: exact in any order of the ranks."""
 
 
 def fixed_point(loss: float) -> tuple[int, int]:
-    """(in units of LOSS_UNIT, 0), or (0, 1) where it is not finite."""
-    return (round(loss / LOSS_UNIT), 0) if math.isfinite(loss) else (0, 1)
+    """(in units of LOSS_UNIT, 0), or (0, 1) where it is not finite, or so large that a sum could overflow."""
+    return (round(loss / LOSS_UNIT), 0) if abs(loss) < LARGEST_LOSS else (0, 1)
 
 
 def from_fixed_point(units: int, not_finite: int) -> float:

@@ -4,7 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -68,8 +68,9 @@ class Trainer:
         self._segment = progress.position.segment
         self._saved = self._began_save = -1
         self._skips_in_a_row = 0
-        self._untold: tuple[int, int, float] | None = None  # step, target tokens and this rank's loss of the last batch
-        self._told: tuple[int, int, float] | None = None  # the same of the one before, on its way in the feed
+        self._news_of_save = -1
+        self._untold: _StepLoss | None = None  # of the last batch
+        self._told: _StepLoss | None = None  # of the one before, on its way in the feed
         recipe = identity["recipe"]
         self._zero_weight = _zero_weight(recipe["pad_id"], recipe["eos_id"])
         self.current_batch: GlobalBatch | None = None
@@ -106,11 +107,21 @@ class Trainer:
         self._save(is_last=True)
         return Outcome.FINISHED
 
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint's state with what is no part of `Progress`.
+
+        Raises:
+            Diverged: the checkpoint was saved while the loss was running away.
+        """
+        self._reporter.restore(state["interval"])
+        for step, loss, is_of_other_text in state["losses_to_judge"]:
+            self._judge(step, math.nan if loss is None else loss, is_of_other_text)
+
     def news(self, wants_stop: bool) -> News:
         """What the other ranks must hear of this one; asked once for each batch."""
         untold, self._untold = self._untold, None
-        self._told = untold
-        return News(wants_stop, self._saver.is_writing(), untold[2] if untold else 0.0)
+        self._told, self._news_of_save = untold, self._began_save
+        return News(wants_stop, self._saver.is_writing(), untold.loss_sum if untold else 0.0)
 
     def end_save(self) -> None:
         """Lets the checkpoint in flight become whole, when a run ends otherwise than planned (collective)."""
@@ -149,18 +160,21 @@ class Trainer:
     def _hear(self, batch: GlobalBatch) -> None:
         """What all ranks told along with this batch."""
         if self._told is not None:
-            step, tokens, _ = self._told
-            self._monitor.add(step, batch.loss_sum / tokens)
-            self._told = None
-        if not batch.is_writing and self._began_save > self._saved:
+            told, self._told = self._told, None
+            self._judge(told.step, batch.loss_sum / told.target_tokens, told.is_of_other_text)
+        # What was told is from before the last step: it may be of an earlier checkpoint than the one in flight.
+        if not batch.is_writing and self._news_of_save == self._began_save > self._saved:
             self._finish_save()
+
+    def _judge(self, step: int, loss: float, is_of_other_text: bool) -> None:
+        if is_of_other_text:
+            self._monitor.begin_anew()
+        self._monitor.add(step, loss)
 
     def _step(self, batch: GlobalBatch) -> bool:
         """Forward, backward and update on one global batch. False: the update was skipped (fp16 overflow)."""
         progress, ranks = self.progress, self._ranks
         self.current_batch = batch
-        if batch.segment.shares != self._segment.shares:
-            self._monitor.begin_anew()  # other text has another loss
         losses = torch.zeros(2, dtype=torch.float64, device=ranks.device)
         for slot in range(-(-self._config.data.lanes // ranks.num_ranks)):
             micro_batch = batch.micro_batches[slot] if slot < len(batch.micro_batches) else None
@@ -171,14 +185,16 @@ class Trainer:
             losses += torch.stack([loss.detach(), nll.detach()]).double()
         applied = self._engine.step(self._learning_rate(progress.step + 1))
         self._count(batch, applied, losses)
+        self.current_batch = None
         return applied
 
     def _count(self, batch: GlobalBatch, applied: bool, losses: torch.Tensor) -> None:
         progress = self.progress
+        step, loss = progress.step + 1, float(losses[0])  # the device was waited for in the update
+        is_of_other_text = batch.segment.shares != self._segment.shares
+        self._untold = _StepLoss(step, batch.target_tokens, loss, is_of_other_text)
         progress.batches += 1
         progress.total_target_tokens += batch.target_tokens
-        step = progress.step + 1
-        self._untold = step, batch.target_tokens, float(losses[0])  # the device was waited for in the update
         if applied:
             progress.step, self._skips_in_a_row = step, 0
         else:
@@ -275,16 +291,27 @@ class Trainer:
             "precision": self._config.training.precision,
         }
 
-    def _losses_to_judge(self) -> list[tuple[int, float | None]]:
-        """(step, loss per token) of the steps that the monitor has not heard of, with None for one that is not finite: a
-        run that goes on from here judges them first (collective)."""
-        waiting = [batch for batch in (self._told, self._untold) if batch is not None]
-        sums = self._ranks.sum(torch.tensor([fixed_point(loss) for _, _, loss in waiting], dtype=torch.int64))
+    def _losses_to_judge(self) -> list[tuple[int, float | None, bool]]:
+        """(step, loss per token, whether its text is another) of the steps that the monitor has not heard of, with None
+        for a loss that is not finite: a run that goes on from here judges them first (collective)."""
+        waiting = [loss for loss in (self._told, self._untold) if loss is not None]
+        sums = self._ranks.sum(torch.tensor([fixed_point(w.loss_sum) for w in waiting], dtype=torch.int64))
         losses = [from_fixed_point(*pair) for pair in sums.reshape(-1, 2).tolist()]
         return [
-            (step, loss / tokens if math.isfinite(loss) else None)
-            for (step, tokens, _), loss in zip(waiting, losses, strict=True)
+            (w.step, loss / w.target_tokens if math.isfinite(loss) else None, w.is_of_other_text)
+            for w, loss in zip(waiting, losses, strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class _StepLoss:
+    """What the monitor of the loss is told of a step; `loss_sum` is this rank's."""
+
+    step: int
+    target_tokens: int
+    loss_sum: float
+    is_of_other_text: bool
+    """The first one of a mixture with other weights: its loss is no measure of what was usual before."""
 
 
 def _zero_weight(pad_id: int, eos_id: int) -> MicroBatch:

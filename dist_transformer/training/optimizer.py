@@ -4,6 +4,7 @@ Names are those of the model's parameters: `encoder_layers.0.feed_forward.inner.
 """
 
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -111,15 +112,18 @@ def _matching(module: nn.Module, patterns: Sequence[str], key: str) -> list[nn.P
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name, _ in named):
             raise UserError(
-                f"{key}: {pattern!r} names no parameter. Parameters are {_some_names(module)}; "
+                f"{key}: {pattern!r} names no parameter. Parameters are {_some_names(module, pattern)}; "
                 "patterns are those of the shell: '*embedding*'"
             ).agreed()
     return [p for name, p in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
 
 
-def _some_names(module: nn.Module) -> str:
+def _some_names(module: nn.Module, pattern: str = "") -> str:
+    """Those nearest to the pattern, then some from all over the model."""
     names = list(parameter_names(module))
-    shown = names[:: max(1, len(names) // NUM_NAMES_SHOWN)][:NUM_NAMES_SHOWN]
+    near = get_close_matches(pattern.replace("*", ""), names, NUM_NAMES_SHOWN, cutoff=0.3)
+    others = [name for name in names[:: max(1, len(names) // NUM_NAMES_SHOWN)] if name not in near]
+    shown = [*near, *others][:NUM_NAMES_SHOWN]
     return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
 
 

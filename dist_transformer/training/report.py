@@ -18,10 +18,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from dist_transformer.config.models import Config, TrainingConfig
+from dist_transformer.config.models import Config
 from dist_transformer.config.sizes import parameter_count
 from dist_transformer.data.manifest import Manifest, Split
-from dist_transformer.training.optimizer import REDUCED_AT_ONCE
+from dist_transformer.training.memory import as_text, offloaded_bytes, state_bytes
 from dist_transformer.training.records import Interval
 from dist_transformer.training.schedule import peak_learning_rate
 
@@ -57,45 +57,6 @@ def outlook(config: Config, manifest: Manifest, num_ranks: int) -> Outlook:
     )
 
 
-def state_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
-    """Bytes a rank holds on its device of weights, gradients and optimizer state, without what is offloaded.
-
-    ZeRO, table 1, with the moving average where there is one, and the buffer in which stages 1 to 3 reduce gradients;
-    activations not counted, nor the layers that stage 3 has gathered.
-    """
-    stage, offload = training.zero_stage, training.offload
-    weight = gradient = _bytes_of_weight(training)
-    shares = [num_ranks if stage >= cut_from else 1 for cut_from in (3, 2, 1)]
-    held = [weight, gradient, _bytes_of_optimizer(training)]
-    if offload != "none":
-        held[2] = 0
-        held[1] = 0 if stage == 3 else gradient
-    if offload == "optimizer_and_parameters":
-        held[0] = 0
-    buffer = gradient * min(parameters, REDUCED_AT_ONCE) if stage else 0
-    return round(parameters * sum(size / share for size, share in zip(held, shares, strict=True))) + buffer
-
-
-def offloaded_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
-    """Bytes a rank holds in the CPU's memory for `training.offload`: masters, moments, fp32 gradients, and of the
-    weights a copy to send (stages 1 and 2) or the only one (stage 3, where weights are offloaded too)."""
-    if training.offload == "none":
-        return 0
-    has_weights = training.zero_stage < 3 or training.offload == "optimizer_and_parameters"
-    gradients = 4 + (_bytes_of_weight(training) if training.zero_stage == 3 else 0)  # stage 3: as they arrive, too
-    weights = _bytes_of_weight(training) if has_weights else 0
-    return round(parameters * (_bytes_of_optimizer(training) + gradients + weights) / num_ranks)
-
-
-def _bytes_of_weight(training: TrainingConfig) -> int:
-    return 2 if training.precision == "fp16" else 4
-
-
-def _bytes_of_optimizer(training: TrainingConfig) -> int:
-    """fp32 master, two moments and the moving average; stage 0 has no master."""
-    return 8 + (4 if training.zero_stage else 0) + (4 if training.ema_decay is not None else 0)
-
-
 def log_outlook(config: Config, manifest: Manifest, num_ranks: int) -> None:
     """Says what will happen, before the first step."""
     about, model, training = outlook(config, manifest, num_ranks), config.model, config.training
@@ -117,9 +78,9 @@ def log_outlook(config: Config, manifest: Manifest, num_ranks: int) -> None:
         training.precision, training.zero_stage, num_ranks, config.schedule.name, config.schedule.warmup_steps,
         peak_learning_rate(config), _end(config),
     )  # fmt: skip
-    log.info("memory     about %s a rank for weights, gradients and optimizer", _bytes(about.state_bytes_per_rank))
+    log.info("memory     about %s a rank for weights, gradients and optimizer", as_text(about.state_bytes_per_rank))
     if offloaded := offloaded_bytes(about.parameters, training, num_ranks):
-        log.info("offload    about %s a rank in the CPU's memory", _bytes(offloaded))
+        log.info("offload    about %s a rank in the CPU's memory", as_text(offloaded))
 
 
 def interval_values(interval: Interval, seconds: float) -> dict[str, float | int]:
@@ -188,7 +149,3 @@ def _end(config: Config) -> str:
     training = config.training
     ends = {"steps": training.max_steps, "epochs": training.max_epochs, "target tokens": training.max_target_tokens}
     return " or ".join(f"{count} {unit}" for unit, count in ends.items() if count is not None)
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -7,6 +7,7 @@
 Nothing but the last rename makes a checkpoint, so a kill at any moment leaves a whole one or none.
 """
 
+import itertools
 import json
 import logging
 import shutil
@@ -26,8 +27,8 @@ from dist_transformer.distributed import Ranks
 from dist_transformer.errors import CheckpointError
 from dist_transformer.run_dir import RunDir, flush_to_disk, read_json, write_json, write_text
 from dist_transformer.training import checkpoints
-from dist_transformer.training.checkpoints import MANIFEST, STATE, file_entry
-from dist_transformer.training.state_files import VERSION, StateFiles, file_name, write_state_file
+from dist_transformer.training.checkpoints import file_entry
+from dist_transformer.training.state_files import MANIFEST, STATE, VERSION, StateFiles, file_name, write_state_file
 
 if TYPE_CHECKING:  # the engine is only handed in; importing it here would import DeepSpeed
     from dist_transformer.training.engine import Engine, Fragment
@@ -70,6 +71,10 @@ class Saver:
         self._run_dir, self._ranks, self._attempts, self._progress = run_dir, ranks, settings.save_attempts, progress
         self._snapshot = _Snapshot()
         self._flight: _Flight | None = None
+
+    def reserve(self, engine: "Engine") -> None:
+        """Takes the memory of the copy now, not at the first save (not collective)."""
+        self._snapshot.take(engine.fragments())
 
     def begin(self, engine: "Engine", state: dict[str, Any]) -> None:
         """Copies this rank's part of the training state and begins to write it (collective).
@@ -189,6 +194,7 @@ class _Snapshot:
     """A copy of this rank's fragments, in memory that is allocated once."""
 
     def __init__(self) -> None:
+        self._buffer = torch.empty(0)
         self.fragments: dict[str, Tensor] = {}
         self.starts: dict[str, int] = {}
 
@@ -201,12 +207,16 @@ class _Snapshot:
         """Copies; pinned memory and one wait at the end where the state is on a GPU."""
         keys = [fragment.key for fragment in fragments]
         assert len(set(keys)) == len(keys), "a rank holds one fragment of a tensor"
-        buffers, self.fragments = self.fragments, {}
-        for fragment in fragments:
-            buffer = buffers.get(fragment.key)
-            if buffer is None or buffer.numel() != fragment.values.numel():
-                buffer = torch.empty(fragment.values.numel(), dtype=torch.float32, pin_memory=fragment.values.is_cuda)
-            self.fragments[fragment.key] = buffer.copy_(fragment.values.detach(), non_blocking=True)
+        sizes = [fragment.values.numel() for fragment in fragments]
+        if sum(sizes) != self._buffer.numel():
+            is_on_gpu = any(fragment.values.is_cuda for fragment in fragments)
+            # In one piece: pinned memory is handed out in powers of two.
+            self._buffer = torch.empty(sum(sizes), dtype=torch.float32, pin_memory=is_on_gpu)
+        begins = itertools.accumulate(sizes, initial=0)
+        self.fragments = {
+            fragment.key: self._buffer.narrow(0, begin, size).copy_(fragment.values.detach(), non_blocking=True)
+            for fragment, begin, size in zip(fragments, begins, sizes, strict=False)
+        }
         self.starts = {fragment.key: fragment.start for fragment in fragments}
         if any(fragment.values.is_cuda for fragment in fragments):
             torch.cuda.synchronize()
@@ -230,7 +240,7 @@ class _Writer(threading.Thread):
             flush_to_disk(self._path)
             self._stages_done = 2
             self._entry = file_entry(self._path)
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, MemoryError) as error:
             self._problem = f"{self._path.name}: {error}"
         except BaseException as error:  # noqa: BLE001  (raised again by `result`, in the thread that can tell of it)
             self._error = error

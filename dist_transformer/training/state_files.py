@@ -23,11 +23,14 @@ from torch import Tensor
 from dist_transformer.errors import CheckpointError
 from dist_transformer.run_dir import read_json, share_as_folder
 
+MANIFEST, STATE = "manifest.json", "state.json"
+"""Beside the tensors: what every file must be, and what else the run was at (checkpoints.py)."""
 VERSION = 2
 """Of the format. Version 1 held whole tensors."""
 
 
 def file_name(rank: int) -> str:
+    """Of the file that a rank writes."""
     return f"state_{rank}.safetensors"
 
 
@@ -78,12 +81,12 @@ class StateFiles:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            state = read_json(path / "state.json")
+            state = read_json(path / STATE)
             check_version(path, state)
             self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in state["shapes"].items()}
             files = [path / file_name(rank) for rank in range(state["state_files"])]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path}: state.json cannot be read: {type(error).__name__}: {error}") from error
+            raise CheckpointError(f"{path}: {STATE} cannot be read: {type(error).__name__}: {error}") from error
         self._pieces: dict[str, list[_Piece]] = {}
         for file in files:
             self._add(file)
@@ -134,7 +137,7 @@ class StateFiles:
         for key, pieces in self._pieces.items():
             name = key.partition("/")[2]
             if name not in self.shapes:
-                raise CheckpointError(f"{self.path}: {key} has no shape in state.json")
+                raise CheckpointError(f"{self.path}: {key} has no shape in {STATE}")
             pieces.sort(key=lambda piece: piece.start)
             size = math.prod(self.shapes[name])
             ends = [0, *(piece.stop for piece in pieces)]

@@ -6,7 +6,9 @@ lower learning rate cures would; nothing else of the program is changed.
 
 import os
 import resource
+import signal
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from dist_transformer.training.loop import Trainer
 FIRST_BATCH = 5
 SPIKE = 50.0
 SPARE_BYTES = 1 << 20
+STEPS_MEANWHILE = 3
 
 
 def install(fault: str) -> None:
@@ -32,19 +35,21 @@ def install(fault: str) -> None:
         nonlocal at_work
         number = trainer.progress.batches
         at_work = number == FIRST_BATCH if fault == "infinity" else number >= FIRST_BATCH and not is_noticed()
+        return step(trainer, batch)
+
+    def faulty_backward(engine: Engine, loss_sum: Tensor, global_tokens: int) -> None:
         if at_work and fault == "exception":
             raise RuntimeError("injected by the test")
         if at_work and fault == "memory":
             take_memory_away()
-        return step(trainer, batch)
-
-    def faulty_backward(engine: Engine, loss_sum: Tensor, global_tokens: int) -> None:
         if at_work and fault in ("infinity", "infinities"):
             loss_sum = loss_sum * float("inf")
         backward(engine, loss_sum, global_tokens)
 
     Trainer._step = faulty_step  # type: ignore[method-assign]
     Engine.backward = faulty_backward  # type: ignore[method-assign]
+    if fault in ("slow disk", "killed while saving"):
+        install_disk(fault)
     if fault == "spike":
         import dist_transformer.training.loop as loop
 
@@ -55,6 +60,34 @@ def install(fault: str) -> None:
             return (loss * SPIKE, nll) if at_work else (loss, nll)
 
         loop.forward = faulty_forward  # type: ignore[assignment]
+
+
+def install_disk(fault: str) -> None:
+    """A disk that takes the first checkpoint only while training goes on; or the second one kills the writer."""
+    import dist_transformer.training.saver as saver
+
+    begin, write = saver.Saver.begin, saver.write_state_file
+    trainers: list[Trainer] = []
+    saves: list[int] = []
+    step = Trainer._step
+
+    def noted_step(trainer: Trainer, batch: GlobalBatch) -> bool:
+        trainers[:] = [trainer]
+        return step(trainer, batch)
+
+    def noted_begin(at: saver.Saver, engine: Engine, state: dict[str, int]) -> None:
+        saves.append(state["step"])
+        begin(at, engine, state)
+
+    def faulty_write(*arguments: object) -> None:
+        if fault == "slow disk" and len(saves) == 1:
+            while trainers[0].progress.step < saves[0] + STEPS_MEANWHILE:
+                threading.Event().wait(0.01)
+        write(*arguments)  # type: ignore[arg-type]
+        if fault == "killed while saving" and len(saves) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Trainer._step, saver.Saver.begin, saver.write_state_file = noted_step, noted_begin, faulty_write  # type: ignore
 
 
 def is_noticed() -> bool:

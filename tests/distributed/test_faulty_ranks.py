@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from running import NOT_INHERITED, Command, records, without
+from test_resume import assert_same_run
 
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import EXIT_FAILED, EXIT_USER_ERROR
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).with_name("faulty_train.py")
 SETTINGS = (
-    "training.max_steps=24", "checkpoints.every_steps=2", "checkpoints.keep_last=20", "divergence.window_steps=3",
+    "data.audit=true", "training.max_steps=24",
+    "checkpoints.every_steps=2", "checkpoints.keep_last=20", "divergence.window_steps=3",
     "divergence.patience_steps=4",
 )  # fmt: skip
 FIRST_FAULTY_STEP = 6
@@ -85,12 +87,13 @@ def test_a_spike_of_the_loss_goes_back_to_the_checkpoint_before_it_and_on_with_a
     assert "step_00000006.diverged" in names_in(run / "checkpoints", "*.diverged")
 
 
-def test_at_the_floor_of_the_loss_scale_the_run_goes_on_in_bf16(faulty):
+def test_at_the_floor_of_the_loss_scale_the_run_goes_on_in_bf16_and_so_does_a_resume(faulty, command: Command):
     settings = ("training.precision=fp16", "training.initial_loss_scale=4", "divergence.policy=switch_to_bf16")
     code, said, run = faulty("infinities", "floor", *settings)
     assert code == 0, said
     assert steps_of(run) == list(range(1, 25))
-    assert [record["loss_scale"] for record in records(run)] == [4.0] * 4 + [1.0] * 20
+    command("train", run, "training.max_steps=26")
+    assert [record["loss_scale"] for record in records(run)] == [4.0] * 4 + [1.0] * 22
     assert read_json(sorted((run / "checkpoints").glob("step_????????"))[-1] / "state.json")["precision"] == "bf16"
 
 
@@ -114,4 +117,24 @@ def test_a_rank_out_of_memory_says_so_and_both_leave(faulty):
     assert code == EXIT_FAILED
     assert "can't allocate memory" in said
     assert (run / "crash" / "rank_00001").is_dir()
-    assert names_in(run / "checkpoints", "step_????????")[-1] == "step_00000004"
+    assert names_in(run / "checkpoints", "step_????????")[0] == "step_00000002"  # that of step 4 may be in flight
+
+
+def test_training_goes_on_while_a_rank_still_writes_its_part_of_a_checkpoint(faulty):
+    code, said, run = faulty("slow disk", "slow-disk", "checkpoints.every_steps=12")
+    assert code == 0, said
+    lines = (run / "train.log").read_text(encoding="utf-8").splitlines()
+    saved, later = (
+        next(n for n, line in enumerate(lines) if text in line) for text in ("saved step_00000012", "step      15")
+    )
+    assert saved > later
+
+
+def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before_and_the_run_ends_as_an_undisturbed_one(
+    faulty, train_small
+):
+    expected = train_small("undisturbed-save", *SETTINGS, ranks=2)
+    code, _, run = faulty("killed while saving", "killed-save")
+    assert code == EXIT_FAILED
+    assert names_in(run / "checkpoints", "step_*") == ["step_00000002", "step_00000004.tmp"]
+    assert_same_run(train_small("killed-save", *SETTINGS, ranks=2), expected)

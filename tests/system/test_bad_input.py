@@ -10,6 +10,9 @@ import sys
 import pytest
 from running import records, wait_for_step
 
+from dist_transformer.run_dir import RunDir
+from dist_transformer.training import checkpoints
+
 pytestmark = pytest.mark.slow
 
 
@@ -106,7 +109,7 @@ def test_a_damaged_older_checkpoint_is_left_out_of_the_average(command, trained)
     file.write_text(file.read_text(encoding="utf-8").replace('"step": 3', '"step": 4'), encoding="utf-8")
     said = command("train", "small.yaml", "run.name=damaged-older")
     assert "step_00000003 is damaged" in said
-    assert "average of 1 checkpoints" in said
+    assert "model: average of step_00000006\n" in said
 
 
 def test_a_second_job_on_a_run_folder_is_refused_and_leaves_the_first_alone(command):
@@ -208,3 +211,13 @@ def test_on_a_full_disk_training_goes_on_until_the_last_checkpoint_and_after_mor
     subprocess.run(["mount", "-o", "remount,size=50m", small_disk], check=True)
     command(*arguments)
     assert [r["loss"] for r in records(small_disk)] == [r["loss"] for r in records(trained)]
+
+
+def test_a_run_that_must_not_go_on_without_its_checkpoints_ends_at_the_first_that_fails(command, small_disk, trained):
+    settings = ("checkpoints.every_steps=1", "checkpoints.stop_on_failed_save=true", "training.max_steps=100")
+    said = refusal(command, "train", "small.yaml", "run.name=full", *settings)
+    last = checkpoints.step_of(checkpoints.saved(RunDir(small_disk))[-1])
+    assert f"checkpoint of step {last + 1} was given up: needs 1." in said
+    assert f"the run can go on from step_{last:08d}" in said
+    steps = [r["step"] for r in records(small_disk)]
+    assert last < steps[-1] <= last + 3  # it was being written while the next steps were done

@@ -113,17 +113,12 @@ def test_a_path_without_weights_is_refused_with_what_is_expected_there(command, 
     assert "model.safetensors" in said
 
 
-@pytest.mark.parametrize(
-    ("precision", "zero_stage", "ranks"), [("fp32", 1, 2), ("fp32", 0, 1), ("fp16", 2, 2), ("bf16", 3, 2)]
-)
-def test_a_run_is_the_same_with_and_without_its_dry_run(train_small, precision, zero_stage, ranks):
-    settings = (f"training.precision={precision}", f"training.zero_stage={zero_stage}", "schedule.warmup_steps=1")
-    settings += ("training.max_steps=3",)
-    name = f"{precision}-{zero_stage}"
-    tried = train_small(f"tried-{name}", *settings, "training.dry_run=true", ranks=ranks)
-    untried = train_small(f"untried-{name}", *settings, "training.dry_run=false", ranks=ranks)
+def test_a_run_is_the_same_with_and_without_its_dry_run(train_small):
+    settings = ("training.precision=fp16", "training.zero_stage=3", "schedule.warmup_steps=1", "training.max_steps=3")
+    tried = train_small("tried", *settings, "training.dry_run=true", ranks=2)
+    untried = train_small("untried", *settings, "training.dry_run=false", ranks=2)
     files = sorted(path.name for path in newest(tried).glob("state_*.safetensors"))
-    assert len(files) == ranks
+    assert len(files) == 2
     for name in files:
         found, expected = load_file(newest(tried) / name), load_file(newest(untried) / name)
         assert found.keys() == expected.keys()

@@ -24,7 +24,7 @@ DOORS = {
     "aiohttp": {"data.addresses"},
     "tenacity": {"data.retries"},
     "matplotlib": {"data.report_pages"},
-    "psutil": {"training.memory"},
+    "psutil": {"training.memory", "cli.first_rank"},
     "sacrebleu": {"decoding.score"},
     "yaml": {"config.marks", "config.dialect"},
     "torch.distributed": {"distributed", "training.engine"},

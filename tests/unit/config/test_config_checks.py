@@ -7,7 +7,7 @@ import pytest
 from dist_transformer.config.checks import RESERVED_NAMES
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import Config
-from dist_transformer.errors import ConfigError
+from dist_transformer.errors import ConfigError, UserError
 
 BASE = "run: {name: test}\ndata:\n  train: {demo: train}\n"
 
@@ -61,6 +61,60 @@ def test_a_run_cannot_take_the_name_of_what_all_runs_share(path, name):
     assert f"run.name: '{name}': is kept in run.root for what all runs share" in one_problem_of(
         path, f"run.name={name}"
     )
+
+
+VALIDATED = "data.validation={demo: validation}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["checkpoints.final_model=ema"], "checkpoints.final_model: ema needs training.ema_decay"),
+        (["checkpoints.final_model=average_best"], "checkpoints.final_model: average_best needs checkpoints.keep_best"),
+        (["checkpoints.keep_best=2"], "checkpoints.keep_best: needs data.validation"),
+        (
+            [VALIDATED, "checkpoints.keep_best=2", "checkpoints.every_steps=300", "validation.every_steps=200"],
+            "checkpoints.keep_best: checkpoints.every_steps 300 is no multiple of validation.every_steps 200",
+        ),
+    ],
+)
+def test_a_final_model_of_what_is_not_kept_or_not_known_is_refused(path, overrides, said):
+    assert said in one_problem_of(path, *overrides)
+
+
+def test_every_final_model_can_be_had(path):
+    best = [VALIDATED, "checkpoints.keep_best=2", "checkpoints.every_steps=400", "validation.every_steps=200"]
+    for name in ("average_last", "average_best", "ema"):
+        given = [*best, "training.ema_decay=0.99", f"checkpoints.final_model={name}"]
+        assert load_config(path, given).checkpoints.final_model == name
+
+
+def test_checkpoints_to_keep_that_are_never_written_are_refused(path):
+    said = "checkpoints.keep_every_steps: 700 is no multiple of checkpoints.every_steps 200"
+    assert said in one_problem_of(path, "checkpoints.keep_every_steps=700", "checkpoints.every_steps=200")
+    assert load_config(path, ["checkpoints.keep_every_steps=800", "checkpoints.every_steps=200"])
+
+
+def test_fp32_cannot_be_switched_to_bf16_but_a_run_that_has_been_may_say_so(path):
+    policy = "divergence.policy=switch_to_bf16"
+    assert "switch_to_bf16 is for training.precision: fp16" in one_problem_of(path, policy, "training.precision=fp32")
+    for precision in ("fp16", "bf16"):
+        assert load_config(path, [policy, f"training.precision={precision}"])
+
+
+@pytest.mark.parametrize(("offload", "stage"), [("none", 0), ("optimizer", 1), ("optimizer_and_parameters", 3)])
+def test_what_the_stage_does_not_shard_cannot_be_offloaded(path, offload, stage):
+    given = ["training.precision=fp32", f"training.offload={offload}"]
+    for lower in range(stage):
+        said = f"training.offload: {offload} needs training.zero_stage {stage} or above, got {lower}"
+        assert said in one_problem_of(path, *given, f"training.zero_stage={lower}")
+    assert load_config(path, [*given, f"training.zero_stage={stage}"])
+
+
+def test_a_size_that_is_still_to_be_found_is_no_number_yet(path):
+    assert load_config(path, ["data.max_tokens=512", "data.filters.max_tokens=96"]).data.token_budget() == 512
+    with pytest.raises(UserError, match=r"data\.max_tokens is auto.*Give a number here"):
+        load_config(path, ["data.max_tokens=auto"]).data.token_budget()
 
 
 # --------------------------------------------------------------------------------------------------------- on disk

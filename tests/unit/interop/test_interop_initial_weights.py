@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from dist_transformer.cli.initial_weights import find
 from dist_transformer.config.models import ModelConfig
 from dist_transformer.errors import UserError
 from dist_transformer.interop.initial_weights import (
@@ -14,8 +15,8 @@ from dist_transformer.interop.initial_weights import (
     OTHER_TOKENIZER,
     UNKNOWN,
     Origin,
-    as_text,
     compare,
+    fit_text,
     load_initial_weights,
 )
 from dist_transformer.model.transformer import Transformer
@@ -142,10 +143,17 @@ def test_a_source_of_which_nothing_fits_is_an_error_even_with_init_partially():
 
 
 def test_the_text_has_a_line_for_each_layer_and_every_name_in_it():
-    text = as_text(compare(model_of(), weights_of(model_of(num_decoder_layers=1)), HERE, HERE))
+    text = fit_text(compare(model_of(), weights_of(model_of(num_decoder_layers=1)), HERE, HERE))
     (line,) = [line for line in text.splitlines() if "decoder_layers.1: " in line]
     expected = {
         n.removeprefix("decoder_layers.1.") for n in weights_of(model_of()) if n.startswith("decoder_layers.1.")
     }
     assert set(line.strip().removeprefix("decoder_layers.1: ").split(", ")) == expected
     assert f"{len(expected)} not in the source:" in text
+
+
+@pytest.mark.parametrize(("name", "said"), [("none", "is no folder"), ("empty", "has no weights to start with")])
+def test_a_path_without_weights_is_refused_with_what_may_stand_there(tmp_path, name, said):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=rf"training\.init_from: {tmp_path}/{name} {said}\. Expected a run folder"):
+        find(tmp_path / name)

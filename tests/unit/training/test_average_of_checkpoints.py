@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from dist_transformer.cli import write_model
 from dist_transformer.cli.main import app
-from dist_transformer.cli.write_model import Averaged, write_averaged_model
+from dist_transformer.cli.write_model import Averaged, write_final_model
 from dist_transformer.config.models import CheckpointConfig
 from dist_transformer.errors import CheckpointError
 from dist_transformer.run_dir import RunDir
@@ -29,7 +29,7 @@ def run_dir(tmp_path):
 
 @pytest.fixture
 def averaged(run_dir, monkeypatch):
-    """Calls it with these settings of `checkpoints`; the steps used, and the weights that it would write."""
+    """Calls it with these settings of `checkpoints`; what it says of the model, and the weights that it would write."""
     written = []
     monkeypatch.setattr(write_model, "save_model_folder", lambda folder, weights, *others: written.append(weights))
     tokenizer = SimpleNamespace(source="tokenizer.model", target="tokenizer.model")
@@ -40,10 +40,14 @@ def averaged(run_dir, monkeypatch):
 
     def call(choice=None, **settings):
         config = SimpleNamespace(checkpoints=CheckpointConfig(**{"every_steps": 2, **settings}), model=None)
-        used = write_averaged_model(config, run_dir, Path(), manifest, Path(), choice)
-        return [int(path.name[-8:]) for path in used], written[-1]
+        made_of = write_final_model(config, run_dir, Path(), manifest, Path(), choice)
+        return made_of, written[-1]
 
     return call
+
+
+def average_of(*steps, what="average"):
+    return f"{what} of {', '.join(f'step_{step:08d}' for step in steps)}"
 
 
 def mean_of(part, *steps):
@@ -62,30 +66,43 @@ def mean_of(part, *steps):
     ],
 )
 def test_the_configuration_says_what_the_final_model_is(averaged, settings, part, steps):
-    used, weights = averaged(**settings)
-    assert used == steps
+    made_of, weights = averaged(**settings)
+    assert made_of == average_of(*steps, what="moving average" if part == "ema" else "average")
     assert weights.keys() == SHAPES.keys()
     for name, mean in mean_of(part, *steps).items():
         torch.testing.assert_close(weights[name], mean)
 
 
 def test_a_choice_goes_before_the_configuration(averaged):
-    assert averaged(Averaged("average_last", 1), final_model="ema")[0] == [8]
-    assert averaged(Averaged("average_best", 1))[0] == [2]
+    assert averaged(Averaged("average_last", 1), final_model="ema")[0] == average_of(8)
+    assert averaged(Averaged("average_best", 1))[0] == average_of(2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("average_last", "(whole)"), ("average_best", "(whole and with a validation loss)")]
+)
+def test_fewer_than_asked_for_are_taken_with_a_warning_but_not_where_only_the_configuration_asks(
+    averaged, caplog, kind, said
+):
+    assert averaged(Averaged(kind, 4))[0] == averaged(final_model=kind, keep_best=9, average_last=9)[0]
+    assert not caplog.messages
+    assert averaged(Averaged(kind, 5))[0] == average_of(2, 4, 6, 8)
+    assert caplog.messages == [f"5 checkpoints asked for, 4 there {said}"]
 
 
 @pytest.mark.parametrize("final_model", ["average_last", "average_best", "ema"])
 def test_damaged_checkpoints_are_left_out_and_named(averaged, run_dir, caplog, final_model):
     path = run_dir.checkpoints / "step_00000008" / "state_0.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    used, _ = averaged(final_model=final_model, average_last=2, keep_best=4)
-    assert used == {"average_last": [6], "average_best": [2, 4, 6], "ema": [6]}[final_model]
+    made_of, _ = averaged(final_model=final_model, average_last=2, keep_best=4)
+    steps = {"average_last": [6], "average_best": [2, 4, 6], "ema": [6]}[final_model]
+    assert made_of.partition("average ")[2] == average_of(*steps).removeprefix("average ")
     assert "step_00000008 is damaged (state_0.safetensors has" in caplog.text
 
 
 def test_another_runs_checkpoint_is_left_out_and_named(averaged, run_dir, caplog):
     save(run_dir, 6, parts=PARTS, run_id="another")
-    assert averaged(average_last=2)[0] == [8]
+    assert averaged(average_last=2)[0] == average_of(8)
     assert "belongs to another run, another" in caplog.text
 
 

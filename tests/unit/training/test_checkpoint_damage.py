@@ -1,5 +1,6 @@
 """Damage of every kind to every file of a checkpoint: never a silent load; the newest whole one is taken, or none."""
 
+import random
 import shutil
 
 import pytest
@@ -102,15 +103,14 @@ def test_a_file_too_many_is_named_but_hidden_ones_are_left_aside(run_dir):
     assert checkpoints.damage(newest, RUN_ID) == "state_2.safetensors is not in the manifest"
 
 
-@pytest.mark.slow
-def test_any_flipped_bit_of_the_manifest_is_found(run_dir):
+def test_a_flipped_bit_in_any_byte_of_the_manifest_is_found(run_dir):
     path = run_dir.checkpoints / NEWEST / "manifest.json"
-    content = path.read_bytes()
-    for bit in range(8 * len(content)):
+    content, bits = path.read_bytes(), random.Random(5)
+    for byte in range(len(content)):
         flipped = bytearray(content)
-        flipped[bit // 8] ^= 1 << bit % 8
+        flipped[byte] ^= 1 << bits.randrange(8)
         path.write_bytes(flipped)
-        assert checkpoints.damage(path.parent, RUN_ID) is not None, (bit, bytes(flipped))
+        assert checkpoints.damage(path.parent, RUN_ID) is not None, (byte, bytes(flipped))
 
 
 @pytest.mark.parametrize("file", FILES)

@@ -172,8 +172,8 @@ def a_run(run_dir, losses):
         save(run_dir, step, num_ranks=1, validation=None if loss is None else {"loss": loss})
 
 
-def kept(run_dir, **values):
-    checkpoints.retain(run_dir, CheckpointConfig(**{"every_steps": 2, "keep_last": 1, **values}))
+def kept(run_dir, patience_steps=1000, **values):
+    checkpoints.retain(run_dir, CheckpointConfig(**{"every_steps": 2, "keep_last": 1, **values}), patience_steps)
     return names(checkpoints.saved(run_dir))
 
 
@@ -186,6 +186,12 @@ def test_the_newest_and_the_last_regular_ones_are_kept_and_those_of_stops_are_no
     save(run_dir, 8)
     assert kept(run_dir, keep_last=3) == [4, 6, 8]
     assert not list(run_dir.checkpoints.glob("*.trash"))
+
+
+def test_one_that_a_divergence_noticed_now_would_leave_is_kept(run_dir):
+    a_run(run_dir, dict.fromkeys((2, 4, 6, 8, 10, 12)))
+    assert kept(run_dir, patience_steps=2, keep_last=2) == [6, 10, 12]
+    assert kept(run_dir, patience_steps=100) == [12]
 
 
 def test_the_best_are_kept_besides_and_a_loss_that_is_no_number_is_never_best(run_dir):

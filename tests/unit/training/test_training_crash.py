@@ -9,8 +9,10 @@ import torch
 import yaml
 from plain_torch import TINY, VOCABULARY
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
 from dist_transformer.cli import replay_crash
+from dist_transformer.cli.main import app
 from dist_transformer.cli.run_data import open_run_data
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import Config
@@ -137,13 +139,24 @@ def test_without_a_rank_the_one_that_failed_by_itself_and_last_is_taken(tmp_path
         as_rank(run_dir, rank, time=time)
     assert read_crash(run_dir, None).values["text"] == "new"
     assert read_crash(run_dir, 4).values["follows_another"].startswith("another rank has left")
-    with pytest.raises(UserError, match=r"rank 7 of this run has crashed there \(crashed: 2, 3, 4\)"):
+    with pytest.raises(UserError, match=r"rank 7 left no record of a crash; there are those of ranks 2, 3, 4$"):
         read_crash(run_dir, 7)
 
 
 def test_a_run_that_never_crashed_has_nothing_to_replay(tmp_path):
-    with pytest.raises(UserError, match=r"nothing to replay, no rank of this run has crashed"):
+    with pytest.raises(
+        UserError, match=r"nothing to replay: no rank of this run left a record of a crash: a stop, or an error"
+    ):
         read_crash(RunDir(tmp_path), None)
+
+
+@pytest.mark.parametrize("option", [["--replay-crash"], ["--crash-rank", "0"]])
+def test_a_crash_is_that_of_a_run_folder_and_not_of_a_yaml_file(tmp_path, option):
+    """The file's own run name is another than the override says, or may become one."""
+    (tmp_path / "run.yaml").write_text("run: {name: other}\ndata: {train: {demo: train}}\n", encoding="utf-8")
+    result = CliRunner().invoke(app, ["train", str(tmp_path / "run.yaml"), "run.name=mine", *option])
+    assert isinstance(result.exception, UserError)
+    assert "run.yaml: expected a run folder" in str(result.exception)
 
 
 @pytest.mark.parametrize("name", ["crash.json", "batch.safetensors"])
@@ -233,4 +246,5 @@ def test_replay_crash_runs_the_rows_again_and_touches_nothing(train_small, comma
 
     config_text = yaml.safe_load((run / "crash" / "rank_00000" / "config.yaml").read_text(encoding="utf-8"))
     assert config_text["model"]["dropout"] == 0.0
-    assert "rank 3 of this run has crashed" in command("train", run, "--replay-crash", "--crash-rank", 3, code=2)
+    said = command("train", run, "--replay-crash", "--crash-rank", 3, code=2)
+    assert "rank 3 left no record of a crash; there are those of ranks 0" in said

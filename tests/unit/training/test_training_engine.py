@@ -12,12 +12,8 @@ STAGES_AND_PRECISIONS = [
     (0, "bf16"), (1, "bf16"), (2, "bf16"), (3, "bf16"),
     (1, "fp16"), (2, "fp16"), (3, "fp16"),
 ]  # fmt: skip
-OFFLOADS = [(1, "optimizer"), (2, "optimizer"), (3, "optimizer"), (3, "optimizer_and_parameters")]
-EVERYTHING = [
-    *((stage, precision, "none") for stage, precision in STAGES_AND_PRECISIONS if precision != "bf16"),
-    *(pytest.param(stage, "bf16", "none", marks=pytest.mark.slow) for stage in range(4)),
-    *(pytest.param(s, p, offload, marks=pytest.mark.slow) for s, offload in OFFLOADS for p in ("fp32", "fp16")),
-]
+WITHOUT_BF16 = [(stage, precision) for stage, precision in STAGES_AND_PRECISIONS if precision != "bf16"]
+"""The rest, and everything offloaded, is in the matrix of tests/distributed."""
 
 
 def train(engine, steps, learning_rate=1e-2) -> list[float]:
@@ -58,15 +54,13 @@ def test_every_stage_and_precision_trains_as_plain_torch_does(make_engine, batch
     assert engine.gradient_norm() == pytest.approx(expected.norms[-1], rel=10 * TOLERANCE[precision])
 
 
-@pytest.mark.parametrize(("stage", "precision", "offload"), EVERYTHING)
+@pytest.mark.parametrize(("stage", "precision"), WITHOUT_BF16)
 def test_the_norm_is_of_the_unscaled_gradient_of_the_whole_step_and_clipping_is_by_it(
-    make_engine, batches, stage, precision, offload
+    make_engine, batches, stage, precision
 ):
     """Adam hides the size of a gradient in the weights, but not in its first moment: (1 - beta1) * clipped gradient."""
     clip, tolerance = 0.25, TOLERANCE[precision]
-    engine = make_engine(
-        zero_stage=stage, precision=precision, offload=offload, gradient_clip_norm=clip, initial_loss_scale=1024
-    )
+    engine = make_engine(zero_stage=stage, precision=precision, gradient_clip_norm=clip, initial_loss_scale=1024)
     expected = train_on_plain_torch([batches[:4]], learning_rate=1e-2, clip_norm=clip)
     train(engine, [batches[:4]])
     assert expected.norms[0] > 2 * clip
@@ -89,10 +83,10 @@ def test_a_micro_batch_without_real_targets_changes_nothing(make_engine, batches
     assert with_it == train(make_engine(zero_stage=stage), [[batches[0]], [batches[1]]])
 
 
-@pytest.mark.parametrize(("stage", "precision", "offload"), EVERYTHING)
-def test_a_gradient_that_is_not_finite_moves_nothing(make_engine, batches, stage, precision, offload):
+@pytest.mark.parametrize(("stage", "precision"), WITHOUT_BF16)
+def test_a_gradient_that_is_not_finite_moves_nothing(make_engine, batches, stage, precision):
     """Neither then nor later: the step after it is as if it had not been."""
-    settings = dict(zero_stage=stage, precision=precision, offload=offload, ema_decay=0.9, initial_loss_scale=1024)
+    settings = dict(zero_stage=stage, precision=precision, ema_decay=0.9, initial_loss_scale=1024)
     engine = make_engine(**settings)
     train(engine, [[batches[0]]])
     before = state_of(engine)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dist_transformer.errors import UserError
+from dist_transformer.training import memory
 from dist_transformer.training.memory import (
     RESERVED_ADDRESS_BYTES,
     Allowance,
@@ -71,9 +72,13 @@ def test_no_cgroup_or_no_limit_says_nothing(tmp_path):
     assert left(tmp_path, "0::/free\n1:name=systemd:/\n") == []
 
 
-def test_ranks_of_one_machine_share_its_memory(ranks):
-    two = allowance(dataclasses.replace(ranks, ranks_per_node=2)).bytes
-    assert allowance(ranks).bytes == pytest.approx(2 * two, rel=0.05)  # other programs come and go
+def test_ranks_of_one_machine_share_its_memory(ranks, monkeypatch, tmp_path):
+    left = psutil.virtual_memory()._replace(available=10**9)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: left)
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)  # without a limit
+    of_four = allowance(dataclasses.replace(ranks, ranks_per_node=4))
+    assert of_four == Allowance(2 * 10**8, "the machine's memory")
+    assert allowance(ranks) == Allowance(8 * 10**8, "the machine's memory")
 
 
 def test_the_peak_is_that_since_it_was_begun_and_not_of_all_the_process(ranks):

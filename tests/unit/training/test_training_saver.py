@@ -169,7 +169,7 @@ def test_too_little_space_is_known_before_anything_is_written(run_dir, monkeypat
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(saver.shutil, "disk_usage", lambda path: usage._replace(free=10**6))
     (problem,) = {saved.problem for saved in save(run_dir, 5)}
-    assert f"1 MB are free on {run_dir.checkpoints}" in problem
+    assert f"1.0 MB are free on {run_dir.checkpoints}" in problem
     assert "there is no earlier checkpoint" in problem
 
 

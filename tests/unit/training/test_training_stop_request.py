@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
+from running import without
 
 from dist_transformer.stop_request import END_TIME_VARIABLE, STOP_SIGNALS, StopRequest
 
@@ -41,10 +42,11 @@ def start() -> Iterator[Start]:
     """Starts a process that listens; it has answered "ready" when it is handed over."""
     started = []
 
-    def begin(body: str = ANSWERING) -> "subprocess.Popen[str]":
+    def begin(body: str = ANSWERING, **environment: str) -> "subprocess.Popen[str]":
         program = PROGRAM.format(body=textwrap.dedent(body), repeat_seconds=AT_ONCE)
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, **pipes)
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        variables = {**without(["RANK"]), **environment}
+        process = subprocess.Popen([sys.executable, "-c", program], start_new_session=True, env=variables, **pipes)
         started.append(process)
         assert process.stdout.readline() == "ready\n"
         return process
@@ -70,6 +72,31 @@ def test_the_same_signal_again_ends_the_process_at_once(start, number):
     assert reason_of(process) == f"signal {number.name}"
     process.send_signal(number)
     assert process.wait(30) == 128 + number
+
+
+@pytest.mark.parametrize(("environment", "is_heard"), [({}, True), ({"RANK": "0"}, True), ({"RANK": "1"}, False)])
+def test_a_person_is_told_what_a_signal_does_and_by_one_rank_only(start, environment, is_heard):
+    process = start(**environment)
+    process.send_signal(signal.SIGINT)
+    assert reason_of(process) == "signal SIGINT"
+    first = process.stderr.readline() if is_heard else ""
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 128 + signal.SIGINT
+    said = ["SIGINT: saving at the end of this step", "SIGINT again: ended at once"] if is_heard else []
+    lines = [first, *process.stderr.readlines()] if is_heard else process.stderr.readlines()
+    assert [line.partition(";")[0] for line in lines] == said
+
+
+def test_an_end_does_not_wait_for_a_reader_of_what_is_said(start):
+    """A pipe that is full, such as that of a pager."""
+    fills = (
+        "import os\nos.set_blocking(2, False)\ntry:\n    while os.write(2, bytes(4096)): pass\nexcept OSError: pass\n"
+    )
+    process = start(fills + "os.set_blocking(2, True)" + ANSWERING)
+    process.send_signal(signal.SIGINT)
+    assert reason_of(process) == "signal SIGINT"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(30) == 128 + signal.SIGINT
 
 
 def test_a_second_signal_ends_a_process_that_hangs_in_a_collective(start):

@@ -1,0 +1,71 @@
+"""What one rank does for all: the others wait without a time limit, as long as it moves."""
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar, cast
+
+import psutil
+
+from dist_transformer.distributed import Ranks
+from dist_transformer.errors import UserError
+
+Result = TypeVar("Result")
+LOOK_SECONDS = 0.5
+"""How often the ranks ask whether it is done."""
+
+
+def by_first_rank(ranks: Ranks, work: Callable[[], Result], progress: Callable[[], None]) -> Result:
+    """Rank 0's result of `work`, on every rank (collective).
+
+    `work` runs in a thread, so that hashing or copying for longer than training.hang_seconds is no hang; it may not make
+    collectives. `progress` is called on every rank while the thread uses the processor: a stalled disk does not.
+
+    Raises:
+        UserError: `work` did, on every rank. Any other exception is raised on rank 0 alone.
+    """
+    worker = _Worker(work) if ranks.is_first else None
+    if worker is not None:
+        worker.start()
+    before: list[float | None] = []
+    while True:
+        if worker is not None:
+            worker.join(LOOK_SECONDS)
+        standing: float | None = ranks.from_first(worker.used_seconds() if worker is not None else None)
+        if standing is None:
+            break
+        if [standing] != before:
+            progress()
+        before = [standing]
+    result: Result | UserError = ranks.from_first(worker.result() if worker is not None else None)
+    if isinstance(result, UserError):
+        raise result.agreed()
+    return result
+
+
+class _Worker(threading.Thread, Generic[Result]):
+    def __init__(self, work: Callable[[], Result]) -> None:
+        super().__init__(name="work for all ranks", daemon=True)
+        self._work = work
+        self._result: Result | UserError | None = None
+        self._error: BaseException | None = None
+        self._threads_before = {thread.id for thread in psutil.Process().threads()}
+
+    def run(self) -> None:
+        try:
+            self._result = self._work()
+        except UserError as error:
+            self._result = error
+        except BaseException as error:  # noqa: BLE001  (raised again by `result`, in the thread that can tell of it)
+            self._error = error
+
+    def used_seconds(self) -> float | None:
+        """Processor time of it and of the threads that it started; None when it has ended."""
+        if not self.is_alive():
+            return None
+        own = [thread for thread in psutil.Process().threads() if thread.id not in self._threads_before]
+        return float(sum(thread.user_time + thread.system_time for thread in own))
+
+    def result(self) -> "Result | UserError":
+        if self._error is not None:
+            raise self._error
+        return cast("Result | UserError", self._result)
