@@ -12,6 +12,7 @@ from dist_transformer.errors import DataError, UserError
 from dist_transformer.run_dir import RunDir, read_json
 from dist_transformer.tracking.metrics_log import read_records
 from dist_transformer.training import checkpoints
+from dist_transformer.training.state_files import STATE
 
 
 def audit_run(config: Config, run_dir: RunDir) -> None:
@@ -25,8 +26,8 @@ def audit_run(config: Config, run_dir: RunDir) -> None:
         raise UserError(f"{run_dir.audit}: no such file; the row ids are written by a run with data.audit=true")
     if not (saved := checkpoints.saved(run_dir)):
         raise UserError(f"{run_dir.checkpoints}: no checkpoint yet; batches are checked up to the newest one")
-    state = read_json(saved[-1] / "state.json")
-    position = position_from_json(state["position"], str(saved[-1] / "state.json"))
+    state = read_json(saved[-1] / STATE)
+    position = position_from_json(state["position"], str(saved[-1] / STATE))
     folder = prepared_folder(config)
     data = RunData(config, folder, Manifest.load(folder))
     audit = _read(config, run_dir, data, state["batches"])

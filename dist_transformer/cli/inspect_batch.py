@@ -18,6 +18,7 @@ from dist_transformer.run_dir import RunDir, read_json
 from dist_transformer.training import checkpoints
 from dist_transformer.training.checkpoints import Checkpoint
 from dist_transformer.training.records import Progress
+from dist_transformer.training.state_files import STATE
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def _checkpoints(run_dir: RunDir) -> list[Checkpoint]:
     found = []
     for path in checkpoints.saved(run_dir):
         try:
-            found.append(Checkpoint(path, read_json(path / "state.json")))
+            found.append(Checkpoint(path, read_json(path / STATE)))
         except (OSError, ValueError) as error:
             print(f"{path} is left out: its state.json cannot be read ({error})", file=sys.stderr)
     return found
@@ -124,7 +125,7 @@ def _progress(data: RunData, beginning: Checkpoint | None, newest: Checkpoint | 
     """Where to begin. What the run left out of windows until now is left out of them again, mended or not."""
     position = data.start() if beginning is None else data.position_of(beginning)
     if newest is not None:
-        where = str(newest.path / "state.json")
+        where = str(newest.path / STATE)
         position = replace(position, quarantined=position_from_json(newest.state["position"], where).quarantined)
     state = {} if beginning is None else beginning.state
     return Progress(position, batches=state.get("batches", 0), total_target_tokens=state.get("total_target_tokens", 0))

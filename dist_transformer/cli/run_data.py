@@ -17,6 +17,7 @@ from dist_transformer.data.segments import Planner
 from dist_transformer.data.window import WindowBuilder
 from dist_transformer.errors import CheckpointError, DataError
 from dist_transformer.training.checkpoints import Checkpoint
+from dist_transformer.training.state_files import STATE
 
 DIGEST_DIGITS = 16
 
@@ -92,7 +93,7 @@ class RunData:
         Raises:
             CheckpointError: another version wrote it, or what decides the order of the data has changed.
         """
-        position = position_from_json(checkpoint.state["position"], str(checkpoint.path / "state.json"))
+        position = position_from_json(checkpoint.state["position"], str(checkpoint.path / STATE))
         lanes_before = len(position.lanes)
         allowed = {"data.lanes"} if lanes_before == self.config.data.reslice_from else set()
         _refuse_changes(checkpoint, self.recipe(), allowed)

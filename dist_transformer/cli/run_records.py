@@ -19,6 +19,7 @@ from dist_transformer.tracking.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.tracker import Tracker
 from dist_transformer.training import checkpoints
 from dist_transformer.training.records import Journal, Progress
+from dist_transformer.training.state_files import STATE
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def open_records(
             checkpoints.retain(run_dir, config.checkpoints, config.divergence.patience_steps)
             _note_step(run_dir, step)
             if tracker is not None:
-                tracker.checkpoint_saved(step, path, read_json(path / "state.json")["validation"] or {})
+                tracker.checkpoint_saved(step, path, read_json(path / STATE)["validation"] or {})
         except OSError as error:  # a full disk must not end what goes on in memory
             log.warning("after checkpoint %s: %s", path.name, error)
 

@@ -81,7 +81,8 @@ def write_crash(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         micro_batches = [mb for mb in (batch.micro_batches if batch else []) if mb is not None]
-        write_json(temporary / "crash.json", _values(ranks, error, progress, batch, micro_batches))
+        start = read_json(run_dir.state)["starts"] if run_dir.state.is_file() else 0
+        write_json(temporary / "crash.json", {"start": start, **_values(ranks, error, progress, batch, micro_batches)})
         write_text(temporary / "config.yaml", to_yaml(config))
         save_file(_tensors(micro_batches), temporary / "batch.safetensors")
         flush_to_disk(temporary / "batch.safetensors")
@@ -95,7 +96,7 @@ def write_crash(
 
 
 def read_crash(run_dir: RunDir, rank: int | None) -> Crash:
-    """The record of this rank; None: of the one that failed by itself, and last.
+    """The record of this rank; None: of the newest start's, that of the rank that failed by itself.
 
     Raises:
         UserError: there is none, or it cannot be read.
@@ -115,7 +116,10 @@ def read_crash(run_dir: RunDir, rank: int | None) -> Crash:
             )
         )
     crashes = [_read(folder) for folder in folders]
-    return max(crashes, key=lambda crash: (crash.values["follows_another"] is None, crash.values["time"]))
+    return max(
+        crashes,
+        key=lambda crash: (crash.values["start"], crash.values["follows_another"] is None, crash.values["time"]),
+    )
 
 
 def _values(
