@@ -139,10 +139,11 @@ def test_without_a_rank_the_one_that_failed_by_itself_and_last_is_taken(tmp_path
         as_rank(run_dir, rank, time=time)
     assert read_crash(run_dir, None).values["text"] == "new"
     assert read_crash(run_dir, 4).values["follows_another"].startswith("another rank has left")
-    as_rank(run_dir, 4, start=1)  # of a later start, whose first rank to fail could write nothing
-    assert read_crash(run_dir, None).values["rank"] == 4
     with pytest.raises(UserError, match=r"rank 7 left no record of a crash; there are those of ranks 2, 3, 4$"):
         read_crash(run_dir, 7)
+    write_crash(run_dir, ranks, lost, CONFIG, PROGRESS, BATCH)
+    as_rank(run_dir, 5, start=1)  # of a later start, whose first rank to fail could write nothing
+    assert read_crash(run_dir, None).values["rank"] == 5
 
 
 def test_a_run_that_never_crashed_has_nothing_to_replay(tmp_path):
