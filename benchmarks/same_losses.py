@@ -20,8 +20,9 @@ import common
 
 DEMO = Path(__file__).resolve().parents[1] / "configs" / "demo.yaml"
 STAGES = {"fp32": (0, 1, 2, 3), "bf16": (0, 1, 2, 3), "fp16": (1, 2, 3)}
-TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 5e-3}
-"""Order of summation in fp32; then the 8 and 11 bits of the short formats."""
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
+"""In fp32 sums of another order agree to 1e-7, until the input of a ReLU that is within that of zero falls on its other side:
+the gradient of that unit then jumps by a token's share, and Adam spreads it. Then the 8 and 11 bits of the short formats."""
 Case = tuple[str, int, int]
 """Precision, stage, ranks."""
 
@@ -33,6 +34,7 @@ def main() -> None:
         (precision, stage, num_ranks)
         for precision in arguments.precisions
         for stage, num_ranks in product(STAGES[precision], arguments.ranks)
+        if stage in arguments.stages
     ]
     with tempfile.TemporaryDirectory() as folder:
         losses = {case: _losses(case, arguments, Path(folder)) for case in dict.fromkeys([("fp32", 0, 1), *cases])}
@@ -87,6 +89,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--precisions", nargs="+", choices=list(STAGES), default=list(STAGES))
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--max-tokens", type=int, default=256)
     return common.arguments_of(parser, rounds=1)

@@ -95,3 +95,12 @@ def test_the_checkpoint_benchmark_saves_and_resumes_in_both_ways(tmp_path: Path,
     assert ours["still_seconds"] == pytest.approx(ours["begin_seconds"] + ours["finish_seconds"])
     assert ours["megabytes"] == pytest.approx(figures["parameters"]["tiny"] * 12 / 1e6, rel=0.05)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"]
+
+
+@pytest.mark.slow
+def test_the_comparison_of_losses_trains_the_demo_model_in_each_way(tmp_path: Path) -> None:
+    sizes = ["--precisions", "fp32", "--stages", "1", "--ranks", "2", "--steps", "2", "--max-tokens", "200"]
+    printed, figures = run("same_losses.py", tmp_path / "losses.json", *sizes)
+    assert printed.count("| --- |") == 1
+    assert figures["fp32 1 2"]["difference"] < 1e-5
+    assert len(figures["fp32 1 2"]["losses"]) == 2
