@@ -33,7 +33,7 @@ tokenizer: {{vocabulary_size: 200}}
 model: {{preset: tiny, d_model: 32, d_ff: 64, num_encoder_layers: 1, num_decoder_layers: 1, dropout: 0.1}}
 optimizer: {{learning_rate: 0.01}}
 schedule: {{warmup_steps: 4}}
-training: {{max_steps: 6, precision: fp32, log_every_steps: 1, hang_seconds: 120}}
+training: {{max_steps: 6, precision: fp32, log_every_steps: 1, hang_seconds: 120, dry_run: false}}
 validation: {{every_steps: 100}}
 checkpoints: {{every_steps: 3, keep_last: 3, average_last: 2}}
 tracking: {{enabled: false}}

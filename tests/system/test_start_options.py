@@ -140,7 +140,7 @@ def under_limit(command, kilobytes: int, *overrides: str) -> subprocess.Complete
 
 
 def test_micro_batches_too_large_for_memory_end_the_run_before_its_first_step_with_the_way_out(command, origin):
-    done = under_limit(command, 6_000_000, "run.name=too-large", "data.max_tokens=4000000")
+    done = under_limit(command, 6_000_000, "run.name=too-large", "data.max_tokens=4000000", "training.dry_run=true")
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "out of memory in the dry run of the largest micro-batch, 20833 x (96 + 96) tokens" in done.stderr
