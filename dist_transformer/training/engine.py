@@ -1,9 +1,9 @@
 """The only door to DeepSpeed: wraps the model in ZeRO, makes a step of it, shows and sets its whole state.
 
-What DeepSpeed 0.19.8 gets wrong is mended here, each mend with a test:
-- stages 1 to 3 with fp16 halve the gradient on each step at which the loss scale grows (`_delay_scale_growth`;
+What DeepSpeed 0.19.8 gets wrong is mended here and in deepspeed_mends.py, each mend with a test:
+- stages 1 to 3 with fp16 halve the gradient on each step at which the loss scale grows (`delay_scale_growth`;
   https://github.com/deepspeedai/DeepSpeed/pull/8588);
-- stage 0 reports no gradient norm and applies non-finite gradients (`_guard_stage_0`);
+- stage 0 reports no gradient norm and applies non-finite gradients (`guard_stage_0`);
 - at the floor of fp16's loss scale it raises in the middle of a step (`Engine.step`);
 - timeouts do not reach its data-parallel group (`_pass_timeout`);
 - on CPUs it compiles a shared-memory op that training never uses, and refuses fp16 (`_prepare_cpu`).
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from dist_transformer.config.models import OptimizerConfig, TrainingConfig
 from dist_transformer.distributed import Ranks
+from dist_transformer.training.deepspeed_mends import delay_scale_growth, guard_stage_0
 from dist_transformer.training.divergence import Diverged
 from dist_transformer.training.fragments import Fragment, Piece, fragments, masters, pieces, publish, whole_shapes
 from dist_transformer.training.objective import Objective
@@ -82,9 +83,9 @@ class Engine:
         )
         make_state(_inner_optimizer(self._engine), self._masters(), self._ema_decay is not None)
         if self._stage == 0:
-            _guard_stage_0(self._engine, training.gradient_clip_norm)
+            guard_stage_0(self._engine, training.gradient_clip_norm)
         elif training.precision == "fp16":
-            _delay_scale_growth(self._engine.optimizer)
+            delay_scale_growth(self._engine.optimizer)
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -281,42 +282,3 @@ def _named_collective(name: str, over: Any) -> str:
     if not tensors:
         return name
     return f"{name} of {sum(t.numel() for t in tensors):,} {str(tensors[0].dtype).removeprefix('torch.')}"
-
-
-def _delay_scale_growth(optimizer: Any) -> None:
-    """Lets the loss scale grow only after the update that still unscales by the old one."""
-    update_scale, step = optimizer._update_scale, optimizer.step
-    waiting: list[bool] = []
-
-    def delayed(has_overflow: bool) -> None:
-        if has_overflow:
-            update_scale(True)
-        else:
-            waiting.append(False)
-
-    def step_then_grow(*args: Any, **kwargs: Any) -> Any:
-        result = step(*args, **kwargs)
-        while waiting:
-            update_scale(waiting.pop())
-        return result
-
-    optimizer._update_scale = delayed
-    optimizer.step = step_then_grow
-
-
-def _guard_stage_0(engine: Any, clip_norm: float) -> None:
-    """Gradient norm, clipping and the skip of non-finite gradients, which stage 0 lacks."""
-    optimizer, step = engine.optimizer, engine.optimizer.step
-
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        norm = torch.nn.utils.get_total_norm(p.grad for p in engine.module.parameters() if p.grad is not None)
-        optimizer._global_grad_norm = norm
-        optimizer.overflow = not bool(torch.isfinite(norm))
-        if optimizer.overflow:
-            return None
-        if clip_norm:
-            torch.nn.utils.clip_grads_with_norm_(engine.module.parameters(), clip_norm, norm)
-        return step(*args, **kwargs)
-
-    engine.gradient_clipping = lambda: 0.0  # the guard clips
-    optimizer.step = guarded

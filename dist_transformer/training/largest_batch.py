@@ -79,8 +79,11 @@ def largest_shapes(data: DataConfig) -> list[Shape]:
         rows * source,
         tokens,
     ]
-    places = [int(np.argmax(size * (budget + 1) + tokens)) for size in sizes]  # among equals that of most tokens
-    return list(dict.fromkeys(Shape(int(rows[i]), int(source[i]), int(target[i])) for i in places))
+    places: list[int] = []
+    for size in sizes:
+        if not places or size[places].max() < size.max():  # else one that was chosen already is as large
+            places.append(int(np.argmax(size * (budget + 1) + tokens)))  # among equals that of most tokens
+    return [Shape(int(rows[i]), int(source[i]), int(target[i])) for i in places]
 
 
 def dry_run(

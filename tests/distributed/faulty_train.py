@@ -46,8 +46,8 @@ def install(fault: str) -> None:
             loss_sum = loss_sum * float("inf")
         backward(engine, loss_sum, global_tokens)
 
-    Trainer._step = faulty_step  # type: ignore[method-assign]
-    Engine.backward = faulty_backward  # type: ignore[method-assign]
+    Trainer._step = faulty_step
+    Engine.backward = faulty_backward
     if fault in ("slow disk", "killed while saving"):
         install_disk(fault)
     if fault == "spike":
@@ -56,10 +56,10 @@ def install(fault: str) -> None:
         forward = loop.forward
 
         def faulty_forward(*arguments: object) -> tuple[Tensor, Tensor]:
-            loss, nll = forward(*arguments)  # type: ignore[arg-type]
+            loss, nll = forward(*arguments)
             return (loss * SPIKE, nll) if at_work else (loss, nll)
 
-        loop.forward = faulty_forward  # type: ignore[assignment]
+        loop.forward = faulty_forward
 
 
 def install_disk(fault: str) -> None:
@@ -83,11 +83,11 @@ def install_disk(fault: str) -> None:
         if fault == "slow disk" and len(saves) == 1:
             while trainers[0].progress.step < saves[0] + STEPS_MEANWHILE:
                 threading.Event().wait(0.01)
-        write(*arguments)  # type: ignore[arg-type]
+        write(*arguments)
         if fault == "killed while saving" and len(saves) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Trainer._step, saver.Saver.begin, saver.write_state_file = noted_step, noted_begin, faulty_write  # type: ignore
+    Trainer._step, saver.Saver.begin, saver.write_state_file = noted_step, noted_begin, faulty_write
 
 
 def is_noticed() -> bool:

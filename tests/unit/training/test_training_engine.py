@@ -107,7 +107,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(make_engine, batches, stage
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fp16_updates_keep_their_size_while_the_loss_scale_grows(make_engine, batches, stage, monkeypatch):
-    """With SGD an update is the gradient: DeepSpeed 0.19.8 halves it at each growth (facts behind `_delay_scale_growth`)."""
+    """With SGD an update is the gradient: DeepSpeed 0.19.8 halves it at each growth (facts behind `delay_scale_growth`)."""
     from dist_transformer.training import engine as engine_module
 
     monkeypatch.setattr(
