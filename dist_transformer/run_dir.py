@@ -71,6 +71,11 @@ class RunDir:
         return self.path / "lock"
 
     @property
+    def owner(self) -> Path:
+        """Who trains in this folder: host, process, job, and a heartbeat, its modification time."""
+        return self.path / "owner.json"
+
+    @property
     def slurm(self) -> Path:
         """What was submitted: the exact script, its environment, the code snapshot, the job's logs."""
         return self.path / "slurm"
@@ -95,9 +100,24 @@ class RunDir:
         return self.slurm / "restarts.json"
 
     @property
+    def attempts(self) -> Path:
+        """One JSON record a line of each attempt of a job: `event` is "began" or "ended"."""
+        return self.slurm / "attempts.jsonl"
+
+    @property
     def first_exit(self) -> Path:
-        """Exit code of the first rank that failed in this attempt of the job."""
+        """Exit code and host of the first rank that failed in this attempt of the job."""
         return self.slurm / "first_exit"
+
+    @property
+    def preflight(self) -> Path:
+        """What the check of the nodes found, one folder an attempt."""
+        return self.slurm / "preflight"
+
+    @property
+    def excluded(self) -> Path:
+        """Nodes that the run keeps away from by itself, each with the reason."""
+        return self.slurm / "excluded.json"
 
     @property
     def divergence(self) -> Path:

@@ -14,6 +14,7 @@ from dist_transformer.cli.run_records import newest_steps, note, open_records
 from dist_transformer.cli.write_model import write_final_model
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import Config
+from dist_transformer.config.sizes import offloaded_bytes, snapshot_bytes, state_bytes
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import CheckpointError, DistTransformerError, UserError
@@ -29,7 +30,7 @@ from dist_transformer.training.engine import Engine
 from dist_transformer.training.feed import Feed
 from dist_transformer.training.largest_batch import dry_run, find_max_tokens, largest_shapes
 from dist_transformer.training.loop import Outcome, Trainer
-from dist_transformer.training.memory import offloaded_bytes, snapshot_bytes, state_bytes, telling_out_of_memory
+from dist_transformer.training.memory import telling_out_of_memory
 from dist_transformer.training.objective import Objective
 from dist_transformer.training.records import Journal, Progress
 from dist_transformer.training.report import ProgressBar, log_outlook

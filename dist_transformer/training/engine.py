@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from dist_transformer.config.models import OptimizerConfig, TrainingConfig
+from dist_transformer.config.sizes import REDUCED_AT_ONCE
 from dist_transformer.distributed import Ranks
 from dist_transformer.training.deepspeed_mends import delay_scale_growth, guard_stage_0
 from dist_transformer.training.divergence import Diverged
@@ -30,7 +31,6 @@ from dist_transformer.training.fragments import Fragment, Piece, fragments, mast
 from dist_transformer.training.objective import Objective
 from dist_transformer.training.optimizer import (
     PARTS,
-    REDUCED_AT_ONCE,
     adam,
     freeze,
     make_state,

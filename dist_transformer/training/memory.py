@@ -1,4 +1,4 @@
-"""How much memory this rank has, will need and used at most, and what is said when it was not enough.
+"""How much memory this rank has and used at most, and what is said when it was not enough.
 
 On a GPU the allocator counts. On a CPU the peak is that of the whole process as the kernel counts it, and what a rank
 may use is the least of three: what the machine has left, what the job's cgroup allows (Slurm's --mem), `ulimit -v`.
@@ -15,10 +15,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from dist_transformer.config.models import TrainingConfig
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import UserError
-from dist_transformer.training.optimizer import REDUCED_AT_ONCE
 
 GPU_SHARE = 0.9
 """Of a GPU's memory; the rest is for the buffers of communication and what fragmentation loses."""
@@ -95,50 +93,6 @@ def cgroup_allowances(cgroups: Path, membership: str) -> list[Allowance]:
 
 _VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
-
-
-def state_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
-    """Bytes a rank holds on its device of weights, gradients and optimizer state, without what is offloaded.
-
-    ZeRO, table 1, with the moving average where there is one, and the buffer in which stages 1 to 3 reduce gradients;
-    activations not counted, nor the layers that stage 3 has gathered.
-    """
-    stage, offload = training.zero_stage, training.offload
-    weight = gradient = _bytes_of_weight(training)
-    shares = [num_ranks if stage >= cut_from else 1 for cut_from in (3, 2, 1)]
-    held = [weight, gradient, _bytes_of_optimizer(training)]
-    if offload != "none":
-        held[2] = 0
-        held[1] = 0 if stage == 3 else gradient
-    if offload == "optimizer_and_parameters":
-        held[0] = 0
-    buffer = gradient * min(parameters, REDUCED_AT_ONCE) if stage else 0
-    return round(parameters * sum(size / share for size, share in zip(held, shares, strict=True))) + buffer
-
-
-def offloaded_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
-    """Bytes a rank holds in the CPU's memory for `training.offload`: masters, moments, fp32 gradients, and of the
-    weights a copy to send (stages 1 and 2) or the only one (stage 3, where weights are offloaded too)."""
-    if training.offload == "none":
-        return 0
-    has_weights = training.zero_stage < 3 or training.offload == "optimizer_and_parameters"
-    gradients = 4 + (_bytes_of_weight(training) if training.zero_stage == 3 else 0)  # stage 3: as they arrive, too
-    weights = _bytes_of_weight(training) if has_weights else 0
-    return round(parameters * (_bytes_of_optimizer(training) + gradients + weights) / num_ranks)
-
-
-def snapshot_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
-    """Bytes a rank holds in the CPU's memory for the copy that checkpoints are written from."""
-    return round(parameters * (12 + (4 if training.ema_decay is not None else 0)) / num_ranks)
-
-
-def _bytes_of_weight(training: TrainingConfig) -> int:
-    return 2 if training.precision == "fp16" else 4
-
-
-def _bytes_of_optimizer(training: TrainingConfig) -> int:
-    """fp32 master, two moments and the moving average; stage 0 has no master."""
-    return 8 + (4 if training.zero_stage else 0) + (4 if training.ema_decay is not None else 0)
 
 
 def begin_peak(device: torch.device) -> int:

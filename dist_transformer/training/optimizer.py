@@ -17,8 +17,6 @@ from dist_transformer.errors import UserError
 PARTS = ("weight", "exp_avg", "exp_avg_sq", "ema")
 """The tensors of a parameter's state: fp32 weight, Adam's two moments, the weight's moving average."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-REDUCED_AT_ONCE = 2**26
-"""Gradients, in elements, that stages 1 to 3 gather into a buffer and reduce together."""
 NUM_NAMES_SHOWN = 5
 
 

@@ -19,9 +19,9 @@ from rich.progress import (
 )
 
 from dist_transformer.config.models import Config
-from dist_transformer.config.sizes import parameter_count
+from dist_transformer.config.sizes import offloaded_bytes, parameter_count, state_bytes
 from dist_transformer.data.manifest import Manifest, Split
-from dist_transformer.training.memory import as_text, offloaded_bytes, state_bytes
+from dist_transformer.training.memory import as_text
 from dist_transformer.training.records import Interval
 from dist_transformer.training.schedule import peak_learning_rate
 

@@ -7,11 +7,11 @@ import torch
 from plain_torch import TINY, VOCABULARY, tokens_of, train_on_plain_torch
 
 from dist_transformer.config.models import OptimizerConfig, TrainingConfig
+from dist_transformer.config.sizes import offloaded_bytes, state_bytes
 from dist_transformer.errors import UserError
 from dist_transformer.model.layers import DecoderLayer, EncoderLayer
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.training.fragments import Piece, fragments
-from dist_transformer.training.memory import offloaded_bytes, state_bytes
 from dist_transformer.training.objective import Objective
 from dist_transformer.training.optimizer import deal_out
 
