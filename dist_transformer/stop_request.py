@@ -78,8 +78,9 @@ class StopRequest:
         """Why to stop ("signal SIGTERM", "file .../stop", "end of the Slurm job"), or None."""
         if self._signal is not None:
             return f"signal {self._signal.name}"
-        if self._stop_file is not None and self._stop_file.exists():
-            return f"file {self._stop_file}"
+        with suppress(OSError):  # a disk that is away asks for nothing
+            if self._stop_file is not None and self._stop_file.exists():
+                return f"file {self._stop_file}"
         now = time.time()
         return next((why for end, why in sorted(self._ends) if now >= end), None)
 

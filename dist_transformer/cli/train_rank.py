@@ -11,7 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-import filelock
 import torch
 
 from dist_transformer import distributed
@@ -26,6 +25,7 @@ from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, DataError, MachineError, UserError
 from dist_transformer.run_dir import RunDir
+from dist_transformer.run_lock import RunLock
 from dist_transformer.stop_request import StopRequest
 from dist_transformer.training import checkpoints
 from dist_transformer.training.divergence import Diverged, Recovery, read_recovery, recover
@@ -33,9 +33,6 @@ from dist_transformer.training.loop import Outcome
 from dist_transformer.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
-
-LOCK_SECONDS = 20
-"""A rank that was killed may hold the lock of the run folder until its node notices."""
 
 
 def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
@@ -109,22 +106,20 @@ def _refuse_different_corpora(folder: Path, manifest: Manifest, ranks: Ranks) ->
         ).agreed()
 
 
-def _lock(run_dir: RunDir, ranks: Ranks, stop: StopRequest) -> filelock.BaseFileLock:
+def _lock(run_dir: RunDir, ranks: Ranks, stop: StopRequest) -> RunLock:
     """Only one job works on a run folder. Rank 0 holds the lock and looks for the stop file; every rank hears of it."""
     run_dir.path.mkdir(parents=True, exist_ok=True)
-    lock = filelock.FileLock(run_dir.lock)
-    held = True
+    lock = RunLock(run_dir)
+    refusal: UserError | None = None
     if ranks.is_first:
         try:
-            lock.acquire(timeout=LOCK_SECONDS)
+            lock.acquire()
             stop.watch_file(run_dir.stop_file)
-        except filelock.Timeout:
-            held = False
-    if not ranks.from_first(held):
-        raise MachineError(
-            f"{run_dir.path}: another job is working on this run folder (its lock is held for more than {LOCK_SECONDS} s). "
-            "Stop that job, or give this run another run.name."
-        )
+        except UserError as error:
+            refusal = error
+    refusal = ranks.from_first(refusal)
+    if refusal is not None:
+        raise refusal.agreed()
     return lock
 
 

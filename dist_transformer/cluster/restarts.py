@@ -1,21 +1,33 @@
 """What the batch script asks: which run folder is this, and after an attempt, does the job go back to the queue?
 
-    python -m dist_transformer.cluster.restarts folder CONFIG_OR_RUN_FOLDER [section.key=value ...]
-    python -m dist_transformer.cluster.restarts decide RUN_FOLDER EXIT_CODE      # exits 0: requeue, 1: stop
+    python -m dist_transformer.cluster.restarts begin JOB ATTEMPT CONFIG_OR_RUN_FOLDER [section.key=value ...]
+    python -m dist_transformer.cluster.restarts end RUN_FOLDER JOB ATTEMPT EXIT_CODE HOW   # exits 0: requeue, 1: stop
+    python -m dist_transformer.cluster.restarts exclude RUN_FOLDER PREFLIGHT_FOLDER SPARE  # exits 0: nodes were added
+    python -m dist_transformer.cluster.restarts excluded RUN_FOLDER NODES                  # NODES and the run's own
 
-An attempt that made a new checkpoint may always be followed by another. Without one, at most
-`slurm.max_restarts_without_progress` attempts follow: a job that dies at the same place for ever must not.
+HOW is the number of nodes that the partition has to spare, `ended` when a person or Slurm ended the job, `preflight`
+when it never began to train. An attempt that made a new checkpoint may always be followed by another. Without one, at
+most `slurm.max_restarts_without_progress` attempts follow: a job that dies at the same place for ever must not.
 """
 
+import json
+import os
 import re
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from dist_transformer.cluster.bad_nodes import exclude, excluded_nodes, reasons_of_preflight
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import SlurmConfig
-from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, UserError
+from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError, UserError
 from dist_transformer.run_dir import RunDir, read_json, write_json
+
+LOST_ATTEMPTS = 4
+"""So many times max_restarts_without_progress attempts may end without a word (node failures, pre-emption)."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,35 @@ def run_folder(arguments: list[str]) -> RunDir:
         return RunDir(Path(arguments[0]))
     run = load_config(Path(arguments[0]), arguments[1:], check_files=False).run
     return RunDir(Path(run.root) / run.name)
+
+
+def attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
+    """The records of attempts.jsonl, oldest first; a line torn by a dying node is left out."""
+    if not run_dir.attempts.is_file():
+        return
+    for line in run_dir.attempts.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+def begin(run_dir: RunDir, job: str, attempt: int, max_restarts: int) -> None:
+    """Notes that an attempt begins.
+
+    Raises:
+        MachineError: too many attempts before it ended without a decision and without a new checkpoint, as those do
+            whose node dies each time: Slurm itself would start them for ever.
+    """
+    newest = newest_checkpoint(run_dir)
+    same = [r for r in attempts(run_dir) if r["event"] == "began" and r["job"] == job and r["newest"] == newest]
+    if len(same) > LOST_ATTEMPTS * max_restarts:
+        raise MachineError(
+            f"{run_dir.path}: {len(same)} attempts of job {job} began after checkpoint {newest} and made no other; given "
+            "up. Look at the log of the job and at its nodes, then submit it again"
+        )
+    _note(run_dir, "began", job, attempt, newest=newest, nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
+          ranks=int(os.environ.get("SLURM_NTASKS", "1")))  # fmt: skip
 
 
 def decide(run_dir: RunDir, exit_code: int, max_restarts: int) -> Decision:
@@ -63,6 +104,48 @@ def newest_checkpoint(run_dir: RunDir) -> str | None:
     return max(names, key=lambda name: int(name.removeprefix("step_")), default=None)
 
 
+def repeatedly_first_to_fail(run_dir: RunDir) -> dict[str, str]:
+    """The node on which the first rank failed in the last two attempts that failed, with no checkpoint between."""
+    ended = [record for record in attempts(run_dir) if record["event"] == "ended" and record.get("failed_on")]
+    if len(ended) < 2 or len({(record["failed_on"], record["newest"]) for record in ended[-2:]}) > 1:
+        return {}
+    node = ended[-1]["failed_on"]
+    return {node: f"the first rank to fail was there twice in a row (exit code {ended[-1]['exit_code']})"}
+
+
+def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: str) -> Decision:
+    """Decides after an attempt, notes it, and excludes a node that fails again and again."""
+    if how == "ended":
+        decision = Decision(False, "ended by a person or by Slurm, which decides what follows")
+    elif how == "preflight":
+        decision = Decision(True, "away from nodes that the preflight found bad")
+    else:
+        decision = decide(run_dir, exit_code, _max_restarts(run_dir))
+    failed = exit_code not in (EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR) and how.isdigit()
+    _note(run_dir, "ended", job, attempt, exit_code=exit_code, requeued=decision.requeue, reason=decision.reason,
+          newest=newest_checkpoint(run_dir), failed_on=_first_to_fail(run_dir) if failed else None)  # fmt: skip
+    if failed and decision.requeue:
+        added = exclude(run_dir, repeatedly_first_to_fail(run_dir), _num_nodes(), int(how))
+        for node, reason in added.items():
+            print(f"excluded: {node}: {reason}")
+    return decision
+
+
+def _first_to_fail(run_dir: RunDir) -> str | None:
+    words = run_dir.first_exit.read_text(encoding="utf-8").split() if run_dir.first_exit.is_file() else []
+    return words[1] if len(words) == 2 and words[1] != "?" else None
+
+
+def _note(run_dir: RunDir, event: str, job: str, attempt: int, **values: Any) -> None:
+    record = {"event": event, "time": round(time.time(), 3), "job": job, "attempt": attempt, **values}
+    with run_dir.attempts.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+def _num_nodes() -> int:
+    return int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+
+
 def _max_restarts(run_dir: RunDir) -> int:
     # A first attempt that failed very early has left no configuration.
     if not run_dir.config.exists():
@@ -70,24 +153,40 @@ def _max_restarts(run_dir: RunDir) -> int:
     return load_config(run_dir.config, check_files=False).slurm.max_restarts_without_progress
 
 
+def _nodes_to_exclude(run_dir: RunDir, given: str) -> str:
+    """What Slurm excludes already, with the run's own: a new list replaces the old one."""
+    listed = [] if given in ("", "(null)") else [given]
+    return ",".join([*listed, *(node for node in excluded_nodes(run_dir) if node not in given.split(","))])
+
+
 def main(arguments: list[str]) -> int:
-    """The two commands of the batch script; returns the exit code."""
+    """The commands of the batch script; returns the exit code."""
     try:
         match arguments:
-            case ["folder", _, *_]:
-                run_dir = run_folder(arguments[1:])
+            case ["begin", job, attempt, _, *_]:
+                run_dir = run_folder(arguments[3:])
                 run_dir.slurm.mkdir(parents=True, exist_ok=True)
+                begin(run_dir, job, int(attempt), _max_restarts(run_dir))
                 print(run_dir.path)
                 return 0
-            case ["decide", folder, exit_code]:
-                run_dir = RunDir(Path(folder))
-                decision = decide(run_dir, int(exit_code), _max_restarts(run_dir))
+            case ["end", folder, job, attempt, exit_code, how]:
+                decision = end(RunDir(Path(folder)), job, int(attempt), int(exit_code), how)
                 print("requeued:" if decision.requeue else "not requeued:", decision.reason, flush=True)
                 return 0 if decision.requeue else 1
+            case ["exclude", folder, preflight, spare]:
+                reasons = reasons_of_preflight(Path(preflight) / "report.json")
+                added = exclude(RunDir(Path(folder)), reasons, _num_nodes(), int(spare))
+                for node, reason in added.items():
+                    print(f"excluded: {node}: {reason}")
+                return 0 if added else 1
+            case ["excluded", folder, given]:
+                print(_nodes_to_exclude(RunDir(Path(folder)), given))
+                return 0
     except UserError as error:
         print(error, file=sys.stderr)
-        return EXIT_USER_ERROR
-    print("expected: folder CONFIG_OR_RUN_FOLDER [section.key=value ...], or decide RUN_FOLDER EXIT_CODE; "
+        return error.exit_code
+    print("expected: begin JOB ATTEMPT CONFIG_OR_RUN_FOLDER [section.key=value ...], end RUN_FOLDER JOB ATTEMPT EXIT_CODE "
+          "HOW, exclude RUN_FOLDER PREFLIGHT_FOLDER SPARE, or excluded RUN_FOLDER NODES; "
           f"got: {' '.join(arguments) or 'nothing'}", file=sys.stderr)  # fmt: skip
     return EXIT_USER_ERROR
 

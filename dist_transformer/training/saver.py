@@ -275,6 +275,9 @@ def _is_there(final: Path, state: Mapping[str, Any]) -> bool:
 def _prepare(temporary: Path, needed_bytes: int) -> str | None:
     """An empty folder on a disk with enough space, or what is in the way of that."""
     try:
+        # Made anew where a disk was mounted, the run folder would lie below it, on another disk.
+        if not temporary.parent.parent.is_dir():
+            return f"the run folder {temporary.parent.parent} is gone"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         free = shutil.disk_usage(temporary).free

@@ -7,9 +7,9 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "dist_transformer"
 FLOORS = [
-    {"errors", "run_dir", "stop_request", "config", "share_folder", "launching"},
+    {"errors", "run_dir", "stop_request", "config", "share_folder", "launching", "run_lock"},
     {"cluster", "distributed"},
-    {"model", "data", "tracking"},
+    {"model", "data", "tracking", "preflight"},
     {"training", "decoding", "interop"},
     {"cli", "__main__"},
 ]
@@ -30,7 +30,17 @@ DOORS = {
     "torch.distributed": {"distributed", "training.engine"},
     "subprocess": {"cluster.slurm", "cluster.snapshot", "launching", "cli.demo"},
 }
-WITHOUT_TORCH = {"errors", "run_dir", "stop_request", "config", "share_folder", "launching", "cluster", "tracking"}
+WITHOUT_TORCH = {
+    "errors",
+    "run_dir",
+    "stop_request",
+    "config",
+    "share_folder",
+    "launching",
+    "run_lock",
+    "cluster",
+    "tracking",
+}
 HEAVY = {"torch", "deepspeed", "datasets", "mlflow", "transformers"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

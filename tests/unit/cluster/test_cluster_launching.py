@@ -181,8 +181,8 @@ def test_after_the_run_signals_mean_what_they_meant_before() -> None:
     assert signal.getsignal(signal.SIGUSR1) == before
 
 
-def _end_time_of_task(tmp_path: Path, **environment: str) -> str:
-    """What launch/slurm_task.sh gives the trainer as the time at which to save."""
+def _environment_of_task(tmp_path: Path, **environment: str) -> dict[str, str]:
+    """What launch/slurm_task.sh gives the trainer."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexec env\n")
     python.chmod(0o755)
@@ -194,12 +194,30 @@ def _end_time_of_task(tmp_path: Path, **environment: str) -> str:
         "PATH": os.environ["PATH"],
     }
     done = subprocess.run(
-        ["bash", str(share_folder("launch") / "slurm_task.sh"), "config.yaml"],
+        ["bash", str(share_folder("launch") / "slurm_task.sh"), "train", "config.yaml"],
         env={**task, "DIST_TRANSFORMER_PYTHON": str(python), **environment},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
-    given = dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
-    return given.get("DIST_TRANSFORMER_END_TIME", "")
+    return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line)
+
+
+def _end_time_of_task(tmp_path: Path, **environment: str) -> str:
+    """The time at which to save."""
+    return _environment_of_task(tmp_path, **environment).get("DIST_TRANSFORMER_END_TIME", "")
+
+
+@pytest.mark.parametrize(
+    ("tasks", "ranks_of_nodes"),
+    [("2(x3)", [2, 2, 2]), ("2(x2),1", [2, 2, 1]), ("1,3,2(x2)", [1, 3, 2, 2]), ("8", [8])],
+)
+def test_a_task_of_slurm_knows_the_ranks_of_its_node_also_where_nodes_differ(
+    tmp_path: Path, tasks: str, ranks_of_nodes: list[int]
+) -> None:
+    found = [
+        _environment_of_task(tmp_path, SLURM_STEP_TASKS_PER_NODE=tasks, SLURM_NODEID=str(node))["LOCAL_WORLD_SIZE"]
+        for node in range(len(ranks_of_nodes))
+    ]
+    assert found == list(map(str, ranks_of_nodes))
 
 
 def test_a_task_of_slurm_is_told_to_save_before_the_end_of_the_job(tmp_path: Path) -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_transformer.cluster.restarts import decide, main, newest_checkpoint, run_folder
-from dist_transformer.run_dir import RunDir
+from dist_transformer.cluster.restarts import attempts, decide, main, newest_checkpoint, run_folder
+from dist_transformer.run_dir import RunDir, read_json, write_json
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_the_run_folder_is_found_from_a_configuration_with_overrides_or_is_given
 def test_the_batch_script_reads_the_folder_from_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(json.dumps({"run": {"root": f"{tmp_path}/a b"}, "data": {"train": {"demo": "train"}}}))
-    assert main(["folder", str(config), "run.name=c"]) == 0
+    assert main(["begin", "12", "0", str(config), "run.name=c"]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/a b/c\n"
     assert (tmp_path / "a b" / "c" / "slurm").is_dir()
 
@@ -85,23 +85,119 @@ def test_the_batch_script_reads_the_decision_from_the_exit_code(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_dir.config.write_text("data: {train: {demo: train}}\nslurm: {max_restarts_without_progress: 1}\n")
-    assert main(["decide", str(run_dir.path), "1"]) == 0
+    assert main(["end", str(run_dir.path), "12", "0", "1", "0"]) == 0
     assert capsys.readouterr().out == "requeued: newest checkpoint None, restart 1 of 1 from there\n"
-    assert main(["decide", str(run_dir.path), "1"]) == 1
+    assert main(["end", str(run_dir.path), "12", "1", "1", "0"]) == 1
     assert capsys.readouterr().out.startswith("not requeued: 1 restarts")
 
 
 def test_before_there_is_a_configuration_the_default_limit_counts(run_dir: RunDir) -> None:
-    assert [main(["decide", str(run_dir.path), "1"]) for _ in range(4)] == [0, 0, 0, 1]
+    assert [main(["end", str(run_dir.path), "12", "0", "1", "0"]) for _ in range(4)] == [0, 0, 0, 1]
+
+
+def test_each_attempt_leaves_a_record_of_its_beginning_and_its_end(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    main(["begin", "12_3", "0", str(run_dir.path)])
+    main(["end", str(run_dir.path), "12_3", "0", "75", "2"])
+    with run_dir.attempts.open("a") as file:
+        file.write('{"event": "ended", "torn')
+    kept = [
+        {key: r[key] for key in r if key not in ("time", "newest", "failed_on", "reason")} for r in attempts(run_dir)
+    ]
+    assert kept == [
+        {"event": "began", "job": "12_3", "attempt": 0, "nodes": "n[1-2]", "ranks": 4},
+        {"event": "ended", "job": "12_3", "attempt": 0, "exit_code": 75, "requeued": True},
+    ]
+
+
+@pytest.mark.parametrize("code", [1, 75, 143])
+def test_what_a_person_or_slurm_has_ended_is_not_requeued(run_dir: RunDir, code: int) -> None:
+    assert main(["end", str(run_dir.path), "12", "0", str(code), "ended"]) == 1
+    assert not run_dir.restarts.exists()
+
+
+def test_attempts_that_end_without_a_word_are_given_up_in_the_end_unless_there_is_progress(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir.config.write_text("data: {train: {demo: train}}\nslurm: {max_restarts_without_progress: 2}\n")
+    codes = [main(["begin", "12", str(attempt), str(run_dir.path)]) for attempt in range(10)]
+    assert codes == [0] * 9 + [1]
+    assert "9 attempts of job 12 began after checkpoint None and made no other; given up" in capsys.readouterr().err
+    _checkpoint(run_dir, "step_00000010")
+    assert main(["begin", "12", "10", str(run_dir.path)]) == 0
+    assert main(["begin", "13", "0", str(run_dir.path)]) == 0
+
+
+def _fail_on(run_dir: RunDir, node: str, code: int = 1, spare: int = 5) -> None:
+    run_dir.first_exit.write_text(f"{code} {node}\n")
+    main(["end", str(run_dir.path), "12", "0", str(code), str(spare)])
+
+
+def _excluded(run_dir: RunDir) -> list[str]:
+    return list(read_json(run_dir.excluded)) if run_dir.excluded.exists() else []
+
+
+def test_a_node_where_the_first_rank_fails_twice_in_a_row_is_excluded(run_dir: RunDir) -> None:
+    _fail_on(run_dir, "n1")
+    assert _excluded(run_dir) == []
+    _fail_on(run_dir, "n1", 70)
+    assert _excluded(run_dir) == ["n1"]
+
+
+def test_failures_on_different_nodes_or_with_a_checkpoint_between_exclude_none(run_dir: RunDir) -> None:
+    _fail_on(run_dir, "n1")
+    _fail_on(run_dir, "n2")
+    _checkpoint(run_dir, "step_00000010")
+    _fail_on(run_dir, "n2")
+    _checkpoint(run_dir, "step_00000020")
+    for _ in range(3):
+        _fail_on(run_dir, "n3", code=75)
+    assert _excluded(run_dir) == []
+
+
+def test_no_node_is_excluded_that_the_partition_cannot_spare(run_dir: RunDir) -> None:
+    for _ in range(3):
+        _fail_on(run_dir, "n1", spare=0)
+    assert _excluded(run_dir) == []
+
+
+@pytest.mark.parametrize(("num_nodes", "allowed"), [(2, 1), (9, 1), (20, 2), (128, 12)])
+def test_a_preflight_excludes_a_tenth_of_the_nodes_at_most_over_all_attempts(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, num_nodes: int, allowed: int
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_NUM_NODES", str(num_nodes))
+    for attempt in range(3):
+        folder = run_dir.preflight / f"12-{attempt}"
+        bad = [f"n{number}" for number in range(attempt * 6, attempt * 6 + 6)]
+        write_json(folder / "report.json", {"exclude": bad, "outliers": []})
+        main(["exclude", str(run_dir.path), str(folder), "100"])
+    assert len(_excluded(run_dir)) == allowed
+
+
+def test_the_reason_of_an_exclusion_is_kept_and_the_nodes_join_those_given_by_hand(
+    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outlier = {"node": "n3", "measure": "matmul_tflops", "value": 12.0, "median": 57.0, "ratio": 0.21}
+    write_json(run_dir.preflight / "12-0" / "report.json", {"exclude": ["n3"], "outliers": [outlier]})
+    assert main(["exclude", str(run_dir.path), str(run_dir.preflight / "12-0"), "1"]) == 0
+    assert main(["exclude", str(run_dir.path), str(run_dir.preflight / "12-0"), "1"]) == 1
+    assert read_json(run_dir.excluded) == {"n3": "preflight: matmul_tflops 12.0, median 57.0"}
+    capsys.readouterr()
+    for given, expected in (("", "n3"), ("(null)", "n3"), ("n[7-9]", "n[7-9],n3"), ("n1,n3", "n1,n3")):
+        assert main(["excluded", str(run_dir.path), given]) == 0
+        assert capsys.readouterr().out == expected + "\n"
 
 
 def test_a_missing_configuration_is_a_user_error_before_any_rank_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["folder", str(tmp_path / "none.yaml")]) == 2
+    assert main(["begin", "12", "0", str(tmp_path / "none.yaml")]) == 2
     assert "none.yaml: no such file" in capsys.readouterr().err
 
 
 def test_wrong_arguments_say_what_was_expected(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["folder"]) == 2
-    assert "expected: folder CONFIG_OR_RUN_FOLDER" in capsys.readouterr().err
+    assert main(["begin"]) == 2
+    assert "expected: begin JOB ATTEMPT CONFIG_OR_RUN_FOLDER" in capsys.readouterr().err

@@ -1,0 +1,149 @@
+"""The lock of a run folder: only one job works on it, and one that was started twice is told who does.
+
+The lock is that of the file system (flock). Across machines some file systems do not keep it, or keep it for a machine
+that is gone; so the holder also writes down who it is, in `owner.json`, and touches that file every few seconds.
+"""
+
+import os
+import platform
+import secrets
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from dist_transformer.errors import EXIT_FAILED, MachineError, UserError
+from dist_transformer.run_dir import RunDir, read_json, write_json
+
+BEAT_SECONDS = 5.0
+STALE_BEATS = 6
+"""A holder that has not touched its file for so many beats is taken for dead."""
+
+
+class RunLock:
+    """`acquire`, train, `release`. A process that dies in between leaves a lock that the next one takes over.
+
+    Args:
+        wait_seconds: how long a lock that is held is waited for; a rank that was killed may hold it for a moment.
+    """
+
+    def __init__(self, run_dir: RunDir, wait_seconds: float = 20.0, beat_seconds: float = BEAT_SECONDS) -> None:
+        self._owner, self._wait_seconds, self._beat_seconds = run_dir.owner, wait_seconds, beat_seconds
+        self._folder = run_dir.path
+        self._lock = filelock.FileLock(run_dir.lock)
+        self._token = secrets.token_hex(8)
+        self._released = threading.Event()
+
+    def acquire(self) -> None:
+        """Takes the lock and begins the heartbeat.
+
+        Raises:
+            UserError: another job works on the folder.
+            MachineError: an earlier attempt of this job does, or the lock outlives its holder.
+        """
+        try:
+            self._lock.acquire(timeout=self._wait_seconds)
+        except filelock.Timeout:
+            raise self._refusal() from None
+        if self._is_held_from_elsewhere():
+            self._lock.release()
+            raise self._refusal()
+        write_json(self._owner, {**_who(), "token": self._token, "started": round(time.time(), 3)})
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def release(self) -> None:
+        """At an orderly end: the folder is free for the next."""
+        self._released.set()
+        with suppress(OSError):
+            self._owner.unlink(missing_ok=True)
+        self._lock.release()
+
+    def _beat(self) -> None:
+        while not self._released.wait(self._beat_seconds):
+            with suppress(OSError, ValueError):  # a disk that is away; the next beat tries again
+                if read_json(self._owner)["token"] != self._token and not self._released.is_set():
+                    _leave(f"{self._folder}: {_name(read_json(self._owner))} has taken over this run folder")
+                os.utime(self._owner)
+
+    def _is_held_from_elsewhere(self) -> bool:
+        """Whether a process on another machine is alive that the file system's lock did not keep out."""
+        holder = self._holder()
+        if not holder or holder["boot"] == _boot():  # one kernel: its lock is the truth
+            return False
+        seen = self._owner.stat().st_mtime
+        while (age := self._seconds_since_beat()) is not None and age < STALE_BEATS * self._beat_seconds:
+            time.sleep(self._beat_seconds / 5)
+            with suppress(FileNotFoundError):
+                if self._owner.stat().st_mtime != seen:
+                    return True
+        return False
+
+    def _refusal(self) -> UserError:
+        holder, age = self._holder(), self._seconds_since_beat()
+        if not holder or age is None:
+            return MachineError(
+                f"{self._folder}: another process has locked this run folder for more than {self._wait_seconds:g} s, and "
+                "does not say who it is; end it, or give this run another run.name"
+            )
+        name = f"{_name(holder)} works on this run folder (its last sign of life is {age:.0f} s old)"
+        if age >= STALE_BEATS * self._beat_seconds:
+            return MachineError(
+                f"{self._folder}: {name}: it is dead or frozen, but its lock is not free yet; start again when its node is "
+                "up or known to be down"
+            )
+        if holder["job"] is not None and holder["job"] == os.environ.get("SLURM_JOB_ID"):
+            return MachineError(f"{self._folder}: {name}: an earlier attempt of this job that has not ended yet")
+        return UserError(
+            f"{self._folder}: {name}; a run folder is for one job at a time. Wait for that one or stop it, or give this "
+            "run another run.name"
+        )
+
+    def _holder(self) -> dict[str, Any]:
+        try:
+            return dict(read_json(self._owner))
+        except (OSError, ValueError):
+            return {}
+
+    def _seconds_since_beat(self) -> float | None:
+        """By the clock of the file system, as those of two machines may differ; None without a holder."""
+        probe = self._folder / f".clock.{self._token}"
+        try:
+            probe.touch()
+            return probe.stat().st_mtime - self._owner.stat().st_mtime
+        except FileNotFoundError:
+            return None
+        finally:
+            probe.unlink(missing_ok=True)
+
+
+def _who() -> dict[str, Any]:
+    return {
+        "host": platform.node(),
+        "boot": _boot(),
+        "pid": os.getpid(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "attempt": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+    }
+
+
+def _name(holder: dict[str, Any]) -> str:
+    job = f"job {holder['job']} (attempt {holder['attempt']})" if holder["job"] is not None else "a process"
+    return f"{job} with pid {holder['pid']} on {holder['host']}"
+
+
+def _boot() -> str:
+    """Which start of which machine this is."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()
+
+
+def _leave(message: str) -> None:
+    """Two jobs that write one run folder would ruin it: the one that has lost it ends at once."""
+    print(f"{message}; this process ends", file=sys.stderr, flush=True)
+    os._exit(EXIT_FAILED)

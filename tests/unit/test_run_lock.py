@@ -1,0 +1,170 @@
+"""Only one job works on a run folder, and the others are told who does."""
+
+import json
+import multiprocessing
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dist_transformer.errors import MachineError, UserError
+from dist_transformer.run_dir import RunDir, read_json, write_json
+from dist_transformer.run_lock import STALE_BEATS, RunLock
+
+BEAT_SECONDS = 0.05
+ELSEWHERE = {
+    "host": "far",
+    "boot": "another machine",
+    "pid": 7,
+    "job": "31",
+    "attempt": 2,
+    "token": "x",
+    "started": 1.0,
+}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path)
+
+
+def _lock(run_dir: RunDir) -> RunLock:
+    return RunLock(run_dir, wait_seconds=0.1, beat_seconds=BEAT_SECONDS)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _hold(folder: Path, environment: dict[str, str], release: bool) -> None:
+    os.environ.update(environment)
+    lock = _lock(RunDir(folder))
+    lock.acquire()
+    if release:
+        lock.release()
+    else:
+        time.sleep(600)
+
+
+def _other_process(run_dir: RunDir, release: bool = False, **environment: str) -> multiprocessing.Process:
+    process = multiprocessing.get_context("fork").Process(target=_hold, args=(run_dir.path, environment, release))
+    process.start()
+    return process  # type: ignore[return-value]
+
+
+def test_a_second_job_is_refused_and_told_who_works_here(run_dir: RunDir) -> None:
+    first = _other_process(run_dir, SLURM_JOB_ID="12", SLURM_RESTART_COUNT="3")
+    _until(run_dir.owner.exists)
+    with pytest.raises(UserError) as refused:
+        _lock(run_dir).acquire()
+    assert not isinstance(refused.value, MachineError)
+    assert f"job 12 (attempt 3) with pid {first.pid} on {platform.node()} works on this run folder" in str(
+        refused.value
+    )
+    first.kill()
+    first.join()
+
+
+def test_an_earlier_attempt_of_the_same_job_is_a_fault_that_may_pass(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = _other_process(run_dir, SLURM_JOB_ID="12")
+    _until(run_dir.owner.exists)
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    with pytest.raises(MachineError, match="an earlier attempt of this job"):
+        _lock(run_dir).acquire()
+    first.kill()
+    first.join()
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_the_lock_of_one_that_has_ended_or_was_killed_here_is_free_at_once(run_dir: RunDir, killed: bool) -> None:
+    first = _other_process(run_dir, release=not killed)
+    if killed:
+        _until(run_dir.owner.exists)
+        first.kill()
+    first.join()
+    assert run_dir.owner.exists() == killed
+    lock = _lock(run_dir)
+    lock.acquire()
+    assert read_json(run_dir.owner)["pid"] == os.getpid()
+    lock.release()
+    assert not run_dir.owner.exists()
+
+
+def test_a_holder_on_another_machine_whose_heart_beats_is_refused_though_its_lock_was_not_seen(run_dir: RunDir) -> None:
+    write_json(run_dir.owner, ELSEWHERE)
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(BEAT_SECONDS):
+            os.utime(run_dir.owner)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(UserError, match=r"job 31 \(attempt 2\) with pid 7 on far works on this run folder"):
+            _lock(run_dir).acquire()
+    finally:
+        stop.set()
+        thread.join()
+    assert read_json(run_dir.owner) == ELSEWHERE
+
+
+def test_a_holder_on_another_machine_whose_heart_has_stopped_is_taken_over(run_dir: RunDir) -> None:
+    write_json(run_dir.owner, ELSEWHERE)
+    began = time.monotonic()
+    lock = _lock(run_dir)
+    lock.acquire()
+    assert time.monotonic() - began > (STALE_BEATS - 1) * BEAT_SECONDS
+    assert read_json(run_dir.owner)["host"] == platform.node()
+    lock.release()
+
+
+def test_a_lock_that_outlives_its_holder_says_since_when(run_dir: RunDir) -> None:
+    first = _other_process(run_dir)
+    _until(run_dir.owner.exists)
+    os.kill(first.pid or 0, 19)  # frozen: it holds the lock, and its heart stands still
+    now = run_dir.owner.stat().st_mtime
+    os.utime(run_dir.owner, (now - 100, now - 100))
+    with pytest.raises(MachineError, match=r"last sign of life is 100 s old\): it is dead or frozen"):
+        _lock(run_dir).acquire()
+    first.kill()
+    first.join()
+
+
+def test_the_heart_beats_while_the_lock_is_held(run_dir: RunDir) -> None:
+    lock = _lock(run_dir)
+    lock.acquire()
+    os.utime(run_dir.owner, (0, 0))
+    _until(lambda: run_dir.owner.stat().st_mtime > 0)
+    lock.release()
+
+
+def test_a_holder_that_was_taken_over_ends_at_once(run_dir: RunDir) -> None:
+    first = _other_process(run_dir)
+    _until(run_dir.owner.exists)
+    owner = run_dir.owner.with_name("new")
+    owner.write_text(json.dumps(ELSEWHERE))
+    owner.replace(run_dir.owner)
+    first.join(10)
+    assert first.exitcode == 1
+
+
+def test_a_disk_that_goes_away_and_comes_back_ends_no_heartbeat(run_dir: RunDir) -> None:
+    lock = _lock(run_dir)
+    lock.acquire()
+    away = run_dir.owner.with_name("away")
+    run_dir.owner.rename(away)
+    os.utime(away, (0, 0))
+    threading.Event().wait(3 * BEAT_SECONDS)
+    away.rename(run_dir.owner)
+    _until(lambda: run_dir.owner.stat().st_mtime > 0)
+    lock.release()
