@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# The Slurm tests mostly wait, and are one of the groups that tests/conftest.py makes.
+IN_PARALLEL := --numprocesses 3 --dist loadgroup
 
 .PHONY: help demo test test-quick check setup ui clean
 
@@ -28,10 +30,10 @@ demo: $(READY)
 	$(BIN)/dist-transformer demo
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(IN_PARALLEL)
 
 test-quick: $(READY)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL)
 
 check: $(READY)
 	$(BIN)/ruff check .

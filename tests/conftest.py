@@ -15,6 +15,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks of a test share two cores
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+GROUPS = {"tests/slurm/": "slurm", "test_training_matrix.py": "matrix"}
+"""Tests that share something costly: they run in one process, one after the other, and are begun first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        group = next((name for part, name in GROUPS.items() if part in str(item.path)), None)
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(
+        key=lambda item: (item.get_closest_marker("xdist_group") is None, item.get_closest_marker("slow") is None)
+    )
+
+
 SMALL_RUN = """
 run: {{name: small, root: {root}/runs, seed: 3}}
 data:

@@ -16,4 +16,9 @@ if grep -q "# $D\$" /etc/hosts; then
   kept=$(grep -v "# $D\$" /etc/hosts)
   printf '%s\n' "$kept" > /etc/hosts
 fi
+if mountpoint -q "$D/disk"; then
+  fsfreeze --unfreeze "$D/disk" 2>/dev/null || :
+  umount "$D/disk" || umount --lazy "$D/disk"
+fi
+for group in /sys/fs/cgroup/cpu/"$TAG"-*; do rmdir "$group" 2>/dev/null || :; done
 rm -rf "$D"

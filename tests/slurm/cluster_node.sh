@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# cluster_node.sh FOLDER start|kill|cut|heal NODE - one node of the cluster that cluster_up.sh started in FOLDER.
-# kill: as if the power went. cut and heal: its network (mode netns only).
+# cluster_node.sh FOLDER start|kill|cut|heal|slow NODE - one node of the cluster that cluster_up.sh started in FOLDER.
+# kill: as if the power went. cut and heal: its network (mode netns only). slow: a fifth of one CPU, until it is killed.
+# start|kill controller: slurmctld. freeze|thaw disk: whoever writes there, or opens a file to write, waits.
 set -euo pipefail
 export PATH="$PATH:/usr/sbin:/sbin"
 here=$(cd "$(dirname "$0")" && pwd -P)
@@ -61,12 +62,28 @@ kill_node() {
   rm -f "$D/spool/$node/${node}_"[0-9]*
 }
 
+slow_node() { # every process of it, and those that they start
+  local pid start group
+  read -r pid start < "$file"
+  group=/sys/fs/cgroup/cpu/$TAG-$node
+  mkdir -p "$group"
+  echo 20000 > "$group/cpu.cfs_quota_us"
+  for pid in "$pid" $(descendants "$pid"); do echo "$pid" > "$group/cgroup.procs"; done
+}
+
+case $action-$node in
+  start-controller) start_daemon slurmctld slurmctld -D -i; exit ;;
+  kill-controller) stop_process "$D/pid/slurmctld" 10; exit ;;
+  freeze-disk) fsfreeze --freeze "$D/disk"; exit ;;
+  thaw-disk) fsfreeze --unfreeze "$D/disk"; exit ;;
+esac
 case $action in
   run) run_node ;;
+  slow) slow_node ;;
   start) if is_alive "$file"; then :; elif [ "$MODE" = netns ]; then start_in_namespaces
          else start_daemon "node-$node" perl "$here/subreaper.pl" "$0" "$D" run "$node"; mv "$D/pid/node-$node" "$file"; fi ;;
   kill) kill_node ;;
   cut) ip link set "$TAG-$node" down ;;
   heal) ip link set "$TAG-$node" up ;;
-  *) sed -n 2,3p "$0"; exit 2 ;;
+  *) sed -n 2,5p "$0"; exit 2 ;;
 esac

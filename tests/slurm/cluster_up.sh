@@ -3,6 +3,7 @@
 # Needs root and Debian or Ubuntu: missing packages are installed. Touches nothing else but: a network bridge (mode
 # netns), or marked lines in /etc/hosts (mode multi). Then `. FOLDER/env.sh`, and sbatch, squeue ... speak to it.
 #   SLURM_TEST_NODES=2    nodes n1, n2 ...             SLURM_TEST_CPUS=4   CPUs that each node claims to have
+#   SLURM_TEST_DISK=0      1: FOLDER/disk is a file system of its own, which `cluster_node.sh FOLDER freeze disk` stops
 #   SLURM_TEST_MODE=auto  netns: each node has its own network, processes and host name, and can be cut off
 #                         multi: several slurmd on one host, where namespaces are forbidden
 set -euo pipefail
@@ -72,6 +73,14 @@ if [ "$MODE" = multi ]; then
   for i in $(seq "$NODES"); do echo "$(address "$i") n$i # $D"; done >> /etc/hosts
 fi
 
+# ------------------------------------------------------------------------------------------------ a disk
+# Mounted before the nodes start: each has its own view of the mounts from then on.
+mkdir -p "$D/disk"
+if [ "${SLURM_TEST_DISK:-0}" = 1 ]; then
+  truncate -s 1G "$D/disk.image"
+  mkfs.ext4 -q "$D/disk.image" && mount -o loop "$D/disk.image" "$D/disk" || fail "no loop device for $D/disk"
+fi
+
 # ------------------------------------------------------------------------------------------------ configuration
 sed -e "s|@D@|$D|g" -e "s|@PORT@|$PORT|g" -e "s|@CONTROLLER@|$host($controller)|g" "$here/slurm.conf.in" > "$D/slurm.conf"
 for i in $(seq "$NODES"); do
@@ -91,7 +100,7 @@ esac > "$D/cgroup.conf"
 start_daemon munged munged -F -f --key-file="$D/munge/key" --socket="$D/run/munge.sock" \
   --pid-file="$D/run/munged.pid" --log-file="$D/log/munged.log" --seed-file="$D/munge/seed"
 wait_for 10 munge -n --socket="$D/run/munge.sock" || fail "munged does not answer: $D/log/munged.log"
-start_daemon slurmctld slurmctld -D -i
+"$here/cluster_node.sh" "$D" start controller
 controller_is_up() { scontrol ping | grep -q ' UP'; }
 wait_for 20 controller_is_up || fail "slurmctld does not answer: $(tail -n 3 "$D/log/slurmctld.log")"
 for i in $(seq "$NODES"); do "$here/cluster_node.sh" "$D" start "n$i"; done

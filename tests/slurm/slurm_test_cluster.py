@@ -25,8 +25,14 @@ class SlurmCluster:
     def state(self, job_id: str) -> str:
         return self.run("squeue", "--noheader", "--states=all", f"--jobs={job_id}", "--format=%T").strip()
 
+    def wait_for_idle_nodes(self, count: int) -> None:
+        def idle() -> int:
+            return self.run("sinfo", "--noheader", "--Node", "--partition=main", "--format=%T").split().count("idle")
+
+        wait_until(lambda: idle() == count, 60, lambda: self.run("sinfo", "--Node", "--long"))
+
     def node(self, action: str, name: str) -> None:
-        """start, kill (as if the power went), cut or heal (its network) a node."""
+        """start, kill (as if the power went), cut or heal (its network), slow a node; see cluster_node.sh."""
         self.run(str(HERE / "cluster_node.sh"), str(self.folder), action, name)
 
 

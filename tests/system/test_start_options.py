@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from running import NOT_INHERITED, without
 from safetensors.torch import load_file
 
 from dist_transformer.config.data_models import DataConfig
@@ -135,7 +136,7 @@ LIMITED = 'ulimit -v {kilobytes} && exec "$0" -m dist_transformer train small.ya
 def under_limit(command, kilobytes: int, *overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["bash", "-c", LIMITED.format(kilobytes=kilobytes), sys.executable, *overrides],
-        cwd=command.folder, capture_output=True, text=True, timeout=300,
+        cwd=command.folder, env=without(NOT_INHERITED), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 

@@ -1,13 +1,13 @@
 """The benchmarks still run, and their raw figures are what their tables say. Sizes are tiny: no figure means anything."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from running import NOT_INHERITED, without
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def run(script: str, raw: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
     """What the benchmark printed, and its raw figures."""
     command = [sys.executable, str(BENCHMARKS / script), *arguments, "--rounds", "1", "--json", str(raw)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**without(NOT_INHERITED), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=raw.parent, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(raw.read_text(encoding="utf-8"))["figures"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from faulty_builders import PATIENT, FaultyBuilder, request, stream
-from running import Command, records
+from running import NOT_INHERITED, Command, records, without
 
 from dist_transformer.data.loader import LoaderSettings
 from dist_transformer.data.loader_processes import WindowStream
@@ -116,7 +116,7 @@ def test_a_full_shared_memory_mount_hinders_no_loader_process(command: Command, 
     train = [sys.executable, "-m", "dist_transformer", "train", "small.yaml", "run.name=shared-memory-full"]
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh", *train, "data.loader_workers=1"],
-        cwd=command.folder, capture_output=True, text=True, check=False, timeout=300,
+        cwd=command.folder, env=without(NOT_INHERITED), capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     found, expected = records(command.folder / "runs" / "shared-memory-full"), records(train_small("shared-memory"))

@@ -1,0 +1,173 @@
+"""What happens to a job on a real cluster, and that the run ends as the undisturbed one: same batches, same weights."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_runs import MAX_STEPS, SubmittedRun, signal_ranks, submit, submit_by_hand
+from slurm_test_cluster import SlurmCluster, wait_until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("survival")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(slurm_cluster: SlurmCluster, root: Path) -> SubmittedRun:
+    run = submit(slurm_cluster, root, "undisturbed")
+    run.wait_for_end()
+    return run
+
+
+@pytest.fixture
+def cluster(slurm_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
+    """All nodes up and idle, before and after."""
+    yield slurm_cluster
+    for number in range(1, 5):
+        slurm_cluster.node("heal", f"n{number}")
+        slurm_cluster.node("start", f"n{number}")
+    slurm_cluster.run("scancel", "--user=root")
+    slurm_cluster.wait_for_idle_nodes(4)
+
+
+def test_two_nodes_train_to_the_end(undisturbed: SubmittedRun) -> None:
+    assert undisturbed.steps() == list(range(1, MAX_STEPS + 1))
+    assert [record["nodes"] for record in undisturbed.attempts("began")] == ["n[1-2]"]
+    assert [record["exit_code"] for record in undisturbed.attempts("ended")] == [0]
+    assert not undisturbed.run_dir.owner.exists()
+
+
+def test_a_job_that_is_told_to_save_is_requeued_and_goes_on(
+    cluster: SlurmCluster, root: Path, undisturbed: SubmittedRun
+) -> None:
+    run = submit(cluster, root, "told")
+    run.wait_for_step(10)
+    cluster.run("scancel", "--signal=USR1", run.job_id)
+    run.wait_for_words("requeued:")
+    stopped_at = max(run.steps())
+    assert 10 <= stopped_at < MAX_STEPS
+    assert (run.run_dir.checkpoints / f"step_{stopped_at:08d}").is_dir()
+    run.wait_for_end()
+    assert [record["exit_code"] for record in run.attempts("ended")] == [75, 0]
+    run.must_equal(undisturbed)
+
+
+def test_a_job_near_its_time_limit_saves_and_goes_on(
+    cluster: SlurmCluster, root: Path, undisturbed: SubmittedRun
+) -> None:
+    run = submit(cluster, root, "limit")
+    run.wait_for_step(10)
+    # The ranks stand still until Slurm's signal, which it looks for every half minute, has come.
+    signal_ranks("STOP", run)
+    cluster.run("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=1")
+    run.wait_for_words("told to save")
+    signal_ranks("CONT", run)
+    run.wait_for_words("requeued:")
+    cluster.run("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=30")
+    run.wait_for_end()
+    assert [record["exit_code"] for record in run.attempts("ended")] == [75, 0]
+    run.must_equal(undisturbed)
+
+
+def test_a_pre_empted_job_saves_and_goes_on_when_the_other_has_ended(
+    cluster: SlurmCluster, root: Path, undisturbed: SubmittedRun
+) -> None:
+    run = submit(cluster, root, "preempted", "slurm.partition=scavenge")
+    run.wait_for_step(10)
+    cluster.run("sbatch", "--partition=main", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
+    run.wait_for_attempt(1)
+    assert run.attempts("ended")[0]["exit_code"] == 75
+    run.wait_for_end()
+    run.must_equal(undisturbed)
+
+
+def test_a_job_that_a_person_requeues_saves_and_goes_on(
+    cluster: SlurmCluster, root: Path, undisturbed: SubmittedRun
+) -> None:
+    run = submit(cluster, root, "by_a_person")
+    run.wait_for_step(10)
+    cluster.run("scontrol", "requeue", run.job_id)
+    run.wait_for_attempt(1)
+    first = run.attempts("ended")[0]
+    assert (first["exit_code"], first["requeued"]) == (75, False)  # Slurm does it, not the script
+    run.wait_for_end()
+    run.must_equal(undisturbed)
+
+
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_job_whose_node_dies_goes_on_with_another(
+    cluster: SlurmCluster, root: Path, undisturbed: SubmittedRun, node: str
+) -> None:
+    """n1 has the batch script and rank 0; n2 another rank."""
+    run = submit(cluster, root, f"dead_{node}")
+    run.wait_for_step(50)  # there is a checkpoint
+    cluster.node("kill", node)
+    run.wait_for_attempt(1)
+    assert node not in cluster.run("scontrol", "show", "hostnames", run.attempts("began")[-1]["nodes"]).split()
+    run.wait_for_end()
+    run.must_equal(undisturbed)
+
+
+@pytest.mark.parametrize("node", ["n1", "n2"])
+def test_a_job_whose_node_is_cut_off_goes_on_with_another_and_the_node_that_comes_back_does_no_harm(
+    cluster: SlurmCluster, root: Path, undisturbed: SubmittedRun, node: str
+) -> None:
+    """The ranks there live on, in the middle of a collective; on n1 it is rank 0, which holds the run folder's lock."""
+    run = submit(cluster, root, f"cut_{node}", "training.hang_seconds=15")
+    run.wait_for_step(50)
+    cluster.node("cut", node)
+    run.wait_for_attempt(1)
+    cluster.node("heal", node)
+    run.wait_for_end()
+    run.must_equal(undisturbed)
+
+
+def test_a_controller_that_is_away_when_the_job_wants_to_be_requeued_is_waited_for(
+    cluster: SlurmCluster, root: Path, undisturbed: SubmittedRun
+) -> None:
+    run = submit(cluster, root, "controller")
+    run.wait_for_step(10)
+    log = next(run.run_dir.slurm.glob("job-*.log"))
+    cluster.node("kill", "controller")
+    signal_ranks("USR1", run)
+    wait_until(lambda: "Unable to contact slurm controller" in log.read_text(), 60, log.read_text)
+    cluster.node("start", "controller")
+    run.wait_for_end()
+    assert [record["exit_code"] for record in run.attempts("ended")] == [75, 0]
+    run.must_equal(undisturbed)
+
+
+def test_a_run_that_is_started_twice_by_accident_is_trained_once(
+    cluster: SlurmCluster, root: Path, undisturbed: SubmittedRun
+) -> None:
+    run = submit(cluster, root, "twice")
+    run.wait_for_step(10)
+    signal_ranks("STOP", run)  # it must not have ended before the other is refused; its lock stays
+    second = submit_by_hand(cluster, run)
+    wait_until(lambda: cluster.state(second) == "FAILED", 90, run.log)
+    signal_ranks("CONT", run)
+    assert f"job {run.job_id} (attempt 0) with pid" in run.log()
+    assert "works on this run folder" in run.log()
+    run.wait_for_end()
+    assert len(run.attempts("began")) == 2
+    run.must_equal(undisturbed)
+
+
+def test_a_disk_that_goes_away_for_a_while_holds_the_run_up_and_does_no_harm(
+    cluster: SlurmCluster, undisturbed: SubmittedRun
+) -> None:
+    run = submit(cluster, cluster.folder / "disk" / "runs", "disk")
+    run.wait_for_step(10)
+    cluster.node("freeze", "disk")
+    try:
+        stood_at = max(run.steps())
+        cluster.run("sleep", "8")
+        assert max(run.steps()) <= stood_at + 1
+    finally:
+        cluster.node("thaw", "disk")
+    run.wait_for_end()
+    assert len(run.attempts("began")) == 1
+    run.must_equal(undisturbed)
