@@ -111,6 +111,36 @@ class Ranks:
             dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
 
+    def sum_on_device(self, values: torch.Tensor) -> None:
+        """`values` (on the device) summed over the ranks, in place and to its end, as gradients are (collective)."""
+        with self.collective(f"sum of {_size(values)} on the device"):
+            dist.all_reduce(values)
+            self._finish()
+
+    def exchange(self, other: int, values: torch.Tensor) -> torch.Tensor:
+        """Sends `values` (on the device) to the rank `other`, which sends its own of the same size, returned here."""
+        received = torch.empty_like(values)
+        both = [dist.P2POp(dist.isend, values, other), dist.P2POp(dist.irecv, received, other)]
+        with self.collective(f"exchange of {_size(values)} with rank {other}"):
+            for work in dist.batch_isend_irecv(both):
+                work.wait()
+            self._finish()
+        return received
+
+    def send(self, other: int, values: torch.Tensor) -> None:
+        """`values` (on the CPU) to the rank `other`, which calls `receive`."""
+        with self.collective(f"send to rank {other}"):
+            dist.send(values, other, group=self.control)
+
+    def receive(self, other: int, values: torch.Tensor) -> None:
+        """What the rank `other` sends, into `values` (on the CPU)."""
+        with self.collective(f"receive from rank {other}"):
+            dist.recv(values, other, group=self.control)
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
 
 @dataclass(frozen=True)
 class PendingSum:

@@ -12,8 +12,14 @@ from dist_transformer.cli import (
     data_verbs,
     demo,
     evaluate,
+    jobs,
+    logs,
+    plan,
+    preflight,
     prepare,
+    status,
     submit,
+    sweep,
     tracking_verbs,
     train,
     translate,
@@ -32,7 +38,17 @@ app.add_typer(config_verbs.app, name="config")
 app.add_typer(data_verbs.app, name="data")
 app.command("prepare")(prepare.prepare_command)
 app.command("train")(train.train_command)
+app.command("plan")(plan.plan_command)
 app.command("submit")(submit.submit_command)
+app.add_typer(sweep.app, name="sweep")
+app.command("preflight")(preflight.preflight_command)
+app.command("status")(status.status_command)
+app.command("list")(status.list_command)
+app.command("logs")(logs.logs_command)
+app.command("stacks")(logs.stacks_command)
+app.command("stop")(jobs.stop_command)
+app.command("cancel")(jobs.cancel_command)
+app.command("resume")(jobs.resume_command)
 app.command("average")(average.average_command)
 app.command("translate")(translate.translate_command)
 app.command("evaluate")(evaluate.evaluate_command)

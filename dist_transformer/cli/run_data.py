@@ -69,7 +69,8 @@ class RunData:
 
     def recipe(self) -> dict[str, Any]:
         """What a resume must find unchanged: the shape of the model, the prepared corpus and the order of the data."""
-        model = self.config.model.model_dump(exclude={"preset", "dropout"})
+        # Positions are learned exactly where max_positions is given; checkpoints from before they could be name neither.
+        model = self.config.model.model_dump(exclude={"preset", "dropout", "positions"})
         data = self.config.data.model_dump(include={"lanes", "max_tokens", "window_rows", "batch_shapes"})
         manifest = self.manifest
         return {

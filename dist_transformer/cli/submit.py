@@ -1,35 +1,150 @@
-"""submit: check everything on the login node, then hand the job to Slurm."""
+"""submit: check everything on the login node, then hand the jobs to Slurm."""
 
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run, with_absolute_paths
+from dist_transformer.cluster.jobs import STAGES, Stage
 from dist_transformer.cluster.profiles import fill_from_profile
-from dist_transformer.cluster.submit import plan_submission, submit
+from dist_transformer.cluster.submit import Submission, plan_submission, submit
 from dist_transformer.config.loading import to_yaml
+from dist_transformer.config.models import Config
 from dist_transformer.config.sizes import parameter_count
+from dist_transformer.errors import UserError
+
+_VERBS = [
+    ("watch:", "dist-transformer status FOLDER"),
+    ("", "dist-transformer logs FOLDER --follow"),
+    ("stop:", "dist-transformer stop FOLDER  (saves first)"),
+    ("cancel:", "dist-transformer cancel FOLDER  (ends it for good)"),
+]
 
 
 def submit_command(
     run: RunArgument,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, submit nothing.")] = False,
+    stages: Annotated[
+        str, typer.Option(help=f"Jobs that follow each other: some of {','.join(STAGES)}, in this order.")
+    ] = "train",
+    after: Annotated[
+        str, typer.Option(help="Begin when these jobs have ended well: 12 or 12,13.", show_default=False)
+    ] = "",
+    sweep: Annotated[
+        Path | None, typer.Option(help="A file of points: one job array of many runs.", show_default=False)
+    ] = None,
+    max_running: Annotated[int | None, typer.Option(min=1, help="Runs of a sweep at once.", show_default=False)] = None,
 ) -> None:
     """Check a run and submit it as a Slurm job that saves, requeues and goes on by itself."""
+    wanted, waits = read_stages(stages), read_job_ids(after)
+    if sweep is None:
+        if max_running is not None:
+            raise UserError("--max-running: is for a sweep; give --sweep FILE, or leave it out")
+        submit_run(run, overrides or [], stages=wanted, after=waits, dry_run=dry_run)
+        return
+    if wanted != ("train",):
+        raise UserError(f"--stages {stages}: a sweep is one array of training jobs; leave it out")
+    from dist_transformer.cli.sweep import submit_points
+
+    submit_points(run, overrides or [], sweep, max_running, after=waits, dry_run=dry_run)
+
+
+def submit_run(
+    run: Path,
+    overrides: list[str],
+    *,
+    stages: Sequence[Stage] = ("train",),
+    after: Sequence[str] = (),
+    dry_run: bool = False,
+) -> None:
+    """Submits a YAML file or a run folder, and prints the jobs and the commands that watch and stop them.
+
+    Raises:
+        ConfigError: all problems of the run together.
+        SlurmError: sbatch refused.
+    """
     config, run_dir = read_run(run, overrides)
     config = fill_from_profile(config)
-    size = config.tokenizer.vocabulary_size
-    parameters = parameter_count(config.model, size, size)
     text = to_yaml(with_absolute_paths(config, None))
-    submission = plan_submission(config, text, run_dir, parameters, dry_run=dry_run)
+    submission = plan_submission(
+        config, text, run_dir, num_parameters_of(config), stages=stages, after=after,
+        problems=memory_problems(config), dry_run=dry_run,
+    )  # fmt: skip
     if dry_run:
-        print(f"# command\n{submission.command}\n")
-        for path, text in submission.files.items():
-            print(f"# {path}\n{text}")
-        return
-    job_id = submit(submission)
-    path = submission.run_dir.path
-    print(f"submitted job {job_id}; run folder {path}")
-    print(f"watch:  squeue --job {job_id};  tail -f {path / 'train.log'}")
-    print(f"stop:   touch {submission.run_dir.stop_file}  (saves first);  scancel {job_id}  (ends it for good)")
+        show_plan(submission.commands, submission.files)
+    else:
+        _report(submission, submit(submission))
+
+
+def num_parameters_of(config: Config) -> int:
+    size = config.tokenizer.vocabulary_size
+    return parameter_count(config.model, size, size)
+
+
+def memory_problems(config: Config) -> list[str]:
+    """What does not fit the GPUs of the partition, where slurm.gpu_memory_gb says how large they are."""
+    slurm = config.slurm
+    if slurm.gpu_memory_gb is None or not slurm.gpus_per_node:
+        return []
+    from dist_transformer.planning.memory import memory_problem
+
+    problem = memory_problem(config, slurm.nodes * slurm.ranks_per_node, slurm.gpu_memory_gb)
+    return [] if problem is None else [f"slurm.gpu_memory_gb: {problem}"]
+
+
+def show_plan(commands: Sequence[str], files: dict[Path, str]) -> None:
+    """What --dry-run prints: every command and every file."""
+    for command in commands:
+        print(f"# command\n{command}\n")
+    for path, text in files.items():
+        print(f"# {path}\n{text}")
+
+
+def show_commands(folder: Path, verbs: Sequence[tuple[str, str]]) -> None:
+    """Commands to type: what for, and the command with FOLDER in the place of the folder."""
+    quoted = shlex.quote(str(folder))
+    for purpose, command in verbs:
+        print(f"{purpose:8}{command.replace('FOLDER', quoted)}")
+
+
+def read_stages(text: str) -> tuple[Stage, ...]:
+    """`prepare,train` -> ("prepare", "train")
+
+    Raises:
+        UserError: another word, another order, or one twice.
+    """
+    words = [word.strip() for word in text.split(",")]
+    stages = tuple(stage for stage in STAGES if stage in words)
+    if list(stages) != words:
+        raise UserError(f"--stages {text!r}: expected some of {','.join(STAGES)}, each once and in this order")
+    return stages
+
+
+def read_job_ids(text: str) -> tuple[str, ...]:
+    """`12,13_4` -> ("12", "13_4")
+
+    Raises:
+        UserError: it is no list of job ids.
+    """
+    if text and not re.fullmatch(r"[0-9]+(_[0-9]+)?(,[0-9]+(_[0-9]+)?)*", text):
+        raise UserError(f"--after {text!r}: expected ids of jobs: 12, or 12,13")
+    return tuple(text.split(",")) if text else ()
+
+
+def _report(submission: Submission, ids: dict[str, str]) -> None:
+    run_dir = submission.run_dir
+    if list(ids) == ["train"]:
+        print(f"submitted job {ids['train']}; run folder {run_dir.path}")
+    else:
+        print(
+            f"submitted {', '.join(f'job {job_id} ({stage})' for stage, job_id in ids.items())}, each after the one before"
+        )
+        print(f"run folder {run_dir.path}")
+    log = f"job-{ids['train']}" if "train" in ids else "-".join(next(iter(ids.items())))
+    print(f"{'log:':8}{run_dir.slurm / log}.log")
+    show_commands(run_dir.path, _VERBS)

@@ -7,6 +7,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from dist_transformer import stacks
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
 from dist_transformer.errors import ConfigError, UserError
 from dist_transformer.stop_request import StopRequest
@@ -39,6 +40,7 @@ def train_command(
             [f"{num_ranks} ranks, but data.lanes is {config.data.lanes}: each rank needs a lane; use fewer ranks"]
         )
     if is_rank or num_ranks == 1:
+        stacks.register()
         from dist_transformer.cli.train_rank import train_rank
 
         code = train_rank(config, run_dir, stop)

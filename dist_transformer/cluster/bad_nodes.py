@@ -40,5 +40,5 @@ def reasons_of_preflight(report: Path) -> dict[str, str]:
     reasons: dict[str, list[str]] = {node: [] for node in found["exclude"]}
     for outlier in found["outliers"]:
         if outlier["node"] in reasons:
-            reasons[outlier["node"]].append(f"{outlier['measure']} {outlier['value']}, median {outlier['median']}")
+            reasons[outlier["node"]].append(outlier["text"])
     return {node: "preflight: " + ("; ".join(texts) or "no answer") for node, texts in reasons.items()}

@@ -3,11 +3,15 @@
 import os
 import re
 import shutil
+import statistics
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
+from dist_transformer.cluster.script import needed_folders
 from dist_transformer.cluster.status import job_state
-from dist_transformer.config.checks import run_name_problems, secret_problems
+from dist_transformer.cluster.targets import json_lines
+from dist_transformer.config.checks import file_problems, run_name_problems, secret_problems
 from dist_transformer.config.models import Config, SlurmConfig
 from dist_transformer.run_dir import RunDir, read_json
 
@@ -17,11 +21,21 @@ SIGNAL_EARLY_SECONDS = 60
 BYTES_PER_PARAMETER = 12
 """A checkpoint holds an fp32 weight and both fp32 moments of Adam for each parameter."""
 
+RECENT_BYTES = 1 << 18
+"""Of metrics.jsonl: a few hundred records, from which times are measured."""
+
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=[^\n\0]*)?")
 _RELIED_ON = (
     *("--requeue", "--no-requeue", "--signal", "--open-mode", "--nodes", "--ntasks-per-node", "--output"),
     *("--ntasks", "--export", "--export-file", "--wrap", "--parsable", "--array", "--job-name", "--chdir"),
+    *("--comment", "--dependency", "--kill-on-invalid-dep", "--exclude"),
 )
+_SRUN_KEYS = {
+    "--cpu-bind": "cpu_bind",
+    "--container-image": "container_image",
+    "--container-mounts": "container_mounts",
+}
+_NODES = re.compile(r"[A-Za-z0-9._-]+(\[[0-9,-]+\][A-Za-z0-9._-]*)*")
 _SET_BY_THE_JOB = re.compile(r"(SLURM_|SRUN_|SBATCH_|MASTER_).*|(LOCAL_)?(RANK|WORLD_SIZE)|PYTHONPATH|PYTHONSAFEPATH")
 
 
@@ -32,25 +46,33 @@ def submission_problems(config: Config, run_dir: RunDir, num_parameters: int) ->
         *_name_problems(run_dir),
         *_rank_problems(config),
         *_folder_problems(run_dir.path, num_parameters * BYTES_PER_PARAMETER * (config.checkpoints.keep_last + 1)),
+        *_data_problems(config, run_dir),
         *_time_problems(slurm),
+        *_measured_problems(config, run_dir),
         *_option_problems(slurm),
+        *_container_problems(slurm, needed_folders(config, run_dir.path.parent)),
         *_environment_problems(slurm),
     ]
 
 
-def cluster_problems(run_dir: RunDir) -> list[str]:
-    """What only a machine with Slurm can tell: is `sbatch` here, and does a job work on this run folder already?"""
+def sbatch_problems() -> list[str]:
+    """Is this a machine from which a job can be submitted?"""
     if shutil.which("sbatch") is None:
         return ["sbatch: not found on PATH; submit from a login node of the cluster, or look at it with --dry-run"]
-    if not run_dir.job.exists():
+    return []
+
+
+def busy_problems(run_dir: RunDir) -> list[str]:
+    """Does a job work on this run folder already, or wait to do so? Nothing is asked where `sbatch` is missing."""
+    if sbatch_problems() or not run_dir.job.exists():
         return []
-    job_id = str(read_json(run_dir.job)["job_id"])
-    state = job_state(job_id)
-    if state.is_over:
-        return []
+    job = read_json(run_dir.job)
+    states = {job_id: job_state(job_id) for job_id in dict.fromkeys([job["job_id"], *job.get("stages", {}).values()])}
     return [
         f"run folder {run_dir.path}: job {job_id} already works on it ({state.state}); wait for it, "
         f"`scancel {job_id}`, or choose another run.name"
+        for job_id, state in states.items()
+        if not state.is_over
     ]
 
 
@@ -89,6 +111,11 @@ def _rank_problems(config: Config) -> Iterator[str]:
             f"slurm.gpus_per_node: {slurm.gpus_per_node} GPUs for {slurm.ranks_per_node} ranks on each node; "
             "each rank needs a GPU of its own"
         )
+    if slurm.gres is not None and not slurm.gpus_per_node:
+        yield (
+            f"slurm.gres: {slurm.gres!r} is given, but slurm.gpus_per_node is 0, which is CPU training; give the number of "
+            "GPUs there too"
+        )
 
 
 def _folder_problems(folder: Path, needed_bytes: int) -> Iterator[str]:
@@ -119,6 +146,53 @@ def _time_problems(slurm: SlurmConfig) -> Iterator[str]:
         )
 
 
+def _data_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
+    prepared = config.data.prepared
+    if prepared is None or (Path(prepared) / "manifest.json").is_file():
+        return
+    yield from (
+        f"{message} (the corpus in {prepared} is not prepared yet)" for message in _missing_text(config, run_dir)
+    )
+    existing = next(path for path in (Path(prepared), *Path(prepared).absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        yield f"data.prepared: {prepared} cannot be written ({existing} is no writable folder), and holds no manifest.json"
+
+
+def _missing_text(config: Config, run_dir: RunDir) -> Iterator[str]:
+    # Of a YAML file they were looked for when it was read; a run folder may have outlived its text.
+    if run_dir.config.is_file():
+        yield from (message for _, message in file_problems(config.data, config.tokenizer))
+
+
+def _measured_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
+    """What earlier attempts of this run took, against what this one is given."""
+    recent = [*json_lines(run_dir.metrics, RECENT_BYTES)][::-1] if run_dir.metrics.is_file() else []
+    records = [record for record in recent if record.get("event") == "train"]
+    seconds = [(b["time"] - a["time"]) / (b["step"] - a["step"]) for a, b in pairwise(records) if b["step"] > a["step"]]
+    if not seconds:
+        return
+    step_seconds, every = statistics.median(seconds), config.checkpoints.every_steps
+    limit_seconds = _limit_or_none(config.slurm.time_limit)
+    if limit_seconds is not None and step_seconds * every > limit_seconds:
+        yield (
+            f"checkpoints.every_steps: {every} steps of {step_seconds:.3g} s, as measured so far, are more than "
+            f"slurm.time_limit {config.slurm.time_limit}: a job that fails would lose all it did; save more often"
+        )
+    needed = max(record.get("save_seconds", 0.0) for record in records) + step_seconds
+    if needed > config.slurm.signal_seconds:
+        yield (
+            f"slurm.signal_seconds: {config.slurm.signal_seconds} s before the limit the job is told to save, but a step "
+            f"and a save took {needed:.0f} s in this run; give more than that"
+        )
+
+
+def _limit_or_none(text: str) -> int | None:
+    try:
+        return parse_time_limit(text)
+    except ValueError:
+        return None
+
+
 def _option_problems(slurm: SlurmConfig) -> Iterator[str]:
     for key, options in (("extra_sbatch", slurm.extra_sbatch), ("extra_srun", slurm.extra_srun)):
         for option in options:
@@ -132,6 +206,30 @@ def _option_problems(slurm: SlurmConfig) -> Iterator[str]:
                 f"slurm.extra_sbatch: {option!r}: {taken[0]} is set by submit and the batch script relies on it; "
                 "use the keys of slurm:"
             )
+    for option in slurm.extra_srun:
+        name = option.split("=")[0]
+        if name in _SRUN_KEYS and getattr(slurm, _SRUN_KEYS[name]):
+            yield f"slurm.extra_srun: {option!r}: slurm.{_SRUN_KEYS[name]} is given too; keep one of them"
+    for nodes in slurm.exclude:
+        if not _NODES.fullmatch(nodes):
+            yield f"slurm.exclude: {nodes!r}: expected a node, or several as in 'n[1-3,7]', one entry each"
+
+
+def _container_problems(slurm: SlurmConfig, folders: list[Path]) -> Iterator[str]:
+    if slurm.container_image is None:
+        if slurm.container_mounts:
+            yield "slurm.container_mounts: are given without slurm.container_image; give the image, or remove them"
+        return
+    if slurm.container_image.startswith("-") or not slurm.container_image:
+        yield f"slurm.container_image: {slurm.container_image!r}: expected the path or address of an image"
+    for mount in slurm.container_mounts:
+        if not re.fullmatch(r"/[^,:\n]*(:/[^,:\n]*){0,1}(:[a-z+,]+)?", mount):
+            yield f"slurm.container_mounts: {mount!r}: expected /folder, or /folder:/inside, without commas"
+    for folder in folders:
+        if re.search("[,:\n]", str(folder)):
+            yield f"slurm.container_image: {str(folder)!r} must be seen inside, and cannot be with ',' or ':' in its name"
+    if slurm.container_runtime == "apptainer" and any(o.startswith("--container-") for o in slurm.extra_srun):
+        yield "slurm.extra_srun: --container-... is pyxis', but slurm.container_runtime is apptainer; keep one of them"
 
 
 def _environment_problems(slurm: SlurmConfig) -> Iterator[str]:

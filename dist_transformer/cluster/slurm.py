@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from dist_transformer.errors import UserError
 
+STACKS_SECONDS = 60
+"""How long the answer of a job's nodes is waited for: a dead node never gives one."""
+
 _NOT_FOR_A_JOB = ("SLURM_", "SRUN_", "SBATCH_", "MASTER_")
 _NOT_FOR_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
 
@@ -24,15 +27,78 @@ def submit_script(arguments: Sequence[str]) -> str:
     return answer.strip().split(";")[0]  # --parsable: "id" or "id;cluster"
 
 
-def list_jobs(job_id: str, format_string: str) -> list[str]:
-    """One line of `squeue` for each part of the job, ended ones too; none when Slurm has forgotten it."""
+def list_jobs(job_id: str | None, format_string: str) -> list[str]:
+    """One line of `squeue` for each part of the job, ended ones too; none when Slurm has forgotten it. Times are unix
+    seconds. Without a job all of this user's.
+    """
+    which = "--me" if job_id is None else f"--jobs={job_id}"
+    command = ["squeue", "--noheader", "--states=all", which, f"--format={format_string}"]
     try:
-        answer = _call(["squeue", "--noheader", "--states=all", f"--jobs={job_id}", f"--format={format_string}"])
+        return _call(command, _asking_environment()).splitlines()
     except SlurmError as error:
         if "Invalid job id" in str(error):
             return []
         raise
-    return answer.splitlines()
+
+
+def list_accounted_jobs(job_id: str, fields: str) -> list[str]:
+    """One line of `sacct` for each part of the job, fields separated by "|", times as unix seconds.
+
+    None of them where there is no accounting, or where it does not answer: it is a help, and nothing relies on it.
+    """
+    try:
+        return _call(
+            ["sacct", "--allocations", "--parsable2", "--noheader", f"--jobs={job_id}", f"--format={fields}"],
+            _asking_environment(),
+        ).splitlines()
+    except SlurmError:
+        return []
+
+
+def cancel_job(job_id: str, *, only_pending: bool = False) -> None:
+    """Ends a job, or only those of its parts that wait in the queue. (`scancel` finds nothing wrong with unknown jobs.)
+
+    Raises:
+        SlurmError: with scancel's own words.
+    """
+    _call(["scancel", *(["--state=PENDING"] if only_pending else []), job_id], _asking_environment())
+
+
+def release_job(job_id: str) -> None:
+    """Lets a held job take part in scheduling again.
+
+    Raises:
+        SlurmError: with scontrol's own words; a job that an administrator holds is not released.
+    """
+    _call(["scontrol", "release", job_id], _asking_environment())
+
+
+def host_names(node_list: str) -> list[str]:
+    """n[1-2] -> n1, n2."""
+    return _call(["scontrol", "show", "hostnames", node_list], _asking_environment()).split()
+
+
+def run_on_each_node(job_id: str, num_nodes: int, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
+    """Runs a command once on each node of a running job, beside its ranks; the lines that came within STACKS_SECONDS.
+
+    Args:
+        job_id: the plain number, also of a task of an array.
+        environment: added to that of this process.
+
+    Raises:
+        SlurmError: with srun's own words, when no line came.
+    """
+    # Without --overlap the step would wait for the ranks to end; other steps' plugins and bindings are not for it.
+    options = [f"--jobid={job_id}", "--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}"]
+    options += ["--ntasks-per-node=1", "--cpus-per-task=1", "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0"]
+    try:
+        return _call(
+            ["srun", *options, *command], {**_asking_environment(), **environment}, STACKS_SECONDS
+        ).splitlines()
+    except _PartOfAnAnswer as error:
+        if not error.lines:
+            raise
+        return error.lines
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -44,14 +110,35 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _call(command: list[str], environment: Mapping[str, str] | None = None) -> str:
+def _asking_environment() -> dict[str, str]:
+    """Without the user's filters and formats (SQUEUE_STATES, SACCT_FORMAT ...); times as unix seconds."""
+    kept = {
+        n: v for n, v in clean_environment(os.environ).items() if not n.startswith(("SQUEUE_", "SACCT_", "SCANCEL_"))
+    }
+    return {**kept, "SLURM_TIME_FORMAT": "%s"}
+
+
+class _PartOfAnAnswer(SlurmError):
+    def __init__(self, message: str, lines: list[str]) -> None:
+        super().__init__(message)
+        self.lines = lines
+
+
+def _call(command: list[str], environment: Mapping[str, str] | None = None, seconds: float | None = None) -> str:
+    called = f"\n  command: {' '.join(command)}"
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", check=False, timeout=seconds
+        )
     except FileNotFoundError:
         raise SlurmError(
             f"{command[0]}: not found; expected Slurm's commands on PATH; run this on a login node of the cluster"
         ) from None
+    except subprocess.TimeoutExpired as late:
+        said: str | bytes = late.stdout or b""  # bytes, also where text was asked for (cpython #87597)
+        lines = (said if isinstance(said, str) else said.decode(errors="replace")).splitlines()
+        raise _PartOfAnAnswer(f"{command[0]}: no answer within {seconds:g} s{called}", lines) from None
     if done.returncode != 0:
         words = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        raise SlurmError(f"{command[0]} refused: {words}\n  command: {' '.join(command)}")
+        raise _PartOfAnAnswer(f"{command[0]} refused: {words}{called}", done.stdout.splitlines())
     return done.stdout

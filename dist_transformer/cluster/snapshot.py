@@ -27,13 +27,14 @@ def take_snapshot(folder: Path, package: Path = _PACKAGE) -> None:
 
 
 def _git_state(checkout: Path) -> dict[str, str]:
-    """The commit, and the difference of the working tree to it; nothing outside a checkout of this program."""
+    """The commit, the difference of the working tree to it, and what is in no commit; nothing outside a checkout of ours."""
     top = _git(checkout, "rev-parse", "--show-toplevel")
     if top is None or Path(top.strip()) != checkout:
         return {}
     commit = (_git(checkout, "rev-parse", "HEAD") or "").strip()
     difference = _git(checkout, "diff", "HEAD") or ""
-    state = {"commit": commit, "changed": bool(difference)}
+    untracked = (_git(checkout, "ls-files", "--others", "--exclude-standard", "-z") or "").split("\0")[:-1]
+    state = {"commit": commit, "changed": bool(difference), "untracked": untracked}
     return {"git.json": json.dumps(state, indent=1) + "\n", "git.diff": difference}
 
 

@@ -2,10 +2,8 @@
 
 from dataclasses import dataclass
 
+from dist_transformer.cluster.queue import OVER
 from dist_transformer.cluster.slurm import list_jobs
-
-# Not among them: PREEMPTED and NODE_FAIL, after which our jobs go back to the queue.
-_OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "TIMEOUT", "UNKNOWN")
 
 
 @dataclass(frozen=True)
@@ -18,7 +16,7 @@ class JobState:
     @property
     def is_over(self) -> bool:
         """It does not run and will not run again."""
-        return self.state in _OVER
+        return self.state in OVER
 
 
 def job_state(job_id: str) -> JobState:

@@ -1,121 +1,137 @@
-"""From a checked configuration to a job: the exact script, the exact `sbatch` command, and the files of the run folder.
+"""From a checked configuration to jobs: the exact scripts, the exact `sbatch` commands, and the files of the run folder.
 
 submission = plan_submission(config, to_yaml(config), run_dir, num_parameters)   # touches nothing
-job_id = submit(submission)                                                     # writes, then calls sbatch
+job_ids = submit(submission)                                                    # writes, then calls sbatch
 """
 
 import shlex
-import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from dist_transformer.cluster.checks import cluster_problems, submission_problems
-from dist_transformer.cluster.slurm import submit_script
+from dist_transformer.cluster.bad_nodes import excluded_nodes
+from dist_transformer.cluster.checks import busy_problems, sbatch_problems, submission_problems
+from dist_transformer.cluster.jobs import Job, Stage, job_of, script_name
+from dist_transformer.cluster.script import Code, needed_folders, render_script
+from dist_transformer.cluster.slurm import SlurmError, submit_script
 from dist_transformer.cluster.snapshot import take_snapshot
-from dist_transformer.config.models import Config, SlurmConfig
+from dist_transformer.cluster.sweep_dir import sweep_of
+from dist_transformer.config.models import Config
 from dist_transformer.errors import ConfigError
-from dist_transformer.run_dir import RunDir, write_json, write_text
-from dist_transformer.share_folder import share_folder
-
-_SETTINGS_BEGIN = "# --- settings"
-_SETTINGS_END = "# --- end of settings"
+from dist_transformer.run_dir import RunDir, read_json, write_json, write_text
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What `submit` will do. `files` are written into the run folder before sbatch is called."""
+    """What `submit` will do. `files` are written into the run folder before sbatch is called.
+
+    Each job waits for the one before it, the first for the jobs `after`.
+    """
 
     run_dir: RunDir
-    script: str
-    sbatch_arguments: tuple[str, ...]
     files: dict[Path, str]
+    jobs: tuple[Job, ...]
+    after: tuple[str, ...]
 
     @property
-    def command(self) -> str:
-        """The call of sbatch as one would type it."""
-        return shlex.join(["sbatch", *self.sbatch_arguments])
+    def commands(self) -> list[str]:
+        """The calls of sbatch as one would type them; a job id that is not known yet is the stage in capitals."""
+        waits = [self.after, *((job.stage.upper(),) for job in self.jobs)]
+        return [command_text(job, after) for job, after in zip(self.jobs, waits, strict=False)]
+
+
+def command_text(job: Job, after: Sequence[str]) -> str:
+    """A call of sbatch as one would type it."""
+    return shlex.join(["sbatch", *job.sbatch_arguments(after)])
 
 
 def plan_submission(
-    config: Config, config_text: str, run_dir: RunDir, num_parameters: int, *, dry_run: bool = False
+    config: Config,
+    config_text: str,
+    run_dir: RunDir,
+    num_parameters: int,
+    *,
+    stages: Sequence[Stage] = ("train",),
+    after: Sequence[str] = (),
+    problems: Sequence[str] = (),
+    dry_run: bool = False,
 ) -> Submission:
-    """Checks everything and composes the job, without creating anything.
+    """Checks everything and composes the jobs, without creating anything.
 
     Args:
         config: the resolved configuration, its cluster profile already filled in.
-        config_text: the same as YAML; becomes the run folder's configuration, which the job reads.
+        config_text: the same as YAML; becomes the run folder's configuration, which the jobs read.
         num_parameters: of the model, for the estimate of disk space.
+        stages: one job each.
+        after: ids of jobs that must have ended well before the first stage begins.
+        problems: what the caller has found, told together with the rest.
         dry_run: only to be looked at: works without Slurm, and while a job works on the run folder.
 
     Raises:
         ConfigError: all problems together.
     """
-    problems = submission_problems(config, run_dir, num_parameters)
-    problems += [] if dry_run else cluster_problems(run_dir)
-    if problems:
-        raise ConfigError(problems)
+    found = [*problems, *submission_problems(config, run_dir, num_parameters)]
+    if "evaluate" in stages and config.data.test is None:
+        found.append("data.test: is not given, and the stage evaluate scores it; give it, or leave the stage out")
+    found += [] if dry_run else [*sbatch_problems(), *busy_problems(run_dir)]
+    if found:
+        raise ConfigError(found)
     run_dir = RunDir(run_dir.path.absolute())
-    script = render_script(config.slurm, run_dir, sys.executable)
-    files = {run_dir.config: config_text, run_dir.submitted_script: script}
-    return Submission(run_dir, script, _sbatch_arguments(config.slurm, run_dir), files)
+    jobs = tuple(job_of(stage, config.slurm, run_dir, list(excluded_nodes(run_dir))) for stage in stages)
+    sweep = sweep_of(run_dir)  # its prepared corpora are those beside it
+    folders = needed_folders(config, (sweep.path if sweep else run_dir.path).parent)
+    code = Code(run_dir.snapshot)
+    scripts = {job.script: render_script(script_name(job.stage), config.slurm, code, folders) for job in jobs}
+    return Submission(run_dir, {run_dir.config: config_text, **scripts}, jobs, tuple(after))
 
 
-def submit(submission: Submission) -> str:
-    """Writes the files and the code snapshot, calls sbatch, notes the job in the run folder; returns the job id.
+def submit(submission: Submission) -> dict[str, str]:
+    """Writes the files and the code snapshot, calls sbatch, notes the jobs in the run folder; the job id of each stage.
 
     Raises:
-        SlurmError: sbatch refused; the run folder then holds the files, but no job.
+        SlurmError: sbatch refused; what it took before is in job.json, and the message says it.
     """
-    take_snapshot(submission.run_dir.snapshot)
-    for path, text in submission.files.items():
+    run_dir, ids = submission.run_dir, dict[str, str]()
+    take_snapshot(run_dir.snapshot)
+    write_files(submission.files)
+    begin_anew(run_dir)
+    after = submission.after
+    for job in submission.jobs:
+        try:
+            ids[job.stage] = submit_script(job.sbatch_arguments(after))
+        except SlurmError as error:
+            raise _with_those_before(error, ids) from error
+        if job.stage == "train" or "train" not in ids:
+            command = command_text(job, after)
+        note_job(run_dir, ids, command)
+        after = (ids[job.stage],)
+    return ids
+
+
+def write_files(files: Mapping[Path, str]) -> None:
+    for path, text in files.items():
         write_text(path, text)
-    # A new submission by a person begins a new count of restarts without progress, and overrules an old stop.
-    submission.run_dir.restarts.unlink(missing_ok=True)
-    submission.run_dir.stop_file.unlink(missing_ok=True)
-    job_id = submit_script(submission.sbatch_arguments)
+
+
+def begin_anew(run_dir: RunDir) -> None:
+    """A submission by a person begins a new count of restarts without progress, and overrules an old stop."""
+    run_dir.restarts.unlink(missing_ok=True)
+    run_dir.stop_file.unlink(missing_ok=True)
+
+
+def note_job(run_dir: RunDir, ids: Mapping[str, str], command: str) -> None:
+    """job.json: the training job is what the commands that watch look at; the last one where there is none."""
+    before: dict[str, Any] = read_json(run_dir.job) if run_dir.job.exists() else {}
+    job_id = ids.get("train", before.get("job_id", list(ids.values())[-1]))
     submitted_at = datetime.now(UTC).isoformat(timespec="seconds")
-    write_json(submission.run_dir.job, {"job_id": job_id, "submitted_at": submitted_at, "command": submission.command})
-    return job_id
+    note = {"job_id": job_id, "submitted_at": submitted_at, "command": command}
+    write_json(run_dir.job, note if set(ids) == {"train"} else {**note, "stages": dict(ids)})
 
 
-def render_script(slurm: SlurmConfig, run_dir: RunDir, python: str) -> str:
-    """slurm/train.sbatch with this job's values in its block of settings; the rest is the file as it is."""
-    lines = (share_folder("slurm") / "train.sbatch").read_text(encoding="utf-8").splitlines()
-    begin = next(n for n, line in enumerate(lines) if line.startswith(_SETTINGS_BEGIN))
-    end = next(n for n, line in enumerate(lines) if line.startswith(_SETTINGS_END))
-    return "\n".join([*lines[: begin + 1], *_settings(slurm, run_dir, python), *lines[end:], ""])
-
-
-def _settings(slurm: SlurmConfig, run_dir: RunDir, python: str) -> list[str]:
-    return [
-        *(f"export {name}={shlex.quote(value)}" for name, value in slurm.environment.items()),
-        f"export DIST_TRANSFORMER_SIGNAL_SECONDS={slurm.signal_seconds}",
-        f"python={shlex.quote(python)}",
-        f"code={shlex.quote(str(run_dir.snapshot))}",
-        f"setup={shlex.quote(chr(10).join(slurm.setup))}",
-        f"srun_options=({' '.join(map(shlex.quote, slurm.extra_srun))})",
-    ]
-
-
-def _sbatch_arguments(slurm: SlurmConfig, run_dir: RunDir) -> tuple[str, ...]:
-    """One element an option, so that no value can become another option."""
-    wanted = {
-        "job-name": run_dir.name,
-        "nodes": slurm.nodes,
-        "ntasks-per-node": slurm.ranks_per_node,
-        "cpus-per-task": slurm.cpus_per_rank,
-        "gpus-per-node": slurm.gpus_per_node or None,
-        "mem": slurm.memory,
-        "time": slurm.time_limit,
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint,
-        "signal": f"B:USR1@{slurm.signal_seconds}",
-        "open-mode": "append",
-        "output": f"{str(run_dir.slurm).replace('%', '%%')}/job-%j.log",
-    }
-    options = [f"--{name}={value}" for name, value in wanted.items() if value is not None]
-    arguments = [str(run_dir.submitted_script), str(run_dir.path)]
-    return ("--parsable", "--requeue", *options, *slurm.extra_sbatch, *arguments)
+def _with_those_before(error: SlurmError, ids: Mapping[str, str]) -> SlurmError:
+    if not ids:
+        return error
+    taken = ", ".join(f"{job_id} ({stage})" for stage, job_id in ids.items())
+    return SlurmError(f"{error}\n  already submitted: {taken}; to take it back: scancel {' '.join(ids.values())}")

@@ -35,7 +35,15 @@ class ModelConfig(Section):
     preset: Literal["tiny", "small", "base", "big"] = Field("base", description="Fills every size that is not given.")
     d_model: PositiveInt = Field(512, description="Width of embeddings and layers.")
     d_ff: PositiveInt = Field(2048, description="Inner width of the feed-forward networks.")
-    num_heads: PositiveInt = Field(8, description="Attention heads; must divide d_model.")
+    num_heads: PositiveInt = Field(
+        8, description="Attention heads; must divide d_model, or key_size and value_size are given."
+    )
+    key_size: PositiveInt | None = Field(
+        None, description="Size of a head's queries and keys; none: d_model / num_heads (3.2.2)."
+    )
+    value_size: PositiveInt | None = Field(
+        None, description="Size of a head's values; none: d_model / num_heads (3.2.2)."
+    )
     num_encoder_layers: PositiveInt = Field(6, description="Layers of the encoder.")
     num_decoder_layers: PositiveInt = Field(6, description="Layers of the decoder.")
     dropout: Share = Field(
@@ -43,6 +51,12 @@ class ModelConfig(Section):
     )
     norm: Literal["post", "pre"] = Field(
         "post", description="Layer norm after the residual sum (3.1), or before the sub-layer (not the paper's)."
+    )
+    positions: Literal["sinusoidal", "learned"] = Field(
+        "sinusoidal", description="3.5: sinusoids, of any length; or a learned vector for each (Table 3, row E)."
+    )
+    max_positions: PositiveInt | None = Field(
+        None, description="Longest sentence in tokens that learned positions can take; sinusoidal ones have no limit."
     )
     shared_embeddings: Truth = Field(
         True, description="One matrix for both embeddings and the output projection (3.4); needs tokenizer.shared."

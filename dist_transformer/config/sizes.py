@@ -6,18 +6,26 @@ REDUCED_AT_ONCE = 2**26
 """Gradients, in elements, that stages 1 to 3 gather into a buffer and reduce together."""
 
 
+def head_sizes(config: ModelConfig) -> tuple[int, int]:
+    """Sizes of a head's queries and keys, and of its values (3.2.2)."""
+    equal_share = config.d_model // config.num_heads
+    return config.key_size or equal_share, config.value_size or equal_share
+
+
 def parameter_count(config: ModelConfig, source_vocabulary: int, target_vocabulary: int) -> int:
     """Trainable parameters of the network, each tied matrix counted once."""
     d_model, d_ff = config.d_model, config.d_ff
     norm = 2 * d_model
-    attention = 4 * (d_model * d_model + d_model) + norm
+    keys, values = (config.num_heads * size for size in head_sizes(config))
+    attention = 2 * (d_model * (keys + values) + keys) + values + d_model + norm
     feed_forward = 2 * d_model * d_ff + d_ff + d_model + norm
     encoder = config.num_encoder_layers * (attention + feed_forward)
     decoder = config.num_decoder_layers * (2 * attention + feed_forward)
     final_norms = 2 * norm if config.norm == "pre" else 0
-    return (
-        encoder + decoder + final_norms + _num_vocabulary_rows(config, source_vocabulary, target_vocabulary) * d_model
-    )
+    rows = _num_vocabulary_rows(config, source_vocabulary, target_vocabulary)
+    if config.positions == "learned":
+        rows += 2 * (config.max_positions or 0)
+    return encoder + decoder + final_norms + rows * d_model
 
 
 def _num_vocabulary_rows(config: ModelConfig, source_vocabulary: int, target_vocabulary: int) -> int:
@@ -32,9 +40,9 @@ def state_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> in
     activations not counted, nor the layers that stage 3 has gathered.
     """
     stage, offload = training.zero_stage, training.offload
-    weight = gradient = _bytes_of_weight(training)
+    weight = gradient = bytes_of_weight(training)
     shares = [num_ranks if stage >= cut_from else 1 for cut_from in (3, 2, 1)]
-    held = [weight, gradient, _bytes_of_optimizer(training)]
+    held = [weight, gradient, bytes_of_optimizer(training)]
     if offload != "none":
         held[2] = 0
         held[1] = 0 if stage == 3 else gradient
@@ -50,9 +58,9 @@ def offloaded_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -
     if training.offload == "none":
         return 0
     has_weights = training.zero_stage < 3 or training.offload == "optimizer_and_parameters"
-    gradients = 4 + (_bytes_of_weight(training) if training.zero_stage == 3 else 0)  # stage 3: as they arrive, too
-    weights = _bytes_of_weight(training) if has_weights else 0
-    return round(parameters * (_bytes_of_optimizer(training) + gradients + weights) / num_ranks)
+    gradients = 4 + (bytes_of_weight(training) if training.zero_stage == 3 else 0)  # stage 3: as they arrive, too
+    weights = bytes_of_weight(training) if has_weights else 0
+    return round(parameters * (bytes_of_optimizer(training) + gradients + weights) / num_ranks)
 
 
 def snapshot_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
@@ -60,10 +68,12 @@ def snapshot_bytes(parameters: int, training: TrainingConfig, num_ranks: int) ->
     return round(parameters * (12 + (4 if training.ema_decay is not None else 0)) / num_ranks)
 
 
-def _bytes_of_weight(training: TrainingConfig) -> int:
+def bytes_of_weight(training: TrainingConfig) -> int:
+    """Of a weight, and of its gradient: bf16 is autocast over fp32 weights."""
     return 2 if training.precision == "fp16" else 4
 
 
-def _bytes_of_optimizer(training: TrainingConfig) -> int:
-    """fp32 master, two moments and the moving average; stage 0 has no master."""
-    return 8 + (4 if training.zero_stage else 0) + (4 if training.ema_decay is not None else 0)
+def bytes_of_optimizer(training: TrainingConfig) -> int:
+    """fp32 master, two moments and the moving average; where stage 0 has fp32 weights, they are the masters."""
+    has_masters = training.zero_stage > 0 or training.precision == "fp16"
+    return 8 + (4 if has_masters else 0) + (4 if training.ema_decay is not None else 0)

@@ -37,7 +37,8 @@ def beam_search(
 ) -> list[list[Hypothesis]]:
     """For each row of `source_BS`: its finished hypotheses, best first, at least one and at most `config.beam_size`.
 
-    The longest output, eos included, is the source's length without padding plus `config.max_extra_tokens`.
+    The longest output, eos included, is the source's length without padding plus `config.max_extra_tokens`, and no more
+    than the model has positions.
     """
     assert not model.training, "dropout would make the search random: call model.eval() first"
     search = _Search(model, source_BS, bos_id=bos_id, eos_id=eos_id, pad_id=pad_id, config=config)
@@ -94,6 +95,8 @@ class _Search:
         self.forbidden_ids = torch.tensor([pad_id, bos_id], device=device)
         self.cache: DecodingCache = model.start_decoding(model.encode(source_BS), source_BS, beam_size)
         self.longest_N = (source_BS != pad_id).sum(1) + config.max_extra_tokens
+        if model.max_positions is not None:
+            self.longest_N.clamp_(max=model.max_positions)
         self.length = 0
         self.live_token_NKT = torch.empty(num_sentences, beam_size, 0, dtype=torch.long, device=device)
         # All rows of a sentence begin alike: only the first counts until the first step tells them apart.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dist_transformer.config.models import DecodingConfig
 from dist_transformer.decoding.beam import beam_search
+from dist_transformer.errors import UserError
 from dist_transformer.model.transformer import Transformer
 
 CHUNK_LINES = 2048
@@ -46,22 +47,29 @@ def translate_lines(
 ) -> Iterator[str]:
     """One translation for each line, in order; a blank line gives an empty one. Reads `CHUNK_LINES` ahead.
 
-    `model` is on `device` and in eval mode. Lines may have any length; one above `config.max_tokens` goes alone.
+    `model` is on `device` and in eval mode. Lines may have any length that the model has positions for; one above
+    `config.max_tokens` goes alone.
+
+    Raises:
+        UserError: a line is longer than `model.max_positions`; those before its chunk have been given.
     """
-    remaining = iter(lines)
+    remaining, num_before = iter(lines), 0
     while chunk := list(islice(remaining, CHUNK_LINES)):
-        yield from _translate_chunk(model, tokenizer, chunk, config, device)
+        yield from _translate_chunk(model, tokenizer, chunk, num_before, config, device)
+        num_before += len(chunk)
 
 
 def _translate_chunk(
     model: Transformer,
     tokenizer: TranslationTokenizer,
     lines: list[str],
+    num_before: int,
     config: DecodingConfig,
     device: torch.device,
 ) -> list[str]:
     translations = [""] * len(lines)
     encoded = tokenizer.encode_source([line.strip() for line in lines])
+    _refuse_longer(model.max_positions, [len(ids) for ids in encoded], num_before)
     # Nothing but the end of sentence: a blank line, or characters that normalisation takes away.
     filled = [index for index, ids in enumerate(encoded) if len(ids) > 1]
     sources = [encoded[index] for index in filled]
@@ -78,6 +86,15 @@ def _translate_chunk(
         for member, hypotheses in zip(batch, found, strict=True):
             translations[filled[member]] = tokenizer.decode_target(hypotheses[0].tokens)
     return translations
+
+
+def _refuse_longer(max_positions: int | None, lengths: Sequence[int], num_before: int) -> None:
+    for number, length in enumerate(lengths, start=num_before + 1):
+        if max_positions is not None and length > max_positions:
+            raise UserError(
+                f"line {number}: {length} tokens, but the model learned only {max_positions} positions "
+                "(model.max_positions): cut the line into shorter sentences, or leave it empty"
+            )
 
 
 def token_batches(lengths: Sequence[int], config: DecodingConfig) -> Iterator[list[int]]:

@@ -18,7 +18,7 @@ MISSING = "not in the source"
 UNKNOWN = "in the source, but not in the model"
 OTHER_SHAPE = "of another shape"
 OTHER_TOKENIZER = "of another tokenizer, whose pieces are other rows"
-OTHER_HEADS = "of another number of attention heads"
+OTHER_HEADS = "of attention heads of another number or size"
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,7 @@ def compare(model: Transformer, weights: Mapping[str, Tensor], there: Origin, he
     """What fits, tied tensors once."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     foreign = _foreign_matrices(model, there, here)
+    heads = f"{there.num_heads} there, {here.num_heads} here"
     names = set(weights)  # to ask the mapping itself may read the tensor
     taken, others = [], [(name, UNKNOWN, "") for name in names - shapes.keys()]
     for name, shape in shapes.items():
@@ -84,11 +85,17 @@ def compare(model: Transformer, weights: Mapping[str, Tensor], there: Origin, he
             others.append((name, OTHER_TOKENIZER, ""))
         elif found != shape:
             others.append((name, OTHER_SHAPE, f"{found} there, {shape} here"))
-        elif there.num_heads != here.num_heads and "attention." in name:
-            others.append((name, OTHER_HEADS, f"{there.num_heads} there, {here.num_heads} here"))
+        elif "attention." in name and (there.num_heads != here.num_heads or _value_sizes_differ(name, shapes, weights)):
+            others.append((name, OTHER_HEADS, heads))
         else:
             taken.append(name)
     return Fit(tuple(taken), tuple(sorted(others)))
+
+
+def _value_sizes_differ(name: str, shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]) -> bool:
+    """Then the matrices that lie side by side in one tensor are others, even where their sum is the same."""
+    output = f"{name.split('attention.')[0]}attention.output.weight"
+    return output in weights and tuple(weights[output].shape) != shapes[output]
 
 
 def fit_text(fit: Fit) -> str:

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from dist_transformer.config.models import ModelConfig
 from dist_transformer.errors import CheckpointError
@@ -180,16 +181,28 @@ def _information(content: dict[str, Any]) -> ModelInformation:
 
 def _check_sizes(config: ModelConfig, information: ModelInformation) -> None:
     """ValueError for sizes that no model can have."""
-    if config.d_model % config.num_heads:
+    if config.d_model % config.num_heads and None in (config.key_size, config.value_size):
         raise ValueError(f"num_heads {config.num_heads} does not divide d_model {config.d_model}")
+    if (config.positions == "learned") != (config.max_positions is not None):
+        raise ValueError(f"positions is {config.positions}, but max_positions {config.max_positions}")
     if config.shared_embeddings and information.source_vocabulary != information.target_vocabulary:
         raise ValueError("shared_embeddings needs one vocabulary, but source_vocabulary is not target_vocabulary")
 
 
 def _empty_model(config: ModelConfig, information: ModelInformation) -> Transformer:
     """The model with shapes but no values: takes no memory, no time, and no random numbers."""
-    with torch.device("meta"):
+    with torch.device("meta"), _NothingDrawn():
         return Transformer(config, information.source_vocabulary, information.target_vocabulary, information.pad_id)
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Leaves out the initial values, which "meta" has no place for: to draw none, torch would import its compiler."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(function, "__name__", None) in ("normal_", "uniform_"):
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return function(*args, **kwargs)
 
 
 def _check_weights(weights: Mapping[str, Tensor], model: Transformer, where: str) -> None:

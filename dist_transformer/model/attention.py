@@ -1,9 +1,10 @@
 """Multi-head attention (3.2) over the whole sequence, and one token at a time on cached keys and values.
 
-Axes: B batch, S source (or keys), T target (or queries), D model, H heads, K head size, P projections side by side.
+Axes: B batch, S source (or keys), T target (or queries), D model, H heads, K key size, V value size, P projections side
+by side.
 Masks are boolean, True where a query may attend. The projections of one input are one matrix product: the rows of
 `query_key_value.weight` are the query's, the key's and the value's matrices, in this order, as in
-`torch.nn.MultiheadAttention.in_proj_weight`; within each, head h owns rows h * K to (h + 1) * K.
+`torch.nn.MultiheadAttention.in_proj_weight`; within each, head h owns rows h * K to (h + 1) * K (of values: V).
 """
 
 from dataclasses import dataclass
@@ -15,51 +16,63 @@ from torch.nn import functional as F
 
 @dataclass
 class KeysValues:
-    """Projected keys and values of one attention layer: (B, H, S, K) each."""
+    """Projected keys and values of one attention layer."""
 
     key_BHSK: Tensor
-    value_BHSK: Tensor
+    value_BHSV: Tensor
+
+    def none_yet(self, num_rows: int) -> "KeysValues":
+        """Of `num_rows` batch rows and no position; for the rest as these."""
+        _, num_heads, _, key_size = self.key_BHSK.shape
+        value_size = self.value_BHSV.shape[3]
+        return KeysValues(
+            self.key_BHSK.new_empty(num_rows, num_heads, 0, key_size),
+            self.value_BHSV.new_empty(num_rows, num_heads, 0, value_size),
+        )
 
     def append(self, newer: "KeysValues") -> None:
         """Adds positions at the end of the sequence axis."""
         self.key_BHSK = torch.cat([self.key_BHSK, newer.key_BHSK], dim=2)
-        self.value_BHSK = torch.cat([self.value_BHSK, newer.value_BHSK], dim=2)
+        self.value_BHSV = torch.cat([self.value_BHSV, newer.value_BHSV], dim=2)
 
     def select(self, rows: Tensor) -> None:
         """Keeps the given batch rows, in the given order; rows may repeat."""
         self.key_BHSK = self.key_BHSK.index_select(0, rows)
-        self.value_BHSK = self.value_BHSK.index_select(0, rows)
+        self.value_BHSV = self.value_BHSV.index_select(0, rows)
 
 
 class SelfAttention(nn.Module):
     """Queries, keys and values from one sequence; causal in the decoder (3.2.3)."""
 
-    def __init__(self, d_model: int, num_heads: int, is_causal: bool) -> None:
+    def __init__(self, d_model: int, num_heads: int, sizes: tuple[int, int], is_causal: bool) -> None:
+        """`sizes` are those of a head's keys and values, K and V."""
         super().__init__()
+        keys, values = (num_heads * size for size in sizes)
         self.num_heads = num_heads
         self.is_causal = is_causal
-        self.query_key_value = nn.Linear(d_model, 3 * d_model)
-        self.output = nn.Linear(d_model, d_model)
+        self.widths = [keys, keys, values]
+        self.query_key_value = nn.Linear(d_model, sum(self.widths))
+        self.output = nn.Linear(values, d_model)
 
     def forward(self, input_BTD: Tensor, may_attend_B11T: Tensor | None = None) -> Tensor:
         """Causal layers take no mask: padding is at the end, so no real position sees it, and CUDA's flash kernel,
         which refuses masks, stays usable."""
-        query_BHTK, key_BHTK, value_BHTK = split_heads(self.query_key_value(input_BTD), 3, self.num_heads)
-        attended_BHTK = F.scaled_dot_product_attention(
-            query_BHTK, key_BHTK, value_BHTK, attn_mask=may_attend_B11T, is_causal=self.is_causal
+        query_BHTK, key_BHTK, value_BHTV = split_heads(self.query_key_value(input_BTD), self.widths, self.num_heads)
+        attended_BHTV = F.scaled_dot_product_attention(
+            query_BHTK, key_BHTK, value_BHTV, attn_mask=may_attend_B11T, is_causal=self.is_causal
         )
-        return self.output(merge_heads(attended_BHTK))  # type: ignore[no-any-return]
+        return self.output(merge_heads(attended_BHTV))  # type: ignore[no-any-return]
 
     def step(self, input_B1D: Tensor, past: KeysValues) -> Tensor:
         """Attention of the newest position over itself and `past`, to which it is appended."""
-        query_BH1K, key_BH1K, value_BH1K = split_heads(self.query_key_value(input_B1D), 3, self.num_heads)
-        past.append(KeysValues(key_BH1K, value_BH1K))
-        attended_BH1K = F.scaled_dot_product_attention(query_BH1K, past.key_BHSK, past.value_BHSK)
-        return self.output(merge_heads(attended_BH1K))  # type: ignore[no-any-return]
+        query_BH1K, key_BH1K, value_BH1V = split_heads(self.query_key_value(input_B1D), self.widths, self.num_heads)
+        past.append(KeysValues(key_BH1K, value_BH1V))
+        attended_BH1V = F.scaled_dot_product_attention(query_BH1K, past.key_BHSK, past.value_BHSV)
+        return self.output(merge_heads(attended_BH1V))  # type: ignore[no-any-return]
 
     def weights(self, input_BTD: Tensor, may_attend_B11T: Tensor | None = None) -> Tensor:
         """The attention weights `forward` uses on the same arguments: (B, H, T, T), fp32, rows sum to 1."""
-        query_BHTK, key_BHTK, _ = split_heads(self.query_key_value(input_BTD), 3, self.num_heads)
+        query_BHTK, key_BHTK, _ = split_heads(self.query_key_value(input_BTD), self.widths, self.num_heads)
         if self.is_causal:
             length = input_BTD.shape[1]
             may_attend_B11T = torch.ones(length, length, dtype=torch.bool, device=input_BTD.device).tril()
@@ -69,42 +82,46 @@ class SelfAttention(nn.Module):
 class CrossAttention(nn.Module):
     """Queries from the decoder, keys and values from the encoder's output, the memory (3.2.3)."""
 
-    def __init__(self, d_model: int, num_heads: int) -> None:
+    def __init__(self, d_model: int, num_heads: int, sizes: tuple[int, int]) -> None:
+        """`sizes` are those of a head's keys and values, K and V."""
         super().__init__()
+        keys, values = (num_heads * size for size in sizes)
         self.num_heads = num_heads
-        self.query = nn.Linear(d_model, d_model)
-        self.key_value = nn.Linear(d_model, 2 * d_model)
-        self.output = nn.Linear(d_model, d_model)
+        self.widths = [keys, values]
+        self.query = nn.Linear(d_model, keys)
+        self.key_value = nn.Linear(d_model, sum(self.widths))
+        self.output = nn.Linear(values, d_model)
 
     def forward(self, input_BTD: Tensor, memory_BSD: Tensor, may_attend_B11S: Tensor) -> Tensor:
         return self.attend(input_BTD, self.project(memory_BSD), may_attend_B11S)
 
     def project(self, memory_BSD: Tensor) -> KeysValues:
         """Keys and values of the memory: once per sentence, whatever number of tokens is decoded from it."""
-        return KeysValues(*split_heads(self.key_value(memory_BSD), 2, self.num_heads))
+        return KeysValues(*split_heads(self.key_value(memory_BSD), self.widths, self.num_heads))
 
     def attend(self, input_BTD: Tensor, memory: KeysValues, may_attend_B11S: Tensor) -> Tensor:
-        (query_BHTK,) = split_heads(self.query(input_BTD), 1, self.num_heads)
-        attended_BHTK = F.scaled_dot_product_attention(
-            query_BHTK, memory.key_BHSK, memory.value_BHSK, attn_mask=may_attend_B11S
+        (query_BHTK,) = split_heads(self.query(input_BTD), self.widths[:1], self.num_heads)
+        attended_BHTV = F.scaled_dot_product_attention(
+            query_BHTK, memory.key_BHSK, memory.value_BHSV, attn_mask=may_attend_B11S
         )
-        return self.output(merge_heads(attended_BHTK))  # type: ignore[no-any-return]
+        return self.output(merge_heads(attended_BHTV))  # type: ignore[no-any-return]
 
     def weights(self, input_BTD: Tensor, memory_BSD: Tensor, may_attend_B11S: Tensor) -> Tensor:
         """The attention weights `forward` uses on the same arguments: (B, H, T, S), fp32, rows sum to 1."""
-        (query_BHTK,) = split_heads(self.query(input_BTD), 1, self.num_heads)
+        (query_BHTK,) = split_heads(self.query(input_BTD), self.widths[:1], self.num_heads)
         return attention_weights(query_BHTK, self.project(memory_BSD).key_BHSK, may_attend_B11S)
 
 
-def split_heads(projected_BTP: Tensor, num_projections: int, num_heads: int) -> tuple[Tensor, ...]:
-    """(B, T, num_projections * D) -> `num_projections` tensors (B, H, T, K), views of the input."""
+def split_heads(projected_BTP: Tensor, widths: list[int], num_heads: int) -> list[Tensor]:
+    """(B, T, the sum of `widths`) -> for each width a tensor (B, H, T, width / H), a view of the input."""
     batch, length, _ = projected_BTP.shape
-    return torch.unbind(projected_BTP.view(batch, length, num_projections, num_heads, -1).permute(2, 0, 3, 1, 4))
+    parts = torch.split(projected_BTP, widths, dim=2)
+    return [part_BTP.view(batch, length, num_heads, -1).transpose(1, 2) for part_BTP in parts]
 
 
-def merge_heads(attended_BHTK: Tensor) -> Tensor:
-    """(B, H, T, K) -> (B, T, D)."""
-    return attended_BHTK.transpose(1, 2).flatten(2)
+def merge_heads(attended_BHTV: Tensor) -> Tensor:
+    """(B, H, T, V) -> (B, T, H * V)."""
+    return attended_BHTV.transpose(1, 2).flatten(2)
 
 
 def attention_weights(query_BHTK: Tensor, key_BHSK: Tensor, may_attend: Tensor | None) -> Tensor:

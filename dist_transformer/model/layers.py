@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_transformer.config.models import ModelConfig
+from dist_transformer.config.sizes import head_sizes
 from dist_transformer.model.attention import CrossAttention, KeysValues, SelfAttention
 
 
@@ -48,7 +49,7 @@ class EncoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.self_attention = SelfAttention(config.d_model, config.num_heads, is_causal=False)
+        self.self_attention = SelfAttention(config.d_model, config.num_heads, head_sizes(config), is_causal=False)
         self.self_attention_residual = AddAndNorm(config)
         self.feed_forward = FeedForward(config.d_model, config.d_ff)
         self.feed_forward_residual = AddAndNorm(config)
@@ -71,9 +72,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.self_attention = SelfAttention(config.d_model, config.num_heads, is_causal=True)
+        self.self_attention = SelfAttention(config.d_model, config.num_heads, head_sizes(config), is_causal=True)
         self.self_attention_residual = AddAndNorm(config)
-        self.cross_attention = CrossAttention(config.d_model, config.num_heads)
+        self.cross_attention = CrossAttention(config.d_model, config.num_heads, head_sizes(config))
         self.cross_attention_residual = AddAndNorm(config)
         self.feed_forward = FeedForward(config.d_model, config.d_ff)
         self.feed_forward_residual = AddAndNorm(config)
@@ -88,9 +89,7 @@ class DecoderLayer(nn.Module):
     def start(self, memory_BSD: Tensor, num_rows: int) -> DecoderLayerCache:
         """An empty past for `num_rows` rows, and the memory's keys and values."""
         memory = self.cross_attention.project(memory_BSD)
-        _, num_heads, _, head_size = memory.key_BHSK.shape
-        nothing = memory.key_BHSK.new_empty(num_rows, num_heads, 0, head_size)
-        return DecoderLayerCache(KeysValues(nothing, nothing), memory)
+        return DecoderLayerCache(memory.none_yet(num_rows), memory)
 
     def step(self, hidden_B1D: Tensor, cache: DecoderLayerCache, may_attend_B11S: Tensor) -> Tensor:
         """The newest position only. The rows of one sentence (its beam) are adjacent and share one memory: they are
@@ -125,6 +124,19 @@ class SinusoidalPositions(nn.Module):
             num_positions = max(256, 1 << (end - 1).bit_length())
             self.table_TD = sinusoids(num_positions, self.d_model).to(like.device)
         return self.table_TD[start:end].to(like.dtype)
+
+
+class LearnedPositions(nn.Module):
+    """A trained vector for each position: Table 3, row E."""
+
+    def __init__(self, max_positions: int, d_model: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(max_positions, d_model)
+
+    def forward(self, start: int, length: int, like: Tensor) -> Tensor:
+        """Vectors of positions `start` to `start + length` as (length, D), with the type and device of `like`."""
+        assert start + length <= self.table.num_embeddings, "no sentence this long may come here"
+        return self.table(torch.arange(start, start + length, device=like.device)).to(like.dtype)  # type: ignore[no-any-return]
 
 
 def sinusoids(num_positions: int, d_model: int) -> Tensor:

@@ -13,7 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from dist_transformer.config.models import ModelConfig
 from dist_transformer.model.attention import CrossAttention, SelfAttention
-from dist_transformer.model.layers import DecoderLayer, DecoderLayerCache, EncoderLayer, SinusoidalPositions
+from dist_transformer.model.layers import (
+    DecoderLayer,
+    DecoderLayerCache,
+    EncoderLayer,
+    LearnedPositions,
+    SinusoidalPositions,
+)
 from dist_transformer.model.loss import label_smoothed_cross_entropy
 
 
@@ -74,7 +80,6 @@ class Transformer(nn.Module):
         """
         super().__init__()
         self.activation_checkpointing = activation_checkpointing
-        assert config.d_model % config.num_heads == 0, (config.d_model, config.num_heads)
         assert source_vocabulary == target_vocabulary or not config.shared_embeddings
         self.pad_id = pad_id
         self.embedding_scale = config.d_model**0.5
@@ -82,7 +87,9 @@ class Transformer(nn.Module):
         self.target_embedding = (
             self.source_embedding if config.shared_embeddings else nn.Embedding(target_vocabulary, config.d_model)
         )
-        self.positions = SinusoidalPositions(config.d_model)
+        self.max_positions = config.max_positions
+        self.source_positions = _positions(config)
+        self.target_positions = _positions(config)
         self.embedding_dropout = nn.Dropout(config.dropout)
         self.encoder_layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_encoder_layers))
         self.decoder_layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_decoder_layers))
@@ -114,7 +121,7 @@ class Transformer(nn.Module):
     def decode_hidden(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
         """The decoder's last hidden states (B, T, D), before the projection to the vocabulary."""
         memory_BSD, may_attend_B11S = self.encode(source_BS), self._may_attend(source_BS)
-        hidden_BTD = self._embed(self.target_embedding, target_BT)
+        hidden_BTD = self._embed(self.target_embedding, self.target_positions, target_BT)
         for layer in self.decoder_layers:
             hidden_BTD = self._layer(layer, hidden_BTD, memory_BSD, may_attend_B11S)
         return self.decoder_norm(hidden_BTD)  # type: ignore[no-any-return]
@@ -122,7 +129,7 @@ class Transformer(nn.Module):
     def encode(self, source_BS: Tensor) -> Tensor:
         """The memory (B, S, D). Values at padding mean nothing and are never attended to."""
         may_attend_B11S = self._may_attend(source_BS)
-        hidden_BSD = self._embed(self.source_embedding, source_BS)
+        hidden_BSD = self._embed(self.source_embedding, self.source_positions, source_BS)
         for layer in self.encoder_layers:
             hidden_BSD = self._layer(layer, hidden_BSD, may_attend_B11S)
         return self.encoder_norm(hidden_BSD)  # type: ignore[no-any-return]
@@ -135,7 +142,9 @@ class Transformer(nn.Module):
 
     def decode_step(self, token_B: Tensor, cache: DecodingCache) -> Tensor:
         """Logits (B, V) of the token after `token_B`, which follows those already in `cache` and is added to it."""
-        hidden_B1D = self._embed(self.target_embedding, token_B[:, None], start=cache.num_positions)
+        hidden_B1D = self._embed(
+            self.target_embedding, self.target_positions, token_B[:, None], start=cache.num_positions
+        )
         for layer, layer_cache in zip(self._decoder_layers(), cache.layers, strict=True):
             hidden_B1D = layer.step(hidden_B1D, layer_cache, cache.may_attend_B11S)
         cache.num_positions += 1
@@ -165,10 +174,10 @@ class Transformer(nn.Module):
             return checkpoint(layer, *inputs, use_reentrant=False)  # type: ignore[no-any-return]
         return layer(*inputs)  # type: ignore[no-any-return]
 
-    def _embed(self, embedding: nn.Module, token_BT: Tensor, start: int = 0) -> Tensor:
+    def _embed(self, embedding: nn.Module, positions: nn.Module, token_BT: Tensor, start: int = 0) -> Tensor:
         """3.4 and 3.5: embeddings times sqrt(D), plus positions, then dropout (5.4)."""
         scaled_BTD = embedding(token_BT) * self.embedding_scale
-        embedded_BTD = scaled_BTD + self.positions(start, token_BT.shape[1], scaled_BTD)
+        embedded_BTD = scaled_BTD + positions(start, token_BT.shape[1], scaled_BTD)
         return self.embedding_dropout(embedded_BTD)  # type: ignore[no-any-return]
 
     def _may_attend(self, source_BS: Tensor) -> Tensor:
@@ -178,13 +187,25 @@ class Transformer(nn.Module):
         return [layer for layer in self.decoder_layers if isinstance(layer, DecoderLayer)]
 
     def _initialise(self, d_model: int) -> None:
-        """Xavier uniform for each D x D projection and each feed-forward matrix, zero biases; embeddings and output
-        with standard deviation D ** -0.5, so that embeddings times sqrt(D) begin with variance 1."""
+        """Xavier uniform for each projection and each feed-forward matrix, zero biases; embeddings, learned positions and
+        output with standard deviation D ** -0.5, so that embeddings times sqrt(D) begin with variance 1."""
+        packed: dict[nn.Module, list[int]] = {}
+        for module in self.modules():
+            if isinstance(module, SelfAttention):
+                packed[module.query_key_value] = module.widths
+            elif isinstance(module, CrossAttention):
+                packed[module.key_value] = module.widths
         for name, module in self.named_modules():
             if isinstance(module, nn.Embedding) or name == "output":
                 nn.init.normal_(module.weight, std=d_model**-0.5)
             elif isinstance(module, nn.Linear):
-                is_packed = name.endswith(("query_key_value", "key_value"))
-                for matrix in torch.split(module.weight.detach(), d_model) if is_packed else [module.weight]:
+                for matrix in torch.split(module.weight.detach(), packed.get(module, [module.out_features])):
                     nn.init.xavier_uniform_(matrix)
                 nn.init.zeros_(module.bias)
+
+
+def _positions(config: ModelConfig) -> SinusoidalPositions | LearnedPositions:
+    if config.positions == "learned":
+        assert config.max_positions is not None
+        return LearnedPositions(config.max_positions, config.d_model)
+    return SinusoidalPositions(config.d_model)

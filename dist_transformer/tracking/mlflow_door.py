@@ -50,6 +50,8 @@ REFUSALS = {"INVALID_PARAMETER_VALUE", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", 
 METRICS_A_BATCH = 900
 """The server takes 1,000."""
 PARAMETERS_A_BATCH = 100
+MOST_RUNS = 10_000
+"""Of one search; a sweep has 1,000."""
 LONGEST_KEY = 250
 LONGEST_PARAMETER = 500
 LONGEST_TAG = 5000
@@ -96,6 +98,12 @@ class TrackedRun:
                 self._client.set_terminated(self.run_id, status=status, end_time=time_ms)
             else:
                 self._client.update_run(self.run_id, status=status)
+
+    def statuses_with_tag(self, tag: str, value: str) -> list[str]:
+        """The status of every run of the experiment that has this tag."""
+        with translated_errors():
+            found = self._client.search_runs([self.experiment_id], f"tags.`{tag}` = '{value}'", max_results=MOST_RUNS)
+            return [run.info.status for run in found]
 
     def log_text(self, text: str, name: str) -> None:
         with translated_errors(), local_files_refused(), artifact_errors():

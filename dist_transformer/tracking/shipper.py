@@ -12,11 +12,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dist_transformer.cluster.sweep_dir import sweep_of
 from dist_transformer.config.credentials import without_credentials
 from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.messages import Point, points_of, send_event
 from dist_transformer.tracking.metrics_log import read_records_from
 from dist_transformer.tracking.spool import Memory, ServerRefused, ServerTrouble, Target
+from dist_transformer.tracking.sweep_parent import end_if_all_finished, join_sweep
 
 if TYPE_CHECKING:
     from dist_transformer.tracking.mlflow_door import TrackedRun
@@ -57,6 +59,8 @@ class Shipper:
         self._target = target
         self._memory = memory
         self._run: TrackedRun | None = None
+        self._sweep = sweep_of(run_dir)
+        self._parent: TrackedRun | None = None
         self._offset = 0
         self._file_number = 0
         self._refused_offset: int | None = None
@@ -104,6 +108,8 @@ class Shipper:
             self._offset = 0
             logger.info("MLflow run %s in experiment %r at %s", run.run_id, self._target.experiment, address)
         memory.save(self._run_dir.tracking)
+        if self._sweep is not None:
+            self._parent = join_sweep(run, self._sweep, self._target)
         return run
 
     def _send_points(self, run: "TrackedRun") -> int:
@@ -144,6 +150,8 @@ class Shipper:
         """An event refused twice, the second time on a freshly opened run, is given up: others wait behind it."""
         try:
             send_event(run, event)
+            if self._parent is not None and self._sweep is not None and event["event"] == "status":
+                end_if_all_finished(self._parent, self._sweep, int(event["time"] * 1000))
         except ServerRefused as refusal:
             if self._refused_offset != self._memory.spool_offset:
                 self._refused_offset = self._memory.spool_offset

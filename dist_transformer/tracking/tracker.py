@@ -24,6 +24,7 @@ from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.metrics_log import read_records
 from dist_transformer.tracking.shipper import BackgroundShipper, Delivery, Shipper
 from dist_transformer.tracking.spool import ServerTrouble, Target, add_event, load_memory
+from dist_transformer.tracking.sweep_parent import run_name_of, store_folder
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class Tracker:
         """`default_store`: the folder of runs, whose mlflow.db is used when `settings.uri` names no server."""
         self._run_dir = run_dir
         self._close_seconds = settings.close_seconds
-        self._memory = load_memory(run_dir.tracking, run_name)
+        self._memory = load_memory(run_dir.tracking, run_name_of(run_dir, run_name))
         self._shipper = BackgroundShipper(Shipper(run_dir, target_of(settings, default_store), self._memory))
 
     @property
@@ -88,7 +89,7 @@ def sync(run_dir: RunDir, settings: TrackingConfig, default_store: Path) -> Deli
     Raises UserError with the server's answer when it does not take it.
     """
     target = target_of(settings, default_store)
-    shipper = Shipper(run_dir, target, load_memory(run_dir.tracking, run_dir.name))
+    shipper = Shipper(run_dir, target, load_memory(run_dir.tracking, run_name_of(run_dir, run_dir.name)))
     for attempt in range(1, SYNC_ATTEMPTS + 1):
         try:
             return shipper.deliver()
@@ -106,12 +107,12 @@ def sync(run_dir: RunDir, settings: TrackingConfig, default_store: Path) -> Deli
 def target_of(settings: TrackingConfig, default_store: Path) -> Target:
     """`settings.uri`, or MLflow's own variable (it may hold credentials: it is only used, never written), or sqlite."""
     uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or store_uri(default_store)
-    return Target(uri, settings.experiment, default_store / "mlartifacts")
+    return Target(uri, settings.experiment, store_folder(default_store) / "mlartifacts")
 
 
 def store_uri(root: Path) -> str:
     """The store of the runs in `root` that needs no server: one sqlite file."""
-    return f"sqlite:///{root.resolve() / 'mlflow.db'}"
+    return f"sqlite:///{store_folder(root).resolve() / 'mlflow.db'}"
 
 
 def ui_command(root: Path) -> list[str]:

@@ -1,5 +1,13 @@
-"""What DeepSpeed's optimizers get wrong in a step, mended on the objects that it makes (engine.py says what and why)."""
+"""What DeepSpeed's optimizers get wrong in a step, mended on the objects that it makes (engine.py says what and why).
 
+And what DeepSpeed and torch import at the start of every rank for features that training here never uses: mlflow for
+the autotuner, torch's compiler for Muon and for optimizers. Each import left out is about a CPU second of each rank.
+"""
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -42,3 +50,50 @@ def guard_stage_0(engine: Any, clip_norm: float) -> None:
 
     engine.gradient_clipping = lambda: 0.0  # the guard clips
     optimizer.step = guarded
+
+
+@contextlib.contextmanager
+def without_mlflow() -> Iterator[None]:
+    """Within it `import mlflow` fails, where it was not imported before: DeepSpeed's autotuner takes that for an answer."""
+    if "mlflow" in sys.modules:
+        yield
+        return
+    sys.modules["mlflow"] = None  # type: ignore[assignment]  # documented: the import raises ModuleNotFoundError
+    try:
+        yield
+    finally:
+        del sys.modules["mlflow"]
+
+
+@contextlib.contextmanager
+def not_compiling(deepspeed_compiler: Any) -> Iterator[None]:
+    """Within it what DeepSpeed decorates for torch's compiler stays as it is, as on a torch that cannot compile.
+
+    Every optimizer is compared with Muon, whose module compiles its kernels at import; stage 3 hides its hooks.
+    """
+    compile_decorator, disable = deepspeed_compiler.compile, torch.compiler.disable
+    deepspeed_compiler.compile = lambda: deepspeed_compiler.dummy_decorator
+    torch.compiler.disable = deepspeed_compiler.dummy_decorator
+    try:
+        yield
+    finally:
+        deepspeed_compiler.compile, torch.compiler.disable = compile_decorator, disable
+
+
+def call_as_not_compiled(functions: Iterable[Callable[..., Any]]) -> None:
+    """Calls what `torch._disable_dynamo` decorates without importing the compiler from which it hides them.
+
+    The attribute is the decorator's own cache of what to call; without it, or where it has another name, it works as
+    before.
+    """
+    for function in functions:
+        plain = getattr(function, "__wrapped__", None)
+        if plain is not None:
+            setattr(plain, "__dynamo_disable", plain)
+
+
+def step_as_not_compiled(optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer's step without the marks for the compiler around it: the same arithmetic, without gradients."""
+    assert not optimizer.defaults.get("differentiable")
+    step = torch.no_grad()(inspect.unwrap(type(optimizer).step))
+    optimizer.step = step.__get__(optimizer)  # type: ignore[method-assign]

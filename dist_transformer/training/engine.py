@@ -6,7 +6,8 @@ What DeepSpeed 0.19.8 gets wrong is mended here and in deepspeed_mends.py, each 
 - stage 0 reports no gradient norm and applies non-finite gradients (`guard_stage_0`);
 - at the floor of fp16's loss scale it raises in the middle of a step (`Engine.step`);
 - timeouts do not reach its data-parallel group (`_pass_timeout`);
-- on CPUs it compiles a shared-memory op that training never uses, and refuses fp16 (`_prepare_cpu`).
+- on CPUs it compiles a shared-memory op that training never uses, and refuses fp16 (`_prepare_cpu`);
+- every rank would import mlflow and torch's compiler, which training never uses (`without_mlflow`, `not_compiling`).
 
 State is shown and set by parameter name, in fp32, each rank its own part (fragments.py): the same names and values for
 every ZeRO stage, precision and number of ranks.
@@ -25,7 +26,14 @@ from torch import Tensor
 from dist_transformer.config.models import OptimizerConfig, TrainingConfig
 from dist_transformer.config.sizes import REDUCED_AT_ONCE
 from dist_transformer.distributed import Ranks
-from dist_transformer.training.deepspeed_mends import delay_scale_growth, guard_stage_0
+from dist_transformer.training.deepspeed_mends import (
+    call_as_not_compiled,
+    delay_scale_growth,
+    guard_stage_0,
+    not_compiling,
+    step_as_not_compiled,
+    without_mlflow,
+)
 from dist_transformer.training.divergence import Diverged
 from dist_transformer.training.fragments import Fragment, Piece, fragments, masters, pieces, publish, whole_shapes
 from dist_transformer.training.objective import Objective
@@ -45,8 +53,11 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 os.environ.setdefault("DS_BUILD_OPS", "0")
 warnings.filterwarnings("ignore", message=".*(all_gather_into_tensor|reduce_scatter_tensor).*", category=FutureWarning)
 
-import deepspeed  # noqa: E402
-from deepspeed.comm.torch import TorchBackend  # noqa: E402
+with without_mlflow():
+    import deepspeed
+    from deepspeed.comm.torch import TorchBackend
+    from deepspeed.runtime import compiler
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 SCALER_NUMBERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What moves in DeepSpeed's dynamic loss scaler; the rest is configuration."""
@@ -75,12 +86,16 @@ class Engine:
         self._updates = 0
         freeze(module, training.freeze)
         self._parameters = parameter_names(module)
-        self._engine, *_ = deepspeed.initialize(
-            model=module,
-            optimizer=adam(module, optimizer, ranks.device),
-            config=_deepspeed_config(training, ranks, module),
-            dist_init_required=False,
-        )
+        call_as_not_compiled([*vars(torch.optim.Optimizer).values(), *vars(PartitionedParameterCoordinator).values()])
+        updates = adam(module, optimizer, ranks.device)
+        step_as_not_compiled(updates)
+        with not_compiling(compiler):
+            self._engine, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=updates,
+                config=_deepspeed_config(training, ranks, module),
+                dist_init_required=False,
+            )
         make_state(_inner_optimizer(self._engine), self._masters(), self._ema_decay is not None)
         if self._stage == 0:
             guard_stage_0(self._engine, training.gradient_clip_norm)

@@ -20,5 +20,4 @@ if mountpoint -q "$D/disk"; then
   fsfreeze --unfreeze "$D/disk" 2>/dev/null || :
   umount "$D/disk" || umount --lazy "$D/disk"
 fi
-for group in /sys/fs/cgroup/cpu/"$TAG"-*; do rmdir "$group" 2>/dev/null || :; done
 rm -rf "$D"

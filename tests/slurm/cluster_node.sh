@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # cluster_node.sh FOLDER start|kill|cut|heal|slow NODE - one node of the cluster that cluster_up.sh started in FOLDER.
-# kill: as if the power went. cut and heal: its network (mode netns only). slow: a fifth of one CPU, until it is killed.
+# kill: as if the power went. cut, slow and heal: its network (mode netns only).
 # start|kill controller: slurmctld. freeze|thaw disk: whoever writes there, or opens a file to write, waits.
 set -euo pipefail
 export PATH="$PATH:/usr/sbin:/sbin"
@@ -62,15 +62,6 @@ kill_node() {
   rm -f "$D/spool/$node/${node}_"[0-9]*
 }
 
-slow_node() { # every process of it, and those that they start
-  local pid start group
-  read -r pid start < "$file"
-  group=/sys/fs/cgroup/cpu/$TAG-$node
-  mkdir -p "$group"
-  echo 20000 > "$group/cpu.cfs_quota_us"
-  for pid in "$pid" $(descendants "$pid"); do echo "$pid" > "$group/cgroup.procs"; done
-}
-
 case $action-$node in
   start-controller) start_daemon slurmctld slurmctld -D -i; exit ;;
   kill-controller) stop_process "$D/pid/slurmctld" 10; exit ;;
@@ -79,11 +70,11 @@ case $action-$node in
 esac
 case $action in
   run) run_node ;;
-  slow) slow_node ;;
   start) if is_alive "$file"; then :; elif [ "$MODE" = netns ]; then start_in_namespaces
          else start_daemon "node-$node" perl "$here/subreaper.pl" "$0" "$D" run "$node"; mv "$D/pid/node-$node" "$file"; fi ;;
   kill) kill_node ;;
   cut) ip link set "$TAG-$node" down ;;
-  heal) ip link set "$TAG-$node" up ;;
+  heal) ip link set "$TAG-$node" up; tc qdisc del dev "$TAG-$node" root 2>/dev/null || : ;;
+  slow) tc qdisc replace dev "$TAG-$node" root tbf rate 200mbit burst 64kb latency 400ms ;;
   *) sed -n 2,5p "$0"; exit 2 ;;
 esac

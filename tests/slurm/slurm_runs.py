@@ -1,9 +1,12 @@
 """Runs submitted to the Slurm cluster of the tests, and what they leave behind."""
 
+import contextlib
 import json
+import os
 import shlex
-import subprocess
+import signal
 import sys
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +116,15 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
-def signal_ranks(name: str, run: SubmittedRun) -> None:
-    """Sends a signal to the run's ranks without asking Slurm."""
-    subprocess.run(["pkill", f"-{name}", "-f", f"dist_transformer train {run.run_dir.path}"], check=True)
+def signal_ranks(number: signal.Signals, run: SubmittedRun, ranks: Collection[int] = (0, 1)) -> None:
+    """Sends a signal to ranks of the run without asking Slurm."""
+    command = b"\0".join([b"-m", b"dist_transformer", b"train", str(run.run_dir.path).encode()])
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            variables = (process / "environ").read_bytes().split(b"\0")
+            if command in (process / "cmdline").read_bytes() and {b"RANK=%d" % rank for rank in ranks} & set(variables):
+                found.append(int(process.name))
+    assert len(found) == len(ranks)
+    for pid in found:
+        os.kill(pid, number)

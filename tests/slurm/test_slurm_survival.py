@@ -1,5 +1,6 @@
 """What happens to a job on a real cluster, and that the run ends as the undisturbed one: same batches, same weights."""
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,8 +28,8 @@ def cluster(slurm_cluster: SlurmCluster) -> Iterator[SlurmCluster]:
     """All nodes up and idle, before and after."""
     yield slurm_cluster
     for number in range(1, 5):
-        slurm_cluster.node("heal", f"n{number}")
         slurm_cluster.node("start", f"n{number}")
+        slurm_cluster.node("heal", f"n{number}")
     slurm_cluster.run("scancel", "--user=root")
     slurm_cluster.wait_for_idle_nodes(4)
 
@@ -61,10 +62,10 @@ def test_a_job_near_its_time_limit_saves_and_goes_on(
     run = submit(cluster, root, "limit")
     run.wait_for_step(10)
     # The ranks stand still until Slurm's signal, which it looks for every half minute, has come.
-    signal_ranks("STOP", run)
+    signal_ranks(signal.SIGSTOP, run)
     cluster.run("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=1")
     run.wait_for_words("told to save")
-    signal_ranks("CONT", run)
+    signal_ranks(signal.SIGCONT, run)
     run.wait_for_words("requeued:")
     cluster.run("scontrol", "update", f"JobId={run.job_id}", "TimeLimit=30")
     run.wait_for_end()
@@ -116,7 +117,7 @@ def test_a_job_whose_node_is_cut_off_goes_on_with_another_and_the_node_that_come
     cluster: SlurmCluster, root: Path, undisturbed: SubmittedRun, node: str
 ) -> None:
     """The ranks there live on, in the middle of a collective; on n1 it is rank 0, which holds the run folder's lock."""
-    run = submit(cluster, root, f"cut_{node}", "training.hang_seconds=15")
+    run = submit(cluster, root, f"cut_{node}", "training.hang_seconds=15", "data.stall_seconds=10")
     run.wait_for_step(50)
     cluster.node("cut", node)
     run.wait_for_attempt(1)
@@ -132,7 +133,7 @@ def test_a_controller_that_is_away_when_the_job_wants_to_be_requeued_is_waited_f
     run.wait_for_step(10)
     log = next(run.run_dir.slurm.glob("job-*.log"))
     cluster.node("kill", "controller")
-    signal_ranks("USR1", run)
+    signal_ranks(signal.SIGUSR1, run)
     wait_until(lambda: "Unable to contact slurm controller" in log.read_text(), 60, log.read_text)
     cluster.node("start", "controller")
     run.wait_for_end()
@@ -145,10 +146,10 @@ def test_a_run_that_is_started_twice_by_accident_is_trained_once(
 ) -> None:
     run = submit(cluster, root, "twice")
     run.wait_for_step(10)
-    signal_ranks("STOP", run)  # it must not have ended before the other is refused; its lock stays
+    signal_ranks(signal.SIGSTOP, run, [1])  # it must not have ended before the other is refused; rank 0 lives
     second = submit_by_hand(cluster, run)
     wait_until(lambda: cluster.state(second) == "FAILED", 90, run.log)
-    signal_ranks("CONT", run)
+    signal_ranks(signal.SIGCONT, run, [1])
     assert f"job {run.job_id} (attempt 0) with pid" in run.log()
     assert "works on this run folder" in run.log()
     run.wait_for_end()

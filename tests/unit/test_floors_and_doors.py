@@ -7,8 +7,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "dist_transformer"
 FLOORS = [
-    {"errors", "run_dir", "stop_request", "config", "share_folder", "launching", "run_lock"},
-    {"cluster", "distributed"},
+    {"errors", "run_dir", "stop_request", "config", "share_folder", "stacks", "launching", "run_lock"},
+    {"cluster", "distributed", "planning"},
     {"model", "data", "tracking", "preflight"},
     {"training", "decoding", "interop"},
     {"cli", "__main__"},
@@ -36,9 +36,11 @@ WITHOUT_TORCH = {
     "stop_request",
     "config",
     "share_folder",
+    "stacks",
     "launching",
     "run_lock",
     "cluster",
+    "planning",
     "tracking",
 }
 HEAVY = {"torch", "deepspeed", "datasets", "mlflow", "transformers"}

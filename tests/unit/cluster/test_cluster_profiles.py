@@ -1,11 +1,14 @@
 """Cluster profiles fill what the run's YAML does not give."""
 
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from dist_transformer.cluster.checks import submission_problems
 from dist_transformer.cluster.profiles import fill_from_profile, load_profile
+from dist_transformer.cluster.script import Code, render_script
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import Config
 from dist_transformer.errors import ConfigError
@@ -75,14 +78,31 @@ def test_a_profile_cannot_name_another(tmp_path: Path) -> None:
 def test_an_unknown_name_lists_or_guesses_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"no profile 'infinibant' in .*; did you mean `infiniband`"):
         load_profile("infinibant")
-    with pytest.raises(
-        ConfigError, match="a file of your own is given by its path; known: infiniband, lab, no_accounting"
-    ):
+    with pytest.raises(ConfigError, match="a file of your own is given by its path; known: infiniband, lab, slinky"):
         load_profile("xyz")
 
 
-@pytest.mark.parametrize("name", sorted(p.stem for p in (share_folder("slurm") / "clusters").glob("*.yaml")))
-def test_every_profile_that_we_ship_can_be_submitted_with(tmp_path: Path, name: str) -> None:
+SHIPPED = sorted(p.stem for p in (share_folder("slurm") / "clusters").glob("*.yaml"))
 
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_profile_that_we_ship_can_be_submitted_with(tmp_path: Path, name: str) -> None:
     config = fill_from_profile(_config(tmp_path, f"{{cluster: {name}, nodes: 1}}"))
     assert submission_problems(config, RunDir(tmp_path / "run"), num_parameters=1000) == []
+    script = render_script("train.sbatch", config.slurm, Code(tmp_path))
+    subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_a_profile_offers_in_a_comment_is_a_setting_too(tmp_path: Path, name: str) -> None:
+    text = (share_folder("slurm") / "clusters" / f"{name}.yaml").read_text()
+    offered = re.sub(r"^# (?=[a-z_]+: \S)", "", text, flags=re.MULTILINE)
+    known = set(load_profile(name))
+    profile = load_profile(_profile(tmp_path, offered))
+    assert profile.keys() >= known
+    assert name == "slinky" or profile.keys() > known
+
+
+def test_the_profile_for_pods_asks_for_nothing_that_pods_do_not_have() -> None:
+    profile = load_profile("slinky")
+    assert not profile.keys() & {"account", "qos", "memory", "container_image", "extra_sbatch"}

@@ -180,11 +180,11 @@ def test_a_preflight_excludes_a_tenth_of_the_nodes_at_most_over_all_attempts(
 def test_the_reason_of_an_exclusion_is_kept_and_the_nodes_join_those_given_by_hand(
     run_dir: RunDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outlier = {"node": "n3", "measure": "matmul_tflops", "value": 12.0, "median": 57.0, "ratio": 0.21}
+    outlier = {"node": "n3", "measure": "matmul_tflops", "text": "matmul 0.21 of the median (12 of 57 TFLOP/s)"}
     write_json(run_dir.preflight / "12-0" / "report.json", {"exclude": ["n3"], "outliers": [outlier]})
     assert main(["exclude", str(run_dir.path), str(run_dir.preflight / "12-0"), "1"]) == 0
     assert main(["exclude", str(run_dir.path), str(run_dir.preflight / "12-0"), "1"]) == 1
-    assert read_json(run_dir.excluded) == {"n3": "preflight: matmul_tflops 12.0, median 57.0"}
+    assert read_json(run_dir.excluded) == {"n3": "preflight: matmul 0.21 of the median (12 of 57 TFLOP/s)"}
     capsys.readouterr()
     for given, expected in (("", "n3"), ("(null)", "n3"), ("n[7-9]", "n[7-9],n3"), ("n1,n3", "n1,n3")):
         assert main(["excluded", str(run_dir.path), given]) == 0

@@ -44,10 +44,11 @@ def test_a_later_edit_does_not_change_the_snapshot(checkout: Path, tmp_path: Pat
 def test_the_commit_and_the_uncommitted_difference_are_noted(checkout: Path, tmp_path: Path) -> None:
     snapshot, commit = tmp_path / "snapshot", _git(checkout, "rev-parse", "HEAD").strip()
     take_snapshot(snapshot, checkout / "dist_transformer")
-    assert read_json(snapshot / "git.json") == {"commit": commit, "changed": False}
+    assert read_json(snapshot / "git.json") == {"commit": commit, "changed": False, "untracked": []}
     (checkout / "slurm" / "train.sbatch").write_text("second\n")
+    (checkout / "launch" / "new ü.sh").write_text("")
     take_snapshot(snapshot, checkout / "dist_transformer")
-    assert read_json(snapshot / "git.json") == {"commit": commit, "changed": True}
+    assert read_json(snapshot / "git.json") == {"commit": commit, "changed": True, "untracked": ["launch/new ü.sh"]}
     assert "+second" in (snapshot / "git.diff").read_text()
 
 

@@ -222,3 +222,31 @@ def test_every_setting_is_described():
         for key, value in section["properties"].items()
         if not value.get("description")
     ] == []
+
+
+# ------------------------------------------------------------------------------------------------ sizes and positions
+
+
+def test_heads_that_do_not_divide_the_width_need_both_sizes(path):
+    for overrides in ([], ["model.key_size=16"], ["model.value_size=16"]):
+        problem = one_problem_of(path, "model.num_heads=7", *overrides)
+        assert "7 heads do not divide d_model 512; take another number, or give model.key_size and" in problem
+    assert load_config(path, ["model.num_heads=7", "model.key_size=16", "model.value_size=16"])
+
+
+def test_learned_positions_and_their_number_come_together(path):
+    assert "got none with model.positions learned" in one_problem_of(path, "model.positions=learned")
+    assert "got 512 with model.positions sinusoidal" in one_problem_of(path, "model.max_positions=512")
+
+
+def test_sentences_longer_than_the_learned_positions_are_refused(path):
+    learned = ["model.positions=learned", "data.filters.max_tokens=100"]
+    problem = one_problem_of(path, *learned, "model.max_positions=99")
+    assert "model.max_positions: 99 learned positions cannot take a sentence of data.filters.max_tokens 100" in problem
+    assert load_config(path, [*learned, "model.max_positions=100"])
+
+
+def test_an_odd_width_needs_learned_positions(path):
+    odd = ["model.d_model=63", "model.key_size=8", "model.value_size=8"]
+    assert "sinusoidal positions (3.5) need an even width, got 63" in one_problem_of(path, *odd)
+    assert load_config(path, [*odd, "model.positions=learned", "model.max_positions=256"])

@@ -1,6 +1,7 @@
 """A random model of a tiny language, and one whose next-token probabilities are known."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,9 @@ from dist_transformer.model.transformer import Transformer
 PAD, BOS, EOS = 0, 1, 2
 
 
-def tiny_model(vocabulary: int, tied_output: bool) -> Transformer:
-    config = ModelConfig(
-        d_model=8, d_ff=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=2, tied_output=tied_output
-    )
+def tiny_model(vocabulary: int, **given: Any) -> Transformer:
+    sizes: dict[str, Any] = dict(d_model=8, d_ff=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=2)
+    config = ModelConfig(**{**sizes, **given}, tied_output=False)
     return Transformer(config, vocabulary, vocabulary, PAD).eval()
 
 
@@ -24,9 +24,9 @@ def tiny_model(vocabulary: int, tied_output: bool) -> Transformer:
 def make_random_model() -> Callable[..., Transformer]:
     """Random weights, scaled so that tokens differ in probability and the source matters; fp64 against rounding."""
 
-    def make(vocabulary: int, seed: int = 6) -> Transformer:
+    def make(vocabulary: int, seed: int = 6, **given: Any) -> Transformer:
         torch.manual_seed(seed)
-        model = tiny_model(vocabulary, tied_output=False).double()
+        model = tiny_model(vocabulary, **given).double()
         with torch.no_grad():
             model.output_weight.mul_(3)
             for layer in model.decoder_layers:
@@ -42,7 +42,7 @@ def make_unigram_model() -> Callable[[Sequence[float]], Transformer]:
     """The logits of the next token are those given, whatever the source and the tokens before."""
 
     def make(logits: Sequence[float]) -> Transformer:
-        model = tiny_model(len(logits), tied_output=False)
+        model = tiny_model(len(logits))
         last_layer = model.decoder_layers[-1]
         assert isinstance(last_layer, DecoderLayer)
         residual = last_layer.feed_forward_residual

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from dist_transformer.model.transformer import DecodingCache, Transformer
 
 PAD, BOS, EOS = 0, 1, 2
 MakeModel = Callable[..., Transformer]
+ODD_SIZES: dict[str, Any] = {"num_heads": 3, "key_size": 5, "value_size": 7}
+LEARNED: dict[str, Any] = {"positions": "learned", "max_positions": 9}
 
 
 def search(model: Transformer, source: Tensor, **settings: float) -> list[list[Hypothesis]]:
@@ -68,13 +71,21 @@ def greedy(model: Transformer, source: Tensor, longest: int) -> list[int]:
     return tokens
 
 
+@pytest.mark.parametrize("given", [{}, ODD_SIZES, LEARNED], ids=str)
 @pytest.mark.parametrize("alpha", [0.0, 2.0])
-def test_a_beam_of_1_is_greedy_search(alpha: float, make_random_model: MakeModel) -> None:
-    model, source = make_random_model(9, seed=4), ragged_sources(9, 12)
+def test_a_beam_of_1_is_greedy_search(alpha: float, given: dict[str, Any], make_random_model: MakeModel) -> None:
+    model, source = make_random_model(9, seed=4, **given), ragged_sources(9, 12)
     found = search(model, source, beam_size=1, length_penalty=alpha, max_extra_tokens=4)
-    expected = [greedy(model, row, int((row != PAD).sum()) + 4) for row in source]
+    longest = model.max_positions or 12
+    expected = [greedy(model, row, min(longest, int((row != PAD).sum()) + 4)) for row in source]
     assert [hypotheses[0].tokens for hypotheses in found] == expected
     assert len({len(tokens) for tokens in expected}) > 2
+
+
+def test_no_translation_is_longer_than_the_learned_positions(make_random_model: MakeModel) -> None:
+    model, source = make_random_model(9, **LEARNED), ragged_sources(9, 12)
+    lengths = {len(h.tokens) + 1 for found in search(model, source, beam_size=3, max_extra_tokens=50) for h in found}
+    assert max(lengths) == LEARNED["max_positions"]
 
 
 def test_scores_are_those_of_the_uncached_model(make_random_model: MakeModel) -> None:

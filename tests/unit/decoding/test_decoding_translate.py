@@ -8,6 +8,7 @@ import torch
 from dist_transformer.config.models import DecodingConfig
 from dist_transformer.decoding import translate
 from dist_transformer.decoding.translate import pad_together, token_batches, translate_lines
+from dist_transformer.errors import UserError
 from dist_transformer.model.transformer import Transformer
 
 WORDS = ["<pad>", "<bos>", "<eos>", "one", "two", "three", "four", "five", "six"]
@@ -90,3 +91,17 @@ def test_batches_hold_every_sentence_once_within_the_budget() -> None:
 
 def test_padding_goes_to_the_end() -> None:
     assert pad_together([[5, 2], [6, 7, 2]], 0).tolist() == [[5, 2, 0], [6, 7, 2]]
+
+
+def test_a_line_longer_than_the_learned_positions_is_refused_by_its_number(
+    make_random_model: Callable[..., Transformer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(translate, "CHUNK_LINES", 2)
+    model = make_random_model(len(WORDS), positions="learned", max_positions=5)
+    config = DecodingConfig(beam_size=2, max_extra_tokens=3)
+    fits, too_long = "one two three four", "one two three four five"  # and the end of sentence
+    translations = translate_lines(model, WordTokenizer(), [fits, "", fits, too_long], config, torch.device("cpu"))
+    for _ in range(2):
+        next(translations)
+    with pytest.raises(UserError, match=r"line 4: 6 tokens, but the model learned only 5 positions"):
+        next(translations)

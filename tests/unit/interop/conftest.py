@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,11 +31,10 @@ class Saved:
 
 @pytest.fixture
 def save_small_model(tmp_path: Path) -> Callable[..., Saved]:
-    def save(shared: bool = True) -> Saved:
+    def save(shared: bool = True, **given: Any) -> Saved:
         torch.manual_seed(1)
-        config = ModelConfig(
-            d_model=8, d_ff=12, num_heads=2, num_encoder_layers=1, num_decoder_layers=2, shared_embeddings=shared
-        )
+        sizes: dict[str, Any] = dict(d_model=8, d_ff=12, num_heads=2, num_encoder_layers=1, num_decoder_layers=2)
+        config = ModelConfig(**{**sizes, **given}, shared_embeddings=shared)
         target_vocabulary = 16 if shared else 24
         model = Transformer(config, 16, target_vocabulary, pad_id=0)
         source, target = tmp_path / "trained.en.model", tmp_path / "trained.de.model"

@@ -157,3 +157,10 @@ def test_a_path_without_weights_is_refused_with_what_may_stand_there(tmp_path, n
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match=rf"training\.init_from: {tmp_path}/{name} {said}\. Expected a run folder"):
         find(tmp_path / name)
+
+
+def test_matrices_side_by_side_are_not_taken_where_only_their_sum_is_the_same():
+    """Keys of 4 and values of 4, or of 3 and 6: 12 rows a head either way."""
+    fit = compare(model_of(key_size=3, value_size=6), weights_of(model_of(key_size=4, value_size=4)), HERE, HERE)
+    assert not [name for name in fit.taken if "self_attention." in name]
+    assert "encoder_layers.0.self_attention.query_key_value.weight" in names(fit, OTHER_HEADS)

@@ -18,9 +18,17 @@ Save = Callable[..., Any]
 SOURCE, TARGET_IN = torch.tensor([[5, 6, 7, 2], [8, 2, 0, 0]]), torch.tensor([[1, 4, 5], [1, 6, 0]])
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_loaded_model_is_the_saved_one(shared: bool, save_small_model: Save) -> None:
-    saved = save_small_model(shared)
+@pytest.mark.parametrize(
+    ("shared", "given"),
+    [
+        (True, {}),
+        (False, {}),
+        (True, {"num_heads": 3, "key_size": 5, "value_size": 7}),
+        (True, {"positions": "learned", "max_positions": 6}),
+    ],
+)
+def test_a_loaded_model_is_the_saved_one(shared: bool, given: dict[str, Any], save_small_model: Save) -> None:
+    saved = save_small_model(shared, **given)
     loaded = load_model_folder(saved.folder)
     assert not loaded.model.training
     assert torch.equal(loaded.model(SOURCE, TARGET_IN), saved.model.eval()(SOURCE, TARGET_IN))
@@ -146,6 +154,7 @@ def test_weights_of_another_configuration_cannot_be_saved(save_small_model: Save
         (lambda text: text.replace('"eos_id"', '"end"'), "end"),
         (lambda text: text.replace('"d_ff": 12', '"d_ff": -12'), "d_ff"),
         (lambda text: text.replace('"num_heads": 2', '"num_heads": 3'), "num_heads 3 does not divide d_model 8"),
+        (lambda text: text.replace('"sinusoidal"', '"learned"'), "positions is learned, but max_positions None"),
     ],
 )
 def test_an_unreadable_configuration_is_named(

@@ -13,7 +13,7 @@ D_MODEL, NUM_HEADS, HEAD_SIZE = 12, 3, 4
 
 
 def self_attention(is_causal: bool = False) -> SelfAttention:
-    module = SelfAttention(D_MODEL, NUM_HEADS, is_causal).double()
+    module = SelfAttention(D_MODEL, NUM_HEADS, (HEAD_SIZE, HEAD_SIZE), is_causal).double()
     torch.nn.init.normal_(module.query_key_value.bias)
     return module
 
@@ -75,7 +75,7 @@ def test_heads_are_split_as_in_torchs_multi_head_attention(is_causal: bool) -> N
 
 
 def test_cross_attention_equals_torchs_multi_head_attention() -> None:
-    module = CrossAttention(D_MODEL, NUM_HEADS).double()
+    module = CrossAttention(D_MODEL, NUM_HEADS, (HEAD_SIZE, HEAD_SIZE)).double()
     torch.nn.init.normal_(module.key_value.bias)
     queries, memory = torch.randn(2, 5, D_MODEL).double(), torch.randn(2, 6, D_MODEL).double()
     is_real = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
@@ -148,3 +148,26 @@ def test_the_weights_shown_are_those_attention_uses(is_causal: bool) -> None:
     value_heads = value.view(2, 5, NUM_HEADS, HEAD_SIZE).transpose(1, 2)
     attended = (module.weights(inputs) @ value_heads).transpose(1, 2).flatten(2)
     torch.testing.assert_close(module(inputs), module.output(attended))
+
+
+def test_keys_and_values_of_odd_sizes_are_the_formula_written_out_head_by_head() -> None:
+    key_size, value_size = 5, 2
+    module = CrossAttention(D_MODEL, NUM_HEADS, (key_size, value_size)).double()
+    inputs, memory = torch.randn(1, 4, D_MODEL).double(), torch.randn(1, 6, D_MODEL).double()
+    keys = NUM_HEADS * key_size
+    query = module.query(inputs)[0].detach()
+    key, value = module.key_value(memory)[0].detach()[:, :keys], module.key_value(memory)[0].detach()[:, keys:]
+    may_attend = torch.ones(4, 6, dtype=torch.bool)
+    attended = torch.cat(
+        [
+            written_out(
+                query[:, h * key_size : (h + 1) * key_size],
+                key[:, h * key_size : (h + 1) * key_size],
+                value[:, h * value_size : (h + 1) * value_size],
+                may_attend,
+            )
+            for h in range(NUM_HEADS)
+        ],
+        1,
+    )
+    torch.testing.assert_close(module(inputs, memory, may_attend[None, None])[0], module.output(attended))

@@ -10,10 +10,20 @@ from torch.nn import functional as F
 
 from dist_transformer.config.models import ModelConfig
 from dist_transformer.config.sizes import parameter_count
-from dist_transformer.model.layers import AddAndNorm, DecoderLayer, EncoderLayer, FeedForward, sinusoids
+from dist_transformer.model.layers import (
+    AddAndNorm,
+    DecoderLayer,
+    EncoderLayer,
+    FeedForward,
+    LearnedPositions,
+    sinusoids,
+)
 from dist_transformer.model.transformer import Transformer
 
 PAD, VOCABULARY = 0, 24
+ODD_SIZES: dict[str, Any] = {"num_heads": 3, "key_size": 5, "value_size": 7}
+"""3 heads do not divide a d_model of 16."""
+LEARNED: dict[str, Any] = {"positions": "learned", "max_positions": 7}
 MakeModel = Callable[..., Transformer]
 Batch = tuple[Tensor, Tensor, Tensor]
 
@@ -159,11 +169,11 @@ def test_every_target_position_sees_the_whole_source_and_its_past(make_model: Ma
 
 @pytest.mark.parametrize("shared_embeddings", [True, False])
 @pytest.mark.parametrize("tied_output", [True, False])
-@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("given", [{"norm": "post"}, {"norm": "pre"}, ODD_SIZES, LEARNED], ids=str)
 def test_the_parameter_count_formula_counts_the_parameters(
-    shared_embeddings: bool, tied_output: bool, norm: str, make_config: Callable[..., ModelConfig]
+    shared_embeddings: bool, tied_output: bool, given: dict[str, Any], make_config: Callable[..., ModelConfig]
 ) -> None:
-    config = make_config(shared_embeddings=shared_embeddings, tied_output=tied_output, norm=norm)
+    config = make_config(shared_embeddings=shared_embeddings, tied_output=tied_output, **given)
     target_vocabulary = 32 if shared_embeddings else 40
     model = Transformer(config, 32, target_vocabulary, PAD)
     counted = sum(parameter.numel() for parameter in model.parameters())
@@ -250,10 +260,10 @@ def test_attention_maps_leave_no_hooks_behind(make_model: MakeModel, batch: Batc
     assert not any(module._forward_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("norm", ["post", "pre"])
-def test_cached_decoding_equals_uncached(norm: str, make_model: MakeModel, batch: Batch) -> None:
+@pytest.mark.parametrize("given", [{"norm": "post"}, {"norm": "pre"}, ODD_SIZES, LEARNED], ids=str)
+def test_cached_decoding_equals_uncached(given: dict[str, Any], make_model: MakeModel, batch: Batch) -> None:
     source, target_in, _ = batch
-    model = make_model(norm=norm)
+    model = make_model(**given)
     cache = model.start_decoding(model.encode(source), source)
     stepwise = [model.decode_step(token, cache) for token in target_in.T]
     torch.testing.assert_close(torch.stack(stepwise, 1), model(source, target_in))
@@ -272,9 +282,12 @@ def test_cached_decoding_follows_rows_that_are_reordered_repeated_and_dropped(
     torch.testing.assert_close(model.decode_step(target[:, 1], cache), model(source, target)[:, -1])
 
 
-def test_cached_decoding_of_beams_equals_decoding_each_row_alone(make_model: MakeModel, batch: Batch) -> None:
+@pytest.mark.parametrize("given", [{}, ODD_SIZES, LEARNED], ids=str)
+def test_cached_decoding_of_beams_equals_decoding_each_row_alone(
+    given: dict[str, Any], make_model: MakeModel, batch: Batch
+) -> None:
     source = batch[0]
-    model, beam_size = make_model(), 2
+    model, beam_size = make_model(**given), 2
     cache = model.start_decoding(model.encode(source), source, beam_size)
     tokens = torch.tensor([[5, 6, 7, 8, 9, 10]]).T
     model.decode_step(tokens[:, 0], cache)
@@ -286,3 +299,50 @@ def test_cached_decoding_of_beams_equals_decoding_each_row_alone(make_model: Mak
     tokens = torch.cat([tokens[kept], torch.tensor([[17, 18, 19, 20]]).T], 1)
     expected = model(source[[2, 2, 0, 0]], tokens)[:, -1]
     torch.testing.assert_close(model.decode_step(tokens[:, 2], cache), expected)
+
+
+def test_key_and_value_sizes_that_are_the_default_give_the_same_model_to_the_bit(
+    make_model: MakeModel, batch: Batch
+) -> None:
+    torch.manual_seed(1)
+    default = make_model()
+    torch.manual_seed(1)
+    given = make_model(key_size=4, value_size=4)
+    assert all(torch.equal(a, b) for a, b in zip(default.parameters(), given.parameters(), strict=True))
+    assert torch.equal(default(batch[0], batch[1]), given(batch[0], batch[1]))
+
+
+def test_initial_matrices_of_odd_sizes_are_xavier_uniform_one_by_one(make_config: Callable[..., ModelConfig]) -> None:
+    model = Transformer(make_config(d_model=64, num_heads=3, key_size=8, value_size=40), 10, 10, PAD)
+    layer = model.decoder_layers[0]
+    assert isinstance(layer, DecoderLayer)
+    keys, values = 24, 120
+    blocks = [*torch.split(layer.self_attention.query_key_value.weight, [keys, keys, values])]
+    blocks += [layer.cross_attention.query.weight, *torch.split(layer.cross_attention.key_value.weight, [keys, values])]
+    for block in blocks:
+        bound = (6 / (64 + len(block))) ** 0.5
+        assert 0.9 * bound < block.abs().max() <= bound
+
+
+def test_learned_positions_that_hold_the_sinusoids_give_the_sinusoidal_model(
+    make_model: MakeModel, batch: Batch
+) -> None:
+    torch.manual_seed(1)
+    sinusoidal = make_model()
+    learned = make_model(**LEARNED)
+    with torch.no_grad():
+        for name, parameter in learned.named_parameters():
+            is_position = "positions" in name
+            parameter.copy_(sinusoids(7, 16) if is_position else dict(sinusoidal.named_parameters())[name])
+    torch.testing.assert_close(learned(batch[0], batch[1]), sinusoidal(batch[0], batch[1]))
+
+
+def test_source_and_target_learn_positions_of_their_own(make_model: MakeModel, batch: Batch) -> None:
+    model = make_model(**LEARNED)
+    model.loss(*batch, 0.1)[0].backward()
+    for positions in (model.source_positions, model.target_positions):
+        assert isinstance(positions, LearnedPositions)
+        assert positions.table.weight.grad is not None
+        assert positions.table.weight.grad.abs().sum() > 0
+    assert model.source_positions is not model.target_positions
+    assert not model.target_positions.table.weight.grad[6].any()  # a target of 6 tokens has no seventh position

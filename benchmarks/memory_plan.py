@@ -1,0 +1,160 @@
+"""Is the memory that `plan` foretells what an engine takes? Planned and measured peak, part of the step by part.
+
+    python benchmarks/memory_plan.py                    # one rank
+    python benchmarks/memory_plan.py --ranks 2
+
+The real engine makes one step of two equal micro-batches without padding. Measured is the peak of the bytes in tensors:
+torch's CPU allocator reports each allocation and release to the profiler, to the byte and in order, from before the model
+was made on. (The process's own size would add libraries and what malloc keeps; hooks on saved tensors would see neither
+gradients nor what lives for a moment only.) Garbage in reference cycles is collected between the parts of the step, as a
+long run does now and then. On CPUs attention takes the flash kernel of `scaled_dot_product_attention`, dropout keeps a
+mask of numbers, fp16 is multiplied as fp32 and Adam takes a temporary copy: the plan knows these, and leaves them out
+for GPUs.
+"""
+
+import argparse
+import gc
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from common import Figures
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from dist_transformer import distributed
+from dist_transformer.config.models import Config, OptimizerConfig
+from dist_transformer.distributed import Ranks
+from dist_transformer.launching import start_local_ranks
+from dist_transformer.model.transformer import Transformer
+from dist_transformer.planning.activations import Shape
+from dist_transformer.planning.memory import memory_of_rank, vocabulary_size
+from dist_transformer.training.engine import Engine
+from dist_transformer.training.objective import Objective
+
+MARK = "moment: "
+NUM_MICRO_BATCHES = 2
+SMALL = dict(d_model=128, d_ff=512, num_heads=4, num_encoder_layers=4, num_decoder_layers=4)
+WIDE = dict(d_model=384, d_ff=1536, num_heads=6, num_encoder_layers=2, num_decoder_layers=2)
+MANY_TOKENS, FEW_TOKENS = Shape(24, 48, 48), Shape(4, 12, 20)
+CASES = [
+    *[(SMALL, MANY_TOKENS, dict(zero_stage=stage, precision="fp32")) for stage in range(4)],
+    *[(SMALL, MANY_TOKENS, dict(zero_stage=1, precision=precision)) for precision in ("bf16", "fp16")],
+    *[(SMALL, MANY_TOKENS, dict(zero_stage=1, precision=p, activation_checkpointing=True)) for p in ("fp32", "bf16")],
+    *[(WIDE, FEW_TOKENS, dict(zero_stage=stage, precision=p)) for stage in range(4) for p in ("fp32", "fp16")],
+    (WIDE, FEW_TOKENS, dict(zero_stage=1, precision="bf16", ema_decay=0.99)),
+]
+
+
+def configuration(model: dict[str, int], training: dict[str, object], vocabulary: int) -> Config:
+    """One micro-batch after another on a rank, with the loss scale low enough for a first update."""
+    values = {"data": {"lanes": 64}, "tokenizer": {"vocabulary_size": vocabulary}, "model": model}
+    return Config.model_validate({**values, "training": {"initial_loss_scale": 2, **training}})
+
+
+def measured(config: Config, shape: Shape, ranks: Ranks) -> Figures:
+    """Peak bytes of a real step: of all of it, and by moment (collective)."""
+    torch.manual_seed(1)
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as recorded:
+        engine = _step(config, shape, ranks)
+    engine.close()
+    moment, in_use, peaks, sizes = "", 0, {}, {}
+    for event in sorted(_all_events(recorded), key=lambda event: event.start_time_ns):
+        if event.tag != _EventType.Allocation:
+            moment = event.name.removeprefix(MARK) if event.name.startswith(MARK) else moment
+            continue
+        place, count = event.extra_fields.ptr, event.extra_fields.alloc_size
+        if count > 0:
+            sizes[place] = count
+            in_use += count
+        else:
+            in_use -= sizes.pop(place, 0)  # not what was there before: of an engine that is gone
+        if moment:
+            peaks[moment] = max(peaks.get(moment, 0), in_use)
+    return {**peaks, "peak": max(peaks.values())}
+
+
+def _all_events(recorded: profile) -> list[Any]:
+    found, waiting = [], list(recorded.profiler.kineto_results.experimental_event_tree())
+    while waiting:
+        found.append(waiting.pop())
+        waiting += found[-1].children
+    return found
+
+
+def _step(config: Config, shape: Shape, ranks: Ranks) -> Engine:
+    training, size = config.training, vocabulary_size(config)
+    checkpointing = training.activation_checkpointing
+    model = Transformer(config.model, size, size, 0, activation_checkpointing=checkpointing).to(ranks.device)
+    engine = Engine(Objective(model, training.label_smoothing, training.precision), training, OptimizerConfig(), ranks)
+    engine.train()
+    source, target = (torch.full((shape.rows, length), 5) for length in shape[1:])
+    for _ in range(NUM_MICRO_BATCHES):
+        _begin("forward")
+        loss, nll = engine(source, target, target)
+        _begin("backward")
+        engine.backward(loss, target.numel() * NUM_MICRO_BATCHES * ranks.num_ranks)
+        del loss, nll
+    _begin("update")
+    engine.step(1e-4)
+    return engine
+
+
+def _begin(moment: str) -> None:
+    gc.collect()
+    with record_function(MARK + moment):
+        pass
+
+
+def planned(config: Config, shape: Shape, num_ranks: int) -> Figures:
+    memory = memory_of_rank(config, num_ranks, shape=shape, on_gpu=False, micro_batches=NUM_MICRO_BATCHES)
+    return {**memory.moments, "peak": memory.peak_bytes}
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.ranks > 1 and "RANK" not in os.environ:
+        sys.exit(start_local_ranks(sys.argv[1:], arguments.ranks, program=[sys.executable, __file__]))
+    ranks = distributed.join(600)
+    logging.disable(logging.WARNING)
+    found = common.begin(1) if ranks.is_first else {}
+    rows, figures = [], {}
+    for model, shape, training in [CASES[number] for number in arguments.cases]:
+        config = configuration(model, training, arguments.vocabulary)
+        plan, real = planned(config, shape, ranks.num_ranks), measured(config, shape, ranks)
+        name = ", ".join([f"d_model {model['d_model']}", str(shape), *(f"{k}={v}" for k, v in training.items())])
+        figures[name] = {"planned": plan["peak"], "measured": real["peak"], "moments": [plan, real]}
+        rows.append(_row(name, plan, real))
+    if ranks.is_first:
+        print(f"\nranks: {ranks.num_ranks}, vocabulary {arguments.vocabulary:,}; MB of the first rank\n")
+        print(common.markdown_table(["case", "planned", "measured", "planned to measured"], rows))
+        ratios = [case["planned"] / case["measured"] for case in figures.values()]
+        print(f"\nplanned to measured: {min(ratios):.3f} to {max(ratios):.3f}")
+        common.finish(arguments, found, {"memory": figures})
+    distributed.leave()
+
+
+def _row(name: str, plan: Figures, real: Figures) -> list[str]:
+    return [name, f"{plan['peak'] / 1e6:,.1f}", f"{real['peak'] / 1e6:,.1f}", f"{plan['peak'] / real['peak']:.3f}"]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--vocabulary", type=int, default=1000)
+    parser.add_argument("--cases", type=_numbers, default=list(range(len(CASES))), help="some only: 0,3,5")
+    parser.add_argument("--json", type=Path, help="file for all figures")
+    return parser.parse_args()
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""stop, cancel, resume: steering a run from outside."""
+
+import typer
+
+from dist_transformer.cli.arguments import Overrides
+from dist_transformer.cli.status import RUNS, Root, RunOrJob
+from dist_transformer.cli.submit import submit_run
+from dist_transformer.cluster.queue import QueuedJob, job_now
+from dist_transformer.cluster.reasons import is_held, waiting_in_words
+from dist_transformer.cluster.report import ask_slurm
+from dist_transformer.cluster.run_view import look_at
+from dist_transformer.cluster.slurm import cancel_job, release_job
+from dist_transformer.cluster.targets import find_target
+from dist_transformer.errors import UserError
+
+
+def stop_command(run: RunOrJob, root: Root = RUNS) -> None:
+    """Ask a run to save and end at its next step. Its job does not come back; `resume` goes on with it."""
+    target = find_target(run, root)
+    run_dir = target.run_dir
+    slurm = ask_slurm(target.job_id)
+    job = slurm.job
+    if slurm.problem and not slurm.was_asked:
+        typer.echo(slurm.problem, err=True)
+    elif (job is None or job.is_over) and look_at(run_dir).state not in ("starting", "running"):
+        # The file would stop the next start at once.
+        raise UserError(f"{run_dir.path}: nothing to stop: {_why_idle(job, target.job_id)}")
+    run_dir.stop_file.touch()
+    if job is not None and job.state == "PENDING":
+        cancel_job(job.job_id, only_pending=True)  # if it has begun meanwhile, it finds the file
+        print(f"job {job.job_id} was waiting: taken out of the queue; what it had saved is kept")
+    else:
+        print(f"asked to save and end: {run_dir.stop_file}")
+    print(f"go on:  dist-transformer resume {run_dir.path}")
+
+
+def cancel_command(run: RunOrJob, root: Root = RUNS) -> None:
+    """End a run's job now and for good, without waiting for a checkpoint (`stop` saves first)."""
+    target = find_target(run, root)
+    if target.job_id is None:
+        raise UserError(f"{target.run_dir.path}: has no job to cancel: it was not given to Slurm; `stop` works on it")
+    job = job_now(target.job_id)
+    if job is None or job.is_over:
+        raise UserError(f"{target.run_dir.path}: nothing to cancel: {_why_idle(job, target.job_id)}")
+    cancel_job(target.job_id)
+    print(f"job {target.job_id} is cancelled; go on:  dist-transformer resume {target.run_dir.path}")
+
+
+def resume_command(run: RunOrJob, overrides: Overrides = None, root: Root = RUNS) -> None:
+    """Submit a run again, from its newest checkpoint. A job of it that is held is released instead."""
+    target = find_target(run, root)
+    job = job_now(target.job_id) if target.job_id else None
+    if job is None or job.is_over:
+        submit_run(target.run_dir.path, overrides or [])
+        return
+    if job.state != "PENDING" or not is_held(job.reason):
+        why = f": {waiting_in_words(job.reason)}" if job.state == "PENDING" else ""
+        raise UserError(
+            f"{target.run_dir.path}: its job {job.job_id} is not over, it is {job.state}{why}; wait for it, or `stop` it first"
+        )
+    if overrides:
+        raise UserError(
+            f"job {job.job_id} is held and would be released as it is, without {' '.join(overrides)}; `cancel` it first"
+        )
+    release_job(job.job_id)
+    print(f"job {job.job_id} was held ({job.reason}): released")
+
+
+def _why_idle(job: QueuedJob | None, job_id: str | None) -> str:
+    if job is not None:
+        return f"job {job.job_id} is over ({job.state})"
+    return "it does not run" if job_id is None else f"Slurm does not know job {job_id} (any more)"

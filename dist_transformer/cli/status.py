@@ -1,0 +1,176 @@
+"""status, list: how runs stand. On a terminal a table; otherwise `key: value` lines; `--json` for scripts."""
+
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from dist_transformer.cluster.report import Document, report, report_all
+from dist_transformer.cluster.targets import find_target
+from dist_transformer.errors import UserError
+
+RunOrJob = Annotated[str, typer.Argument(help="A run folder, or a job id: 123, 123_4.", show_default=False)]
+Root = Annotated[Path, typer.Option(help="The folder of runs, looked through for a job that Slurm has forgotten.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON document; times in unix seconds.")]
+RUNS = Path("runs")
+
+_COLUMNS = ("run", "state", "job", "step", "loss", "silent for", "checkpoint")
+
+
+def status_command(run: RunOrJob, root: Root = RUNS, as_json: AsJson = False) -> None:
+    """Show how a run and its job stand: why it waits, how far it is, what ended it last."""
+    document = report(find_target(run, root))
+    if as_json:
+        print(json.dumps(document, ensure_ascii=False, indent=1))
+        return
+    rows = list(status_rows(document))
+    if sys.stdout.isatty():
+        _print_panel(document["run"], rows)
+    else:
+        for name, text in rows:
+            print(f"{name}: {text}")
+
+
+def list_command(
+    root: Annotated[Path, typer.Argument(help="A folder of runs.")] = RUNS,
+    as_json: AsJson = False,
+) -> None:
+    """List the runs of a folder, the one that wrote last first."""
+    if not root.is_dir():
+        raise UserError(f"{root}: no such folder; expected the folder of runs (run.root)")
+    documents = report_all(root)
+    if as_json:
+        print(json.dumps(documents, ensure_ascii=False, indent=1))
+        return
+    rows = [list_row(document, time.time()) for document in documents]
+    if sys.stdout.isatty():
+        _print_table(rows)
+    else:
+        for row in [_COLUMNS, *rows]:
+            print("\t".join(row))
+
+
+def status_rows(document: Document) -> Iterator[tuple[str, str]]:
+    """The document for people: only what is known."""
+    now = float(document["time"])
+    yield "folder", document["folder"]
+    yield from _job_rows(document, now)
+    if document["state"] is not None:
+        yield "state", document["state"]
+    yield from _progress_rows(document, now)
+    yield from _history_rows(document, now)
+    if document["mlflow_run_id"]:
+        yield "mlflow", f"run {document['mlflow_run_id']} on {document['mlflow_uri']}"
+    yield from (("warning", text) for text in document["warnings"])
+
+
+def list_row(document: Document, now: float) -> tuple[str, ...]:
+    """A run in the columns of `list`."""
+    job = f"{document['job_id']} {document['job_state'] or ''}".rstrip() if document["job_id"] else "-"
+    record = document["record_time"]
+    return (
+        document["run"],
+        document["state"] or "-",
+        job,
+        f"{document['step']}/{document['max_steps'] or '?'}",
+        _number(document["loss"], ".4f"),
+        "-" if record is None else duration(now - record),
+        document["checkpoint"] or "-",
+    )
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3 min 20 s, 2 h 05 min, 3 d 4 h"""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def _job_rows(document: Document, now: float) -> Iterator[tuple[str, str]]:
+    job = document["job"]
+    if document["job_id"] is None:
+        yield "job", "none: it was not given to Slurm"
+    if job is None:
+        return
+    yield "job", f"{job['id']} {job['state']}" + (f" ({job['reason']})" if job["reason"] else "")
+    if job["state"] == "PENDING":
+        yield "waits", job["reason_text"]
+        if job["start_time"]:
+            yield "starts", f"in about {duration(job['start_time'] - now)}, as Slurm estimates"
+    if job["nodes"]:
+        yield "nodes", f"{job['nodes']} ({job['num_nodes']}), partition {job['partition']}"
+    if job["seconds_left"] is not None:
+        yield "time left", f"{duration(job['seconds_left'])} of the job"
+
+
+def _progress_rows(document: Document, now: float) -> Iterator[tuple[str, str]]:
+    yield "step", _of(document["step"], document["max_steps"])
+    if document["record_time"] is not None:
+        yield "loss", _number(document["loss"], ".4f")
+        yield "learning rate", _number(document["learning_rate"], ".3e")
+        yield "speed", f"{_number(document['tokens_per_second'], ',.0f')} target tokens/s"
+        yield "last record", f"{duration(now - document['record_time'])} ago"
+    if document["seconds_to_last_step"] is not None:
+        yield "to the last step", f"about {duration(document['seconds_to_last_step'])} at this speed"
+    if document["checkpoint"]:
+        yield "checkpoint", f"{document['checkpoint']}, {duration(document['checkpoint_age_seconds'])} old"
+    else:
+        yield "checkpoint", "none yet"
+    if document["heartbeat_time"] is not None:
+        yield "heartbeat", f"{duration(now - document['heartbeat_time'])} ago, from {document['owner'].get('host')}"
+
+
+def _history_rows(document: Document, now: float) -> Iterator[tuple[str, str]]:
+    if document["starts"]:
+        yield "starts", str(document["starts"])
+    if document["last_exit_code"] is not None:
+        ended = document["last_end_time"]
+        when = f", {duration(now - ended)} ago" if ended else ""
+        why = f"; {document['last_end_reason']}" if document["last_end_reason"] else ""
+        yield "last end", f"{document['last_exit_text']} (exit code {document['last_exit_code']}){when}{why}"
+    for node, reason in document["excluded_nodes"].items():
+        yield "excluded node", f"{node}: {reason}"
+    if document["divergences"]:
+        yield "divergences", f"{document['divergences']}; the last: {document['last_divergence']}"
+
+
+def _of(step: int, max_steps: int | None) -> str:
+    return str(step) if not max_steps else f"{step} of {max_steps} ({100 * step / max_steps:.0f} %)"
+
+
+def _number(value: Any, form: str) -> str:
+    return format(value, form) if isinstance(value, int | float) else str(value if value is not None else "-")
+
+
+def _print_panel(title: str, rows: Iterable[tuple[str, str]]) -> None:
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table.grid(padding=(0, 2))
+    for name, text in rows:
+        grid.add_row(Text(name, style="bold red" if name == "warning" else "bold"), Text(text))
+    Console().print(Panel(grid, title=Text(title), expand=False))
+
+
+def _print_table(rows: Iterable[tuple[str, ...]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for name in _COLUMNS:
+        table.add_column(name, no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    Console().print(table)

@@ -1,0 +1,104 @@
+"""The calls of sbatch: one for each stage of a run, and one for all points of a sweep.
+
+    prepare -> train -> average -> evaluate      each waits until the one before it has ended well
+
+Training has the nodes of the configuration; the other stages are one task on one node.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from dist_transformer.config.models import SlurmConfig
+from dist_transformer.run_dir import RunDir
+
+Stage = Literal["prepare", "train", "average", "evaluate"]
+STAGES: tuple[Stage, ...] = get_args(Stage)
+COMMENT = "dist-transformer:"
+"""Before the run folder in a job's comment, by which the jobs of this program are found."""
+
+_SCRIPTS = {"prepare": "prepare.sbatch", "train": "train.sbatch"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of sbatch. One element an option, so that no value can become another option."""
+
+    stage: Stage
+    options: tuple[str, ...]
+    script: Path
+    arguments: tuple[str, ...]
+
+    def sbatch_arguments(self, after: Sequence[str] = ()) -> list[str]:
+        """The argv without the program; `after`: jobs that must have ended well before this one begins."""
+        # A job whose dependency failed would else wait for ever.
+        waits = [f"--dependency=afterok:{':'.join(after)}", "--kill-on-invalid-dep=yes"] if after else []
+        return [*self.options, *waits, str(self.script), *self.arguments]
+
+
+def script_name(stage: Stage) -> str:
+    """The file in slurm/ that runs a stage."""
+    return _SCRIPTS.get(stage, "command.sbatch")
+
+
+def job_of(stage: Stage, slurm: SlurmConfig, run_dir: RunDir, excluded: Sequence[str] = ()) -> Job:
+    """The job of one stage of a run; `run_dir` is absolute.
+
+    Args:
+        excluded: nodes that the run keeps away from, beside slurm.exclude.
+    """
+    is_train = stage == "train"
+    logs = f"{str(run_dir.slurm).replace('%', '%%')}/{'job' if is_train else stage}-%j.log"
+    name = run_dir.name if is_train else f"{run_dir.name}-{stage}"
+    wanted = {"job-name": name, "comment": f"{COMMENT}{run_dir.path}", "output": logs}
+    wanted |= _resources(stage, slurm) | _site(slurm, excluded)
+    path = str(run_dir.path)
+    arguments = (path,) if stage in _SCRIPTS else (stage, path)
+    return Job(stage, _options(wanted, slurm), run_dir.slurm / script_name(stage), arguments)
+
+
+def array_job(slurm: SlurmConfig, folder: RunDir, array: str, excluded: Sequence[str] = ()) -> Job:
+    """One training job for many run folders `folder`/task_N; `array` as sbatch --array takes it: 0-3,5%2."""
+    task = f"{folder.path}/task_%a"
+    wanted = {"job-name": folder.name, "comment": f"{COMMENT}{task}", "array": array}
+    wanted |= {"output": f"{task}/slurm/job-%A_%a.log"} | _resources("train", slurm) | _site(slurm, excluded)
+    return Job("train", _options(wanted, slurm), folder.submitted_script, (task,))
+
+
+def _options(wanted: dict[str, Any], slurm: SlurmConfig) -> tuple[str, ...]:
+    options = [f"--{name}={value}" for name, value in wanted.items() if value is not None]
+    return ("--parsable", "--requeue", *options, *slurm.extra_sbatch)
+
+
+def _resources(stage: Stage, slurm: SlurmConfig) -> dict[str, Any]:
+    # To the script of a training job, which tells srun; to srun's processes where the script has nothing to decide.
+    signal = f"{'B:' if stage == 'train' else ''}USR1@{slurm.signal_seconds}"
+    common = {"mem": slurm.memory, "time": slurm.time_limit, "signal": signal, "open-mode": "append"}
+    if stage == "train":
+        tasks, cpus = slurm.ranks_per_node, slurm.cpus_per_rank
+        nodes, gpus, gres = slurm.nodes, slurm.gpus_per_node, slurm.gres
+    else:
+        on_gpu = stage != "prepare" and slurm.gpus_per_node > 0
+        cpus = slurm.cpus_per_rank * (slurm.ranks_per_node if stage == "prepare" else 1)
+        nodes, tasks, gpus = 1, 1, int(on_gpu)
+        gres = _one_gpu(slurm.gres) if on_gpu and slurm.gres else None
+    asked = {"gres": gres} if gres else {"gpus-per-node": gpus or None}
+    return {"nodes": nodes, "ntasks-per-node": tasks, "cpus-per-task": cpus, **asked, **common}
+
+
+def _site(slurm: SlurmConfig, excluded: Sequence[str]) -> dict[str, Any]:
+    return {
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "exclude": ",".join(dict.fromkeys([*slurm.exclude, *excluded])) or None,
+    }
+
+
+def _one_gpu(gres: str) -> str:
+    """gpu:h200:8,nvme:400 -> gpu:h200:1,nvme:400"""
+    items = gres.split(",")
+    return ",".join(re.sub(r":\d+$", ":1", item) if item.startswith("gpu") else item for item in items)

@@ -1,0 +1,110 @@
+"""The log of a run: its end, and what is added to it, over requeues and new jobs."""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from dist_transformer.cluster.text_tail import GrowingFile, end_of_last_line, last_lines
+from dist_transformer.errors import UserError
+from dist_transformer.run_dir import RunDir
+
+MAX_TAIL_BYTES = 16 << 20
+"""How far back lines are looked for: those of one rank may be few."""
+
+LOOK_SECONDS = 0.5
+ASK_SECONDS = 10.0
+"""How often is asked whether the run is over: not so often that the controller of a cluster would feel it."""
+
+_HANG = "where each thread stands:"
+
+
+def log_file(run_dir: RunDir, job_id: str | None = None) -> Path:
+    """The job's log (without one, the newest of the run's), else train.log, which rank 0 writes everywhere.
+
+    Raises:
+        UserError: there is none yet.
+    """
+    of_jobs = sorted(run_dir.slurm.glob("job-*.log"), key=lambda path: path.stat().st_mtime)
+    own = run_dir.slurm / f"job-{job_id}.log"
+    for path in (own, *reversed(of_jobs), run_dir.log):
+        if path.is_file():
+            return path
+    raise UserError(f"{run_dir.path}: has no log yet: its job has not started, or nothing was ever started here")
+
+
+def rank_filter(path: Path, rank: int | None) -> Callable[[str], str | None]:
+    """What makes of a line of this log the text to show; None: it is not of this rank.
+
+    Raises:
+        UserError: the log does not tell ranks apart.
+    """
+    if rank is None:
+        return lambda line: line
+    if path.name == "train.log":
+        if rank == 0:
+            return lambda line: line
+        raise UserError(f"{path}: is written by rank 0 alone, so nothing of rank {rank} is in it; leave --rank out")
+    label = re.compile(rf" *{rank}: (.*)", re.DOTALL)  # srun pads the numbers of many ranks to one width
+    return lambda line: match[1] if (match := label.fullmatch(line)) else None
+
+
+def tail(path: Path, num_lines: int, rank: int | None, end: int | None = None) -> list[str]:
+    """The last lines (of a rank) before `end` in bytes, found from there backwards."""
+    found: list[str] = []
+    show = rank_filter(path, rank)
+    for line in last_lines(path, MAX_TAIL_BYTES, end):
+        if len(found) >= num_lines:
+            break
+        text = show(line)
+        if text is not None and (text or found):  # not the nothing behind the last line break
+            found.append(text)
+    return found[::-1]
+
+
+def follow(
+    run_dir: RunDir,
+    path: Path,
+    num_lines: int,
+    rank: int | None,
+    is_over: Callable[[], bool],
+    wait: Callable[[float], None] = time.sleep,
+) -> Iterator[str]:
+    """The last lines of a log, those that are added to it, then those of a newer job's; ends when the run is over and
+    all is said.
+
+    Args:
+        path: the log to begin with.
+        is_over: asked at the start and then every ASK_SECONDS; may be slow.
+    """
+    end = end_of_last_line(path)
+    yield from tail(path, num_lines, rank, end)
+    file, show = GrowingFile(path, end), rank_filter(path, rank)
+    looks = 0
+    while True:
+        over = looks % round(ASK_SECONDS / LOOK_SECONDS) == 0 and is_over()
+        yield from (text for line in file.new_lines() if (text := show(line)) is not None)
+        newest = log_file(run_dir)
+        if newest != file.path and newest.stat().st_mtime > file.path.stat().st_mtime:
+            yield f"--- {newest}"
+            file, show = GrowingFile(newest), rank_filter(newest, rank)
+        elif over:
+            if rest := show(file.unfinished_line()):
+                yield rest
+            return
+        else:
+            wait(LOOK_SECONDS)
+            looks += 1
+
+
+def last_hang(path: Path, max_lines: int = 400) -> list[str]:
+    """Where the ranks stood when the watchdog of one ended the newest attempt that hung; empty: none did."""
+    lines: list[str] = []
+    first = None
+    for line in last_lines(path, MAX_TAIL_BYTES):
+        lines.append(line)
+        if _HANG in line:
+            first = len(lines)
+        elif first is not None and re.search(r"job \S+ attempt \d+: ", line):
+            break
+    return [] if first is None else [line for line in lines[:first][::-1] if line][:max_lines]

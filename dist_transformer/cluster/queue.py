@@ -1,0 +1,160 @@
+"""A job as Slurm tells of it: `squeue`, and where that has forgotten the job, `sacct` (if the site keeps accounts).
+
+Fields are separated by "|"; the comment, which may hold one itself, comes last. The fields are those that every
+version since 22.05 writes in the same way.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dist_transformer.cluster.jobs import COMMENT
+from dist_transformer.cluster.slurm import list_accounted_jobs, list_jobs
+
+# Not among them: PREEMPTED and NODE_FAIL, after which our jobs go back to the queue.
+OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "TIMEOUT", "UNKNOWN")
+
+_SQUEUE_FORMAT = "%i|%A|%T|%S|%L|%D|%N|%P|%V|%r|%k"
+_SACCT_FIELDS = "JobID,JobIDRaw,State,Start,NNodes,NodeList,Partition,Submit,ExitCode,Comment"
+
+
+@dataclass(frozen=True)
+class QueuedJob:
+    """One job, or one part of an array. Times are unix seconds; None: Slurm does not say.
+
+    Attributes:
+        job_id: as people write it: 123, 123_4, or 123_[5-9%2] for the tasks of an array that wait together.
+        number: the plain number that `srun --jobid` takes.
+        state: in Slurm's words: PENDING, RUNNING, COMPLETED ...
+        reason: why it waits or how it ended, in Slurm's words; may be empty.
+        start_time: of a job that waits, Slurm's estimate.
+        nodes: n[1-2]; empty while it waits.
+        comment: ours holds the run folder.
+        source: the command that told: squeue or sacct.
+    """
+
+    job_id: str
+    number: str
+    state: str
+    reason: str
+    submit_time: int | None
+    start_time: int | None
+    seconds_left: int | None
+    num_nodes: int
+    nodes: str
+    partition: str
+    comment: str
+    source: str
+
+    @property
+    def is_over(self) -> bool:
+        """It does not run and will not run again."""
+        return self.state in OVER
+
+    @property
+    def task(self) -> str | None:
+        """Number of the task, of one task of an array."""
+        match = re.fullmatch(r"\d+_(\d+)", self.job_id)
+        return match[1] if match else None
+
+    @property
+    def folder(self) -> str | None:
+        """The run folder that `submit` wrote into the comment; %a in it stands for the number of the task."""
+        if not self.comment.startswith(COMMENT):
+            return None
+        folder = self.comment.removeprefix(COMMENT)
+        return folder if self.task is None else folder.replace("%a", self.task)
+
+
+def jobs_of(job_id: str) -> list[QueuedJob]:
+    """All parts of a job; none when Slurm has forgotten it.
+
+    Raises:
+        SlurmError: Slurm cannot be asked.
+    """
+    lines = [line.split("|", 10) for line in list_jobs(job_id, _SQUEUE_FORMAT)]
+    found = [_from_squeue(fields) for fields in lines if len(fields) == 11]
+    if found:
+        return found
+    accounted = [line.split("|", 9) for line in list_accounted_jobs(job_id, _SACCT_FIELDS)]
+    return [_from_sacct(fields) for fields in accounted if len(fields) == 10]
+
+
+def job_now(job_id: str) -> QueuedJob | None:
+    """The job, of an array the first part that is not over; None when Slurm has forgotten it.
+
+    Raises:
+        SlurmError: Slurm cannot be asked.
+    """
+    found = jobs_of(job_id)
+    return next((job for job in found if not job.is_over), found[0] if found else None)
+
+
+def states_of(job_ids: Sequence[str]) -> dict[str, str]:
+    """The state of each of these jobs that Slurm still knows, in one question.
+
+    Raises:
+        SlurmError: Slurm cannot be asked.
+    """
+    lines = [line.split("|", 1) for line in list_jobs(None, "%i|%T")] if job_ids else []
+    return {job_id: state for job_id, state in lines if job_id in job_ids}
+
+
+def is_job_id(text: str) -> bool:
+    """123 or 123_4."""
+    return re.fullmatch(r"\d+(_\d+)?", text) is not None
+
+
+def _from_squeue(fields: list[str]) -> QueuedJob:
+    job_id, number, state, start, left, num_nodes, nodes, partition, submitted, reason, comment = fields
+    return QueuedJob(
+        job_id=job_id,
+        number=number,
+        state=state,
+        reason="" if reason == "None" else reason,
+        submit_time=_time(submitted),
+        start_time=_time(start),
+        seconds_left=_seconds(left),
+        num_nodes=_count(num_nodes),
+        nodes=nodes,
+        partition=partition,
+        comment="" if comment == "(null)" else comment,
+        source="squeue",
+    )
+
+
+def _from_sacct(fields: list[str]) -> QueuedJob:
+    job_id, number, state, start, num_nodes, nodes, partition, submitted, exit_code, comment = fields
+    word, _, detail = state.partition(" ")  # CANCELLED by 1000
+    return QueuedJob(
+        job_id=job_id,
+        number=number,
+        state=word,
+        reason=detail or f"exit code {exit_code}",
+        submit_time=_time(submitted),
+        start_time=_time(start),
+        seconds_left=None,
+        num_nodes=_count(num_nodes),
+        nodes="" if nodes == "None assigned" else nodes,
+        partition=partition,
+        comment=comment,
+        source="sacct",
+    )
+
+
+def _time(text: str) -> int | None:
+    return int(text) if text.isdecimal() else None  # N/A, None, Unknown, NONE
+
+
+def _count(text: str) -> int:
+    return int(text) if text.isdecimal() else 0
+
+
+def _seconds(text: str) -> int | None:
+    """Seconds of "1-02:03:04", "2:03:04" or "3:04"; None of UNLIMITED, NOT_SET, INVALID, N/A."""
+    if not re.fullmatch(r"(\d+-)?(\d+:)?\d+:\d+", text):
+        return None
+    days, _, rest = text.rpartition("-")
+    fields = [int(field) for field in reversed(rest.split(":"))]
+    seconds: int = sum(field * 60**power for power, field in enumerate(fields))
+    return int(days or 0) * 24 * 60 * 60 + seconds

@@ -1,0 +1,81 @@
+"""The stacks of all ranks of a run: of a Slurm job from each of its nodes, else from this machine."""
+
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.cluster.queue import QueuedJob
+from dist_transformer.cluster.slurm import host_names, run_on_each_node
+from dist_transformer.errors import UserError
+from dist_transformer.run_dir import RunDir
+from dist_transformer.stacks import Dump, dump_local, rank_processes
+
+
+@dataclass(frozen=True)
+class NodeStacks:
+    """What one node answered. `problem`: why it has no stacks."""
+
+    node: str
+    dumps: tuple[Dump, ...]
+    problem: str | None
+
+
+def stacks_of_job(run_dir: RunDir, job: QueuedJob) -> list[NodeStacks]:
+    """Asks each node of a running job, by a step beside its ranks.
+
+    Raises:
+        SlurmError: Slurm could not start it, and no node answered.
+    """
+    code = run_dir.snapshot if run_dir.snapshot.is_dir() else Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-m", "dist_transformer.stacks", job.number]
+    environment = {"PYTHONPATH": str(code), "PYTHONSAFEPATH": "1"}
+    lines = run_on_each_node(job.number, job.num_nodes, command, environment)
+    return by_node(host_names(job.nodes), lines)
+
+
+def by_node(nodes: list[str], lines: list[str]) -> list[NodeStacks]:
+    """Sorts the answers, which come in any order and may be mixed with lines of others, by node and rank."""
+    ranks: dict[str, int] = {}
+    dumps: dict[str, list[Dump]] = {}
+    for answer in map(_answer, lines):
+        if "node" in answer:
+            ranks[answer["node"]] = answer["ranks"]
+        elif "rank" in answer:
+            dumps.setdefault(answer["host"], []).append(Dump(**answer))
+    silent = "it did not answer: is it alive, and on the network?"
+    none = "no rank here has registered: they are still starting, or have ended"
+    problems = {node: silent if node not in ranks else None if ranks[node] else none for node in nodes}
+    order = {node: tuple(sorted(dumps.get(node, []), key=lambda dump: dump.rank)) for node in nodes}
+    return [NodeStacks(node, order[node], problems[node]) for node in nodes]
+
+
+def stacks_here(run_dir: RunDir, owner: Mapping[str, Any]) -> NodeStacks:
+    """The ranks of a run that was started on this machine without Slurm.
+
+    Args:
+        owner: of owner.json: who trains.
+
+    Raises:
+        UserError: it runs on another machine, or no longer.
+    """
+    host = platform.node()
+    if owner.get("host") != host:
+        raise UserError(f"{run_dir.path}: is trained on {owner.get('host')}, this is {host}; ask there")
+    first = next((process for process in rank_processes() if process.pid == owner.get("pid")), None)
+    if first is None:
+        raise UserError(
+            f"{run_dir.path}: process {owner.get('pid')} of owner.json does not run here as a rank of yours"
+        )
+    return NodeStacks(host, tuple(dump_local(first.job)), None)
+
+
+def _answer(line: str) -> dict[str, Any]:
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        return {}
+    return answer if isinstance(answer, dict) else {}

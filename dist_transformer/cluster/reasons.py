@@ -1,0 +1,94 @@
+"""Slurm's and our own short words, said so that a person knows what to do."""
+
+import signal
+
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE, EXIT_USER_ERROR
+
+HELD = ("JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue", "requeued held")
+"""Beginnings or ends of the reasons of a job that waits until somebody releases it."""
+
+# The longest that the reason begins with counts: Slurm adds details (", UnavailableNodes:n3") and new words of a kind.
+_WAITING = {
+    "Resources": "it is next: waits until enough nodes are free",
+    "Priority": "other jobs come first",
+    "Dependency": "waits for another job to end",
+    "DependencyNeverSatisfied": "the job that it waits for has failed: it will never run; cancel it",
+    "BeginTime": "its time has not come (a job that was put back into the queue is held back for about 2 minutes)",
+    "JobHeldUser": "held by its owner: `dist-transformer resume` or `scontrol release` lets it go on",
+    "JobHeldAdmin": "held by an administrator: ask them",
+    "JobHoldMaxRequeue": "held: Slurm put it back into the queue too often; look at its log, then `dist-transformer resume`",
+    "JobArrayTaskLimit": "as many tasks of the array run as its limit allows",
+    "QOSMaxJobsPerUserLimit": "you have as many jobs running as your QOS allows",
+    "QOSMaxSubmitJobPerUserLimit": "you have as many jobs submitted as your QOS allows",
+    "QOSMaxWallDurationPerJobLimit": "slurm.time_limit is longer than your QOS allows: submit it with less",
+    "QOSMaxGRESPerUser": "you use as many GPUs as your QOS allows",
+    "QOSMaxCpuPerUserLimit": "you use as many CPUs as your QOS allows",
+    "QOSMaxNodePerUserLimit": "you use as many nodes as your QOS allows",
+    "QOSNotAllowed": "the QOS is not allowed here: it will not start; change slurm.qos or slurm.partition",
+    "QOSMin": "it asks for less than the QOS demands: it will not start",
+    "QOSGrp": "all who share the QOS together use as much as it allows",
+    "QOSMax": "it, or your jobs together, ask for more than the QOS allows",
+    "QOS": "a limit of the QOS",
+    "AssocMaxWallDurationPerJobLimit": "slurm.time_limit is longer than your account allows: submit it with less",
+    "AssocMaxJobsLimit": "your account has as many jobs running as it may",
+    "AssocGrp": "all who share the account together use as much as it allows",
+    "AssocMax": "it, or your jobs together, ask for more than the account allows",
+    "AssociationJobLimit": "your account has as many jobs running as it may",
+    "InvalidAccount": "the account is not known to Slurm: it will not start; change slurm.account",
+    "InvalidQOS": "the QOS is not known to Slurm: it will not start; change slurm.qos",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved for others",
+    "NodeDown": "a node that it needs is down",
+    "BadConstraints": "no node has what it asks for: it will not start; change slurm.constraint",
+    "PartitionConfig": "it asks for something that the partition does not have",
+    "PartitionTimeLimit": "slurm.time_limit is longer than the partition allows: it will not start; submit it with less",
+    "PartitionNodeLimit": "it asks for more nodes than the partition has or allows: it will not start",
+    "PartitionDown": "the partition does not start jobs now",
+    "PartitionInactive": "the partition is switched off",
+    "Reservation": "waits for its reservation to begin",
+    "ReservationDeleted": "its reservation was deleted: it will not start",
+    "Licenses": "waits for licences",
+    "Cleaning": "the nodes of its last attempt are being cleaned up",
+    "launch failed requeued held": "a node could not start it, so it is held: `dist-transformer resume` lets it go on",
+    "user env retrieval failed requeued held": "a node could not read your environment, so it is held: "
+    "`dist-transformer resume` lets it go on",
+    "DeadLine": "it cannot end before its deadline: it will not start",
+    "MaxMemPerLimit": "it asks for more memory than a limit of the site allows",
+    "FedJobLock": "waits for the clusters of the federation to agree",
+    "BurstBuffer": "waits for the burst buffer",
+    "Prolog": "its nodes are being prepared",
+    "SchedDefer": "Slurm has put off scheduling for now",
+    "None": "Slurm has not looked at it yet",
+}
+
+_EXIT_CODES = {
+    EXIT_DONE: "finished",
+    EXIT_FAILED: "failed",
+    EXIT_USER_ERROR: "a mistake that somebody must mend",
+    EXIT_HANG: "a rank made no progress (training.hang_seconds)",
+    EXIT_REQUEUE: "saved on request, to be started again",
+}
+
+
+def is_held(reason: str) -> bool:
+    """Whether a job with this reason waits for somebody to release it."""
+    return reason.startswith(HELD[:3]) or reason.endswith(HELD[3])
+
+
+def waiting_in_words(reason: str) -> str:
+    """Why a job waits; Slurm's own word where we know no better."""
+    if not reason:
+        return _WAITING["None"]
+    known = sorted((word for word in _WAITING if reason.startswith(word)), key=len)
+    return _WAITING[known[-1]] if known else reason
+
+
+def exit_code_in_words(code: int) -> str:
+    """How an attempt or a rank ended."""
+    if code in _EXIT_CODES:
+        return _EXIT_CODES[code]
+    if code > 128:
+        try:
+            return f"ended by signal {signal.Signals(code - 128).name}"
+        except ValueError:
+            pass
+    return f"exit code {code}"

@@ -1,0 +1,90 @@
+"""A batch script with the values of one submission in its block of settings; the rest is the file as people use it."""
+
+import shlex
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from dist_transformer.config.locations import is_address
+from dist_transformer.config.models import Config, SlurmConfig
+from dist_transformer.share_folder import share_folder
+
+_SETTINGS_BEGIN = "# --- settings"
+_SETTINGS_END = "# --- end of settings"
+_PYTHON_IN_CONTAINER = "python3"
+
+
+@dataclass(frozen=True)
+class Code:
+    """What a job runs: the folder of the package, and the interpreter of its batch script."""
+
+    folder: Path
+    python: str = sys.executable
+
+
+def render_script(name: str, slurm: SlurmConfig, code: Code, folders: Iterable[Path] = ()) -> str:
+    """slurm/NAME with the settings of `slurm`.
+
+    Args:
+        folders: what the ranks must see, also inside a container.
+    """
+    lines = (share_folder("slurm") / name).read_text(encoding="utf-8").splitlines()
+    begin = next(n for n, line in enumerate(lines) if line.startswith(_SETTINGS_BEGIN))
+    end = next(n for n, line in enumerate(lines) if line.startswith(_SETTINGS_END))
+    return "\n".join([*lines[: begin + 1], *_settings(slurm, code, folders), *lines[end:], ""])
+
+
+def needed_folders(config: Config, root: Path) -> list[Path]:
+    """What every rank reads and writes: `root` of the run folders, the text, the prepared corpus."""
+    given = [config.data.root, config.data.prepared, config.training.init_from]
+    local = [Path(path).expanduser().absolute() for path in given if path is not None and not is_address(path)]
+    return list(dict.fromkeys([root.absolute(), *local]))
+
+
+def _settings(slurm: SlurmConfig, code: Code, folders: Iterable[Path]) -> list[str]:
+    return [
+        *(f"export {name}={shlex.quote(value)}" for name, value in _environment(slurm).items()),
+        f"export DIST_TRANSFORMER_SIGNAL_SECONDS={slurm.signal_seconds}",
+        f"python={shlex.quote(code.python)}",
+        f"code={shlex.quote(str(code.folder))}",
+        f"setup={shlex.quote(chr(10).join(slurm.setup))}",
+        f"srun_options={_bash_array(_srun_options(slurm, folders))}",
+        f"rank_prefix={_bash_array(_rank_prefix(slurm, folders))}",
+        f"preflight={slurm.preflight}",
+        f"preflight_seconds={slurm.preflight_seconds}",
+        f"preflight_tolerance={slurm.preflight_tolerance}",
+    ]
+
+
+def _environment(slurm: SlurmConfig) -> dict[str, str]:
+    # The interpreter that submits is the host's; the image has its own, found by its PATH.
+    inside = {"DIST_TRANSFORMER_PYTHON": _PYTHON_IN_CONTAINER} if slurm.container_image else {}
+    return {**inside, **slurm.environment}
+
+
+def _srun_options(slurm: SlurmConfig, folders: Iterable[Path]) -> list[str]:
+    options = [] if slurm.cpu_bind is None else [f"--cpu-bind={slurm.cpu_bind}"]
+    if slurm.container_image is not None and slurm.container_runtime == "pyxis":
+        mounts = ",".join(_mounts(slurm, folders))
+        options += [f"--container-image={slurm.container_image}", f"--container-mounts={mounts}"]
+        options += ["--no-container-mount-home"]
+    return [*options, *slurm.extra_srun]
+
+
+def _rank_prefix(slurm: SlurmConfig, folders: Iterable[Path]) -> list[str]:
+    if slurm.container_image is None or slurm.container_runtime != "apptainer":
+        return []
+    graphics = ["--nv"] if slurm.gpus_per_node else []
+    binds = [part for mount in _mounts(slurm, folders) for part in ("--bind", mount)]
+    return ["apptainer", "exec", *graphics, *binds, slurm.container_image]
+
+
+def _mounts(slurm: SlurmConfig, folders: Iterable[Path]) -> list[str]:
+    """source:destination each; what the configuration names comes last, so that it may lay something over a folder."""
+    wanted = [*map(str, folders), *slurm.container_mounts]
+    return list(dict.fromkeys(mount if ":" in mount else f"{mount}:{mount}" for mount in wanted))
+
+
+def _bash_array(words: list[str]) -> str:
+    return f"({' '.join(map(shlex.quote, words))})"

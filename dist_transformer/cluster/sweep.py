@@ -1,0 +1,197 @@
+"""The points of a sweep, from a YAML file:
+
+    grid:                                    every combination of these
+      optimizer.learning_rate: [1e-3, 3e-4]
+      model.dropout: [0.1, 0.3]
+    list:                                    and each of these with every combination
+      - {model.num_heads: 1, model.d_model: 512}
+      - {model.num_heads: 16}
+    max_running: 4                           tasks of the job array that run at once
+
+Either alone is fine. A point becomes a full configuration, as if its settings stood on the command line.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.config.dialect import WrittenFloat, WrittenInt, as_written
+from dist_transformer.config.loading import load_config
+from dist_transformer.config.marks import Marked, read_yaml
+from dist_transformer.config.models import Config
+from dist_transformer.errors import ConfigError
+
+MOST_POINTS = 1000
+"""Slurm's own limit is one task more, unless the site has raised it (MaxArraySize)."""
+
+_KEYS = ("grid", "list", "max_running")
+
+
+@dataclass(frozen=True)
+class Point:
+    """Settings by their dotted keys, and the line of the file of each."""
+
+    settings: dict[str, Any]
+    places: dict[str, str]
+
+    def overrides(self) -> list[str]:
+        """As on the command line."""
+        return [f"{key}={_written(value)}" for key, value in self.settings.items()]
+
+    def text(self) -> str:
+        return ", ".join(self.overrides())
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep file."""
+
+    text: str
+    points: tuple[Point, ...]
+    max_running: int | None
+
+
+def read_sweep(path: Path) -> Sweep:
+    """The points of a sweep file, in the order of their tasks: the list, and for each entry the grid, last key fastest.
+
+    Raises:
+        ConfigError: all problems of the file, each with its line.
+    """
+    marked = read_yaml(path)
+    problems = [*_problems(marked)]
+    if problems:
+        raise ConfigError(problems)
+    axes = [
+        [Point({key: value}, {key: marked.place(("grid", key))}) for value in values]
+        for key, values in marked.values.get("grid", {}).items()
+    ]
+    entries = [
+        Point(dict(entry), {key: marked.place(("list", index, key)) for key in entry})
+        for index, entry in enumerate(marked.values.get("list", [{}]))
+    ]
+    points = tuple(_joined(parts) for parts in itertools.islice(itertools.product(entries, *axes), MOST_POINTS + 1))
+    if problems := [*_point_problems(path, points)]:
+        raise ConfigError(problems)
+    return Sweep(path.read_text(encoding="utf-8"), points, marked.values.get("max_running"))
+
+
+def load_points(config: Path, overrides: Sequence[str], sweep: Sweep) -> list[Config]:
+    """The configuration of each point, checked like any other.
+
+    Raises:
+        ConfigError: the problems of all points; one that every point has is told once.
+    """
+    configs, found = [], dict[int, list[str]]()
+    for task, point in enumerate(sweep.points):
+        try:
+            configs.append(load_config(config, [*overrides, *point.overrides()]))
+        except ConfigError as error:
+            found[task] = [_with_place(problem, point) for problem in error.problems]
+    if found:
+        raise ConfigError(told_once(found, len(sweep.points)))
+    return configs
+
+
+def told_once(found: Mapping[int, Sequence[str]], num_points: int) -> list[str]:
+    """The problems of the points by task, each with the tasks that have it; one that all have without them."""
+    tasks_with: dict[str, list[int]] = {}
+    for task, problems in found.items():
+        for problem in problems:
+            tasks_with.setdefault(problem, []).append(task)
+    return [
+        problem if len(tasks) == num_points else f"task{'s' if len(tasks) > 1 else ''} {ranges(tasks)}: {problem}"
+        for problem, tasks in tasks_with.items()
+    ]
+
+
+def ranges(tasks: Sequence[int]) -> str:
+    """(0, 1, 2, 5) -> 0-2,5"""
+    found: list[list[int]] = []
+    for task in tasks:
+        if found and found[-1][1] == task - 1:
+            found[-1][1] = task
+        else:
+            found.append([task, task])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+def _with_place(problem: str, point: Point) -> str:
+    """What the loader says of the command line is said of the line of the sweep file."""
+    for place, override in zip(point.places.values(), point.overrides(), strict=True):
+        problem = problem.replace(f"command line: {override}: ", f"{place}: ")
+    return problem
+
+
+def _joined(parts: Sequence[Point]) -> Point:
+    settings = {key: value for part in parts for key, value in part.settings.items()}
+    return Point(settings, {key: place for part in parts for key, place in part.places.items()})
+
+
+def _problems(marked: Marked) -> Iterator[str]:
+    for key in marked.values:
+        if key not in _KEYS:
+            yield f"{marked.place((key,))}: {key}: no such key in a sweep file; known: {', '.join(_KEYS)}"
+    if not marked.values.get("grid") and not marked.values.get("list"):
+        yield f"{marked.place(())}: a sweep needs `grid` or `list`"
+    running = marked.values.get("max_running")
+    if running is not None and (not isinstance(running, int) or isinstance(running, bool) or running < 1):
+        yield f"{marked.place(('max_running',))}: max_running: expected a whole number from 1, got {running!r}"
+    yield from _grid_problems(marked)
+    yield from _list_problems(marked)
+
+
+def _grid_problems(marked: Marked) -> Iterator[str]:
+    grid = marked.values.get("grid", {})
+    if not isinstance(grid, dict):
+        yield f"{marked.place(('grid',))}: grid: expected `section.key: [value, value]` lines"
+        return
+    for key, values in grid.items():
+        yield from _key_problems(key, f"{marked.place(('grid', key))}: grid")
+        if not isinstance(values, list) or not values:
+            yield f"{marked.place(('grid', key))}: grid: {key}: expected a list of values, got {as_written(values)!r}"
+
+
+def _list_problems(marked: Marked) -> Iterator[str]:
+    entries, grid = marked.values.get("list", []), marked.values.get("grid", {})
+    if not isinstance(entries, list):
+        yield f"{marked.place(('list',))}: list: expected `- {{section.key: value}}` lines"
+        return
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, dict):
+            yield f"{marked.place(('list', index))}: list: expected {{section.key: value}}, got {as_written(entry)!r}"
+            continue
+        for key in entry:
+            place = f"{marked.place(('list', index, key))}: list"
+            yield from _key_problems(key, place)
+            if isinstance(grid, dict) and key in grid:
+                yield f"{place}: {key}: stands in the grid too; keep one of them"
+
+
+def _key_problems(key: str, place: str) -> Iterator[str]:
+    section, dot, _ = key.partition(".")
+    if not dot or not all(key.split(".")) or "=" in key:
+        yield f"{place}: {key}: expected section.key: optimizer.learning_rate"
+    elif section == "slurm" or key in ("run.name", "run.root"):
+        yield f"{place}: {key}: is the same for all points: they are one job array in one folder; remove it here"
+
+
+def _point_problems(path: Path, points: Sequence[Point]) -> Iterator[str]:
+    if len(points) > MOST_POINTS:
+        yield f"{path}: more than {MOST_POINTS} points, which no job array takes; make several sweeps of it"
+        return
+    first: dict[str, int] = {}
+    for task, point in enumerate(points):
+        same = json.dumps(point.settings, sort_keys=True)
+        if same in first:
+            yield f"{path}: tasks {first[same]} and {task} are the same point ({point.text()}); keep one"
+        first.setdefault(same, task)
+
+
+def _written(value: Any) -> str:
+    """A value as it was written, or as JSON, which reads back as the same YAML."""
+    if isinstance(value, WrittenInt | WrittenFloat):
+        return str(as_written(value))
+    return json.dumps(value, ensure_ascii=False)

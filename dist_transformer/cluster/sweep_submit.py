@@ -1,0 +1,174 @@
+"""From the points of a sweep to one job array: a run folder each, one script, one code snapshot.
+
+Submitted again, the array has only the tasks that are not finished and that no job works on.
+"""
+
+import json
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.cluster.bad_nodes import excluded_nodes
+from dist_transformer.cluster.checks import sbatch_problems, submission_problems
+from dist_transformer.cluster.jobs import Job, array_job
+from dist_transformer.cluster.script import Code, needed_folders, render_script
+from dist_transformer.cluster.slurm import submit_script
+from dist_transformer.cluster.snapshot import take_snapshot
+from dist_transformer.cluster.status import job_state
+from dist_transformer.cluster.submit import begin_anew, command_text, note_job, write_files
+from dist_transformer.cluster.sweep import Sweep, ranges, told_once
+from dist_transformer.cluster.sweep_dir import SweepDir, SweepState, read_sweep_state
+from dist_transformer.cluster.targets import newest_job_id
+from dist_transformer.config.models import Config
+from dist_transformer.errors import ConfigError
+from dist_transformer.run_dir import RunDir, read_json, write_json
+
+
+@dataclass(frozen=True)
+class PointRun:
+    """One point as a run: its cluster profile filled in, its run folder `folder`/task_N, what the caller found wrong."""
+
+    config: Config
+    config_text: str
+    num_parameters: int
+    problems: Sequence[str]
+
+
+@dataclass(frozen=True)
+class SweepSubmission:
+    """What `submit_sweep` will do. `tasks` go into the array; `left_out` says of the others why not."""
+
+    folder: SweepDir
+    state: SweepState
+    files: dict[Path, str]
+    tasks: tuple[int, ...]
+    left_out: dict[int, str]
+    job: Job
+    after: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        """The call of sbatch as one would type it."""
+        return command_text(self.job, self.after)
+
+
+def plan_sweep(
+    sweep: Sweep, runs: Sequence[PointRun], folder: SweepDir, *, after: Sequence[str] = (), dry_run: bool = False
+) -> SweepSubmission:
+    """Checks every point and composes the array, without creating anything.
+
+    Args:
+        runs: one for each point.
+        folder: absolute.
+        after: ids of jobs that must have ended well before.
+        dry_run: only to be looked at: all points, and Slurm is not asked.
+
+    Raises:
+        ConfigError: all problems of all points together.
+    """
+    found = [*_all_problems(runs, folder), *([] if dry_run else sbatch_problems())]
+    before = read_sweep_state(folder)
+    points = [_plain(point.settings) for point in sweep.points]
+    found += _folder_problems(folder, before, points)
+    if found:
+        raise ConfigError(found)
+    left_out = {} if dry_run else _left_out(folder, before)
+    tasks = tuple(task for task in range(len(points)) if task not in left_out)
+    job_ids = [*(before.job_ids if before else ()), *([None] * len(points))][: len(points)]
+    state = SweepState(folder.path.name, before.uid if before else uuid.uuid4().hex, points, job_ids)
+    slurm = runs[0].config.slurm
+    excluded = sorted({node for task in tasks for node in excluded_nodes(folder.task(task))})
+    job = array_job(slurm, folder.common, _array(tasks, sweep.max_running), excluded)
+    folders = list(dict.fromkeys(path for run in runs for path in needed_folders(run.config, folder.path.parent)))
+    script = render_script("train.sbatch", slurm, Code(folder.common.snapshot), folders)
+    files = {folder.file: sweep.text, job.script: script}
+    files |= {folder.task(task).config: runs[task].config_text for task in tasks}
+    return SweepSubmission(folder, state, files, tasks, left_out, job, tuple(after))
+
+
+def submit_sweep(submission: SweepSubmission) -> str:
+    """Writes the files and the code snapshot, calls sbatch, notes the job in every run folder; the array's job id.
+
+    Raises:
+        SlurmError: sbatch refused; the folders then hold the files, but no job.
+    """
+    folder = submission.folder
+    # Tasks that still run, or will be requeued, keep the code that they began with.
+    if all(why == "finished" for why in submission.left_out.values()) or not folder.common.snapshot.is_dir():
+        take_snapshot(folder.common.snapshot)
+    write_files(submission.files)
+    _share_prepared(folder)
+    write_json(folder.state, submission.state.as_json())  # its id before the first task can begin
+    for task in submission.tasks:
+        begin_anew(folder.task(task))
+        folder.task(task).slurm.mkdir(exist_ok=True)  # sbatch makes no folder for a log
+    job_id = submit_script(submission.job.sbatch_arguments(submission.after))
+    ids = [f"{job_id}_{n}" if n in submission.tasks else old for n, old in enumerate(submission.state.job_ids)]
+    write_json(folder.state, replace(submission.state, job_ids=ids).as_json())
+    for task in submission.tasks:
+        note_job(folder.task(task), {"train": f"{job_id}_{task}"}, submission.command)
+    submitted_at = datetime.now(UTC).isoformat(timespec="seconds")
+    write_json(folder.common.job, {"job_id": job_id, "submitted_at": submitted_at, "command": submission.command})
+    return job_id
+
+
+def is_finished(run_dir: RunDir) -> bool:
+    """The run has come to its end."""
+    return run_dir.state.is_file() and read_json(run_dir.state)["state"] == "finished"
+
+
+def _all_problems(runs: Sequence[PointRun], folder: SweepDir) -> list[str]:
+    """All runs share one disk, so that the first one is asked whether all have space on it."""
+    num_parameters = sum(run.num_parameters for run in runs)
+    by_task = {
+        task: [*run.problems, *submission_problems(run.config, folder.task(task), 0 if task else num_parameters)]
+        for task, run in enumerate(runs)
+    }
+    return told_once(by_task, len(runs))
+
+
+def _folder_problems(folder: SweepDir, before: SweepState | None, points: Sequence[dict[str, Any]]) -> list[str]:
+    path = folder.path
+    if "%" in str(path):
+        return [f"run.root: {str(path)!r}: a job array reads '%' in its arguments as a task number; choose another"]
+    if before is None:
+        taken = folder.common.config.exists() or folder.common.state.exists()
+        return [f"{path}: is the folder of a single run; give the sweep another run.name"] if taken else []
+    if list(before.points) != list(points[: len(before.points)]):
+        return [
+            f"{path}: holds a sweep of other points ({folder.state}); put them back (new ones may follow them), or give "
+            "this sweep another run.name"
+        ]
+    return []
+
+
+def _left_out(folder: SweepDir, before: SweepState | None) -> dict[int, str]:
+    left_out = {}
+    for task in range(len(before.points) if before else 0):
+        job_id = newest_job_id(folder.task(task))  # a person may have submitted it on its own since
+        if is_finished(folder.task(task)):
+            left_out[task] = "finished"
+        elif job_id is not None and not (state := job_state(job_id)).is_over:
+            left_out[task] = f"job {job_id} works on it ({state.state})"
+    return left_out
+
+
+def _share_prepared(folder: SweepDir) -> None:
+    """What other runs beside the sweep have prepared is not prepared again."""
+    beside = folder.path.parent / folder.prepared.name
+    beside.mkdir(exist_ok=True)
+    if not folder.prepared.is_symlink() and not folder.prepared.exists():
+        folder.prepared.symlink_to(Path("..") / beside.name)
+
+
+def _array(tasks: Sequence[int], max_running: int | None) -> str:
+    return ranges(tasks) + (f"%{max_running}" if max_running is not None else "")
+
+
+def _plain(settings: dict[str, Any]) -> dict[str, Any]:
+    """As sweep.json gives them back."""
+    plain: dict[str, Any] = json.loads(json.dumps(settings))
+    return plain

@@ -1,0 +1,127 @@
+"""From what a person names, a run folder or a job id, to both."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.cluster.queue import QueuedJob, is_job_id, jobs_of
+from dist_transformer.cluster.slurm import SlurmError
+from dist_transformer.cluster.text_tail import PIECE_BYTES, last_lines
+from dist_transformer.errors import UserError
+from dist_transformer.run_dir import RunDir, read_json
+
+
+@dataclass(frozen=True)
+class Target:
+    """A run and its newest job; None: it was never given to Slurm."""
+
+    run_dir: RunDir
+    job_id: str | None
+
+
+def find_target(text: str, root: Path) -> Target:
+    """The run that `text` names.
+
+    Args:
+        text: a run folder, or a job id: 123, or 123_4 for a task of an array.
+        root: the folder of runs, looked through for a job that Slurm has forgotten.
+
+    Raises:
+        UserError: it is neither, or no run is known by it.
+    """
+    folder = Path(text)
+    if folder.is_dir():
+        if not is_run_folder(folder):
+            raise UserError(f"{folder}: is not a run folder: it has neither config.yaml, run.json nor slurm/job.json")
+        return Target(RunDir(folder.absolute()), newest_job_id(RunDir(folder.absolute())))
+    if not is_job_id(text):
+        raise UserError(f"{text}: no such folder, and no job id; expected a run folder, or a job id like 123 or 123_4")
+    found = _folder_by_comment(text) or _folder_by_files(text, root)
+    if found is None:
+        raise UserError(
+            f"job {text}: Slurm knows no run folder of it, and no run in {root}/ was submitted as this job; give the run "
+            "folder, or --root with the folder of your runs"
+        )
+    if not is_run_folder(found):
+        raise UserError(f"job {text}: its run folder {found} is not there; was it moved or removed?")
+    return Target(RunDir(found), text)
+
+
+def is_run_folder(folder: Path) -> bool:
+    run_dir = RunDir(folder)
+    return any(path.is_file() for path in (run_dir.config, run_dir.state, run_dir.job, run_dir.attempts))
+
+
+def newest_job_id(run_dir: RunDir) -> str | None:
+    """The newest job of a run: the one submitted last, or a later one that was started by hand."""
+    submitted_at, job_id = _submission(run_dir)
+    if job_id is None and run_dir.name.startswith("task_"):  # of a sweep, submitted as a whole
+        submitted_at, array = _submission(RunDir(run_dir.path.parent))
+        job_id = array and f"{array}_{run_dir.name.removeprefix('task_')}"
+    attempt = next(attempts(run_dir), None)
+    if attempt is not None and (job_id is None or attempt["time"] > submitted_at):
+        return str(attempt["job"])
+    return job_id
+
+
+def attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
+    """The records of attempts.jsonl, newest first."""
+    yield from json_lines(run_dir.attempts)
+
+
+def json_lines(path: Path, max_bytes: int = PIECE_BYTES) -> Iterator[dict[str, Any]]:
+    """The records at the end of a file of JSON lines, newest first; a line that is being written is left out."""
+    for line in last_lines(path, max_bytes):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict):
+            yield record
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """A JSON file of a run; empty where there is none, or none that can be read."""
+    try:
+        record = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _submission(run_dir: RunDir) -> tuple[float, str | None]:
+    note = read_record(run_dir.job)
+    if "job_id" not in note:
+        return 0.0, None
+    return datetime.fromisoformat(note["submitted_at"]).timestamp(), str(note["job_id"])
+
+
+def _folder_by_comment(job_id: str) -> Path | None:
+    try:
+        found: list[QueuedJob] = jobs_of(job_id)
+    except SlurmError:
+        return None
+    if "_" not in job_id and any("_" in job.job_id for job in found):
+        raise UserError(
+            f"job {job_id}: is an array of tasks with a run folder each: name one of them, like {job_id}_1; "
+            f"`scancel {job_id}` ends all"
+        )
+    folders = [job.folder for job in found if job.folder is not None]
+    return Path(folders[0]) if folders else None
+
+
+def _folder_by_files(job_id: str, root: Path) -> Path | None:
+    number, _, task = job_id.partition("_")
+    for run_dir in (RunDir(path.parents[1].absolute()) for path in sorted(root.glob("*/slurm/job.json"))):
+        note = read_record(run_dir.job)
+        if number in (str(note.get("job_id")), *map(str, note.get("stages", {}).values())):
+            return run_dir.path / f"task_{task}" if task else run_dir.path
+    by_hand = (path.parents[1].absolute() for path in sorted(root.glob("*/slurm/attempts.jsonl")))
+    return next((folder for folder in by_hand if _worked_on(RunDir(folder), job_id)), None)
+
+
+def _worked_on(run_dir: RunDir, job_id: str) -> bool:
+    return any(str(record.get("job")) == job_id for record in attempts(run_dir))

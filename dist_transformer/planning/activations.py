@@ -1,0 +1,174 @@
+"""What a forward pass keeps for the backward pass, tensor by tensor, and the largest micro-batch there can be.
+
+Counted from model/: a linear layer keeps its input, attention its queries, keys, values, result and one number a head
+and token, a layer norm its input, dropout its mask, ReLU its result; the loss its gradients. Attention weights are never
+kept: on CPUs `scaled_dot_product_attention` takes the flash kernel (measured), and on GPUs the flash and the
+memory-efficient ones are assumed. bf16 is autocast: the residual sums are fp32, and each linear layer keeps a bf16 copy
+of its input and of its weight.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from dist_transformer.config.data_models import DataConfig
+from dist_transformer.config.models import Config, ModelConfig
+
+CHUNK_TOKENS = 1024
+"""Target tokens whose logits exist at once: that of model/loss.py."""
+RATIO_FREE_TOKENS = 10
+"""Pairs whose longer side is under this pass the length ratio: that of data/filters.py."""
+BOUNDED_RATIO = 2.0
+"""The sides of a shape of `data.batch_shapes: bounded` are at most one place of a table apart: 8 and 16 at the most."""
+
+
+class Shape(NamedTuple):
+    """Size of a micro-batch, padding counted."""
+
+    rows: int
+    source_length: int
+    target_length: int
+
+    def __str__(self) -> str:
+        return f"{self.rows} x ({self.source_length} + {self.target_length}) tokens"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of one micro-batch.
+
+    Attributes:
+        kept: from the forward pass to the backward pass.
+        weight_copies: bf16 copies of the weights, kept as long; with activation checkpointing of one layer at a time.
+        logits: what the loss takes beside, at the end of the forward pass.
+        recomputed: of one layer, with activation checkpointing, in the backward pass.
+        first_gradients: those that the backward pass begins with.
+    """
+
+    kept: int
+    weight_copies: int
+    logits: int
+    recomputed: int
+    first_gradients: int
+
+
+@dataclass(frozen=True)
+class _Widths:
+    """Bytes of an element: of what matrix products take, of the residual sums, of a dropout mask."""
+
+    product: int
+    residual: int
+    mask: int
+    residual_mask: int
+
+    @classmethod
+    def of(cls, config: Config, on_gpu: bool) -> "_Widths":
+        precision = config.training.precision
+        product, residual = 4 if precision == "fp32" else 2, 2 if precision == "fp16" else 4
+        if not config.model.dropout:
+            return cls(product, residual, 0, 0)
+        return cls(product, residual, *((1, 1) if on_gpu else (product, residual)))  # on CPUs masks are numbers
+
+
+def activations(config: Config, vocabulary: int, shape: Shape, on_gpu: bool) -> Activations:
+    """What `shape` takes in the precision of the run."""
+    widths, model = _Widths.of(config, on_gpu), config.model
+    source, target = shape.rows * shape.source_length, shape.rows * shape.target_length
+    by_source, by_target = token_bytes(config, on_gpu)
+    is_autocast, is_checkpointed = config.training.precision == "bf16", config.training.activation_checkpointing
+    matrices = 2 * max(_layer_matrices(model)) if is_autocast else 0
+    largest = max(source * _encoder_bytes(model, widths), _decoder_layer_bytes(model, widths, source, target))
+    output = vocabulary * model.d_model
+    return Activations(
+        kept=source * by_source + target * by_target + 4 * output,
+        weight_copies=2 * sum_of_matrices(model) if is_autocast and not is_checkpointed else 0,
+        logits=_loss_bytes(config, vocabulary, target, on_gpu),
+        recomputed=largest + matrices if is_checkpointed else 0,
+        first_gradients=4 * output + target * model.d_model * (4 + widths.residual),
+    )
+
+
+def token_bytes(config: Config, on_gpu: bool) -> tuple[int, int]:
+    """Bytes kept for a source token and for a target token."""
+    model, widths = config.model, _Widths.of(config, on_gpu)
+    num_encoder, num_decoder = model.num_encoder_layers, model.num_decoder_layers
+    stream = model.d_model * widths.residual
+    ends = stream if model.norm == "pre" else 0  # of each side: what the first norm is taken of
+    source, target = 8 + model.d_model * widths.residual_mask, 16 + model.d_model * (widths.residual_mask + 4)
+    if config.training.activation_checkpointing:  # the input of each layer, and the memory
+        return source + (num_encoder + 1) * stream, target + num_decoder * stream + (ends if num_decoder else 0)
+    memory = 0 if config.training.precision == "bf16" else model.d_model * widths.product
+    source += num_encoder * _encoder_bytes(model, widths) + ends + memory
+    source += num_decoder * _memory_bytes(model, widths)
+    return source, target + num_decoder * _decoder_bytes(model, widths) + ends
+
+
+def _encoder_bytes(model: ModelConfig, widths: _Widths) -> int:
+    """Of a layer, for a token: 2 sums; inputs of 2 sub-layers, 3 projections, what was attended, inner activations."""
+    products = 6 * model.d_model + model.d_ff
+    return (
+        2 * model.d_model * (widths.residual + widths.mask)
+        + products * widths.product
+        + 4 * model.num_heads
+        + 4 * widths.residual
+    )
+
+
+def _decoder_bytes(model: ModelConfig, widths: _Widths) -> int:
+    """Of a layer, for a target token: a third sub-layer, whose queries only are the decoder's."""
+    products = 9 * model.d_model + model.d_ff
+    return (
+        3 * model.d_model * (widths.residual + widths.mask)
+        + products * widths.product
+        + 8 * model.num_heads
+        + 6 * widths.residual
+    )
+
+
+def _memory_bytes(model: ModelConfig, widths: _Widths) -> int:
+    """Of a decoder layer, for a source token: keys and values; autocast copies the memory for each layer."""
+    return (3 if widths.product < widths.residual else 2) * model.d_model * widths.product
+
+
+def _decoder_layer_bytes(model: ModelConfig, widths: _Widths, source: int, target: int) -> int:
+    return target * _decoder_bytes(model, widths) + source * _memory_bytes(model, widths)
+
+
+def sum_of_matrices(model: ModelConfig) -> int:
+    """Elements of all matrices of all layers: what a token is multiplied with, but for the output projection."""
+    encoder, decoder = _layer_matrices(model)
+    return model.num_encoder_layers * encoder + model.num_decoder_layers * decoder
+
+
+def _layer_matrices(model: ModelConfig) -> tuple[int, int]:
+    attention, feed_forward = 4 * model.d_model**2, 2 * model.d_model * model.d_ff
+    return attention + feed_forward, 2 * attention + feed_forward
+
+
+def _loss_bytes(config: Config, vocabulary: int, target: int, on_gpu: bool) -> int:
+    """The largest of: logits of a chunk beside those of the one before, gradient of the weight, of the hidden states."""
+    d_model, precision = config.model.d_model, config.training.precision
+    is_half = precision == "bf16" or (precision == "fp16" and on_gpu)  # CPUs multiply fp16 as fp32
+    logits = 4 * min(CHUNK_TOKENS, target) * vocabulary
+    rounded = logits // 2 if is_half else 0
+    weight, hidden = vocabulary * d_model, target * d_model
+    stand_by = hidden * ((2 if is_half else 4) + (2 if precision == "fp16" else 4))
+    stand_by += 0 if precision == "fp32" or (precision == "fp16" and on_gpu) else weight * (2 if is_half else 4)
+    chunk = (3 if target > CHUNK_TOKENS else 2) * logits
+    product = logits + rounded + weight * (6 if is_half and not on_gpu else 4)
+    return stand_by + max(chunk, product, logits + rounded + 4 * hidden)
+
+
+def largest_shape(data: DataConfig, max_tokens: int, source_bytes: int, target_bytes: int) -> Shape:
+    """The shape of a micro-batch of at most `max_tokens` that takes most, by the bytes of a token of each side."""
+    longest = data.filters.max_tokens
+    source, target = (side.ravel() for side in np.mgrid[2 : longest + 1, 2 : longest + 1])
+    longer, shorter = np.maximum(source, target), np.minimum(source, target)
+    is_bounded = data.batch_shapes == "bounded"
+    ratio = min(data.filters.max_length_ratio, BOUNDED_RATIO) if is_bounded else data.filters.max_length_ratio
+    kept = (longer <= ratio * shorter) | ((longer < RATIO_FREE_TOKENS) & (not is_bounded))
+    source, target = source[kept], target[kept]
+    rows = np.maximum(1, max_tokens // (source + target))
+    place = int(np.argmax(rows * (source * source_bytes + target * target_bytes)))
+    return Shape(int(rows[place]), int(source[place]), int(target[place]))

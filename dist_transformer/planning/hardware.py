@@ -1,0 +1,150 @@
+"""The one table of what a GPU, a link and a network are taken to do, each figure with where it comes from.
+
+No figure of a GPU in here was measured by this project: they are of the vendors' data sheets, or assumed. `--calibrate`
+puts the medians of a preflight in their place.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.errors import UserError
+
+DATA_SHEET, ASSUMED, MEASURED = "vendor's data sheet", "assumed", "measured by preflight"
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A figure and its source."""
+
+    value: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of GPU and what joins it to others.
+
+    Attributes:
+        half_tflops, single_tflops: dense matrix products of fp16 and bf16, and of fp32, per second.
+        matmul_share: of these, what a large matrix product reaches; not applied to a rate that was measured.
+        model_share: of the rate of a large product, what a whole model reaches.
+        link_gb_per_second: of a GPU to those of its node, in one direction.
+        network_gb_per_second: of a GPU's share of its node's network, in one direction.
+        latency_seconds: of one message of a collective.
+    """
+
+    memory_gb: Constant
+    half_tflops: Constant
+    single_tflops: Constant
+    matmul_share: Constant
+    model_share: Constant
+    memory_gb_per_second: Constant
+    link_gb_per_second: Constant
+    network_gb_per_second: Constant
+    latency_seconds: Constant
+
+    def achieved_tflops(self, precision: str) -> float:
+        """Of a whole model: layer norms, dropout and small matrices are slower than large products."""
+        rate = self.single_tflops if precision == "fp32" else self.half_tflops
+        reached = 1.0 if rate.source == MEASURED else self.matmul_share.value
+        return rate.value * reached * self.model_share.value
+
+    def constants(self) -> dict[str, Constant]:
+        return dict(vars(self))
+
+
+def _gpu(memory_gb: float, half: float, single: float, bandwidth: float, link: float, network: float) -> Hardware:
+    """A row of the table below."""
+    return Hardware(
+        memory_gb=Constant(memory_gb, DATA_SHEET),
+        half_tflops=Constant(half, DATA_SHEET),
+        single_tflops=Constant(single, DATA_SHEET),
+        matmul_share=Constant(0.7, ASSUMED),
+        model_share=Constant(0.3, ASSUMED),
+        memory_gb_per_second=Constant(bandwidth, DATA_SHEET),
+        link_gb_per_second=Constant(link, DATA_SHEET),
+        network_gb_per_second=Constant(network, ASSUMED),
+        latency_seconds=Constant(1e-5, ASSUMED),
+    )
+
+
+HARDWARE: Mapping[str, Hardware] = {
+    # memory GB, fp16/bf16 and fp32 TFLOP/s without sparsity, memory GB/s, link GB/s, network GB/s of each GPU
+    "h200-141g": _gpu(141, 989, 67, 4800, 450, 50),
+    "h100-80g": _gpu(80, 989, 67, 3350, 450, 50),
+    "a100-80g": _gpu(80, 312, 19.5, 2039, 300, 25),
+    "a100-40g": _gpu(40, 312, 19.5, 1555, 300, 25),
+    "l40s-48g": _gpu(48, 362, 91.6, 864, 32, 12.5),
+    "rtx4090-24g": _gpu(24, 165, 82.6, 1008, 32, 1.25),
+    "v100-32g": _gpu(32, 125, 15.7, 900, 150, 12.5),
+    "cpu": Hardware(  # one core, as a rank of a test has it
+        *(Constant(value, ASSUMED) for value in (8, 0.05, 0.05, 0.7, 0.3, 10, 5, 1.25, 1e-4))
+    ),
+}
+
+
+def hardware_of(kind: str) -> Hardware:
+    """
+    Raises:
+        UserError: the table has no such kind.
+    """
+    if kind not in HARDWARE:
+        raise UserError(f"--gpu: expected one of {', '.join(HARDWARE)}; got {kind!r}")
+    return HARDWARE[kind]
+
+
+def calibrated(hardware: Hardware, report: Path) -> Hardware:
+    """With the medians of a preflight's report.json in place of data sheets and assumptions.
+
+    On GPUs preflight multiplies in a 16-bit type only, so that the rate of fp32 stays that of the data sheet. Its all-reduce
+    over several nodes is taken for the network, and that within one node for the link.
+
+    Raises:
+        UserError: the file is no such report, or has none of the figures.
+    """
+    read = _read_report(report)
+    on_cpu = read.device.startswith("cpu")
+    if on_cpu != (hardware is HARDWARE["cpu"]):
+        raise UserError(f"--calibrate: {report} was measured on {read.device}, which is not what --gpu names")
+    found: dict[str, Constant] = {}
+    if tflops := read.medians.get("matmul_tflops"):
+        rates = ("half_tflops", "single_tflops") if on_cpu else ("half_tflops",)
+        found |= dict.fromkeys(rates, Constant(tflops, MEASURED))
+    if moved := read.medians.get("all_reduce_gb_per_second"):
+        if read.num_nodes > 1:  # all GPUs of a node send at the same time
+            found["network_gb_per_second"] = Constant(moved * read.num_nodes / read.num_ranks, MEASURED)
+        else:
+            found["link_gb_per_second"] = Constant(moved, MEASURED)
+    if latency := read.medians.get("all_reduce_latency_seconds"):
+        found["latency_seconds"] = Constant(latency / max(1, 2 * (read.num_ranks - 1)), MEASURED)
+    if not found:
+        raise UserError(
+            f"--calibrate: {report}: `medians` has none of matmul_tflops, all_reduce_gb_per_second, "
+            "all_reduce_latency_seconds as a number above 0; give the report.json of a finished preflight"
+        )
+    return replace(hardware, **found)
+
+
+@dataclass(frozen=True)
+class _Report:
+    medians: dict[str, float]
+    num_nodes: int
+    num_ranks: int
+    device: str
+
+
+def _read_report(path: Path) -> _Report:
+    try:
+        value: Any = json.loads(path.read_text(encoding="utf-8"))
+        numbers = {name: float(median) for name, median in value["medians"].items()}
+        usable = {name: number for name, number in numbers.items() if 0 < number < float("inf")}
+        num_nodes = max(1, len(value["nodes"]))
+        return _Report(usable, num_nodes, max(num_nodes, int(value["num_ranks"])), str(value["device"]))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"--calibrate: {path}: expected the report.json of a preflight, with medians, nodes, num_ranks and device; "
+            f"{type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,237 @@
+"""Memory of a rank, part by part, for any ZeRO stage and number of ranks: when it is fullest, and whether it fits.
+
+The peak is the largest of four moments: the end of the forward pass, where all activations are there and the logits; the
+beginning of the backward pass; its end, where all gradients are there; the update. What each stage of DeepSpeed 0.19.8
+holds at each of them was measured on 1 and 2 ranks, and is held to it by benchmarks/memory_plan.py.
+"""
+
+from dataclasses import dataclass
+
+from dist_transformer.config.models import Config, TrainingConfig
+from dist_transformer.config.sizes import (
+    REDUCED_AT_ONCE,
+    bytes_of_optimizer,
+    bytes_of_weight,
+    offloaded_bytes,
+    parameter_count,
+    snapshot_bytes,
+)
+from dist_transformer.planning.activations import Activations, Shape, activations, largest_shape, token_bytes
+
+USABLE_SHARE = 0.9
+"""Of a GPU's memory, as training/memory.py has it: the rest is for communication and what fragmentation loses."""
+LIVE_AT_ONCE, FETCHED_AT_ONCE = 10**9, 5 * 10**7
+"""Weights, in elements, that stage 3 keeps gathered, and gathers with one collective: DeepSpeed's own."""
+CHECKPOINT_BYTES = 12
+"""Of a parameter, in a checkpoint: fp32 weight and both moments."""
+AUTO_MAX_TOKENS, AUTO_MULTIPLE_TOKENS = 65_536, 256
+"""Of `data.max_tokens: auto`, as training/largest_batch.py has them."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of a rank.
+
+    Attributes:
+        parts: by name, what there is at any time; they are not all there at once.
+        moments: by name, what is there together.
+        cpu_bytes: in the CPU's memory: what is offloaded, and the copy that checkpoints are written from.
+    """
+
+    shape: Shape
+    parts: dict[str, int]
+    moments: dict[str, int]
+    cpu_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return max(self.moments.values())
+
+    @property
+    def fullest(self) -> str:
+        return max(self.moments, key=lambda moment: self.moments[moment])
+
+
+def vocabulary_size(config: Config) -> int:
+    """Pieces of each side, as `prepare` makes them."""
+    return -(-config.tokenizer.vocabulary_size // 8) * 8
+
+
+def count_parameters(config: Config) -> int:
+    return parameter_count(config.model, vocabulary_size(config), vocabulary_size(config))
+
+
+def memory_of_rank(
+    config: Config, num_ranks: int, *, shape: Shape | None = None, on_gpu: bool = True, micro_batches: int | None = None
+) -> RankMemory:
+    """What a rank takes in training.
+
+    Args:
+        shape: of the micro-batch; default: the largest that `data` can give.
+        micro_batches: of a rank in a step; default: as many as its lanes.
+    """
+    parameters, vocabulary = count_parameters(config), vocabulary_size(config)
+    shape = shape or largest_shape(config.data, config.data.token_budget(), *token_bytes(config, on_gpu))
+    batch = activations(config, vocabulary, shape, on_gpu)
+    state = _State.of(parameters, config.training, num_ranks)
+    is_repeated = (micro_batches or -(-config.data.lanes // num_ranks)) > 1
+    moments = _moments(state, batch, config.training, is_repeated, on_gpu)
+    cpu = offloaded_bytes(parameters, config.training, num_ranks) + snapshot_bytes(
+        parameters, config.training, num_ranks
+    )
+    parts = {
+        "weights": state.weights,
+        "gradients": state.gradients,
+        "optimizer": state.optimizer,
+        "reduce_buffer": state.buffer,
+        "gathered_weights": state.gathered + state.fetched,
+        "activations": batch.kept + batch.weight_copies,
+        "recomputed_layer": batch.recomputed,
+        "logits": batch.logits,
+    }
+    return RankMemory(shape, parts, moments, cpu)
+
+
+@dataclass(frozen=True)
+class _State:
+    """Bytes of the training state on the device; `flat`: of all gradients of a rank's part in fp32."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    buffer: int
+    gathered: int
+    fetched: int
+    flat: int
+    share_reduced_at_once: float
+
+    @classmethod
+    def of(cls, parameters: int, training: TrainingConfig, num_ranks: int) -> "_State":
+        stage, offload, width = training.zero_stage, training.offload, bytes_of_weight(training)
+        owned = -(-parameters // num_ranks)
+        weights = 0 if offload == "optimizer_and_parameters" else width * (owned if stage == 3 else parameters)
+        gradients = width * (owned if stage >= 2 else parameters)
+        optimizer = bytes_of_optimizer(training) * (owned if stage else parameters)
+        is_gathered = stage == 3 and (num_ranks > 1 or offload == "optimizer_and_parameters")
+        at_once = min(parameters, REDUCED_AT_ONCE)
+        return cls(
+            weights=weights,
+            gradients=0 if offload != "none" and stage == 3 else gradients,
+            optimizer=0 if offload != "none" else optimizer,
+            buffer=width * at_once if stage else 0,
+            gathered=width * min(parameters, LIVE_AT_ONCE) if is_gathered else 0,
+            fetched=width * min(parameters, FETCHED_AT_ONCE) if is_gathered else 0,
+            flat=0 if offload != "none" else 4 * (owned if stage else parameters),
+            share_reduced_at_once=at_once / parameters,
+        )
+
+
+def _moments(
+    state: _State, batch: Activations, training: TrainingConfig, is_repeated: bool, on_gpu: bool
+) -> dict[str, int]:
+    stage = training.zero_stage
+    always = state.weights + state.optimizer + (state.gradients + state.buffer if stage == 3 else 0)
+    # What earlier micro-batches of the step leave: stage 1 reduces once a step, and its buffer stays until then.
+    left = state.gradients + (state.buffer if stage == 1 else 0) if is_repeated and stage < 3 else 0
+    buffer = 0 if stage in (0, 3) or (stage == 1 and is_repeated) else state.buffer
+    kept = batch.kept + batch.weight_copies
+    reducing = _bytes_while_reducing(state, stage)
+    first_reduced = round((1 - state.share_reduced_at_once) * (kept + state.gathered)) if stage > 1 else 0
+    taken_over = left if stage == 2 else 0
+    # Of a rank's part in fp32: gradients, a flat copy of them, on CPUs a third for Adam, which is one kernel on GPUs.
+    update = (2 if on_gpu else 3) * state.flat if stage else state.gradients + state.flat
+    return {
+        "forward": always + left + kept + batch.logits + state.gathered + state.fetched,
+        "backward": always + left + buffer + kept + batch.recomputed + batch.first_gradients + state.gathered,
+        "gradients": always + taken_over + reducing + first_reduced,
+        "update": always + update,
+    }
+
+
+def _bytes_while_reducing(state: _State, stage: int) -> int:
+    """At the end of the backward pass: gradients, the buffer and, from stage 2 on, what is sent, a copy of it."""
+    return 2 * state.buffer if stage >= 2 else state.gradients + state.buffer
+
+
+def with_tokens(config: Config, max_tokens: int) -> Config:
+    return config.model_copy(update={"data": config.data.model_copy(update={"max_tokens": max_tokens})})
+
+
+def most_tokens(config: Config, num_ranks: int, memory_bytes: float) -> int:
+    """The largest `data.max_tokens` that fits into `memory_bytes`, a multiple of 256; 0 where not even one pair does."""
+    smallest = 2 * config.data.filters.max_tokens
+
+    def fits(tokens: int) -> bool:
+        return memory_of_rank(with_tokens(config, tokens), num_ranks).peak_bytes <= memory_bytes
+
+    low, high = 0, AUTO_MAX_TOKENS // AUTO_MULTIPLE_TOKENS
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * AUTO_MULTIPLE_TOKENS) else (low, middle - 1)
+    tokens = max(low * AUTO_MULTIPLE_TOKENS, smallest)
+    return tokens if fits(tokens) else 0
+
+
+def memory_problem(config: Config, num_ranks: int, memory_gb: float) -> str | None:
+    """Why a run of `num_ranks` ranks does not fit into GPUs of `memory_gb`, and what would help; None where it does.
+
+    With `data.max_tokens: auto` it fits when the smallest micro-batch does.
+    """
+    usable = memory_gb * 1e9 * USABLE_SHARE
+    if config.data.max_tokens == "auto":
+        if most_tokens(config, num_ranks, usable):
+            return None
+        config = with_tokens(config, 2 * config.data.filters.max_tokens)
+    memory = memory_of_rank(config, num_ranks)
+    if memory.peak_bytes <= usable:
+        return None
+    return (
+        f"a rank needs about {memory.peak_bytes / 1e9:.1f} GB, most in its {memory.fullest} with a micro-batch of "
+        f"{memory.shape}, and {USABLE_SHARE:.0%} of the GPU's {memory_gb:g} GB are {usable / 1e9:.1f} GB; "
+        f"{remedy(config, num_ranks, memory_gb)}"
+    )
+
+
+def remedy(config: Config, num_ranks: int, memory_gb: float) -> str:
+    """The first change that makes the run fit: alone, then all of them together, then fewer tokens."""
+    usable = memory_gb * 1e9 * USABLE_SHARE
+    changes = [change for change in _CHANGES if _is_more(config.training, change)]
+    for change in [*([one] for one in changes), changes]:
+        changed = _changed(config, change)
+        if memory_of_rank(changed, num_ranks).peak_bytes <= usable:
+            return f"it fits with {' '.join(f'training.{key}={_shown(value)}' for one in change for key, value in one)}"
+    if tokens := most_tokens(config, num_ranks, usable):
+        return f"it fits with data.max_tokens={tokens}"
+    if tokens := most_tokens(_changed(config, changes), num_ranks, usable):
+        settings = " ".join(f"training.{key}={_shown(value)}" for one in changes for key, value in one)
+        return f"it fits with {settings} data.max_tokens={tokens}"
+    return "no setting makes it fit: take a smaller model or GPUs of more memory"
+
+
+Change = tuple[tuple[str, object], ...]
+_CHANGES: tuple[Change, ...] = (
+    (("activation_checkpointing", True),),
+    (("zero_stage", 2),),
+    (("zero_stage", 3),),
+    (("offload", "optimizer"),),
+)
+
+
+def _is_more(training: TrainingConfig, change: Change) -> bool:
+    """Whether the change would save memory over what is set."""
+    ((key, value),) = change
+    if key == "zero_stage":
+        return training.zero_stage < int(str(value))
+    if key == "offload":
+        return training.offload == "none" and training.zero_stage > 0
+    return not training.activation_checkpointing
+
+
+def _changed(config: Config, changes: list[Change]) -> Config:
+    """Later changes over earlier ones."""
+    update = {key: value for change in changes for key, value in change}
+    return config.model_copy(update={"training": config.training.model_copy(update=update)})
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

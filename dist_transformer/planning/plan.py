@@ -1,0 +1,94 @@
+"""One row for each number of nodes: does it fit, how long it takes, and what a person should look at before starting."""
+
+from dataclasses import dataclass
+
+from dist_transformer.config.models import Config
+from dist_transformer.planning.hardware import Hardware
+from dist_transformer.planning.memory import (
+    USABLE_SHARE,
+    RankMemory,
+    memory_of_rank,
+    most_tokens,
+    remedy,
+    with_tokens,
+)
+from dist_transformer.planning.step_time import StepTime, step_time
+
+HIGH_COMMUNICATION_SHARE = 0.3
+FEW_TOKENS = 2048
+"""A micro-batch of fewer leaves most of a GPU idle. Assumed."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is foretold of one number of nodes.
+
+    Attributes:
+        max_tokens: data.max_tokens, or what was found for `auto`: the smallest there is where nothing fits.
+        by_stage: peak bytes of a rank for each ZeRO stage, all else as configured.
+        problem: why it does not run, with what would help; None where it does.
+        time: None for more ranks than lanes.
+    """
+
+    nodes: int
+    num_ranks: int
+    max_tokens: int
+    memory: RankMemory
+    by_stage: dict[int, int]
+    time: StepTime | None
+    hours: float | None
+    node_hours: float | None
+    problem: str | None
+    warnings: tuple[str, ...]
+
+
+def plan_row(config: Config, nodes: int, gpus_per_node: int, hardware: Hardware) -> Row:
+    """`hardware` is that of each rank; a rank has one GPU."""
+    num_ranks, memory_gb = nodes * gpus_per_node, hardware.memory_gb.value
+    usable = memory_gb * 1e9 * USABLE_SHARE
+    if config.data.max_tokens == "auto":
+        config = with_tokens(config, most_tokens(config, num_ranks, usable) or 2 * config.data.filters.max_tokens)
+    memory = memory_of_rank(config, num_ranks)
+    by_stage = {stage: memory_of_rank(_at_stage(config, stage), num_ranks).peak_bytes for stage in range(4)}
+    has_lanes = num_ranks <= config.data.lanes
+    time = step_time(config, num_ranks, gpus_per_node, hardware) if has_lanes else None
+    problem = None
+    if not has_lanes:
+        problem = f"more ranks ({num_ranks}) than data.lanes ({config.data.lanes}): take fewer nodes or more lanes"
+    elif memory.peak_bytes > usable:
+        problem = f"does not fit by {(memory.peak_bytes - usable) / 1e9:.1f} GB; {remedy(config, num_ranks, memory_gb)}"
+    hours = time.seconds * config.training.max_steps / 3600 if time and config.training.max_steps else None
+    return Row(
+        nodes=nodes,
+        num_ranks=num_ranks,
+        max_tokens=config.data.token_budget(),
+        memory=memory,
+        by_stage=by_stage,
+        time=time,
+        hours=hours,
+        node_hours=None if hours is None else hours * nodes,
+        problem=problem,
+        warnings=tuple(_warnings(config, time)) if time else (),
+    )
+
+
+def _at_stage(config: Config, stage: int) -> Config:
+    """Stage 0 offloads nothing, and only stage 3 weights."""
+    offload = config.training.offload
+    if stage == 0:
+        offload = "none"
+    elif stage < 3 and offload == "optimizer_and_parameters":
+        offload = "optimizer"
+    training = config.training.model_copy(update={"zero_stage": stage, "offload": offload})
+    return config.model_copy(update={"training": training})
+
+
+def _warnings(config: Config, time: StepTime) -> list[str]:
+    warnings = []
+    if time.idle_share:
+        warnings.append(f"{time.idle_share:.0%} of the ranks' time is idle: data.lanes is no multiple of the ranks")
+    if config.data.token_budget() < FEW_TOKENS:
+        warnings.append(f"few tokens a GPU: micro-batches of {config.data.token_budget()} tokens")
+    if time.communication_share > HIGH_COMMUNICATION_SHARE:
+        warnings.append(f"{time.communication_share:.0%} of a step is communication")
+    return warnings

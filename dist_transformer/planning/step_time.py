@@ -1,0 +1,109 @@
+"""How long a step takes: arithmetic of the GPUs, then collectives between them, then the update.
+
+    FLOPs of a token of a matrix: 6 (2 forward, 4 backward; 8 where layers are computed again in the backward pass)
+    all-reduce of B bytes over n ranks on a ring: 2 (n - 1) / n x B / bandwidth + 2 (n - 1) x latency; half for the others
+    sent in a step, in bytes of weights W and gradients G, as DeepSpeed 0.19.8 was seen to on 2 ranks:
+        ZeRO 0: all-reduce G;  1: all-reduce G, all-gather W;  2: all-reduce G per micro-batch, all-gather W;
+        ZeRO 3: reduce-scatter G and 2 all-gathers W per micro-batch
+
+Nothing is hidden behind arithmetic: training sets `overlap_comm: false`.
+"""
+
+from dataclasses import dataclass
+
+from dist_transformer.config.models import Config
+from dist_transformer.config.sizes import REDUCED_AT_ONCE, bytes_of_weight
+from dist_transformer.planning.activations import sum_of_matrices
+from dist_transformer.planning.hardware import Hardware
+from dist_transformer.planning.memory import count_parameters, vocabulary_size
+
+FILLED_SHARE = 0.93
+"""Of data.max_tokens, real tokens; the rest is padding and room. Assumed; `padding_share` in the log is that of a run."""
+MEAN_TOKENS = 32
+"""Length of a sentence, for the attention terms. Assumed."""
+UPDATE_BYTES = 32
+"""Read and written for a parameter by Adam in fp32: gradient, master and two moments, weight."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step, and what it trains on.
+
+    Attributes:
+        idle_share: of the ranks' time, where the lanes are no multiple of them.
+        target_tokens: real ones, of all lanes.
+    """
+
+    micro_batches: int
+    compute_seconds: float
+    communication_seconds: float
+    update_seconds: float
+    idle_share: float
+    target_tokens: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute_seconds + self.communication_seconds + self.update_seconds
+
+    @property
+    def communication_share(self) -> float:
+        return self.communication_seconds / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.target_tokens / self.seconds
+
+
+def step_time(config: Config, num_ranks: int, ranks_per_node: int, hardware: Hardware) -> StepTime:
+    """A step of `num_ranks` ranks, which are at most as many as lanes."""
+    lanes, budget = config.data.lanes, config.data.token_budget()
+    micro_batches = -(-lanes // num_ranks)
+    flops = micro_batches * micro_batch_flops(config, budget / 2, budget / 2)
+    owned = count_parameters(config) / (num_ranks if config.training.zero_stage else 1)
+    return StepTime(
+        micro_batches=micro_batches,
+        compute_seconds=flops / (hardware.achieved_tflops(config.training.precision) * 1e12),
+        communication_seconds=_communication_seconds(config, num_ranks, ranks_per_node, micro_batches, hardware),
+        update_seconds=owned * UPDATE_BYTES / (hardware.memory_gb_per_second.value * 1e9),
+        idle_share=1 - lanes / (num_ranks * micro_batches),
+        target_tokens=lanes * budget / 2 * FILLED_SHARE,
+    )
+
+
+def micro_batch_flops(config: Config, source_tokens: float, target_tokens: float) -> float:
+    """Forward and backward pass, padding counted: it is multiplied like any token."""
+    model = config.model
+    square, feed_forward = model.d_model**2, 2 * model.d_model * model.d_ff
+    encoder = model.num_encoder_layers * (4 * square + feed_forward)
+    decoder = model.num_decoder_layers * (6 * square + feed_forward)
+    memory = model.num_decoder_layers * 2 * square  # keys and values of the cross-attention are the source's
+    assert encoder + decoder + memory == sum_of_matrices(model)
+    passes = 8 if config.training.activation_checkpointing else 6
+    of_layers = (encoder + memory) * source_tokens + decoder * target_tokens
+    scores = 2 * MEAN_TOKENS * model.d_model  # queries times keys, weights times values
+    of_layers += scores * (model.num_encoder_layers * source_tokens + 2 * model.num_decoder_layers * target_tokens)
+    return passes * of_layers + 6 * vocabulary_size(config) * model.d_model * target_tokens
+
+
+def _communication_seconds(
+    config: Config, num_ranks: int, ranks_per_node: int, micro_batches: int, hardware: Hardware
+) -> float:
+    """All collectives of a step; every one of them is half an all-reduce or a whole one."""
+    if num_ranks == 1:
+        return 0.0
+    halves = half_all_reduces(config.training.zero_stage, micro_batches)
+    parameters = count_parameters(config)
+    sent = (num_ranks - 1) / num_ranks * parameters * bytes_of_weight(config.training)
+    collectives = -(-parameters // REDUCED_AT_ONCE)
+    if config.training.zero_stage == 3:  # gathered layer by layer
+        collectives = max(collectives, config.model.num_encoder_layers + config.model.num_decoder_layers)
+    bandwidth = hardware.link_gb_per_second.value
+    if num_ranks > ranks_per_node:
+        bandwidth = min(bandwidth, ranks_per_node * hardware.network_gb_per_second.value)
+    of_one = sent / (bandwidth * 1e9) + collectives * (num_ranks - 1) * hardware.latency_seconds.value
+    return halves * of_one
+
+
+def half_all_reduces(zero_stage: int, micro_batches: int) -> int:
+    """Reduce-scatters and all-gathers of all parameters in a step; an all-reduce is both."""
+    return (2, 3, 2 * micro_batches + 1, 3 * micro_batches)[zero_stage]

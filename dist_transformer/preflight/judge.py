@@ -1,0 +1,239 @@
+"""Which nodes stand out: pure functions of what the ranks wrote. No torch: the batch script's own Python runs this.
+
+A node's figure is that of its worst rank, and it is compared with the median of the nodes. Of an even number of nodes the
+median is the better one of the two in the middle, so that of two nodes that differ the slower one is named.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median_high, median_low
+from typing import Any, Literal
+
+Record = Mapping[str, Any]
+"""What a rank wrote: rank, node, num_ranks, ranks_per_node, measures, versions, warnings, together."""
+DONE = "done"
+"""The field `together` of a rank that came to the end."""
+REACHES_FIRST = "reaches rank 0"
+"""Beside the versions, since it is judged like them: "yes" or "no" of a rank that tried to join the others."""
+LARGEST_CLOCK_SKEW_SECONDS = 1.0
+EXCLUDED_SHARE = 10
+"""One node in so many may be excluded, and one where there are fewer: if most look bad, we are what is wrong."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Attributes:
+    better: "shown" is not judged: the same on all nodes, or judged in its own way.
+    slack: how many times further from the median than others it may be, where chance and other users have a part.
+    """
+
+    name: str
+    title: str
+    unit: str
+    better: Literal["more", "less", "shown"]
+    slack: float = 1.0
+
+
+MEASURES = (
+    Measure("matmul_tflops", "matmul", "TFLOP/s", "more"),
+    Measure("exchange_gb_per_second", "exchange", "GB/s", "more"),
+    Measure("round_trip_seconds", "round trip", "s", "less", slack=4),
+    Measure("all_reduce_gb_per_second", "all-reduce", "GB/s", "shown"),
+    Measure("all_reduce_latency_seconds", "latency", "s", "shown"),
+    Measure("clock_offset_seconds", "clock", "s", "shown"),
+    Measure("disk_write_mb_per_second", "disk write", "MB/s", "more", slack=8),
+    Measure("disk_read_mb_per_second", "disk read", "MB/s", "more", slack=8),
+    Measure("run_disk_free_gb", "run disk", "GB free", "shown"),
+    Measure("temporary_disk_free_gb", "temp disk", "GB free", "shown"),
+    Measure("memory_total_gb", "memory", "GB", "more"),
+    Measure("memory_free_gb", "free memory", "GB", "shown"),
+    Measure("gpu_memory_total_gb", "GPU memory", "GB", "more"),
+    Measure("gpu_memory_free_gb", "free GPU memory", "GB", "more"),
+    Measure("gpus", "GPUs", "", "shown"),
+    Measure("ranks", "ranks", "", "shown"),
+    Measure("cpus", "CPUs", "", "more"),
+)
+_BY_NAME = {measure.name: measure for measure in MEASURES}
+
+Values = dict[str, dict[str, float]]
+"""Node, measure, value."""
+
+
+@dataclass(frozen=True)
+class Outlier:
+    """`ratio`: how good it is beside the others: 1 as good, 0 useless."""
+
+    node: str
+    measure: str
+    value: float | str
+    median: float | str
+    ratio: float
+
+    @property
+    def text(self) -> str:
+        """ "matmul 0.21 of the median (12 of 57 TFLOP/s)"."""
+        if self.measure == "clock_offset_seconds":
+            return f"clock {float(self.value) - float(self.median):+.3g} s away from the median"
+        if self.measure == REACHES_FIRST:
+            own, others = ("cannot", "can") if "no" in str(self.value) else ("can", "cannot")
+            return f"{own} reach rank 0, most nodes {others}"
+        if self.measure not in _BY_NAME:
+            return f"{self.measure} is {self.value}, most have {self.median}"
+        measure = _BY_NAME[self.measure]
+        if measure.name in ("gpus", "ranks"):
+            return f"{self.value:g} {measure.title} of {self.median:g}"
+        figures = f"({self.value:.3g} of {self.median:.3g} {measure.unit}".rstrip() + ")"
+        if measure.better == "less":
+            return f"{measure.title} {1 / self.ratio:.2g} times the median {figures}"
+        return f"{measure.title} {self.ratio:.2g} of the median {figures}"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """`bad`: every node that stands out, the worst first; `exclude` the first of them, as many as may be."""
+
+    values: Values
+    medians: dict[str, float]
+    outliers: list[Outlier]
+    silent: list[str]
+    bad: list[str]
+    exclude: list[str]
+    warnings: list[str]
+    complete: bool
+
+
+def judge(records: Iterable[Record], nodes: Sequence[str], tolerance: float) -> Judgement:
+    """Compares the nodes of a job.
+
+    Args:
+        records: of the ranks that wrote one, in any order.
+        nodes: all nodes of the job; of those that are missing here the names in `records` are taken.
+        tolerance: a node that reaches less than this share of the median stands out.
+    """
+    by_node: dict[str, list[Record]] = defaultdict(list)
+    for record in sorted(records, key=lambda record: int(record["rank"])):
+        by_node[record["node"]].append(record)
+    all_nodes = sorted({*nodes, *by_node})
+    values = {node: _worst_of(own) for node, own in sorted(by_node.items())}
+    medians = _medians(values)
+    outliers = [
+        *(found for measure in MEASURES for found in _slower(measure, values, medians, tolerance)),
+        *_missing_gpus(values, medians),
+        *_missing_ranks(by_node),
+        *_wrong_clocks(values, medians),
+        *_other_versions(by_node),
+    ]
+    silent = [node for node in all_nodes if node not in by_node] if by_node else []
+    bad = _worst_first(outliers, silent)
+    room = max(1, len(all_nodes) // EXCLUDED_SHARE)
+    missing = len(silent) + sum(found.measure == "ranks" for found in outliers)
+    return Judgement(
+        values=values,
+        medians=medians,
+        outliers=sorted(outliers, key=lambda found: (found.node, found.ratio, found.measure)),
+        silent=silent,
+        bad=bad,
+        exclude=bad[:room],
+        warnings=_warnings(by_node, values, bad, room),
+        complete=bool(by_node) and not missing and all(r["together"] == DONE for own in by_node.values() for r in own),
+    )
+
+
+def _worst_of(records: list[Record]) -> dict[str, float]:
+    worst = {}
+    for name, measure in _BY_NAME.items():
+        own = [float(record["measures"][name]) for record in records if name in record["measures"]]
+        if own:
+            pick = max if measure.better == "less" or name == "all_reduce_latency_seconds" else min
+            worst[name] = pick(own)
+    expected = [float(record["measures"].get("gpus_expected", 0)) for record in records]
+    return {**worst, "ranks": float(len(records)), "gpus_expected": max(expected)}
+
+
+def _medians(values: Values) -> dict[str, float]:
+    medians = {}
+    for name, measure in _BY_NAME.items():
+        known = [own[name] for own in values.values() if name in own]
+        if known:
+            medians[name] = median_low(known) if measure.better == "less" else median_high(known)
+    return medians
+
+
+def _slower(measure: Measure, values: Values, medians: Mapping[str, float], tolerance: float) -> Iterable[Outlier]:
+    if measure.better == "shown" or medians.get(measure.name, 0.0) <= 0.0:
+        return
+    median = medians[measure.name]
+    for node, own in values.items():
+        if measure.name in own:
+            value = own[measure.name]
+            ratio = value / median if measure.better == "more" else median / max(value, 1e-12)
+            if ratio < tolerance / measure.slack:
+                yield Outlier(node, measure.name, value, median, ratio)
+
+
+def _missing_gpus(values: Values, medians: Mapping[str, float]) -> Iterable[Outlier]:
+    for node, own in values.items():
+        expected = max(own["gpus_expected"], medians.get("gpus", 0.0))
+        if own.get("gpus", expected) < expected:
+            yield Outlier(node, "gpus", own["gpus"], expected, own["gpus"] / expected)
+
+
+def _missing_ranks(by_node: Mapping[str, list[Record]]) -> Iterable[Outlier]:
+    """Ranks that wrote nothing on a node where others did: a GPU that hangs."""
+    for node, own in by_node.items():
+        expected = int(own[0]["ranks_per_node"])
+        if len(own) < expected:
+            yield Outlier(node, "ranks", float(len(own)), float(expected), len(own) / expected)
+
+
+def _wrong_clocks(values: Values, medians: Mapping[str, float]) -> Iterable[Outlier]:
+    """Against the median, as rank 0's clock may be the wrong one; of two nodes nobody knows which."""
+    known = {node: own["clock_offset_seconds"] for node, own in values.items() if "clock_offset_seconds" in own}
+    for node, offset in known.items() if len(known) > 2 else ():
+        skew = abs(offset - medians["clock_offset_seconds"])
+        if skew > LARGEST_CLOCK_SKEW_SECONDS:
+            yield Outlier(
+                node, "clock_offset_seconds", offset, medians["clock_offset_seconds"], LARGEST_CLOCK_SKEW_SECONDS / skew
+            )
+
+
+def _other_versions(by_node: Mapping[str, list[Record]]) -> Iterable[Outlier]:
+    for name, held in _versions(by_node).items():
+        most, count = Counter(held.values()).most_common(1)[0]
+        if 2 * count > len(held):
+            yield from (Outlier(node, name, version, most, 0.0) for node, version in held.items() if version != most)
+
+
+def _versions(by_node: Mapping[str, list[Record]]) -> dict[str, dict[str, str]]:
+    names = sorted({name for own in by_node.values() for record in own for name in record["versions"]})
+    return {
+        name: {
+            node: "/".join(sorted({str(record["versions"].get(name, "none")) for record in own}))
+            for node, own in sorted(by_node.items())
+        }
+        for name in names
+    }
+
+
+def _worst_first(outliers: list[Outlier], silent: list[str]) -> list[str]:
+    worst = dict.fromkeys(silent, -1.0)
+    for found in outliers:
+        worst[found.node] = min(found.ratio, worst.get(found.node, found.ratio))
+    return sorted(worst, key=lambda node: (worst[node], node))
+
+
+def _warnings(by_node: Mapping[str, list[Record]], values: Values, bad: list[str], room: int) -> list[str]:
+    warnings = [f"{node}: {text}" for node, own in sorted(by_node.items()) for r in own for text in r["warnings"]]
+    for name, held in _versions(by_node).items():
+        if 2 * max(Counter(held.values()).values()) <= len(held):
+            warnings.append(f"{name} differs: " + ", ".join(f"{node} {version}" for node, version in held.items()))
+    offsets = [own["clock_offset_seconds"] for own in values.values() if "clock_offset_seconds" in own]
+    if len(offsets) == 2 and abs(offsets[0] - offsets[1]) > LARGEST_CLOCK_SKEW_SECONDS:
+        warnings.append(f"the clocks of the two nodes are {abs(offsets[0] - offsets[1]):.3g} s apart")
+    if len(bad) > room:
+        warnings.append(
+            f"{len(bad)} nodes stand out ({', '.join(bad)}), but at most {room} may be excluded: when many look bad, look "
+            "at what they share"
+        )
+    return warnings

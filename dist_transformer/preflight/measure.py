@@ -1,0 +1,114 @@
+"""One rank of a preflight: measures, and writes what it knows as soon as it knows it."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from dist_transformer.distributed import Ranks, join, leave
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, UserError
+from dist_transformer.preflight import alone, together
+from dist_transformer.preflight.judge import DONE, REACHES_FIRST
+from dist_transformer.preflight.report import rank_file
+from dist_transformer.run_dir import write_json
+
+
+@dataclass
+class RankRecord:
+    """What the file of a rank holds; `together` is "done", or what it did not come to the end of."""
+
+    rank: int
+    node: str
+    num_ranks: int
+    ranks_per_node: int
+    device: str
+    measures: dict[str, float] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    together: str = "was not done with joining the others within the time limit"
+
+
+def limit_own_time(seconds: int) -> None:
+    """The kernel ends this process after that time, also in the middle of a call that never returns."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(seconds)
+
+
+def measure(folder: Path, run_folder: Path, end: float, warn: Callable[[], list[str]]) -> int:
+    """Measures this rank, alone and then with the others (collective), and returns the exit code.
+
+    Args:
+        folder: gets the file of this rank.
+        run_folder: whose disk is measured.
+        end: by the monotonic clock; by then all is done or given up.
+        warn: further checks, made by the first rank of each node: what there is to warn of.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    device = alone.device_of_rank()
+    record = RankRecord(
+        rank=int(os.environ.get("RANK", "0")),
+        node=alone.node_name(),
+        num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        device=_name(device),
+    )
+    path = rank_file(folder, record.rank)
+    record.versions = alone.versions()
+    record.measures |= {**alone.counts(), **alone.memory(device), "matmul_tflops": alone.matmul_tflops(device)}
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a node at once would measure each other
+        measures, warnings = alone.disk(run_folder)
+        record.measures |= measures
+        record.warnings += warnings + warn()
+    if record.num_ranks == 1:
+        record.together = DONE
+    write_json(path, vars(record))
+    if record.num_ranks == 1:
+        return EXIT_DONE
+    return _measure_together(record, path, end)
+
+
+def _measure_together(record: RankRecord, path: Path, end: float) -> int:
+    try:
+        # A rank that waits must be able to say so before its time is over.
+        ranks = join(max(1, int(0.8 * (end - time.monotonic()))))
+        record.versions[REACHES_FIRST] = "yes"
+        nodes = _ranks_of_nodes(ranks, record.node)
+        steps: dict[str, Callable[[], dict[str, float]]] = {
+            "the all-reduce": lambda: together.all_reduce(ranks),
+            "the exchange": lambda: together.exchange(ranks, nodes),
+            "the clocks": lambda: together.clock(ranks, [own[0] for own in nodes]),
+        }
+        for name, step in steps.items():
+            record.together = f"was not done with {name} within the time limit"
+            write_json(path, vars(record))
+            record.measures |= step()
+        ranks.barrier()
+    except (RuntimeError, UserError) as error:  # what torch raises when a rank does not come, or leaves
+        text = (str(error).splitlines() or [type(error).__name__])[0][:300]
+        if re.search(r"client socket has (timed out|failed)|failed to connect", text):
+            record.versions[REACHES_FIRST] = "no"
+        record.together = f"{record.together}: {text}"
+        write_json(path, vars(record))
+        return EXIT_FAILED
+    record.together = DONE
+    write_json(path, vars(record))
+    with suppress(RuntimeError):  # all is measured
+        leave()
+    return EXIT_DONE
+
+
+def _ranks_of_nodes(ranks: Ranks, node: str) -> list[list[int]]:
+    nodes: dict[str, list[int]] = {}
+    for rank, name in enumerate(ranks.gather(node)):
+        nodes.setdefault(name, []).append(rank)
+    return list(nodes.values())
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

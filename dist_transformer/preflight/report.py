@@ -1,0 +1,107 @@
+"""Reads what the ranks of a preflight wrote, and says which nodes are bad. Needs no torch, and not every rank's answer.
+
+    python -m dist_transformer.preflight.report FOLDER TOLERANCE [NODE ...]
+
+FOLDER holds a file rank_N.json of each rank that got so far. Written beside them: report.json, and `exclude`, the nodes
+to keep away from, where there are any. Exit codes: 0 none, 3 some, 1 no rank wrote anything, 2 wrong arguments.
+"""
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR
+from dist_transformer.preflight.judge import DONE, MEASURES, Judgement, Record, judge
+from dist_transformer.run_dir import read_json, write_json, write_text
+
+EXIT_EXCLUDE = 3
+"""There are nodes to exclude."""
+
+
+def rank_file(folder: Path, rank: int) -> Path:
+    """Where that rank writes."""
+    return folder / f"rank_{rank}.json"
+
+
+def read_records(folder: Path) -> list[Record]:
+    """Of all ranks that wrote one."""
+    return [read_json(path) for path in sorted(folder.glob("rank_*.json"))]
+
+
+def write_report(folder: Path, nodes: list[str], tolerance: float) -> Judgement:
+    """Judges the nodes and writes report.json and `exclude`."""
+    records = read_records(folder)
+    found = judge(records, nodes, tolerance)
+    write_json(folder / "report.json", as_json(found, records))
+    if found.exclude:
+        write_text(folder / "exclude", ",".join(found.exclude) + "\n")
+    return found
+
+
+def as_json(found: Judgement, records: list[Record]) -> dict[str, Any]:
+    """The content of report.json."""
+    return {
+        "nodes": found.values,
+        "medians": found.medians,
+        "outliers": [{**asdict(outlier), "text": outlier.text} for outlier in found.outliers],
+        "silent": found.silent,
+        "warnings": [*found.warnings, *_failures(records)],
+        "exclude": found.exclude,
+        "complete": found.complete,
+        "num_ranks": max((int(record["num_ranks"]) for record in records), default=0),
+        "device": next((record["device"] for record in records), ""),
+    }
+
+
+def shown(report: dict[str, Any]) -> str:
+    """A table of the nodes, what stands out, and the option that keeps a job away from the bad ones."""
+    lines = [f"preflight of {len(report['nodes'])} nodes, {report['num_ranks']} ranks ({report['device']})"]
+    lines += _table(report["nodes"], report["medians"])
+    lines += [f"{found['node']}: {found['text']}" for found in report["outliers"]]
+    lines += [f"{node}: wrote nothing within the time limit" for node in report["silent"]]
+    lines += [f"warning: {text}" for text in report["warnings"]]
+    if not report["complete"]:
+        lines.append("not complete: the ranks were not all measured together, so that a bad network has no name")
+    elif not report["outliers"]:
+        lines.append("no node stands out")
+    if report["exclude"]:
+        lines.append(f"--exclude={','.join(report['exclude'])}")
+    return "\n".join(lines)
+
+
+def _table(nodes: dict[str, dict[str, float]], medians: dict[str, float]) -> list[str]:
+    known = [measure for measure in MEASURES if measure.name in medians and measure.name != "ranks"]
+    rows = [["node", *(f"{measure.title}" for measure in known)], ["", *(measure.unit for measure in known)]]
+    for node, values in [*nodes.items(), ("median", medians)]:
+        rows.append([node, *(f"{values[m.name]:.3g}" if m.name in values else "-" for m in known)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _failures(records: list[Record]) -> list[str]:
+    """Why ranks did not come to the end together; many ranks say the same."""
+    by_reason: dict[str, list[str]] = {}
+    for record in sorted(records, key=lambda record: int(record["rank"])):
+        if record["together"] != DONE:
+            by_reason.setdefault(str(record["together"]), []).append(str(record["rank"]))
+    return [f"rank {', '.join(ranks)}: {reason}" for reason, ranks in by_reason.items()]
+
+
+def main(arguments: list[str]) -> int:
+    """What the batch script runs after the ranks; returns the exit code."""
+    try:
+        folder, tolerance, nodes = Path(arguments[0]), float(arguments[1]), arguments[2:]
+    except (IndexError, ValueError):
+        print(f"expected: FOLDER TOLERANCE [NODE ...]; got: {' '.join(arguments) or 'nothing'}", file=sys.stderr)
+        return EXIT_USER_ERROR
+    found = write_report(folder, nodes, tolerance)
+    if not found.values:
+        print(f"preflight: no rank wrote a file into {folder}; the lines above say why", file=sys.stderr)
+        return EXIT_FAILED
+    print(shown(read_json(folder / "report.json")), flush=True)
+    return EXIT_EXCLUDE if found.exclude else EXIT_DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

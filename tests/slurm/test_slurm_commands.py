@@ -1,0 +1,161 @@
+"""The verbs that watch and steer, arrays, sweeps, chains and the preflight, on jobs of a real cluster."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from slurm_runs import CONFIG, MAX_STEPS, SubmittedRun, program, read_lines, signal_ranks, submit
+from slurm_test_cluster import HERE, SlurmCluster, wait_until
+
+from dist_transformer.run_dir import RunDir, read_json
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+REPOSITORY = HERE.parents[1]
+SHORT = "training.max_steps=6"
+
+
+def say(cluster: SlurmCluster, *arguments: str) -> str:
+    return cluster.run(*program(*arguments))
+
+
+def is_over(cluster: SlurmCluster, *job_ids: str) -> bool:
+    states = cluster.run("squeue", "--noheader", "--states=all", f"--jobs={','.join(job_ids)}", "--format=%T").split()
+    return not {"PENDING", "RUNNING", "COMPLETING"} & set(states)
+
+
+def test_a_run_is_watched_stopped_resumed_and_cancelled(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    run = submit(slurm_cluster, tmp_path / "runs", "watched", "training.max_steps=1000000")
+    folder = str(run.run_dir.path)
+    run.wait_for_step(10)
+    for asked in (folder, run.job_id):
+        found = json.loads(say(slurm_cluster, "status", asked, "--json", "--root", str(tmp_path / "runs")))
+        assert (found["run"], found["job"]["id"], found["job"]["state"]) == ("watched", run.job_id, "RUNNING")
+        assert found["step"] >= 10
+        assert found["job"]["nodes"] == "n[1-2]"
+        assert 0 <= found["time"] - found["heartbeat_time"] < 30
+    assert f"job: {run.job_id} RUNNING" in say(slurm_cluster, "status", folder)
+    assert "watched" in say(slurm_cluster, "list", str(tmp_path / "runs"))
+
+    signal_ranks(signal.SIGSTOP, run, [1])  # so that rank 0 waits for it in a collective
+    stacks = say(slurm_cluster, "stacks", folder)
+    signal_ranks(signal.SIGCONT, run, [1])
+    assert "rank 0" in stacks
+    assert "loop.py" in stacks
+    assert "stopped by a signal" in stacks
+
+    say(slurm_cluster, "stop", folder)
+    wait_until(lambda: is_over(slurm_cluster, run.job_id), 60, run.log)
+    assert "stopped by the file" in run.log()
+    assert [record["exit_code"] for record in run.attempts("ended")] == [75]
+    stopped_at = max(run.steps())
+    assert f"not requeued: stopped by the file {run.run_dir.stop_file}" in say(slurm_cluster, "logs", folder)
+
+    first = run.job_id
+    say(slurm_cluster, "resume", folder)
+    assert run.job_id != first
+    run.wait_for_step(stopped_at + 10)
+    assert run.steps() == list(range(1, max(run.steps()) + 1))
+    say(slurm_cluster, "cancel", run.job_id, "--root", str(tmp_path / "runs"))
+    wait_until(lambda: is_over(slurm_cluster, run.job_id), 60, run.log)
+    assert slurm_cluster.state(run.job_id) == "CANCELLED"
+    assert not run.attempts("ended")[-1]["requeued"]
+    assert json.loads(say(slurm_cluster, "status", folder, "--json"))["state"] == "stopped"
+
+
+def test_each_task_of_an_array_by_hand_has_a_run_of_its_own(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG)
+    cluster = SlurmCluster(
+        slurm_cluster.folder,
+        {**slurm_cluster.environment, "PATH": f"{Path(sys.executable).parent}:{slurm_cluster.environment['PATH']}"},
+    )
+    job = ("sbatch", "--parsable", "--array=3-4", "--nodes=1", f"--output={tmp_path}/%a.log", "slurm/train.sbatch")
+    arguments = (str(config), f"run.root={tmp_path}", "run.name=seed_%a", "run.seed=%a", SHORT)
+    job_id = cluster.run(*job, *arguments, cwd=REPOSITORY).strip()
+    wait_until(lambda: is_over(cluster, job_id), 180, lambda: (tmp_path / "3.log").read_text())
+    runs = [RunDir(tmp_path / f"seed_{number}") for number in (3, 4)]
+    assert [read_json(run.state)["state"] for run in runs] == ["finished", "finished"]
+    first, second = ([r["batch_digest"] for r in read_lines(run.metrics) if r["event"] == "train"] for run in runs)
+    assert len(first) == 6
+    assert first != second
+
+
+def test_a_sweep_is_one_array_of_runs_and_shows_them_sorted(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text("grid: {optimizer.learning_rate: [0.001, 0.01, 0.0001]}\n")
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG.replace("data:\n", "data:\n  validation: {demo: validation}\n"))
+    folder = tmp_path / "rates"
+    place = (f"run.root={tmp_path}", "run.name=rates", SHORT, "slurm.nodes=1")
+    arguments = ("submit", str(config), *place, "--sweep", str(sweep), "--max-running", "2")
+    assert "Traceback" not in say(slurm_cluster, *arguments)
+    job_id = read_json(folder / "task_0" / "slurm" / "job.json")["job_id"].split("_")[0]
+    wait_until(lambda: is_over(slurm_cluster, job_id), 240, lambda: say(slurm_cluster, "sweep", "status", str(folder)))
+    found = json.loads(say(slurm_cluster, "sweep", "status", str(folder), "--json"))
+    rows = found["tasks"]
+    assert [row["state"] for row in rows] == ["finished"] * 3
+    assert sorted(row["task"] for row in rows) == [0, 1, 2]
+    losses = [row["validation_loss"] for row in rows]
+    assert losses == sorted(losses)
+    assert len(set(losses)) == 3
+    assert len(list((tmp_path / "prepared").iterdir()) if (tmp_path / "prepared").is_dir() else [0]) == 1
+
+
+def test_jobs_after_each_other_prepare_train_average_and_evaluate(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG.replace("data:\n", "data:\n  validation: {demo: validation}\n  test: {demo: test}\n"))
+    place = (f"run.root={tmp_path}", "run.name=whole", SHORT, "slurm.nodes=1", "checkpoints.every_steps=3")
+    say(slurm_cluster, "submit", str(config), *place, "--stages", "prepare,train,average,evaluate")
+    run = SubmittedRun(slurm_cluster, RunDir(tmp_path / "whole"))
+    ids = [*read_json(run.run_dir.job)["stages"].values(), run.job_id]
+
+    def logs() -> str:
+        return "\n".join(path.read_text() for path in run.run_dir.slurm.glob("*.log"))
+
+    wait_until(lambda: is_over(slurm_cluster, *ids), 300, logs)
+    assert {slurm_cluster.state(job_id) for job_id in ids} == {"COMPLETED"}, logs()
+    assert list(run.run_dir.evaluation.iterdir())
+
+
+def test_the_preflight_finds_the_slow_node_and_the_job_trains_without_it(
+    slurm_cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    slurm_cluster.node("slow", "n2")
+    try:
+        run = submit(
+            slurm_cluster, tmp_path / "runs", "away", "slurm.nodes=3", "data.lanes=3", SHORT,
+            "slurm.preflight=exclude", "slurm.preflight_tolerance=0.3",
+        )  # fmt: skip
+        run.wait_for_end(seconds=300)
+    finally:
+        slurm_cluster.node("heal", "n2")
+    assert [record["nodes"] for record in run.attempts("began")] == ["n[1-3]", "n[1,3-4]"], run.log()
+    assert list(read_json(run.run_dir.excluded)) == ["n2"]
+    assert run.steps() == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    "name", ["a b", "$(touch owned)", "-o", "\u00fcber", "it's", "a;touch owned", "..", "a\nb", "%a"]
+)
+def test_an_odd_name_of_a_run_is_refused_and_nothing_of_it_is_executed(
+    slurm_cluster: SlurmCluster, tmp_path: Path, name: str
+) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text(CONFIG)
+    before = slurm_cluster.run("squeue", "--noheader", "--states=all", "--format=%i")
+    with pytest.raises(AssertionError, match="exit code 2"):
+        slurm_cluster.run(*program("submit", str(config), f"run.name={name}"), cwd=tmp_path)
+    assert slurm_cluster.run("squeue", "--noheader", "--states=all", "--format=%i") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_an_odd_folder_of_runs_is_quoted_everywhere(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+    root = tmp_path / 'it\'s $(touch owned) \u00fc; "quoted" -x'
+    run = submit(slurm_cluster, root, "inside", SHORT, "slurm.nodes=1")
+    run.wait_for_end()
+    assert read_json(run.run_dir.state)["state"] == "finished"
+    assert "finished" in say(slurm_cluster, "status", str(run.run_dir.path))
+    assert not list(tmp_path.rglob("owned"))
+    assert MAX_STEPS > max(run.steps()) == 6

@@ -1,0 +1,270 @@
+"""What is refused before anything reaches Slurm; all problems are told at once."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from cluster_helpers import config_of
+
+from dist_transformer.cluster.checks import parse_time_limit, submission_problems
+from dist_transformer.cluster.submit import plan_submission
+from dist_transformer.errors import ConfigError
+from dist_transformer.run_dir import RunDir
+
+
+def _problems(run_dir: RunDir, num_parameters: int = 1000, **settings: object) -> list[str]:
+    return submission_problems(config_of(**settings), run_dir, num_parameters)
+
+
+def _record(run_dir: RunDir, seconds_a_step: float, save_seconds: float = 0.0, steps: int = 20) -> None:
+    """metrics.jsonl of a run, with a day's pause in the middle and a torn last line."""
+    run_dir.path.mkdir()
+    with run_dir.metrics.open("w") as file:
+        for step in range(10, 10 * steps, 10):
+            time = step * seconds_a_step + (86400 if step > 5 * steps else 0)
+            record = {"event": "train", "step": step, "time": time, "save_seconds": save_seconds if step == 50 else 0.0}
+            file.write(
+                json.dumps(record) + "\n" + json.dumps({**record, "event": "validation", "time": time + 9}) + "\n"
+            )
+        file.write('{"event": "train", "st')
+
+
+def test_a_sound_configuration_has_no_problems(run_dir: RunDir) -> None:
+    sound = {
+        "environment": {"NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false"},
+        "extra_sbatch": ["--nodelist=n1"],
+    }
+    assert _problems(run_dir, **sound) == []
+
+
+def test_all_problems_are_reported_at_once(run_dir: RunDir) -> None:
+    config = config_of(lanes=2, nodes=3, time_limit="2:00", extra_sbatch=["x"], environment={"HF_TOKEN": "t"})
+    with pytest.raises(ConfigError) as caught:
+        plan_submission(config, "", RunDir(run_dir.path.with_name("-run")), 10**15, dry_run=True)
+    assert len(caught.value.problems) == 6
+
+
+@pytest.mark.parametrize("name", ["-x", ".x", "a b", ["a", "$(b)"][-1], "ü", "a'b", "a\nb"])
+def test_a_run_name_that_slurm_or_a_shell_could_misread_is_refused(tmp_path: Path, name: str) -> None:
+    [problem] = [p for p in _problems(RunDir(tmp_path / name)) if p.startswith("run.name")]
+    assert problem.startswith(f"run.name: {name!r}: expected letters, digits, '.', '_' and '-'")
+
+
+def test_a_path_that_sbatch_cannot_write_its_log_to_is_refused(tmp_path: Path) -> None:
+    [problem] = _problems(RunDir(tmp_path / "a\\b" / "run"))
+    assert "sbatch cannot write logs below a path with a backslash" in problem
+
+
+def test_more_ranks_than_lanes_are_refused(run_dir: RunDir) -> None:
+    [problem] = _problems(run_dir, lanes=7, nodes=2, ranks_per_node=4)
+    assert problem.startswith("slurm: 2 nodes x 4 ranks = 8 ranks, more than data.lanes 7")
+
+
+def test_fewer_gpus_than_ranks_are_refused_but_none_is_cpu_training(run_dir: RunDir) -> None:
+    [problem] = _problems(run_dir, ranks_per_node=4, gpus_per_node=2)
+    assert problem.startswith("slurm.gpus_per_node: 2 GPUs for 4 ranks")
+    assert _problems(run_dir, ranks_per_node=4, gpus_per_node=0) == []
+
+
+def test_a_file_in_the_place_of_a_folder_cannot_hold_a_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    [problem] = _problems(RunDir(tmp_path / "file" / "run"))
+    assert f"cannot be written ({tmp_path / 'file'} is no writable folder); change run.root" in problem
+
+
+def test_a_folder_without_write_permission_is_named(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    [problem] = _problems(run_dir)
+    assert f"({run_dir.path.parent} is no writable folder)" in problem
+
+
+def test_too_little_disk_space_says_how_much_the_checkpoints_take(run_dir: RunDir) -> None:
+    num_parameters = 10**14
+    [problem] = _problems(run_dir, num_parameters, keep_last=2)
+    assert f"its checkpoints will take {12 * num_parameters * 3 / 1e9:.1f} GB" in problem
+
+
+def test_a_time_limit_must_leave_time_before_the_signal(run_dir: RunDir) -> None:
+    [problem] = _problems(run_dir, time_limit="4:00", signal_seconds=180)
+    assert problem.startswith("slurm.time_limit: 4:00 is 240 s, but the job is told to save 180 s before its end")
+    assert problem.endswith("give more than 240 s")
+    assert _problems(run_dir, time_limit="4:01", signal_seconds=180) == []
+    assert _problems(run_dir, time_limit="0") == []
+
+
+@pytest.mark.parametrize("text", ["1:2:3:4", "1-", ":", "-5", "1-2-3"])
+def test_a_time_limit_that_sbatch_would_not_read_is_refused(run_dir: RunDir, text: str) -> None:
+    [problem] = _problems(run_dir, time_limit=text)
+    assert problem == f"slurm.time_limit: {text!r}: expected hours:minutes:seconds or days-hours:minutes:seconds"
+
+
+@pytest.mark.parametrize(
+    ("text", "days", "hours", "minutes", "seconds"),
+    [
+        ("90", 0, 0, 90, 0),
+        ("90:30", 0, 0, 90, 30),
+        ("2:30:15", 0, 2, 30, 15),
+        ("3-2", 3, 2, 0, 0),
+        ("3-2:30", 3, 2, 30, 0),
+        ("3-2:30:15", 3, 2, 30, 15),
+    ],
+)
+def test_time_limits_are_read_as_sbatch_reads_them(
+    text: str, days: int, hours: int, minutes: int, seconds: int
+) -> None:
+    assert parse_time_limit(text) == ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+@pytest.mark.parametrize("option", ["-N4", "reservation=x", "--exclude n1", "--a\nb", "$(x)"])
+def test_extra_options_that_are_no_options_are_refused(run_dir: RunDir, option: str) -> None:
+    assert _problems(run_dir, extra_sbatch=[option]) == [
+        f"slurm.extra_sbatch: {option!r}: expected --option or --option=value, one an entry"
+    ]
+    assert _problems(run_dir, extra_srun=[option]) == [
+        f"slurm.extra_srun: {option!r}: expected --option or --option=value, one an entry"
+    ]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "--requeue",
+        "--signal=B:TERM@9",
+        "--open-mode=truncate",
+        "--nodes=9",
+        "--ntasks-per-node=1",
+        "--output=x",
+        "--sig=9",
+    ],
+)
+def test_an_extra_option_cannot_override_what_the_script_relies_on(run_dir: RunDir, option: str) -> None:
+    [problem] = _problems(run_dir, extra_sbatch=[option])
+    assert problem.startswith(f"slurm.extra_sbatch: {option!r}: {option.split('=')[0]}")
+    assert "is set by submit" in problem
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("2X", "", "expected a variable's name"),
+        ("A B", "", "expected a variable's name"),
+        ("A;touch x", "", "expected a variable's name"),
+        ("RANK", "0", "is set by the batch script"),
+        ("SLURM_CONF", "x", "is set by the batch script"),
+        ("MASTER_ADDR", "x", "is set by the batch script"),
+        ("HF_TOKEN", "x", "looks like a secret"),
+        ("MLFLOW_TRACKING_PASSWORD", "x", "looks like a secret"),
+        ("AWS_SECRET_ACCESS_KEY", "x", "looks like a secret"),
+        ("A", "x\0y", "a variable cannot hold a zero byte"),
+    ],
+)
+def test_variables_that_cannot_or_must_not_be_written_are_refused(
+    run_dir: RunDir, name: str, value: str, expected: str
+) -> None:
+    [problem] = _problems(run_dir, environment={name: value})
+    assert problem.startswith(f"slurm.environment.{name}: {expected}")
+
+
+def test_gres_needs_the_number_of_gpus_too(run_dir: RunDir) -> None:
+    [problem] = _problems(run_dir, gres="gpu:h200:8")
+    assert problem.startswith("slurm.gres: 'gpu:h200:8' is given, but slurm.gpus_per_node is 0")
+    assert _problems(run_dir, gres="gpu:h200:8", gpus_per_node=8) == []
+
+
+@pytest.mark.parametrize("nodes", ["n7", "n[1-3,7]", "gpu-a.site", "rack1[01-12]b"])
+def test_nodes_to_keep_away_from_are_named_as_slurm_names_them(run_dir: RunDir, nodes: str) -> None:
+    assert _problems(run_dir, exclude=[nodes]) == []
+
+
+@pytest.mark.parametrize("nodes", ["", "n1,n2", "n1 n2", "$(x)", "n[1", "n1\n"])
+def test_what_names_no_node_is_refused(run_dir: RunDir, nodes: str) -> None:
+    [problem] = _problems(run_dir, exclude=[nodes])
+    assert problem == f"slurm.exclude: {nodes!r}: expected a node, or several as in 'n[1-3,7]', one entry each"
+
+
+def test_the_binding_is_given_once(run_dir: RunDir) -> None:
+    [problem] = _problems(run_dir, extra_srun=["--cpu-bind=none"])
+    assert problem == "slurm.extra_srun: '--cpu-bind=none': slurm.cpu_bind is given too; keep one of them"
+    assert _problems(run_dir, extra_srun=["--cpu-bind=none"], cpu_bind=None) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"container_mounts": ["/a"]}, "slurm.container_mounts: are given without slurm.container_image"),
+        ({"container_image": "--x"}, "slurm.container_image: '--x': expected the path or address of an image"),
+        ({"container_image": ""}, "slurm.container_image: '': expected the path or address of an image"),
+        ({"container_image": "i", "container_mounts": ["a"]}, "slurm.container_mounts: 'a': expected /folder"),
+        ({"container_image": "i", "container_mounts": ["/a,/b"]}, "slurm.container_mounts: '/a,/b': expected /folder"),
+        (
+            {"container_image": "i", "container_runtime": "apptainer", "extra_srun": ["--container-name=x"]},
+            "slurm.extra_srun: --container-... is pyxis', but slurm.container_runtime is apptainer",
+        ),
+        (
+            {"container_image": "i", "extra_srun": ["--container-image=j"]},
+            "slurm.extra_srun: '--container-image=j': slurm.container_image is given too",
+        ),
+    ],
+)
+def test_container_keys_that_contradict_each_other_are_refused(
+    run_dir: RunDir, settings: dict[str, object], expected: str
+) -> None:
+    [problem] = _problems(run_dir, **settings)
+    assert problem.startswith(expected)
+
+
+@pytest.mark.parametrize("mount", ["/a", "/a b", "/a:/b", "/a:/b:ro"])
+def test_mounts_may_be_renamed_and_read_only(run_dir: RunDir, mount: str) -> None:
+    assert _problems(run_dir, container_image="i", container_mounts=[mount]) == []
+
+
+def test_a_run_folder_that_no_container_can_be_shown_is_refused(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "a:b" / "run")
+    [problem] = _problems(run_dir, container_image="i")
+    assert problem.startswith(f"slurm.container_image: '{tmp_path}/a:b' must be seen inside")
+    assert _problems(run_dir) == []
+
+
+def test_a_checkpoint_interval_longer_than_the_job_is_refused_once_a_run_has_measured_its_steps(
+    run_dir: RunDir,
+) -> None:
+    assert _problems(run_dir, every_steps=100, time_limit="1:00:00") == []
+    _record(run_dir, seconds_a_step=50.0)
+    [problem] = _problems(run_dir, every_steps=100, time_limit="1:00:00")
+    assert problem.startswith(
+        "checkpoints.every_steps: 100 steps of 50 s, as measured so far, are more than slurm.time"
+    )
+    assert _problems(run_dir, every_steps=72, time_limit="1:00:00") == []
+    assert _problems(run_dir, every_steps=100, time_limit="0") == []
+
+
+def test_a_save_that_took_longer_than_there_is_time_for_is_refused(run_dir: RunDir) -> None:
+    _record(run_dir, seconds_a_step=10.0, save_seconds=175.0)
+    [problem] = _problems(run_dir, signal_seconds=180)
+    assert problem.startswith("slurm.signal_seconds: 180 s before the limit the job is told to save, but a step and a")
+    assert "took 185 s in this run" in problem
+    assert _problems(run_dir, signal_seconds=185) == []
+
+
+def test_a_prepared_corpus_that_is_not_there_needs_a_place_to_be_made_in(
+    tmp_path: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(data={"prepared": str(tmp_path / "corpus")})
+    assert submission_problems(config, run_dir, 1) == []
+    (tmp_path / "corpus").write_text("")
+    [problem] = submission_problems(config, run_dir, 1)
+    assert problem.startswith(f"data.prepared: {tmp_path}/corpus cannot be written")
+
+
+def test_a_run_folder_whose_text_and_prepared_corpus_are_gone_is_not_submitted(tmp_path: Path, run_dir: RunDir) -> None:
+    train = {"train": {"source": "gone.en", "target": "gone.de"}, "root": str(tmp_path)}
+    config = config_of(data={**train, "prepared": str(tmp_path / "corpus")})
+    run_dir.path.mkdir()
+    run_dir.config.write_text("")
+    problems = submission_problems(config, run_dir, 1)
+    assert [problem.split(":")[0] for problem in problems] == ["data.train.source", "data.train.target"]
+    assert problems[0].endswith(f"(the corpus in {tmp_path}/corpus is not prepared yet)")
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / "corpus" / "manifest.json").write_text("{}")
+    assert submission_problems(config, run_dir, 1) == []

@@ -1,0 +1,58 @@
+"""Slurm's words and exit codes in words."""
+
+import pytest
+
+from dist_transformer.cluster.reasons import exit_code_in_words, is_held, waiting_in_words
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("Resources", "enough nodes are free"),
+        ("Priority", "other jobs come first"),
+        ("Dependency", "waits for another job"),
+        ("DependencyNeverSatisfied", "never run"),
+        ("BeginTime", "about 2 minutes"),
+        ("JobHeldUser", "dist-transformer resume"),
+        ("JobHeldAdmin", "administrator"),
+        ("QOSMaxJobsPerUserLimit", "as many jobs running as your QOS allows"),
+        ("QOSMaxWallDurationPerJobLimit", "slurm.time_limit is longer"),
+        ("QOSMaxBillingPerUser", "more than the QOS allows"),
+        ("AssocGrpGRES", "share the account"),
+        ("AssocGrpCPUMinutesLimit", "share the account"),
+        ("ReqNodeNotAvail, UnavailableNodes:n[3,7]", "down, drained or reserved"),
+        ("ReqNodeNotAvail, May be reserved for other job", "down, drained or reserved"),
+        ("PartitionTimeLimit", "longer than the partition allows"),
+        ("launch failed requeued held", "a node could not start it"),
+        ("JobArrayTaskLimit", "tasks of the array"),
+        ("", "not looked at it yet"),
+    ],
+)
+def test_a_reason_says_what_is_waited_for(reason: str, words: str) -> None:
+    assert words in waiting_in_words(reason)
+
+
+def test_a_reason_that_is_not_known_is_told_as_it_is() -> None:
+    assert waiting_in_words("SomethingOf26.11") == "SomethingOf26.11"
+
+
+def test_only_a_held_job_waits_for_a_release() -> None:
+    held = ("JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue", "launch failed requeued held")
+    assert all(map(is_held, held))
+    assert not any(map(is_held, ("", "Resources", "BeginTime", "Dependency")))
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        *((0, "finished"), (1, "failed"), (2, "mistake"), (70, "no progress"), (75, "saved on request")),
+        *(
+            (137, "ended by signal SIGKILL"),
+            (139, "ended by signal SIGSEGV"),
+            (250, "exit code 250"),
+            (9, "exit code 9"),
+        ),
+    ],
+)
+def test_an_exit_code_says_how_it_ended(code: int, words: str) -> None:
+    assert words in exit_code_in_words(code)

@@ -1,0 +1,158 @@
+"""The batch scripts with the values of a submission, run by a real bash."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from cluster_helpers import NASTY, config_of
+
+from dist_transformer.cluster.script import Code, needed_folders, render_script
+from dist_transformer.config.models import SlurmConfig
+from dist_transformer.share_folder import share_folder
+
+SCRIPTS = sorted(path.name for path in share_folder("slurm").glob("*.sbatch"))
+END = "# --- end of settings"
+
+
+def _settings(script: str) -> str:
+    return script.split("# --- settings\n")[1].split(END)[0]
+
+
+def _values(folder: Path, script: str, *names: str) -> list[str]:
+    """What bash makes of the settings; arrays word by word."""
+    show = 'printf "%s\\0" ' + " ".join(f'"${{{name}}}"' for name in names)
+    done = subprocess.run(["bash", "-euc", _settings(script) + show], cwd=folder, capture_output=True, check=True)
+    return done.stdout.decode().split("\0")[:-1]
+
+
+def _slurm(**settings: object) -> SlurmConfig:
+    return config_of(**settings).slurm
+
+
+@pytest.mark.parametrize("value", NASTY)
+def test_every_value_reaches_the_script_as_it_is_and_is_never_executed(tmp_path: Path, value: str) -> None:
+    slurm = _slurm(environment={"VALUE": value}, extra_srun=[value, "b"], setup=[value], cpu_bind=None)
+    code = Code(tmp_path / f"root {value.replace('/', '_')}", f"/opt/{value}/python")
+    script = render_script("train.sbatch", slurm, code)
+    found = _values(tmp_path, script, "VALUE", "python", "code", "setup", "srun_options[@]")
+    assert found == [value, f"/opt/{value}/python", str(code.folder), value, value, "b"]
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("value", [v for v in NASTY if v])
+@pytest.mark.parametrize("runtime", ["pyxis", "apptainer"])
+def test_images_and_mounts_reach_the_script_as_they_are(tmp_path: Path, value: str, runtime: str) -> None:
+    slurm = _slurm(container_image=value, container_runtime=runtime, container_mounts=[f"/{value}"], gpus_per_node=1)
+    script = render_script("train.sbatch", slurm, Code(tmp_path), [Path(f"/root/{value}")])
+    mounts = [f"{path}:{path}" for path in (str(Path(f"/root/{value}")), f"/{value}")]
+    words = _values(tmp_path, script, "srun_options[@]", "rank_prefix[@]")
+    if runtime == "pyxis":
+        container = [
+            f"--container-image={value}",
+            f"--container-mounts={','.join(mounts)}",
+            "--no-container-mount-home",
+        ]
+        assert words == ["--cpu-bind=cores", *container]
+    else:
+        binds = ["--bind", mounts[0], "--bind", mounts[1]]
+        assert words == ["--cpu-bind=cores", "apptainer", "exec", "--nv", *binds, value]
+    assert not (tmp_path / "executed").exists()
+
+
+def test_without_gpus_a_container_is_not_asked_for_them(tmp_path: Path) -> None:
+    slurm = _slurm(container_image="i.sif", container_runtime="apptainer")
+    assert _values(tmp_path, render_script("train.sbatch", slurm, Code(tmp_path)), "rank_prefix[@]") == [
+        *("apptainer", "exec", "i.sif")
+    ]
+
+
+def test_the_ranks_in_a_container_use_its_python_unless_another_is_named(tmp_path: Path) -> None:
+    def interpreter(**settings: object) -> list[str]:
+        script = render_script("train.sbatch", _slurm(**settings), Code(tmp_path, "/host/python"))
+        return _values(tmp_path, script, "DIST_TRANSFORMER_PYTHON:-none", "python")
+
+    assert interpreter() == ["none", "/host/python"]
+    assert interpreter(container_image="i") == ["python3", "/host/python"]
+    named = {"DIST_TRANSFORMER_PYTHON": "/opt/python"}
+    assert interpreter(container_image="i", environment=named) == ["/opt/python", "/host/python"]
+
+
+def test_a_mount_that_is_given_twice_is_made_once_and_a_renamed_one_stays(tmp_path: Path) -> None:
+    slurm = _slurm(container_image="i", container_mounts=["/runs", "/data:/corpora:ro"])
+    script = render_script("train.sbatch", slurm, Code(tmp_path), [Path("/runs")])
+    assert "--container-mounts=/runs:/runs,/data:/corpora:ro" in _values(tmp_path, script, "srun_options[@]")
+
+
+def test_the_ranks_must_see_the_runs_the_text_and_the_prepared_corpus(tmp_path: Path) -> None:
+    config = config_of(data={"root": "s3://bucket/text", "prepared": str(tmp_path / "prepared")})
+    assert needed_folders(config, tmp_path / "runs") == [tmp_path / "runs", tmp_path / "prepared"]
+    config = config_of(data={"root": str(tmp_path / "text")})
+    assert needed_folders(config, tmp_path / "runs") == [tmp_path / "runs", tmp_path / "text"]
+
+
+def test_the_preflight_is_set_up_as_the_configuration_says(tmp_path: Path) -> None:
+    slurm = _slurm(preflight="exclude", preflight_seconds=77, preflight_tolerance=0.5, signal_seconds=99)
+    names = ("preflight", "preflight_seconds", "preflight_tolerance", "DIST_TRANSFORMER_SIGNAL_SECONDS")
+    found = _values(tmp_path, render_script("train.sbatch", slurm, Code(tmp_path)), *names)
+    assert found == ["exclude", "77", "0.5", "99"]
+
+
+def test_the_setup_lines_are_run_one_after_the_other_by_the_script(tmp_path: Path) -> None:
+    slurm = _slurm(setup=["answer='forty two'", 'echo "$answer" >&2', "exit 9"])
+    for name in SCRIPTS:
+        script = render_script(name, slurm, Code(tmp_path))
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stderr) == (9, "forty two\n")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_outside_its_settings_a_script_is_the_file_that_people_use_by_hand(tmp_path: Path, name: str) -> None:
+    file = (share_folder("slurm") / name).read_text()
+    script = render_script(name, _slurm(), Code(tmp_path))
+    assert script.split("# --- settings\n")[0] == file.split("# --- settings\n")[0]
+    assert script.split(END)[1] == file.split(END)[1]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_submit_gives_every_setting_that_a_script_has(tmp_path: Path, name: str) -> None:
+    def names(text: str) -> set[str]:
+        return {line.split("=")[0] for line in _settings(text).splitlines() if not line.startswith("export ")}
+
+    by_hand = (share_folder("slurm") / name).read_text()
+    assert names(by_hand) <= names(render_script(name, _slurm(), Code(tmp_path)))
+
+
+def test_the_batch_and_launch_scripts_are_valid_shell() -> None:
+    for path in [*share_folder("slurm").glob("*.sbatch"), *share_folder("launch").glob("*.sh")]:
+        subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def _fake_srun(folder: Path, exit_code: int) -> dict[str, str]:
+    """An srun that writes its argv into the file `argv`."""
+    (folder / "srun").write_text(f'#!/bin/bash\nprintf "%s\\0" "$@" > {folder}/argv\nexit {exit_code}\n')
+    (folder / "srun").chmod(0o755)
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_SUBMIT_DIR": str(folder),
+        "SLURM_CPUS_PER_TASK": "3",
+    }
+    return {"PATH": f"{folder}:/usr/bin:/bin", **slurm}
+
+
+@pytest.mark.parametrize("exit_code", [0, 2, 9])
+def test_a_command_runs_as_one_task_with_its_arguments_as_they_are_and_its_exit_code(
+    tmp_path: Path, exit_code: int
+) -> None:
+    slurm = _slurm(extra_srun=["--mpi=none"], container_image="i.sif", container_runtime="apptainer")
+    script = render_script("command.sbatch", slurm, Code(tmp_path, "python"))
+    environment = _fake_srun(tmp_path, exit_code)
+    command = ["bash", "-c", script, "script", "evaluate", "a $(touch executed) 'run'"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == exit_code
+    assert (tmp_path / "argv").read_text().split("\0")[:-1] == [
+        *("--nodes=1", "--ntasks=1", "--cpu-bind=cores", "--mpi=none", "apptainer", "exec", "i.sif", "python3", "-u"),
+        *("-m", "dist_transformer", "evaluate", "a $(touch executed) 'run'"),
+    ]
+    assert f"exit code {exit_code}" in done.stdout
+    assert not (tmp_path / "executed").exists()

@@ -1,0 +1,137 @@
+"""`dist-transformer submit` as a person calls it, with Slurm's commands replaced."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+from cluster_helpers import FakeSlurm, small_snapshot
+
+from dist_transformer.cli import submit as submit_module
+from dist_transformer.cli.submit import memory_problems, read_job_ids, read_stages, submit_run
+from dist_transformer.cluster import submit as cluster_submit
+from dist_transformer.config.loading import load_config
+from dist_transformer.errors import ConfigError, UserError
+from dist_transformer.run_dir import RunDir, read_json
+
+
+@pytest.fixture(autouse=True)
+def quick_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_submit, "take_snapshot", small_snapshot)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        f"run: {{name: a_run, root: {tmp_path}/runs}}\n"
+        "data: {train: {demo: train}, test: {demo: test}}\n"
+        "model: {preset: tiny}\ntokenizer: {vocabulary_size: 500}\n"
+    )
+    return path
+
+
+def test_the_job_the_folder_the_log_and_the_commands_to_type_are_printed(
+    config: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit_run(config, [])
+    folder = config.parent / "runs" / "a_run"
+    assert capsys.readouterr().out == (
+        f"submitted job 4711; run folder {folder}\n"
+        f"log:    {folder}/slurm/job-4711.log\n"
+        f"watch:  dist-transformer status {folder}\n"
+        f"        dist-transformer logs {folder} --follow\n"
+        f"stop:   dist-transformer stop {folder}  (saves first)\n"
+        f"cancel: dist-transformer cancel {folder}  (ends it for good)\n"
+    )
+
+
+def test_the_jobs_of_a_chain_are_printed_in_their_order(
+    config: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit_run(config, [], stages=("prepare", "train", "evaluate"), after=("9",))
+    first, _, log, *_ = capsys.readouterr().out.splitlines()
+    assert first == "submitted job 4711 (prepare), job 4712 (train), job 4713 (evaluate), each after the one before"
+    assert log.endswith("/slurm/job-4712.log")
+    assert "--dependency=afterok:9" in fake_slurm.calls[0]
+
+
+def test_a_run_folder_is_gone_on_with_under_its_own_configuration(config: Path, fake_slurm: FakeSlurm) -> None:
+    submit_run(config, ["training.max_steps=7000", "run.seed=5"])
+    run_dir = RunDir(config.parent / "runs" / "a_run")
+    fake_slurm.set_jobs("COMPLETED|None\n")
+    submit_run(run_dir.path, ["training.max_steps=8000"])
+    assert read_json(run_dir.job)["job_id"] == "4712"
+    kept = load_config(run_dir.config)
+    assert (kept.training.max_steps, kept.run.seed) == (8000, 5)
+
+
+def test_a_folder_with_an_odd_name_is_printed_so_that_it_can_be_pasted(
+    config: Path, fake_slurm: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "it's $(touch executed) ü"
+    submit_run(config, [f"run.root={root}"])
+    watch = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("watch:"))
+    assert shlex.split(watch)[1:] == ["dist-transformer", "status", str(root / "a_run")]
+    assert fake_slurm.calls[0][-1] == str(root / "a_run")
+    assert not list(tmp_path.rglob("executed"))
+
+
+@pytest.mark.parametrize(
+    "name", ["two words", "it's", 'say "hi"', "$(touch executed)", "`x`", "ü", "-x", "a;b", "a\nb", "%a"]
+)
+def test_an_odd_run_name_is_refused_before_anything_is_made(config: Path, fake_slurm: FakeSlurm, name: str) -> None:
+    with pytest.raises(ConfigError, match="expected letters, digits"):
+        submit_run(config, [f"run.name={name}"])
+    assert fake_slurm.calls == []
+    assert not (config.parent / "runs").exists()
+
+
+def test_a_dry_run_prints_every_command_and_every_script_and_submits_nothing(
+    config: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit_run(config, [], stages=("train", "average"), dry_run=True)
+    printed = capsys.readouterr().out
+    assert printed.count("# command\nsbatch --parsable") == 2
+    for name in ("config.yaml", "slurm/train.sbatch", "slurm/command.sbatch"):
+        assert f"# {config.parent}/runs/a_run/{name}\n" in printed
+    assert fake_slurm.calls == []
+
+
+def test_what_does_not_fit_the_gpus_is_told_with_the_other_problems(
+    config: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(submit_module, "memory_problems", lambda given: [f"{given.slurm.gpu_memory_gb} GB are too few"])
+    with pytest.raises(ConfigError) as caught:
+        submit_run(config, ["slurm.gpu_memory_gb=8", "slurm.gpus_per_node=1", "slurm.time_limit='1:00'"])
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["8.0 GB are too few", "slurm.time_limit"]
+
+
+@pytest.mark.parametrize("given", [["slurm.gpus_per_node=1"], ["slurm.gpu_memory_gb=0.0001"]])
+def test_memory_is_estimated_only_for_gpus_whose_size_is_known(config: Path, given: list[str]) -> None:
+    assert memory_problems(load_config(config, given)) == []
+
+
+def test_stages_are_read_in_their_order_only() -> None:
+    assert read_stages("prepare,train, evaluate") == ("prepare", "train", "evaluate")
+    for text in ("", "train,prepare", "train,train", "tran", "train,,average"):
+        with pytest.raises(
+            UserError, match="expected some of prepare,train,average,evaluate, each once and in this order"
+        ):
+            read_stages(text)
+
+
+def test_ids_of_jobs_are_nothing_else() -> None:
+    assert read_job_ids("12,13_4") == ("12", "13_4")
+    assert read_job_ids("") == ()
+    for text in ("a", "12,", "12 13", "12;x", "-1", "12:13", "१२"):
+        with pytest.raises(UserError, match="expected ids of jobs"):
+            read_job_ids(text)
+
+
+def test_options_of_a_sweep_and_of_a_run_are_not_mixed(config: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--max-running: is for a sweep; give --sweep FILE"):
+        submit_module.submit_command(config, max_running=2)
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text("grid: {run.seed: [1, 2]}\n")
+    with pytest.raises(UserError, match="a sweep is one array of training jobs"):
+        submit_module.submit_command(config, sweep=sweep, stages="train,evaluate")

@@ -1,0 +1,258 @@
+"""status, list, logs, stacks, stop, cancel, resume, against a Slurm that answers from files."""
+
+import json
+import os
+import platform
+from pathlib import Path
+
+import pytest
+from fake_slurm import FakeSlurm, job_line, make_fake_slurm
+from typer.testing import CliRunner, Result
+from watched_run import add_lines, beat, make_run, trained
+
+from dist_transformer.cli import jobs as jobs_module
+from dist_transformer.cli import logs as logs_module
+from dist_transformer.cli.main import app
+from dist_transformer.cli.status import duration
+from dist_transformer.run_dir import RunDir
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
+    fake = make_fake_slurm(tmp_path / "bin")
+    monkeypatch.setenv("PATH", fake.path)
+    return fake
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return make_run(tmp_path / "runs" / "a", job_id="5")
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def refusal(*arguments: object) -> str:
+    result = call(*arguments)
+    assert result.exit_code != 0
+    return str(result.exception)
+
+
+# ---------------------------------------------------------------------------------------------------- status and list
+def test_status_is_lines_of_key_and_value_for_a_program(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "PENDING", "AssocGrpGRES"))
+    lines = call("status", run_dir.path).stdout.splitlines()
+    assert "job: 5 PENDING (AssocGrpGRES)" in lines
+    assert "waits: all who share the account together use as much as it allows" in lines
+    assert "step: 40 of 1000 (4 %)" in lines
+
+
+def test_status_as_json_is_one_document(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "RUNNING"))
+    document = json.loads(call("status", run_dir.path, "--json").stdout)
+    assert document["job"]["state"] == "RUNNING"
+    assert document["folder"] == str(run_dir.path)
+
+
+def test_status_of_a_run_that_was_never_submitted_needs_no_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    result = call("status", make_run(tmp_path / "a", state="finished").path)
+    assert result.exit_code == 0
+    assert "job: none: it was not given to Slurm" in result.stdout
+
+
+def test_list_is_a_line_for_each_run_with_tabs_between(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", "5|RUNNING")
+    add_lines(run_dir.metrics, trained(50, 1.0))
+    head, line = call("list", run_dir.path.parent).stdout.splitlines()
+    assert head.split("\t")[:3] == ["run", "state", "job"]
+    assert line.split("\t")[:5] == ["a", "running", "5 RUNNING", "50/1000", "2.5000"]
+
+
+def test_list_of_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    assert "no such folder; expected the folder of runs" in refusal("list", tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-3, "0 s"), (59.4, "59 s"), (200, "3 min 20 s"), (7500, "2 h 05 min"), (273_600, "3 d 4 h")],
+)
+def test_durations_are_said_in_two_units(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+# ------------------------------------------------------------------------------------------------------ logs and stacks
+def test_logs_prints_the_last_lines_of_a_rank(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "RUNNING"))
+    (run_dir.slurm / "job-5.log").write_text("0: a\n1: b\n1: c\n0: d\n")
+    assert call("logs", run_dir.path, "--rank", 1, "--lines", 1).stdout == "c\n"
+    assert call("logs", run_dir.path, "--rank", 9).stdout == ""
+
+
+def test_following_ends_when_the_job_is_over(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "COMPLETED"))
+    (run_dir.slurm / "job-5.log").write_text("a\nb\n")
+    assert call("logs", run_dir.path, "--follow").stdout == "a\nb\n"
+
+
+def test_ctrl_c_ends_following_without_a_word(
+    slurm: FakeSlurm, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    (run_dir.slurm / "job-5.log").write_text("a\n")
+    monkeypatch.setattr(logs_module, "follow", interrupted)
+    result = call("logs", run_dir.path, "--follow")
+    assert (result.exit_code, result.output) == (0, "")
+
+
+def test_following_a_run_without_a_job_ends_by_its_own_word(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", state="stopped")
+    run_dir.log.write_text("a\n")
+    assert call("logs", run_dir.path, "-f").stdout == "a\n"
+
+
+def test_stacks_asks_each_node_beside_the_ranks(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5_2", "RUNNING").replace("5_2|5|", "5_2|7|"))
+    slurm.answers("scontrol", "n1\nn2\nn3")
+    rank = {"rank": 0, "host": "n1", "pid": 8, "text": "File here"}
+    answers = [{"node": "n2", "ranks": 0}, {"node": "n1", "ranks": 2}, {**rank, "rank": 1}, rank]
+    slurm.answers("srun", "\n".join(["srun: a warning", *map(json.dumps, answers)]), code=1, stderr="n3 is gone")
+    text = call("stacks", run_dir.path).stdout
+    assert text.index("rank 0 on n1, process 8\nFile here") < text.index("rank 1 on n1")
+    assert "node n2: no rank here has registered" in text
+    assert "node n3: it did not answer: is it alive" in text
+    asked = slurm.arguments("srun")
+    assert {"--overlap", "--jobid=7", "--nodes=2", "--ntasks-per-node=1"} <= set(asked)
+    assert asked[-3:] == ["-m", "dist_transformer.stacks", "7"]
+
+
+def test_stacks_of_a_job_that_srun_refuses_says_its_words(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "RUNNING"))
+    slurm.answers("srun", code=1, stderr="srun: error: Unable to create step: Access denied")
+    assert "srun refused: srun: error: Unable to create step: Access denied" in refusal("stacks", run_dir.path)
+
+
+def test_stacks_of_a_job_that_is_over_are_those_of_its_last_hang(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "FAILED"))
+    log = run_dir.slurm / "job-5.log"
+    log.write_text("0: step 1\n")
+    assert f"no rank to ask, and {log} tells of no rank that hung" in refusal("stacks", run_dir.path)
+    log.write_text("0: rank 0: no progress; where each thread stands:\n0:   File x\n")
+    text = call("stacks", run_dir.path).stdout
+    assert "job 5 is FAILED" in text
+    assert "0:   File x" in text
+
+
+def test_stacks_of_a_local_run_are_asked_on_its_own_machine(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a")
+    beat(run_dir, 1.0, host="elsewhere", job=None)
+    assert f"is trained on elsewhere, this is {platform.node()}; ask there" in refusal("stacks", run_dir.path)
+    beat(run_dir, 1.0, host=platform.node(), pid=os.getpid())
+    assert "does not run here as a rank of yours" in refusal("stacks", run_dir.path)
+
+
+# ------------------------------------------------------------------------------------------------------------- steering
+def test_stop_asks_a_running_job_by_a_file(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "RUNNING"))
+    slurm.answers("scancel")
+    assert "asked to save and end" in call("stop", run_dir.path).stdout
+    assert run_dir.stop_file.exists()
+    assert slurm.arguments("scancel") == []
+
+
+def test_stop_takes_a_waiting_job_out_of_the_queue_if_it_still_waits(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "PENDING", "BeginTime"))
+    slurm.answers("scancel")
+    assert "job 5 was waiting" in call("stop", run_dir.path).stdout
+    assert slurm.arguments("scancel") == ["--state=PENDING", "5"]
+    assert run_dir.stop_file.exists()  # should it have begun meanwhile
+
+
+def test_stop_leaves_no_file_where_nothing_runs(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    make_run(run_dir.path, state="stopped")
+    slurm.answers("squeue", job_line("5", "COMPLETED"))
+    assert "nothing to stop: job 5 is over (COMPLETED)" in refusal("stop", run_dir.path)
+    slurm.has_forgotten()
+    assert "nothing to stop: Slurm does not know job 5 (any more)" in refusal("stop", run_dir.path)
+    assert "nothing to stop: it does not run" in refusal("stop", make_run(run_dir.path.parent / "b", "finished").path)
+    assert not run_dir.stop_file.exists()
+
+
+def test_stop_works_without_slurm(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    result = call("stop", run_dir.path)
+    assert result.exit_code == 0
+    assert run_dir.stop_file.exists()
+    assert "Slurm was not asked about job 5" in result.stderr
+
+
+def test_cancel_ends_the_job(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "RUNNING"))
+    slurm.answers("scancel")
+    assert "job 5 is cancelled" in call("cancel", run_dir.path).stdout
+    assert slurm.arguments("scancel") == ["5"]
+
+
+def test_cancel_says_what_there_is_not_to_cancel(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "FAILED"))
+    assert "nothing to cancel: job 5 is over (FAILED)" in refusal("cancel", run_dir.path)
+    alone = make_run(run_dir.path.parent / "alone")
+    assert "has no job to cancel: it was not given to Slurm; `stop` works on it" in refusal("cancel", alone.path)
+
+
+def test_cancel_of_somebody_elses_job_says_slurms_words(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "RUNNING"))
+    slurm.answers("scancel", code=1, stderr="scancel: error: Kill job error on job id 5: Access/permission denied")
+    assert "scancel refused: scancel: error: Kill job error on job id 5: Access/permission denied" in refusal(
+        "cancel", run_dir.path
+    )
+
+
+@pytest.fixture
+def submitted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, list[str]]]:
+    calls: list[tuple[Path, list[str]]] = []
+    monkeypatch.setattr(jobs_module, "submit_run", lambda run, overrides: calls.append((run, overrides)))
+    return calls
+
+
+def test_resume_submits_the_run_folder_again(
+    slurm: FakeSlurm, run_dir: RunDir, submitted: list[tuple[Path, list[str]]]
+) -> None:
+    slurm.answers("squeue", job_line("5", "TIMEOUT"))
+    assert call("resume", run_dir.path, "training.max_steps=9").exit_code == 0
+    assert submitted == [(run_dir.path, ["training.max_steps=9"])]
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "why"),
+    [
+        ("RUNNING", "None", "it is RUNNING; wait for it"),
+        ("PENDING", "BeginTime", "it is PENDING: its time has not come"),
+    ],
+)
+def test_resume_refuses_while_a_job_is_not_over(
+    slurm: FakeSlurm, run_dir: RunDir, submitted: list[object], state: str, reason: str, why: str
+) -> None:
+    slurm.answers("squeue", job_line("5", state, reason))
+    assert why in refusal("resume", run_dir.path)
+    assert submitted == []
+
+
+def test_resume_releases_a_held_job(slurm: FakeSlurm, run_dir: RunDir, submitted: list[object]) -> None:
+    slurm.answers("squeue", job_line("5", "PENDING", "launch failed requeued held"))
+    slurm.answers("scontrol")
+    assert "would be released as it is, without a.b=1" in refusal("resume", run_dir.path, "a.b=1")
+    assert "released" in call("resume", run_dir.path).stdout
+    assert slurm.arguments("scontrol") == ["release", "5"]
+    assert submitted == []
+
+
+def test_a_job_that_an_administrator_holds_is_refused_in_slurms_words(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "PENDING", "JobHeldAdmin"))
+    slurm.answers("scontrol", code=1, stderr="Access/permission denied for job 5")
+    assert "scontrol refused: Access/permission denied for job 5" in refusal("resume", run_dir.path)

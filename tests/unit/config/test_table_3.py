@@ -1,0 +1,100 @@
+"""configs/table3: each point is the paper's row, checked like any configuration, with its number of parameters."""
+
+from pathlib import Path
+
+import pytest
+
+from dist_transformer.cluster.sweep import read_sweep
+from dist_transformer.config.loading import load_config
+from dist_transformer.config.models import Config, ModelConfig
+from dist_transformer.config.sizes import head_sizes, parameter_count
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+MILLION = 1_000_000
+
+# (N, d_model, d_ff, h, d_k, d_v, dropout, label smoothing, steps) and millions of parameters as the paper prints them,
+# none where it prints none.
+ROWS = {
+    "rows_a": [
+        ((6, 512, 2048, 1, 512, 512, 0.1, 0.1, 100_000), None),
+        ((6, 512, 2048, 4, 128, 128, 0.1, 0.1, 100_000), None),
+        ((6, 512, 2048, 16, 32, 32, 0.1, 0.1, 100_000), None),
+        ((6, 512, 2048, 32, 16, 16, 0.1, 0.1, 100_000), None),
+    ],
+    "rows_b": [
+        ((6, 512, 2048, 8, 16, 64, 0.1, 0.1, 100_000), 58),
+        ((6, 512, 2048, 8, 32, 64, 0.1, 0.1, 100_000), 60),
+    ],
+    "rows_c": [
+        ((2, 512, 2048, 8, 64, 64, 0.1, 0.1, 100_000), 36),
+        ((4, 512, 2048, 8, 64, 64, 0.1, 0.1, 100_000), 50),
+        ((8, 512, 2048, 8, 64, 64, 0.1, 0.1, 100_000), 80),
+        ((6, 256, 2048, 8, 32, 32, 0.1, 0.1, 100_000), 28),
+        ((6, 1024, 2048, 8, 128, 128, 0.1, 0.1, 100_000), 168),
+        ((6, 512, 1024, 8, 64, 64, 0.1, 0.1, 100_000), 53),
+        ((6, 512, 4096, 8, 64, 64, 0.1, 0.1, 100_000), 90),
+    ],
+    "rows_d": [
+        ((6, 512, 2048, 8, 64, 64, 0.0, 0.1, 100_000), None),
+        ((6, 512, 2048, 8, 64, 64, 0.2, 0.1, 100_000), None),
+        ((6, 512, 2048, 8, 64, 64, 0.1, 0.0, 100_000), None),
+        ((6, 512, 2048, 8, 64, 64, 0.1, 0.2, 100_000), None),
+    ],
+    "row_e": [((6, 512, 2048, 8, 64, 64, 0.1, 0.1, 100_000), None)],
+    "big": [((6, 1024, 4096, 16, 64, 64, 0.3, 0.1, 300_000), 213)],
+}
+PRINTED = [
+    ("base", 0, 65),
+    *((name, number, millions) for name, rows in ROWS.items() for number, (_, millions) in enumerate(rows) if millions),
+]
+
+
+def points_of(name: str) -> list[Config]:
+    base = CONFIGS / "wmt14_en_de_base.yaml"
+    if name == "base":
+        return [load_config(base, check_files=False)]
+    points = read_sweep(CONFIGS / "table3" / f"{name}.yaml").points
+    return [load_config(base, point.overrides(), check_files=False) for point in points]
+
+
+def columns(config: Config) -> tuple[float, ...]:
+    model, training = config.model, config.training
+    assert model.num_encoder_layers == model.num_decoder_layers
+    assert training.max_steps is not None
+    sizes = (model.num_encoder_layers, model.d_model, model.d_ff, model.num_heads, *head_sizes(model))
+    return (*sizes, model.dropout, training.label_smoothing, training.max_steps)
+
+
+def test_every_sweep_of_the_folder_is_one_of_table_3():
+    assert {path.stem for path in (CONFIGS / "table3").iterdir()} == set(ROWS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_points_of_a_sweep_load_without_a_problem_and_have_the_papers_columns(name):
+    assert [columns(config) for config in points_of(name)] == [row for row, _ in ROWS[name]]
+
+
+def test_only_row_e_learns_its_positions():
+    learned = [name for name in ROWS for config in points_of(name) if config.model.positions == "learned"]
+    assert learned == ["row_e"]
+
+
+@pytest.mark.parametrize(("name", "number", "millions"), PRINTED)
+def test_parameters_are_those_printed_in_the_paper(name, number, millions):
+    """The printed figures do not follow from one vocabulary of "about 37000" (5.1), with which every row of base is 1.2 to
+    4.2 million lower and big 1.3 million higher. Base and rows (B) and (C) all round to what is printed for 40,932 to
+    41,160 pieces, and big for 35,296 to 36,272."""
+    model: ModelConfig = points_of(name)[number].model
+    pieces = 36_000 if name == "big" else 41_000
+    assert parameter_count(model, pieces, pieces) / MILLION == pytest.approx(millions, abs=0.5)
+    assert parameter_count(model, 37_000, 37_000) / MILLION == pytest.approx(millions, rel=0.07)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_rows_a_and_d_have_the_parameters_of_base(number):
+    """To the last one: neither heads nor dropout have parameters; the paper prints none."""
+    [base] = points_of("base")
+    for name in ("rows_a", "rows_d"):
+        assert parameter_count(points_of(name)[number].model, 37_000, 37_000) == parameter_count(
+            base.model, 37_000, 37_000
+        )

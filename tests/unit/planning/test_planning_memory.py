@@ -1,0 +1,209 @@
+"""Memory of a rank: activations against what autograd keeps, shapes against all there are, the whole against properties."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from dist_transformer.config.models import Config
+from dist_transformer.config.sizes import offloaded_bytes, parameter_count, state_bytes
+from dist_transformer.data.bounded_shapes import bounded_shapes
+from dist_transformer.data.filters import RATIO_FREE_TOKENS, filter_lengths
+from dist_transformer.model import loss as loss_module
+from dist_transformer.model.transformer import Transformer
+from dist_transformer.planning import activations as plan_activations
+from dist_transformer.planning import memory as plan_memory
+from dist_transformer.planning.activations import Shape, activations, largest_shape, token_bytes
+from dist_transformer.planning.memory import memory_of_rank, memory_problem, most_tokens, with_tokens
+from dist_transformer.training import memory as training_memory
+
+VOCABULARY = 56
+BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "memory_plan.py"
+SMALL_MODEL = dict(d_model=32, d_ff=80, num_heads=4, num_encoder_layers=2, num_decoder_layers=3)
+
+
+def config_of(model=None, data=None, **training):
+    return Config.model_validate({"data": data or {}, "model": model or {"preset": "base"}, "training": training})
+
+
+def kept_by_autograd(config, shape):
+    """Bytes of all different storages that a forward pass saves, without the parameters, and those of bf16 weights."""
+    model = Transformer(
+        config.model, VOCABULARY, VOCABULARY, 0, activation_checkpointing=config.training.activation_checkpointing
+    )
+    precision = config.training.precision
+    model = (model.half() if precision == "fp16" else model).train()
+    sides = {p.shape for p in model.parameters() if p.dim() == 2} | {
+        p.T.shape for p in model.parameters() if p.dim() == 2
+    }
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved = {}
+
+    def keep(tensor):
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    source, target = (torch.full((shape.rows, length), 5) for length in shape[1:])
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
+    ):
+        model.loss(source, target, target, 0.1)
+    tensors = [tensor for place, tensor in saved.items() if place not in parameters]
+    weights = [t for t in tensors if t.dtype == torch.bfloat16 and t.shape in sides]
+    total, copies = (sum(t.untyped_storage().nbytes() for t in some) for some in (tensors, weights))
+    return total - copies, copies
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_the_activations_are_those_that_autograd_keeps(precision, norm, dropout):
+    config = config_of({**SMALL_MODEL, "norm": norm, "dropout": dropout}, precision=precision)
+    shape = Shape(5, 11, 23)
+    found = activations(config, VOCABULARY, shape, on_gpu=False)
+    kept, copies = kept_by_autograd(config, shape)
+    assert found.kept == pytest.approx(kept, rel=0.005)
+    assert found.weight_copies == copies
+
+
+def test_masks_of_dropout_are_a_byte_on_gpus_and_chosen_sides_count_for_themselves():
+    config = config_of(SMALL_MODEL, precision="fp32")
+    on_cpu, on_gpu = (token_bytes(config, on_gpu=where) for where in (False, True))
+    d_model, encoder, decoder = 32, 2, 3
+    assert on_cpu[0] - on_gpu[0] == 3 * d_model * (2 * encoder + 1)
+    assert on_cpu[1] - on_gpu[1] == 3 * d_model * (3 * decoder + 1)
+
+
+def test_the_paper_s_models_are_as_large_as_the_paper_says():
+    """Table 3: 65 million and 213 million parameters."""
+    for preset, millions in (("base", 65), ("big", 213)):
+        assert parameter_count(config_of({"preset": preset}).model, 37_000, 37_000) / 1e6 == pytest.approx(
+            millions, rel=0.035
+        )
+
+
+def test_what_is_said_twice_is_the_same():
+    """planning/ may not import these floors."""
+    assert plan_activations.CHUNK_TOKENS == loss_module.CHUNK_TOKENS
+    assert plan_activations.RATIO_FREE_TOKENS == RATIO_FREE_TOKENS
+    assert plan_memory.USABLE_SHARE == training_memory.GPU_SHARE
+
+
+@pytest.mark.parametrize(("longest", "ratio", "budget"), [(40, 9.0, 500), (33, 1.5, 300), (12, 3.0, 100)])
+@pytest.mark.parametrize("weights", [(1, 1), (2, 5), (7, 3)])
+def test_the_largest_shape_is_the_largest_of_all_that_pass_the_filters(longest, ratio, budget, weights):
+    filters = {"max_tokens": longest, "max_length_ratio": ratio}
+    data = config_of(data={"filters": filters, "max_tokens": budget}).data
+
+    def size(rows, source, target):
+        return rows * (source * weights[0] + target * weights[1])
+
+    pairs = list(itertools.product(range(1, longest + 1), repeat=2))
+    kept, _ = filter_lengths(*zip(*pairs, strict=True), data.filters)
+    sizes = [size(budget // (s + t), s, t) for (s, t), is_kept in zip(pairs, kept, strict=True) if is_kept]
+    found = largest_shape(data, budget, *weights)
+    assert found.rows * (found.source_length + found.target_length) <= budget
+    assert size(*found) == max(sizes)
+
+
+@pytest.mark.parametrize("weights", [(1, 1), (2, 5)])
+def test_no_bounded_shape_is_larger_than_the_one_that_is_planned_with(weights):
+    data = config_of(data={"batch_shapes": "bounded", "filters": {"max_tokens": 128}, "max_tokens": 4096}).data
+    planned = largest_shape(data, 4096, *weights)
+    real = [rows * (s * weights[0] + t * weights[1]) for rows, s, t in bounded_shapes(4096, 128)]
+    size = planned.rows * (planned.source_length * weights[0] + planned.target_length * weights[1])
+    assert max(real) <= size <= 1.15 * max(real)
+
+
+ALL_KINDS = [
+    dict(zero_stage=stage, precision=precision) for stage in range(4) for precision in ("fp32", "bf16", "fp16")
+] + [dict(zero_stage=1, offload="optimizer"), dict(zero_stage=3, offload="optimizer_and_parameters", ema_decay=0.9)]
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS, ids=str)
+def test_more_ranks_never_need_more_memory_of_a_rank_and_more_tokens_never_less(kind):
+    config = config_of(data={"lanes": 64}, **kind)
+    # Of stage 3, one rank alone gathers nothing.
+    numbers = [n for n in (1, 2, 3, 4, 8, 64) if n > 1 or kind["zero_stage"] < 3]
+    peaks = [memory_of_rank(config, num_ranks).peak_bytes for num_ranks in numbers]
+    assert peaks == sorted(peaks, reverse=True)
+    by_tokens = [memory_of_rank(with_tokens(config, tokens), 4).peak_bytes for tokens in (512, 2048, 8192, 65_536)]
+    assert by_tokens == sorted(by_tokens)
+    assert by_tokens[0] < by_tokens[-1]
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS, ids=str)
+def test_checkpointing_never_needs_more_and_a_rank_never_less_than_its_state(kind):
+    config, saving = (config_of(activation_checkpointing=on, **kind) for on in (False, True))
+    for tokens in (1024, 16_384):
+        plain, less = (memory_of_rank(with_tokens(c, tokens), 4).peak_bytes for c in (config, saving))
+        assert less <= plain
+    parameters = parameter_count(config.model, 37_000, 37_000)
+    assert memory_of_rank(config, 4).peak_bytes >= 0.8 * state_bytes(parameters, config.training, 4)
+    assert memory_of_rank(config, 4).cpu_bytes >= offloaded_bytes(parameters, config.training, 4)
+
+
+def test_each_higher_stage_divides_more_of_the_state_among_many_ranks():
+    parts = [memory_of_rank(config_of(zero_stage=stage, precision="fp16"), 8).parts for stage in range(4)]
+    for part, first_divided in (("optimizer", 1), ("gradients", 2), ("weights", 3)):
+        shares = [parts[stage][part] / parts[0][part] for stage in range(4)]
+        assert shares == pytest.approx([1.0] * first_divided + [1 / 8] * (4 - first_divided), rel=1e-3)
+
+
+def test_the_most_tokens_fit_and_256_more_do_not():
+    config, limit = config_of(data={"max_tokens": "auto"}), 6e9
+    tokens = most_tokens(config, 2, limit)
+    assert tokens % 256 == 0
+    assert memory_of_rank(with_tokens(config, tokens), 2).peak_bytes <= limit
+    assert memory_of_rank(with_tokens(config, tokens + 256), 2).peak_bytes > limit
+    assert most_tokens(config, 2, 1e6) == 0
+
+
+@pytest.mark.parametrize("memory_gb", [5.0, 3.0, 2.4, 1.9, 1.5])
+def test_a_run_that_does_not_fit_is_told_a_change_with_which_it_does(memory_gb):
+    config = config_of(data={"max_tokens": 32_768}, precision="fp16")
+    problem = memory_problem(config, 4, memory_gb)
+    assert problem is not None
+    assert f"of the GPU's {memory_gb:g} GB" in problem
+    assert "it fits with" in problem
+    changed = config.model_dump()
+    for setting in problem.split("it fits with ")[1].split():
+        key, _, value = setting.partition("=")
+        section, _, name = key.partition(".")
+        changed[section][name] = json.loads(value) if value[0].isdigit() or value in ("true", "false") else value
+    assert memory_problem(Config.model_validate(changed), 4, memory_gb) is None
+
+
+def test_a_run_that_fits_has_no_problem_and_one_that_never_can_is_told_so():
+    assert memory_problem(config_of(), 4, 80.0) is None
+    assert memory_problem(config_of(data={"max_tokens": "auto"}), 4, 80.0) is None
+    for tokens in (8192, "auto"):
+        problem = memory_problem(config_of(data={"max_tokens": tokens}), 4, 0.1)
+        assert problem is not None
+        assert "take a smaller model or GPUs of more memory" in problem
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", ["3,7", "9,12"])
+def test_the_plan_is_within_a_tenth_of_what_a_real_step_takes(tmp_path, cases):
+    raw = tmp_path / "memory.json"
+    command = [sys.executable, str(BENCHMARK), "--cases", cases, "--json", str(raw)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(raw.read_text(encoding="utf-8"))["figures"]["memory"]
+    assert len(figures) == len(cases.split(","))
+    for name, case in figures.items():
+        assert case["planned"] == pytest.approx(case["measured"], rel=0.1), name
+        planned, measured = case["moments"]
+        assert planned["forward"] == pytest.approx(measured["forward"], rel=0.1), name
+        assert planned["update"] == pytest.approx(measured["update"], rel=0.1), name
+        # The plan looks at the beginning and the end of the backward pass.
+        backward = max(planned["backward"], planned["gradients"])
+        assert backward == pytest.approx(measured["backward"], rel=0.1), name
