@@ -1,8 +1,8 @@
 """Every mistake of a user ends in one clear message, exit code 2, no traceback, and nothing lost."""
 
 import json
-import platform
 import os
+import platform
 import shutil
 import socket
 import subprocess
