@@ -105,11 +105,6 @@ class RunDir:
         return self.slurm / "attempts.jsonl"
 
     @property
-    def first_exit(self) -> Path:
-        """Exit code and host of the first rank that failed in this attempt of the job."""
-        return self.slurm / "first_exit"
-
-    @property
     def preflight(self) -> Path:
         """What the check of the nodes found, one folder an attempt."""
         return self.slurm / "preflight"

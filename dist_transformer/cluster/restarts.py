@@ -123,7 +123,7 @@ def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: str) -> De
         decision = decide(run_dir, exit_code, _max_restarts(run_dir))
     failed = exit_code not in (EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR) and how.isdigit()
     _note(run_dir, "ended", job, attempt, exit_code=exit_code, requeued=decision.requeue, reason=decision.reason,
-          newest=newest_checkpoint(run_dir), failed_on=_first_to_fail(run_dir) if failed else None)  # fmt: skip
+          newest=newest_checkpoint(run_dir), failed_on=_first_to_fail() if failed else None)  # fmt: skip
     if failed and decision.requeue:
         added = exclude(run_dir, repeatedly_first_to_fail(run_dir), _num_nodes(), int(how))
         for node, reason in added.items():
@@ -131,8 +131,10 @@ def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: str) -> De
     return decision
 
 
-def _first_to_fail(run_dir: RunDir) -> str | None:
-    words = run_dir.first_exit.read_text(encoding="utf-8").split() if run_dir.first_exit.is_file() else []
+def _first_to_fail() -> str | None:
+    """The node of the rank that failed first; launch/slurm_task.sh wrote it where the batch script said."""
+    file = Path(os.environ.get("DIST_TRANSFORMER_FIRST_EXIT", "-"))
+    words = file.read_text(encoding="utf-8").split() if file.is_file() else []
     return words[1] if len(words) == 2 and words[1] != "?" else None
 
 

@@ -131,8 +131,13 @@ def test_attempts_that_end_without_a_word_are_given_up_in_the_end_unless_there_i
     assert main(["begin", "13", "0", str(run_dir.path)]) == 0
 
 
+@pytest.fixture(autouse=True)
+def first_exit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DIST_TRANSFORMER_FIRST_EXIT", str(tmp_path / "first_exit"))
+
+
 def _fail_on(run_dir: RunDir, node: str, code: int = 1, spare: int = 5) -> None:
-    run_dir.first_exit.write_text(f"{code} {node}\n")
+    (run_dir.path.parent / "first_exit").write_text(f"{code} {node}\n")
     main(["end", str(run_dir.path), "12", "0", str(code), str(spare)])
 
 
