@@ -17,12 +17,14 @@ import gc
 import logging
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import common
 import torch
 from common import Figures
+from torch._C._distributed_c10d import Work
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -38,6 +40,7 @@ from dist_transformer.training.objective import Objective
 
 MARK = "moment: "
 NUM_MICRO_BATCHES = 2
+GLOO_SECONDS = 0.003
 SMALL = dict(d_model=128, d_ff=512, num_heads=4, num_encoder_layers=4, num_decoder_layers=4)
 WIDE = dict(d_model=384, d_ff=1536, num_heads=6, num_encoder_layers=2, num_decoder_layers=2)
 MANY_TOKENS, FEW_TOKENS = Shape(24, 48, 48), Shape(4, 12, 20)
@@ -70,8 +73,8 @@ def measured(config: Config, shape: Shape, ranks: Ranks) -> Figures:
             continue
         place, count = event.extra_fields.ptr, event.extra_fields.alloc_size
         if count > 0:
+            in_use += count - sizes.get(place, 0)  # what was there was released unseen
             sizes[place] = count
-            in_use += count
         else:
             in_use -= sizes.pop(place, 0)  # not what was there before: of an engine that is gone
         if moment:
@@ -80,11 +83,27 @@ def measured(config: Config, shape: Shape, ranks: Ranks) -> Figures:
 
 
 def _all_events(recorded: profile) -> list[Any]:
-    found, waiting = [], list(recorded.profiler.kineto_results.experimental_event_tree())
+    """In their order where times are equal."""
+    found, waiting = [], recorded.profiler.kineto_results.experimental_event_tree()[::-1]
     while waiting:
         found.append(waiting.pop())
-        waiting += found[-1].children
+        waiting += found[-1].children[::-1]
     return found
+
+
+def _release_in_this_thread() -> None:
+    """After a collective lets gloo's thread drop its tensors while this thread still holds them.
+
+    Whichever thread drops them last releases them, and what gloo's releases the profiler does not see.
+    """
+    wait = Work.wait
+
+    def wait_longer(work: Work, *arguments: Any) -> bool:
+        done = wait(work, *arguments)
+        time.sleep(GLOO_SECONDS)
+        return done
+
+    Work.wait = wait_longer
 
 
 def _step(config: Config, shape: Shape, ranks: Ranks) -> Engine:
@@ -122,6 +141,7 @@ def main() -> None:
         sys.exit(start_local_ranks(sys.argv[1:], arguments.ranks, program=[sys.executable, __file__]))
     ranks = distributed.join(600)
     logging.disable(logging.WARNING)
+    _release_in_this_thread()
     found = common.begin(1) if ranks.is_first else {}
     rows, figures = [], {}
     for model, shape, training in [CASES[number] for number in arguments.cases]:

@@ -5,7 +5,7 @@
 
 A rank has faulthandler write the stacks of all threads into a private file when a signal comes. The handler is C: it
 answers while Python waits in a collective or in any other call. `python -m dist_transformer.stacks JOB` prints a line of
-JSON for each rank of this machine; `dist-transformer stacks` starts it on each node. Any Python 3 can run it.
+JSON for each line of each rank of this machine; `dist-transformer stacks` starts it on each node. Any Python 3 can run it.
 """
 
 import atexit
@@ -18,7 +18,7 @@ import signal
 import stat
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TextIO
 
@@ -97,10 +97,12 @@ def host_name() -> str:
 
 
 def main(arguments: list[str], out: TextIO, folder: Path = FOLDER) -> None:
-    """Prints a line for this node, then one for each of its ranks."""
+    """Prints a line for this node, then one for each line of each of its ranks: srun mixes long ones of several nodes."""
     dumps = dump_local(arguments[0], folder)
     out.write(json.dumps({"node": host_name(), "ranks": len(dumps)}) + "\n")
-    out.writelines(json.dumps(asdict(dump)) + "\n" for dump in dumps)
+    for dump in dumps:
+        for line in dump.text.splitlines(keepends=True):
+            out.write(json.dumps(asdict(replace(dump, text=line))) + "\n")
     out.flush()
 
 

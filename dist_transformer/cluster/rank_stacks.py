@@ -4,7 +4,7 @@ import json
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,16 +40,19 @@ def stacks_of_job(run_dir: RunDir, job: QueuedJob) -> list[NodeStacks]:
 def by_node(nodes: list[str], lines: list[str]) -> list[NodeStacks]:
     """Sorts the answers, which come in any order and may be mixed with lines of others, by node and rank."""
     ranks: dict[str, int] = {}
-    dumps: dict[str, list[Dump]] = {}
+    dumps: dict[str, dict[int, Dump]] = {node: {} for node in nodes}
     for answer in map(_answer, lines):
         if "node" in answer:
             ranks[answer["node"]] = answer["ranks"]
         elif "rank" in answer:
-            dumps.setdefault(answer["host"], []).append(Dump(**answer))
+            line = Dump(**answer)
+            of_node = dumps.setdefault(line.host, {})
+            before = of_node[line.rank].text if line.rank in of_node else ""
+            of_node[line.rank] = replace(line, text=before + line.text)
     silent = "it did not answer: is it alive, and on the network?"
     none = "no rank here has registered: they are still starting, or have ended"
     problems = {node: silent if node not in ranks else None if ranks[node] else none for node in nodes}
-    order = {node: tuple(sorted(dumps.get(node, []), key=lambda dump: dump.rank)) for node in nodes}
+    order = {node: tuple(dump for _, dump in sorted(dumps[node].items())) for node in nodes}
     return [NodeStacks(node, order[node], problems[node]) for node in nodes]
 
 

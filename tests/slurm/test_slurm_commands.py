@@ -13,7 +13,7 @@ from dist_transformer.run_dir import RunDir, read_json
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 REPOSITORY = HERE.parents[1]
-SHORT = "training.max_steps=6"
+SHORT = ("training.max_steps=6", "schedule.warmup_steps=2")
 
 
 def say(cluster: SlurmCluster, *arguments: str) -> str:
@@ -72,7 +72,7 @@ def test_each_task_of_an_array_by_hand_has_a_run_of_its_own(slurm_cluster: Slurm
         {**slurm_cluster.environment, "PATH": f"{Path(sys.executable).parent}:{slurm_cluster.environment['PATH']}"},
     )
     job = ("sbatch", "--parsable", "--array=3-4", "--nodes=1", f"--output={tmp_path}/%a.log", "slurm/train.sbatch")
-    arguments = (str(config), f"run.root={tmp_path}", "run.name=seed_%a", "run.seed=%a", SHORT)
+    arguments = (str(config), f"run.root={tmp_path}", "run.name=seed_%a", "run.seed=%a", *SHORT)
     job_id = cluster.run(*job, *arguments, cwd=REPOSITORY).strip()
     wait_until(lambda: is_over(cluster, job_id), 180, lambda: (tmp_path / "3.log").read_text())
     runs = [RunDir(tmp_path / f"seed_{number}") for number in (3, 4)]
@@ -88,7 +88,7 @@ def test_a_sweep_is_one_array_of_runs_and_shows_them_sorted(slurm_cluster: Slurm
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG.replace("data:\n", "data:\n  validation: {demo: validation}\n"))
     folder = tmp_path / "rates"
-    place = (f"run.root={tmp_path}", "run.name=rates", SHORT, "slurm.nodes=1")
+    place = (f"run.root={tmp_path}", "run.name=rates", *SHORT, "slurm.nodes=1")
     arguments = ("submit", str(config), *place, "--sweep", str(sweep), "--max-running", "2")
     assert "Traceback" not in say(slurm_cluster, *arguments)
     job_id = read_json(folder / "task_0" / "slurm" / "job.json")["job_id"].split("_")[0]
@@ -106,7 +106,7 @@ def test_a_sweep_is_one_array_of_runs_and_shows_them_sorted(slurm_cluster: Slurm
 def test_jobs_after_each_other_prepare_train_average_and_evaluate(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG.replace("data:\n", "data:\n  validation: {demo: validation}\n  test: {demo: test}\n"))
-    place = (f"run.root={tmp_path}", "run.name=whole", SHORT, "slurm.nodes=1", "checkpoints.every_steps=3")
+    place = (f"run.root={tmp_path}", "run.name=whole", *SHORT, "slurm.nodes=1", "checkpoints.every_steps=3")
     say(slurm_cluster, "submit", str(config), *place, "--stages", "prepare,train,average,evaluate")
     run = SubmittedRun(slurm_cluster, RunDir(tmp_path / "whole"))
     ids = [*read_json(run.run_dir.job)["stages"].values(), run.job_id]
@@ -125,7 +125,7 @@ def test_the_preflight_finds_the_slow_node_and_the_job_trains_without_it(
     slurm_cluster.node("slow", "n2")
     try:
         run = submit(
-            slurm_cluster, tmp_path / "runs", "away", "slurm.nodes=3", "data.lanes=3", SHORT,
+            slurm_cluster, tmp_path / "runs", "away", "slurm.nodes=3", "data.lanes=3", *SHORT,
             "slurm.preflight=exclude", "slurm.preflight_tolerance=0.3",
         )  # fmt: skip
         run.wait_for_end(seconds=300)
@@ -153,7 +153,7 @@ def test_an_odd_name_of_a_run_is_refused_and_nothing_of_it_is_executed(
 
 def test_an_odd_folder_of_runs_is_quoted_everywhere(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
     root = tmp_path / 'it\'s $(touch owned) \u00fc; "quoted" -x'
-    run = submit(slurm_cluster, root, "inside", SHORT, "slurm.nodes=1")
+    run = submit(slurm_cluster, root, "inside", *SHORT, "slurm.nodes=1")
     run.wait_for_end()
     assert read_json(run.run_dir.state)["state"] == "finished"
     assert "finished" in say(slurm_cluster, "status", str(run.run_dir.path))
