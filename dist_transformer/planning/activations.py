@@ -2,8 +2,8 @@
 
 Counted from model/: a linear layer keeps its input, attention its queries, keys, values, result and one number a head
 and token, a layer norm its input, dropout its mask, ReLU its result; the loss its gradients. Attention weights are never
-kept: on CPUs `scaled_dot_product_attention` takes the flash kernel (measured), and on GPUs the flash and the
-memory-efficient ones are assumed. bf16 is autocast: the residual sums are fp32, and each linear layer keeps a bf16 copy
+kept: on CPUs `scaled_dot_product_attention` takes the flash kernel where keys and values are of one size (measured), and
+on GPUs the flash and the memory-efficient ones are assumed. bf16 is autocast: the residual sums are fp32, and each linear layer keeps a bf16 copy
 of its input and of its weight.
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from dist_transformer.config.data_models import DataConfig
 from dist_transformer.config.models import Config, ModelConfig
+from dist_transformer.config.sizes import head_sizes
 
 CHUNK_TOKENS = 1024
 """Target tokens whose logits exist at once: that of model/loss.py."""
@@ -106,7 +107,7 @@ def token_bytes(config: Config, on_gpu: bool) -> tuple[int, int]:
 
 def _encoder_bytes(model: ModelConfig, widths: _Widths) -> int:
     """Of a layer, for a token: 2 sums; inputs of 2 sub-layers, 3 projections, what was attended, inner activations."""
-    products = 6 * model.d_model + model.d_ff
+    products = 2 * (model.d_model + projected_width(model)) + model.d_ff
     return (
         2 * model.d_model * (widths.residual + widths.mask)
         + products * widths.product
@@ -117,7 +118,7 @@ def _encoder_bytes(model: ModelConfig, widths: _Widths) -> int:
 
 def _decoder_bytes(model: ModelConfig, widths: _Widths) -> int:
     """Of a layer, for a target token: a third sub-layer, whose queries only are the decoder's."""
-    products = 9 * model.d_model + model.d_ff
+    products = 3 * (model.d_model + projected_width(model)) + model.d_ff
     return (
         3 * model.d_model * (widths.residual + widths.mask)
         + products * widths.product
@@ -128,7 +129,8 @@ def _decoder_bytes(model: ModelConfig, widths: _Widths) -> int:
 
 def _memory_bytes(model: ModelConfig, widths: _Widths) -> int:
     """Of a decoder layer, for a source token: keys and values; autocast copies the memory for each layer."""
-    return (3 if widths.product < widths.residual else 2) * model.d_model * widths.product
+    copy = model.d_model if widths.product < widths.residual else 0
+    return (projected_width(model) + copy) * widths.product
 
 
 def _decoder_layer_bytes(model: ModelConfig, widths: _Widths, source: int, target: int) -> int:
@@ -142,8 +144,13 @@ def sum_of_matrices(model: ModelConfig) -> int:
 
 
 def _layer_matrices(model: ModelConfig) -> tuple[int, int]:
-    attention, feed_forward = 4 * model.d_model**2, 2 * model.d_model * model.d_ff
+    attention, feed_forward = 2 * model.d_model * projected_width(model), 2 * model.d_model * model.d_ff
     return attention + feed_forward, 2 * attention + feed_forward
+
+
+def projected_width(model: ModelConfig) -> int:
+    """Of keys and values of all heads together: queries are as wide as keys, what was attended as values."""
+    return model.num_heads * sum(head_sizes(model))
 
 
 def _loss_bytes(config: Config, vocabulary: int, target: int, on_gpu: bool) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dist_transformer.config.models import Config
 from dist_transformer.config.sizes import REDUCED_AT_ONCE, bytes_of_weight
-from dist_transformer.planning.activations import sum_of_matrices
+from dist_transformer.planning.activations import projected_width, sum_of_matrices
 from dist_transformer.planning.hardware import Hardware
 from dist_transformer.planning.memory import count_parameters, vocabulary_size
 
@@ -73,14 +73,15 @@ def step_time(config: Config, num_ranks: int, ranks_per_node: int, hardware: Har
 def micro_batch_flops(config: Config, source_tokens: float, target_tokens: float) -> float:
     """Forward and backward pass, padding counted: it is multiplied like any token."""
     model = config.model
-    square, feed_forward = model.d_model**2, 2 * model.d_model * model.d_ff
-    encoder = model.num_encoder_layers * (4 * square + feed_forward)
-    decoder = model.num_decoder_layers * (6 * square + feed_forward)
-    memory = model.num_decoder_layers * 2 * square  # keys and values of the cross-attention are the source's
+    projected = projected_width(model)
+    square, feed_forward = model.d_model * projected, 2 * model.d_model * model.d_ff
+    encoder = model.num_encoder_layers * (2 * square + feed_forward)
+    decoder = model.num_decoder_layers * (3 * square + feed_forward)
+    memory = model.num_decoder_layers * square  # keys and values of the cross-attention are the source's
     assert encoder + decoder + memory == sum_of_matrices(model)
     passes = 8 if config.training.activation_checkpointing else 6
     of_layers = (encoder + memory) * source_tokens + decoder * target_tokens
-    scores = 2 * MEAN_TOKENS * model.d_model  # queries times keys, weights times values
+    scores = MEAN_TOKENS * projected  # queries times keys, weights times values
     of_layers += scores * (model.num_encoder_layers * source_tokens + 2 * model.num_decoder_layers * target_tokens)
     return passes * of_layers + 6 * vocabulary_size(config) * model.d_model * target_tokens
 

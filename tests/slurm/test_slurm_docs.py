@@ -44,7 +44,7 @@ def test_every_command_of_the_page_does_what_it_says(slurm_cluster: SlurmCluster
 
     before = jobs("all")
     said = {command: cluster.run(*shlex.split(command), cwd=folder) for command in COMMANDS}
-    wait_until(lambda: not jobs("PENDING,RUNNING,COMPLETING"), 400, lambda: "\n".join(jobs("all")))
+    wait_until(lambda: not jobs("PENDING,RUNNING,COMPLETING"), 600, lambda: "\n".join(jobs("all")))
     assert [line for line in jobs("all") - before if "COMPLETED" not in line] == []
     runs = folder / "runs"
     finished = [runs / "my-first", *(runs / "rates" / f"task_{n}" for n in range(4)), runs / "whole", runs / "by-hand",

@@ -26,6 +26,9 @@ VOCABULARY = 56
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "memory_plan.py"
 SMALL_MODEL = dict(d_model=32, d_ff=80, num_heads=4, num_encoder_layers=2, num_decoder_layers=3)
 
+ODD_HEADS = dict(num_heads=3, key_size=20, value_size=20)
+"""Nothing of it divides d_model."""
+
 
 def config_of(model=None, data=None, **training):
     return Config.model_validate({"data": data or {}, "model": model or {"preset": "base"}, "training": training})
@@ -62,12 +65,38 @@ def kept_by_autograd(config, shape):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("norm", ["post", "pre"])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_the_activations_are_those_that_autograd_keeps(precision, norm, dropout):
-    config = config_of({**SMALL_MODEL, "norm": norm, "dropout": dropout}, precision=precision)
+@pytest.mark.parametrize(
+    "model", [dict(dropout=0.0), dict(dropout=0.1), ODD_HEADS, dict(positions="learned", max_positions=40)], ids=str
+)
+def test_the_activations_are_those_that_autograd_keeps(precision, norm, model):
+    config = config_of({**SMALL_MODEL, "norm": norm, **model}, precision=precision)
     shape = Shape(5, 11, 23)
     found = activations(config, VOCABULARY, shape, on_gpu=False)
     kept, copies = kept_by_autograd(config, shape)
+    assert found.kept == pytest.approx(kept, rel=0.005)
+    assert found.weight_copies == copies
+
+
+class KernelLikeThoseOfGpus(torch.autograd.Function):
+    """Keeps what flash attention keeps, for values of any size: on CPUs torch's keeps the weights where sizes differ."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        batch, heads, length, _ = query.shape
+        attended = query.new_zeros(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        ctx.save_for_backward(query, key, value, attended, query.new_zeros(batch, heads, length, dtype=torch.float32))
+        return attended
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("key_size", "value_size"), [(3, 16), (20, 5)])
+def test_keys_and_values_may_be_of_different_sizes(monkeypatch, precision, key_size, value_size):
+    config = config_of({**SMALL_MODEL, "key_size": key_size, "value_size": value_size}, precision=precision)
+    monkeypatch.setattr(
+        "torch.nn.functional.scaled_dot_product_attention", lambda *inputs, **_: KernelLikeThoseOfGpus.apply(*inputs)
+    )
+    found = activations(config, VOCABULARY, Shape(5, 11, 23), on_gpu=False)
+    kept, copies = kept_by_autograd(config, Shape(5, 11, 23))
     assert found.kept == pytest.approx(kept, rel=0.005)
     assert found.weight_copies == copies
 

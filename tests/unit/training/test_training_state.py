@@ -27,7 +27,9 @@ KINDS = [
     dict(zero_stage=3, precision="fp16", offload="optimizer_and_parameters"),
 ]
 STAGES = [0, 1, 2, 3]
-SMALL_BYTES = 16_384
+POSITIONS_BYTES = 2 * 4 * 256 * TINY.d_model
+"""Tables of the sinusoids of both sides, 256 positions at least: 1 MB in the big model, so that no estimate counts them."""
+SMALL_BYTES = 1024
 
 
 def train(engine, steps) -> list[float]:
@@ -252,7 +254,7 @@ def test_activation_checkpointing_changes_no_bit_under_zero(make_engine, batches
 )
 def test_the_memory_estimate_is_what_an_engine_takes(make_engine, batches, kind):
     """On a CPU the two kinds of memory are one. Not estimated: DeepSpeed's two buffers of the largest parameter, and what
-    is small in any model (padding, positions, flags)."""
+    is small in any model (positions, padding, flags)."""
     before = bytes_of_tensors()
     engine = make_engine(**kind)
     loss, nll = engine(*batches[0])
@@ -263,7 +265,7 @@ def test_the_memory_estimate_is_what_an_engine_takes(make_engine, batches, kind)
     largest = max(torch.Size(shape).numel() for shape in engine.shapes().values())
     taken = bytes_of_tensors() - before
     assert estimate <= 1.03 * taken
-    assert taken <= 1.03 * estimate + (8 * largest if "offload" in kind else 0) + SMALL_BYTES
+    assert taken <= 1.03 * estimate + (8 * largest if "offload" in kind else 0) + POSITIONS_BYTES + SMALL_BYTES
 
 
 def bytes_of_tensors() -> int:
