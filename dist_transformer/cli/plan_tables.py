@@ -36,6 +36,11 @@ ASSUMPTIONS = {
 }
 """What is taken for granted beside the table of hardware."""
 
+CHECKED = (
+    "computed: all in the tables; memory was checked with real steps on CPUs only (within a tenth), times were not. "
+    "The start of kernels is not counted: the smaller the model, the more a step takes beyond this"
+)
+
 
 def as_values(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, rows: Sequence[Row]) -> dict[str, Any]:
     """The whole plan in numbers, bytes and seconds; null where there is none. Keys stay as they are in all releases."""
@@ -95,7 +100,7 @@ def print_plan(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware,
     _print_table(MEMORY, [_memory_cells(row) for row in rows])
     for row in rows:
         for text in [*filter(None, [row.problem]), *row.warnings]:
-            print(f"{row.nodes} nodes: {text}")
+            print(f"{row.nodes} {'node' if row.nodes == 1 else 'nodes'}: {text}")
     _print_sources(hardware)
 
 
@@ -122,6 +127,7 @@ def _print_sources(hardware: Hardware) -> None:
     by_source["assumed"] = [*by_source.get("assumed", []), *assumed]
     for source, figures in by_source.items():
         print(f"{source}: {', '.join(figures)}")
+    print(CHECKED)
 
 
 def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

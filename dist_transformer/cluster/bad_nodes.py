@@ -1,4 +1,4 @@
-"""Nodes that a run keeps away from by itself: bad in the preflight, or the first to fail again and again.
+"""Nodes that a run keeps away from by itself, since the preflight found them bad.
 
 Few at most, and never so many that the partition could no longer run the job: a fault of the program must not be taken
 for one of the cluster.
@@ -24,10 +24,10 @@ def exclude(run_dir: RunDir, found: Mapping[str, str], num_nodes: int, num_spare
 
     Args:
         num_nodes: nodes of the job.
-        num_spare: nodes of the partition beside them. It counts the excluded ones, which no job of the run has.
+        num_spare: further nodes that could serve it.
     """
     before = excluded_nodes(run_dir)
-    room = min(max(1, num_nodes // 10), num_spare) - len(before)
+    room = min(max(1, num_nodes // 10) - len(before), num_spare)
     new = [node for node in found if node not in before][: max(0, room)]
     if new:
         write_json(run_dir.excluded, {**before, **{node: found[node] for node in new}})

@@ -1,12 +1,12 @@
 """What the batch script asks: which run folder is this, and after an attempt, does the job go back to the queue?
 
     python -m dist_transformer.cluster.restarts begin JOB ATTEMPT CONFIG_OR_RUN_FOLDER [section.key=value ...]
-    python -m dist_transformer.cluster.restarts end RUN_FOLDER JOB ATTEMPT EXIT_CODE HOW   # exits 0: requeue, 1: stop
+    python -m dist_transformer.cluster.restarts end RUN_FOLDER JOB ATTEMPT EXIT_CODE HOW   # exits 0: requeue, 3: stop
     python -m dist_transformer.cluster.restarts exclude RUN_FOLDER PREFLIGHT_FOLDER SPARE  # exits 0: nodes were added
     python -m dist_transformer.cluster.restarts excluded RUN_FOLDER NODES                  # NODES and the run's own
 
-HOW is the number of nodes that the partition has to spare, `ended` when a person or Slurm ended the job, `preflight`
-when it never began to train. An attempt that made a new checkpoint may always be followed by another. Without one, at
+HOW is `decide`, `ended` when a person or Slurm ended the job, `preflight` when it never began to train; any other exit
+code of `end` says that it could not decide. SPARE is how many nodes more could serve the job. An attempt that made a new checkpoint may always be followed by another. Without one, at
 most `slurm.max_restarts_without_progress` attempts follow: a job that dies at the same place for ever must not.
 """
 
@@ -26,6 +26,8 @@ from dist_transformer.config.models import SlurmConfig
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError, UserError
 from dist_transformer.run_dir import RunDir, read_json, write_json
 
+EXIT_STOP = 3
+"""Of `end`: the job is not to be requeued. Not 1, with which a failing Python ends."""
 LOST_ATTEMPTS = 4
 """So many times max_restarts_without_progress attempts may end without a word (node failures, pre-emption)."""
 
@@ -104,38 +106,19 @@ def newest_checkpoint(run_dir: RunDir) -> str | None:
     return max(names, key=lambda name: int(name.removeprefix("step_")), default=None)
 
 
-def repeatedly_first_to_fail(run_dir: RunDir) -> dict[str, str]:
-    """The node on which the first rank failed in the last two attempts that failed, with no checkpoint between."""
-    ended = [record for record in attempts(run_dir) if record["event"] == "ended" and record.get("failed_on")]
-    if len(ended) < 2 or len({(record["failed_on"], record["newest"]) for record in ended[-2:]}) > 1:
-        return {}
-    node = ended[-1]["failed_on"]
-    return {node: f"the first rank to fail was there twice in a row (exit code {ended[-1]['exit_code']})"}
-
-
 def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: str) -> Decision:
-    """Decides after an attempt, notes it, and excludes a node that fails again and again."""
+    """Decides after an attempt, and notes it."""
     if how == "ended":
         decision = Decision(False, "ended by a person or by Slurm, which decides what follows")
     elif how == "preflight":
         decision = Decision(True, "away from nodes that the preflight found bad")
     else:
         decision = decide(run_dir, exit_code, _max_restarts(run_dir))
-    failed = exit_code not in (EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR) and how.isdigit()
-    _note(run_dir, "ended", job, attempt, exit_code=exit_code, requeued=decision.requeue, reason=decision.reason,
-          newest=newest_checkpoint(run_dir), failed_on=_first_to_fail() if failed else None)  # fmt: skip
-    if failed and decision.requeue:
-        added = exclude(run_dir, repeatedly_first_to_fail(run_dir), _num_nodes(), int(how))
-        for node, reason in added.items():
-            print(f"excluded: {node}: {reason}")
+    _note(
+        run_dir, "ended", job, attempt, exit_code=exit_code, requeued=decision.requeue, reason=decision.reason,
+        newest=newest_checkpoint(run_dir),
+    )  # fmt: skip
     return decision
-
-
-def _first_to_fail() -> str | None:
-    """The node of the rank that failed first; launch/slurm_task.sh wrote it where the batch script said."""
-    file = Path(os.environ.get("DIST_TRANSFORMER_FIRST_EXIT", "-"))
-    words = file.read_text(encoding="utf-8").split() if file.is_file() else []
-    return words[1] if len(words) == 2 and words[1] != "?" else None
 
 
 def _note(run_dir: RunDir, event: str, job: str, attempt: int, **values: Any) -> None:
@@ -171,10 +154,10 @@ def main(arguments: list[str]) -> int:
                 begin(run_dir, job, int(attempt), _max_restarts(run_dir))
                 print(run_dir.path)
                 return 0
-            case ["end", folder, job, attempt, exit_code, how]:
+            case ["end", folder, job, attempt, exit_code, ("decide" | "ended" | "preflight") as how]:
                 decision = end(RunDir(Path(folder)), job, int(attempt), int(exit_code), how)
                 print("requeued:" if decision.requeue else "not requeued:", decision.reason, flush=True)
-                return 0 if decision.requeue else 1
+                return 0 if decision.requeue else EXIT_STOP
             case ["exclude", folder, preflight, spare]:
                 reasons = reasons_of_preflight(Path(preflight) / "report.json")
                 added = exclude(RunDir(Path(folder)), reasons, _num_nodes(), int(spare))

@@ -3,8 +3,8 @@
 Counted from model/: a linear layer keeps its input, attention its queries, keys, values, result and one number a head
 and token, a layer norm its input, dropout its mask, ReLU its result; the loss its gradients. Attention weights are never
 kept: on CPUs `scaled_dot_product_attention` takes the flash kernel where keys and values are of one size (measured), and
-on GPUs the flash and the memory-efficient ones are assumed. bf16 is autocast: the residual sums are fp32, and each linear layer keeps a bf16 copy
-of its input and of its weight.
+on GPUs the flash and the memory-efficient ones are assumed. bf16 is autocast: the residual sums are fp32, and each linear
+layer keeps a bf16 copy of its input and of its weight; but in ZeRO 3 DeepSpeed's own, which keeps them as they are.
 """
 
 from dataclasses import dataclass
@@ -56,9 +56,11 @@ class Activations:
 
 @dataclass(frozen=True)
 class _Widths:
-    """Bytes of an element: of what matrix products take, of the residual sums, of a dropout mask."""
+    """Bytes of an element: of what matrix products give, of the normed inputs that linear layers keep, of the residual
+    sums, of dropout masks."""
 
     product: int
+    input: int
     residual: int
     mask: int
     residual_mask: int
@@ -67,9 +69,15 @@ class _Widths:
     def of(cls, config: Config, on_gpu: bool) -> "_Widths":
         precision = config.training.precision
         product, residual = 4 if precision == "fp32" else 2, 2 if precision == "fp16" else 4
+        kept = product if _copies_to_bf16(config) else residual
         if not config.model.dropout:
-            return cls(product, residual, 0, 0)
-        return cls(product, residual, *((1, 1) if on_gpu else (product, residual)))  # on CPUs masks are numbers
+            return cls(product, kept, residual, 0, 0)
+        return cls(product, kept, residual, *((1, 1) if on_gpu else (product, residual)))  # on CPUs masks are numbers
+
+
+def _copies_to_bf16(config: Config) -> bool:
+    """Whether linear layers keep copies of what they multiply."""
+    return config.training.precision == "bf16" and config.training.zero_stage < 3
 
 
 def activations(config: Config, vocabulary: int, shape: Shape, on_gpu: bool) -> Activations:
@@ -77,13 +85,13 @@ def activations(config: Config, vocabulary: int, shape: Shape, on_gpu: bool) -> 
     widths, model = _Widths.of(config, on_gpu), config.model
     source, target = shape.rows * shape.source_length, shape.rows * shape.target_length
     by_source, by_target = token_bytes(config, on_gpu)
-    is_autocast, is_checkpointed = config.training.precision == "bf16", config.training.activation_checkpointing
-    matrices = 2 * max(_layer_matrices(model)) if is_autocast else 0
+    has_copies, is_checkpointed = _copies_to_bf16(config), config.training.activation_checkpointing
+    matrices = 2 * max(_layer_matrices(model)) if has_copies else 0
     largest = max(source * _encoder_bytes(model, widths), _decoder_layer_bytes(model, widths, source, target))
     output = vocabulary * model.d_model
     return Activations(
         kept=source * by_source + target * by_target + 4 * output,
-        weight_copies=2 * sum_of_matrices(model) if is_autocast and not is_checkpointed else 0,
+        weight_copies=2 * sum_of_matrices(model) if has_copies and not is_checkpointed else 0,
         logits=_loss_bytes(config, vocabulary, target, on_gpu),
         recomputed=largest + matrices if is_checkpointed else 0,
         first_gradients=4 * output + target * model.d_model * (4 + widths.residual),
@@ -99,7 +107,7 @@ def token_bytes(config: Config, on_gpu: bool) -> tuple[int, int]:
     source, target = 8 + model.d_model * widths.residual_mask, 16 + model.d_model * (widths.residual_mask + 4)
     if config.training.activation_checkpointing:  # the input of each layer, and the memory
         return source + (num_encoder + 1) * stream, target + num_decoder * stream + (ends if num_decoder else 0)
-    memory = 0 if config.training.precision == "bf16" else model.d_model * widths.product
+    memory = 0 if _copies_to_bf16(config) else model.d_model * widths.input
     source += num_encoder * _encoder_bytes(model, widths) + ends + memory
     source += num_decoder * _memory_bytes(model, widths)
     return source, target + num_decoder * _decoder_bytes(model, widths) + ends
@@ -107,10 +115,9 @@ def token_bytes(config: Config, on_gpu: bool) -> tuple[int, int]:
 
 def _encoder_bytes(model: ModelConfig, widths: _Widths) -> int:
     """Of a layer, for a token: 2 sums; inputs of 2 sub-layers, 3 projections, what was attended, inner activations."""
-    products = 2 * (model.d_model + projected_width(model)) + model.d_ff
     return (
-        2 * model.d_model * (widths.residual + widths.mask)
-        + products * widths.product
+        2 * model.d_model * (widths.residual + widths.mask + widths.input)
+        + (2 * projected_width(model) + model.d_ff) * widths.product
         + 4 * model.num_heads
         + 4 * widths.residual
     )
@@ -118,10 +125,9 @@ def _encoder_bytes(model: ModelConfig, widths: _Widths) -> int:
 
 def _decoder_bytes(model: ModelConfig, widths: _Widths) -> int:
     """Of a layer, for a target token: a third sub-layer, whose queries only are the decoder's."""
-    products = 3 * (model.d_model + projected_width(model)) + model.d_ff
     return (
-        3 * model.d_model * (widths.residual + widths.mask)
-        + products * widths.product
+        3 * model.d_model * (widths.residual + widths.mask + widths.input)
+        + (3 * projected_width(model) + model.d_ff) * widths.product
         + 8 * model.num_heads
         + 6 * widths.residual
     )
@@ -129,7 +135,7 @@ def _decoder_bytes(model: ModelConfig, widths: _Widths) -> int:
 
 def _memory_bytes(model: ModelConfig, widths: _Widths) -> int:
     """Of a decoder layer, for a source token: keys and values; autocast copies the memory for each layer."""
-    copy = model.d_model if widths.product < widths.residual else 0
+    copy = model.d_model if widths.input < widths.residual else 0
     return (projected_width(model) + copy) * widths.product
 
 

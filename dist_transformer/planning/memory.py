@@ -149,7 +149,11 @@ def _moments(
 
 
 def _bytes_while_reducing(state: _State, stage: int) -> int:
-    """At the end of the backward pass: gradients, the buffer and, from stage 2 on, what is sent, a copy of it."""
+    """At the end of the backward pass.
+
+    Gradients and the buffer; in stage 2 the buffer, whose parts they are, and the flat copy that is sent; in stage 3 beside
+    the buffer that copy, and the one that gloo makes of it (NCCL is taken to make one, too).
+    """
     return 2 * state.buffer if stage >= 2 else state.gradients + state.buffer
 
 

@@ -54,7 +54,10 @@ def plan_row(config: Config, nodes: int, gpus_per_node: int, hardware: Hardware)
     time = step_time(config, num_ranks, gpus_per_node, hardware) if has_lanes else None
     problem = None
     if not has_lanes:
-        problem = f"more ranks ({num_ranks}) than data.lanes ({config.data.lanes}): take fewer nodes or more lanes"
+        problem = (
+            f"more ranks ({num_ranks}) than data.lanes ({config.data.lanes}): take fewer nodes, fewer GPUs of a node or "
+            "more lanes"
+        )
     elif memory.peak_bytes > usable:
         problem = f"does not fit by {(memory.peak_bytes - usable) / 1e9:.1f} GB; {remedy(config, num_ranks, memory_gb)}"
     hours = time.seconds * config.training.max_steps / 3600 if time and config.training.max_steps else None

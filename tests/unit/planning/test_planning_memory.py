@@ -1,5 +1,6 @@
 """Memory of a rank: activations against what autograd keeps, shapes against all there are, the whole against properties."""
 
+import importlib
 import itertools
 import json
 import os
@@ -99,6 +100,19 @@ def test_keys_and_values_may_be_of_different_sizes(monkeypatch, precision, key_s
     kept, copies = kept_by_autograd(config, Shape(5, 11, 23))
     assert found.kept == pytest.approx(kept, rel=0.005)
     assert found.weight_copies == copies
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_stage_3_keeps_no_copies_in_bf16(monkeypatch, norm):
+    """Its linear layer is DeepSpeed's."""
+    importlib.import_module("dist_transformer.training.engine")
+    linear = importlib.import_module("deepspeed.runtime.zero.linear").zero3_linear_wrap
+    monkeypatch.setattr("torch.nn.functional.linear", linear)
+    config = config_of({**SMALL_MODEL, "norm": norm}, precision="bf16", zero_stage=3)
+    found = activations(config, VOCABULARY, Shape(5, 11, 23), on_gpu=False)
+    assert found.kept == pytest.approx(kept_by_autograd(config, Shape(5, 11, 23))[0], rel=0.005)
+    assert found.weight_copies == 0
 
 
 def test_masks_of_dropout_are_a_byte_on_gpus_and_chosen_sides_count_for_themselves():
@@ -219,10 +233,11 @@ def test_a_run_that_fits_has_no_problem_and_one_that_never_can_is_told_so():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", ["3,7", "9,12"])
-def test_the_plan_is_within_a_tenth_of_what_a_real_step_takes(tmp_path, cases):
+@pytest.mark.parametrize(("num_ranks", "cases"), [(1, "3,7"), (1, "9,12"), (2, "13,14")])
+def test_the_plan_is_within_a_tenth_of_what_a_real_step_takes(tmp_path, num_ranks, cases):
+    """On two ranks stage 2 in fp16 and stage 3 in fp32."""
     raw = tmp_path / "memory.json"
-    command = [sys.executable, str(BENCHMARK), "--cases", cases, "--json", str(raw)]
+    command = [sys.executable, str(BENCHMARK), "--ranks", str(num_ranks), "--cases", cases, "--json", str(raw)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr

@@ -48,13 +48,15 @@ def counted_flops(config, checkpointing):
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_operations_are_those_that_torch_counts_but_for_attention_scores(checkpointing):
+@pytest.mark.parametrize("head_size", [16, 10])
+def test_the_operations_are_those_that_torch_counts_but_for_attention_scores(checkpointing, head_size):
     """Its counter knows no attention kernel of CPUs, and kept attention is not computed again."""
     sizes = dict(d_model=64, d_ff=96, num_heads=4, num_encoder_layers=2, num_decoder_layers=3)
+    sizes |= dict(key_size=head_size, value_size=head_size)
     values = {"data": {}, "model": sizes, "tokenizer": {"vocabulary_size": 64}}
     config = Config.model_validate({**values, "training": {"activation_checkpointing": checkpointing}})
     tokens = 3 * MEAN_TOKENS
-    scores = (8 if checkpointing else 6) * 2 * MEAN_TOKENS * 64 * (2 + 2 * 3) * tokens
+    scores = (8 if checkpointing else 6) * 2 * MEAN_TOKENS * 4 * head_size * (2 + 2 * 3) * tokens
     assert micro_batch_flops(config, tokens, tokens) - scores == pytest.approx(
         counted_flops(config, checkpointing), rel=0.01
     )
