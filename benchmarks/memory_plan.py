@@ -50,7 +50,10 @@ CASES = [
     *[(SMALL, MANY_TOKENS, dict(zero_stage=1, precision=p, activation_checkpointing=True)) for p in ("fp32", "bf16")],
     *[(WIDE, FEW_TOKENS, dict(zero_stage=stage, precision=p)) for stage in range(4) for p in ("fp32", "fp16")],
     (WIDE, FEW_TOKENS, dict(zero_stage=1, precision="bf16", ema_decay=0.99)),
-    *[(model, shape, dict(zero_stage=3, precision="bf16")) for model, shape in ((SMALL, MANY_TOKENS), (WIDE, FEW_TOKENS))],
+    *[
+        (model, shape, dict(zero_stage=3, precision="bf16"))
+        for model, shape in ((SMALL, MANY_TOKENS), (WIDE, FEW_TOKENS))
+    ],
 ]
 LINEAR = torch.nn.functional.linear
 """Stage 3 puts its own in its place, for all engines of the process that come after."""

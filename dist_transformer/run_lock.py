@@ -4,6 +4,7 @@ The lock is that of the file system (flock). Across machines some file systems d
 that is gone; so the holder also writes down who it is, in `owner.json`, and touches that file every few seconds.
 """
 
+import errno
 import os
 import platform
 import secrets
@@ -16,7 +17,7 @@ from typing import Any
 
 import filelock
 
-from dist_transformer.errors import EXIT_FAILED, MachineError, UserError
+from dist_transformer.errors import EXIT_USER_ERROR, MachineError, UserError
 from dist_transformer.run_dir import RunDir, read_json, write_json
 
 BEAT_SECONDS = 5.0
@@ -34,8 +35,8 @@ class RunLock:
     def __init__(self, run_dir: RunDir, wait_seconds: float = 20.0, beat_seconds: float = BEAT_SECONDS) -> None:
         self._owner, self._wait_seconds, self._beat_seconds = run_dir.owner, wait_seconds, beat_seconds
         self._folder = run_dir.path
-        self._lock = filelock.FileLock(run_dir.lock)
-        self._token = secrets.token_hex(8)
+        self._lock = filelock.FileLock(run_dir.lock, fallback_to_soft=False)
+        self._record = {**_who(), "token": secrets.token_hex(8), "started": round(time.time(), 3)}
         self._released = threading.Event()
 
     def acquire(self) -> None:
@@ -49,30 +50,35 @@ class RunLock:
             self._lock.acquire(timeout=self._wait_seconds)
         except filelock.Timeout:
             raise self._refusal() from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise  # else the disk keeps no locks, and the heartbeat alone decides
         if self._is_held_from_elsewhere():
             self._lock.release()
             raise self._refusal()
-        write_json(self._owner, {**_who(), "token": self._token, "started": round(time.time(), 3)})
+        write_json(self._owner, self._record)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def release(self) -> None:
         """At an orderly end: the folder is free for the next."""
         self._released.set()
-        with suppress(OSError):
-            self._owner.unlink(missing_ok=True)
+        if self._holder().get("token") in (None, self._record["token"]):  # else it was taken over
+            with suppress(OSError):
+                self._owner.unlink(missing_ok=True)
         self._lock.release()
 
     def _beat(self) -> None:
         while not self._released.wait(self._beat_seconds):
             with suppress(OSError, ValueError):  # a disk that is away; the next beat tries again
-                if read_json(self._owner)["token"] != self._token and not self._released.is_set():
-                    _leave(f"{self._folder}: {_name(read_json(self._owner))} has taken over this run folder")
+                holder = self._holder()
+                if holder and holder["token"] != self._record["token"] and not self._released.is_set():
+                    _leave(f"{self._folder}: {_name(holder)} has taken over this run folder")
                 os.utime(self._owner)
 
     def _is_held_from_elsewhere(self) -> bool:
         """Whether a process on another machine is alive that the file system's lock did not keep out."""
         holder = self._holder()
-        if not holder or holder["boot"] == _boot():  # one kernel: its lock is the truth
+        if not holder or (self._lock.is_locked and holder["boot"] == _boot()):  # one kernel: its lock is the truth
             return False
         seen = self._owner.stat().st_mtime
         while (age := self._seconds_since_beat()) is not None and age < STALE_BEATS * self._beat_seconds:
@@ -110,7 +116,7 @@ class RunLock:
 
     def _seconds_since_beat(self) -> float | None:
         """By the clock of the file system, as those of two machines may differ; None without a holder."""
-        probe = self._folder / f".clock.{self._token}"
+        probe = self._folder / f".clock.{self._record['token']}"
         try:
             probe.touch()
             return probe.stat().st_mtime - self._owner.stat().st_mtime
@@ -144,6 +150,6 @@ def _boot() -> str:
 
 
 def _leave(message: str) -> None:
-    """Two jobs that write one run folder would ruin it: the one that has lost it ends at once."""
+    """Two jobs that write one run folder would ruin it: the one that has lost it ends at once, and is not requeued."""
     print(f"{message}; this process ends", file=sys.stderr, flush=True)
-    os._exit(EXIT_FAILED)
+    os._exit(EXIT_USER_ERROR)

@@ -6,8 +6,9 @@
     python -m dist_transformer.cluster.restarts excluded RUN_FOLDER NODES                  # NODES and the run's own
 
 HOW is `decide`, `ended` when a person or Slurm ended the job, `preflight` when it never began to train; any other exit
-code of `end` says that it could not decide. SPARE is how many nodes more could serve the job. An attempt that made a new checkpoint may always be followed by another. Without one, at
-most `slurm.max_restarts_without_progress` attempts follow: a job that dies at the same place for ever must not.
+code of `end` says that it could not decide. SPARE is how many nodes more could serve the job. An attempt that made a new
+checkpoint may always be followed by another. Without one, at most `slurm.max_restarts_without_progress` attempts follow:
+a job that dies at the same place for ever must not.
 """
 
 import json
@@ -93,9 +94,11 @@ def decide(run_dir: RunDir, exit_code: int, max_restarts: int) -> Decision:
         if before["newest_checkpoint"] == newest:
             without_progress = before["without_progress"]
     if without_progress >= max_restarts:
-        return Decision(False, f"{without_progress} restarts without a new checkpoint after {newest}")
+        return Decision(False, f"{without_progress} restarts without a new checkpoint after {newest or 'the start'}")
     write_json(run_dir.restarts, {"newest_checkpoint": newest, "without_progress": without_progress + 1})
-    return Decision(True, f"newest checkpoint {newest}, restart {without_progress + 1} of {max_restarts} from there")
+    start = f"goes on from {newest}" if newest else "begins again, as there is no checkpoint yet"
+    left = f"; restart {without_progress + 1} of {max_restarts} without a new one" if without_progress else ""
+    return Decision(True, start + left)
 
 
 def newest_checkpoint(run_dir: RunDir) -> str | None:
@@ -107,7 +110,13 @@ def newest_checkpoint(run_dir: RunDir) -> str | None:
 
 
 def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: str) -> Decision:
-    """Decides after an attempt, and notes it."""
+    """Decides after an attempt, and notes it.
+
+    Raises:
+        MachineError: the run folder cannot be seen; where its disk was mounted no other is made.
+    """
+    if not run_dir.slurm.is_dir():
+        raise MachineError(f"{run_dir.slurm}: is gone; is the disk of the run folder away?")
     if how == "ended":
         decision = Decision(False, "ended by a person or by Slurm, which decides what follows")
     elif how == "preflight":

@@ -140,8 +140,9 @@ def _moments(
     taken_over = left if stage == 2 else 0
     # Of a rank's part in fp32: gradients, a flat copy of them, on CPUs a third for Adam, which is one kernel on GPUs.
     update = (2 if on_gpu else 3) * state.flat if stage else state.gradients + state.flat
+    # The buffer of what was gathered last goes with the last layer that takes its weights from it, before the logits come.
     return {
-        "forward": always + left + kept + batch.logits + state.gathered + state.fetched,
+        "forward": always + left + kept + state.gathered + max(batch.logits, state.fetched),
         "backward": always + left + buffer + kept + batch.recomputed + batch.first_gradients + state.gathered,
         "gradients": always + taken_over + reducing + first_reduced,
         "update": always + update,

@@ -1,5 +1,7 @@
 """Only one job works on a run folder, and the others are told who does."""
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -155,7 +157,7 @@ def test_a_holder_that_was_taken_over_ends_at_once(run_dir: RunDir) -> None:
     owner.write_text(json.dumps(ELSEWHERE))
     owner.replace(run_dir.owner)
     first.join(10)
-    assert first.exitcode == 1
+    assert first.exitcode == 2  # its job is not requeued against the new one
 
 
 def test_a_disk_that_goes_away_and_comes_back_ends_no_heartbeat(run_dir: RunDir) -> None:
@@ -168,3 +170,26 @@ def test_a_disk_that_goes_away_and_comes_back_ends_no_heartbeat(run_dir: RunDir)
     away.rename(run_dir.owner)
     _until(lambda: run_dir.owner.stat().st_mtime > 0)
     lock.release()
+
+
+def test_one_that_was_taken_over_leaves_the_new_holders_record_alone(run_dir: RunDir) -> None:
+    lock = RunLock(run_dir, beat_seconds=60)
+    lock.acquire()
+    write_json(run_dir.owner, ELSEWHERE)
+    lock.release()
+    assert read_json(run_dir.owner) == ELSEWHERE
+
+
+def test_on_a_disk_without_locks_the_heartbeat_alone_decides(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    first = _lock(run_dir)
+    first.acquire()
+    with pytest.raises(UserError, match=f"with pid {os.getpid()}"):
+        _lock(run_dir).acquire()
+    first.release()
+    second = _lock(run_dir)
+    second.acquire()
+    second.release()

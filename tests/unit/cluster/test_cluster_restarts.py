@@ -88,7 +88,7 @@ def test_the_batch_script_reads_the_decision_from_the_exit_code(
 ) -> None:
     run_dir.config.write_text("data: {train: {demo: train}}\nslurm: {max_restarts_without_progress: 1}\n")
     assert main(["end", str(run_dir.path), "12", "0", "1", "decide"]) == 0
-    assert capsys.readouterr().out == "requeued: newest checkpoint None, restart 1 of 1 from there\n"
+    assert capsys.readouterr().out == "requeued: begins again, as there is no checkpoint yet\n"
     assert main(["end", str(run_dir.path), "12", "1", "1", "decide"]) == 3
     assert capsys.readouterr().out.startswith("not requeued: 1 restarts")
 
