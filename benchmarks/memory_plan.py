@@ -7,9 +7,10 @@ The real engine makes one step of two equal micro-batches without padding. Measu
 torch's CPU allocator reports each allocation and release to the profiler, to the byte and in order, from before the model
 was made on. (The process's own size would add libraries and what malloc keeps; hooks on saved tensors would see neither
 gradients nor what lives for a moment only.) Garbage in reference cycles is collected between the parts of the step, as a
-long run does now and then. On CPUs attention takes the flash kernel of `scaled_dot_product_attention`, dropout keeps a
-mask of numbers, fp16 is multiplied as fp32 and Adam takes a temporary copy: the plan knows these, and leaves them out
-for GPUs.
+long run does now and then. After each collective this thread waits until gloo's has let go of the tensors: what a thread
+of gloo releases is not reported, and would count for ever. On CPUs attention takes the flash kernel of
+`scaled_dot_product_attention`, dropout keeps a mask of numbers, fp16 is multiplied as fp32 and Adam takes a temporary copy:
+the plan knows these, and leaves them out for GPUs.
 """
 
 import argparse

@@ -38,10 +38,11 @@ class UserError(DistTransformerError):
 class ConfigError(UserError):
     """One or more problems of a configuration, all reported at once."""
 
-    def __init__(self, problems: list[str]) -> None:
+    def __init__(self, problems: list[str], heading: str | None = None) -> None:
         self.problems = problems
         noun = "problem" if len(problems) == 1 else "problems"
-        super().__init__("\n".join([f"{len(problems)} {noun} in the configuration:", *(f"  {p}" for p in problems)]))
+        heading = heading or f"{len(problems)} {noun} in the configuration:"
+        super().__init__("\n".join([heading, *(f"  {p}" for p in problems)]))
 
 
 class MachineError(UserError):

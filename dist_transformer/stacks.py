@@ -9,6 +9,7 @@ JSON for each line of each rank of this machine; `dist-transformer stacks` start
 """
 
 import atexit
+import contextlib
 import faulthandler
 import json
 import logging
@@ -33,6 +34,8 @@ FOLDER = Path("/tmp")
 ANSWER_SECONDS = 5.0
 QUIET_SECONDS = 0.2
 """A file that has not grown for this long is complete."""
+
+_ENDED = "it has ended meanwhile"
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,9 @@ def register(folder: Path = FOLDER) -> None:
     """From now on this process can be asked where it stands. For ranks only: not in loader processes."""
     pid, rank = os.getpid(), int(os.environ.get("RANK", "0"))
     path = folder / f"{_prefix()}{pid}.txt"
-    path.unlink(missing_ok=True)  # of an earlier process with the same number
     rank_processes(folder)  # removes what killed ranks left, and those that ended by os._exit
     try:
+        path.unlink(missing_ok=True)  # of an earlier process with the same number
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         log.warning("stacks     %s: %s: `dist-transformer stacks` will not see this rank", path, error.strerror)
@@ -84,9 +87,12 @@ def rank_processes(folder: Path = FOLDER) -> list[RankProcess]:
 
 def dump_local(job: str, folder: Path = FOLDER) -> list[Dump]:
     """The stacks of this machine's ranks of a job. Takes at most about ANSWER_SECONDS."""
-    asked = [(process, process.file.stat().st_size) for process in rank_processes(folder) if process.job == job]
-    for process, _ in asked:
-        os.kill(process.pid, SIGNAL)
+    asked = []
+    for process in (process for process in rank_processes(folder) if process.job == job):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ends meanwhile
+            size = process.file.stat().st_size
+            os.kill(process.pid, SIGNAL)
+            asked.append((process, size))
     end = time.monotonic() + ANSWER_SECONDS
     return [Dump(process.rank, host_name(), process.pid, _answer(process, size, end)) for process, size in asked]
 
@@ -154,7 +160,7 @@ def _answer(process: RankProcess, size_before: int, end: float) -> str:
         try:
             now = process.file.stat().st_size
         except OSError:
-            return "it has ended meanwhile"
+            return _ENDED
         if now != size:
             size, quiet_since = now, time.monotonic()
         elif size > size_before and time.monotonic() - quiet_since >= QUIET_SECONDS:
@@ -162,9 +168,12 @@ def _answer(process: RankProcess, size_before: int, end: float) -> str:
         time.sleep(0.02)
     if size == size_before:
         return _why_silent(process.pid)
-    with process.file.open("rb") as file:
-        file.seek(size_before)
-        threads = file.read().decode(errors="replace").strip().split("\n\n")
+    try:
+        with process.file.open("rb") as file:
+            file.seek(size_before)
+            threads = file.read().decode(errors="replace").strip().split("\n\n")
+    except OSError:
+        return _ENDED
     return "\n\n".join(reversed(threads))  # the one that trains is written last, and looked for first
 
 

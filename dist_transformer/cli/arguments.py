@@ -32,6 +32,11 @@ def read_run(run: Path, overrides: list[str] | None = None, *, check_files: bool
             )
         if renaming := [o for o in overrides or [] if o.startswith(("run.name=", "run.root="))]:
             raise UserError(f"{run} is a run folder and keeps its name: give the YAML file together with {renaming[0]}")
+        if any(override.startswith("slurm.cluster=") for override in overrides or []):
+            raise UserError(
+                "slurm.cluster: the settings of a run folder are complete, so a profile fills none of them; give the YAML "
+                "file, or the settings themselves: slurm.partition=..."
+            )
         return load_config(run_dir.config, overrides, check_files=False), run_dir
     config = load_config(run, overrides, check_files=check_files)
     return config, RunDir(Path(config.run.root) / config.run.name)

@@ -5,9 +5,12 @@ import json
 import typer
 
 from dist_transformer.cli.arguments import ConfigArgument, Overrides
+from dist_transformer.cluster.checks import rank_problems
+from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.config.models import Config
 from dist_transformer.config.sizes import parameter_count
+from dist_transformer.errors import ConfigError
 
 app = typer.Typer(help="Check, show or describe a configuration.", no_args_is_help=True)
 
@@ -15,7 +18,9 @@ app = typer.Typer(help="Check, show or describe a configuration.", no_args_is_he
 @app.command("check")
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Report every problem of a configuration at once; exit code 2 if there is one."""
-    checked = load_config(config, overrides)
+    checked = fill_from_profile(load_config(config, overrides))
+    if problems := [*rank_problems(checked)]:
+        raise ConfigError(problems)
     size = checked.tokenizer.vocabulary_size
     parameters = parameter_count(checked.model, size, size)
     num_ranks = checked.slurm.nodes * checked.slurm.ranks_per_node

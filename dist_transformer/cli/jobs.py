@@ -20,15 +20,17 @@ def stop_command(run: RunOrJob, root: Root = RUNS) -> None:
     run_dir = target.run_dir
     slurm = ask_slurm(target.job_id)
     job = slurm.job
+    if (job is None or job.is_over) and look_at(run_dir).state == "finished":
+        raise UserError(f"{run_dir.path}: is finished; nothing to stop")
     if slurm.problem and not slurm.was_asked:
         typer.echo(slurm.problem, err=True)
     elif (job is None or job.is_over) and look_at(run_dir).state not in ("starting", "running"):
         # The file would stop the next start at once.
         raise UserError(f"{run_dir.path}: nothing to stop: {_why_idle(job, target.job_id)}")
     run_dir.stop_file.touch()
-    if job is not None and job.state == "PENDING":
-        cancel_job(job.job_id, only_pending=True)  # if it has begun meanwhile, it finds the file
-        print(f"job {job.job_id} was waiting: taken out of the queue; what it had saved is kept")
+    if target.job_id is not None and job is not None and job.state == "PENDING":
+        cancel_job(target.job_id)
+        print(f"job {target.job_id} was waiting: taken out of the queue; what it had saved is kept")
     else:
         print(f"asked to save and end: {run_dir.stop_file}")
     print(f"go on:  dist-transformer resume {run_dir.path}")

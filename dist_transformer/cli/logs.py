@@ -1,12 +1,15 @@
 """logs, stacks: what a run says, and where its ranks stand."""
 
+from functools import partial
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dist_transformer.cli.status import RUNS, Root, RunOrJob
-from dist_transformer.cluster.logs import follow, last_hang, log_file, tail
+from dist_transformer.cluster.logs import follow, last_hang, log_of_job, log_of_run, newest_log, tail, wait_for_log
 from dist_transformer.cluster.rank_stacks import NodeStacks, stacks_here, stacks_of_job
+from dist_transformer.cluster.reasons import waiting_in_words
 from dist_transformer.cluster.report import ask_slurm
 from dist_transformer.cluster.run_view import look_at
 from dist_transformer.cluster.targets import Target, find_target
@@ -24,16 +27,19 @@ def logs_command(
     lines: Annotated[int, typer.Option(min=0, help="How many of the last lines to begin with.")] = 50,
     root: Root = RUNS,
 ) -> None:
-    """Print the log of a run's newest job, or train.log where there was none."""
+    """Print the log of a run's newest job, or train.log where there was none. Of a job id: what that job wrote."""
     target = find_target(run, root)
-    path = log_file(target.run_dir, target.job_id)
-    if not follow_log:
-        for line in tail(path, lines, rank):
-            print(line)
-        return
+    named = None if Path(run).is_dir() else target.job_id
     try:
-        for line in follow(target.run_dir, path, lines, rank, lambda: is_over(target)):
-            print(line, flush=True)
+        path = _log(target, named, waits=follow_log)
+        if path.stat().st_size == 0:
+            typer.echo(f"{path}: is empty so far", err=True)
+        if follow_log:
+            newest = partial(log_of_job, target.run_dir, named) if named else partial(newest_log, target.run_dir)
+            for line in follow(newest, path, lines, rank, lambda: is_over(target)):
+                print(line, flush=True)
+        else:
+            _print_tail(path, lines, rank)
     except KeyboardInterrupt:
         return
 
@@ -51,7 +57,9 @@ def stacks_command(run: RunOrJob, root: Root = RUNS) -> None:
         _print_stacks([stacks_here(target.run_dir, owner)])
         return
     print(slurm.problem or (f"job {job.job_id} is {job.state}" if job else f"{target.run_dir.path}: nothing runs here"))
-    path = log_file(target.run_dir, target.job_id)
+    path = log_of_run(target.run_dir, target.job_id)
+    if path is None:
+        raise _no_log(target, None)
     found = last_hang(path)
     if not found:
         raise UserError(f"no rank to ask, and {path} tells of no rank that hung")
@@ -64,6 +72,46 @@ def is_over(target: Target) -> bool:
     if slurm.was_asked:
         return slurm.job is None or slurm.job.is_over
     return target.job_id is None and look_at(target.run_dir).state in _ENDED
+
+
+def _log(target: Target, named: str | None, *, waits: bool) -> Path:
+    """The log to print. `named`: the job that a person named; no other's log is printed for it.
+
+    `waits`: for the log of a job that is not over.
+    """
+    find = partial(log_of_job, target.run_dir, named) if named else partial(log_of_run, target.run_dir, target.job_id)
+    path = find()
+    job = ask_slurm(target.job_id).job if path is None and waits else None
+    if job is not None and not job.is_over:
+        state = f"waits: {waiting_in_words(job.reason)}" if job.state == "PENDING" else f"is {job.state}"
+        typer.echo(f"job {target.job_id} {state}; its log is followed as soon as there is one", err=True)
+        path = wait_for_log(find, lambda: is_over(target))
+    if path is None:
+        raise _no_log(target, named)
+    return path
+
+
+def _no_log(target: Target, named: str | None) -> UserError:
+    folder, job = target.run_dir.path, ask_slurm(target.job_id).job
+    if job is not None and not job.is_over:
+        why = f": {waiting_in_words(job.reason)}" if job.state == "PENDING" else ""
+        return UserError(f"{folder}: has no log yet: job {target.job_id} is {job.state}{why}")
+    if named is not None:
+        return UserError(
+            f"job {named} wrote no log in {target.run_dir.slurm}; a script started by hand writes slurm-{named}.out where "
+            "sbatch was called"
+        )
+    if job is not None:
+        return UserError(f"{folder}: has no log: job {target.job_id} is over ({job.state}) and wrote none")
+    return UserError(f"{folder}: has no log yet: its job has not started, or nothing was ever started here")
+
+
+def _print_tail(path: Path, num_lines: int, rank: int | None) -> None:
+    found = tail(path, num_lines, rank)
+    for line in found:
+        print(line)
+    if rank is not None and num_lines and not found and path.stat().st_size:
+        typer.echo(f"no line of rank {rank} in the last part of {path}", err=True)
 
 
 def _print_stacks(nodes: list[NodeStacks]) -> None:

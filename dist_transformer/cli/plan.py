@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
+from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.errors import UserError
 
 MOST_NODES = 100_000
@@ -19,7 +20,9 @@ def plan_command(
     gpu: Annotated[
         str, typer.Option(help="Kind of GPU: h200-141g, a100-80g, ...; a wrong one names all.")
     ] = "h200-141g",
-    gpus_per_node: Annotated[int, typer.Option(min=1, max=64, help="GPUs, and so ranks, of each node.")] = 8,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, max=64, help="GPUs, and so ranks, of each node; else slurm.ranks_per_node.")
+    ] = None,
     calibrate: Annotated[
         Path | None, typer.Option(help="A preflight's report.json, whose medians replace the table's figures.")
     ] = None,
@@ -34,12 +37,13 @@ def plan_command(
     if calibrate is not None:
         hardware = calibrated(hardware, calibrate)
     counts = _numbers_of_nodes(nodes)
-    config, _ = read_run(run, overrides, check_files=False)
-    rows = [plan_row(config, count, gpus_per_node, hardware) for count in counts]
+    config = fill_from_profile(read_run(run, overrides, check_files=False)[0])
+    ranks_per_node = gpus_per_node or config.slurm.ranks_per_node
+    rows = [plan_row(config, count, ranks_per_node, hardware) for count in counts]
     if as_json:
-        print(json.dumps(as_values(config, gpu, gpus_per_node, hardware, rows), indent=2))
+        print(json.dumps(as_values(config, gpu, ranks_per_node, hardware, rows), indent=2))
     else:
-        print_plan(config, gpu, gpus_per_node, hardware, rows)
+        print_plan(config, gpu, ranks_per_node, hardware, rows)
 
 
 def _numbers_of_nodes(text: str) -> list[int]:

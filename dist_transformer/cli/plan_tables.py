@@ -95,7 +95,7 @@ def print_plan(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware,
         f"{config.data.lanes} lanes; {gpus_per_node} x {gpu} a node; a checkpoint is "
         f"{_gigabytes(CHECKPOINT_BYTES * parameters)} GB"
     )
-    _print_table(TIMES, [_time_cells(row) for row in rows])
+    _print_table(TIMES, [_time_cells(row, _fits(row, hardware)) for row in rows])
     print("memory of a GPU for each ZeRO stage, GB; of the CPU for each rank (offloaded state, copy for checkpoints)")
     _print_table(MEMORY, [_memory_cells(row) for row in rows])
     for row in rows:
@@ -104,9 +104,17 @@ def print_plan(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware,
     _print_sources(hardware)
 
 
-def _time_cells(row: Row) -> list[str]:
+def _fits(row: Row, hardware: Hardware) -> str:
+    """yes; no, by memory; `lanes` where only they are too few."""
+    if row.problem is None:
+        return "yes"
+    has_memory = row.memory.peak_bytes <= hardware.memory_gb.value * 1e9 * USABLE_SHARE
+    return "lanes" if has_memory and row.time is None else "no"
+
+
+def _time_cells(row: Row, fits: str) -> list[str]:
     begin = [str(row.nodes), str(row.num_ranks), str(row.max_tokens), _gigabytes(row.memory.peak_bytes)]
-    begin.append("no" if row.problem else "yes")
+    begin.append(fits)
     if row.time is None:
         return [*begin, *[NOTHING] * 5]
     time = row.time

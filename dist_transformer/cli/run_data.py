@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from dist_transformer.cluster.going_on import recipe_settings
 from dist_transformer.config.models import Config
 from dist_transformer.data.loader import LaneLoader, LoaderSettings, MicroBatch, validation_batches
 from dist_transformer.data.manifest import Manifest, json_digest, verify_shards
@@ -69,15 +70,9 @@ class RunData:
 
     def recipe(self) -> dict[str, Any]:
         """What a resume must find unchanged: the shape of the model, the prepared corpus and the order of the data."""
-        # Positions are learned exactly where max_positions is given; checkpoints from before they could be name neither.
-        model = self.config.model.model_dump(exclude={"preset", "dropout", "positions"})
-        data = self.config.data.model_dump(include={"lanes", "max_tokens", "window_rows", "batch_shapes"})
         manifest = self.manifest
         return {
-            **{f"model.{key}": value for key, value in model.items()},
-            **{f"data.{key}": value for key, value in data.items()},
-            "run.seed": self.config.run.seed,
-            "tokenizer.sampling": self.config.tokenizer.sampling,
+            **recipe_settings(self.config),
             "source_vocabulary": manifest.source_vocabulary,
             "target_vocabulary": manifest.target_vocabulary,
             "pad_id": manifest.pad_id,

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dist_transformer.cluster.reasons import SAID_BY_EXIT_CODE
 from dist_transformer.cluster.report import Document, report, report_all
 from dist_transformer.cluster.targets import find_target
 from dist_transformer.errors import UserError
@@ -18,7 +19,7 @@ Root = Annotated[Path, typer.Option(help="The folder of runs, looked through for
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document; times in unix seconds.")]
 RUNS = Path("runs")
 
-_COLUMNS = ("run", "state", "job", "step", "loss", "silent for", "checkpoint")
+_COLUMNS = ("run", "state", "job", "step", "loss", "last record", "checkpoint")
 
 
 def status_command(run: RunOrJob, root: Root = RUNS, as_json: AsJson = False) -> None:
@@ -60,11 +61,13 @@ def status_rows(document: Document) -> Iterator[tuple[str, str]]:
     yield "folder", document["folder"]
     yield from _job_rows(document, now)
     if document["state"] is not None:
-        yield "state", document["state"]
+        is_start = document["state"] == "starting" and document["attempt"] is not None
+        yield "state", f"starting (attempt {document['attempt']})" if is_start else document["state"]
     yield from _progress_rows(document, now)
     yield from _history_rows(document, now)
     if document["mlflow_run_id"]:
         yield "mlflow", f"run {document['mlflow_run_id']} on {document['mlflow_uri']}"
+    yield from ((name, document[name]) for name in ("log", "next") if document[name])
     yield from (("warning", text) for text in document["warnings"])
 
 
@@ -76,9 +79,9 @@ def list_row(document: Document, now: float) -> tuple[str, ...]:
         document["run"],
         document["state"] or "-",
         job,
-        f"{document['step']}/{document['max_steps'] or '?'}",
+        "-" if document["step"] is None else f"{document['step']}/{document['max_steps'] or '?'}",
         _number(document["loss"], ".4f"),
-        "-" if record is None else duration(now - record),
+        "-" if record is None else f"{duration(now - record)} ago",
         document["checkpoint"] or "-",
     )
 
@@ -105,9 +108,10 @@ def _job_rows(document: Document, now: float) -> Iterator[tuple[str, str]]:
     if job["state"] == "PENDING":
         yield "waits", job["reason_text"]
         if job["start_time"]:
-            yield "starts", f"in about {duration(job['start_time'] - now)}, as Slurm estimates"
+            yield "begins", f"in about {duration(job['start_time'] - now)}, as Slurm estimates"
     if job["nodes"]:
-        yield "nodes", f"{job['nodes']} ({job['num_nodes']}), partition {job['partition']}"
+        count = "1 node" if job["num_nodes"] == 1 else f"{job['num_nodes']} nodes"
+        yield "nodes", f"{job['nodes']} ({count}), partition {job['partition']}"
     if job["seconds_left"] is not None:
         yield "time left", f"{duration(job['seconds_left'])} of the job"
 
@@ -132,15 +136,25 @@ def _progress_rows(document: Document, now: float) -> Iterator[tuple[str, str]]:
 def _history_rows(document: Document, now: float) -> Iterator[tuple[str, str]]:
     if document["starts"]:
         yield "starts", str(document["starts"])
-    if document["last_exit_code"] is not None:
-        ended = document["last_end_time"]
-        when = f", {duration(now - ended)} ago" if ended else ""
-        why = f"; {document['last_end_reason']}" if document["last_end_reason"] else ""
-        yield "last end", f"{document['last_exit_text']} (exit code {document['last_exit_code']}){when}{why}"
+    if document["last_exit_text"] is not None:
+        yield "last end", _ending(document, now)
     for node, reason in document["excluded_nodes"].items():
         yield "excluded node", f"{node}: {reason}"
     if document["divergences"]:
         yield "divergences", f"{document['divergences']}; the last: {document['last_divergence']}"
+
+
+def _ending(document: Document, now: float) -> str:
+    """How the newest attempt that has ended did so; each thing once."""
+    text, code = document["last_exit_text"], document["last_exit_code"]
+    if code is None:
+        see = f"; see dist-transformer logs {document['folder']}" if document["log"] else ""
+        return f"{text}{see}"
+    number = "" if f"exit code {code}" in text else f" (exit code {code})"
+    ended, reason = document["last_end_time"], document["last_end_reason"]
+    when = f", {duration(now - ended)} ago" if ended else ""
+    why = f"; {reason}" if reason and reason not in SAID_BY_EXIT_CODE else ""
+    return f"{text}{number}{when}{why}"
 
 
 def _of(step: int, max_steps: int | None) -> str:

@@ -13,15 +13,15 @@ from dist_transformer.cluster.jobs import STAGES, Stage
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
 from dist_transformer.config.loading import to_yaml
-from dist_transformer.config.models import Config
+from dist_transformer.config.models import Config, SlurmConfig
 from dist_transformer.config.sizes import parameter_count
 from dist_transformer.errors import UserError
 
 _VERBS = [
     ("watch:", "dist-transformer status FOLDER"),
     ("", "dist-transformer logs FOLDER --follow"),
-    ("stop:", "dist-transformer stop FOLDER  (saves first)"),
-    ("cancel:", "dist-transformer cancel FOLDER  (ends it for good)"),
+    ("stop:", "dist-transformer stop FOLDER  # saves first"),
+    ("cancel:", "dist-transformer cancel FOLDER  # at once"),
 ]
 
 
@@ -75,10 +75,12 @@ def submit_run(
         config, text, run_dir, num_parameters_of(config), stages=stages, after=after,
         problems=memory_problems(config), dry_run=dry_run,
     )  # fmt: skip
+    size = _size_in_words(config.slurm) if "train" in stages else ""
     if dry_run:
+        print(f"# {size}\n" if size else "", end="")
         show_plan(submission.commands, submission.files)
     else:
-        _report(submission, submit(submission))
+        _report(submission, submit(submission), size)
 
 
 def num_parameters_of(config: Config) -> int:
@@ -100,7 +102,7 @@ def memory_problems(config: Config) -> list[str]:
 def show_plan(commands: Sequence[str], files: dict[Path, str]) -> None:
     """What --dry-run prints: every command and every file."""
     for command in commands:
-        print(f"# command\n{command}\n")
+        print(f"# command (the files below must be written first)\n{command}\n")
     for path, text in files.items():
         print(f"# {path}\n{text}")
 
@@ -136,7 +138,14 @@ def read_job_ids(text: str) -> tuple[str, ...]:
     return tuple(text.split(",")) if text else ()
 
 
-def _report(submission: Submission, ids: dict[str, str]) -> None:
+def _size_in_words(slurm: SlurmConfig) -> str:
+    nodes = f"{slurm.nodes} node{'s' if slurm.nodes > 1 else ''}"
+    ranks = f"{slurm.ranks_per_node} rank{'s' if slurm.ranks_per_node > 1 else ''}"
+    gpus = "one GPU each" if slurm.gpus_per_node else "CPUs only (slurm.gpus_per_node is 0)"
+    return f"{nodes} x {ranks}, {gpus}, time limit {slurm.time_limit}"
+
+
+def _report(submission: Submission, ids: dict[str, str], size: str) -> None:
     run_dir = submission.run_dir
     if list(ids) == ["train"]:
         print(f"submitted job {ids['train']}; run folder {run_dir.path}")
@@ -145,6 +154,8 @@ def _report(submission: Submission, ids: dict[str, str]) -> None:
             f"submitted {', '.join(f'job {job_id} ({stage})' for stage, job_id in ids.items())}, each after the one before"
         )
         print(f"run folder {run_dir.path}")
+    if size:
+        print(f"{'job:':8}{size}")
     log = f"job-{ids['train']}" if "train" in ids else "-".join(next(iter(ids.items())))
-    print(f"{'log:':8}{run_dir.slurm / log}.log")
+    print(f"{'log:':8}{shlex.quote(f'{run_dir.slurm / log}.log')}")
     show_commands(run_dir.path, _VERBS)

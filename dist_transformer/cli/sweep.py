@@ -2,8 +2,10 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,9 +14,9 @@ import typer
 from dist_transformer.cli.arguments import with_absolute_paths
 from dist_transformer.cli.submit import memory_problems, num_parameters_of, show_commands, show_plan
 from dist_transformer.cluster.profiles import fill_from_profile
+from dist_transformer.cluster.queue import QueuedJob, known_jobs
 from dist_transformer.cluster.slurm import SlurmError
-from dist_transformer.cluster.status import job_state
-from dist_transformer.cluster.sweep import load_points, read_sweep
+from dist_transformer.cluster.sweep import load_points, ranges, read_sweep
 from dist_transformer.cluster.sweep_dir import SweepDir, SweepState, read_sweep_state
 from dist_transformer.cluster.sweep_submit import PointRun, SweepSubmission, plan_sweep, submit_sweep
 from dist_transformer.cluster.targets import newest_job_id
@@ -84,6 +86,9 @@ def status_command(
             f"{folder}: holds no sweep (no {sweep_dir.state.name}); give the folder that `submit --sweep` named"
         )
     rows = [_row(sweep_dir.task(task), task, state, event, key) for task in range(len(state.points))]
+    jobs = _jobs_of(rows)
+    for row in rows:
+        row["state"] = _state(row["state"], row["job_id"], jobs)
     rows.sort(key=lambda row: _sort_key(row["sorted_by"], reverse))
     if as_json:
         print(json.dumps({"sweep": state.name, "sorted_by": sort, "tasks": rows}, indent=1, ensure_ascii=False))
@@ -105,15 +110,28 @@ def _submit(submission: SweepSubmission, max_running: int | None) -> None:
     if not submission.tasks:
         print(f"nothing to submit; sweep folder {folder}")
         return
+    code = _code_line(submission)
     job_id = submit_sweep(submission)
     at_once = "" if max_running is None else f", {max_running} at once"
     print(f"submitted job array {job_id} of {len(submission.tasks)} runs{at_once}; sweep folder {folder}")
-    print(f"{'logs:':8}{folder}/task_N/slurm/job-{job_id}_N.log")
+    if code:
+        print(code)
+    print(f"{'logs:':8}{shlex.quote(f'{folder}/task_N/slurm/job-{job_id}_N.log')}")
     show_commands(folder, [
         ("watch:", "dist-transformer sweep status FOLDER"),
-        ("stop:", "dist-transformer stop FOLDER/task_N  (one run; saves first)"),
-        ("cancel:", f"scancel {job_id}  (all; ends them for good)"),
+        ("stop:", "dist-transformer stop FOLDER/task_N  # one run; saves first"),
+        ("cancel:", f"scancel {job_id}  # all of them, at once"),
     ])  # fmt: skip
+
+
+def _code_line(submission: SweepSubmission) -> str | None:
+    """Of a sweep whose new tasks do not get the code as it is now."""
+    tasks = submission.tasks_that_keep_the_code
+    if not tasks:
+        return None
+    taken = datetime.fromtimestamp(submission.folder.common.snapshot.stat().st_mtime)
+    who = f"task {tasks[0]} still runs" if len(tasks) == 1 else f"tasks {ranges(tasks)} still run"
+    return f"{'code:':8}as of {taken:%Y-%m-%d %H:%M}, since {who} with it; what was changed later is not in it"
 
 
 def _row(run_dir: RunDir, task: int, sweep: SweepState, event: str, key: str) -> dict[str, Any]:
@@ -121,7 +139,7 @@ def _row(run_dir: RunDir, task: int, sweep: SweepState, event: str, key: str) ->
     newest, job_id = _newest(run_dir, event), newest_job_id(run_dir)
     return {
         "task": task,
-        "state": _state(own.get("state"), job_id),
+        "state": own.get("state"),
         "step": newest.get("train", {}).get("step", own.get("step", 0)),
         "loss": newest.get("train", {}).get("loss"),
         "validation_loss": newest.get("validation", {}).get("loss"),
@@ -139,17 +157,24 @@ def _newest(run_dir: RunDir, event: str) -> dict[str, dict[str, Any]]:
     return {r["event"]: r for r in read_records(run_dir.metrics) if r["event"] in ("train", "validation", event)}
 
 
-def _state(own: str | None, job_id: str | None) -> str:
+def _jobs_of(rows: Sequence[dict[str, Any]]) -> dict[str, QueuedJob] | None:
+    """What Slurm knows of the jobs of the runs that are not finished; None: it does not answer."""
+    try:
+        return known_jobs([row["job_id"] for row in rows if row["job_id"] and row["state"] != "finished"])
+    except SlurmError:
+        return None
+
+
+def _state(own: str | None, job_id: str | None, jobs: Mapping[str, QueuedJob] | None) -> str:
     """What Slurm says of the job while there is one; else what the run said last."""
     if own == "finished" or job_id is None:
         return own or "not submitted"
-    try:
-        job = job_state(job_id)
-    except SlurmError:
+    if jobs is None:
         return own or "submitted"
-    if job.is_over:
-        return own if own in _LAST_WORDS else f"ended ({job.state})"
-    return job.state.lower() if job.reason in ("None", "") else f"{job.state.lower()} ({job.reason})"
+    job = jobs.get(job_id)
+    if job is None or job.is_over:
+        return own if own in _LAST_WORDS else f"ended ({job.state})" if job else "ended"
+    return f"{job.state.lower()} ({job.reason})" if job.reason else job.state.lower()
 
 
 def _sort_key(value: Any, reverse: bool) -> tuple[bool, float]:

@@ -2,18 +2,23 @@
 
 import os
 import re
+import shlex
 import shutil
 import statistics
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
+from dist_transformer.cluster.going_on import checkpoint_problems
+from dist_transformer.cluster.queue import known_jobs
 from dist_transformer.cluster.script import needed_folders
-from dist_transformer.cluster.status import job_state
-from dist_transformer.cluster.targets import json_lines
+from dist_transformer.cluster.targets import json_lines, newest_job_id, read_record
 from dist_transformer.config.checks import file_problems, run_name_problems, secret_problems
 from dist_transformer.config.models import Config, SlurmConfig
-from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.run_dir import RunDir
+from dist_transformer.run_lock import BEAT_SECONDS, STALE_BEATS
 
 SIGNAL_EARLY_SECONDS = 60
 """sbatch(1), --signal: the signal may come up to 60 seconds early."""
@@ -44,10 +49,11 @@ def submission_problems(config: Config, run_dir: RunDir, num_parameters: int) ->
     slurm = config.slurm
     return [
         *_name_problems(run_dir),
-        *_rank_problems(config),
+        *rank_problems(config),
         *_folder_problems(run_dir.path, num_parameters * BYTES_PER_PARAMETER * (config.checkpoints.keep_last + 1)),
         *_data_problems(config, run_dir),
         *_time_problems(slurm),
+        *checkpoint_problems(config, run_dir),
         *_measured_problems(config, run_dir),
         *_option_problems(slurm),
         *_container_problems(slurm, needed_folders(config, run_dir.path.parent)),
@@ -63,16 +69,15 @@ def sbatch_problems() -> list[str]:
 
 
 def busy_problems(run_dir: RunDir) -> list[str]:
-    """Does a job work on this run folder already, or wait to do so? Nothing is asked where `sbatch` is missing."""
-    if sbatch_problems() or not run_dir.job.exists():
-        return []
-    job = read_json(run_dir.job)
-    states = {job_id: job_state(job_id) for job_id in dict.fromkeys([job["job_id"], *job.get("stages", {}).values()])}
+    """Does a job or a process work on this run folder already, or wait to do so? Slurm is asked where `sbatch` is."""
+    job = read_record(run_dir.job)
+    ids = [*filter(None, [job.get("job_id"), *job.get("stages", {}).values(), newest_job_id(run_dir)])]
+    known = {} if sbatch_problems() else known_jobs(ids)
+    busy = [f"job {job_id} already works on it ({job.state})" for job_id, job in known.items() if not job.is_over]
     return [
-        f"run folder {run_dir.path}: job {job_id} already works on it ({state.state}); wait for it, "
-        f"`scancel {job_id}`, or choose another run.name"
-        for job_id, state in states.items()
-        if not state.is_over
+        f"run folder {run_dir.path}: {who}; wait for it, end it with "
+        f"`dist-transformer stop {shlex.quote(str(run_dir.path))}`, or choose another run.name"
+        for who in [*busy, *_process_without_job(run_dir)]
     ]
 
 
@@ -93,13 +98,8 @@ def parse_time_limit(text: str) -> int | None:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or None
 
 
-def _name_problems(run_dir: RunDir) -> Iterator[str]:
-    yield from (message for _, message in run_name_problems(run_dir.name))
-    if re.search(r"[\n\\]", str(run_dir.path)):
-        yield f"run.root: {str(run_dir.path)!r}: sbatch cannot write logs below a path with a backslash or line break"
-
-
-def _rank_problems(config: Config) -> Iterator[str]:
+def rank_problems(config: Config) -> Iterator[str]:
+    """Ranks that would have no lane or no GPU, and GPUs that would have no rank."""
     slurm, num_ranks = config.slurm, config.slurm.nodes * config.slurm.ranks_per_node
     if num_ranks > config.data.lanes:
         yield (
@@ -111,11 +111,32 @@ def _rank_problems(config: Config) -> Iterator[str]:
             f"slurm.gpus_per_node: {slurm.gpus_per_node} GPUs for {slurm.ranks_per_node} ranks on each node; "
             "each rank needs a GPU of its own"
         )
+    if slurm.gpus_per_node > slurm.ranks_per_node:
+        yield (
+            f"slurm.gpus_per_node: {slurm.gpus_per_node} GPUs for {slurm.ranks_per_node} ranks on each node; a rank uses "
+            "one GPU, so give as many in slurm.ranks_per_node"
+        )
     if slurm.gres is not None and not slurm.gpus_per_node:
         yield (
             f"slurm.gres: {slurm.gres!r} is given, but slurm.gpus_per_node is 0, which is CPU training; give the number of "
             "GPUs there too"
         )
+
+
+def _process_without_job(run_dir: RunDir) -> Iterator[str]:
+    """Training that was started without Slurm, and that has given a sign of life of late."""
+    owner = read_record(run_dir.owner)
+    if not owner or owner.get("job") is not None:
+        return
+    with suppress(FileNotFoundError):  # it has just ended
+        if time.time() - run_dir.owner.stat().st_mtime < STALE_BEATS * BEAT_SECONDS:
+            yield f"process {owner.get('pid')} on {owner.get('host')} already works on it, without a job"
+
+
+def _name_problems(run_dir: RunDir) -> Iterator[str]:
+    yield from (message for _, message in run_name_problems(run_dir.name))
+    if re.search(r"[\n\\]", str(run_dir.path)):
+        yield f"run.root: {str(run_dir.path)!r}: sbatch cannot write logs below a path with a backslash or line break"
 
 
 def _folder_problems(folder: Path, needed_bytes: int) -> Iterator[str]:

@@ -73,9 +73,7 @@ def _options(wanted: dict[str, Any], slurm: SlurmConfig) -> tuple[str, ...]:
 
 
 def _resources(stage: Stage, slurm: SlurmConfig) -> dict[str, Any]:
-    # To the script of a training job, which tells srun; to srun's processes where the script has nothing to decide.
-    signal = f"{'B:' if stage == 'train' else ''}USR1@{slurm.signal_seconds}"
-    common = {"mem": slurm.memory, "time": slurm.time_limit, "signal": signal, "open-mode": "append"}
+    common = {"mem": slurm.memory, "time": slurm.time_limit, "signal": _signal(stage, slurm), "open-mode": "append"}
     if stage == "train":
         tasks, cpus = slurm.ranks_per_node, slurm.cpus_per_rank
         nodes, gpus, gres = slurm.nodes, slurm.gpus_per_node, slurm.gres
@@ -86,6 +84,15 @@ def _resources(stage: Stage, slurm: SlurmConfig) -> dict[str, Any]:
         gres = _one_gpu(slurm.gres) if on_gpu and slurm.gres else None
     asked = {"gres": gres} if gres else {"gpus-per-node": gpus or None}
     return {"nodes": nodes, "ntasks-per-node": tasks, "cpus-per-task": cpus, **asked, **common}
+
+
+def _signal(stage: Stage, slurm: SlurmConfig) -> str | None:
+    """To the script of a training job, which tells srun; to srun's processes where the script has nothing to decide.
+
+    Those that save nothing on the way have no handler: the signal would only end them early.
+    """
+    targets = {"train": "B:", "prepare": ""}
+    return f"{targets[stage]}USR1@{slurm.signal_seconds}" if stage in targets else None
 
 
 def _site(slurm: SlurmConfig, excluded: Sequence[str]) -> dict[str, Any]:

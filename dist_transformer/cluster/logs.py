@@ -15,22 +15,40 @@ MAX_TAIL_BYTES = 16 << 20
 LOOK_SECONDS = 0.5
 ASK_SECONDS = 10.0
 """How often is asked whether the run is over: not so often that the controller of a cluster would feel it."""
+LOOKS_A_QUESTION = round(ASK_SECONDS / LOOK_SECONDS)
 
 _HANG = "where each thread stands:"
 
 
-def log_file(run_dir: RunDir, job_id: str | None = None) -> Path:
-    """The job's log (without one, the newest of the run's), else train.log, which rank 0 writes everywhere.
+def log_of_job(run_dir: RunDir, job_id: str) -> Path | None:
+    """What one job wrote, of whatever stage: job-5.log, prepare-4.log."""
+    return next(iter(sorted(run_dir.slurm.glob(f"*-{job_id}.log"))), None)
 
-    Raises:
-        UserError: there is none yet.
-    """
+
+def newest_log(run_dir: RunDir) -> Path | None:
+    """That of the newest training job, else train.log, which rank 0 writes everywhere."""
     of_jobs = sorted(run_dir.slurm.glob("job-*.log"), key=lambda path: path.stat().st_mtime)
-    own = run_dir.slurm / f"job-{job_id}.log"
-    for path in (own, *reversed(of_jobs), run_dir.log):
-        if path.is_file():
+    return next((path for path in (*reversed(of_jobs), run_dir.log) if path.is_file()), None)
+
+
+def log_of_run(run_dir: RunDir, job_id: str | None) -> Path | None:
+    """That of its newest job; before the job has one, the newest there is."""
+    own = log_of_job(run_dir, job_id) if job_id else None
+    return own or newest_log(run_dir)
+
+
+def wait_for_log(
+    find: Callable[[], Path | None], is_over: Callable[[], bool], wait: Callable[[float], None] = time.sleep
+) -> Path | None:
+    """What `find` finds as soon as it finds it; None: the run was over before. `is_over`: as of `follow`."""
+    looks = 0
+    while True:
+        over = looks % LOOKS_A_QUESTION == 0 and is_over()
+        path = find()
+        if path is not None or over:
             return path
-    raise UserError(f"{run_dir.path}: has no log yet: its job has not started, or nothing was ever started here")
+        wait(LOOK_SECONDS)
+        looks += 1
 
 
 def rank_filter(path: Path, rank: int | None) -> Callable[[str], str | None]:
@@ -63,7 +81,7 @@ def tail(path: Path, num_lines: int, rank: int | None, end: int | None = None) -
 
 
 def follow(
-    run_dir: RunDir,
+    find_newest: Callable[[], Path | None],
     path: Path,
     num_lines: int,
     rank: int | None,
@@ -74,6 +92,7 @@ def follow(
     all is said.
 
     Args:
+        find_newest: the log that a newer job may have begun by now.
         path: the log to begin with.
         is_over: asked at the start and then every ASK_SECONDS; may be slow.
     """
@@ -82,10 +101,10 @@ def follow(
     file, show = GrowingFile(path, end), rank_filter(path, rank)
     looks = 0
     while True:
-        over = looks % round(ASK_SECONDS / LOOK_SECONDS) == 0 and is_over()
+        over = looks % LOOKS_A_QUESTION == 0 and is_over()
         yield from (text for line in file.new_lines() if (text := show(line)) is not None)
-        newest = log_file(run_dir)
-        if newest != file.path and newest.stat().st_mtime > file.path.stat().st_mtime:
+        newest = find_newest()
+        if newest is not None and newest != file.path and newest.stat().st_mtime > file.path.stat().st_mtime:
             yield f"--- {newest}"
             file, show = GrowingFile(newest), rank_filter(newest, rank)
         elif over:

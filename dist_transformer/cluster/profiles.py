@@ -9,7 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dist_transformer.config.marks import Marked, read_yaml
+from dist_transformer.config.loading import value_problem
+from dist_transformer.config.marks import Marked, dotted, read_yaml
 from dist_transformer.config.models import Config, SlurmConfig
 from dist_transformer.errors import ConfigError
 from dist_transformer.share_folder import share_folder
@@ -68,7 +69,7 @@ def _bad_values(marked: Marked) -> list[str]:
         SlurmConfig.model_validate(known)
     except ValidationError as error:
         return [
-            f"{marked.place(found['loc'])}: {'.'.join(map(str, found['loc']))}: {found['msg']}; got {found['input']!r}"
+            f"{marked.place(found['loc'])}: {dotted(found['loc'])}: {value_problem(('slurm', *found['loc']), found)}"
             for found in error.errors()
         ]
     return []

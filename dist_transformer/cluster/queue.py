@@ -5,14 +5,14 @@ version since 22.05 writes in the same way.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from dist_transformer.cluster.jobs import COMMENT
 from dist_transformer.cluster.slurm import list_accounted_jobs, list_jobs
 
 # Not among them: PREEMPTED and NODE_FAIL, after which our jobs go back to the queue.
-OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "TIMEOUT", "UNKNOWN")
+OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "TIMEOUT")
 
 _SQUEUE_FORMAT = "%i|%A|%T|%S|%L|%D|%N|%P|%V|%r|%k"
 _SACCT_FIELDS = "JobID,JobIDRaw,State,Start,NNodes,NodeList,Partition,Submit,ExitCode,Comment"
@@ -23,7 +23,7 @@ class QueuedJob:
     """One job, or one part of an array. Times are unix seconds; None: Slurm does not say.
 
     Attributes:
-        job_id: as people write it: 123, 123_4, or 123_[5-9%2] for the tasks of an array that wait together.
+        job_id: as people write it: 123, 123_4, or of sacct 123_[5-9%2] for the tasks of an array that never began.
         number: the plain number that `srun --jobid` takes.
         state: in Slurm's words: PENDING, RUNNING, COMPLETED ...
         reason: why it waits or how it ended, in Slurm's words; may be empty.
@@ -49,7 +49,7 @@ class QueuedJob:
     @property
     def is_over(self) -> bool:
         """It does not run and will not run again."""
-        return self.state in OVER
+        return self.source == "sacct" or self.state in OVER  # sacct is asked for what squeue has forgotten
 
     @property
     def task(self) -> str | None:
@@ -72,8 +72,7 @@ def jobs_of(job_id: str) -> list[QueuedJob]:
     Raises:
         SlurmError: Slurm cannot be asked.
     """
-    lines = [line.split("|", 10) for line in list_jobs(job_id, _SQUEUE_FORMAT)]
-    found = [_from_squeue(fields) for fields in lines if len(fields) == 11]
+    found = _in_queue([job_id])
     if found:
         return found
     accounted = [line.split("|", 9) for line in list_accounted_jobs(job_id, _SACCT_FIELDS)]
@@ -90,19 +89,33 @@ def job_now(job_id: str) -> QueuedJob | None:
     return next((job for job in found if not job.is_over), found[0] if found else None)
 
 
-def states_of(job_ids: Sequence[str]) -> dict[str, str]:
-    """The state of each of these jobs that Slurm still knows, in one question.
+def known_jobs(job_ids: Collection[str]) -> dict[str, QueuedJob]:
+    """Those of these jobs, and tasks of arrays, that squeue still knows, in one question.
 
     Raises:
         SlurmError: Slurm cannot be asked.
     """
-    lines = [line.split("|", 1) for line in list_jobs(None, "%i|%T")] if job_ids else []
-    return {job_id: state for job_id, state in lines if job_id in job_ids}
+    found = _in_queue(list(dict.fromkeys(job_ids))) if job_ids else []
+    return {job.job_id: job for job in found if job.job_id in job_ids}
+
+
+def states_of(job_ids: Collection[str]) -> dict[str, str]:
+    """The states of `known_jobs`.
+
+    Raises:
+        SlurmError: Slurm cannot be asked.
+    """
+    return {job_id: job.state for job_id, job in known_jobs(job_ids).items()}
 
 
 def is_job_id(text: str) -> bool:
     """123 or 123_4."""
     return re.fullmatch(r"\d+(_\d+)?", text) is not None
+
+
+def _in_queue(job_ids: Sequence[str]) -> list[QueuedJob]:
+    lines = [line.split("|", 10) for line in list_jobs(job_ids, _SQUEUE_FORMAT)]
+    return [_from_squeue(fields) for fields in lines if len(fields) == 11]
 
 
 def _from_squeue(fields: list[str]) -> QueuedJob:

@@ -65,8 +65,11 @@ _EXIT_CODES = {
     EXIT_FAILED: "failed",
     EXIT_USER_ERROR: "a mistake that somebody must mend",
     EXIT_HANG: "a rank made no progress (training.hang_seconds)",
-    EXIT_REQUEUE: "saved on request, to be started again",
+    EXIT_REQUEUE: "saved on request",
 }
+
+SAID_BY_EXIT_CODE = ("done", "a mistake that a restart cannot mend")
+"""Reasons of the batch script's decision that tell no more than the exit code does."""
 
 
 def is_held(reason: str) -> bool:

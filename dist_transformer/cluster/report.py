@@ -3,17 +3,20 @@
 The document of `status --json`. Every key is always there; null: not known, or there is none. Times are unix seconds.
 """
 
+import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.cluster.queue import QueuedJob, job_now, states_of
+from dist_transformer.cluster.logs import log_of_run
+from dist_transformer.cluster.queue import OVER, QueuedJob, job_now, states_of
 from dist_transformer.cluster.reasons import exit_code_in_words, waiting_in_words
+from dist_transformer.cluster.restarts import attempts
 from dist_transformer.cluster.run_view import SILENT_SECONDS, RunView, look_at
 from dist_transformer.cluster.slurm import SlurmError
-from dist_transformer.cluster.targets import Target, is_run_folder, newest_job_id
+from dist_transformer.cluster.targets import Target, is_run_folder, newest_job_id, num_points, read_record
 from dist_transformer.run_dir import RunDir
 
 Document = dict[str, Any]
@@ -24,13 +27,22 @@ def report(target: Target) -> Document:
     view, now = look_at(target.run_dir), time.time()
     slurm = ask_slurm(target.job_id)
     job, said = slurm.job, [slurm.problem] if slurm.problem else []
+    is_over = slurm.was_asked and (job is None or job.is_over) and target.job_id == newest_job_id(target.run_dir)
+    attempt = {} if is_over else _attempt_under_way(target.run_dir)
+    view = _without_ended_job(view, target.job_id, job) if is_over else _without_earlier_attempts(view, attempt)
+    log = log_of_run(target.run_dir, target.job_id)
+    is_left = is_over and view.state != "finished" and not view.is_alive(now)
     return {
         "run": target.run_dir.name,
         "folder": str(target.run_dir.path),
         "time": now,
         **_of_training(view, is_going=view.is_alive(now)),
         **_of_checkpoint(view, now),
-        **_of_attempts(view),
+        "attempt": attempt.get("attempt"),
+        **(_BEFORE_ITS_RANKS if is_over and not _has_begun(target) else _of_last_end(view)),
+        **_of_history(view),
+        "log": None if log is None else str(log),
+        "next": _next(target.run_dir, has_log=log is not None) if is_left else None,
         "mlflow_run_id": view.mlflow_run_id,
         "mlflow_uri": view.mlflow_uri,
         "job_id": target.job_id,
@@ -48,6 +60,9 @@ def report_all(root: Path) -> list[Document]:
         [job_id for view, job_id in zip(views, ids, strict=True) if job_id and view.state != "finished"]
     )
     rows = [_row(view, job_id, states.get(job_id or "")) for view, job_id in zip(views, ids, strict=True)]
+    for row in rows:
+        if (points := num_points(Path(row["folder"]))) is not None:
+            row |= {"state": f"sweep of {points}", "step": None}
     return sorted(rows, key=lambda row: -(row["record_time"] or 0))
 
 
@@ -100,15 +115,63 @@ def _of_checkpoint(view: RunView, now: float) -> Document:
     }
 
 
-def _of_attempts(view: RunView) -> Document:
+def _attempt_under_way(run_dir: RunDir) -> Document:
+    """The newest record of attempts.jsonl where it has begun and not ended."""
+    newest = next(reversed([*attempts(run_dir)]), {})
+    return newest if newest.get("event") == "began" else {}
+
+
+def _without_earlier_attempts(view: RunView, attempt: Document) -> RunView:
+    """What an earlier attempt left does not tell how the one under way stands."""
+    began = float(attempt.get("time", 0.0))
+    if float(read_record(view.run_dir.state).get("time", 0.0)) < began:
+        view = replace(view, state="starting")
+    if float(view.owner.get("started", 0.0)) < began:
+        view = replace(view, owner={}, heartbeat_time=None)
+    return view
+
+
+def _without_ended_job(view: RunView, job_id: str | None, job: QueuedJob | None) -> RunView:
+    """A rank that Slurm ended has left its heartbeat; that of another job, or of none, is a sign of life."""
+    if view.owner.get("job") in {job_id, job.number if job else job_id}:
+        view = replace(view, owner={}, heartbeat_time=None)
+    return view
+
+
+def _has_begun(target: Target) -> bool:
+    return any(str(record.get("job")) == target.job_id for record in attempts(target.run_dir))
+
+
+def _next(run_dir: RunDir, *, has_log: bool) -> str:
+    """What a person does after a job that is over without having finished the run."""
+    folder = shlex.quote(str(run_dir.path))
+    look = f"dist-transformer logs {folder}, then " if has_log else ""
+    return f"{look}dist-transformer resume {folder}"
+
+
+_BEFORE_ITS_RANKS: Document = {
+    "last_end_time": None,
+    "last_exit_code": None,
+    "last_exit_text": "before its ranks started",
+    "last_end_reason": None,
+    "last_end_requeued": None,
+}
+
+
+def _of_last_end(view: RunView) -> Document:
     code = view.last_end.get("exit_code")
     return {
-        "starts": view.starts,
         "last_end_time": view.last_end.get("time"),
         "last_exit_code": code,
         "last_exit_text": exit_code_in_words(code) if isinstance(code, int) else None,
         "last_end_reason": view.last_end.get("reason"),
         "last_end_requeued": view.last_end.get("requeued"),
+    }
+
+
+def _of_history(view: RunView) -> Document:
+    return {
+        "starts": view.starts,
         "excluded_nodes": view.excluded,
         "divergences": len(view.divergences),
         "last_divergence": view.divergences[-1].get("reason") if view.divergences else None,
@@ -155,10 +218,11 @@ def _job_states(job_ids: list[str]) -> dict[str, str]:
 
 
 def _row(view: RunView, job_id: str | None, job_state: str | None) -> Document:
+    attempt = {} if job_state in OVER else _attempt_under_way(view.run_dir)
     return {
         "run": view.run_dir.name,
         "folder": str(view.run_dir.path),
-        "state": view.state,
+        "state": _without_earlier_attempts(view, attempt).state,
         "job_id": job_id,
         "job_state": job_state,
         "step": view.step,

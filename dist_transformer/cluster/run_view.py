@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from dist_transformer.cluster.bad_nodes import excluded_nodes
-from dist_transformer.cluster.restarts import newest_checkpoint
-from dist_transformer.cluster.targets import attempts, json_lines, read_record
+from dist_transformer.cluster.restarts import attempts, newest_checkpoint
+from dist_transformer.cluster.targets import json_lines, read_record
 from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import Config
@@ -74,10 +75,10 @@ def look_at(run_dir: RunDir) -> RunView:
         newest=newest,
         seconds_to_last_step=_seconds_to_end(records, step, max_steps),
         checkpoint=checkpoint,
-        checkpoint_time=(run_dir.checkpoints / checkpoint).stat().st_mtime if checkpoint else None,
+        checkpoint_time=_mtime(run_dir.checkpoints / checkpoint) if checkpoint else None,
         owner=owner,
-        heartbeat_time=run_dir.owner.stat().st_mtime if owner else None,
-        last_end=next((record for record in attempts(run_dir) if record.get("event") == "ended"), {}),
+        heartbeat_time=_mtime(run_dir.owner) if owner else None,
+        last_end=next((r for r in reversed([*attempts(run_dir)]) if r.get("event") == "ended"), {}),
         excluded=excluded_nodes(run_dir),
         divergences=_divergences(run_dir),
         mlflow_run_id=tracking.get("run_id"),
@@ -97,6 +98,14 @@ def _seconds_to_end(records: Sequence[dict[str, Any]], step: int, max_steps: int
         return None
     steps, seconds = records[0]["step"] - records[-1]["step"], records[0]["time"] - records[-1]["time"]
     return (max_steps - step) * seconds / steps if steps > 0 else None
+
+
+def _mtime(path: Path) -> float | None:
+    """None: the run has removed it since it was found."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None
 
 
 def _config(run_dir: RunDir) -> Config | None:

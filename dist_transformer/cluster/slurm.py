@@ -27,12 +27,13 @@ def submit_script(arguments: Sequence[str]) -> str:
     return answer.strip().split(";")[0]  # --parsable: "id" or "id;cluster"
 
 
-def list_jobs(job_id: str | None, format_string: str) -> list[str]:
-    """One line of `squeue` for each part of the job, ended ones too; none when Slurm has forgotten it. Times are unix
-    seconds. Without a job all of this user's.
+def list_jobs(job_ids: Sequence[str], format_string: str) -> list[str]:
+    """One line of `squeue` for each job and each task of an array, ended ones too; none for those that Slurm has
+    forgotten. Times are unix seconds.
     """
-    which = "--me" if job_id is None else f"--jobs={job_id}"
-    command = ["squeue", "--noheader", "--states=all", which, f"--format={format_string}"]
+    # Without --array the tasks that wait together are one line, 12_[3-9], in which none is found by its id.
+    command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(job_ids)}"]
+    command.append(f"--format={format_string}")
     try:
         return _call(command, _asking_environment()).splitlines()
     except SlurmError as error:
@@ -55,13 +56,14 @@ def list_accounted_jobs(job_id: str, fields: str) -> list[str]:
         return []
 
 
-def cancel_job(job_id: str, *, only_pending: bool = False) -> None:
-    """Ends a job, or only those of its parts that wait in the queue. (`scancel` finds nothing wrong with unknown jobs.)
+def cancel_job(job_id: str) -> None:
+    """Ends a job, whether it runs or waits. (`scancel` finds nothing wrong with unknown jobs.)
 
     Raises:
         SlurmError: with scancel's own words.
     """
-    _call(["scancel", *(["--state=PENDING"] if only_pending else []), job_id], _asking_environment())
+    # No --state=PENDING: with it Slurm 22.05 takes 12_3 for all tasks that wait together with it.
+    _call(["scancel", job_id], _asking_environment())
 
 
 def release_job(job_id: str) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 
 from dist_transformer.cluster.bad_nodes import excluded_nodes
 from dist_transformer.cluster.checks import busy_problems, sbatch_problems, submission_problems
+from dist_transformer.cluster.going_on import stage_problems
 from dist_transformer.cluster.jobs import Job, Stage, job_of, script_name
+from dist_transformer.cluster.put_back import put_back_if_refused
 from dist_transformer.cluster.script import Code, needed_folders, render_script
 from dist_transformer.cluster.slurm import SlurmError, submit_script
 from dist_transformer.cluster.snapshot import take_snapshot
@@ -21,6 +23,8 @@ from dist_transformer.cluster.sweep_dir import sweep_of
 from dist_transformer.config.models import Config
 from dist_transformer.errors import ConfigError
 from dist_transformer.run_dir import RunDir, read_json, write_json, write_text
+
+REFUSED = "change slurm.partition, gpus_per_node or gres, memory, constraint, account or qos; sinfo shows what there is"
 
 
 @dataclass(frozen=True)
@@ -73,11 +77,10 @@ def plan_submission(
         ConfigError: all problems together.
     """
     found = [*problems, *submission_problems(config, run_dir, num_parameters)]
-    if "evaluate" in stages and config.data.test is None:
-        found.append("data.test: is not given, and the stage evaluate scores it; give it, or leave the stage out")
+    found += stage_problems(config, run_dir, stages, after)
     found += [] if dry_run else [*sbatch_problems(), *busy_problems(run_dir)]
     if found:
-        raise ConfigError(found)
+        raise ConfigError(found, "cannot submit:")
     run_dir = RunDir(run_dir.path.absolute())
     jobs = tuple(job_of(stage, config.slurm, run_dir, list(excluded_nodes(run_dir))) for stage in stages)
     sweep = sweep_of(run_dir)  # its prepared corpora are those beside it
@@ -91,18 +94,12 @@ def submit(submission: Submission) -> dict[str, str]:
     """Writes the files and the code snapshot, calls sbatch, notes the jobs in the run folder; the job id of each stage.
 
     Raises:
-        SlurmError: sbatch refused; what it took before is in job.json, and the message says it.
+        SlurmError: sbatch refused. The run folder is as it was before; where it took jobs of earlier stages, they are in
+            job.json, and the message says them.
     """
-    run_dir, ids = submission.run_dir, dict[str, str]()
-    take_snapshot(run_dir.snapshot)
-    write_files(submission.files)
-    begin_anew(run_dir)
-    after = submission.after
+    run_dir, ids, after = submission.run_dir, dict[str, str](), submission.after
     for job in submission.jobs:
-        try:
-            ids[job.stage] = submit_script(job.sbatch_arguments(after))
-        except SlurmError as error:
-            raise _with_those_before(error, ids) from error
+        ids[job.stage] = _submit_next(job, after, ids) if ids else _submit_first(submission)
         if job.stage == "train" or "train" not in ids:
             command = command_text(job, after)
         note_job(run_dir, ids, command)
@@ -130,8 +127,24 @@ def note_job(run_dir: RunDir, ids: Mapping[str, str], command: str) -> None:
     write_json(run_dir.job, note if set(ids) == {"train"} else {**note, "stages": dict(ids)})
 
 
-def _with_those_before(error: SlurmError, ids: Mapping[str, str]) -> SlurmError:
-    if not ids:
-        return error
-    taken = ", ".join(f"{job_id} ({stage})" for stage, job_id in ids.items())
-    return SlurmError(f"{error}\n  already submitted: {taken}; to take it back: scancel {' '.join(ids.values())}")
+def _submit_first(submission: Submission) -> str:
+    run_dir = submission.run_dir
+    # The job may start at once: it must find its files, and no old stop.
+    changed = [*submission.files, run_dir.restarts, run_dir.stop_file]
+    try:
+        with put_back_if_refused(changed, run_dir.snapshot):
+            take_snapshot(run_dir.snapshot)
+            write_files(submission.files)
+            begin_anew(run_dir)
+            return submit_script(submission.jobs[0].sbatch_arguments(submission.after))
+    except SlurmError as error:
+        raise SlurmError(f"{error}\n  {REFUSED}; nothing was changed in the run folder") from error
+
+
+def _submit_next(job: Job, after: Sequence[str], ids: Mapping[str, str]) -> str:
+    try:
+        return submit_script(job.sbatch_arguments(after))
+    except SlurmError as error:
+        taken = ", ".join(f"{job_id} ({stage})" for stage, job_id in ids.items())
+        back = f"to take it back: scancel {' '.join(ids.values())}"
+        raise SlurmError(f"{error}\n  {REFUSED}\n  already submitted: {taken}; {back}") from error

@@ -14,10 +14,10 @@ from typing import Any
 from dist_transformer.cluster.bad_nodes import excluded_nodes
 from dist_transformer.cluster.checks import sbatch_problems, submission_problems
 from dist_transformer.cluster.jobs import Job, array_job
+from dist_transformer.cluster.queue import known_jobs
 from dist_transformer.cluster.script import Code, needed_folders, render_script
 from dist_transformer.cluster.slurm import submit_script
 from dist_transformer.cluster.snapshot import take_snapshot
-from dist_transformer.cluster.status import job_state
 from dist_transformer.cluster.submit import begin_anew, command_text, note_job, write_files
 from dist_transformer.cluster.sweep import Sweep, ranges, told_once
 from dist_transformer.cluster.sweep_dir import SweepDir, SweepState, read_sweep_state
@@ -25,6 +25,8 @@ from dist_transformer.cluster.targets import newest_job_id
 from dist_transformer.config.models import Config
 from dist_transformer.errors import ConfigError
 from dist_transformer.run_dir import RunDir, read_json, write_json
+
+_FINISHED = "finished"
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,13 @@ class SweepSubmission:
     def command(self) -> str:
         """The call of sbatch as one would type it."""
         return command_text(self.job, self.after)
+
+    @property
+    def tasks_that_keep_the_code(self) -> tuple[int, ...]:
+        """Those that still run, or will be requeued: they go on with the code that they began with, and so do all."""
+        if not self.folder.common.snapshot.is_dir():
+            return ()
+        return tuple(task for task, why in self.left_out.items() if why != _FINISHED)
 
 
 def plan_sweep(
@@ -96,8 +105,7 @@ def submit_sweep(submission: SweepSubmission) -> str:
         SlurmError: sbatch refused; the folders then hold the files, but no job.
     """
     folder = submission.folder
-    # Tasks that still run, or will be requeued, keep the code that they began with.
-    if all(why == "finished" for why in submission.left_out.values()) or not folder.common.snapshot.is_dir():
+    if not submission.tasks_that_keep_the_code:
         take_snapshot(folder.common.snapshot)
     write_files(submission.files)
     _share_prepared(folder)
@@ -146,14 +154,15 @@ def _folder_problems(folder: SweepDir, before: SweepState | None, points: Sequen
 
 
 def _left_out(folder: SweepDir, before: SweepState | None) -> dict[int, str]:
-    left_out = {}
-    for task in range(len(before.points) if before else 0):
-        job_id = newest_job_id(folder.task(task))  # a person may have submitted it on its own since
-        if is_finished(folder.task(task)):
-            left_out[task] = "finished"
-        elif job_id is not None and not (state := job_state(job_id)).is_over:
-            left_out[task] = f"job {job_id} works on it ({state.state})"
-    return left_out
+    tasks = range(len(before.points) if before else 0)
+    left_out = {task: _FINISHED for task in tasks if is_finished(folder.task(task))}
+    # A person may have submitted one on its own since.
+    newest = {task: newest_job_id(folder.task(task)) for task in tasks if task not in left_out}
+    known = known_jobs([job_id for job_id in newest.values() if job_id])
+    for task, job_id in newest.items():
+        if job_id in known and not known[job_id].is_over:
+            left_out[task] = f"job {job_id} works on it ({known[job_id].state})"
+    return dict(sorted(left_out.items()))
 
 
 def _share_prepared(folder: SweepDir) -> None:

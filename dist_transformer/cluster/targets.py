@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dist_transformer.cluster.queue import QueuedJob, is_job_id, jobs_of
+from dist_transformer.cluster.restarts import attempts
 from dist_transformer.cluster.slurm import SlurmError
+from dist_transformer.cluster.sweep_dir import SweepDir
 from dist_transformer.cluster.text_tail import PIECE_BYTES, last_lines
 from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir, read_json
@@ -30,23 +32,29 @@ def find_target(text: str, root: Path) -> Target:
         root: the folder of runs, looked through for a job that Slurm has forgotten.
 
     Raises:
-        UserError: it is neither, or no run is known by it.
+        UserError: it is neither, or no run is known by it, or it is a sweep.
     """
     folder = Path(text)
     if folder.is_dir():
         if not is_run_folder(folder):
             raise UserError(f"{folder}: is not a run folder: it has neither config.yaml, run.json nor slurm/job.json")
+        _refuse_sweep(folder)
         return Target(RunDir(folder.absolute()), newest_job_id(RunDir(folder.absolute())))
     if not is_job_id(text):
         raise UserError(f"{text}: no such folder, and no job id; expected a run folder, or a job id like 123 or 123_4")
-    found = _folder_by_comment(text) or _folder_by_files(text, root)
+    try:
+        found, known = _folder_by_comment(text), "Slurm knows no run folder of it"
+    except SlurmError as error:
+        found, known = None, f"Slurm could not be asked ({str(error).splitlines()[0].partition(';')[0]})"
+    found = found or _folder_by_files(text, root)
     if found is None:
         raise UserError(
-            f"job {text}: Slurm knows no run folder of it, and no run in {root}/ was submitted as this job; give the run "
+            f"job {text}: {known}, and no run in {root}/ was submitted as this job; give the run "
             "folder, or --root with the folder of your runs"
         )
     if not is_run_folder(found):
         raise UserError(f"job {text}: its run folder {found} is not there; was it moved or removed?")
+    _refuse_sweep(found)
     return Target(RunDir(found), text)
 
 
@@ -55,21 +63,22 @@ def is_run_folder(folder: Path) -> bool:
     return any(path.is_file() for path in (run_dir.config, run_dir.state, run_dir.job, run_dir.attempts))
 
 
+def num_points(folder: Path) -> int | None:
+    """How many runs the folder of a sweep is for; None of any other folder."""
+    state = SweepDir(folder).state
+    return len(read_record(state).get("points", [])) if state.is_file() else None
+
+
 def newest_job_id(run_dir: RunDir) -> str | None:
     """The newest job of a run: the one submitted last, or a later one that was started by hand."""
     submitted_at, job_id = _submission(run_dir)
     if job_id is None and run_dir.name.startswith("task_"):  # of a sweep, submitted as a whole
         submitted_at, array = _submission(RunDir(run_dir.path.parent))
         job_id = array and f"{array}_{run_dir.name.removeprefix('task_')}"
-    attempt = next(attempts(run_dir), None)
+    attempt = next(reversed([*attempts(run_dir)]), None)
     if attempt is not None and (job_id is None or attempt["time"] > submitted_at):
         return str(attempt["job"])
     return job_id
-
-
-def attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
-    """The records of attempts.jsonl, newest first."""
-    yield from json_lines(run_dir.attempts)
 
 
 def json_lines(path: Path, max_bytes: int = PIECE_BYTES) -> Iterator[dict[str, Any]]:
@@ -92,6 +101,14 @@ def read_record(path: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
+def _refuse_sweep(folder: Path) -> None:
+    if num_points(folder) is not None:
+        raise UserError(
+            f"{folder}: is the folder of a sweep: dist-transformer sweep status {folder}, or give one of its runs: "
+            f"{folder / 'task_0'}"
+        )
+
+
 def _submission(run_dir: RunDir) -> tuple[float, str | None]:
     note = read_record(run_dir.job)
     if "job_id" not in note:
@@ -100,10 +117,7 @@ def _submission(run_dir: RunDir) -> tuple[float, str | None]:
 
 
 def _folder_by_comment(job_id: str) -> Path | None:
-    try:
-        found: list[QueuedJob] = jobs_of(job_id)
-    except SlurmError:
-        return None
+    found: list[QueuedJob] = jobs_of(job_id)
     if "_" not in job_id and any("_" in job.job_id for job in found):
         raise UserError(
             f"job {job_id}: is an array of tasks with a run folder each: name one of them, like {job_id}_1; "

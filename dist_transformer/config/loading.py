@@ -8,6 +8,7 @@ A file may say `extends: other.yaml` (relative to itself): the other file is rea
 import difflib
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -114,10 +115,17 @@ def _explain(marked: Marked, path: KeyPath, error: dict[str, Any], section: type
         return f"{where}: no such key{_suggest(str(path[-1]), owner)}"
     if error["type"] == "missing":
         return f"{where}: is required but not given"
-    message = _EXPECTED.get(error["type"]) or error["msg"][0].lower() + error["msg"][1:]
+    return f"{where}: {value_problem(path, error)}"
+
+
+def value_problem(path: KeyPath, error: Mapping[str, Any]) -> str:
+    """What pydantic finds wrong with the value of a key, in our words: what was expected, and what came."""
+    kind: str = error["type"]
+    pattern = _PATTERNS.get(path[:2]) if kind == "string_pattern_mismatch" else None
+    message = pattern or _EXPECTED.get(kind) or error["msg"][0].lower() + error["msg"][1:]
     if path[:2] in _NEVER_SHOWN:
-        return f"{where}: {message}"
-    return f"{where}: {message}; got {_shown(error['input'])}{_remedy(error['type'], error['input'])}"
+        return message
+    return f"{message}; got {_shown(error['input'])}{_remedy(kind, error['input'])}"
 
 
 _EXPECTED = {
@@ -128,6 +136,10 @@ _EXPECTED = {
     "dict_type": "expected `key: value` lines below it",
     "model_type": "expected `key: value` lines below it",
     "tuple_type": "expected a list",
+}
+_PATTERNS: dict[KeyPath, str] = {
+    ("slurm", "time_limit"): "expected a time as sbatch takes it: 30 (minutes), 1:00:00 or 2-00:00:00",
+    ("slurm", "memory"): "expected a number with K, M, G or T: 120G",
 }
 _NEVER_SHOWN = (("tracking", "uri"), ("slurm", "environment"))
 

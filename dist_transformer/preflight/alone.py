@@ -13,6 +13,7 @@ from statistics import median
 import torch
 
 from dist_transformer import __version__
+from dist_transformer.stacks import host_name
 
 REPEATS = 8
 REPEAT_SECONDS = 0.25
@@ -20,11 +21,6 @@ REPEAT_SECONDS = 0.25
 DISK_BYTES = 16 * 2**20
 DISK_REPEATS = 4
 LOW_SPACE_GB = 5.0
-
-
-def node_name() -> str:
-    """As Slurm knows this node, else as it calls itself."""
-    return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
 def device_of_rank() -> torch.device:
@@ -84,7 +80,7 @@ def disk_speed(folder: Path) -> dict[str, float]:
         OSError: the disk does not take it.
     """
     content = os.urandom(DISK_BYTES)
-    path = folder / f".preflight.{node_name()}.{os.getpid()}.tmp"
+    path = folder / f".preflight.{host_name()}.{os.getpid()}.tmp"
     try:
         speeds = [_write_and_read(path, content) for _ in range(DISK_REPEATS)]
     finally:

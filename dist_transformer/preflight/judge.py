@@ -46,7 +46,7 @@ MEASURES = (
     Measure("disk_read_mb_per_second", "disk read", "MB/s", "more", slack=8),
     Measure("run_disk_free_gb", "run disk", "GB free", "shown"),
     Measure("temporary_disk_free_gb", "temp disk", "GB free", "shown"),
-    Measure("memory_total_gb", "memory", "GB", "more"),
+    Measure("memory_total_gb", "memory", "GB", "shown"),
     Measure("memory_free_gb", "free memory", "GB", "shown"),
     Measure("gpu_memory_total_gb", "GPU memory", "GB", "more"),
     Measure("gpu_memory_free_gb", "free GPU memory", "GB", "more"),

@@ -17,6 +17,7 @@ from dist_transformer.preflight import alone, together
 from dist_transformer.preflight.judge import DONE, REACHES_FIRST
 from dist_transformer.preflight.report import rank_file
 from dist_transformer.run_dir import write_json
+from dist_transformer.stacks import host_name
 
 
 @dataclass
@@ -53,7 +54,7 @@ def measure(folder: Path, run_folder: Path, end: float, warn: Callable[[], list[
     device = alone.device_of_rank()
     record = RankRecord(
         rank=int(os.environ.get("RANK", "0")),
-        node=alone.node_name(),
+        node=host_name(),
         num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         device=_name(device),

@@ -60,5 +60,5 @@ def end_if_all_finished(parent: "TrackedRun", sweep: SweepDir, time_ms: int) -> 
     """The sweep's run is finished when all of its points are."""
     state = read_sweep_state(sweep)
     statuses = parent.statuses_with_tag(PARENT_TAG, parent.run_id)
-    if state is not None and statuses.count("FINISHED") == len(state.points):
+    if state is not None and statuses.count("FINISHED") >= len(state.points):
         parent.set_status("FINISHED", time_ms)

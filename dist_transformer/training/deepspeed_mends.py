@@ -73,7 +73,7 @@ def not_compiling(deepspeed_compiler: Any) -> Iterator[None]:
     """
     compile_decorator, disable = deepspeed_compiler.compile, torch.compiler.disable
     deepspeed_compiler.compile = lambda: deepspeed_compiler.dummy_decorator
-    torch.compiler.disable = deepspeed_compiler.dummy_decorator
+    torch.compiler.disable = lambda fn=None, *_, **__: fn or (lambda function: function)
     try:
         yield
     finally:

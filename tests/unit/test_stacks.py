@@ -141,6 +141,29 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_rank(
     assert "`dist-transformer stacks` will not see this rank" in caplog.text
 
 
+def test_a_foreign_file_in_the_way_does_not_end_the_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / f"{stacks._prefix()}{os.getpid()}.txt"
+    path.mkdir()  # as a file of another user in a sticky folder: it cannot be removed
+    stacks.register(tmp_path)
+    assert f"{path}: " in caplog.text
+    assert "`dist-transformer stacks` will not see this rank" in caplog.text
+
+
+@pytest.mark.parametrize("is_file_there", [True, False])
+def test_a_rank_that_ends_meanwhile_does_not_cost_the_answers_of_the_others(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_file_there: bool
+) -> None:
+    process = start(BLOCKED_IN_C, rank=1)
+    with subprocess.Popen(["true"]) as other:
+        other.wait()
+    ended = stacks.RankProcess(other.pid, 0, "7", tmp_path / "ended.txt")
+    if is_file_there:
+        ended.file.write_text("")
+    living = rank_processes(tmp_path)
+    monkeypatch.setattr(stacks, "rank_processes", lambda folder: [ended, *living])
+    assert [(dump.rank, dump.pid) for dump in dump_local("7", tmp_path)] == [(1, process.pid)]
+
+
 def test_a_process_that_did_not_register_would_die_of_the_signal() -> None:
     """Why nothing is sent without looking."""
     with subprocess.Popen(["sleep", "60"]) as process:

@@ -8,7 +8,7 @@ import pytest
 from watched_run import make_run
 
 from dist_transformer.cluster import text_tail
-from dist_transformer.cluster.logs import follow, last_hang, log_file, tail
+from dist_transformer.cluster.logs import follow, last_hang, log_of_job, log_of_run, newest_log, tail, wait_for_log
 from dist_transformer.cluster.text_tail import GrowingFile, end_of_last_line, last_lines
 from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir
@@ -55,14 +55,34 @@ def test_a_file_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
 
 
 def test_the_newest_log_of_a_job_comes_before_that_of_rank_0(run_dir: RunDir) -> None:
-    with pytest.raises(UserError, match="has no log yet: its job has not started"):
-        log_file(run_dir)
+    assert log_of_run(run_dir, "5") is None
     write(run_dir.log, "x\n", at=9)
-    assert log_file(run_dir) == run_dir.log
-    write(run_dir.slurm / "job-5.log", "x\n", at=2)
-    write(run_dir.slurm / "job-12.log", "x\n", at=3)
-    assert log_file(run_dir).name == "job-12.log"
-    assert log_file(run_dir, "5").name == "job-5.log"
+    assert newest_log(run_dir) == run_dir.log
+    first = write(run_dir.slurm / "job-5.log", "x\n", at=2)
+    second = write(run_dir.slurm / "job-12.log", "x\n", at=3)
+    assert newest_log(run_dir) == second
+    assert log_of_run(run_dir, "5") == first
+    assert log_of_run(run_dir, "13") == second
+
+
+def test_the_log_of_a_job_is_that_of_no_other_and_bears_the_name_of_its_stage(run_dir: RunDir) -> None:
+    prepare = write(run_dir.slurm / "prepare-14.log", "x\n")
+    task = write(run_dir.slurm / "job-15_4.log", "x\n")
+    assert log_of_job(run_dir, "14") == prepare
+    assert log_of_job(run_dir, "15_4") == task
+    assert log_of_job(run_dir, "4") is None
+
+
+def test_a_log_is_waited_for_until_it_is_there_or_the_run_is_over(run_dir: RunDir) -> None:
+    path = run_dir.slurm / "job-5.log"
+    wait = happens(lambda: None, lambda: write(path, "a\n"))
+    assert wait_for_log(lambda: newest_log(run_dir), lambda: False, wait) == path
+    path.unlink()
+    asked: list[bool] = []
+    looks: list[float] = []
+    over = lambda: asked.append(True) or len(asked) == 3  # type: ignore[func-returns-value]  # noqa: E731
+    assert wait_for_log(lambda: newest_log(run_dir), over, looks.append) is None
+    assert sum(looks) == 20
 
 
 def test_a_rank_is_told_by_its_label_whatever_its_width(run_dir: RunDir) -> None:
@@ -97,7 +117,7 @@ def test_following_goes_on_over_a_requeue_and_a_new_job_and_ends_with_the_run(ru
         lambda: (write(new, "0: end\nno line break", at=4), over.append(True)),
         *[lambda: None] * 40,
     )
-    lines = list(follow(run_dir, path, 1, None, lambda: bool(over), wait))
+    lines = list(follow(lambda: newest_log(run_dir), path, 1, None, lambda: bool(over), wait))
     assert lines == ["b", "half", "requeued", f"--- {new}", "0: next", "0: end", "no line break"]
 
 
@@ -105,19 +125,21 @@ def test_following_one_rank_shows_its_lines_alone(run_dir: RunDir) -> None:
     path = write(run_dir.slurm / "job-5.log", "0: a\n1: b\n", at=1)
     over: list[bool] = []
     wait = happens(lambda: (write(path, "1: c\n0: d\n", at=2), over.append(True)), *[lambda: None] * 40)
-    assert list(follow(run_dir, path, 5, 1, lambda: bool(over), wait)) == ["b", "c"]
+    assert list(follow(lambda: newest_log(run_dir), path, 5, 1, lambda: bool(over), wait)) == ["b", "c"]
 
 
 def test_a_run_that_is_over_is_said_to_the_end_without_waiting(run_dir: RunDir) -> None:
     path = write(run_dir.slurm / "job-5.log", "a\nb\n")
-    assert list(follow(run_dir, path, 5, None, lambda: True, happens())) == ["a", "b"]
+    assert list(follow(lambda: newest_log(run_dir), path, 5, None, lambda: True, happens())) == ["a", "b"]
 
 
 def test_slurm_is_not_asked_at_every_look(run_dir: RunDir) -> None:
     path = write(run_dir.slurm / "job-5.log", "a\n")
     asked: list[bool] = []
     looks: list[float] = []
-    list(follow(run_dir, path, 5, None, lambda: asked.append(True) or len(asked) == 3, looks.append))  # type: ignore[func-returns-value]
+    list(
+        follow(lambda: newest_log(run_dir), path, 5, None, lambda: asked.append(True) or len(asked) == 3, looks.append)
+    )  # type: ignore[func-returns-value]
     assert len(looks) == 40
     assert sum(looks) == 20
 

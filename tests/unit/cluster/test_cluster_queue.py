@@ -149,9 +149,33 @@ def test_a_controller_that_does_not_answer_is_an_error_and_not_an_ended_job(slur
 
 
 def test_the_states_of_many_jobs_are_one_question(slurm: FakeSlurm) -> None:
-    slurm.answers("squeue", "1|RUNNING\n2_1|PENDING\n9|FAILED")
+    lines = [job_line("1", "RUNNING"), job_line("2_1", "PENDING"), job_line("9", "FAILED")]
+    slurm.answers("squeue", "\n".join(lines))
     assert states_of(["1", "2_1", "77"]) == {"1": "RUNNING", "2_1": "PENDING"}
-    assert "--me" in slurm.arguments("squeue")
+    assert "--jobs=1,2_1,77" in slurm.arguments("squeue")
+    assert states_of([]) == {}
+
+
+def test_squeue_is_asked_for_each_task_that_waits(slurm: FakeSlurm) -> None:
+    """Else they are one line, 2_[3-4%2], and none of them is found."""
+    slurm.answers("squeue", job_line("2_3", "PENDING"))
+    job_now("2_3")
+    assert "--array" in slurm.arguments("squeue")
+
+
+def test_a_requeued_job_is_over_once_squeue_has_forgotten_it(slurm: FakeSlurm) -> None:
+    for state in ("PREEMPTED", "NODE_FAIL"):
+        slurm.answers("squeue", job_line("5", state))
+        assert [job.is_over for job in jobs_of("5")] == [False]
+    slurm.has_forgotten()
+    slurm.answers("sacct", "5|5|PREEMPTED|1795307143|1|n1|main|1795307143|0:0|")
+    assert [job.is_over for job in jobs_of("5")] == [True]
+
+
+def test_without_slurm_the_missing_command_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(SlurmError, match="squeue: not found; expected Slurm's commands on PATH"):
+        job_now("5")
 
 
 def test_a_job_id_is_a_number_or_a_task_of_an_array() -> None:

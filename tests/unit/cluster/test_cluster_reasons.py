@@ -56,3 +56,7 @@ def test_only_a_held_job_waits_for_a_release() -> None:
 )
 def test_an_exit_code_says_how_it_ended(code: int, words: str) -> None:
     assert words in exit_code_in_words(code)
+
+
+def test_a_run_that_was_stopped_is_not_said_to_start_again() -> None:
+    assert "again" not in exit_code_in_words(75)

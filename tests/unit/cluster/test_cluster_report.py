@@ -9,6 +9,7 @@ from fake_slurm import FakeSlurm, answer, job_line, make_fake_slurm
 from watched_run import NOW, add_lines, beat, make_run, trained
 
 from dist_transformer.cluster import report as module
+from dist_transformer.cluster import run_view
 from dist_transformer.cluster.report import report, report_all
 from dist_transformer.cluster.run_view import look_at
 from dist_transformer.cluster.targets import Target
@@ -18,8 +19,9 @@ KEYS = [
     *("run", "folder", "time", "state", "step"),
     *("max_steps", "loss", "learning_rate", "tokens_per_second", "record_time"),
     *("seconds_to_last_step", "heartbeat_time", "owner", "checkpoint", "checkpoint_time"),
-    *("checkpoint_age_seconds", "starts", "last_end_time", "last_exit_code", "last_exit_text"),
-    *("last_end_reason", "last_end_requeued", "excluded_nodes", "divergences", "last_divergence"),
+    *("checkpoint_age_seconds", "attempt", "last_end_time", "last_exit_code", "last_exit_text"),
+    *("last_end_reason", "last_end_requeued", "starts", "excluded_nodes", "divergences", "last_divergence"),
+    *("log", "next"),
     *("mlflow_run_id", "mlflow_uri", "job_id", "job", "warnings"),
 ]
 
@@ -119,6 +121,81 @@ def test_how_the_last_attempt_ended_is_said_in_words(slurm: FakeSlurm, run_dir: 
     assert "no progress" in found["last_exit_text"]
 
 
+def attempt(event: str, ago: float, **values: Any) -> dict[str, Any]:
+    return {"event": event, "time": NOW - ago, "job": "5", "attempt": 1, **values}
+
+
+def test_what_an_earlier_attempt_left_is_not_shown_as_if_it_were_now(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "RUNNING"))
+    write_json(run_dir.state, {"state": "stopped", "step": 40, "time": NOW - 30})
+    beat(run_dir, NOW - 20, started=NOW - 90)
+    assert (of(run_dir)["state"], of(run_dir)["attempt"]) == ("stopped", None)
+    assert of(run_dir)["heartbeat_time"] == NOW - 20
+    add_lines(run_dir.attempts, attempt("began", 10))
+    found = of(run_dir)
+    assert (found["state"], found["attempt"]) == ("starting", 1)
+    assert (found["heartbeat_time"], found["owner"]) == (None, None)
+    assert found["step"] == 40
+    assert [row["state"] for row in report_all(run_dir.path.parent)] == ["starting"]
+    beat(run_dir, NOW - 2, started=NOW - 5)
+    assert of(run_dir)["heartbeat_time"] == NOW - 2
+    write_json(run_dir.state, {"state": "running", "step": 40, "time": NOW - 1})
+    assert of(run_dir)["state"] == "running"
+
+
+def test_an_attempt_that_has_ended_does_not_start(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "PENDING", "BeginTime"))
+    write_json(run_dir.state, {"state": "stopped", "step": 40, "time": NOW - 30})
+    add_lines(run_dir.attempts, attempt("began", 10), attempt("ended", 5, exit_code=75))
+    assert (of(run_dir)["state"], of(run_dir)["attempt"]) == ("stopped", None)
+
+
+def test_a_job_that_is_over_has_no_heartbeat_and_one_that_trains_by_hand_has(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "TIMEOUT"))
+    beat(run_dir, NOW - 2)
+    found = of(run_dir)
+    assert (found["heartbeat_time"], found["owner"]) == (None, None)
+    assert found["next"] is not None
+    beat(run_dir, NOW - 2, job=None)
+    assert (of(run_dir)["heartbeat_time"], of(run_dir)["next"]) == (NOW - 2, None)
+
+
+def test_a_job_that_ended_before_its_ranks_started_is_said_so(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    add_lines(run_dir.attempts, attempt("began", 90, job="4"), attempt("ended", 80, job="4", exit_code=75))
+    slurm.answers("squeue", job_line("5", "PENDING"))
+    assert of(run_dir)["last_exit_code"] == 75
+    slurm.answers("squeue", job_line("5", "FAILED"))
+    found = of(run_dir, "5")
+    # The newest record is older than the submission of job 5 only by the clock of this test.
+    write_json(run_dir.job, {"job_id": "5", "submitted_at": "2027-02-01T00:00:00+00:00"})
+    found = of(run_dir)
+    assert (found["last_exit_code"], found["last_exit_text"]) == (None, "before its ranks started")
+    add_lines(run_dir.attempts, attempt("began", 70), attempt("ended", 60, exit_code=1))
+    assert (of(run_dir)["last_exit_code"], of(run_dir)["last_exit_text"]) == (1, "failed")
+
+
+def test_a_job_that_is_over_without_having_finished_the_run_says_what_to_do_next(
+    slurm: FakeSlurm, run_dir: RunDir
+) -> None:
+    log = run_dir.slurm / "job-5.log"
+    slurm.answers("squeue", job_line("5", "RUNNING"))
+    assert (of(run_dir)["log"], of(run_dir)["next"]) == (None, None)
+    slurm.answers("squeue", job_line("5", "FAILED"))
+    assert of(run_dir)["next"] == f"dist-transformer resume {run_dir.path}"
+    log.touch()
+    logs = f"dist-transformer logs {run_dir.path}, then "
+    assert (of(run_dir)["log"], of(run_dir)["next"]) == (str(log), f"{logs}dist-transformer resume {run_dir.path}")
+    assert of(run_dir, "4")["next"] is None  # an earlier job, or that of another stage
+    make_run(run_dir.path, state="finished")
+    assert of(run_dir)["next"] is None
+
+
+def test_a_sweep_in_a_list_is_said_to_be_one(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "RUNNING"))
+    write_json(run_dir.path / "sweep.json", {"points": [{}, {}, {}]})
+    assert [(row["state"], row["step"]) for row in report_all(run_dir.path.parent)] == [("sweep of 3", None)]
+
+
 def test_excluded_nodes_divergences_and_mlflow_are_told_without_credentials(slurm: FakeSlurm, run_dir: RunDir) -> None:
     slurm.answers("squeue", job_line("5", "RUNNING"))
     write_json(run_dir.excluded, {"n3": "slow"})
@@ -171,7 +248,7 @@ def test_a_forgotten_job_is_told_by_the_accounts_where_there_are_some(slurm: Fak
 
 
 def test_all_runs_of_a_folder_are_one_question_to_slurm(slurm: FakeSlurm, run_dir: RunDir) -> None:
-    slurm.answers("squeue", "5|RUNNING\n6|PENDING")
+    slurm.answers("squeue", f"{job_line('5', 'RUNNING')}\n{job_line('6', 'PENDING')}")
     other = make_run(run_dir.path.parent / "b", job_id="6")
     make_run(run_dir.path.parent / "c", state="finished", job_id="4")
     (run_dir.path.parent / "mlartifacts").mkdir()
@@ -183,6 +260,16 @@ def test_all_runs_of_a_folder_are_one_question_to_slurm(slurm: FakeSlurm, run_di
 def test_a_list_of_runs_works_without_slurm(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     assert [row["job_state"] for row in report_all(run_dir.path.parent)] == [None]
+
+
+def test_a_checkpoint_and_an_owner_that_go_while_one_looks_are_no_error(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_view, "newest_checkpoint", lambda _: "step_00000009")  # rotated since it was listed
+    monkeypatch.setattr(run_view, "read_record", lambda path: {"host": "n1"} if path == run_dir.owner else {})
+    view = look_at(run_dir)
+    assert (view.checkpoint, view.checkpoint_time) == ("step_00000009", None)
+    assert (view.owner, view.heartbeat_time) == ({"host": "n1"}, None)
 
 
 def test_a_configuration_that_cannot_be_read_costs_the_number_of_steps_alone(run_dir: RunDir) -> None:

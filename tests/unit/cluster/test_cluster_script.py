@@ -156,3 +156,56 @@ def test_a_command_runs_as_one_task_with_its_arguments_as_they_are_and_its_exit_
     ]
     assert f"exit code {exit_code}" in done.stdout
     assert not (tmp_path / "executed").exists()
+
+
+def _prepare(folder: Path, programs: dict[str, str], code: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs prepare.sbatch with these programs beside an srun that ends with 75; `sleep` takes no time."""
+    environment = _fake_srun(folder, 75)
+    for name, body in {"sleep": "", "squeue": "", "scontrol": "", **programs}.items():
+        (folder / name).write_text(f'#!/bin/bash\necho "{name} $*" >> {folder}/calls\n{body}\n')
+        (folder / name).chmod(0o755)
+    script = render_script("prepare.sbatch", _slurm(), Code(code or folder))
+    command = ["bash", "-c", script, "script", "config.yaml"]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def _calls(folder: Path, name: str) -> list[str]:
+    return [line for line in (folder / "calls").read_text().splitlines() if line.split()[0] == name]
+
+
+TERM_TO_THE_SCRIPT = "kill -TERM $PPID; exit 75"
+
+
+@pytest.mark.parametrize(("reason", "requeues"), [("TimeLimit", 1), ("None", 0)])
+def test_preparing_goes_back_to_the_queue_after_its_time_limit_but_not_when_it_was_cancelled(
+    tmp_path: Path, reason: str, requeues: int
+) -> None:
+    done = _prepare(tmp_path, {"srun": TERM_TO_THE_SCRIPT, "squeue": f"echo {reason}"})
+    assert done.returncode == 75
+    assert _calls(tmp_path, "scontrol") == ["scontrol requeue 7"] * requeues
+
+
+def test_preparing_waits_for_a_controller_that_is_away_but_not_for_ever(tmp_path: Path) -> None:
+    _prepare(tmp_path, {"scontrol": f"[ $(grep -c scontrol {tmp_path}/calls) = 3 ]"})
+    assert _calls(tmp_path, "scontrol") == ["scontrol requeue 7"] * 3
+    (tmp_path / "calls").unlink()
+    done = _prepare(tmp_path, {"scontrol": "exit 1"})
+    assert done.returncode == 75
+    assert "could not be requeued; submit it again" in done.stdout
+    assert _calls(tmp_path, "sleep") == ["sleep 5"] * (5 * 60 // 5)
+
+
+def test_preparing_does_not_requeue_what_slurm_has_requeued_or_a_person_cancelled_meanwhile(tmp_path: Path) -> None:
+    done = _prepare(tmp_path, {"scontrol": "kill -TERM $PPID; exit 1"})
+    assert _calls(tmp_path, "scontrol") == ["scontrol requeue 7"]
+    assert "could not be requeued" not in done.stdout
+
+
+def test_preparing_waits_for_a_disk_that_is_away(tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    appears = f"[ $(grep -c sleep {tmp_path}/calls) -lt 2 ] || mkdir -p {code}"
+    done = _prepare(tmp_path, {"sleep": appears, "srun": "exit 0"}, code)
+    assert done.returncode == 0
+    assert _calls(tmp_path, "sleep") == ["sleep 10"] * 2
+    assert f"waiting for {code}, which this node does not see" in done.stdout
+    assert len(_calls(tmp_path, "srun")) == 1

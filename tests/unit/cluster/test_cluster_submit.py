@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 from cluster_helpers import FakeSlurm, config_of
+from fake_slurm import job_line
 
 from dist_transformer.cluster.jobs import STAGES
 from dist_transformer.cluster.slurm import SlurmError, clean_environment
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
 from dist_transformer.errors import ConfigError
 from dist_transformer.run_dir import RunDir, read_json, write_json
+from dist_transformer.share_folder import share_folder
 
 
 def _plan(run_dir: RunDir, *stages: str, after: tuple[str, ...] = (), **settings: object) -> Submission:
@@ -126,7 +128,10 @@ def test_the_stages_beside_training_are_one_task_with_a_script_and_a_log_of_thei
         assert one_task | wanted <= {*job.options}
     # The script of a training job tells its ranks; where there is nothing to decide, Slurm tells them itself.
     assert "--signal=B:USR1@180" in train.options
-    assert {"--signal=USR1@180"} <= {*prepare.options} & {*average.options}
+    assert "--signal=USR1@180" in prepare.options
+    # They have no handler: the signal would end them early.
+    assert not [option for job in (average, evaluate) for option in job.options if option.startswith("--signal")]
+    assert "--signal" not in (share_folder("slurm") / "command.sbatch").read_text()
 
 
 def test_one_gpu_of_a_gres_is_asked_for_and_the_rest_of_it_stays(run_dir: RunDir) -> None:
@@ -218,13 +223,13 @@ def test_what_sbatch_says_against_a_job_is_what_the_user_reads(run_dir: RunDir, 
 
 def test_a_run_folder_on_which_a_job_works_is_refused(run_dir: RunDir, fake_slurm: FakeSlurm) -> None:
     submit(_plan(run_dir, "train", "evaluate"))
-    fake_slurm.set_jobs("RUNNING|None\n")
+    fake_slurm.set_jobs(job_line("4711", "RUNNING") + "\n")
     with pytest.raises(ConfigError, match=r"job 4711 already works on it \(RUNNING\); wait for it, `scancel 4711`"):
         plan_submission(config_of(), "", run_dir, 1)
-    fake_slurm.program("squeue", '[[ "$*" == *4711* ]] && echo "COMPLETED|None" || echo "PENDING|Dependency"')
+    fake_slurm.set_jobs(f"{job_line('4711', 'COMPLETED')}\n{job_line('4712', 'PENDING', 'Dependency')}\n")
     with pytest.raises(ConfigError, match=r"job 4712 already works on it \(PENDING\)"):
         plan_submission(config_of(), "", run_dir, 1)
-    fake_slurm.program("squeue", 'echo "COMPLETED|None"')
+    fake_slurm.set_jobs(f"{job_line('4711', 'COMPLETED')}\n{job_line('4712', 'COMPLETED')}\n")
     assert submit(plan_submission(config_of(), "", run_dir, 1)) == {"train": "4713"}
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from cluster_helpers import FakeSlurm, small_snapshot
+from fake_slurm import job_line
 
 from dist_transformer.cli import submit as submit_module
 from dist_transformer.cli.submit import memory_problems, read_job_ids, read_stages, submit_run
@@ -58,7 +59,7 @@ def test_the_jobs_of_a_chain_are_printed_in_their_order(
 def test_a_run_folder_is_gone_on_with_under_its_own_configuration(config: Path, fake_slurm: FakeSlurm) -> None:
     submit_run(config, ["training.max_steps=7000", "run.seed=5"])
     run_dir = RunDir(config.parent / "runs" / "a_run")
-    fake_slurm.set_jobs("COMPLETED|None\n")
+    fake_slurm.set_jobs(job_line("4711", "COMPLETED") + "\n")
     submit_run(run_dir.path, ["training.max_steps=8000"])
     assert read_json(run_dir.job)["job_id"] == "4712"
     kept = load_config(run_dir.config)

@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster_helpers import FakeSlurm, small_snapshot
+from fake_slurm import job_line
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,6 +61,11 @@ def _submit(config: Path, text: str, overrides: Sequence[str] = (), max_running:
 
 def _settings(config: Path, text: str) -> list[dict[str, Any]]:
     return [point.settings for point in read_sweep(_file(config, text)).points]
+
+
+def _lines(states: dict[str, str]) -> str:
+    """Of squeue."""
+    return "".join(f"{job_line(job_id, state)}\n" for job_id, state in states.items())
 
 
 def _say(run_dir: RunDir, state: str) -> None:
@@ -243,7 +250,7 @@ def test_in_a_container_the_ranks_see_what_the_sweep_shares_also_when_a_point_is
     _submit(config, GRID, ["slurm.container_image=image"])
     mount = f"--container-mounts={folder.path.parent}:{folder.path.parent}"
     assert mount in folder.common.submitted_script.read_text()
-    fake_slurm.set_jobs("FAILED|None\n")
+    fake_slurm.set_jobs(job_line("4711_0", "FAILED") + "\n")
     submit_run(folder.task(0).path, [])
     assert mount in folder.task(0).submitted_script.read_text()
 
@@ -255,7 +262,7 @@ def test_submitted_again_the_array_has_only_what_is_neither_finished_nor_under_w
     uid = read_json(folder.state)["uid"]
     for task, state in enumerate(("failed", "finished", "running", "stopped")):
         _say(folder.task(task), state)
-    fake_slurm.program("squeue", '[[ "$*" == *4711_2* ]] && echo "RUNNING|None" || echo "FAILED|None"')
+    fake_slurm.set_jobs(_lines({"4711_0": "FAILED", "4711_2": "RUNNING", "4711_3": "FAILED"}))
     mark = folder.common.snapshot / "mark"
     mark.write_text("")
     capsys.readouterr()
@@ -267,10 +274,28 @@ def test_submitted_again_the_array_has_only_what_is_neither_finished_nor_under_w
     assert state is not None
     assert (state.uid, state.job_ids) == (uid, ["4712_0", "4711_1", "4711_2", "4712_3"])
     assert mark.exists()  # what runs keeps its code
-    fake_slurm.program("squeue", 'echo "FAILED|None"')
+    assert re.search(
+        r"^code:   as of 2\d{3}-\d\d-\d\d \d\d:\d\d, since task 2 still runs with it; ", told, re.MULTILINE
+    )
+    fake_slurm.set_jobs("")
     _submit(config, GRID)
     assert "--array=0,2-3" in fake_slurm.calls[2]
     assert not mark.exists()
+    assert "code:" not in capsys.readouterr().out
+
+
+def test_however_many_points_there_are_slurm_is_asked_once(
+    config: Path, folder: SweepDir, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _submit(config, GRID)
+    _say(folder.task(1), "finished")
+    asked = fake_slurm.folder / "asked"
+    fake_slurm.program("squeue", f'echo "$*" >> {asked}')
+    for ask in (lambda: _submit(config, GRID), lambda: status_command(folder.path)):
+        asked.write_text("")
+        ask()
+        [call] = asked.read_text().splitlines()
+        assert re.search(r"--jobs=471\d_0,471\d_2,471\d_3 ", call)
 
 
 def test_a_point_that_was_submitted_on_its_own_since_is_left_to_that_job(
@@ -278,7 +303,7 @@ def test_a_point_that_was_submitted_on_its_own_since_is_left_to_that_job(
 ) -> None:
     _submit(config, GRID)
     note_job(folder.task(1), {"train": "9000"}, "")
-    fake_slurm.program("squeue", '[[ "$*" == *9000* ]] && echo "PENDING|Priority" || echo "FAILED|None"')
+    fake_slurm.set_jobs(job_line("9000", "PENDING", "Priority"))
     _submit(config, GRID)
     assert "--array=0,2-3" in fake_slurm.calls[1]
     assert "pending (Priority)" in "  ".join(_table(capsys, folder)[2])
@@ -360,7 +385,9 @@ def submitted(config: Path, folder: SweepDir, fake_slurm: FakeSlurm) -> SweepDir
     _trained(folder.task(2), 9.0, 5.0)
     _trained(folder.task(3), "nan")
     _say(folder.task(0), "finished")
-    fake_slurm.program("squeue", '[[ "$*" == *_1* ]] && echo "PENDING|Priority" || echo "TIMEOUT|TimeLimit"')
+    fake_slurm.set_jobs(
+        "\n".join([job_line("4711_1", "PENDING", "Priority"), job_line("4711_2", "TIMEOUT", "TimeLimit")])
+    )
     return folder
 
 
@@ -402,10 +429,10 @@ def test_for_scripts_the_table_is_json(submitted: SweepDir, capsys: pytest.Captu
 def test_without_slurm_the_table_says_what_the_runs_say(
     submitted: SweepDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def away(job_id: str) -> None:
+    def away(job_ids: list[str]) -> None:
         raise SlurmError("no")
 
-    monkeypatch.setattr(sweep_module, "job_state", away)
+    monkeypatch.setattr(sweep_module, "known_jobs", away)
     _say(submitted.task(2), "running")
     states = {row[0].strip(): next(cell for cell in row[1:] if cell).strip() for row in _table(capsys, submitted)[1:]}
     assert states == {"0": "finished", "1": "submitted", "2": "running", "3": "submitted"}

@@ -99,6 +99,24 @@ def test_a_folder_that_is_no_run_folder_is_refused(tmp_path: Path) -> None:
         find_target(str(tmp_path), tmp_path)
 
 
+def test_the_folder_of_a_sweep_is_no_run(slurm: FakeSlurm, tmp_path: Path) -> None:
+    sweep = make_run(tmp_path / "rates", job_id="5").path
+    write_json(sweep / "sweep.json", {"points": [{}, {}]})
+    task = make_run(sweep / "task_0")
+    message = f"{sweep}: is the folder of a sweep: dist-transformer sweep status {sweep}, or give one of its runs: "
+    for text in (str(sweep), "5"):
+        with pytest.raises(UserError) as refused:
+            find_target(text, tmp_path)
+        assert str(refused.value) == f"{message}{sweep}/task_0"
+    assert find_target(str(task.path), tmp_path) == Target(task, "5_0")
+
+
+def test_a_slurm_that_is_not_there_is_not_said_to_know_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(UserError, match=r"^job 3: Slurm could not be asked \(squeue: not found\), and no run in "):
+        find_target("3", tmp_path)
+
+
 def test_an_array_as_a_whole_is_no_run(slurm: FakeSlurm, tmp_path: Path) -> None:
     slurm.answers("squeue", "\n".join([job_line("5_[2-3]", "PENDING"), job_line("5_1", "RUNNING")]))
     with pytest.raises(UserError, match=r"job 5: is an array of tasks .*: name one of them, like 5_1"):

@@ -3,17 +3,20 @@
 import json
 import os
 import platform
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from fake_slurm import FakeSlurm, job_line, make_fake_slurm
 from typer.testing import CliRunner, Result
-from watched_run import add_lines, beat, make_run, trained
+from watched_run import NOW, add_lines, beat, make_run, trained
 
 from dist_transformer.cli import jobs as jobs_module
 from dist_transformer.cli import logs as logs_module
 from dist_transformer.cli.main import app
 from dist_transformer.cli.status import duration
+from dist_transformer.cluster.restarts import decide
 from dist_transformer.run_dir import RunDir
 
 
@@ -48,6 +51,45 @@ def test_status_is_lines_of_key_and_value_for_a_program(slurm: FakeSlurm, run_di
     assert "step: 40 of 1000 (4 %)" in lines
 
 
+def ended(run_dir: RunDir, exit_code: int, reason: str) -> str:
+    record = {"event": "ended", "time": 1.0, "job": "5", "attempt": 0, "exit_code": exit_code, "reason": reason}
+    add_lines(run_dir.attempts, {**record, "event": "began"}, record)
+    rows = dict(line.split(": ", 1) for line in call("status", run_dir.path).stdout.splitlines())
+    return re.sub(r", \d+ d \d+ h ago", "", rows["last end"])
+
+
+def test_the_last_end_says_each_thing_once(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "COMPLETED"))
+    assert ended(run_dir, 0, "done") == "finished (exit code 0)"
+    assert ended(run_dir, 9, "goes on") == "exit code 9; goes on"
+    assert ended(run_dir, 2, decide(run_dir, 2, 3).reason) == "a mistake that somebody must mend (exit code 2)"
+    assert ended(run_dir, 75, "stopped by the file x") == "saved on request (exit code 75); stopped by the file x"
+
+
+def test_a_job_whose_setup_failed_points_to_its_log(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "FAILED", "NonZeroExitCode"))
+    (run_dir.slurm / "job-5.log").touch()
+    lines = call("status", run_dir.path).stdout.splitlines()
+    assert f"last end: before its ranks started; see dist-transformer logs {run_dir.path}" in lines
+    assert f"log: {run_dir.slurm}/job-5.log" in lines
+    look = f"dist-transformer logs {run_dir.path}"
+    assert f"next: {look}, then dist-transformer resume {run_dir.path}" in lines
+
+
+def test_an_attempt_that_has_begun_is_starting(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "RUNNING").replace("|2|n[1-2]|", "|1|n1|"))
+    add_lines(run_dir.attempts, {"event": "began", "time": NOW, "job": "5", "attempt": 3})
+    lines = call("status", run_dir.path).stdout.splitlines()
+    assert "state: starting (attempt 3)" in lines
+    assert "nodes: n1 (1 node), partition main" in lines
+
+
+def test_slurms_estimate_has_a_name_of_its_own(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "PENDING", "Priority").replace("|N/A|", "|1795307143|"))
+    names = [line.split(": ")[0] for line in call("status", run_dir.path).stdout.splitlines()]
+    assert (names.count("begins"), names.count("starts")) == (1, 1)
+
+
 def test_status_as_json_is_one_document(slurm: FakeSlurm, run_dir: RunDir) -> None:
     slurm.answers("squeue", job_line("5", "RUNNING"))
     document = json.loads(call("status", run_dir.path, "--json").stdout)
@@ -65,10 +107,10 @@ def test_status_of_a_run_that_was_never_submitted_needs_no_slurm(
 
 
 def test_list_is_a_line_for_each_run_with_tabs_between(slurm: FakeSlurm, run_dir: RunDir) -> None:
-    slurm.answers("squeue", "5|RUNNING")
+    slurm.answers("squeue", job_line("5", "RUNNING"))
     add_lines(run_dir.metrics, trained(50, 1.0))
     head, line = call("list", run_dir.path.parent).stdout.splitlines()
-    assert head.split("\t")[:3] == ["run", "state", "job"]
+    assert head.split("\t") == ["run", "state", "job", "step", "loss", "last record", "checkpoint"]
     assert line.split("\t")[:5] == ["a", "running", "5 RUNNING", "50/1000", "2.5000"]
 
 
@@ -89,7 +131,61 @@ def test_logs_prints_the_last_lines_of_a_rank(slurm: FakeSlurm, run_dir: RunDir)
     slurm.answers("squeue", job_line("5", "RUNNING"))
     (run_dir.slurm / "job-5.log").write_text("0: a\n1: b\n1: c\n0: d\n")
     assert call("logs", run_dir.path, "--rank", 1, "--lines", 1).stdout == "c\n"
-    assert call("logs", run_dir.path, "--rank", 9).stdout == ""
+    result = call("logs", run_dir.path, "--rank", 9)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert result.stderr == f"no line of rank 9 in the last part of {run_dir.slurm}/job-5.log\n"
+
+
+def test_an_empty_log_is_said_to_be_empty(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "FAILED"))
+    (run_dir.slurm / "job-5.log").touch()
+    for options in ([], ["--follow"], ["--rank", 3]):
+        result = call("logs", run_dir.path, *options)
+        assert (result.exit_code, result.stdout) == (0, "")
+        assert result.stderr == f"{run_dir.slurm}/job-5.log: is empty so far\n"
+
+
+def test_following_a_job_that_waits_begins_as_soon_as_it_has_a_log(
+    slurm: FakeSlurm, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begins(find: Callable[[], Path | None], is_over: Callable[[], bool]) -> Path | None:
+        assert not is_over()
+        (run_dir.slurm / "job-5.log").write_text("a\n")
+        slurm.answers("squeue", job_line("5", "COMPLETED"))
+        return find()
+
+    monkeypatch.setattr(logs_module, "wait_for_log", begins)
+    slurm.answers("squeue", job_line("5", "PENDING", "Priority"))
+    result = call("logs", run_dir.path, "--follow")
+    assert result.stderr == "job 5 waits: other jobs come first; its log is followed as soon as there is one\n"
+    assert result.stdout == "a\n"
+
+
+def test_without_a_log_it_is_said_why(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.answers("squeue", job_line("5", "PENDING", "Priority"))
+    why = f"{run_dir.path}: has no log yet: job 5 is PENDING: other jobs come first"
+    assert refusal("logs", run_dir.path) == why
+    slurm.answers("squeue", job_line("5", "CANCELLED"))
+    for options in ([], ["--follow"]):
+        assert "has no log: job 5 is over (CANCELLED) and wrote none" in refusal("logs", run_dir.path, *options)
+    bare = make_run(run_dir.path.parent / "bare").path
+    assert "has no log yet: its job has not started, or nothing was ever started here" in refusal("logs", bare)
+
+
+def test_logs_of_a_job_are_no_other_jobs(slurm: FakeSlurm, run_dir: RunDir) -> None:
+    slurm.has_forgotten()
+    add_lines(
+        run_dir.attempts, {"event": "began", "time": 1.0, "job": "3"}, {"event": "began", "time": 1.0, "job": "4"}
+    )
+    (run_dir.slurm / "prepare-4.log").write_text("prepared\n")
+    (run_dir.slurm / "job-5.log").write_text("trained\n")
+    root = ("--root", run_dir.path.parent)
+    assert call("logs", "4", *root).stdout == "prepared\n"
+    assert call("logs", "4", "--follow", *root).stdout == "prepared\n"
+    assert call("logs", "5", *root).stdout == "trained\n"
+    assert refusal("logs", "3", *root) == (
+        f"job 3 wrote no log in {run_dir.slurm}; a script started by hand writes slurm-3.out where sbatch was called"
+    )
 
 
 def test_following_ends_when_the_job_is_over(slurm: FakeSlurm, run_dir: RunDir) -> None:
@@ -165,12 +261,29 @@ def test_stop_asks_a_running_job_by_a_file(slurm: FakeSlurm, run_dir: RunDir) ->
     assert slurm.arguments("scancel") == []
 
 
-def test_stop_takes_a_waiting_job_out_of_the_queue_if_it_still_waits(slurm: FakeSlurm, run_dir: RunDir) -> None:
+def test_stop_takes_a_waiting_job_out_of_the_queue(slurm: FakeSlurm, run_dir: RunDir) -> None:
     slurm.answers("squeue", job_line("5", "PENDING", "BeginTime"))
     slurm.answers("scancel")
     assert "job 5 was waiting" in call("stop", run_dir.path).stdout
-    assert slurm.arguments("scancel") == ["--state=PENDING", "5"]
-    assert run_dir.stop_file.exists()  # should it have begun meanwhile
+    assert slurm.arguments("scancel") == ["5"]
+
+
+def test_stop_of_a_waiting_task_takes_no_other_task_out_of_the_queue(slurm: FakeSlurm, tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "sweep" / "task_3", job_id="12_3")
+    slurm.answers("squeue", job_line("12_[1-4%1]", "PENDING", "JobArrayTaskLimit"))
+    slurm.answers("scancel")
+    assert "job 12_3 was waiting" in call("stop", run_dir.path).stdout
+    assert slurm.arguments("scancel") == ["12_3"]  # with --state=PENDING Slurm 22.05 ends all four
+
+
+@pytest.mark.parametrize("state", ["PREEMPTED", "NODE_FAIL"])
+def test_what_slurm_would_have_requeued_is_resumed_once_squeue_has_forgotten_it(
+    slurm: FakeSlurm, run_dir: RunDir, submitted: list[tuple[Path, list[str]]], state: str
+) -> None:
+    slurm.has_forgotten()
+    slurm.answers("sacct", f"5|5|{state}|1795307143|1|n1|main|1795307143|0:0|")
+    assert call("resume", run_dir.path).exit_code == 0
+    assert submitted == [(run_dir.path, [])]
 
 
 def test_stop_leaves_no_file_where_nothing_runs(slurm: FakeSlurm, run_dir: RunDir) -> None:
@@ -179,7 +292,16 @@ def test_stop_leaves_no_file_where_nothing_runs(slurm: FakeSlurm, run_dir: RunDi
     assert "nothing to stop: job 5 is over (COMPLETED)" in refusal("stop", run_dir.path)
     slurm.has_forgotten()
     assert "nothing to stop: Slurm does not know job 5 (any more)" in refusal("stop", run_dir.path)
-    assert "nothing to stop: it does not run" in refusal("stop", make_run(run_dir.path.parent / "b", "finished").path)
+    assert "nothing to stop: it does not run" in refusal("stop", make_run(run_dir.path.parent / "b", "failed").path)
+    assert not run_dir.stop_file.exists()
+
+
+def test_stop_of_a_finished_run_leaves_no_file_also_without_slurm(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    make_run(run_dir.path, state="finished")
+    assert refusal("stop", run_dir.path) == f"{run_dir.path}: is finished; nothing to stop"
     assert not run_dir.stop_file.exists()
 
 

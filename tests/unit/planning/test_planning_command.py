@@ -21,7 +21,10 @@ ROW_KEYS = {
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "run.yaml"
-    path.write_text("data: {lanes: 16, train: {demo: train}}\ntraining: {max_steps: 10000}\n", encoding="utf-8")
+    path.write_text(
+        "data: {lanes: 16, train: {demo: train}}\ntraining: {max_steps: 10000}\nslurm: {ranks_per_node: 8}\n",
+        encoding="utf-8",
+    )
     return str(path)
 
 
@@ -58,6 +61,25 @@ def test_the_tables_have_a_line_for_each_number_of_nodes_and_say_where_figures_c
     assert lines[-1].startswith("computed: all in the tables")
     assert any(line.startswith("assumed: ") and "overlapped_communication_share 0" in line for line in lines)
     assert not any(line.startswith("measured by preflight") for line in lines)
+
+
+def test_ranks_of_a_node_are_those_of_the_file_else_of_its_profile_unless_they_are_given(config, tmp_path):
+    def ranks(path, *options):
+        return json.loads(plan(str(path), "--nodes", "1", "--json", *options).stdout)["plans"][0]["ranks"]
+
+    profile, run = tmp_path / "site.yaml", tmp_path / "other.yaml"
+    profile.write_text("ranks_per_node: 4\n", encoding="utf-8")
+    run.write_text(f"data: {{train: {{demo: train}}}}\nslurm: {{cluster: {profile}}}\n", encoding="utf-8")
+    assert (ranks(config), ranks(run), ranks(run, "--gpus-per-node", "2")) == (8, 4, 2)
+
+
+def test_too_few_lanes_are_not_said_to_be_too_little_memory(config):
+    def fits(*options):
+        lines = plan(config, "--nodes", "1,4", *options).stdout.splitlines()
+        return [line.split()[4] for line in lines[2:4]]
+
+    assert fits() == ["yes", "lanes"]
+    assert fits("data.max_tokens=40000000") == ["no", "no"]
 
 
 def test_a_calibrated_plan_says_what_was_measured(config, tmp_path):

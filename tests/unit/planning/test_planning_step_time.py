@@ -103,7 +103,7 @@ def test_a_row_says_what_to_look_at_before_starting():
     assert any("of a step is communication" in text for text in plan_row(config_of(), 1, 8, slow).warnings)
     many = plan_row(config_of(), 2, 8, H200)
     assert many.time is None
-    assert many.problem == "more ranks (16) than data.lanes (8): take fewer nodes or more lanes"
+    assert many.problem == "more ranks (16) than data.lanes (8): take fewer nodes, fewer GPUs of a node or more lanes"
 
 
 def test_hours_are_those_of_all_steps_and_node_hours_those_of_all_nodes():

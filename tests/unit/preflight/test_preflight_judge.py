@@ -105,6 +105,12 @@ def test_a_shared_disk_may_be_slower_by_chance_but_not_by_much():
     assert judge(job([50.0] * 4, disk_write_mb_per_second={1: 0.0}), [], 0.8).exclude == ["n2"]
 
 
+def test_a_node_with_less_memory_than_others_is_as_healthy_as_they_are():
+    found = judge(job([50.0] * 4, memory_total_gb={0: 512.0, 1: 512.0, 2: 512.0, 3: 256.0}), [], 0.8)
+    assert (found.outliers, found.bad) == ([], [])
+    assert found.values["n4"]["memory_total_gb"] == 256.0
+
+
 @pytest.mark.parametrize("wrong", [0, 2])
 def test_a_wrong_clock_is_found_on_rank_0_too(wrong):
     offsets = dict.fromkeys(range(4), 0.0) | {wrong: 30.0}

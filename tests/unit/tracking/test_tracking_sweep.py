@@ -3,6 +3,7 @@
 import shutil
 import threading
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from mlflow import MlflowClient
@@ -12,7 +13,7 @@ from dist_transformer.cluster.sweep_dir import SweepDir, SweepState
 from dist_transformer.run_dir import RunDir, read_json, write_json
 from dist_transformer.tracking.metrics_log import MetricsLog
 from dist_transformer.tracking.mlflow_door import REPLACES_TAG
-from dist_transformer.tracking.sweep_parent import PARENT_TAG, run_name_of, store_folder
+from dist_transformer.tracking.sweep_parent import PARENT_TAG, end_if_all_finished, run_name_of, store_folder
 from dist_transformer.tracking.tracker import Tracker, store_uri, target_of
 
 NUM_POINTS = 3
@@ -76,6 +77,25 @@ def test_the_parent_is_finished_when_all_points_are_and_runs_again_with_a_new_on
     assert statuses == ["RUNNING", "RUNNING", "FINISHED"]
     _started(sweep, 0).close("FAILED")
     assert _runs(client)["swept"] == "RUNNING"
+
+
+@pytest.mark.parametrize(("num_finished", "ends"), [(NUM_POINTS - 1, 0), (NUM_POINTS, 1), (NUM_POINTS + 1, 1)])
+def test_a_point_that_stands_in_mlflow_twice_does_not_keep_the_parent_from_its_end(
+    sweep: SweepDir, num_finished: int, ends: int
+) -> None:
+    class Parent:
+        run_id = "parent"
+        ended: ClassVar[list[str]] = []
+
+        def statuses_with_tag(self, tag: str, value: str) -> list[str]:
+            return ["FINISHED"] * num_finished + ["FAILED"]
+
+        def set_status(self, status: str, time_ms: int) -> None:
+            self.ended.append(status)
+
+    parent = Parent()
+    end_if_all_finished(parent, sweep, 0)  # type: ignore[arg-type]
+    assert parent.ended == ["FINISHED"] * ends
 
 
 def test_a_parent_whose_id_was_lost_is_found_again(sweep: SweepDir, client: MlflowClient) -> None:

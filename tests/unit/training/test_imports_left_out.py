@@ -73,4 +73,7 @@ def test_decorators_for_the_compiler_do_nothing_within_and_are_put_back_afterwar
     with not_compiling(Compiler):
         assert Compiler.compile()(len) is len
         assert torch.compiler.disable(len) is len
+        assert torch.compiler.disable(fn=len, recursive=False, reason="hooks") is len
+        assert torch.compiler.disable(recursive=False)(len) is len
+        assert torch.compiler.disable()(len) is len
     assert (Compiler.compile, torch.compiler.disable) == before
