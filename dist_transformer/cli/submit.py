@@ -77,7 +77,7 @@ def submit_run(
     )  # fmt: skip
     size = _size_in_words(config.slurm) if "train" in stages else ""
     if dry_run:
-        print(f"# {size}\n" if size else "", end="")
+        print(f"# {size}\n\n" if size else "", end="")
         show_plan(submission.commands, submission.files)
     else:
         _report(submission, submit(submission), size)

@@ -117,7 +117,7 @@ def _of_checkpoint(view: RunView, now: float) -> Document:
 
 def _attempt_under_way(run_dir: RunDir) -> Document:
     """The newest record of attempts.jsonl where it has begun and not ended."""
-    newest = next(reversed([*attempts(run_dir)]), {})
+    newest: Document = next(reversed([*attempts(run_dir)]), {})
     return newest if newest.get("event") == "began" else {}
 
 

@@ -59,9 +59,11 @@ def attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
         return
     for line in run_dir.attempts.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            yield json.loads(line)
+            record = json.loads(line)
         except ValueError:
             continue
+        if isinstance(record, dict):
+            yield record
 
 
 def begin(run_dir: RunDir, job: str, attempt: int, max_restarts: int) -> None:

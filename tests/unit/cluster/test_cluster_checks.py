@@ -67,6 +67,14 @@ def test_fewer_gpus_than_ranks_are_refused_but_none_is_cpu_training(run_dir: Run
     assert _problems(run_dir, ranks_per_node=4, gpus_per_node=0) == []
 
 
+def test_gpus_without_a_rank_are_refused(run_dir: RunDir) -> None:
+    [problem] = _problems(run_dir, ranks_per_node=1, gpus_per_node=4)
+    assert problem == (
+        "slurm.gpus_per_node: 4 GPUs for 1 ranks on each node; a rank uses one GPU, so give as many in slurm.ranks_per_node"
+    )
+    assert _problems(run_dir, ranks_per_node=4, gpus_per_node=4) == []
+
+
 def test_a_file_in_the_place_of_a_folder_cannot_hold_a_run(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     [problem] = _problems(RunDir(tmp_path / "file" / "run"))
@@ -169,7 +177,7 @@ def test_variables_that_cannot_or_must_not_be_written_are_refused(
 def test_gres_needs_the_number_of_gpus_too(run_dir: RunDir) -> None:
     [problem] = _problems(run_dir, gres="gpu:h200:8")
     assert problem.startswith("slurm.gres: 'gpu:h200:8' is given, but slurm.gpus_per_node is 0")
-    assert _problems(run_dir, gres="gpu:h200:8", gpus_per_node=8) == []
+    assert _problems(run_dir, gres="gpu:h200:8", gpus_per_node=8, ranks_per_node=8) == []
 
 
 @pytest.mark.parametrize("nodes", ["n7", "n[1-3,7]", "gpu-a.site", "rack1[01-12]b"])

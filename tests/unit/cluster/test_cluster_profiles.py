@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dist_transformer.cli.config_verbs import check
 from dist_transformer.cluster.checks import submission_problems
 from dist_transformer.cluster.profiles import fill_from_profile, load_profile
 from dist_transformer.cluster.script import Code, render_script
@@ -65,9 +66,35 @@ def test_all_problems_of_a_profile_are_reported_at_once(tmp_path: Path) -> None:
         load_profile(site)
     unknown, nodes, time_limit = caught.value.problems
     assert unknown.startswith(f"{site}:1: zzz: no such key in a cluster profile; known: nodes, ")
-    assert nodes == f"{site}:2: nodes: Input should be greater than 0; got -1"
-    assert time_limit.startswith(f"{site}:3: time_limit: ")
-    assert time_limit.endswith("got 'long'")
+    assert nodes == f"{site}:2: nodes: input should be greater than 0; got -1 (int)"
+    assert time_limit == (
+        f"{site}:3: time_limit: expected a time as sbatch takes it: 30 (minutes), 1:00:00 or 2-00:00:00; got 'long' (str)"
+    )
+
+
+def test_a_profile_never_shows_the_value_of_a_variable(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_profile(_profile(tmp_path, "environment: {TOKEN: [s3cret]}\n"))
+    assert "expected text" in str(caught.value)
+    assert "s3cret" not in str(caught.value)
+
+
+def test_config_check_looks_at_the_profile_and_at_the_ranks_that_it_asks_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.yaml"
+    site = _profile(tmp_path, "nodes: 4\nranks_per_node: 2\ngpus_per_node: 2\n")
+    path.write_text(f"data: {{train: {{demo: train}}, lanes: 8}}\nslurm: {{cluster: {site}}}\n")
+    check(path)
+    assert "8 ranks in a Slurm job" in capsys.readouterr().out
+    with pytest.raises(
+        ConfigError, match=r"1 problem in the configuration:\n  slurm: 4 nodes x 2 ranks = 8 ranks, more"
+    ):
+        check(path, ["data.lanes=4"])
+    with pytest.raises(ConfigError, match=r"slurm\.gpus_per_node: 2 GPUs for 1 ranks on each node"):
+        check(path, ["slurm.ranks_per_node=1"])
+    with pytest.raises(ConfigError, match="no profile 'infinibant'"):
+        check(path, ["slurm.cluster=infinibant"])
 
 
 def test_a_profile_cannot_name_another(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from dist_transformer.cluster.reasons import exit_code_in_words, is_held, waiting_in_words
+from dist_transformer.errors import EXIT_REQUEUE
 
 
 @pytest.mark.parametrize(
@@ -59,4 +60,4 @@ def test_an_exit_code_says_how_it_ended(code: int, words: str) -> None:
 
 
 def test_a_run_that_was_stopped_is_not_said_to_start_again() -> None:
-    assert "again" not in exit_code_in_words(75)
+    assert exit_code_in_words(EXIT_REQUEUE) == "saved on request"

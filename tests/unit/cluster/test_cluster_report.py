@@ -115,7 +115,10 @@ def test_how_the_last_attempt_ended_is_said_in_words(slurm: FakeSlurm, run_dir: 
         "requeued": True,
         "reason": "r",
     }
-    add_lines(run_dir.attempts, ended, {"event": "began", "time": NOW - 9, "job": "5", "attempt": 1, "nodes": "n1"})
+    earlier = {**ended, "exit_code": 75, "reason": "earlier"}
+    add_lines(
+        run_dir.attempts, earlier, ended, {"event": "began", "time": NOW - 9, "job": "5", "attempt": 1, "nodes": "n1"}
+    )
     found = of(run_dir)
     assert (found["last_exit_code"], found["last_end_requeued"], found["last_end_reason"]) == (70, True, "r")
     assert "no progress" in found["last_exit_text"]
@@ -161,13 +164,11 @@ def test_a_job_that_is_over_has_no_heartbeat_and_one_that_trains_by_hand_has(slu
 
 
 def test_a_job_that_ended_before_its_ranks_started_is_said_so(slurm: FakeSlurm, run_dir: RunDir) -> None:
-    add_lines(run_dir.attempts, attempt("began", 90, job="4"), attempt("ended", 80, job="4", exit_code=75))
+    of_job_4 = attempt("ended", 80, job="4", exit_code=75)
+    add_lines(run_dir.attempts, {**of_job_4, "time": 1.0})
     slurm.answers("squeue", job_line("5", "PENDING"))
     assert of(run_dir)["last_exit_code"] == 75
     slurm.answers("squeue", job_line("5", "FAILED"))
-    found = of(run_dir, "5")
-    # The newest record is older than the submission of job 5 only by the clock of this test.
-    write_json(run_dir.job, {"job_id": "5", "submitted_at": "2027-02-01T00:00:00+00:00"})
     found = of(run_dir)
     assert (found["last_exit_code"], found["last_exit_text"]) == (None, "before its ranks started")
     add_lines(run_dir.attempts, attempt("began", 70), attempt("ended", 60, exit_code=1))

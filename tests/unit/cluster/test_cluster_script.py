@@ -101,7 +101,8 @@ def test_the_setup_lines_are_run_one_after_the_other_by_the_script(tmp_path: Pat
     slurm = _slurm(setup=["answer='forty two'", 'echo "$answer" >&2', "exit 9"])
     for name in SCRIPTS:
         script = render_script(name, slurm, Code(tmp_path))
-        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+        environment = _fake_srun(tmp_path, 0)
+        done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (9, "forty two\n")
 
 

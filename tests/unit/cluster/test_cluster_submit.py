@@ -46,7 +46,7 @@ def test_the_arguments_of_sbatch_say_what_the_configuration_says(run_dir: RunDir
 
 
 def test_gres_stands_in_the_place_of_gpus_per_node(run_dir: RunDir) -> None:
-    options = _options(run_dir, gpus_per_node=8, gres="gpu:h200:8")
+    options = _options(run_dir, ranks_per_node=8, gpus_per_node=8, gres="gpu:h200:8")
     assert "--gres=gpu:h200:8" in options
     assert not [option for option in options if option.startswith("--gpus")]
 
@@ -135,7 +135,7 @@ def test_the_stages_beside_training_are_one_task_with_a_script_and_a_log_of_thei
 
 
 def test_one_gpu_of_a_gres_is_asked_for_and_the_rest_of_it_stays(run_dir: RunDir) -> None:
-    [job] = _plan(run_dir, "evaluate", gpus_per_node=8, gres="gpu:h200:8,nvme:400").jobs
+    [job] = _plan(run_dir, "evaluate", after=("7",), ranks_per_node=8, gpus_per_node=8, gres="gpu:h200:8,nvme:400").jobs
     assert "--gres=gpu:h200:1,nvme:400" in job.options
 
 
@@ -161,6 +161,7 @@ def test_job_json_holds_the_training_job_and_those_of_the_stages(run_dir: RunDir
     job = read_json(run_dir.job)
     assert (job["job_id"], job["stages"]) == ("4712", {"prepare": "4711", "train": "4712", "average": "4713"})
     assert str(run_dir.submitted_script) in job["command"]
+    run_dir.model.mkdir()
     submit(_plan(run_dir, "evaluate"))  # the run's own job stays the one that trained it
     assert (read_json(run_dir.job)["job_id"], read_json(run_dir.job)["stages"]) == ("4712", {"evaluate": "4714"})
 
@@ -224,7 +225,9 @@ def test_what_sbatch_says_against_a_job_is_what_the_user_reads(run_dir: RunDir, 
 def test_a_run_folder_on_which_a_job_works_is_refused(run_dir: RunDir, fake_slurm: FakeSlurm) -> None:
     submit(_plan(run_dir, "train", "evaluate"))
     fake_slurm.set_jobs(job_line("4711", "RUNNING") + "\n")
-    with pytest.raises(ConfigError, match=r"job 4711 already works on it \(RUNNING\); wait for it, `scancel 4711`"):
+    with pytest.raises(
+        ConfigError, match=r"cannot submit:\n.*job 4711 already works on it \(RUNNING\); wait for it, end"
+    ):
         plan_submission(config_of(), "", run_dir, 1)
     fake_slurm.set_jobs(f"{job_line('4711', 'COMPLETED')}\n{job_line('4712', 'PENDING', 'Dependency')}\n")
     with pytest.raises(ConfigError, match=r"job 4712 already works on it \(PENDING\)"):

@@ -38,11 +38,12 @@ def test_the_job_the_folder_the_log_and_the_commands_to_type_are_printed(
     folder = config.parent / "runs" / "a_run"
     assert capsys.readouterr().out == (
         f"submitted job 4711; run folder {folder}\n"
+        "job:    1 node x 1 rank, CPUs only (slurm.gpus_per_node is 0), time limit 24:00:00\n"
         f"log:    {folder}/slurm/job-4711.log\n"
         f"watch:  dist-transformer status {folder}\n"
         f"        dist-transformer logs {folder} --follow\n"
-        f"stop:   dist-transformer stop {folder}  (saves first)\n"
-        f"cancel: dist-transformer cancel {folder}  (ends it for good)\n"
+        f"stop:   dist-transformer stop {folder}  # saves first\n"
+        f"cancel: dist-transformer cancel {folder}  # at once\n"
     )
 
 
@@ -50,7 +51,7 @@ def test_the_jobs_of_a_chain_are_printed_in_their_order(
     config: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
 ) -> None:
     submit_run(config, [], stages=("prepare", "train", "evaluate"), after=("9",))
-    first, _, log, *_ = capsys.readouterr().out.splitlines()
+    first, _, _, log, *_ = capsys.readouterr().out.splitlines()
     assert first == "submitted job 4711 (prepare), job 4712 (train), job 4713 (evaluate), each after the one before"
     assert log.endswith("/slurm/job-4712.log")
     assert "--dependency=afterok:9" in fake_slurm.calls[0]
@@ -71,8 +72,15 @@ def test_a_folder_with_an_odd_name_is_printed_so_that_it_can_be_pasted(
 ) -> None:
     root = tmp_path / "it's $(touch executed) ü"
     submit_run(config, [f"run.root={root}"])
-    watch = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("watch:"))
-    assert shlex.split(watch)[1:] == ["dist-transformer", "status", str(root / "a_run")]
+    printed = [shlex.split(line, comments=True) for line in capsys.readouterr().out.splitlines()[2:]]
+    folder = str(root / "a_run")
+    assert printed == [
+        ["log:", f"{folder}/slurm/job-4711.log"],
+        ["watch:", "dist-transformer", "status", folder],
+        ["dist-transformer", "logs", folder, "--follow"],
+        ["stop:", "dist-transformer", "stop", folder],
+        ["cancel:", "dist-transformer", "cancel", folder],
+    ]
     assert fake_slurm.calls[0][-1] == str(root / "a_run")
     assert not list(tmp_path.rglob("executed"))
 
@@ -92,7 +100,10 @@ def test_a_dry_run_prints_every_command_and_every_script_and_submits_nothing(
 ) -> None:
     submit_run(config, [], stages=("train", "average"), dry_run=True)
     printed = capsys.readouterr().out
-    assert printed.count("# command\nsbatch --parsable") == 2
+    assert printed.startswith(
+        "# 1 node x 1 rank, CPUs only (slurm.gpus_per_node is 0), time limit 24:00:00\n\n# command"
+    )
+    assert printed.count("# command (the files below must be written first)\nsbatch --parsable") == 2
     for name in ("config.yaml", "slurm/train.sbatch", "slurm/command.sbatch"):
         assert f"# {config.parent}/runs/a_run/{name}\n" in printed
     assert fake_slurm.calls == []
@@ -105,6 +116,15 @@ def test_what_does_not_fit_the_gpus_is_told_with_the_other_problems(
     with pytest.raises(ConfigError) as caught:
         submit_run(config, ["slurm.gpu_memory_gb=8", "slurm.gpus_per_node=1", "slurm.time_limit='1:00'"])
     assert [problem.split(":")[0] for problem in caught.value.problems] == ["8.0 GB are too few", "slurm.time_limit"]
+
+
+def test_the_size_of_the_job_is_told(config: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    several = ["slurm.nodes=2", "slurm.ranks_per_node=4", "slurm.gpus_per_node=4", "slurm.time_limit='1:00:00'"]
+    submit_run(config, several)
+    assert "job:    2 nodes x 4 ranks, one GPU each, time limit 1:00:00\n" in capsys.readouterr().out
+    RunDir(config.parent / "runs" / "a_run").model.mkdir()
+    submit_run(config, several, stages=("evaluate",))  # which is one task
+    assert "job:  " not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("given", [["slurm.gpus_per_node=1"], ["slurm.gpu_memory_gb=0.0001"]])

@@ -309,3 +309,18 @@ def test_an_override_of_several_lines_is_one_value(tmp_path):
 def test_the_shown_yaml_is_plain_data(tmp_path):
     assert "!!python" not in to_yaml(load_config(write(tmp_path, BASE)))
     assert yaml.safe_load(to_yaml(load_config(write(tmp_path, BASE))))["run"]["name"] == "test"
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "slurm.time_limit=2h",
+            "expected a time as sbatch takes it: 30 (minutes), 1:00:00 or 2-00:00:00; got '2h' (str)",
+        ),
+        ("slurm.memory=120 GB", "expected a number with K, M, G or T: 120G; got '120 GB' (str)"),
+    ],
+)
+def test_a_time_or_a_size_that_sbatch_would_not_read_is_answered_with_an_example(tmp_path, override, expected):
+    key = override.partition("=")[0]
+    assert one_problem_of(write(tmp_path, BASE), override) == f"command line: {override}: {key}: {expected}"

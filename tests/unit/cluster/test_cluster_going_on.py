@@ -1,0 +1,167 @@
+"""A run folder that has trained already is only gone on with where that can succeed."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from cluster_helpers import FakeSlurm, config_of, small_snapshot
+from fake_slurm import job_line
+
+from dist_transformer.cli.submit import submit_run
+from dist_transformer.cluster import submit as cluster_submit
+from dist_transformer.cluster.checks import busy_problems, submission_problems
+from dist_transformer.cluster.going_on import recipe_settings
+from dist_transformer.cluster.submit import plan_submission
+from dist_transformer.config.loading import load_config
+from dist_transformer.config.models import Config
+from dist_transformer.errors import ConfigError, UserError
+from dist_transformer.run_dir import RunDir, write_json
+from dist_transformer.run_lock import BEAT_SECONDS, STALE_BEATS, RunLock
+
+
+@pytest.fixture(autouse=True)
+def quick_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_submit, "take_snapshot", small_snapshot)
+
+
+@pytest.fixture
+def yaml(tmp_path: Path) -> Path:
+    path = tmp_path / "my.yaml"
+    path.write_text(
+        f"run: {{name: run, root: {tmp_path}}}\ndata: {{train: {{demo: train}}}}\n"
+        "model: {preset: tiny, d_model: 128}\ntokenizer: {vocabulary_size: 500}\n"
+        "schedule: {warmup_steps: 4}\ntraining: {max_steps: 60}\n"
+    )
+    return path
+
+
+def _save(run_dir: RunDir, config: Config, step: int = 60, **found: object) -> None:
+    """A checkpoint as training leaves it, as far as its state is read here."""
+    digests = {"prepared corpus": "0123", "source_vocabulary": 500}
+    recipe = json.loads(json.dumps({**recipe_settings(config), **digests, **found}))
+    write_json(run_dir.checkpoints / f"step_{step:08d}" / "state.json", {"step": step, "recipe": recipe})
+
+
+def test_another_model_than_that_of_the_checkpoint_is_refused_before_its_configuration_is_replaced(
+    yaml: Path, run_dir: RunDir, fake_slurm: FakeSlurm
+) -> None:
+    submit_run(yaml, [])
+    before = run_dir.config.read_text()
+    _save(run_dir, load_config(yaml, ["model.d_model=64"]), step=20)  # an older one does not count
+    _save(run_dir, load_config(yaml))
+    for run in (yaml, run_dir.path):
+        with pytest.raises(ConfigError) as caught:
+            submit_run(run, ["model.d_model=64"])
+        assert str(caught.value) == (
+            f"cannot submit:\n  run folder {run_dir.path}: its checkpoint step_00000060 cannot be gone on with: "
+            "model.d_model: 128 -> 64; put it back, or choose another run.name"
+        )
+    assert run_dir.config.read_text() == before
+    assert len(fake_slurm.calls) == 1
+    submit_run(yaml, ["model.dropout=0.3", "optimizer.learning_rate=0.1"])
+    assert len(fake_slurm.calls) == 2
+
+
+def test_all_changes_are_named_and_other_lanes_have_a_remedy_of_their_own(yaml: Path, run_dir: RunDir) -> None:
+    _save(run_dir, load_config(yaml, ["data.lanes=4"]))
+    [problem] = submission_problems(load_config(yaml, ["run.seed=9"]), run_dir, 1)
+    assert "with: data.lanes: 4 -> 8, run.seed: 1 -> 9; put them back, or choose" in problem
+    [problem] = submission_problems(load_config(yaml), run_dir, 1)
+    assert problem.endswith("put it back, set data.reslice_from=4, or choose another run.name")
+    assert submission_problems(load_config(yaml, ["data.reslice_from=4"]), run_dir, 1) == []
+
+
+def test_a_token_budget_that_was_found_is_no_change(yaml: Path, run_dir: RunDir) -> None:
+    config = load_config(yaml, ["data.max_tokens=auto"])
+    _save(run_dir, config, **{"data.max_tokens": 4096})
+    assert submission_problems(config, run_dir, 1) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]"])
+def test_a_checkpoint_whose_state_cannot_be_read_is_left_to_training(yaml: Path, run_dir: RunDir, text: str) -> None:
+    _save(run_dir, load_config(yaml))
+    (run_dir.checkpoints / "step_00000060" / "state.json").write_text(text)
+    assert submission_problems(load_config(yaml, ["run.seed=9"]), run_dir, 1) == []
+
+
+def test_a_finished_run_is_not_trained_again_unless_it_is_given_more_steps(
+    yaml: Path, run_dir: RunDir, fake_slurm: FakeSlurm
+) -> None:
+    submit_run(yaml, ["data.test={demo: test}"])
+    run_dir.model.mkdir()
+    write_json(run_dir.state, {"state": "finished", "step": 60})
+    finished = f"{run_dir.path}: is finished at step 60 of 60; give a larger training.max_steps to go on"
+    with pytest.raises(ConfigError) as caught:
+        submit_run(run_dir.path, [])
+    assert (caught.value.exit_code, caught.value.problems) == (2, [finished])
+    submit_run(run_dir.path, ["training.max_steps=61"])
+    submit_run(run_dir.path, [], stages=("evaluate",))
+    write_json(run_dir.state, {"state": "stopped", "step": 60})
+    submit_run(run_dir.path, ["training.max_steps=60"])
+    assert len(fake_slurm.calls) == 4
+
+
+def test_a_run_that_has_nothing_is_neither_averaged_nor_evaluated(run_dir: RunDir) -> None:
+    config = config_of(data={"test": {"demo": "test"}})
+
+    def plan(*, after: tuple[str, ...] = ()) -> None:
+        plan_submission(config, "", run_dir, 1, stages=("average", "evaluate"), after=after, dry_run=True)
+
+    with pytest.raises(
+        ConfigError, match="has neither a checkpoint nor model/, so --stages average,evaluate would find"
+    ):
+        plan()
+    plan(after=("7",))
+    _save(run_dir, config)
+    plan()
+
+
+# -------------------------------------------------------------------------------------------------------------- busy
+
+
+def test_a_job_that_was_started_by_hand_works_on_the_run_folder_too(run_dir: RunDir, fake_slurm: FakeSlurm) -> None:
+    run_dir.slurm.mkdir(parents=True)
+    run_dir.attempts.write_text('{"event": "began", "time": 1795307143, "job": "99", "attempt": 0}\n')
+    fake_slurm.set_jobs(job_line("99", "RUNNING") + "\n")
+    [problem] = busy_problems(run_dir)
+    assert problem == (
+        f"run folder {run_dir.path}: job 99 already works on it (RUNNING); wait for it, end it with "
+        f"`dist-transformer stop {run_dir.path}`, or choose another run.name"
+    )
+    fake_slurm.set_jobs(job_line("99", "COMPLETED") + "\n")
+    assert busy_problems(run_dir) == []
+
+
+def test_a_process_without_a_job_works_on_the_run_folder_while_its_heart_beats(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    run_dir.path.mkdir()
+    lock = RunLock(run_dir)
+    lock.acquire()
+    try:
+        [problem] = busy_problems(run_dir)
+        assert f"process {os.getpid()} on " in problem
+        assert "already works on it, without a job; wait for it, end it with `dist-transformer stop " in problem
+    finally:
+        lock.release()
+    assert busy_problems(run_dir) == []
+    write_json(run_dir.owner, {"host": "n1", "pid": 7, "job": None})
+    old = time.time() - STALE_BEATS * BEAT_SECONDS - 1
+    os.utime(run_dir.owner, (old, old))
+    assert busy_problems(run_dir) == []
+
+
+def test_a_profile_for_a_run_folder_is_refused_as_it_would_fill_nothing(
+    yaml: Path, run_dir: RunDir, fake_slurm: FakeSlurm
+) -> None:
+    submit_run(yaml, ["slurm.cluster=lab", "data.lanes=64", "slurm.nodes=1"])
+    with pytest.raises(UserError) as caught:
+        submit_run(run_dir.path, ["slurm.cluster=infiniband"])
+    assert str(caught.value) == (
+        "slurm.cluster: the settings of a run folder are complete, so a profile fills none of them; give the YAML file, "
+        "or the settings themselves: slurm.partition=..."
+    )
+    assert len(fake_slurm.calls) == 1

@@ -1,0 +1,93 @@
+"""A submission that sbatch refuses leaves the run folder as it was."""
+
+from pathlib import Path
+
+import pytest
+from cluster_helpers import SBATCH, FakeSlurm, config_of
+
+from dist_transformer.cluster import submit as cluster_submit
+from dist_transformer.cluster.slurm import SlurmError
+from dist_transformer.cluster.submit import plan_submission, submit
+from dist_transformer.run_dir import RunDir, write_json
+
+REFUSES = 'echo "sbatch: error: invalid partition" >&2; exit 1'
+
+
+@pytest.fixture(autouse=True)
+def numbered_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each snapshot is another one."""
+    numbers = iter(range(100))
+
+    def take(folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "code.py").write_text(str(next(numbers)))
+
+    monkeypatch.setattr(cluster_submit, "take_snapshot", take)
+
+
+def _files(folder: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def _submit(run_dir: RunDir, text: str, *stages: str, **slurm: object) -> dict[str, str]:
+    config = config_of(data={"test": {"demo": "test"}}, **slurm)
+    return submit(plan_submission(config, text, run_dir, 1, stages=stages or ("train",), dry_run=True))
+
+
+def test_what_was_there_before_a_refusal_is_there_after_it(run_dir: RunDir, fake_slurm: FakeSlurm) -> None:
+    _submit(run_dir, "first")
+    write_json(run_dir.restarts, {"newest_checkpoint": None, "without_progress": 3})
+    run_dir.stop_file.write_text("")
+    before = _files(run_dir.path)
+    fake_slurm.program("sbatch", REFUSES)
+    with pytest.raises(SlurmError) as caught:
+        _submit(run_dir, "second", partition="gup")
+    assert str(caught.value).startswith("sbatch refused: sbatch: error: invalid partition\n  command: sbatch ")
+    assert str(caught.value).endswith(
+        "\n  change slurm.partition, gpus_per_node or gres, memory, constraint, account or qos; sinfo shows what there is; "
+        "nothing was changed in the run folder"
+    )
+    assert _files(run_dir.path) == before
+
+
+def test_a_run_folder_that_was_not_there_is_not_there_after_a_refusal(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    fake_slurm.program("sbatch", REFUSES)
+    with pytest.raises(SlurmError):
+        _submit(RunDir(tmp_path / "runs" / "new"), "first")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_disk_that_refuses_a_file_changes_nothing_either(
+    run_dir: RunDir, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _submit(run_dir, "first")
+    before = _files(run_dir.path)
+
+    def full(folder: Path) -> None:
+        folder.mkdir()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(cluster_submit, "take_snapshot", full)
+    with pytest.raises(OSError, match="No space left"):
+        _submit(run_dir, "second")
+    assert _files(run_dir.path) == before
+
+
+def test_a_job_that_starts_at_once_finds_its_files_and_no_old_stop(run_dir: RunDir, fake_slurm: FakeSlurm) -> None:
+    run_dir.path.mkdir()
+    run_dir.stop_file.write_text("")
+    fake_slurm.program("sbatch", f"[[ ! -e {run_dir.stop_file} && -s {run_dir.config} ]] || exit 1\n{SBATCH}")
+    assert _submit(run_dir, "first") == {"train": "4711"}
+    assert not run_dir.stop_file.exists()
+    assert sorted(path.name for path in run_dir.slurm.iterdir()) == ["job.json", "snapshot", "train.sbatch"]
+
+
+def test_what_a_job_was_submitted_with_stays_when_the_next_stage_is_refused(
+    run_dir: RunDir, fake_slurm: FakeSlurm
+) -> None:
+    fake_slurm.program("sbatch", f'[[ "$*" != *evaluate* ]] || {{ {REFUSES}; }}\n{SBATCH}')
+    with pytest.raises(SlurmError, match="sinfo shows what there is\n  already submitted: 4711") as caught:
+        _submit(run_dir, "first", "train", "evaluate")
+    assert "nothing was changed" not in str(caught.value)
+    assert run_dir.config.read_text() == "first"
+    assert (run_dir.snapshot / "code.py").is_file()
