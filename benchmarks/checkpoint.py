@@ -62,6 +62,7 @@ class Case:
         self.engine = Engine(objective, training, OptimizerConfig(), ranks)
         self.engine.train()
         self._ranks, self._folder, self._run_dir = ranks, folder, RunDir(folder / "ours")
+        self._run_dir.path.mkdir(parents=True, exist_ok=True)
         self._saver = Saver(self._run_dir, ranks, CheckpointConfig(), lambda doing: None)
         shape = (2, 4, max(1, arguments.max_tokens // 8))
         self._ids = torch.randint(1, vocabulary, shape, generator=torch.Generator().manual_seed(SEED)).to(ranks.device)

@@ -83,7 +83,7 @@ def plan_sweep(
     points = [_plain(point.settings) for point in sweep.points]
     found += _folder_problems(folder, before, points)
     if found:
-        raise ConfigError(found)
+        raise ConfigError(found, "cannot submit:")
     left_out = {} if dry_run else _left_out(folder, before)
     tasks = tuple(task for task in range(len(points)) if task not in left_out)
     job_ids = [*(before.job_ids if before else ()), *([None] * len(points))][: len(points)]

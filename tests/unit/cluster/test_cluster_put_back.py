@@ -79,6 +79,7 @@ def test_a_job_that_starts_at_once_finds_its_files_and_no_old_stop(run_dir: RunD
     fake_slurm.program("sbatch", f"[[ ! -e {run_dir.stop_file} && -s {run_dir.config} ]] || exit 1\n{SBATCH}")
     assert _submit(run_dir, "first") == {"train": "4711"}
     assert not run_dir.stop_file.exists()
+    assert _submit(run_dir, "second") == {"train": "4712"}
     assert sorted(path.name for path in run_dir.slurm.iterdir()) == ["job.json", "snapshot", "train.sbatch"]
 
 

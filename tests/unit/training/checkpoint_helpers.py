@@ -115,6 +115,7 @@ def save(run_dir: RunDir, step: int, num_ranks: int = 2, **state: Any) -> list[S
     parts = state.pop("parts", ("weight", "exp_avg"))
 
     def work(ranks: ThreadRanks) -> Saved | None:
+        run_dir.path.mkdir(exist_ok=True)
         saver = Saver(run_dir, ranks, settings, lambda doing: None)
         saver.begin(MemoryEngine(step, ranks.rank, num_ranks, parts), state_of(step, **state))
         return saver.finish()

@@ -26,6 +26,7 @@ def a_step(engine, batch, learning_rate=1e-2):
 
 
 def save_engine(run_dir, engine, ranks, step):
+    run_dir.path.mkdir(exist_ok=True)
     saver = Saver(run_dir, ranks, CheckpointConfig(save_attempts=1), lambda doing: None)
     saver.begin(engine, state_of(step, scaler=engine.scaler_state()))
     assert saver.finish().problem is None

@@ -29,6 +29,7 @@ def run_dir(tmp_path):
 
 
 def saver_of(run_dir, ranks, attempts=1, progress=lambda doing: None):
+    run_dir.path.mkdir(exist_ok=True)
     return Saver(run_dir, ranks, CheckpointConfig(save_attempts=attempts), progress)
 
 
