@@ -45,7 +45,10 @@ def test_every_command_of_the_page_does_what_it_says(slurm_cluster: SlurmCluster
     before = jobs("all")
     said = {command: cluster.run(*shlex.split(command), cwd=folder) for command in COMMANDS}
     wait_until(lambda: not jobs("PENDING,RUNNING,COMPLETING"), 600, lambda: "\n".join(jobs("all")))
-    assert [line for line in jobs("all") - before if "COMPLETED" not in line] == []
+    # The preflight ends with 3 where a node stands out, as one may on a machine that all nodes share.
+    unfinished = [line for line in jobs("all") - before if "COMPLETED" not in line and "preflight" not in line]
+    assert unfinished == []
+    assert len(list(folder.glob("preflight-*/report.json"))) == 1
     runs = folder / "runs"
     finished = [runs / "my-first", *(runs / "rates" / f"task_{n}" for n in range(4)), runs / "whole", runs / "by-hand",
                 runs / "seed_1", runs / "seed_2"]  # fmt: skip
