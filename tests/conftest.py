@@ -19,6 +19,7 @@ GROUPS = {"tests/slurm/": "slurm", "test_training_matrix.py": "matrix"}
 """Tests that share something costly: they run in one process, one after the other, and are begun first."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         group = next((name for part, name in GROUPS.items() if part in str(item.path)), None)
