@@ -15,19 +15,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks of a test share two cores
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-GROUPS = {"tests/slurm/": "slurm", "test_training_matrix.py": "matrix"}
-"""Tests that share something costly: they run in one process, one after the other, and are begun first."""
-
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A file's tests run in one process, those of Slurm too, as they share a cluster. What takes long is begun first."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
     for item in items:
-        group = next((name for part, name in GROUPS.items() if part in str(item.path)), None)
-        if group is not None:
-            item.add_marker(pytest.mark.xdist_group(group))
-    items.sort(
-        key=lambda item: (item.get_closest_marker("xdist_group") is None, item.get_closest_marker("slow") is None)
-    )
+        group = "slurm" if item.get_closest_marker("slurm") else item.nodeid.split("::")[0]
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: (item.get_closest_marker("slurm") is None, item.path not in slow))
 
 
 SMALL_RUN = """

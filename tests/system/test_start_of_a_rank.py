@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from running import NOT_INHERITED, without
 
 NEEDLESS = {"mlflow.tracking", "pandas", "sympy", "torch._dynamo", "torch._inductor", "datasets", "transformers"}
 
@@ -13,7 +14,7 @@ def imports_of(folder, *arguments: str) -> set[str]:
     """The modules that a command imported in its own process."""
     ran = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "dist_transformer", *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=120, check=True,
+        cwd=folder, env=without(NOT_INHERITED), capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     return set(re.findall(r"^import time:.*\| +(\S+)$", ran.stderr, re.MULTILINE))
 

@@ -30,6 +30,14 @@ SMALL_MODEL = dict(d_model=32, d_ff=80, num_heads=4, num_encoder_layers=2, num_d
 ODD_HEADS = dict(num_heads=3, key_size=20, value_size=20)
 """Nothing of it divides d_model."""
 
+LINEAR = torch.nn.functional.linear
+
+
+@pytest.fixture(autouse=True)
+def torchs_own_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's stage 3 leaves its own in the place of it, for the rest of the process."""
+    monkeypatch.setattr(torch.nn.functional, "linear", LINEAR)
+
 
 def config_of(model=None, data=None, **training):
     return Config.model_validate({"data": data or {}, "model": model or {"preset": "base"}, "training": training})

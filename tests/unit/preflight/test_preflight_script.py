@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from running import NOT_INHERITED, without
 
 from dist_transformer.run_dir import read_json, write_json
 
@@ -30,7 +31,7 @@ def run_script(tmp_path):
 
     def run(*options: str, ranks: Path | None = None) -> tuple[int, str]:
         environment = {
-            **os.environ,
+            **without(NOT_INHERITED),
             "PATH": f"{tools}:{os.environ['PATH']}",
             "SLURM_JOB_ID": "7",
             "SLURM_JOB_NODELIST": "n[1-3]",

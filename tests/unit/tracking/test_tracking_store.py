@@ -2,11 +2,13 @@
 
 import logging
 import math
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
@@ -196,12 +198,15 @@ def test_a_run_the_server_does_not_know_is_made_anew_with_its_whole_history(
     assert curves_on_server(store_of(stored_run_dir), run.info.run_id) == curves_in_file(stored_run_dir)
 
 
-def test_another_address_receives_the_whole_history(stored_run_dir: RunDir, empty_database: object) -> None:
+def test_another_address_receives_the_whole_history(
+    stored_run_dir: RunDir, empty_database: Path, tmp_path: Path
+) -> None:
+    other = f"sqlite:///{shutil.copy(empty_database, tmp_path / 'other.db')}"
     tracker = started(stored_run_dir)
     train(MetricsLog(stored_run_dir.metrics), range(1, 6))
     tracker.close("FINISHED")
-    sync(stored_run_dir, settings_of(f"sqlite:///{empty_database}"), stored_run_dir.path.parent)
-    assert curves_on_server(f"sqlite:///{empty_database}", run_id_of(stored_run_dir)) == curves_in_file(stored_run_dir)
+    sync(stored_run_dir, settings_of(other), stored_run_dir.path.parent)
+    assert curves_on_server(other, run_id_of(stored_run_dir)) == curves_in_file(stored_run_dir)
 
 
 def test_one_warning_and_one_line_of_relief_for_an_outage(
