@@ -32,9 +32,9 @@ data: {train: {demo: train}, lanes: 2, max_tokens: 1024}
 tokenizer: {vocabulary_size: 500}
 model: {preset: tiny}
 training: {max_steps: 1000000, precision: fp32, log_every_steps: 1, threads_per_rank: 1}
-checkpoints: {every_steps: 20, keep_last: 2}
+checkpoints: {every_steps: 20, keep_last: 2, average_last: 2}
 tracking: {enabled: false}
-slurm: {nodes: 2, time_limit: "1:00:00", cpu_bind: null}
+slurm: {nodes: 2, time_limit: "1:00:00", signal_seconds: 60, cpu_bind: null}
 """
 SETTINGS = {"SlurmdTimeout": "300 s", "KillWait": "30 s", "AuthInfo": "cred_expire 120 s"}
 """What bounds these times, and Slurm's defaults."""
@@ -51,7 +51,7 @@ class Cluster:
         self.environment = {**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf", "PATH": path}
 
     def run(self, *command: str) -> str:
-        return subprocess.run(command, env=self.environment, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(command, env=self.environment, stdout=subprocess.PIPE, text=True, check=True).stdout
 
     def node(self, action: str, name: str) -> None:
         subprocess.run([TESTS / "cluster_node.sh", self.folder, action, name], check=True)
@@ -131,7 +131,6 @@ def node_killed(cluster: Cluster, folder: Path, name: str) -> Figures:
         "queued_seconds": queued - began,
         "attempt_seconds": attempt - began,
         "training_seconds": trains - began,
-        "start_seconds": trains - attempt,
     }
 
 
