@@ -25,7 +25,7 @@ from dist_transformer.cluster.bad_nodes import exclude, excluded_nodes, reasons_
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import SlurmConfig
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError, UserError
-from dist_transformer.run_dir import RunDir, read_json, write_json
+from dist_transformer.run_dir import RunDir, read_json, records_of, write_json
 
 EXIT_STOP = 3
 """Of `end`: the job is not to be requeued. Not 1, with which a failing Python ends."""
@@ -55,15 +55,8 @@ def run_folder(arguments: list[str]) -> RunDir:
 
 def attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
     """The records of attempts.jsonl, oldest first; a line torn by a dying node is left out."""
-    if not run_dir.attempts.is_file():
-        return
-    for line in run_dir.attempts.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield record
+    if run_dir.attempts.is_file():
+        yield from records_of(run_dir.attempts.read_text(encoding="utf-8", errors="replace").splitlines())
 
 
 def begin(run_dir: RunDir, job: str, attempt: int, max_restarts: int) -> None:

@@ -1,6 +1,5 @@
 """From what a person names, a run folder or a job id, to both."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,7 +12,7 @@ from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.cluster.sweep_dir import SweepDir
 from dist_transformer.cluster.text_tail import PIECE_BYTES, last_lines
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.run_dir import RunDir, read_json, records_of
 
 
 @dataclass(frozen=True)
@@ -83,13 +82,7 @@ def newest_job_id(run_dir: RunDir) -> str | None:
 
 def json_lines(path: Path, max_bytes: int = PIECE_BYTES) -> Iterator[dict[str, Any]]:
     """The records at the end of a file of JSON lines, newest first; a line that is being written is left out."""
-    for line in last_lines(path, max_bytes):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield record
+    return records_of(last_lines(path, max_bytes))
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class Transformer(nn.Module):
         )
         self.max_positions = config.max_positions
         self.source_positions = _positions(config)
-        self.target_positions = _positions(config)
+        self.target_positions = _positions(config) if config.positions == "learned" else self.source_positions
         self.embedding_dropout = nn.Dropout(config.dropout)
         self.encoder_layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_encoder_layers))
         self.decoder_layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_decoder_layers))

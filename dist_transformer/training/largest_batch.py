@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +23,7 @@ from dist_transformer.data.bounded_shapes import bounded_shapes
 from dist_transformer.data.filters import filter_lengths
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import UserError
+from dist_transformer.planning.activations import Shape
 from dist_transformer.training.engine import Engine
 from dist_transformer.training.memory import (
     Allowance,
@@ -44,17 +44,6 @@ AUTO_MAX_TOKENS = 65_536
 AUTO_MULTIPLE_TOKENS = 256
 SLOW_SECONDS = 20.0
 """On CPUs no micro-batch is made larger than one that takes so long."""
-
-
-class Shape(NamedTuple):
-    """Size of a micro-batch, padding counted."""
-
-    rows: int
-    source_length: int
-    target_length: int
-
-    def __str__(self) -> str:
-        return f"{self.rows} x ({self.source_length} + {self.target_length}) tokens"
 
 
 def largest_shapes(data: DataConfig) -> list[Shape]:

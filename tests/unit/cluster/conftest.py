@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import fake_slurm as answering
 import pytest
 from cluster_helpers import SBATCH, FakeSlurm
 
@@ -18,6 +19,14 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     slurm.set_jobs("")
     monkeypatch.setenv("PATH", f"{slurm.folder}:{os.environ['PATH']}")
     return slurm
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> answering.FakeSlurm:
+    """One that answers with what real ones have said."""
+    fake = answering.make_fake_slurm(tmp_path / "bin")
+    monkeypatch.setenv("PATH", fake.path)
+    return fake
 
 
 @pytest.fixture

@@ -80,7 +80,11 @@ def test_a_log_is_waited_for_until_it_is_there_or_the_run_is_over(run_dir: RunDi
     path.unlink()
     asked: list[bool] = []
     looks: list[float] = []
-    over = lambda: asked.append(True) or len(asked) == 3  # type: ignore[func-returns-value]  # noqa: E731
+
+    def over() -> bool:
+        asked.append(True)
+        return len(asked) == 3
+
     assert wait_for_log(lambda: newest_log(run_dir), over, looks.append) is None
     assert sum(looks) == 20
 

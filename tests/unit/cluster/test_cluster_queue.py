@@ -1,21 +1,12 @@
 """What squeue and sacct write, in every version, becomes the same thing."""
 
-from pathlib import Path
-
 import pytest
-from fake_slurm import FakeSlurm, answer, job_line, make_fake_slurm
+from fake_slurm import FakeSlurm, answer, job_line
 
 from dist_transformer.cluster.queue import QueuedJob, is_job_id, job_now, jobs_of, states_of
 from dist_transformer.cluster.slurm import SlurmError
 
 VERSIONS = ("22.05", "23.11", "24.11", "25.05")
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    fake = make_fake_slurm(tmp_path / "bin")
-    monkeypatch.setenv("PATH", fake.path)
-    return fake
 
 
 @pytest.mark.parametrize("version", VERSIONS)

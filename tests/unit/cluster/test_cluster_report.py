@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_slurm import FakeSlurm, answer, job_line, make_fake_slurm
+from fake_slurm import FakeSlurm, answer, job_line
 from watched_run import NOW, add_lines, beat, make_run, trained
 
 from dist_transformer.cluster import report as module
@@ -29,13 +29,6 @@ KEYS = [
 @pytest.fixture(autouse=True)
 def now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.time, "time", lambda: NOW)
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    fake = make_fake_slurm(tmp_path / "bin")
-    monkeypatch.setenv("PATH", fake.path)
-    return fake
 
 
 @pytest.fixture

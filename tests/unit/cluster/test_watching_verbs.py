@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fake_slurm import FakeSlurm, job_line, make_fake_slurm
+from fake_slurm import FakeSlurm, job_line
 from typer.testing import CliRunner, Result
 from watched_run import NOW, add_lines, beat, make_run, trained
 
@@ -18,13 +18,6 @@ from dist_transformer.cli.main import app
 from dist_transformer.cli.status import duration
 from dist_transformer.cluster.restarts import decide
 from dist_transformer.run_dir import RunDir
-
-
-@pytest.fixture
-def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
-    fake = make_fake_slurm(tmp_path / "bin")
-    monkeypatch.setenv("PATH", fake.path)
-    return fake
 
 
 @pytest.fixture

@@ -20,13 +20,13 @@ from dist_transformer.data.bounded_shapes import bounded_buckets
 from dist_transformer.data.filters import filter_lengths
 from dist_transformer.errors import UserError
 from dist_transformer.model.transformer import Transformer
+from dist_transformer.planning.activations import Shape
 from dist_transformer.training.engine import Engine
 from dist_transformer.training.largest_batch import (
     AUTO_MAX_TOKENS,
     AUTO_MULTIPLE_TOKENS,
     SLOW_SECONDS,
     Growth,
-    Shape,
     dry_run,
     find_max_tokens,
     grow,
