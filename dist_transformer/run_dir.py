@@ -26,12 +26,32 @@ class RunDir:
 
     @property
     def metrics(self) -> Path:
-        """One JSON record a line: `event` is "train" or "validation"; steps never repeat."""
+        """One JSON record a line: `event` is "train", "validation" or "system"; steps never repeat."""
         return self.path / "metrics.jsonl"
 
     @property
     def audit(self) -> Path:
         return self.path / "audit.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """Sample translations, one JSON record a validation corpus and step; steps never repeat."""
+        return self.path / "samples.jsonl"
+
+    @property
+    def history(self) -> Path:
+        """One JSON record a line of each start of training and of its end: `event` is "start" or "end"."""
+        return self.path / "history.jsonl"
+
+    @property
+    def figures(self) -> Path:
+        """The pictures of the run; each start that ends draws them anew."""
+        return self.path / "figures"
+
+    @property
+    def report(self) -> Path:
+        """The page about the run: one file with everything in it."""
+        return self.path / "report.html"
 
     @property
     def log(self) -> Path:

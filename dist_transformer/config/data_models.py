@@ -89,7 +89,11 @@ class DataConfig(Section):
     train: CorpusConfig | None = Field(None, description="The training corpus; or give `mixture`.")
     mixture: MixtureConfig | None = Field(None, description="Several training corpora instead of `train`.")
     validation: CorpusConfig | None = Field(
-        None, description="The validation corpus; its loss is measured in training."
+        None, description="The validation corpus; its loss and its scores are measured in training."
+    )
+    more_validation: dict[str, CorpusConfig] = Field(
+        default_factory=dict,
+        description="Further validation corpora by name; their measures are `NAME/loss`, `NAME/bleu`, ...",
     )
     test: CorpusConfig | None = Field(None, description="The test corpus that `evaluate` scores.")
     prepared: Text | None = Field(

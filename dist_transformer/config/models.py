@@ -170,9 +170,35 @@ class DivergenceConfig(Section):
 
 
 class ValidationConfig(Section):
-    """Loss on the validation corpus during training."""
+    """Loss and scores on the validation corpora during training, and what follows from them.
+
+    The measures of data.validation are loss, nll, perplexity, token_accuracy, and with `translate` bleu, chrf (and comet);
+    those of data.more_validation have the corpus in front: newstest2013/bleu.
+    """
 
     every_steps: PositiveInt = Field(1000, description="Measured at every such step and at the end.")
+    translate: Truth = Field(True, description="Translate the corpora too: BLEU and chrF of real output, and samples.")
+    beam_size: PositiveInt = Field(
+        1, description="Beam of these translations; 1: greedy. The rest of the search is as in `decoding`."
+    )
+    max_sentences: PositiveInt | None = Field(
+        None, description="Translate only so many sentences of each corpus, the first ones; none: all."
+    )
+    samples: Whole = Field(
+        6,
+        ge=0,
+        description="Sample translations kept at each validation: half of them of the same sentences, half drawn anew.",
+    )
+    comet: Text | None = Field(
+        None, description="COMET model to score with as well: a name of its package (unbabel-comet), or a file."
+    )
+    metric: Text = Field(
+        "loss", description="The measure that tells the best checkpoint, and that `patience` and `target` are about."
+    )
+    patience: PositiveInt | None = Field(
+        None, description="The run ends after so many validations in a row without a better `metric`; none: never."
+    )
+    target: Number | None = Field(None, description="The run ends when `metric` has reached this; none: never.")
 
 
 class CheckpointConfig(Section):
@@ -180,7 +206,7 @@ class CheckpointConfig(Section):
 
     every_steps: PositiveInt = Field(1000, description="A checkpoint at every such step, at a stop and at the end.")
     keep_last: PositiveInt = Field(5, description="Newest checkpoints kept.")
-    keep_best: Whole = Field(0, ge=0, description="Checkpoints of the lowest validation loss kept besides.")
+    keep_best: Whole = Field(0, ge=0, description="Checkpoints that are best by validation.metric kept besides.")
     keep_every_steps: PositiveInt | None = Field(
         None,
         description="The checkpoint of every such step is never deleted; none: all are subject to keep_last and keep_best.",
@@ -220,6 +246,18 @@ class TrackingConfig(Section):
     )
     experiment: Text = Field("dist-transformer", min_length=1, description="MLflow experiment name.")
     close_seconds: PositiveInt = Field(10, description="At the end, how long to wait for the server to take the rest.")
+    system_metrics: Truth = Field(
+        True, description="With each log line the use of processors, memory, GPUs and network of each node."
+    )
+    upload_megabytes: Whole = Field(
+        2000, ge=0, description="Largest model folder that is uploaded; of a larger one only its path and digest."
+    )
+    register_as: Text | None = Field(
+        None, min_length=1, description="Name in MLflow's model registry under which the final model is registered."
+    )
+    alias: Text | None = Field(
+        None, description="Alias that the registered version gets: champion; needs `register_as`."
+    )
 
 
 class SlurmConfig(Section):
