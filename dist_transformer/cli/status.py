@@ -12,12 +12,18 @@ import typer
 from dist_transformer.cluster.reasons import SAID_BY_EXIT_CODE
 from dist_transformer.cluster.report import Document, report, report_all
 from dist_transformer.cluster.targets import find_target
+from dist_transformer.cluster.true_status import status_found
+from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
+from dist_transformer.run_dir import RunDir
+from dist_transformer.tracking.settle import settle, status_said
 
 RunOrJob = Annotated[str, typer.Argument(help="A run folder, or a job id: 123, 123_4.", show_default=False)]
 Root = Annotated[Path, typer.Option(help="The folder of runs, looked through for a job that Slurm has forgotten.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document; times in unix seconds.")]
 RUNS = Path("runs")
+MEND_SECONDS = 8
+"""For a server that is away; `status` has said all it knows by then."""
 
 _COLUMNS = ("run", "state", "job", "step", "loss", "last record", "checkpoint")
 
@@ -27,13 +33,12 @@ def status_command(run: RunOrJob, root: Root = RUNS, as_json: AsJson = False) ->
     document = report(find_target(run, root))
     if as_json:
         print(json.dumps(document, ensure_ascii=False, indent=1))
-        return
-    rows = list(status_rows(document))
-    if sys.stdout.isatty():
-        _print_panel(document["run"], rows)
+    elif sys.stdout.isatty():
+        _print_panel(document["run"], status_rows(document))
     else:
-        for name, text in rows:
+        for name, text in status_rows(document):
             print(f"{name}: {text}")
+    _mend_status(document)
 
 
 def list_command(
@@ -69,6 +74,23 @@ def status_rows(document: Document) -> Iterator[tuple[str, str]]:
         yield "mlflow", f"run {document['mlflow_run_id']} on {document['mlflow_uri']}"
     yield from ((name, document[name]) for name in ("log", "next") if document[name])
     yield from (("warning", text) for text in document["warnings"])
+
+
+def _mend_status(document: Document) -> None:
+    """MLflow says RUNNING of a run that was killed until somebody looks: who asks here is that somebody."""
+    run_dir = RunDir(Path(document["folder"]))
+    said = status_said(run_dir)
+    if said is None or (status := status_found(document, said)) is None or status == said:
+        return
+    sys.stdout.flush()
+    try:
+        config = load_config(run_dir.config, check_files=False)
+        is_told = settle(run_dir, status, config.tracking, Path(config.run.root), MEND_SECONDS)
+    except (UserError, OSError) as error:
+        print(f"MLflow was told {said} of this run, and cannot be told {status}: {error}", file=sys.stderr)
+        return
+    later = "" if is_told else f" as soon as it answers: dist-transformer track sync {run_dir.path}"
+    print(f"MLflow was told {said} of this run; now it is told {status}{later}", file=sys.stderr)
 
 
 def list_row(document: Document, now: float) -> tuple[str, ...]:

@@ -17,6 +17,10 @@ def train_command(
     run: RunArgument,
     overrides: Overrides = None,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks to start on this machine.")] = 1,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print warnings and errors only.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print each record of metrics.jsonl on standard output too.")
+    ] = False,
     replay_crash: Annotated[
         bool, typer.Option("--replay-crash", help="Do once more, on one rank, what a rank of this run failed on.")
     ] = False,
@@ -42,15 +46,17 @@ def train_command(
     if is_rank or num_ranks == 1:
         stacks.register()
         from dist_transformer.cli.train_rank import train_rank
+        from dist_transformer.training.report import Terminal
 
-        code = train_rank(config, run_dir, stop)
+        code = train_rank(config, run_dir, stop, Terminal(quiet, as_json))
         sys.stdout.flush()
         os._exit(code)  # all is written and closed; a loader process that hangs must not hold up the end
     from dist_transformer.cli.prepare import prepare_with_progress
     from dist_transformer.launching import start_local_ranks
 
     prepare_with_progress(config, stop)
-    sys.exit(start_local_ranks([str(run), *(overrides or [])], num_ranks))
+    flags = [flag for flag, is_given in (("--quiet", quiet), ("--json", as_json)) if is_given]
+    sys.exit(start_local_ranks([*flags, str(run), *(overrides or [])], num_ranks))
 
 
 def _replay_crash(run: Path, overrides: list[str] | None, rank: int | None) -> NoReturn:

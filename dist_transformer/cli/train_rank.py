@@ -17,9 +17,10 @@ from dist_transformer import distributed
 from dist_transformer.cli.first_rank import Result, by_first_rank
 from dist_transformer.cli.prepare import prepare_with_progress
 from dist_transformer.cli.run_data import RunData, open_run_data
-from dist_transformer.cli.run_records import note
+from dist_transformer.cli.run_records import add_to_history, note
 from dist_transformer.cli.run_records import run_id as run_id_of
 from dist_transformer.cli.training_run import Run, train
+from dist_transformer.config.credentials import without_secrets
 from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import Ranks
@@ -30,12 +31,13 @@ from dist_transformer.stop_request import StopRequest
 from dist_transformer.training import checkpoints
 from dist_transformer.training.divergence import Diverged, Recovery, read_recovery, recover
 from dist_transformer.training.loop import Outcome
+from dist_transformer.training.report import Terminal
 from dist_transformer.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
 
-def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
+def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Terminal) -> int:
     """Trains as the rank that the environment names; alone without RANK. Returns the exit code.
 
     Raises:
@@ -49,7 +51,8 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
     lock = _lock(run_dir, ranks, stop)  # before the first word into the run folder: it may be another job's
     try:
         _refuse_different_corpora(folder, manifest, ranks)
-        code = _train(config, run_dir, ranks, open_run_data(config, folder, manifest), stop)
+        _set_up_logging(run_dir, ranks, terminal)
+        code = _train(config, run_dir, ranks, open_run_data(config, folder, manifest), stop, terminal)
     except UserError as error:
         _note_failure(run_dir, ranks, str(error))
         raise
@@ -59,7 +62,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
         raise MachineError(message) from error
     except Exception as error:  # noqa: BLE001  (the last line of defence: say it and leave, so that the other ranks can)
         cause = distributed.explain(error)  # of a rank that only lost another one, whose news this must not bury
-        said = traceback.format_exc() if cause is None else f"{cause} ({ranks.last.text()})"
+        said = without_secrets(traceback.format_exc()) if cause is None else f"{cause} ({ranks.last.text()})"
         print(f"rank {ranks.rank} of {ranks.num_ranks} on {platform.node()} failed: {said}", file=sys.stderr)
         _note_failure(run_dir, ranks, said)
         sys.stderr.flush()
@@ -69,15 +72,14 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest) -> int:
     return code
 
 
-def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: StopRequest) -> int:
+def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: StopRequest, terminal: Terminal) -> int:
     """Trains until the end or a stop; after a divergence from the newest good checkpoint again, as the policy says."""
-    _set_up_logging(run_dir, ranks)
     run_id, recovery = _by_first(ranks, lambda: (run_id_of(run_dir), read_recovery(run_dir)))
     if recovery.learning_rate_factor != 1.0 or recovery.switch_to_bf16:
         log.warning("divergence %s asks for %s", run_dir.divergence, recovery.text())
     with Watchdog(config.training.hang_seconds, ranks) as watchdog:
         while True:
-            run = Run(config, run_dir, ranks, data, stop, run_id, recovery, watchdog)
+            run = Run(config, run_dir, ranks, data, stop, run_id, recovery, watchdog, terminal)
             try:
                 return _end(run, *train(run))
             except Diverged as error:
@@ -88,6 +90,7 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: S
 
 def _recover(run: Run, diverged: Diverged) -> Recovery:
     """Sets aside the checkpoints that came after, and decides how the run goes on (rank 0)."""
+    add_to_history(run.run_dir, "end", diverged.since_step, {"state": "diverged", "reason": diverged.reason})
     # The loss of a step is that of the weights before it.
     checkpoints.set_aside_from(run.run_dir, max(1, diverged.since_step - 1))
     good = checkpoints.saved(run.run_dir)[-1:]
@@ -123,8 +126,8 @@ def _lock(run_dir: RunDir, ranks: Ranks, stop: StopRequest) -> RunLock:
     return lock
 
 
-def _set_up_logging(run_dir: RunDir, ranks: Ranks) -> None:
-    """Rank 0 writes to stderr and appends to train.log; the others write warnings only."""
+def _set_up_logging(run_dir: RunDir, ranks: Ranks, terminal: Terminal) -> None:
+    """Rank 0 writes to stderr, unless that is to be quiet, and appends to train.log; the others write warnings only."""
     from rich.console import Console
     from rich.logging import RichHandler
 
@@ -138,6 +141,7 @@ def _set_up_logging(run_dir: RunDir, ranks: Ranks) -> None:
     )
     if not sys.stderr.isatty():
         console.setFormatter(plain)
+    console.setLevel(logging.WARNING if terminal.quiet else logging.INFO)
     console.addFilter(lambda record: not getattr(record, "is_said_elsewhere", False))
     root.addHandler(console)
     if ranks.is_first:
@@ -157,7 +161,7 @@ def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:
     if ranks.is_first:
         log.error("end        failed: %s", message, extra={"is_said_elsewhere": True})
     with contextlib.suppress(OSError):
-        note(run_dir, ranks, "failed")
+        note(run_dir, ranks, "failed", reason=message.strip().splitlines()[-1])
 
 
 def _end(run: Run, outcome: Outcome, step: int) -> int:
@@ -165,9 +169,9 @@ def _end(run: Run, outcome: Outcome, step: int) -> int:
     run_dir, ranks, stop = run.run_dir, run.ranks, run.stop
     reasons = [reason for reason in ranks.gather(stop.reason()) if reason]
     if outcome is Outcome.FINISHED:
-        note(run_dir, ranks, "finished", step)
         log.info("end        finished at step %d", step)
         return EXIT_DONE
-    note(run_dir, ranks, "stopped", step)
-    log.info("end        stopped at step %d (%s); the same command goes on", step, ", ".join(sorted(set(reasons))))
+    reason = ", ".join(sorted(set(reasons)))
+    note(run_dir, ranks, "stopped", step, reason)
+    log.info("end        stopped at step %d (%s); the same command goes on", step, reason)
     return EXIT_REQUEUE if ranks.is_first else EXIT_DONE

@@ -5,10 +5,10 @@
     python -m dist_transformer.cluster.restarts exclude RUN_FOLDER PREFLIGHT_FOLDER SPARE  # exits 0: nodes were added
     python -m dist_transformer.cluster.restarts excluded RUN_FOLDER NODES                  # NODES and the run's own
 
-HOW is `decide`, `ended` when a person or Slurm ended the job, `preflight` when it never began to train; any other exit
-code of `end` says that it could not decide. SPARE is how many nodes more could serve the job. An attempt that made a new
-checkpoint may always be followed by another. Without one, at most `slurm.max_restarts_without_progress` attempts follow:
-a job that dies at the same place for ever must not.
+HOW is `decide`, `cancelled` when a person ended the job, `ended` when Slurm did, `preflight` when it never began to
+train; any other exit code of `end` says that it could not decide. SPARE is how many nodes more could serve the job. An
+attempt that made a new checkpoint may always be followed by another. Without one, at most
+`slurm.max_restarts_without_progress` attempts follow: a job that dies at the same place for ever must not.
 """
 
 import json
@@ -112,15 +112,17 @@ def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: str) -> De
     """
     if not run_dir.slurm.is_dir():
         raise MachineError(f"{run_dir.slurm}: is gone; is the disk of the run folder away?")
-    if how == "ended":
-        decision = Decision(False, "ended by a person or by Slurm, which decides what follows")
+    if how == "cancelled":
+        decision = Decision(False, "cancelled")
+    elif how == "ended":
+        decision = Decision(False, "ended by Slurm, which decides what follows")
     elif how == "preflight":
         decision = Decision(True, "away from nodes that the preflight found bad")
     else:
         decision = decide(run_dir, exit_code, _max_restarts(run_dir))
     _note(
-        run_dir, "ended", job, attempt, exit_code=exit_code, requeued=decision.requeue, reason=decision.reason,
-        newest=newest_checkpoint(run_dir),
+        run_dir, "ended", job, attempt, exit_code=exit_code, how=how, requeued=decision.requeue,
+        reason=decision.reason, newest=newest_checkpoint(run_dir),
     )  # fmt: skip
     return decision
 
@@ -158,7 +160,7 @@ def main(arguments: list[str]) -> int:
                 begin(run_dir, job, int(attempt), _max_restarts(run_dir))
                 print(run_dir.path)
                 return 0
-            case ["end", folder, job, attempt, exit_code, ("decide" | "ended" | "preflight") as how]:
+            case ["end", folder, job, attempt, exit_code, ("decide" | "cancelled" | "ended" | "preflight") as how]:
                 decision = end(RunDir(Path(folder)), job, int(attempt), int(exit_code), how)
                 print("requeued:" if decision.requeue else "not requeued:", decision.reason, flush=True)
                 return 0 if decision.requeue else EXIT_STOP

@@ -26,6 +26,19 @@ def take_snapshot(folder: Path, package: Path = _PACKAGE) -> None:
     temporary.rename(folder)
 
 
+def git_commit(package: Path = _PACKAGE) -> str | None:
+    """The commit that this code is of: a snapshot's, or that of a checkout; "+" behind it where the code is not quite that."""
+    kept = package.parent / "git.json"
+    if kept.is_file():
+        state = json.loads(kept.read_text(encoding="utf-8"))
+        return f"{state['commit']}{'+' if state['changed'] else ''}"
+    top = _git(package.parent, "rev-parse", "--show-toplevel")
+    if top is None or Path(top.strip()) != package.parent:
+        return None
+    commit, changed = _git(package.parent, "rev-parse", "HEAD"), _git(package.parent, "diff", "--name-only", "HEAD")
+    return f"{commit.strip()}{'+' if changed else ''}" if commit else None
+
+
 def _git_state(checkout: Path) -> dict[str, str]:
     """The commit, the difference of the working tree to it, and what is in no commit; nothing outside a checkout of ours."""
     top = _git(checkout, "rev-parse", "--show-toplevel")

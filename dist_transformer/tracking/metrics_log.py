@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from dist_transformer.run_dir import replacing
 
@@ -26,10 +26,14 @@ NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class MetricsLog:
-    """Rank 0's append-only file of records. Opening it removes a line torn by a crash: no record is glued to it."""
+    """Rank 0's append-only file of records. Opening it removes a line torn by a crash: no record is glued to it.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        echo: each record is written there too.
+    """
+
+    def __init__(self, path: Path, echo: TextIO | None = None) -> None:
+        self.path, self._echo = path, echo
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
@@ -41,8 +45,10 @@ class MetricsLog:
         """
         head: dict[str, Any] = {"event": event, "step": step, "time": round(time.time(), 3)}
         assert head.keys().isdisjoint(values), f"a value is named like a field of every record: {sorted(values)}"
+        line = encode(head | dict(values))
+        self._say(line)
         try:
-            self._file.write(encode(head | dict(values)))
+            self._file.write(line)
             self._file.flush()
         except OSError as error:
             logger.warning("%s: %s; its records are kept in memory until there is space again", self.path, error)
@@ -57,6 +63,13 @@ class MetricsLog:
 
     def close(self) -> None:
         self._file.close()
+
+    def _say(self, line: str) -> None:
+        if self._echo is not None:
+            try:
+                print(line, end="", file=self._echo, flush=True)
+            except OSError:  # its reader has gone
+                self._echo = None
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -109,7 +109,7 @@ def test_each_attempt_leaves_a_record_of_its_beginning_and_its_end(
     kept = [{key: r[key] for key in r if key not in ("time", "newest", "reason")} for r in attempts(run_dir)]
     assert kept == [
         {"event": "began", "job": "12_3", "attempt": 0, "nodes": "n[1-2]", "ranks": 4},
-        {"event": "ended", "job": "12_3", "attempt": 0, "exit_code": 75, "requeued": True},
+        {"event": "ended", "job": "12_3", "attempt": 0, "exit_code": 75, "how": "decide", "requeued": True},
     ]
 
 

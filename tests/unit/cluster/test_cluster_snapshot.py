@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dist_transformer import share_folder as share_folder_module
-from dist_transformer.cluster.snapshot import take_snapshot
+from dist_transformer.cluster.snapshot import git_commit, take_snapshot
 from dist_transformer.run_dir import read_json
 from dist_transformer.share_folder import share_folder
 
@@ -58,6 +58,21 @@ def test_an_installed_package_in_the_checkout_of_something_else_notes_no_commit(
     take_snapshot(tmp_path / "snapshot", package)
     assert (tmp_path / "snapshot" / "dist_transformer" / "share" / "launch" / "slurm_task.sh").is_file()
     assert sorted(path.name for path in (tmp_path / "snapshot").iterdir()) == ["dist_transformer"]
+
+
+def test_the_commit_is_told_of_a_checkout_and_of_its_snapshot_alike(checkout: Path, tmp_path: Path) -> None:
+    package, snapshot = checkout / "dist_transformer", tmp_path / "snapshot"
+    commit = _git(checkout, "rev-parse", "HEAD").strip()
+    take_snapshot(snapshot, package)
+    assert git_commit(package) == git_commit(snapshot / "dist_transformer") == commit
+    (package / "__init__.py").write_text("second\n")
+    take_snapshot(snapshot, package)
+    assert git_commit(package) == git_commit(snapshot / "dist_transformer") == f"{commit}+"
+
+
+def test_an_installed_package_is_of_no_commit(checkout: Path, tmp_path: Path) -> None:
+    assert git_commit(checkout / "venv" / "dist_transformer") is None
+    assert git_commit(tmp_path / "dist_transformer") is None
 
 
 def test_a_new_snapshot_replaces_the_old_one_whole(checkout: Path, tmp_path: Path) -> None:

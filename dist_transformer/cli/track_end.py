@@ -1,0 +1,27 @@
+"""track end: what the batch script tells MLflow when an attempt has ended."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dist_transformer.cluster.true_status import status_after_attempt
+from dist_transformer.config.loading import load_config
+from dist_transformer.run_dir import RunDir
+from dist_transformer.tracking.settle import settle, status_said
+
+SECONDS = 10
+
+
+def end_command(
+    run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
+    seconds: Annotated[int, typer.Option(min=1, help="How long to try.")] = SECONDS,
+) -> None:
+    """Tell MLflow what became of a job's last attempt; the batch script does. What it cannot be told waits for `sync`."""
+    run_dir = RunDir(run)
+    status = status_after_attempt(run_dir)
+    if status is None or status_said(run_dir) is None:
+        return
+    config = load_config(run_dir.config, check_files=False)
+    if not settle(run_dir, status, config.tracking, Path(config.run.root), seconds):
+        print(f"MLflow does not answer; later: dist-transformer track sync {run}")

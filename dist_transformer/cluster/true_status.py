@@ -1,0 +1,45 @@
+"""What MLflow should say of a run whose ranks could not say it themselves: killed, lost with their node, cancelled.
+
+A rank says FINISHED, FAILED or SCHEDULED (saved, to be started again) when it ends in order. What becomes of the job after
+that is Slurm's and the batch script's matter, so both are asked here: at the end of an attempt, and by `status`.
+"""
+
+from dist_transformer.cluster.report import Document
+from dist_transformer.cluster.restarts import attempts
+from dist_transformer.cluster.run_view import SILENT_SECONDS
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USER_ERROR
+from dist_transformer.run_dir import RunDir
+
+
+def status_after_attempt(run_dir: RunDir) -> str | None:
+    """Of a job whose attempt has just ended, as the batch script noted it; None: nothing is noted."""
+    ended = [record for record in attempts(run_dir) if record.get("event") == "ended"]
+    if not ended:
+        return None
+    newest = ended[-1]
+    code = newest["exit_code"]
+    if code == EXIT_DONE:
+        return "FINISHED"
+    if newest["requeued"] or newest.get("how") == "ended":
+        return "SCHEDULED"
+    is_wanted = code == EXIT_REQUEUE or newest.get("how") == "cancelled"  # 75 without a requeue: `stop`
+    return "KILLED" if is_wanted else "FAILED"
+
+
+def status_found(document: Document, said: str) -> str | None:
+    """What a look at a run finds in place of what MLflow was told last; None: that is true, or nobody can know.
+
+    Args:
+        document: of `report`.
+        said: RUNNING, SCHEDULED, FINISHED, FAILED or KILLED.
+    """
+    heartbeat, job = document["heartbeat_time"], document["job"]
+    is_alive = heartbeat is not None and document["time"] - heartbeat <= SILENT_SECONDS
+    if is_alive or said not in ("RUNNING", "SCHEDULED"):
+        return None
+    if document["job_id"] is None:  # started by hand: a stopped run is for its user to go on with
+        return "KILLED" if said == "RUNNING" else None
+    if document["next"] is not None:  # the job is over, and the run is not finished
+        return "FAILED" if document["last_exit_code"] in (EXIT_FAILED, EXIT_USER_ERROR) else "KILLED"
+    waits = job is not None and job["state"] in ("PENDING", "REQUEUED")
+    return "SCHEDULED" if waits and said == "RUNNING" else None

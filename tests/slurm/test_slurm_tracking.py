@@ -1,0 +1,73 @@
+"""What MLflow says of a run while its job is requeued, goes on, is cancelled, and loses its node: always the truth."""
+
+import os
+import shlex
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from slurm_runs import SubmittedRun, program, signal_ranks, submit
+from slurm_test_cluster import SlurmCluster, wait_until
+
+from dist_transformer.cluster.run_view import SILENT_SECONDS
+from dist_transformer.run_dir import read_json
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+ENDLESS = ("tracking.enabled=true", "training.max_steps=1000000", "checkpoints.every_steps=20")
+
+
+def wait_for_status(run: SubmittedRun, status: str, seconds: float = 90) -> None:
+    def said() -> str:
+        memory = read_json(run.run_dir.tracking) if run.run_dir.tracking.is_file() else {"run_id": None}
+        if memory["run_id"] is None:
+            return "nothing yet"
+        return str(MlflowClient(tracking_uri=memory["uri"]).get_run(memory["run_id"]).info.status)
+
+    wait_until(lambda: said() == status, seconds, lambda: f"{status} in MLflow, which says {said()}\n{run.log()}")
+
+
+def test_a_killed_rank_a_requeue_and_a_cancelled_job_show_as_what_they_are(
+    slurm_cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    run = submit(slurm_cluster, tmp_path / "runs", "told", *ENDLESS)
+    run.wait_for_step(30)
+    wait_for_status(run, "RUNNING")
+    run_id = read_json(run.run_dir.tracking)["run_id"]
+    signal_ranks(signal.SIGKILL, run, [0])
+    wait_for_status(run, "SCHEDULED")
+    run.wait_for_attempt(1)
+    wait_for_status(run, "RUNNING")
+    slurm_cluster.run(*program("cancel", run.job_id, "--root", str(tmp_path / "runs")))
+    wait_for_status(run, "KILLED")
+    assert read_json(run.run_dir.tracking)["run_id"] == run_id
+
+
+def test_a_run_whose_node_died_says_that_it_waits_once_somebody_looks(
+    slurm_cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    run = submit(slurm_cluster, tmp_path / "runs", "lost", *ENDLESS)
+    run.wait_for_step(30)
+    wait_for_status(run, "RUNNING")
+    node = run.attempts("began")[0]["nodes"].replace("[", "").split("-")[0]
+    slurm_cluster.node("kill", node)
+    try:
+        wait_until(lambda: slurm_cluster.state(run.job_id) == "PENDING", 120, run.log)
+        slurm_cluster.run("scontrol", "hold", run.job_id)
+        assert "now it is told SCHEDULED" in look(run)
+        wait_for_status(run, "SCHEDULED")
+        slurm_cluster.run("scancel", run.job_id)
+        assert "now it is told KILLED" in look(run)
+        wait_for_status(run, "KILLED")
+    finally:
+        slurm_cluster.node("start", node)
+        slurm_cluster.wait_for_idle_nodes(4)
+
+
+def look(run: SubmittedRun) -> str:
+    """What `status` says a good while after the last sign of life."""
+    silent = time.time() - 2 * SILENT_SECONDS
+    os.utime(run.run_dir.owner, (silent, silent))
+    return run.cluster.run("bash", "-c", shlex.join(program("status", str(run.run_dir.path))) + " 2>&1")

@@ -1,0 +1,81 @@
+"""The status that MLflow shows of a run that was killed: mended by `status`, true again when the run goes on."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from running import Command, wait_for_step
+
+from dist_transformer.cluster.run_view import SILENT_SECONDS
+from dist_transformer.config.loading import load_config
+from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.tracking.metrics_log import MetricsLog
+from dist_transformer.tracking.settle import settle, status_said
+from dist_transformer.tracking.spool import add_event
+
+pytestmark = pytest.mark.slow
+
+RUN = ("train", "small.yaml", "run.name=killed", "tracking.enabled=true", "checkpoints.every_steps=5",
+       "checkpoints.keep_last=2", "validation.every_steps=1000000")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def killed(command: Command) -> RunDir:
+    """A run that was killed after its MLflow run was made; its last sign of life is long ago."""
+    run_dir = RunDir(command.folder / "runs" / "killed")
+    process = command.start(*RUN, "training.max_steps=100000")
+    wait_for_step(run_dir.path, 10)
+    deadline = time.monotonic() + 120
+    while not (run_dir.tracking.is_file() and read_json(run_dir.tracking)["spool_offset"]):
+        assert time.monotonic() < deadline, "the run did not reach MLflow"
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    silent = time.time() - 2 * SILENT_SECONDS
+    os.utime(run_dir.owner, (silent, silent))
+    return run_dir
+
+
+def status_on_server(run_dir: RunDir) -> str:
+    memory = read_json(run_dir.tracking)
+    return str(MlflowClient(tracking_uri=memory["uri"]).get_run(memory["run_id"]).info.status)
+
+
+def test_who_asks_for_the_status_of_a_killed_run_mends_it_in_mlflow(command: Command, killed: RunDir) -> None:
+    assert status_on_server(killed) == "RUNNING"
+    assert "MLflow was told RUNNING of this run; now it is told KILLED\n" in command("status", killed.path)
+    assert status_on_server(killed) == "KILLED"
+    assert "MLflow" not in command("status", killed.path)
+
+
+def test_when_it_goes_on_it_is_the_same_run_and_ends_as_it_says(command: Command, killed: RunDir) -> None:
+    run_id, step = read_json(killed.tracking)["run_id"], read_json(killed.state)["step"]
+    command(*RUN, f"training.max_steps={step + 10}")
+    assert read_json(killed.tracking)["run_id"] == run_id
+    assert status_on_server(killed) == "FINISHED"
+    starts = [record for record in _history(killed) if record["event"] == "start"]
+    assert [start["step"] for start in starts] == [0, step]
+    assert _history(killed)[-1]["state"] == "finished"
+
+
+def _history(run_dir: RunDir) -> list[dict[str, object]]:
+    return [json.loads(line) for line in run_dir.history.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_server_that_is_away_is_told_later(command: Command, tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path / "runs" / "a")
+    (run_dir.path).mkdir(parents=True)
+    config = (command.folder / "small.yaml").read_text(encoding="utf-8")
+    run_dir.config.write_text(config.replace("enabled: false", "uri: 'http://127.0.0.1:9'"), encoding="utf-8")
+    add_event(run_dir.tracking_events, "start", {"tags": {}, "parameters": {}, "config": ""})
+    MetricsLog(run_dir.metrics).close()
+    assert status_said(run_dir) == "RUNNING"
+    settings = load_config(run_dir.config, check_files=False).tracking
+    assert settle(run_dir, "KILLED", settings, tmp_path, seconds=1) is False
+    assert status_said(run_dir) == "KILLED"
+    out = command("status", run_dir.path)
+    assert "now it is told" not in out, "KILLED was noted already; `track sync` sends it"

@@ -1,0 +1,77 @@
+"""What `train` prints: lines in a file or a pipe, a progress bar on a terminal, nothing with --quiet, records with --json."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from running import NOT_INHERITED, Command, without
+
+pytestmark = pytest.mark.slow
+
+RUN = ("small.yaml", "validation.every_steps=3", "validation.translate=false", "training.max_steps=4")
+
+
+def streams(command: Command, *arguments: str) -> tuple[str, str]:
+    process = command.start("train", *arguments)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    return out, err
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_with_json_each_record_is_printed_as_it_is_in_the_file(command: Command, ranks: str) -> None:
+    out, err = streams(command, *RUN, f"run.name=json_{ranks}", "--json", "--ranks", ranks)
+    file = command.folder / "runs" / f"json_{ranks}" / "metrics.jsonl"
+    assert out == file.read_text(encoding="utf-8")
+    assert {json.loads(line)["event"] for line in out.splitlines()} == {"train", "validation"}
+    assert "step       3  validation" in err
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_quiet_run_says_nothing_and_writes_its_log(command: Command, ranks: str) -> None:
+    out, err = streams(command, *RUN, f"run.name=quiet_{ranks}", "--quiet", "--ranks", ranks)
+    assert out == ""
+    assert "step" not in err
+    assert "end        finished at step 4" in (command.folder / "runs" / f"quiet_{ranks}" / "train.log").read_text()
+
+
+def test_a_reader_that_has_gone_does_not_end_the_training(command: Command) -> None:
+    process = command.start("train", *RUN, "run.name=gone", "--json")
+    assert process.stdout is not None
+    process.stdout.close()
+    process.wait(300)
+    assert process.returncode == 0
+    assert len((command.folder / "runs" / "gone" / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def on_terminal(folder: Path, *arguments: str) -> str:
+    """What appears on a terminal of 160 columns."""
+    ours, theirs = pty.openpty()
+    environment = {**without(NOT_INHERITED), "COLUMNS": "160", "TERM": "xterm"}
+    command = [sys.executable, "-m", "dist_transformer", "train", *arguments]
+    process = subprocess.Popen(command, cwd=folder, env=environment, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 65536):
+            shown += part
+    except OSError:  # how a terminal says that nobody writes to it any more
+        pass
+    os.close(ours)
+    assert process.wait(60) == 0, shown.decode()
+    return shown.decode()
+
+
+def test_a_terminal_shows_how_far_the_run_is_how_fast_and_when_it_saves(command: Command) -> None:
+    shown = on_terminal(command.folder, *RUN, "run.name=bar")
+    assert "4/4" in shown
+    for text in ("tokens/s", "loss ", "(step 3)", "save in 1", "finished at step"):
+        assert text in shown, f"{text!r} is not shown"
+
+
+def test_a_quiet_terminal_shows_no_bar(command: Command) -> None:
+    assert "save in" not in on_terminal(command.folder, *RUN, "run.name=quiet_bar", "--quiet")
