@@ -17,9 +17,11 @@ from dist_transformer.cli import (
     plan,
     preflight,
     prepare,
+    report,
     status,
     submit,
     sweep,
+    track_end,
     tracking_verbs,
     train,
     translate,
@@ -52,8 +54,11 @@ app.command("resume")(jobs.resume_command)
 app.command("average")(average.average_command)
 app.command("translate")(translate.translate_command)
 app.command("evaluate")(evaluate.evaluate_command)
+app.command("report")(report.report_command)
+app.command("compare")(report.compare_command)
 app.command("demo")(demo.demo_command)
 app.command("demo-corpus")(demo.demo_corpus_command)
+tracking_verbs.app.command("end")(track_end.end_command)
 app.add_typer(tracking_verbs.app, name="track")
 app.command("ui")(tracking_verbs.ui_command)
 

@@ -1,0 +1,115 @@
+"""The curves of a run: one array of steps and one of values for each number in metrics.jsonl, thinned for pictures.
+
+curves = read_curves(run_dir.metrics)
+curves.of("train", "loss")              # Curve(steps, values), or None
+thinned(curve, 500)                     # at most 500 points, with the lowest and highest value around each
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dist_transformer.config.measures import is_lower_better
+from dist_transformer.tracking.metrics_log import read_records
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Values by step, steps ascending; both of one length, at least 1. Values may be NaN or infinite."""
+
+    steps: Floats
+    values: Floats
+
+    @property
+    def last(self) -> float:
+        return float(self.values[-1])
+
+    def finite(self) -> "Curve | None":
+        """The points that are finite; None where there are none."""
+        is_finite = np.isfinite(self.values)
+        return Curve(self.steps[is_finite], self.values[is_finite]) if is_finite.any() else None
+
+    def best(self, measure: str) -> tuple[int, float] | None:
+        """Step and value of the first best finite point, of what validation names so: loss, newstest2013/bleu."""
+        finite = self.finite()
+        if finite is None:
+            return None
+        index = int(np.argmin(finite.values) if is_lower_better(measure) else np.argmax(finite.values))
+        return int(finite.steps[index]), float(finite.values[index])
+
+
+@dataclass(frozen=True)
+class Curves:
+    """All that metrics.jsonl holds.
+
+    Attributes:
+        by_event: the curves of "train", "validation", "system" by the name of the number; "time" is one of them.
+        newest: the newest record of each event, as it was written.
+    """
+
+    by_event: dict[str, dict[str, Curve]] = field(default_factory=dict)
+    newest: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def last_step(self) -> int:
+        """The newest step of any record; 0 where there is none."""
+        return max((int(record.get("step", 0)) for record in self.newest.values()), default=0)
+
+    def of(self, event: str, name: str) -> Curve | None:
+        return self.by_event.get(event, {}).get(name)
+
+    def names(self, event: str) -> list[str]:
+        return list(self.by_event.get(event, {}))
+
+
+@dataclass(frozen=True)
+class Thinned:
+    """A curve with fewer points: `middle` is the mean around each; `low` and `high` its extremes, None: none is left out."""
+
+    steps: Floats
+    middle: Floats
+    low: Floats | None = None
+    high: Floats | None = None
+
+
+def read_curves(path: Path) -> Curves:
+    """Every number of every record; what is torn is left out, and a file that is not there has no curves."""
+    columns: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
+    newest: dict[str, dict[str, Any]] = {}
+    for record in read_records(path):
+        event, step = str(record["event"]), record.get("step", 0)
+        newest[event] = record
+        of_event = columns.setdefault(event, {})
+        for name, value in record.items():
+            if type(value) in (int, float) and name != "step":
+                steps, values = of_event.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)
+    curves = {event: {name: _curve(*column) for name, column in names.items()} for event, names in columns.items()}
+    return Curves(curves, newest)
+
+
+def thinned(curve: Curve, num_points: int) -> Thinned:
+    """At most `num_points` points, equally far apart in steps, of a curve of finite values; a spike stays in `high`."""
+    if len(curve.steps) <= num_points:
+        return Thinned(curve.steps, curve.values)
+    first, last = curve.steps[0], curve.steps[-1]
+    bucket = np.minimum((curve.steps - first) / (last - first) * num_points, num_points - 1).astype(int)
+    starts = np.flatnonzero(np.diff(bucket, prepend=-1))
+    counts = np.diff(starts, append=len(bucket))
+    return Thinned(
+        np.add.reduceat(curve.steps, starts) / counts,
+        np.add.reduceat(curve.values, starts) / counts,
+        np.minimum.reduceat(curve.values, starts),
+        np.maximum.reduceat(curve.values, starts),
+    )
+
+
+def _curve(steps: list[int], values: list[float]) -> Curve:
+    order = np.argsort(np.asarray(steps), kind="stable")
+    return Curve(np.asarray(steps, dtype=float)[order], np.asarray(values, dtype=float)[order])

@@ -1,0 +1,215 @@
+"""Panels as pictures: each as an SVG for a page, all together as one PNG. The only drawing of curves.
+
+Colors can be told apart by people who see few of them, and lines in print by their dashes.
+"""
+
+import io
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dist_transformer.reporting.curves import Curve, Floats, Thinned, thinned
+from dist_transformer.reporting.fonts import drawable, legend_text
+from dist_transformer.reporting.panels import WARM_UP_SHARE, Line, Marks, Panel
+from dist_transformer.run_dir import replacing
+
+if TYPE_CHECKING:  # at run time only where something is drawn: it takes half a second
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+LINE_COLORS = ("#0072b2", "#d55e00", "#00875f", "#b0508c", "#7a6a00", "#3a9bd0", "#a03030", "#606060")
+"""Okabe and Ito's, darkened where they are too pale for a line on white."""
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+INK, GRID, RESTART, DIVERGENCE = "#222222", "#dddddd", "#888888", "#c00000"
+POINTS = 400
+WIDTH_INCHES, PLOT_INCHES, LEFT_INCHES, BELOW_INCHES, TITLE_INCHES = 4.6, 1.8, 0.74, 0.46, 0.27
+LEGEND_CHARACTERS = 62
+"""What a line of a legend has room for."""
+STEPS = (1, 2, 2.5, 5, 10)
+"""Between the numbers on an axis."""
+FEW_POINTS = 40
+"""Lines of no more points show each."""
+
+
+def panel_svg(panel: Panel, marks: Marks) -> str:
+    """An <svg> element that stands in a page: no fixed size, colors from the page's variables (page_style.py)."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    settings = {"svg.fonttype": "none", "svg.hashsalt": panel.name}
+    with matplotlib.rc_context(settings), io.StringIO() as out:
+        height = _legend_inches(panel, marks) + PLOT_INCHES + BELOW_INCHES
+        figure = Figure(figsize=(WIDTH_INCHES, height))
+        draw(panel, marks, _placed(figure, 0.0, BELOW_INCHES))
+        nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
+        figure.savefig(out, format="svg", transparent=True, metadata=nothing)
+        return _for_page(out.getvalue(), description(panel))
+
+
+def curves_png(panels: list[Panel], marks: Marks, path: Path, title: str) -> None:
+    """All panels in one picture, two in a row, each with its title; `panels` is not empty."""
+    from matplotlib.figure import Figure
+
+    legend = max(_legend_inches(panel, marks) for panel in panels)
+    rows, tile = (len(panels) + 1) // 2, 2 * TITLE_INCHES + legend + PLOT_INCHES + BELOW_INCHES
+    height = rows * tile + 2 * TITLE_INCHES
+    figure = Figure(figsize=(2 * WIDTH_INCHES, height))
+    for number, panel in enumerate(panels):
+        left, bottom = (number % 2) * WIDTH_INCHES, (rows - 1 - number // 2) * tile + BELOW_INCHES
+        axes = _placed(figure, left, bottom)
+        draw(panel, marks, axes)
+        top = 1 + (legend + TITLE_INCHES / 3) / PLOT_INCHES
+        axes.text(0, top, panel.title, transform=axes.transAxes, fontsize=11, fontweight="bold", color=INK)
+    left = LEFT_INCHES / (2 * WIDTH_INCHES)
+    figure.text(left, 1 - 1.2 * TITLE_INCHES / height, drawable(title), fontsize=14, color=INK, parse_math=False)
+    with replacing(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=110)
+
+
+def _placed(figure: "Figure", left: float, bottom: float) -> "Axes":
+    """Axes for a panel in the tile at `left`, its plot's lower edge at `bottom`, in inches."""
+    width, height = figure.get_size_inches()
+    size = (WIDTH_INCHES - LEFT_INCHES - 0.1) / width, PLOT_INCHES / height
+    return figure.add_axes(((left + LEFT_INCHES) / width, bottom / height, *size))
+
+
+def _legend_columns(labels: list[str]) -> int:
+    """How many labels stand beside each other."""
+    if sum(len(label) + 7 for label in labels) <= LEGEND_CHARACTERS:
+        return len(labels)
+    return int(np.clip(LEGEND_CHARACTERS // (max(map(len, labels)) + 6), 1, 4))
+
+
+def _legend_inches(panel: Panel, marks: Marks) -> float:
+    labels = [line.label for line in panel.lines] + ["restart"] * bool(marks.restarts)
+    labels += ["divergence"] * bool(marks.divergences) + ["best"] * (panel.best is not None)
+    return 0.08 + 0.19 * -(-len(labels) // _legend_columns(labels))
+
+
+def draw(panel: Panel, marks: Marks, axes: "Axes") -> None:
+    """Draws a panel on matplotlib axes, the legend above them."""
+    for line in panel.lines:
+        _draw_line(line, axes)
+    if panel.best is not None:
+        step, value = panel.best
+        axes.plot([step], [value], marker="*", markersize=12, color=INK, linestyle="none", label="best", zorder=4)
+    _set_axes(panel, axes)
+    _draw_marks(marks, axes)
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > 1:
+        axes.legend(
+            handles, labels, loc="lower left", bbox_to_anchor=(-0.01, 1.0), ncols=_legend_columns(labels),
+            frameon=False, fontsize=8.5, labelcolor=INK, handlelength=2.2, columnspacing=1.2, borderaxespad=0.1,
+        )  # fmt: skip
+
+
+def description(panel: Panel) -> str:
+    """What the picture shows, for those who do not see it."""
+    said = []
+    for line in panel.lines:
+        values, steps = line.curve.values, line.curve.steps
+        at = f"at step {steps[-1]:,.0f}"
+        said.append(f"{line.label}: {values[-1]:.5g} {at}, between {values.min():.5g} and {values.max():.5g}")
+    unit = f" in {panel.unit}" if panel.unit else ""
+    return f"{panel.title}{unit} by step. " + "; ".join(said)
+
+
+def _draw_line(line: Line, axes: "Axes") -> None:
+    color, dashes = (
+        LINE_COLORS[line.style % len(LINE_COLORS)],
+        DASHES[(line.style + line.style // len(LINE_COLORS)) % len(DASHES)],
+    )
+    points: Thinned = thinned(line.curve, POINTS)
+    if points.low is not None and points.high is not None:
+        axes.fill_between(points.steps, points.low, points.high, color=color, alpha=0.22, linewidth=0)
+    marker = "." if len(points.steps) <= FEW_POINTS else None
+    axes.plot(
+        points.steps,
+        points.middle,
+        color=color,
+        linestyle=dashes,
+        linewidth=1.4,
+        marker=marker,
+        label=legend_text(line.label),
+    )
+
+
+def _set_axes(panel: Panel, axes: "Axes") -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, steps=STEPS))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: short_number(step)))
+    if panel.is_log:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if _decades(panel) < 3 else (1.0,)))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    else:
+        axes.yaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+    if panel.cuts_start:
+        axes.set_ylim(*_limits(panel))
+    axes.set_xlabel("step", fontsize=9, color=INK, labelpad=1)
+    axes.set_ylabel(panel.unit, fontsize=9, color=INK)
+    axes.tick_params(labelsize=9, colors=INK, length=3)
+    axes.grid(color=GRID, linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(RESTART)
+
+
+def _decades(panel: Panel) -> float:
+    values = np.concatenate([line.curve.values for line in panel.lines])
+    return float(np.log10(values.max() / values.min()))
+
+
+def _limits(panel: Panel) -> tuple[float, float]:
+    """Of the values behind the first steps of each line, with some room."""
+    shown = np.concatenate([_behind_start(line.curve) for line in panel.lines])
+    low, high = float(shown.min()), float(shown.max())
+    room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+    return low - room, high + room
+
+
+def _behind_start(curve: Curve) -> Floats:
+    first, last = curve.steps[0], curve.steps[-1]
+    shown: Floats = curve.values[curve.steps >= first + WARM_UP_SHARE * (last - first)]
+    return shown
+
+
+def _draw_marks(marks: Marks, axes: "Axes") -> None:
+    for steps, name, color, style in (
+        (marks.restarts, "restart", RESTART, (0, (2, 2))),
+        (marks.divergences, "divergence", DIVERGENCE, (0, (1, 1))),
+    ):
+        for number, step in enumerate(sorted({step for step in steps if step <= marks.last_step})):
+            axes.axvline(
+                step, color=color, linewidth=1.0, linestyle=style, zorder=1, label=name if number == 0 else None
+            )
+    axes.set_xlim(-0.01 * marks.last_step, max(1, 1.02 * marks.last_step))
+
+
+def short_number(value: float) -> str:
+    """12000 -> 12k, 1500000 -> 1.5M, 0.0007 -> 0.0007"""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.4g}{letter}"
+    return f"{value:.4g}"
+
+
+def _for_page(svg: str, words: str) -> str:
+    from html import escape
+
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"|(?<=<g) id="[^"]*"', "", svg)
+    svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
+    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path.group()), svg)
+    svg = re.sub(r"font-family: [^;\"]*(?=[;\"])", "font-family: inherit", svg)
+    for number, color in enumerate(LINE_COLORS):
+        svg = svg.replace(color, f"var(--line-{number})")
+    for name, color in (("ink", INK), ("grid", GRID), ("faint", RESTART), ("alarm", DIVERGENCE)):
+        svg = svg.replace(color, f"var(--{name})")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{escape(words)}"', 1).strip()

@@ -1,0 +1,241 @@
+"""The page about one run: one file, with its history, its data, its scores, its samples and its pictures.
+
+It loads nothing, needs no script, and reads on a phone, in print and in the dark.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from dist_transformer import __version__
+from dist_transformer.reporting.attention import SentenceAttention, attention_png
+from dist_transformer.reporting.facts import checkpoints_part, configuration_part, data_part, history_part
+from dist_transformer.reporting.figures import panel_svg
+from dist_transformer.reporting.markup import (
+    Content,
+    Html,
+    details,
+    document,
+    facts,
+    html,
+    picture,
+    png,
+    table,
+    tag,
+    together,
+)
+from dist_transformer.reporting.panels import Marks, Panel, marks_of, panels_of
+from dist_transformer.reporting.reading import RunStory
+from dist_transformer.reporting.samples import samples_part
+from dist_transformer.reporting.words import (
+    NOTHING,
+    duration,
+    measure_name,
+    measure_text,
+    moment,
+    nodes_text,
+    number,
+    state_text,
+    steps_text,
+)
+
+Part = tuple[str, str, Html]
+MEASURES = ("bleu", "chrf", "comet", "loss", "perplexity", "token_accuracy", "nll")
+FEW_ROWS = 12
+"""A table of no more rows stands open."""
+NO_ATTENTION = "Not drawn."
+
+
+def run_page(
+    story: RunStory, attention: Sequence[tuple[SentenceAttention, bytes]] = (), attention_note: str = NO_ATTENTION
+) -> str:
+    """The page as HTML.
+
+    Args:
+        attention: sentences with their pictures (attention.attention_png).
+        attention_note: why there are none.
+    """
+    now = time.time()
+    parts = [
+        ("summary", "Summary", _summary(story, now)),
+        ("scores", "Scores", _scores(story)),
+        ("curves", "Curves", _curves(story)),
+        ("samples", "Samples", samples_part(story)),
+        ("attention", "Attention", _attention(attention, attention_note)),
+        ("data", "Data", data_part(story)),
+        ("history", "History", history_part(story)),
+        ("checkpoints", "Checkpoints", checkpoints_part(story)),
+        ("configuration", "Configuration", configuration_part(story)),
+    ]
+    state = state_text(story, now)
+    header = tag("p", tag("span", state, class_=f"state {story.view.state or ''}"), " ", _languages(story))
+    return document(story.name, header, parts, footer(now))
+
+
+def footer(now: float) -> str:
+    return (
+        f"Written {moment(now)} by Dist Transformer {__version__}. The page holds all that it shows and loads nothing."
+    )
+
+
+def pictures(panels: Sequence[Panel], marks: Marks) -> Html:
+    """Small pictures side by side, below each other on a narrow screen."""
+    return tag("div", *(picture(panel_svg(panel, marks), panel.title) for panel in panels), class_="pictures")
+
+
+def _languages(story: RunStory) -> str:
+    source, target = (story.settings.get(f"data.{side}_language") for side in ("source", "target"))
+    return f"{source} to {target}" if source and target else ""
+
+
+def _summary(story: RunStory, now: float) -> Html:
+    best, train = story.best, story.curves.newest.get("train", {})
+    speed = story.curves.of("train", "tokens_per_second")
+    values: list[tuple[str, Content]] = [("Steps", steps_text(story))]
+    if best is not None:
+        score = measure_text(best.measure, best.value)
+        values.append((f"Best {measure_name(best.measure)} (step {best.step:,})", score))
+    values += [
+        (f"{name} {measure_name(key)}", measure_text(key, scores[key]))
+        for name, scores in story.evaluations.items() for key in ("bleu", "chrf") if key in scores
+    ]  # fmt: skip
+    values += [
+        ("Training loss, last", number(train.get("loss"), ".4f")),
+        ("Target tokens/s, median", number(float(np.median(speed.values))) if speed else NOTHING),
+        ("Time in training", duration(story.trained_seconds)),
+    ]
+    rows = [[name, value] for name, value in _about(story, now) if value not in (None, "", NOTHING)]
+    return together([facts(values), table(["", ""], rows)])
+
+
+def _about(story: RunStory, now: float) -> Iterator[tuple[str, Content]]:
+    run, newest = story.run, story.starts[-1].begun if story.starts else {}
+    ranks = newest.get("num_ranks", run.get("num_ranks"))
+    jobs = dict.fromkeys(str(start.begun["slurm_job_id"]) for start in story.starts if start.begun.get("slurm_job_id"))
+    jobs |= dict.fromkeys(str(record["job"]) for record in story.attempts if record.get("job"))
+    jobs |= {str(run["slurm_job_id"]): None} if run.get("slurm_job_id") else {}
+    yield "State", state_text(story, now)
+    yield "Folder", tag("code", str(story.run_dir.path.absolute()))
+    yield "Started", moment(story.starts[0].begun.get("time")) if story.starts else None
+    yield "Last record", moment(story.curves.newest.get("train", {}).get("time"))
+    yield "Starts", number(len(story.starts) or run.get("starts"))
+    yield "Machines", nodes_text(newest) if newest else run.get("host")
+    yield "Ranks", f"{ranks} on {newest['device']}" if "device" in newest else ranks
+    yield "Model", _model(story)
+    yield "Precision", story.settings.get("training.precision")
+    yield "Target tokens trained on", number(story.curves.newest.get("train", {}).get("total_target_tokens"))
+    yield "Slurm jobs", ", ".join(jobs)
+    yield "MLflow", _mlflow(story)
+    yield "Version", newest.get("version", run.get("version"))
+
+
+def _model(story: RunStory) -> str | None:
+    sizes = {key: story.settings.get(f"model.{key}") for key in ("preset", "d_model", "d_ff", "num_heads")}
+    layers = [story.settings.get(f"model.num_{side}_layers") for side in ("encoder", "decoder")]
+    if None in (*sizes.values(), *layers):
+        return None
+    preset, d_model, d_ff, heads = sizes.values()
+    return f"{preset}: {layers[0]} + {layers[1]} layers, d_model {d_model}, d_ff {d_ff}, {heads} heads"
+
+
+def _mlflow(story: RunStory) -> Content:
+    address, run_id = story.view.mlflow_uri, story.view.mlflow_run_id
+    if not run_id or not address:
+        return None
+    if address.startswith(("http://", "https://")):
+        return tag("a", f"run {run_id}", href=f"{address.rstrip('/')}/#/runs/{run_id}", rel="noreferrer")
+    return together([f"run {run_id} in ", tag("code", address), ": dist-transformer ui"])
+
+
+def _scores(story: RunStory) -> Html:
+    parts = [_evaluations(story)] if story.evaluations else []
+    parts += [_validations(story, corpus) for corpus in validation_corpora(story)]
+    return together(parts) or tag("p", "Nothing was validated or evaluated yet.")
+
+
+def _evaluations(story: RunStory) -> Html:
+    rows = [
+        [
+            name,
+            number(scores.get("pairs")),
+            *(measure_text(key, scores.get(key)) for key in ("bleu", "chrf")),
+            f"{100 * float(scores['exact_match']):.2f} %" if "exact_match" in scores else NOTHING,
+            number(scores.get("beam_size")),
+            together([tag("code", scores.get("bleu_signature")), " ", tag("code", scores.get("chrf_signature"))]),
+        ]
+        for name, scores in story.evaluations.items()
+    ]
+    head = ["corpus", "pairs", "BLEU", "chrF", "exact", "beam", "signatures"]
+    return together([tag("h3", "The final model"), table(head, rows)])
+
+
+def validation_corpora(story: RunStory) -> list[str]:
+    """The prefixes of the measures: "" for data.validation, "newstest2013/" for a further one."""
+    names = story.curves.names("validation")
+    return [*dict.fromkeys(name.rpartition("/")[0] + "/" * ("/" in name) for name in names if name.endswith(MEASURES))]
+
+
+def _validations(story: RunStory, corpus: str) -> Html:
+    """All validations of a corpus, step by step, the best one marked."""
+    curves = {key: curve for key in MEASURES if (curve := story.curves.of("validation", corpus + key)) is not None}
+    by_step = {
+        key: dict(zip(curve.steps.tolist(), curve.values.tolist(), strict=True)) for key, curve in curves.items()
+    }
+    steps = sorted({step for values in by_step.values() for step in values})
+    best = story.best
+    is_best = [best is not None and step == best.step for step in steps]
+    rows = [[number(step), *(measure_text(key, by_step[key].get(step)) for key in curves)] for step in steps]
+    whole = table(["step", *map(measure_name, curves)], rows, best_row=is_best.index(True) if True in is_best else None)
+    title = "Validation" if not corpus else f"Validation on {corpus.rstrip('/')}"
+    words = []
+    if best is not None and not corpus:
+        words.append(f"Best by {measure_name(best.measure)}: step {best.step:,}. ")
+    newest = story.curves.newest.get("validation", {})
+    signatures = [str(newest[key]) for key in (f"{corpus}bleu_signature", f"{corpus}chrf_signature") if key in newest]
+    said = tag("p", *words, *(together([tag("code", each), " "]) for each in signatures), class_="soft")
+    if len(rows) <= FEW_ROWS:
+        return together([tag("h3", title), said, whole])
+    short = table(["step", *map(measure_name, curves)], _few(rows, is_best))
+    return together([tag("h3", title), said, short, details(f"All {len(rows)} validations", whole)])
+
+
+def _few(rows: list[list[str]], is_best: list[bool]) -> list[list[str]]:
+    """The best one and the newest ones."""
+    return [row for number, row in enumerate(rows) if is_best[number] or number >= len(rows) - 5]
+
+
+def _curves(story: RunStory) -> Html:
+    panels = panels_of(story)
+    if not panels:
+        return tag("p", "No step was recorded yet.")
+    marks = marks_of(story)
+    words = "Pale bands: the lowest and the highest value around each point. The first steps of a loss may lie above its picture."
+    lines = [
+        *([f"Dashed: restarts ({len(marks.restarts)})."] if marks.restarts else []),
+        *([f"Dotted: divergences ({len(marks.divergences)})."] if marks.divergences else []),
+    ]
+    return together([tag("p", " ".join([words, *lines]), class_="soft"), pictures(panels, marks)])
+
+
+def _attention(sentences: Sequence[tuple[SentenceAttention, bytes]], note: str) -> Html:
+    if not sentences:
+        return tag("p", note)
+    words = (
+        "All heads of all layers; darker is more, and each row of a map sums to 1. At the right the mean over the heads of "
+        "the last layer: each row is the piece that is read or predicted, each column one that it looks at. A word begins at _."
+    )
+    return together([tag("p", words, class_="soft"), *(_one_attention(each, data) for each, data in sentences)])
+
+
+def _one_attention(sentence: SentenceAttention, data: bytes) -> Html:
+    alt = f"Attention weights of the model between “{sentence.source}” and “{sentence.translation}”, by layer and head"
+    shown = tag("div", tag("div", png(data, alt), class_="photo wide"), class_="scroll", tabindex="0")
+    return tag(
+        "figure", tag("h3", sentence.source), shown, tag("figcaption", "Translation: ", html(sentence.translation))
+    )
+
+
+def drawn(sentences: Sequence[SentenceAttention]) -> list[tuple[SentenceAttention, bytes]]:
+    """Each sentence with its picture."""
+    return [(sentence, attention_png(sentence)) for sentence in sentences]

@@ -1,0 +1,79 @@
+"""Numbers, times and names as a page says them."""
+
+import math
+from datetime import UTC, datetime
+from typing import Any
+
+from dist_transformer.reporting.reading import Record, RunStory
+
+NAMES = {"bleu": "BLEU", "chrf": "chrF", "comet": "COMET", "nll": "nll", "token_accuracy": "token accuracy"}
+FORMS = {"bleu": ".2f", "chrf": ".2f", "perplexity": ".2f"}
+"""How a measure of a validation is written; the others have four digits behind the point."""
+NOTHING = "-"
+
+
+def measure_name(measure: str) -> str:
+    """bleu -> BLEU; newstest2013/bleu -> newstest2013 BLEU"""
+    corpus, _, key = measure.rpartition("/")
+    return f"{corpus} {NAMES.get(key, key.replace('_', ' '))}".strip()
+
+
+def measure_text(measure: str, value: Any) -> str:
+    """A measure's value with the digits that matter; "-" where there is none."""
+    return number(value, FORMS.get(measure.rpartition("/")[2], ".4f"))
+
+
+def number(value: Any, form: str = ",.0f") -> str:
+    """12345 -> 12,345; "-" of what is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return NOTHING
+    return format(value, form) if math.isfinite(value) else str(value)
+
+
+def moment(seconds: Any) -> str:
+    """Unix seconds -> 2026-11-22 03:38 UTC"""
+    if not isinstance(seconds, int | float) or not seconds:
+        return NOTHING
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def duration(seconds: float | None) -> str:
+    """12 s, 3 min 20 s, 2 h 05 min, 3 d 4 h"""
+    if seconds is None:
+        return NOTHING
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    if whole < 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def setting_text(value: Any) -> str:
+    """A setting as in YAML: true, none, [a, b]."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{', '.join(map(setting_text, value))}]" if isinstance(value, list | tuple) else str(value)
+
+
+def state_text(story: RunStory, now: float) -> str:
+    """How the run stands; what run.json says is doubted where no rank gives a sign of life."""
+    state = story.view.state or "not started"
+    if state in ("starting", "running") and not story.view.is_alive(now):
+        return f"{state}, but no rank gives a sign of life"
+    return state
+
+
+def steps_text(story: RunStory) -> str:
+    """400 of 1,000"""
+    most = story.settings.get("training.max_steps")
+    return f"{story.view.step:,} of {most:,}" if isinstance(most, int) else f"{story.view.step:,}"
+
+
+def nodes_text(record: Record) -> str:
+    nodes = record.get("nodes")
+    return ", ".join(map(str, nodes)) if isinstance(nodes, list) else str(nodes or NOTHING)

@@ -1,0 +1,189 @@
+"""Curves as pictures: what is drawn is what was recorded, with restarts and the best checkpoint marked."""
+
+import re
+import warnings
+
+import numpy as np
+import pytest
+from html_reader import Page
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+from run_builder import append, write_run
+
+from dist_transformer.reporting.curves import Curve
+from dist_transformer.reporting.figures import LINE_COLORS, curves_png, draw, panel_svg, short_number
+from dist_transformer.reporting.panels import Line, Marks, Panel, compared_panels, marks_of, panels_of
+from dist_transformer.reporting.reading import read_story
+
+
+def panel_of(values: list[float], **settings) -> Panel:
+    steps = np.arange(1.0, len(values) + 1)
+    return Panel("one", "One", "units", (Line("it", Curve(steps, np.asarray(values))),), **settings)
+
+
+def drawn(panel: Panel, marks: Marks):
+    axes = Figure().add_subplot()
+    draw(panel, marks, axes)
+    return axes
+
+
+def test_a_run_has_a_picture_of_each_thing_that_it_recorded(tmp_path):
+    panels = {panel.name: panel for panel in panels_of(read_story(write_run(tmp_path / "run")))}
+    assert set(panels) == {
+        "loss", "nll", "bleu", "chrf", "token-accuracy", "learning-rate", "speed", "waste", "gradient-norm", "loss-scale",
+        "skipped",
+    }  # fmt: skip
+    assert [line.label for line in panels["loss"].lines] == ["training", "validation", "newstest"]
+    assert panels["bleu"].best == (300, pytest.approx(34 * 0.75))
+    assert panels["loss"].best is None
+    padding = panels["waste"].lines[0].curve.values
+    assert 5 < padding.mean() < 7  # percent
+
+
+def test_what_never_changes_has_no_picture_of_its_scale(tmp_path):
+    run_dir = write_run(tmp_path / "run")
+    run_dir.metrics.unlink()
+    record = {"event": "train", "time": 1.0, "loss": 3.0, "loss_scale": 1.0}
+    append(run_dir.metrics, [{**record, "step": step} for step in (1, 2)])
+    assert [panel.name for panel in panels_of(read_story(run_dir))] == ["loss"]
+
+
+def test_nodes_and_gpus_have_a_line_each_and_many_are_summed_up(tmp_path):
+    run_dir = write_run(tmp_path / "run", num_steps=20)
+    few = {f"n{node}/cpu_percent": 10.0 * node for node in range(1, 4)}
+    many = {f"n{node}/gpu{gpu}/percent": 90.0 + node - gpu for node in range(3) for gpu in range(8)}
+    append(run_dir.metrics, [{"event": "system", "step": step, **few, **many} for step in (5, 10)])
+    panels = {panel.title: panel for panel in panels_of(read_story(run_dir)) if panel.name.startswith("system")}
+    assert {line.label: line.curve.last for line in panels["Processors in use"].lines} == {"n1": 10, "n2": 20, "n3": 30}
+    gpus = {line.label: line.curve.last for line in panels["GPUs in use"].lines}
+    assert gpus == {
+        "highest of 24": max(many.values()),
+        "mean of 24": pytest.approx(np.mean([*many.values()])),
+        "lowest of 24": min(many.values()),
+    }
+    assert panels["GPUs in use"].unit == "%"
+
+
+def test_the_line_that_is_drawn_goes_through_the_recorded_points():
+    axes = drawn(panel_of([3.0, 1.0, 2.0]), Marks(3))
+    line = axes.get_lines()[0]
+    assert line.get_xydata().tolist() == [[1, 3], [2, 1], [3, 2]]
+    assert line.get_color() == LINE_COLORS[0]
+
+
+def test_lines_beyond_the_colors_are_told_apart_by_their_dashes():
+    curve = panel_of([1.0, 2.0]).lines[0].curve
+    axes = drawn(Panel("many", "Many", "", tuple(Line(f"run {n}", curve, n) for n in range(16))), Marks(2))
+    looks = {
+        (line.get_color(), str(line.get_linestyle()), str(line._unscaled_dash_pattern)) for line in axes.get_lines()
+    }
+    assert len(looks) == 16
+
+
+def test_a_legend_of_many_long_names_stays_within_its_picture(tmp_path):
+    curve = panel_of([1.0, 2.0]).lines[0].curve
+    lines = tuple(Line(f"a-run-with-quite-a-long-name-{n}", curve, n) for n in range(9))
+    panel = Panel("many", "Many", "", lines)
+    svg = panel_svg(panel, Marks(2, [1]))
+    _, _, width, height = map(float, re.search(r'viewBox="([^"]*)"', svg).group(1).split())
+    places = [(float(x), float(y)) for x, y in re.findall(r'<text [^>]*x="([\d.]+)" y="([\d.]+)"', svg)]
+    assert len(places) > 10
+    assert all(0 < x < width and 8 < y < height for x, y in places)
+    few = panel_svg(Panel("few", "Few", "", lines[:2]), Marks(2))
+    assert height > float(re.search(r'viewBox="([^"]*)"', few).group(1).split()[3])
+
+
+def test_restarts_and_divergences_are_lines_down_the_picture():
+    axes = drawn(panel_of([3.0, 1.0, 2.0, 1.5]), Marks(4, [2, 2, 9], [3]))
+    down = {
+        line.get_label(): line.get_xdata()[0]
+        for line in axes.get_lines()
+        if line.get_transform() == axes.get_xaxis_transform()
+    }
+    assert down == {"restart": 2, "divergence": 3}
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["it", "restart", "divergence"]
+
+
+def test_the_best_is_marked_where_it_was():
+    axes = drawn(panel_of([3.0, 1.0, 2.0], best=(2, 1.0)), Marks(3))
+    (mark,) = (line for line in axes.get_lines() if line.get_label() == "best")
+    assert mark.get_xydata().tolist() == [[2, 1]]
+
+
+def test_a_spike_stays_within_the_picture_and_the_first_steps_may_not():
+    values = [3.0] * 2000
+    values[:10] = [50.0] * 10
+    values[1000] = 9.0
+    low, high = drawn(panel_of(values, cuts_start=True), Marks(2000)).get_ylim()
+    assert low < 3
+    assert 9 < high < 50
+
+
+def test_wide_ranges_are_drawn_logarithmically_where_a_panel_allows_it():
+    assert drawn(panel_of([1.0, 100.0], may_be_log=True), Marks(2)).get_yscale() == "log"
+    assert drawn(panel_of([1.0, 100.0]), Marks(2)).get_yscale() == "linear"
+    assert drawn(panel_of([0.0, 100.0], may_be_log=True), Marks(2)).get_yscale() == "linear"
+
+
+def test_a_picture_for_a_page_has_no_size_and_no_colors_of_its_own():
+    svg = panel_svg(panel_of([3.0, 1.0, 2.0]), Marks(3, [2]))
+    Page(svg)  # balanced
+    head = svg[: svg.index(">")]
+    assert "viewBox" in head
+    assert "width" not in head
+    assert re.findall(r"#[0-9a-f]{6}\b", svg) == []
+    assert {"var(--line-0)", "var(--ink)", "var(--grid)", "var(--faint)"} <= set(re.findall(r"var\([^)]*\)", svg))
+    assert "http" not in svg
+    assert 'aria-label="One in units by step. it: 2 at step 3, between 1 and 3"' in head
+
+
+def test_two_pictures_of_a_page_share_no_ids():
+    one, two = (panel_svg(Panel(name, name, "", panel_of([1.0, 2.0]).lines), Marks(2)) for name in ("a", "b"))
+    ids = [set(re.findall(r' id="([^"]*)"', svg)) for svg in (one, two)]
+    assert ids[0]
+    assert not ids[0] & ids[1]
+
+
+@pytest.mark.parametrize(
+    ("label", "shown"),
+    [
+        ("$x_1$", "$x_1$"),
+        ("_hidden", "_hidden"),
+        ("100 %", "100 %"),
+        ("<b>&", "<b>&"),
+        ("漢字", "□□"),
+        ("n" * 90, "n" * 51 + "…"),
+    ],
+)
+def test_a_label_is_shown_as_it_is_written(label, shown):
+    curve = Curve(np.asarray([1.0, 2.0]), np.asarray([1.0, 2.0]))
+    panel = Panel("one", "One", "", (Line(label, curve), Line("other", curve, 1)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        page = Page(panel_svg(panel, Marks(2)))
+    assert shown in [text.strip() for text in page.text.splitlines()]
+    assert f"{label}: 2 at step 2" in page.of("svg")[0]["aria-label"]
+
+
+def test_all_pictures_together_are_one_png(tmp_path):
+    story = read_story(write_run(tmp_path / "run"))
+    panels = panels_of(story)
+    curves_png(panels, marks_of(story), tmp_path / "curves.png", "a $run$ _name")
+    whole = imread(tmp_path / "curves.png")
+    curves_png(panels[:1], marks_of(story), tmp_path / "one.png", "run")
+    assert whole.shape[0] > 3 * imread(tmp_path / "one.png").shape[0]
+    assert whole.std() > 0.01
+
+
+def test_runs_compared_have_a_line_each_in_every_picture_that_any_has(tmp_path):
+    stories = [(name, read_story(write_run(tmp_path / name))) for name in ("a", "b")]
+    panels = {panel.name: panel for panel in compared_panels(stories)}
+    assert [line.label for line in panels["train-loss"].lines] == ["a", "b"]
+    assert [line.style for line in panels["validation-bleu"].lines] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0, "0"), (950, "950"), (12_000, "12k"), (1_500_000, "1.5M"), (7e-4, "0.0007"), (-2e3, "-2k")]
+)
+def test_numbers_on_axes_are_short(value, text):
+    assert short_number(value) == text
