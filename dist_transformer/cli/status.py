@@ -12,11 +12,11 @@ import typer
 from dist_transformer.cluster.reasons import SAID_BY_EXIT_CODE
 from dist_transformer.cluster.report import Document, report, report_all
 from dist_transformer.cluster.targets import find_target
-from dist_transformer.cluster.true_status import status_found
+from dist_transformer.cluster.true_status import is_alive, status_found
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir
-from dist_transformer.tracking.settle import settle, status_said
+from dist_transformer.tracking.settle import has_arrived, settle, status_said
 
 RunOrJob = Annotated[str, typer.Argument(help="A run folder, or a job id: 123, 123_4.", show_default=False)]
 Root = Annotated[Path, typer.Option(help="The folder of runs, looked through for a job that Slurm has forgotten.")]
@@ -80,17 +80,25 @@ def _mend_status(document: Document) -> None:
     """MLflow says RUNNING of a run that was killed until somebody looks: who asks here is that somebody."""
     run_dir = RunDir(Path(document["folder"]))
     said = status_said(run_dir)
-    if said is None or (status := status_found(document, said)) is None or status == said:
+    if said is None:
+        return
+    status = status_found(document, said)
+    if status is None and (is_alive(document) or has_arrived(run_dir)):
         return
     sys.stdout.flush()
     try:
         config = load_config(run_dir.config, check_files=False)
-        is_told = settle(run_dir, status, config.tracking, Path(config.run.root), MEND_SECONDS)
+        is_told = settle(run_dir, status or said, config.tracking, Path(config.run.root), MEND_SECONDS)
     except (UserError, OSError) as error:
-        print(f"MLflow was told {said} of this run, and cannot be told {status}: {error}", file=sys.stderr)
+        print(f"MLflow cannot be told {status or said} of this run: {error}", file=sys.stderr)
         return
+    before = (
+        f"was told {said} of this run; now it is told {status}"
+        if status
+        else f"had not heard {said} of this run; now it is told"
+    )
     later = "" if is_told else f" as soon as it answers: dist-transformer track sync {run_dir.path}"
-    print(f"MLflow was told {said} of this run; now it is told {status}{later}", file=sys.stderr)
+    print(f"MLflow {before}{later}", file=sys.stderr)
 
 
 def list_row(document: Document, now: float) -> tuple[str, ...]:

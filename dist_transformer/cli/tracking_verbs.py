@@ -1,4 +1,4 @@
-"""track sync | ui: MLflow beside a run."""
+"""track sync | track model | ui: MLflow beside a run."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from dist_transformer.cli.arguments import read_run
+from dist_transformer.errors import UserError
 
 app = typer.Typer(help="Bring runs and MLflow together.", no_args_is_help=True)
 
@@ -22,7 +23,32 @@ def sync_command(run: Annotated[Path, typer.Argument(help="A run folder.", show_
     from dist_transformer.tracking.tracker import sync
 
     config, run_dir = read_run(run, None, check_files=False)
-    print(sync(run_dir, config.tracking, Path(config.run.root)))
+    sent = sync(run_dir, config.tracking, Path(config.run.root))
+    what = (
+        f"{sent.points} points and {sent.events} events sent" if sent.points or sent.events else "nothing was missing"
+    )
+    print(f"MLflow run {sent.run_id}: {what}")
+
+
+@app.command("model")
+def model_command(
+    run: Annotated[Path, typer.Argument(help="The run folder that it comes from.", show_default=False)],
+    folder: Annotated[Path | None, typer.Argument(help="A model folder; default: the run's model/.")] = None,
+    register_as: Annotated[str | None, typer.Option(help="Register it under this name.", show_default=False)] = None,
+    alias: Annotated[str | None, typer.Option(help="Alias of that version: champion.", show_default=False)] = None,
+) -> None:
+    """Upload a model folder of a run, such as one that `average` made, so that MLflow can serve it."""
+    from dist_transformer.cli.loaded_model import model_folder_of
+    from dist_transformer.tracking.tracker import log_model
+
+    if alias is not None and register_as is None:
+        raise UserError("--alias is a name for a registered version: give --register-as too")
+    config, run_dir = read_run(run, None, check_files=False)
+    settings = config.tracking.model_copy(update={"register_as": register_as, "alias": alias})
+    model = model_folder_of(folder or run)
+    sent = log_model(run_dir, settings, Path(config.run.root), model, {})
+    registered = f", registered as {register_as}{f'@{alias}' if alias else ''}" if register_as else ""
+    print(f"MLflow run {sent.run_id}: {model} is there{registered}")
 
 
 def ui_command(
@@ -32,6 +58,8 @@ def ui_command(
     """Open MLflow's web page on the runs of a folder."""
     from dist_transformer.tracking.tracker import ui_command as command
 
-    arguments = [*command(root), "--port", str(port)]
-    print(f"http://127.0.0.1:{port}  (Ctrl-C ends it)", flush=True)
-    os.execv(arguments[0], arguments)
+    # MLflow's jobs judge language models; they are many processes.
+    environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true", **os.environ}
+    arguments = [*command(root), "--workers", "1", "--port", str(port)]
+    print(f"http://127.0.0.1:{port}  ('Model training' on its left shows the runs; Ctrl-C ends it)", flush=True)
+    os.execve(arguments[0], arguments, environment)

@@ -33,9 +33,8 @@ def status_found(document: Document, said: str) -> str | None:
         document: of `report`.
         said: RUNNING, SCHEDULED, FINISHED, FAILED or KILLED.
     """
-    heartbeat, job = document["heartbeat_time"], document["job"]
-    is_alive = heartbeat is not None and document["time"] - heartbeat <= SILENT_SECONDS
-    if is_alive or said not in ("RUNNING", "SCHEDULED"):
+    job = document["job"]
+    if is_alive(document) or said not in ("RUNNING", "SCHEDULED"):
         return None
     if document["job_id"] is None:  # started by hand: a stopped run is for its user to go on with
         return "KILLED" if said == "RUNNING" else None
@@ -43,3 +42,9 @@ def status_found(document: Document, said: str) -> str | None:
         return "FAILED" if document["last_exit_code"] in (EXIT_FAILED, EXIT_USER_ERROR) else "KILLED"
     waits = job is not None and job["state"] in ("PENDING", "REQUEUED")
     return "SCHEDULED" if waits and said == "RUNNING" else None
+
+
+def is_alive(document: Document) -> bool:
+    """Whether a rank had given a sign of life shortly before."""
+    heartbeat = document["heartbeat_time"]
+    return heartbeat is not None and document["time"] - heartbeat <= SILENT_SECONDS

@@ -1,22 +1,33 @@
 """What each record of the run folder becomes in MLflow.
 
 metrics.jsonl  {"event": "train", "step": 50, "loss": 9.01}   the point (50, 9.01) of the curve train/loss
-the spool      start        status RUNNING, tags, parameters, the file config.yaml
-               checkpoint   a logged model that is only a reference: path, step, scores
-               model        the same, and the files of the folder when they are small
+the spool      start        status RUNNING, tags, description, parameters, the file config.yaml, the corpora
+               checkpoint   a logged model that is only a reference: path, step, scores; which is best, which are gone
+               samples      the table samples.json: all of samples.jsonl
+               figures      the files of figures/, and report.html
+               model        a logged model that MLflow can serve, registered if asked
                status       FINISHED, FAILED, KILLED, SCHEDULED
+
+A path in the spool is relative to the run folder where it lies in there, since the folder may be sent from elsewhere.
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dist_transformer.config.models import TrackingConfig
+from dist_transformer.run_dir import RunDir
+from dist_transformer.tracking.metrics_log import read_records
 from dist_transformer.tracking.spool import local_files_refused
 
 if TYPE_CHECKING:
     from dist_transformer.tracking.mlflow_door import TrackedRun
+
+SAMPLES = "samples.json"
+SAMPLE_COLUMNS = ("step", "corpus", "number", "fixed", "source", "reference", "translation")
 
 
 @dataclass(frozen=True)
@@ -39,33 +50,102 @@ class Reference:
     points: Sequence[Point]
 
 
+@dataclass(frozen=True)
+class Model:
+    """A model folder on its way to MLflow. `decoding`: the settings it translates with; None for no registered name."""
+
+    folder: Path
+    sha256: str
+    step: int
+    points: Sequence[Point]
+    decoding: Mapping[str, Any]
+    upload_megabytes: int
+    register_as: str | None = None
+    alias: str | None = None
+    by_hand: bool = False
+    """A person asks for it now: the alias is set even if this version had it before."""
+
+
 def points_of(record: Mapping[str, Any]) -> list[Point]:
-    """The numbers of one record of metrics.jsonl as curves `<event>/<key>`; texts are no curves and stay local."""
-    numbers = {k: float(v) for k, v in record.items() if k not in ("step", "time") and isinstance(v, int | float)}
+    """The finite numbers of one record of metrics.jsonl as curves `<event>/<key>`; the rest stays local."""
+    numbers = {
+        key: float(value)
+        for key, value in record.items()
+        if key not in ("step", "time") and isinstance(value, int | float) and math.isfinite(value)
+    }
     return _points(record["event"], numbers, record)
 
 
-def send_event(run: "TrackedRun", event: Mapping[str, Any]) -> None:
+def send_event(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> None:
     """Deliver one record of the spool. Every kind may be delivered twice with the result of once."""
     match event["event"]:
         case "start":
-            run.set_status("RUNNING", _time_ms(event))
-            run.set_tags(event["tags"])
-            run.log_parameters(event["parameters"])
-            run.log_text(event["config"], "config.yaml")
+            _send_start(run, event)
         case "checkpoint":
-            parameters = {"path": event["path"], "step": str(event["step"])}
-            points = _points("checkpoint", event["metrics"], event)
-            run.log_reference(Reference(Path(event["path"]).name, "checkpoint", parameters, points))
+            _send_checkpoint(run, event)
+        case "samples":
+            run.log_table(sample_rows(run_dir.samples), SAMPLE_COLUMNS, SAMPLES)
+        case "figures":
+            run.log_folder(run_dir.path / event["path"], "figures")
+            if run_dir.report.is_file():
+                run.log_file(run_dir.report)
         case "model":
-            digest = folder_digest(Path(event["path"]))
-            run.set_tags({"model.path": event["path"], "model.sha256": digest})
-            points = _points("model", event["metrics"], event)
-            # Not named "model": MLflow would show it instead of the uploaded files, which are at that path.
-            run.log_reference(Reference("final_model", "model", {"path": event["path"], "sha256": digest}, points))
-            run.log_model_folder(Path(event["path"]))
+            send_model(run, event, run_dir)
         case "status":
             run.set_status(event["status"], _time_ms(event))
+
+
+def _send_start(run: "TrackedRun", event: Mapping[str, Any]) -> None:
+    from dist_transformer.tracking import mlflow_datasets
+
+    run.set_status("RUNNING", _time_ms(event))
+    run.set_tags(event["tags"])
+    run.log_parameters(event["parameters"])
+    run.log_text(event["config"], "config.yaml")
+    if "description" in event:
+        run.describe(event["description"])
+    mlflow_datasets.log_datasets(run, event.get("datasets", []))
+
+
+def _send_checkpoint(run: "TrackedRun", event: Mapping[str, Any]) -> None:
+    from dist_transformer.tracking import mlflow_models
+
+    name, parameters = Path(event["path"]).name, {"path": event["path"], "step": str(event["step"])}
+    points = _points("checkpoint", event["metrics"], event)
+    mlflow_models.log_reference(run, Reference(name, mlflow_models.CHECKPOINT, parameters, points))
+    mlflow_models.mark_checkpoints(run, name if event.get("is_best") else None, event.get("kept"))
+
+
+def send_model(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> None:
+    """Deliver a model folder; the tags of the run name the run's own.
+
+    Raises ServerRefused when it is gone, or cannot be registered.
+    """
+    from dist_transformer.tracking import mlflow_models
+
+    folder = run_dir.path / event["path"]
+    digest = folder_digest(folder)
+    if folder.absolute() == run_dir.model.absolute():
+        run.set_tags({"model.path": str(folder.absolute()), "model.sha256": digest})
+    model = Model(
+        folder=folder.absolute(),
+        sha256=digest,
+        step=event["step"],
+        points=_points("model", event["metrics"], event),
+        decoding=event.get("decoding", {}),
+        upload_megabytes=event.get("upload_megabytes", TrackingConfig().upload_megabytes),
+        register_as=event.get("register_as"),
+        alias=event.get("alias"),
+        by_hand=event.get("by_hand", False),
+    )
+    mlflow_models.log_model(run, model)
+
+
+def sample_rows(samples: Path) -> Iterator[list[Any]]:
+    """The sentences of samples.jsonl, one a row of SAMPLE_COLUMNS, in the order of the file."""
+    for record in read_records(samples):
+        for sentence in record["sentences"]:
+            yield [record["step"], record["corpus"], *(sentence.get(column) for column in SAMPLE_COLUMNS[2:])]
 
 
 def folder_digest(folder: Path) -> str:

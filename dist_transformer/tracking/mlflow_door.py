@@ -4,20 +4,21 @@ tracking address): its defaults block for minutes when the server is away, and i
 Every call raises ServerTrouble when the server is away or busy, ServerRefused when it will never take the data.
 """
 
+import json
 import logging
 import math
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dist_transformer.config.credentials import without_credentials
+from dist_transformer.config.credentials import without_secrets
 from dist_transformer.run_dir import replacing
-from dist_transformer.tracking.messages import Point, Reference, files_of
+from dist_transformer.tracking.messages import Point, files_of
 from dist_transformer.tracking.spool import (
     Memory,
     ServerRefused,
@@ -28,14 +29,18 @@ from dist_transformer.tracking.spool import (
 
 # By default MLflow tries for 4 minutes (server down) or 20 (frozen) and then raises; the shipper does the waiting.
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+os.environ.setdefault(REQUEST_TIMEOUT := "MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
 # Read when mlflow is imported: compute nodes often have no network, and a training run reports to its owner only.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+# Else the end of a run prints the server's address, with the user and password that it may hold.
+os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+# Else a model gets the pyproject.toml of the folder that one happens to be in.
+os.environ.setdefault("MLFLOW_UV_AUTO_DETECT", "false")
 
 from filelock import FileLock
 from mlflow import MlflowClient
-from mlflow.entities import LoggedModel, Metric, Param, RunTag, ViewType
+from mlflow.entities import Metric, Param, Run, RunTag, ViewType
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -46,16 +51,28 @@ warnings.filterwarnings("ignore", message="The ``noload`` loader strategy is dep
 
 RUN_UID_TAG = "dist_transformer.run_uid"
 REPLACES_TAG = "dist_transformer.replaces_run"
+NOTE_TAG, OUR_NOTE_TAG = "mlflow.note.content", "dist_transformer.note"
+TABLES_TAG = "mlflow.loggedArtifacts"
 REFUSALS = {"INVALID_PARAMETER_VALUE", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "RESOURCE_DOES_NOT_EXIST"}
+REFUSING_STATUSES = {400, 404, 405, 413}
+REMEDIES = {
+    "Invalid Host header": "start the server with --allowed-hosts 'NAME,NAME:*', NAME being the host of tracking.uri",
+    "CERTIFICATE_VERIFY_FAILED": "set MLFLOW_TRACKING_SERVER_CERT_PATH to a file with the certificate to be trusted",
+    r"code 40[13]|40[13] Client Error|UNAUTHENTICATED|PERMISSION_DENIED": "set MLFLOW_TRACKING_USERNAME and "
+    "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, to what the server accepts",
+    r"too many 5\d\d error responses": "the server's own log says why; perhaps its disk is full or its database is away",
+}
+"""By a sign in the answer."""
 METRICS_A_BATCH = 900
 """The server takes 1,000."""
 PARAMETERS_A_BATCH = 100
+BEFORE_ALL = -1
 MOST_RUNS = 10_000
 """Of one search; a sweep has 1,000."""
 LONGEST_KEY = 250
 LONGEST_PARAMETER = 500
+"""What every server takes; one that has a longer value finds all values whole in the artifact parameters.json."""
 LONGEST_TAG = 5000
-LARGEST_UPLOAD_BYTES = 200 * 2**20
 DATABASE_LOCK_SECONDS = 60
 ENDED = {"FINISHED", "FAILED", "KILLED"}
 
@@ -65,23 +82,42 @@ Item = TypeVar("Item")
 class TrackedRun:
     """One run on one server."""
 
-    def __init__(self, client: MlflowClient, run_id: str, experiment_id: str) -> None:
-        self._client = client
-        self.run_id = run_id
-        self.experiment_id = experiment_id
+    def __init__(self, client: MlflowClient, run: Run) -> None:
+        self.client = client
+        self.run_id: str = run.info.run_id
+        self.experiment_id: str = run.info.experiment_id
+        self._newest_steps: dict[str, int] = {metric.key: metric.step for metric in run.data.to_proto().metrics}
+
+    def newest_step(self, event: str) -> int:
+        """Of the curves of this event, as it was when the run was opened; -1 without a point."""
+        steps = (step for key, step in self._newest_steps.items() if key.startswith(f"{event}/"))
+        return max(steps, default=BEFORE_ALL)
 
     def log_points(self, points: Sequence[Point]) -> None:
-        """Exact repeats (key, time, step, value) are dropped by the server: sending twice is harmless."""
+        """Send what is beyond the steps that the server had when the run was opened.
+
+        So no step is there twice after an answer that was lost on the way, even if training was set back meanwhile.
+        """
+        fresh = [point for point in points if point.step > self._newest_steps.get(valid_key(point.key), BEFORE_ALL)]
         with translated_errors():
-            self._log_points(points, None)
+            self._log_points(fresh, None)
+
+    def remove_doubles(self, run_uid: str) -> None:
+        """Delete empty runs with our tag: a request to make a run may be carried out after we gave it up."""
+        with translated_errors():
+            for run in self.client.search_runs([self.experiment_id], f"tags.`{RUN_UID_TAG}` = '{run_uid}'"):
+                if run.info.run_id != self.run_id and not run.data.metrics and not run.data.params:
+                    self.client.delete_run(run.info.run_id)
 
     def log_parameters(self, parameters: Mapping[str, str]) -> None:
         """Log new ones; a changed one becomes the tag param_drift.<key>: MLflow refuses to change parameters."""
+        if any(len(value) > LONGEST_PARAMETER for value in parameters.values()):
+            self.log_text(json.dumps(dict(parameters), indent=1, ensure_ascii=False), "parameters.json")
         cut = {valid_key(key): value[:LONGEST_PARAMETER] for key, value in parameters.items()}
         with translated_errors():
-            stored = self._client.get_run(self.run_id).data.params
+            stored = self.client.get_run(self.run_id).data.params
             for chunk in chunks([Param(k, v) for k, v in cut.items() if k not in stored], PARAMETERS_A_BATCH):
-                self._client.log_batch(self.run_id, params=chunk, synchronous=True)
+                self.client.log_batch(self.run_id, params=chunk, synchronous=True)
         changed = {key: value for key, value in cut.items() if stored.get(key, value) != value}
         self.set_tags({f"param_drift.{key}": f"{stored[key]} -> {value}" for key, value in changed.items()})
 
@@ -89,62 +125,62 @@ class TrackedRun:
         entities = [RunTag(valid_key(key), value[:LONGEST_TAG]) for key, value in tags.items()]
         with translated_errors():
             for chunk in chunks(entities, PARAMETERS_A_BATCH):
-                self._client.log_batch(self.run_id, tags=chunk, synchronous=True)
+                self.client.log_batch(self.run_id, tags=chunk, synchronous=True)
 
     def set_status(self, status: str, time_ms: int) -> None:
         """RUNNING, SCHEDULED (will go on), FINISHED, FAILED or KILLED; the last three with the time of the end."""
         with translated_errors():
             if status in ENDED:
-                self._client.set_terminated(self.run_id, status=status, end_time=time_ms)
+                self.client.set_terminated(self.run_id, status=status, end_time=time_ms)
             else:
-                self._client.update_run(self.run_id, status=status)
+                self.client.update_run(self.run_id, status=status)
 
     def statuses_with_tag(self, tag: str, value: str) -> list[str]:
         """The status of every run of the experiment that has this tag."""
         with translated_errors():
-            found = self._client.search_runs([self.experiment_id], f"tags.`{tag}` = '{value}'", max_results=MOST_RUNS)
+            found = self.client.search_runs([self.experiment_id], f"tags.`{tag}` = '{value}'", max_results=MOST_RUNS)
             return [run.info.status for run in found]
 
     def log_text(self, text: str, name: str) -> None:
         with translated_errors(), local_files_refused(), artifact_errors():
-            self._client.log_text(self.run_id, text, name)
+            self.client.log_text(self.run_id, text, name)
 
-    def log_reference(self, reference: Reference) -> None:
-        """An external logged model, made once: one that is complete on the server is left as it is."""
+    def log_table(self, rows: Iterable[Sequence[Any]], columns: Sequence[str], name: str) -> None:
+        """Replace the table `name` (.json) as a whole: MLflow's own log_table would append to it."""
+        self.log_text(json.dumps({"columns": columns, "data": list(rows)}, ensure_ascii=False), name)
         with translated_errors():
-            model = self._find_reference(reference) or self._client.create_logged_model(
-                self.experiment_id,
-                name=reference.name,
-                source_run_id=self.run_id,
-                params=dict(reference.parameters),
-                tags={"mlflow.model.isExternal": "true"},
-                model_type=reference.kind,
-            )
-            if model.status != "READY":
-                self._log_points(reference.points, model.model_id)
-                self._client.finalize_logged_model(model.model_id, "READY")
+            tables = json.loads(self.client.get_run(self.run_id).data.tags.get(TABLES_TAG, "[]"))
+        entry = {"path": name, "type": "table"}
+        if entry not in tables:
+            self.set_tags({TABLES_TAG: json.dumps([*tables, entry])})
 
-    def log_model_folder(self, folder: Path) -> None:
-        """Upload a model folder below LARGEST_UPLOAD_BYTES; of a larger one only its configuration and README."""
+    def log_file(self, file: Path) -> None:
         with translated_errors(), local_files_refused(), artifact_errors():
-            if sum(file.stat().st_size for file in files_of(folder)) <= LARGEST_UPLOAD_BYTES:
-                self._client.log_artifacts(self.run_id, str(folder), "model")
-                return
-            for name in ("config.json", "README.md"):
-                if (folder / name).exists():
-                    self._client.log_artifact(self.run_id, str(folder / name), "model")
+            self.client.log_artifact(self.run_id, str(file))
+
+    def log_folder(self, folder: Path, name: str) -> None:
+        """Upload the files of `folder` under `name`. Raises ServerRefused when it is gone."""
+        with translated_errors(), local_files_refused(), artifact_errors():
+            if files_of(folder):
+                self.client.log_artifacts(self.run_id, str(folder), name)
+
+    def describe(self, text: str) -> None:
+        """The description on the run's page; one that a person has changed stays as it is."""
+        with translated_errors():
+            tags = self.client.get_run(self.run_id).data.tags
+        if tags.get(NOTE_TAG, "") in ("", tags.get(OUR_NOTE_TAG)):
+            self.set_tags({NOTE_TAG: text, OUR_NOTE_TAG: text})
+
+    def log_model_points(self, points: Sequence[Point], model_id: str) -> None:
+        """Points of the run that belong to one of its logged models."""
+        with translated_errors():
+            self._log_points(points, model_id)
 
     def _log_points(self, points: Sequence[Point], model_id: str | None) -> None:
         finite = (point for point in points if math.isfinite(point.value))
         metrics = [Metric(valid_key(p.key), p.value, p.time_ms, p.step, model_id=model_id) for p in finite]
         for chunk in chunks(metrics, METRICS_A_BATCH):
-            self._client.log_batch(self.run_id, metrics=chunk, synchronous=True)
-
-    def _find_reference(self, reference: Reference) -> LoggedModel | None:
-        query = f"name = '{reference.name}' AND source_run_id = '{self.run_id}'"
-        found = self._client.search_logged_models([self.experiment_id], filter_string=query)
-        same = (model for model in found if dict(model.params) == dict(reference.parameters))
-        return next(same, None)
+            self.client.log_batch(self.run_id, metrics=chunk, synchronous=True)
 
 
 def open_run(target: Target, memory: Memory) -> TrackedRun:
@@ -158,7 +194,7 @@ def open_run(target: Target, memory: Memory) -> TrackedRun:
         if found.info.lifecycle_stage == "deleted":
             logger.warning("MLflow run %s had been deleted on the server and is restored", found.info.run_id)
             client.restore_run(found.info.run_id)
-        return TrackedRun(client, found.info.run_id, found.info.experiment_id)
+        return TrackedRun(client, found)
 
 
 @contextmanager
@@ -175,6 +211,17 @@ def artifact_errors() -> Iterator[None]:
 
 
 @contextmanager
+def patient_requests(seconds: float) -> Iterator[None]:
+    """Within it a server may take so long to answer each request: it stores a large file before it does."""
+    before = os.environ[REQUEST_TIMEOUT]
+    os.environ[REQUEST_TIMEOUT] = str(max(int(before), int(seconds)))
+    try:
+        yield
+    finally:
+        os.environ[REQUEST_TIMEOUT] = before
+
+
+@contextmanager
 def translated_errors() -> Iterator[None]:
     """Turns the errors of MLflow, its connections and its database into ServerTrouble; others are bugs and pass."""
     try:
@@ -183,15 +230,17 @@ def translated_errors() -> Iterator[None]:
         kind = ServerRefused if error.error_code in REFUSALS else ServerTrouble
         raise kind(explanation(str(error))) from None
     except (OSError, SQLAlchemyError) as error:
-        raise ServerTrouble(explanation(f"{type(error).__name__}: {error}")) from None
+        # Only uploads end here with a status: other answers of the server are MlflowExceptions.
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        kind = ServerRefused if status in REFUSING_STATUSES else ServerTrouble
+        raise kind(explanation(f"{type(error).__name__}: {error}")) from None
 
 
 def explanation(message: str) -> str:
     """The server's answer on one line without credentials, with the remedy where the cause is known."""
-    answer = " ".join(without_credentials(message).split())[:500]
-    if "Invalid Host header" in message:
-        answer += " (start the server with --allowed-hosts 'NAME,NAME:*', NAME being the host of tracking.uri)"
-    return answer
+    answer = " ".join(without_secrets(message).split())[:500]
+    remedies = (remedy for sign, remedy in REMEDIES.items() if re.search(sign, message))
+    return next((f"{answer} ({remedy})" for remedy in remedies), answer)
 
 
 def valid_key(key: str) -> str:
@@ -246,8 +295,8 @@ def _run_by_id(client: MlflowClient, run_id: str) -> Any | None:
 
 def _run_by_uid(client: MlflowClient, experiment_id: str, run_uid: str) -> Any | None:
     query = f"tags.`{RUN_UID_TAG}` = '{run_uid}'"
-    found = client.search_runs([experiment_id], query, run_view_type=ViewType.ALL, max_results=1)
-    return found[0] if found else None
+    found = client.search_runs([experiment_id], query, run_view_type=ViewType.ALL)
+    return min(found, key=lambda run: (run.info.lifecycle_stage == "deleted", not run.data.metrics), default=None)
 
 
 def _new_run(client: MlflowClient, experiment_id: str, memory: Memory) -> Any:

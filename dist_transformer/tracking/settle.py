@@ -7,9 +7,8 @@ from dist_transformer.config.models import TrackingConfig
 from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.metrics_log import read_records
 from dist_transformer.tracking.shipper import BackgroundShipper, Shipper
-from dist_transformer.tracking.spool import add_event, load_memory
-from dist_transformer.tracking.sweep_parent import run_name_of
-from dist_transformer.tracking.tracker import target_of
+from dist_transformer.tracking.spool import Memory, add_event
+from dist_transformer.tracking.tracker import memory_of, target_of, uid_of
 
 _DOOR = "dist_transformer.tracking.mlflow_door"
 
@@ -33,10 +32,18 @@ def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store
     """
     if status_said(run_dir) != status:
         add_event(run_dir.tracking_events, "status", {"status": status})
-    memory = load_memory(run_dir.tracking, run_name_of(run_dir, run_dir.name))
-    if memory.spool_offset == run_dir.tracking_events.stat().st_size:
+    if has_arrived(run_dir):
         return True
     importlib.import_module(_DOOR)  # seconds on a busy machine, which are not the server's
-    shipper = BackgroundShipper(Shipper(run_dir, target_of(settings, default_store), memory))
+    shipper = BackgroundShipper(Shipper(run_dir, target_of(settings, default_store), _memory(run_dir)))
     shipper.start()
     return shipper.close(seconds)
+
+
+def has_arrived(run_dir: RunDir) -> bool:
+    """Whether MLflow has taken all that it was told of starts, checkpoints and ends."""
+    return _memory(run_dir).spool_offset == run_dir.tracking_events.stat().st_size
+
+
+def _memory(run_dir: RunDir) -> Memory:
+    return memory_of(run_dir, run_dir.name, uid_of(run_dir))

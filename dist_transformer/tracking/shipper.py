@@ -5,15 +5,16 @@ POLL_SECONDS while the server answers, after 1, 2, 4 ... 60 seconds while it doe
 """
 
 import logging
+import os
 import threading
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dist_transformer.cluster.sweep_dir import sweep_of
-from dist_transformer.config.credentials import without_credentials
+from dist_transformer.config.credentials import without_credentials, without_secrets
 from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.messages import Point, points_of, send_event
 from dist_transformer.tracking.metrics_log import read_records_from
@@ -62,7 +63,7 @@ class Shipper:
         self._sweep = sweep_of(run_dir)
         self._parent: TrackedRun | None = None
         self._offset = 0
-        self._file_number = 0
+        self._file: BinaryIO | None = None
         self._refused_offset: int | None = None
 
     def deliver(self) -> Delivery:
@@ -103,14 +104,20 @@ class Shipper:
         memory.save(self._run_dir.tracking)  # the tag that finds the run again, before there can be one
         run = mlflow_door.open_run(self._target, memory)
         if run.run_id != memory.run_id:
-            memory.forget_server()
-            memory.run_id = run.run_id
-            self._offset = 0
             logger.info("MLflow run %s in experiment %r at %s", run.run_id, self._target.experiment, address)
+            self._begin_again(run)
+        elif any(run.newest_step(event) < step for event, step in memory.sent.items()):
+            logger.warning("MLflow run %s lost points (an old backup?): the whole history is sent there", run.run_id)
+            self._begin_again(run)
         memory.save(self._run_dir.tracking)
         if self._sweep is not None:
             self._parent = join_sweep(run, self._sweep, self._target)
         return run
+
+    def _begin_again(self, run: "TrackedRun") -> None:
+        self._memory.forget_server()
+        self._memory.run_id = run.run_id
+        self._offset = 0
 
     def _send_points(self, run: "TrackedRun") -> int:
         count = 0
@@ -132,24 +139,32 @@ class Shipper:
                 if batch.points and len(batch.points) + len(points) > POINTS_A_BATCH:
                     yield batch
                     batch = Batch([], dict(batch.newest), batch.end)
-                batch.points += points
-                batch.newest[record["event"]] = record["step"]
+                if points:
+                    batch.points += points
+                    batch.newest[record["event"]] = record["step"]
             batch.end = end
         if batch.points:
             yield batch
         self._offset = batch.end
 
     def _start_over_if_replaced(self) -> None:
-        """A rewind replaces metrics.jsonl by a shorter file: offsets into the old one mean nothing in it."""
+        """A rewind replaces metrics.jsonl by a shorter file: offsets into the old one mean nothing in it.
+
+        The old one is held open meanwhile, or the new one might get its number.
+        """
         path = self._run_dir.metrics
-        number = path.stat().st_ino if path.exists() else 0
-        if number != self._file_number:
-            self._file_number, self._offset = number, 0
+        if self._file is not None:
+            if path.exists() and os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
+                return
+            self._file.close()
+        self._file, self._offset = path.open("rb") if path.exists() else None, 0
 
     def _send_event(self, run: "TrackedRun", event: dict[str, Any]) -> None:
         """An event refused twice, the second time on a freshly opened run, is given up: others wait behind it."""
         try:
-            send_event(run, event)
+            send_event(run, event, self._run_dir)
+            if event["event"] == "status":
+                run.remove_doubles(self._memory.run_uid)
             if self._parent is not None and self._sweep is not None and event["event"] == "status":
                 end_if_all_finished(self._parent, self._sweep, int(event["time"] * 1000))
         except ServerRefused as refusal:
@@ -168,14 +183,21 @@ class BackgroundShipper:
         self._abandoned = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tracking", daemon=True)
         self._delivered_all = False
+        self._outage = Outage()
 
     def start(self) -> None:
         self._thread.start()
 
-    def close(self, seconds: float) -> bool:
-        """Try until all is delivered, for at most `seconds`. False: the rest stays in the run folder."""
+    def close(self, seconds: float, busy_seconds: float = 0.0) -> bool:
+        """Try until all is delivered, for at most `seconds`; a server that answers gets `busy_seconds` more.
+
+        False: the rest stays in the run folder.
+        """
         self._closing.set()
         self._thread.join(timeout=seconds)
+        deadline = time.monotonic() + busy_seconds
+        while self._thread.is_alive() and not self._outage.lasts and time.monotonic() < deadline:
+            self._thread.join(timeout=FIRST_WAIT_SECONDS)
         self._abandoned.set()
         return self._delivered_all
 
@@ -183,11 +205,11 @@ class BackgroundShipper:
         try:
             self._deliver_until_closed()
         except Exception:  # noqa: BLE001 - the end of a thread: a bug in tracking is shown, and training goes on
-            report = without_credentials(traceback.format_exc())
+            report = without_secrets(traceback.format_exc())
             logger.error("tracking stopped by an error of ours; training and metrics.jsonl go on\n%s", report)
 
     def _deliver_until_closed(self) -> None:
-        outage = Outage()
+        outage = self._outage
         while not self._abandoned.is_set():
             closing = self._closing.is_set()  # read before the pass: all that was spooled before closing is in it
             try:
@@ -210,6 +232,10 @@ class Outage:
     def __init__(self) -> None:
         self.wait_seconds = POLL_SECONDS
         self._began: float | None = None
+
+    @property
+    def lasts(self) -> bool:
+        return self._began is not None
 
     def note(self, trouble: ServerTrouble) -> None:
         if self._began is None:

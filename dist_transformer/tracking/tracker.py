@@ -2,9 +2,9 @@
 
 A start in four calls; between them training appends to metrics.jsonl, which the shipper reads:
 
-    tracker = Tracker(run_dir, config.tracking, config.run.name, config.run.root)
-    tracker.start(parameters, tags, config_text)
-    tracker.checkpoint_saved(1000, path, {"validation_loss": 2.31})
+    tracker = Tracker(run_dir, config.tracking, config.run.name, config.run.root, run_uid)
+    tracker.start(parameters, tags, config_text, datasets)
+    tracker.checkpoint_saved(1000, path, {"loss": 2.31}, is_best=True, kept=["step_00001000"])
     tracker.close("FINISHED")
 """
 
@@ -13,23 +13,29 @@ import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from dist_transformer.config.credentials import without_credentials
+from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import TrackingConfig
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.tracking.description import description, standard_tags
+from dist_transformer.tracking.messages import files_of, send_model
 from dist_transformer.tracking.metrics_log import read_records
 from dist_transformer.tracking.shipper import BackgroundShipper, Delivery, Shipper
-from dist_transformer.tracking.spool import ServerTrouble, Target, add_event, load_memory
+from dist_transformer.tracking.spool import Memory, ServerRefused, ServerTrouble, Target, add_event, load_memory
 from dist_transformer.tracking.sweep_parent import run_name_of, store_folder
 
 logger = logging.getLogger(__name__)
 
 Status = Literal["FINISHED", "FAILED", "KILLED", "SCHEDULED"]
 """SCHEDULED: stopped with everything saved, to be started again."""
+
+MODEL_SECONDS = 60.0
+"""How much longer than `close_seconds` a server that answers may take when there is a model to check and upload."""
 
 SYNC_ATTEMPTS = 3
 SYNC_WAIT_SECONDS = 1.0
@@ -38,11 +44,18 @@ SYNC_WAIT_SECONDS = 1.0
 class Tracker:
     """One run folder's voice to MLflow. No call waits for the server but `close`, and that one for a limited time."""
 
-    def __init__(self, run_dir: RunDir, settings: TrackingConfig, run_name: str, default_store: Path) -> None:
-        """`default_store`: the folder of runs, whose mlflow.db is used when `settings.uri` names no server."""
+    def __init__(
+        self, run_dir: RunDir, settings: TrackingConfig, run_name: str, default_store: Path, run_uid: str
+    ) -> None:
+        """`default_store`: the folder of runs, whose mlflow.db is used when `settings.uri` names no server.
+
+        `run_uid`: what tells this run from every other, as its checkpoints have it. A folder of which only checkpoints
+        are left goes on in the same MLflow run, which has it as a tag.
+        """
         self._run_dir = run_dir
-        self._close_seconds = settings.close_seconds
-        self._memory = load_memory(run_dir.tracking, run_name_of(run_dir, run_name))
+        self._settings = settings
+        self._busy_seconds = 0.0
+        self._memory = memory_of(run_dir, run_name, run_uid)
         self._shipper = BackgroundShipper(Shipper(run_dir, target_of(settings, default_store), self._memory))
 
     @property
@@ -50,31 +63,67 @@ class Tracker:
         """MLflow's id of this run; None until the server has answered for the first time."""
         return self._memory.run_id
 
-    def start(self, parameters: Mapping[str, str], tags: Mapping[str, str], config_text: str) -> None:
-        """Begin to follow: at every start of the run folder, once. The run on the server is made in the background."""
+    def start(
+        self,
+        parameters: Mapping[str, str],
+        tags: Mapping[str, str],
+        config_text: str,
+        datasets: Sequence[Mapping[str, Any]] = (),
+    ) -> None:
+        """Begin to follow: at every start of the run folder, once. The run on the server is made in the background.
+
+        `datasets`: of each corpus `name`, `context` (training, validation or test), `digest`, `source`, and what else is
+        known (rows, tokens).
+        """
         self._add(
             "start",
-            parameters={key: without_credentials(value) for key, value in parameters.items()},
-            tags={key: without_credentials(value) for key, value in tags.items()},
+            parameters=_clean(parameters),
+            tags=_clean({**standard_tags(tags), **tags}),
             config=without_credentials(config_text),
+            datasets=[_clean(values) for values in datasets],
+            description=without_credentials(description(tags, datasets, self._run_dir.path)),
         )
         self._shipper.start()
 
-    def checkpoint_saved(self, step: int, path: Path, metrics: Mapping[str, float]) -> None:
-        """A reference to a checkpoint, found in MLflow by its scores; nothing is uploaded."""
-        self._add("checkpoint", step=step, path=str(path.absolute()), metrics=finite(metrics))
+    def checkpoint_saved(
+        self, step: int, path: Path, metrics: Mapping[str, float], is_best: bool, kept: Sequence[str]
+    ) -> None:
+        """A reference to a checkpoint, found in MLflow by its scores; nothing is uploaded.
+
+        `is_best`: by validation.metric, of all so far. `kept`: names of the checkpoint folders that still exist.
+        """
+        values = {"path": str(path.absolute()), "metrics": finite(metrics), "is_best": is_best, "kept": list(kept)}
+        self._add("checkpoint", step=step, **values)
+
+    def samples_written(self, step: int) -> None:
+        """samples.jsonl has grown."""
+        self._add("samples", step=step)
+
+    def figures_written(self, folder: Path) -> None:
+        """The pictures of the run, and the report if there is one, were drawn anew."""
+        self._add("figures", path=_within(self._run_dir, folder))
 
     def model_written(self, folder: Path, metrics: Mapping[str, float]) -> None:
-        """The model folder that people use: uploaded when it is small, else its path and digest."""
-        step = max((record["step"] for record in read_records(self._run_dir.metrics)), default=0)
-        self._add("model", step=step, path=str(folder.absolute()), metrics=finite(metrics))
+        """The model folder that people use: uploaded when it is small enough, else its path and digest."""
+        try:
+            event = model_event(self._run_dir, self._settings, folder, metrics)
+        except (OSError, ValueError, UserError) as error:
+            logger.warning("MLflow is not told of the model %s: %s", folder, error)
+        else:
+            self._add("model", **event)
+            self._busy_seconds = MODEL_SECONDS
 
     def close(self, status: Status) -> None:
-        """Wait at most `close_seconds` for the server; what it did not take stays in the run folder for a later job."""
+        """Wait at most `close_seconds` for the server, MODEL_SECONDS more if it answers and there is a model to send.
+
+        What it did not take stays in the run folder for a later job.
+        """
         self._add("status", status=status)
-        if not self._shipper.close(self._close_seconds):
+        began = time.monotonic()
+        if not self._shipper.close(self._settings.close_seconds, self._busy_seconds):
             hint = f"dist-transformer track sync {self._run_dir.path}"
-            logger.warning("MLflow did not take everything in %d s. To send the rest: %s", self._close_seconds, hint)
+            seconds = time.monotonic() - began
+            logger.warning("MLflow did not take everything in %.0f s. To send the rest: %s", seconds, hint)
 
     def _add(self, event: str, **details: Any) -> None:
         try:
@@ -89,19 +138,84 @@ def sync(run_dir: RunDir, settings: TrackingConfig, default_store: Path) -> Deli
     Raises UserError with the server's answer when it does not take it.
     """
     target = target_of(settings, default_store)
-    shipper = Shipper(run_dir, target, load_memory(run_dir.tracking, run_name_of(run_dir, run_dir.name)))
+    shipper = Shipper(run_dir, target, memory_of(run_dir, run_dir.name, uid_of(run_dir)))
+    return _insisting(shipper.deliver, target, f"the history of {run_dir.path}")
+
+
+def log_model(
+    run_dir: RunDir, settings: TrackingConfig, default_store: Path, folder: Path, metrics: Mapping[str, float]
+) -> Delivery:
+    """Send a run's history, then a model folder made of it, in the foreground; registered as `settings` say.
+
+    Raises UserError when it is no model folder, is too large, does not translate, or the server does not take it.
+    """
+    target, memory = target_of(settings, default_store), memory_of(run_dir, run_dir.name, uid_of(run_dir))
+    shipper = Shipper(run_dir, target, memory)
+    event = {"time": time.time(), **model_event(run_dir, settings, folder, metrics), "by_hand": True}
+    _refuse_too_large(folder, settings.upload_megabytes)
+
+    def send() -> Delivery:
+        from dist_transformer.tracking import mlflow_door
+
+        delivery = shipper.deliver()
+        try:
+            send_model(mlflow_door.open_run(target, memory), event, run_dir)
+        except ServerRefused as refusal:
+            raise UserError(f"{folder}: {refusal}") from None
+        return delivery
+
+    return _insisting(send, target, f"the model {folder}")
+
+
+def model_event(
+    run_dir: RunDir, settings: TrackingConfig, folder: Path, metrics: Mapping[str, float]
+) -> dict[str, Any]:
+    """What the spool says about a model folder. It translates with the settings that the run's configuration has."""
+    config = load_config(run_dir.config, check_files=False) if run_dir.config.is_file() else None
+    return {
+        "step": _step_of(run_dir, folder),
+        "path": _within(run_dir, folder),
+        "metrics": finite(metrics),
+        "decoding": config.decoding.model_dump(mode="json") if config is not None else {},
+        **settings.model_dump(include={"upload_megabytes", "register_as", "alias"}),
+    }
+
+
+def memory_of(run_dir: RunDir, run_name: str, run_uid: str | None) -> Memory:
+    """What was kept in the run folder; else a new memory, of the run that has this id on the server."""
+    memory = load_memory(run_dir.tracking, run_name_of(run_dir, run_name))
+    if run_uid is not None and not run_dir.tracking.exists():
+        memory.run_uid = run_uid
+    return memory
+
+
+def uid_of(run_dir: RunDir) -> str | None:
+    """The run's own id in run.json; None: it never trained."""
+    state = read_json(run_dir.state) if run_dir.state.is_file() else {}
+    return str(state["run_id"]) if "run_id" in state else None
+
+
+def _insisting(send: Callable[[], Delivery], target: Target, what: str) -> Delivery:
     for attempt in range(1, SYNC_ATTEMPTS + 1):
         try:
-            return shipper.deliver()
+            return send()
         except ServerTrouble as trouble:
             if attempt == SYNC_ATTEMPTS:
                 raise UserError(
-                    f"MLflow at {without_credentials(target.uri)} does not take the history of {run_dir.path}.\n"
+                    f"MLflow at {without_credentials(target.uri)} does not take {what}.\n"
                     f"Its answer: {trouble}\n"
                     "Nothing is lost: check the address (tracking.uri) and the server, then run the command again."
                 ) from trouble
         time.sleep(SYNC_WAIT_SECONDS)
     raise AssertionError("the last attempt returns or raises")
+
+
+def _refuse_too_large(folder: Path, limit_megabytes: int) -> None:
+    size = sum(file.stat().st_size for file in files_of(folder)) / 2**20
+    if size > limit_megabytes:
+        raise UserError(
+            f"{folder}: {size:.0f} MB, above tracking.upload_megabytes ({limit_megabytes}); raise that to upload it"
+        )
 
 
 def target_of(settings: TrackingConfig, default_store: Path) -> Target:
@@ -122,3 +236,21 @@ def ui_command(root: Path) -> list[str]:
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:
     return {key: float(value) for key, value in metrics.items() if math.isfinite(value)}
+
+
+def _step_of(run_dir: RunDir, model: Path) -> int:
+    """The step that a model folder says it has been trained to, else the newest one of the run."""
+    said = read_json(model / "config.json").get("step") if (model / "config.json").is_file() else None
+    return int(
+        said if said is not None else max((record["step"] for record in read_records(run_dir.metrics)), default=0)
+    )
+
+
+def _clean(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: without_credentials(value) if isinstance(value, str) else value for key, value in values.items()}
+
+
+def _within(run_dir: RunDir, path: Path) -> str:
+    """Relative to the run folder where it is in there: the folder may have moved when the spool is sent."""
+    inside = path.absolute().is_relative_to(run_dir.path.absolute())
+    return str(path.absolute().relative_to(run_dir.path.absolute()) if inside else path.absolute())

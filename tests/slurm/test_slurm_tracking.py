@@ -41,6 +41,8 @@ def test_a_killed_rank_a_requeue_and_a_cancelled_job_show_as_what_they_are(
     run.wait_for_attempt(1)
     wait_for_status(run, "RUNNING")
     slurm_cluster.run(*program("cancel", run.job_id, "--root", str(tmp_path / "runs")))
+    wait_until(lambda: slurm_cluster.state(run.job_id) == "CANCELLED", 60, run.log)
+    look(run)  # where Slurm left the batch script too little time to reach MLflow (KillWait)
     wait_for_status(run, "KILLED")
     assert read_json(run.run_dir.tracking)["run_id"] == run_id
 
@@ -68,6 +70,7 @@ def test_a_run_whose_node_died_says_that_it_waits_once_somebody_looks(
 
 def look(run: SubmittedRun) -> str:
     """What `status` says a good while after the last sign of life."""
-    silent = time.time() - 2 * SILENT_SECONDS
-    os.utime(run.run_dir.owner, (silent, silent))
+    if run.run_dir.owner.exists():
+        silent = time.time() - 2 * SILENT_SECONDS
+        os.utime(run.run_dir.owner, (silent, silent))
     return run.cluster.run("bash", "-c", shlex.join(program("status", str(run.run_dir.path))) + " 2>&1")

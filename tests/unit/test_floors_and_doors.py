@@ -10,25 +10,31 @@ FLOORS = [
     {"errors", "run_dir", "stop_request", "config", "share_folder", "stacks", "launching", "run_lock"},
     {"cluster", "distributed", "planning"},
     {"model", "data", "tracking", "preflight"},
-    {"training", "decoding", "interop"},
+    {"training", "decoding", "interop", "reporting"},
     {"cli", "__main__"},
 ]
 FLOOR_OF = {part: number for number, parts in enumerate(FLOORS) for part in parts}
 DOORS = {
     "deepspeed": {"training.engine"},
-    "mlflow": {"tracking.mlflow_door"},
+    "mlflow": {
+        "tracking.mlflow_door",
+        "tracking.mlflow_datasets",
+        "tracking.mlflow_models",
+        "tracking.pyfunc_folder",
+    },
     "sqlalchemy": {"tracking.mlflow_door"},
     "sentencepiece": {"data.tokenizer"},
     "datasets": {"data.sources"},
     "fsspec": {"data.addresses"},
     "aiohttp": {"data.addresses"},
     "tenacity": {"data.retries"},
-    "matplotlib": {"data.report_pages"},
-    "psutil": {"training.memory", "cli.first_rank"},
+    "matplotlib": {"data.report_pages", "reporting.figures", "reporting.attention", "reporting.fonts"},
+    "psutil": {"training.memory", "training.system_metrics", "cli.first_rank"},
     "sacrebleu": {"decoding.score"},
+    "comet": {"decoding.comet"},
     "yaml": {"config.marks", "config.dialect"},
     "torch.distributed": {"distributed", "training.engine"},
-    "subprocess": {"cluster.slurm", "cluster.snapshot", "launching", "cli.demo"},
+    "subprocess": {"cluster.slurm", "cluster.snapshot", "launching", "cli.demo", "tracking.pyfunc_folder"},
 }
 WITHOUT_TORCH = {
     "errors",
@@ -42,6 +48,7 @@ WITHOUT_TORCH = {
     "cluster",
     "planning",
     "tracking",
+    "reporting",
 }
 HEAVY = {"torch", "deepspeed", "datasets", "mlflow", "transformers"}
 MODULES = sorted(PACKAGE.rglob("*.py"))

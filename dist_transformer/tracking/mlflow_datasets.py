@@ -1,0 +1,45 @@
+"""The corpora of a run as MLflow's dataset inputs: which, by digest, from where, and what for."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mlflow.entities import Dataset, DatasetInput, InputTag
+
+from dist_transformer.tracking.mlflow_door import TrackedRun, translated_errors
+
+CONTEXT_TAG = "mlflow.data.context"
+LONGEST_DIGEST = 36
+"""The profile has it whole."""
+
+
+def log_datasets(run: TrackedRun, datasets: Sequence[Mapping[str, Any]]) -> None:
+    """Each has `name`, `digest`, `source` and `context`; what else is known (rows, tokens) is in its profile.
+
+    The server knows a corpus by name and digest: logged again, it is there once.
+    """
+    inputs = [DatasetInput(_dataset(values), [InputTag(CONTEXT_TAG, values["context"])]) for values in datasets]
+    if inputs:
+        with translated_errors():
+            run.client.log_inputs(run.run_id, datasets=inputs)
+
+
+def _dataset(values: Mapping[str, Any]) -> Dataset:
+    kind, source = _source(str(values["source"]))
+    profile = {key: value for key, value in values.items() if key not in ("name", "context", "source")}
+    return Dataset(
+        name=values["name"],
+        digest=values["digest"][:LONGEST_DIGEST],
+        source_type=kind,
+        source=source,
+        profile=json.dumps(profile),
+    )
+
+
+def _source(source: str) -> tuple[str, str]:
+    """Its kind and description as MLflow has them; what is JSON already is a description of ours."""
+    if source.startswith("{"):
+        return "corpus", source
+    if source.startswith(("http://", "https://")):
+        return "http", json.dumps({"url": source})
+    return "local", json.dumps({"uri": source})

@@ -1,0 +1,202 @@
+"""Checkpoints and models of a run in MLflow: references to what stays where it is, uploaded models, registered versions.
+
+Everything here may be done twice with the result of once. A model is known by the SHA-256 of its folder.
+"""
+
+import json
+import logging
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModel, LoggedModelOutput
+from mlflow.entities.model_registry import ModelVersion
+from mlflow.exceptions import MlflowException
+from mlflow.models import Model as MlflowModel
+
+from dist_transformer.tracking.messages import Model, Reference, files_of
+from dist_transformer.tracking.mlflow_door import TrackedRun, artifact_errors, patient_requests, translated_errors
+from dist_transformer.tracking.pyfunc_folder import check_translates, pyfunc_folder
+from dist_transformer.tracking.spool import local_files_refused
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT = "checkpoint"
+BEST, DELETED = "best", "deleted"
+DIGEST_TAG, ALIAS_TAG = "model.sha256", "dist_transformer.alias"
+EXTERNAL_TAG, VERSIONS_TAG = "mlflow.model.isExternal", "mlflow.modelVersions"
+MODELS_A_PAGE = 100
+MOST_SECONDS_A_FILE = 120
+"""A server that keeps artifacts elsewhere passes a file of weights on before it answers."""
+
+
+def log_reference(run: TrackedRun, reference: Reference) -> None:
+    """An external logged model, made once: one that is complete on the server is left as it is."""
+    with translated_errors():
+        model = _find_reference(run, reference) or run.client.create_logged_model(
+            run.experiment_id,
+            name=reference.name,
+            source_run_id=run.run_id,
+            params=dict(reference.parameters),
+            tags={EXTERNAL_TAG: "true"},
+            model_type=reference.kind,
+        )
+        if model.status != "READY":
+            run.log_model_points(reference.points, model.model_id)
+            run.client.finalize_logged_model(model.model_id, "READY")
+
+
+def mark_checkpoints(run: TrackedRun, best: str | None, kept: Collection[str] | None) -> None:
+    """Tag the references: best=true is on one of them, deleted=true on those whose folder is no longer `kept`.
+
+    None: nothing is known about that, and the tags stay.
+    """
+    with translated_errors():
+        for model in _models_of(run):
+            if model.model_type == CHECKPOINT:
+                if best is not None:
+                    _set_tag(run.client, model, BEST, model.name == best)
+                if kept is not None:
+                    _set_tag(run.client, model, DELETED, model.name not in kept)
+
+
+def log_model(run: TrackedRun, model: Model) -> None:
+    """Upload a model that MLflow can serve, and register it if asked; of one that is too large only a reference.
+
+    Raises ServerRefused when it is to be registered and cannot translate: then nothing is uploaded.
+    """
+    with local_files_refused():
+        megabytes = sum(file.stat().st_size for file in files_of(model.folder)) / 2**20
+    if megabytes > model.upload_megabytes:
+        log_reference(run, Reference(_name(model.folder), "model", _parameters(model), model.points))
+        kind = "registered" if model.register_as else "uploaded"
+        logger.warning(
+            "%s is not %s: %.0f MB, above tracking.upload_megabytes (%d); MLflow has its path and digest",
+            *(model.folder, kind, megabytes, model.upload_megabytes),
+        )
+        return
+    with translated_errors():
+        _log_and_register(run, model)
+
+
+def _log_and_register(run: TrackedRun, model: Model) -> None:
+    logged = _find_model(run, model.sha256)
+    is_whole = logged is not None and logged.status == "READY"
+    version = _find_version(run, model) if is_whole and model.register_as else None
+    if not is_whole or (model.register_as and version is None):
+        with local_files_refused(), pyfunc_folder(model.folder, model.decoding) as folder:
+            if model.register_as:
+                check_translates(folder)
+            if logged is None or not is_whole:
+                logged = _upload(run, model, logged or _new_model(run, model), folder)
+    if model.register_as and logged is not None:
+        _set_alias(run.client, model, version or _new_version(run, model, logged))
+
+
+def _new_model(run: TrackedRun, model: Model) -> LoggedModel:
+    return run.client.create_logged_model(
+        run.experiment_id,
+        name=_name(model.folder),
+        source_run_id=run.run_id,
+        params=_parameters(model),
+        model_type="model",
+    )
+
+
+def _upload(run: TrackedRun, model: Model, logged: LoggedModel, folder: Path) -> LoggedModel:
+    file = folder / "MLmodel"
+    content = MlflowModel.load(str(file))
+    content.run_id, content.model_id, content.model_uuid = run.run_id, logged.model_id, logged.model_id
+    content.artifact_path = logged.artifact_location
+    content.save(str(file))
+    with artifact_errors(), patient_requests(MOST_SECONDS_A_FILE):
+        run.client.log_model_artifacts(logged.model_id, str(folder))
+    run.log_model_points(model.points, logged.model_id)
+    outputs = run.client.get_run(run.run_id).outputs
+    if logged.model_id not in {output.model_id for output in (outputs.model_outputs if outputs else [])}:
+        run.client.log_outputs(run.run_id, [LoggedModelOutput(logged.model_id, model.step)])
+    return run.client.finalize_logged_model(logged.model_id, "READY")
+
+
+def _new_version(run: TrackedRun, model: Model, logged: LoggedModel) -> ModelVersion:
+    client, name = run.client, str(model.register_as)
+    try:
+        client.create_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_ALREADY_EXISTS":
+            raise
+    version = client.create_model_version(
+        name,
+        # Not models:/<id>: a store without a server would look that up at MLflow's global address, not at this one.
+        source=logged.artifact_location,
+        run_id=run.run_id,
+        tags={DIGEST_TAG: model.sha256},
+        await_creation_for=0,
+        model_id=logged.model_id,
+    )
+    _show_version(client, logged, version)
+    logger.info("MLflow: %s is version %s of the registered model %s", model.folder, version.version, name)
+    return version
+
+
+def _show_version(client: MlflowClient, logged: LoggedModel, version: ModelVersion) -> None:
+    """The tag by which MLflow's pages lead from a model to its versions; a server sets it itself, a store does not."""
+    shown = json.loads(client.get_logged_model(logged.model_id).tags.get(VERSIONS_TAG, "[]"))
+    if all((entry["name"], str(entry["version"])) != (version.name, str(version.version)) for entry in shown):
+        shown.append({"name": version.name, "version": version.version})
+        client.set_logged_model_tags(logged.model_id, {VERSIONS_TAG: json.dumps(shown)})
+
+
+def _find_version(run: TrackedRun, model: Model) -> ModelVersion | None:
+    found = run.client.search_model_versions(f"name = '{model.register_as}' AND run_id = '{run.run_id}'")
+    return next((version for version in found if version.tags.get(DIGEST_TAG) == model.sha256), None)
+
+
+def _set_alias(client: MlflowClient, model: Model, version: ModelVersion) -> None:
+    """Once, so that a second delivery does not take it from the version that a person gave it to since."""
+    if model.alias and (model.by_hand or version.tags.get(ALIAS_TAG) != model.alias):
+        client.set_registered_model_alias(version.name, model.alias, version.version)
+        client.set_model_version_tag(version.name, version.version, ALIAS_TAG, model.alias)
+
+
+def _find_reference(run: TrackedRun, reference: Reference) -> LoggedModel | None:
+    query = f"name = '{reference.name}' AND source_run_id = '{run.run_id}'"
+    found = run.client.search_logged_models([run.experiment_id], filter_string=query)
+    return next((model for model in found if dict(model.params) == dict(reference.parameters)), None)
+
+
+def _find_model(run: TrackedRun, sha256: str) -> LoggedModel | None:
+    same = (model for model in _models_of(run) if model.params.get("sha256") == sha256)
+    return next((model for model in same if EXTERNAL_TAG not in model.tags and model.status != "FAILED"), None)
+
+
+def _models_of(run: TrackedRun) -> Iterator[LoggedModel]:
+    token = None
+    while True:
+        page: Any = run.client.search_logged_models(
+            [run.experiment_id],
+            filter_string=f"source_run_id = '{run.run_id}'",
+            max_results=MODELS_A_PAGE,
+            page_token=token,
+        )
+        yield from page
+        token = page.token
+        if not token:
+            return
+
+
+def _set_tag(client: MlflowClient, model: LoggedModel, tag: str, wanted: bool) -> None:
+    if wanted and tag not in model.tags:
+        client.set_logged_model_tags(model.model_id, {tag: "true"})
+    if not wanted and tag in model.tags:
+        client.delete_logged_model_tag(model.model_id, tag)
+
+
+def _parameters(model: Model) -> dict[str, str]:
+    return {"path": str(model.folder), "sha256": model.sha256, "step": str(model.step)}
+
+
+def _name(folder: Path) -> str:
+    """The folder's, without the characters that MLflow does not take in the name of a model."""
+    return "".join("_" if character in "/:.%\"'" else character for character in folder.name)

@@ -1,0 +1,115 @@
+"""A model folder as a model that MLflow can load and serve by itself: our code, its settings and what it needs are in it.
+
+MLmodel             signature (strings -> strings), settings of the search, loader
+data/model/         the model folder as it is
+code/               the part of this package that translates: it need not be installed where the model is served
+requirements.txt    what translating imports, in the versions of this machine
+input_example.json
+"""
+
+import ast
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mlflow.models import ModelSignature
+from mlflow.pyfunc import save_model
+from mlflow.types import ColSpec, DataType, Schema
+
+from dist_transformer.tracking.spool import ServerRefused
+
+PACKAGE = Path(__file__).resolve().parents[1]
+LOADER = f"{PACKAGE.name}.cli.served_model"
+REQUIREMENTS = ("mlflow", "torch", "sentencepiece", "safetensors", "pydantic", "pyyaml")
+EXAMPLE = ["Good morning!"]
+CHECK_SECONDS = 600
+CHECK = """
+import pathlib, sys
+import mlflow.pyfunc
+folder, example = pathlib.Path(sys.argv[1]), sys.argv[2]
+answer = mlflow.pyfunc.load_model(str(folder)).predict([example])
+import dist_transformer
+code = pathlib.Path(dist_transformer.__file__)
+assert folder.resolve() in code.resolve().parents, f"{code} was loaded in place of the code of the model"
+assert len(answer) == 1 and isinstance(answer[0], str), f"expected one translation, got {answer!r}"
+"""
+
+
+@contextmanager
+def pyfunc_folder(model: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
+    """A temporary folder in MLflow's format, made of a model folder and the settings of `decoding` it was trained with."""
+    with tempfile.TemporaryDirectory(prefix="mlflow_model_") as temporary:
+        for module in modules_reached(LOADER):
+            copied = Path(temporary) / "code" / module.relative_to(PACKAGE.parent)
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(module, copied)
+        folder = Path(temporary) / "model"
+        save_model(
+            path=str(folder),
+            loader_module=LOADER,
+            data_path=str(model),
+            code_paths=[str(Path(temporary) / "code" / PACKAGE.name)],
+            signature=ModelSignature(_strings(), _strings()),
+            input_example=EXAMPLE,
+            pip_requirements=requirements(),
+            model_config=dict(settings),
+        )
+        yield folder
+
+
+def check_translates(folder: Path) -> None:
+    """Load what `pyfunc_folder` made and translate a sentence, in a process of its own as a server would.
+
+    Raises ServerRefused with what that process said: such a model must not get into a registry.
+    """
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # the GPU may be full of what was trained
+    command = [sys.executable, "-c", CHECK, str(folder), *EXAMPLE]
+    try:
+        done = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=CHECK_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ServerRefused(f"the model did not translate a sentence within {CHECK_SECONDS} s") from None
+    if done.returncode != 0:
+        raise ServerRefused(f"the model cannot be loaded and is not registered: {_last_line(done.stderr)}")
+
+
+def requirements() -> list[str]:
+    """What translating imports, as pip takes it; a build's own label (2.8.0+cu128) is not on pip's index and left out."""
+    return [f"{name}=={importlib.metadata.version(name).split('+')[0]}" for name in REQUIREMENTS]
+
+
+def modules_reached(module: str) -> set[Path]:
+    """The files of this package that importing a module of it imports, at once or later, itself and packages included."""
+    reached: set[Path] = set()
+    waiting = [module]
+    while waiting:
+        path = PACKAGE.parent.joinpath(*waiting.pop().split("."))
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if file.is_relative_to(PACKAGE) and file.is_file() and file not in reached:
+            reached |= {file, *(parent / "__init__.py" for parent in file.parents if parent.is_relative_to(PACKAGE))}
+            waiting += _imports_of(file)
+    return reached
+
+
+def _imports_of(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+def _strings() -> Schema:
+    return Schema([ColSpec(DataType.string)])
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it said nothing"])[-1]

@@ -1,0 +1,350 @@
+"""Model folders in MLflow, on a real sqlite store: uploaded once, loaded again, registered once, with an alias."""
+
+import ast
+import importlib.metadata
+import json
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import mlflow.pyfunc
+import pytest
+import torch
+from mlflow import MlflowClient
+from mlflow.entities import LoggedModel
+from mlflow_server import Server
+from tracking_helpers import run_id_of, settings_of, store_of, train
+
+from dist_transformer.config.data_models import TokenizerConfig
+from dist_transformer.config.loading import to_yaml
+from dist_transformer.config.models import Config, ModelConfig, TrackingConfig
+from dist_transformer.data.demo_corpus import demo_pairs
+from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.errors import UserError
+from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
+from dist_transformer.model.transformer import Transformer
+from dist_transformer.run_dir import RunDir, read_json, write_json
+from dist_transformer.tracking import mlflow_models
+from dist_transformer.tracking.messages import folder_digest
+from dist_transformer.tracking.metrics_log import MetricsLog
+from dist_transformer.tracking.pyfunc_folder import REQUIREMENTS
+from dist_transformer.tracking.tracker import MODEL_SECONDS, Tracker, log_model, sync
+
+UID = "id of this run"
+DECODING = {"beam_size": 2, "length_penalty": 0.5, "max_extra_tokens": 5, "max_tokens": 512}
+
+
+@pytest.fixture
+def client(stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> MlflowClient:
+    # MLflow's own readers (pyfunc.load_model, list_artifacts) look there, not in the client.
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store_of(stored_run_dir))
+    return MlflowClient(tracking_uri=store_of(stored_run_dir))
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with random weights and a real tokenizer: what it says makes no sense, but it can be loaded and asked."""
+    folder = tmp_path_factory.mktemp("model")
+    sentences = (sentence for pair in islice(demo_pairs("train"), 300) for sentence in pair)
+    train_tokenizer(sentences, TokenizerConfig(vocabulary_size=120), folder / "pieces.model")
+    size = Tokenizer.load(folder / "pieces.model").source_vocabulary
+    torch.manual_seed(1)
+    config = ModelConfig(d_model=8, d_ff=12, num_heads=2, num_encoder_layers=1, num_decoder_layers=1)
+    model = Transformer(config, size, size, pad_id=0)
+    information = ModelInformation(size, size, 0, 1, 2, "en", "de", step=900)
+    weights = dict(model.named_parameters())
+    save_model_folder(folder / "model", weights, config, TokenizerFiles(folder / "pieces.model"), information)
+    return folder / "model"
+
+
+@pytest.fixture
+def finished(stored_run_dir: RunDir, model_folder: Path, client: MlflowClient) -> RunDir:
+    """A run folder with a model, as training leaves it."""
+    shutil.copytree(model_folder, stored_run_dir.model)
+    files = {"source": "a.en", "target": "a.de"}
+    data = {"source_language": "en", "target_language": "de", "train": files, "validation": files}
+    config = Config.model_validate({"data": data, "decoding": DECODING})
+    stored_run_dir.config.write_text(to_yaml(config))
+    train(MetricsLog(stored_run_dir.metrics), range(1, 6))
+    return stored_run_dir
+
+
+def deliver(run_dir: RunDir, **settings: Any) -> str:
+    """What a start of training says at its end; the id of the run in MLflow."""
+    tracking = TrackingConfig.model_validate({"close_seconds": 120, **settings})
+    tracker = Tracker(run_dir, tracking, "a run", run_dir.path.parent, UID)
+    tracker.start({}, {}, "")
+    tracker.model_written(run_dir.model, {"bleu": 27.5})
+    tracker.close("FINISHED")
+    return run_id_of(run_dir)
+
+
+def deliver_again(run_dir: RunDir) -> None:
+    """As after a crash between each delivery and the note of it."""
+    write_json(run_dir.tracking, read_json(run_dir.tracking) | {"spool_offset": 0})
+    assert sync(run_dir, settings_of(None), run_dir.path.parent).events == 3
+
+
+def only_model(client: MlflowClient, run_id: str) -> LoggedModel:
+    (model,) = client.search_logged_models([client.get_run(run_id).info.experiment_id])
+    return model
+
+
+def versions(client: MlflowClient) -> list[str]:
+    return sorted(str(version.version) for version in client.search_model_versions("name = 'translator'"))
+
+
+def champion(client: MlflowClient) -> str:
+    return str(client.get_model_version_by_alias("translator", "champion").version)
+
+
+def test_a_model_is_logged_once_with_signature_example_scores_and_a_link_to_its_run(
+    finished: RunDir, client: MlflowClient
+) -> None:
+    run_id = deliver(finished)
+    deliver_again(finished)
+    model, run = only_model(client, run_id), client.get_run(run_id)
+    assert run.info.artifact_uri.startswith((finished.path.parent / "mlartifacts").as_uri())
+    assert (model.name, model.status, model.source_run_id) == ("model", "READY", run_id)
+    assert model.params == {"path": str(finished.model), "sha256": folder_digest(finished.model), "step": "900"}
+    assert [(metric.key, metric.value, metric.step) for metric in model.metrics] == [("model/bleu", 27.5, 900)]
+    assert [(output.model_id, output.step) for output in run.outputs.model_outputs] == [(model.model_id, 900)]
+    assert run.data.tags["model.path"] == str(finished.model)
+    assert run.data.tags["model.sha256"] == model.params["sha256"]
+    information = mlflow.models.get_model_info(model.model_uri)
+    assert (information.model_id, information.run_id) == (model.model_id, run_id)
+    for schema in (information.signature.inputs, information.signature.outputs):
+        assert schema.to_dict() == [{"type": "string", "required": True}]
+    assert information.saved_input_example_info is not None
+
+
+def test_a_loaded_model_translates_as_the_run_is_configured(finished: RunDir, client: MlflowClient) -> None:
+    model = only_model(client, deliver(finished))
+    loaded = mlflow.pyfunc.load_model(model.model_uri)
+    assert loaded.model_config == DECODING
+    sentences = ["It is nine o'clock.", "", "twenty-one"]
+    answers = loaded.predict(sentences)
+    assert len(answers) == 3
+    assert answers[1] == ""
+    assert answers == loaded.predict(mlflow.pyfunc.pandas.DataFrame({"text": sentences}))
+    greedy = mlflow.pyfunc.load_model(model.model_uri, model_config={"beam_size": 1, "max_extra_tokens": 0})
+    assert greedy.predict(sentences) != answers
+
+
+def test_the_code_that_a_model_brings_imports_only_the_packages_that_it_names(
+    finished: RunDir, client: MlflowClient, tmp_path: Path
+) -> None:
+    model = only_model(client, deliver(finished))
+    folder = Path(mlflow.artifacts.download_artifacts(model.model_uri, dst_path=str(tmp_path)))
+    named = {line.split("==")[0] for line in (folder / "requirements.txt").read_text().splitlines()}
+    assert named == set(REQUIREMENTS)
+    imported = {top for file in (folder / "code").rglob("*.py") for top in packages_imported_by(file)}
+    ours_or_python = {*sys.stdlib_module_names, "dist_transformer"}
+    distributions = importlib.metadata.packages_distributions()
+    needed = {distributions[name][0].lower() for name in imported - ours_or_python}
+    assert needed - {"pydantic_core", "pydantic-core"} == named - {"mlflow"}  # pydantic names the one that fits it
+
+
+def packages_imported_by(file: Path) -> set[str]:
+    nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    whole = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    parts = {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+    return {name.split(".")[0] for name in whole | parts}
+
+
+@pytest.mark.slow
+def test_a_model_is_registered_once_with_its_alias_which_a_person_may_move(
+    finished: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_id = deliver(finished, register_as="translator", alias="champion")
+    version = client.get_model_version_by_alias("translator", "champion")
+    model = only_model(client, run_id)
+    assert (str(version.version), version.run_id, version.source) == ("1", run_id, model.artifact_location)
+    assert json.loads(model.tags["mlflow.modelVersions"]) == [{"name": "translator", "version": version.version}]
+    assert len(mlflow.pyfunc.load_model("models:/translator@champion").predict(["twenty-one"])) == 1
+    client.delete_registered_model_alias("translator", "champion")
+    monkeypatch.setattr(mlflow_models, "check_translates", forbidden)  # nothing is built or checked again
+    deliver_again(finished)
+    assert versions(client) == ["1"]
+    assert client.get_registered_model("translator").aliases == {}
+    assert only_model(client, run_id).model_id == model.model_id
+
+
+@pytest.mark.slow
+def test_a_crash_between_version_and_alias_is_made_good(
+    finished: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(mlflow_models, "_set_alias", lambda *arguments: None)
+        deliver(finished, register_as="translator", alias="champion")
+    deliver_again(finished)
+    assert versions(client) == ["1"]
+    assert champion(client) == "1"
+
+
+def test_a_crash_during_the_upload_leaves_one_model_after_all(
+    finished: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = iter([OSError("the connection is lost")])
+
+    def lose_one(self: MlflowClient, model_id: str, local_dir: str) -> None:
+        for error in lost:
+            raise error
+        upload(self, model_id, local_dir)
+
+    upload = MlflowClient.log_model_artifacts
+    monkeypatch.setattr(MlflowClient, "log_model_artifacts", lose_one)
+    model = only_model(client, deliver(finished))
+    assert model.status == "READY"
+    assert mlflow.pyfunc.load_model(model.model_uri).predict([""]) == [""]
+
+
+def forbidden(*arguments: object) -> None:
+    raise AssertionError("this was not to happen again")
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_translate_is_neither_registered_nor_uploaded(
+    finished: RunDir, client: MlflowClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    weights = finished.model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    run_id = deliver(finished, register_as="translator", alias="champion")
+    assert client.get_run(run_id).info.status == "FINISHED"
+    assert list(client.search_logged_models([client.get_run(run_id).info.experiment_id])) == []
+    assert list(client.search_registered_models()) == []
+    assert "the model cannot be loaded and is not registered" in caplog.text
+    assert "damaged or cut short" in caplog.text
+
+
+def test_a_model_that_is_too_large_is_a_reference(
+    finished: RunDir, client: MlflowClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_id = deliver(finished, upload_megabytes=0, register_as="translator")
+    deliver_again(finished)
+    model = only_model(client, run_id)
+    assert (model.name, model.status, model.tags["mlflow.model.isExternal"]) == ("model", "READY", "true")
+    assert model.params["sha256"] == folder_digest(finished.model)
+    assert [(metric.key, metric.value) for metric in model.metrics] == [("model/bleu", 27.5)]
+    assert "above tracking.upload_megabytes (0)" in caplog.text
+    assert list(client.search_registered_models()) == []
+
+
+@pytest.fixture
+def log_by_hand(finished: RunDir) -> Callable[..., str]:
+    def log(folder: Path, **settings: Any) -> str:
+        tracking = TrackingConfig.model_validate(settings)
+        return log_model(finished, tracking, finished.path.parent, folder, {}).run_id
+
+    return log
+
+
+@pytest.mark.slow
+def test_another_model_of_a_run_is_registered_by_hand_and_gets_the_alias(
+    finished: RunDir, client: MlflowClient, log_by_hand: Callable[..., str], tmp_path: Path
+) -> None:
+    run_id = deliver(finished, register_as="translator", alias="champion")
+    averaged = Path(shutil.copytree(finished.model, tmp_path / "averaged.1"))
+    content = read_json(averaged / "config.json")
+    write_json(averaged / "config.json", content | {"step": 600})
+    assert log_by_hand(averaged, register_as="translator", alias="champion") == run_id
+    assert log_by_hand(averaged) == run_id
+    assert versions(client) == ["1", "2"]
+    assert champion(client) == "2"
+    models = {model.name: model for model in client.search_logged_models([client.get_run(run_id).info.experiment_id])}
+    assert sorted(models) == ["averaged_1", "model"]
+    assert models["averaged_1"].params["step"] == "600"
+    assert client.get_run(run_id).data.tags["model.path"] == str(finished.model)
+    log_by_hand(finished.model, register_as="translator", alias="champion")  # back again, by a person's will
+    assert versions(client) == ["1", "2"]
+    assert champion(client) == "1"
+
+
+def test_a_model_logged_by_hand_that_is_too_large_is_refused(log_by_hand: Callable[..., str], finished: RunDir) -> None:
+    with pytest.raises(UserError, match=r"0 MB, above tracking.upload_megabytes \(0\)"):
+        log_by_hand(finished.model, upload_megabytes=0)
+
+
+@pytest.mark.slow
+def test_a_broken_model_logged_by_hand_is_refused_with_the_cause(
+    log_by_hand: Callable[..., str], finished: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dist_transformer.tracking.tracker.SYNC_ATTEMPTS", 1)
+    (finished.model / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="cannot be loaded and is not registered") as raised:
+        log_by_hand(finished.model, register_as="translator")
+    assert "damaged or cut short" in str(raised.value)
+
+
+def test_a_model_folder_that_cannot_be_read_does_not_end_training(
+    finished: RunDir, client: MlflowClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    (finished.model / "config.json").write_text("{")
+    assert client.get_run(deliver(finished)).info.status == "FINISHED"
+    assert f"MLflow is not told of the model {finished.model}" in caplog.text
+
+
+def test_a_server_that_answers_gets_more_time_for_a_model(
+    finished: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload = mlflow_models.log_model
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(2.5)  # longer than close_seconds
+        upload(*arguments)
+
+    monkeypatch.setattr(mlflow_models, "log_model", slow)
+    run_id = deliver(finished, close_seconds=1)
+    assert client.get_run(run_id).info.status == "FINISHED"
+    assert only_model(client, run_id).status == "READY"
+
+
+def test_a_server_that_does_not_answer_gets_no_more_time_for_a_model(finished: RunDir) -> None:
+    tracking = TrackingConfig.model_validate({"close_seconds": 1, "uri": "http://127.0.0.1:9"})
+    tracker = Tracker(finished, tracking, "a run", finished.path.parent, UID)
+    tracker.start({}, {}, "")
+    tracker.model_written(finished.model, {})
+    began = time.monotonic()
+    tracker.close("FINISHED")
+    assert time.monotonic() - began < MODEL_SECONDS / 2
+
+
+@pytest.mark.slow
+def test_a_server_gets_corpora_checkpoints_samples_and_a_registered_model_once(
+    finished: RunDir, sqlite_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sqlite_server.start()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", sqlite_server.uri)
+    client = MlflowClient(tracking_uri=sqlite_server.uri)
+    settings = {"close_seconds": 120, "register_as": "translator", "alias": "champion"}
+    tracker = Tracker(finished, TrackingConfig.model_validate(settings), "a run", finished.path.parent, UID)
+    corpus = {"name": "multi30k", "context": "training", "digest": "a" * 64, "source": "/data/multi30k", "rows": 29000}
+    tracker.start({"long": "x" * 900}, {}, "", [corpus])
+    for step in (10, 20):
+        name = f"step_{step:08d}"
+        tracker.checkpoint_saved(step, finished.checkpoints / name, {"loss": 1 / step}, is_best=True, kept=[name])
+    sentence = {"number": 1, "fixed": True, "source": "Zwei", "reference": "Two", "translation": "Two"}
+    MetricsLog(finished.samples).append("samples", 20, {"corpus": "validation", "sentences": [sentence]})
+    tracker.samples_written(20)
+    tracker.model_written(finished.model, {"bleu": 27.5})
+    tracker.close("FINISHED")
+    write_json(finished.tracking, read_json(finished.tracking) | {"spool_offset": 0})
+    assert sync(finished, settings_of(None), finished.path.parent).events == 6
+
+    run = client.get_run(run_id_of(finished))
+    models = {model.name: model for model in client.search_logged_models([run.info.experiment_id])}
+    assert run.info.status == "FINISHED"
+    assert [entry.dataset.name for entry in run.inputs.dataset_inputs] == ["multi30k"]
+    assert {name: (model.tags.get("best"), model.tags.get("deleted")) for name, model in models.items()} == {
+        "step_00000010": (None, "true"),
+        "step_00000020": ("true", None),
+        "model": (None, None),
+    }
+    assert client.load_table(run.info.experiment_id, "samples.json")["translation"].tolist() == ["Two"]
+    assert versions(client) == ["1"]
+    assert champion(client) == "1"
+    assert mlflow.pyfunc.load_model("models:/translator@champion").predict([""]) == [""]
