@@ -45,7 +45,7 @@ model: {{preset: tiny, d_model: 32, d_ff: 64, num_encoder_layers: 1, num_decoder
 optimizer: {{learning_rate: 0.01}}
 schedule: {{warmup_steps: 4}}
 training: {{max_steps: 6, precision: fp32, log_every_steps: 1, hang_seconds: 120, dry_run: false}}
-validation: {{every_steps: 100}}
+validation: {{every_steps: 100, translate: false}}
 checkpoints: {{every_steps: 3, keep_last: 3, average_last: 2}}
 tracking: {{enabled: false}}
 """

@@ -16,7 +16,7 @@ def average_command(
     run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
     output: Annotated[Path | None, typer.Option(help="Where to write; default: the run's model/.")] = None,
     last: Annotated[int | None, typer.Option(min=1, help="Average the newest so many checkpoints (6.1).")] = None,
-    best: Annotated[int | None, typer.Option(min=1, help="Average those of lowest validation loss.")] = None,
+    best: Annotated[int | None, typer.Option(min=1, help="Average those best by validation.metric.")] = None,
     ema: Annotated[bool, typer.Option("--ema", help="Take the moving average of training.ema_decay.")] = False,
 ) -> None:
     """Make a model folder of a run's checkpoints; without an option: what checkpoints.final_model says."""

@@ -1,7 +1,7 @@
 """evaluate: translate a test set and score it."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -13,14 +13,21 @@ from dist_transformer.errors import UserError
 
 def evaluate_command(
     run: Annotated[Path, typer.Argument(help="A run folder, or a model folder with --source.", show_default=False)],
-    split: Annotated[Literal["test", "validation"], typer.Option(help="Which corpus of the run's YAML.")] = "test",
+    split: Annotated[
+        str, typer.Option(help="Which corpus of the run's YAML: test, validation, or a name of data.more_validation.")
+    ] = "test",
     source: Annotated[Path | None, typer.Option(help="Source file, in place of the run's.")] = None,
     target: Annotated[Path | None, typer.Option(help="Reference file, line by line with --source.")] = None,
     beam: BeamOption = None,
     length_penalty: PenaltyOption = None,
+    comet: Annotated[
+        str | None, typer.Option(help="COMET model to score with as well: its name, or a file.", show_default=False)
+    ] = None,
 ) -> None:
     """Score a model: sacreBLEU and chrF with their signatures, and the share of exact matches."""
     from dist_transformer.cli.loaded_model import LoadedTranslator, model_folder_of
+    from dist_transformer.data.sources import read_pairs
+    from dist_transformer.decoding.comet import CometScorer
     from dist_transformer.decoding.score import corpus_scores
     from dist_transformer.run_dir import write_json, write_text
 
@@ -32,30 +39,39 @@ def evaluate_command(
     if source is not None and target is not None:
         name, corpus = source.name, CorpusConfig(source=str(source.absolute()), target=str(target.absolute()))
         data = DataConfig(train=corpus)
-    elif config is not None and (found := getattr(config.data, split)) is not None:
-        name, corpus, data = split, found, config.data
+    elif config is not None:
+        name, corpus, data = split, _corpus_of(config.data, split, run), config.data
     else:
-        where = f"data.{split} is not given in {run / 'config.yaml'}" if is_run else f"{run} is not a run folder"
-        raise UserError(f"{where}: nothing to score; give --source and --target")
-    sources, references = _read(corpus, data)
+        raise UserError(f"{run} is not a run folder: nothing to score; give --source and --target")
+    scorer = CometScorer(comet) if comet is not None else None
+    sources, references = read_pairs(corpus, data)
     settings = decoding(beam, length_penalty, config.decoding if config else None)
-    translations = list(LoadedTranslator(folder, settings).translate(sources))
-    scores = {**corpus_scores(translations, references), "pairs": len(references), **settings.model_dump()}
+    translator = LoadedTranslator(folder, settings)
+    translations = list(translator.translate(sources))
+    measured = corpus_scores(translations, references, translator.information.target_language)
+    if scorer is not None:
+        measured |= {"comet": scorer.score(sources, translations, references), "comet_model": str(comet)}
+    scores = {**measured, "pairs": len(references), **settings.model_dump()}
     print(f"{name}: {len(references)} pairs, beam {settings.beam_size}, length penalty {settings.length_penalty}")
     print(f"BLEU  {scores['bleu']:.2f}  {scores['bleu_signature']}")
     print(f"chrF  {scores['chrf']:.2f}  {scores['chrf_signature']}")
     print(f"exact {100 * float(scores['exact_match']):.2f} %")
+    if scorer is not None:
+        print(f"COMET {scores['comet']:.4f}  {comet}")
     if run_dir is not None:
         write_json(run_dir.evaluation / f"{name}.json", scores)
         write_text(run_dir.evaluation / f"{name}.translations", "\n".join(translations) + "\n")
         print(f"written to {run_dir.evaluation}")
 
 
-def _read(corpus: CorpusConfig, data: DataConfig) -> tuple[list[str], list[str]]:
-    from dist_transformer.data.sources import read_corpus
-
-    sources, references = [], []
-    for batch in read_corpus(corpus, data, 4096):
-        sources += [text or "" for text in batch.source]
-        references += [text or "" for text in batch.target]
-    return sources, references
+def _corpus_of(data: DataConfig, split: str, run: Path) -> CorpusConfig:
+    """The corpus that --split names."""
+    given = {"test": data.test, "validation": data.validation, **data.more_validation}
+    if (corpus := given.get(split)) is None:
+        there = ", ".join(name for name, found in given.items() if found is not None) or "none"
+        where = f"data.{split}" if split in given else f"data.more_validation.{split}"
+        raise UserError(
+            f"{where} is not given in {run / 'config.yaml'}: nothing to score; give --source and --target, or one of the "
+            f"corpora that are there with --split: {there}"
+        )
+    return corpus

@@ -33,8 +33,11 @@ def prepare_command(run: RunArgument, overrides: Overrides = None, processes: Pr
     stop = StopRequest()
     stop.listen()
     folder, manifest = prepare_with_progress(config, stop, processes)
+    from dist_transformer.data.kept_text import kept_pairs, texts_to_keep
     from dist_transformer.data.report_pages import REPORT_TEXT_NAME
 
+    for corpus, most in texts_to_keep(config).values():
+        kept_pairs(corpus, config.data, most, folder)
     with suppress(FileNotFoundError):
         print((folder / REPORT_TEXT_NAME).read_text(encoding="utf-8"))
     print(f"prepared corpus: {folder}  (digest {manifest.digest[:12]})")

@@ -6,10 +6,11 @@ import platform
 import secrets
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from dist_transformer import __version__
 from dist_transformer.cli.arguments import with_absolute_paths
+from dist_transformer.cli.run_tracking import start_tracker
 from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest
@@ -32,74 +33,60 @@ def open_records(
     manifest: Manifest,
     progress: Progress,
     origin: dict[str, str],
+    echo: TextIO | None = None,
 ) -> tuple[Journal, Tracker | None]:
     """Begins the records of this start: what an earlier one wrote beyond `progress` is dropped, then MLflow follows.
 
-    `origin`: where the initial weights came from, for MLflow.
+    Args:
+        origin: where the initial weights came from, for MLflow.
+        echo: gets each record of metrics.jsonl too.
     """
     write_text(run_dir.config, to_yaml(with_absolute_paths(config, prepared)))
-    metrics = MetricsLog(run_dir.metrics)
+    metrics, samples = MetricsLog(run_dir.metrics, echo), MetricsLog(run_dir.samples)
     metrics.rewind(progress.step)
+    samples.rewind(progress.step)
     audit = MetricsLog(run_dir.audit) if config.data.audit else None
     if audit is not None:
         audit.rewind(progress.batches, "batch")
-    tracker = _start_tracker(config, run_dir, ranks, manifest, origin) if config.tracking.enabled else None
+    tracker = (
+        start_tracker(config, run_dir, ranks, prepared, manifest, origin, run_id(run_dir))
+        if config.tracking.enabled
+        else None
+    )
 
     def checkpoint_saved(step: int, path: Path) -> None:
+        metric = config.validation.metric
         try:
-            checkpoints.retain(run_dir, config.checkpoints, config.divergence.patience_steps)
+            checkpoints.retain(run_dir, config.checkpoints, config.divergence.patience_steps, metric)
             _note_step(run_dir, step)
             if tracker is not None:
-                tracker.checkpoint_saved(step, path, read_json(path / STATE)["validation"] or {})
+                kept = checkpoints.saved(run_dir)
+                measures = read_json(path / STATE)["validation"] or {}
+                is_best = path in checkpoints.best(kept, 1, metric)
+                tracker.checkpoint_saved(step, path, measures, is_best, [one.name for one in kept])
         except OSError as error:  # a full disk must not end what goes on in memory
             log.warning("after checkpoint %s: %s", path.name, error)
 
-    return Journal(metrics, audit, checkpoint_saved), tracker
+    def samples_written(step: int, corpora: list[dict[str, Any]]) -> None:
+        for corpus in corpora:
+            samples.append("samples", step, corpus)
+        if tracker is not None and corpora:
+            tracker.samples_written(step)
 
-
-def _start_tracker(
-    config: Config, run_dir: RunDir, ranks: Ranks, manifest: Manifest, origin: dict[str, str]
-) -> Tracker:
-    tracker = Tracker(run_dir, config.tracking, config.run.name, Path(config.run.root))
-    tags = {
-        "languages": f"{config.data.source_language}-{config.data.target_language}",
-        "num_ranks": str(ranks.num_ranks),
-        "device": ranks.device.type,
-        "zero_stage": str(config.training.zero_stage),
-        "precision": config.training.precision,
-        "data_digest": manifest.digest,
-        "version": __version__,
-        **origin,
-        **{f"slurm.{key}": os.environ[name] for key, name in _SLURM_TAGS.items() if name in os.environ},
-    }
-    tracker.start(_flat(config.model_dump(mode="json")), tags, to_yaml(config))
-    return tracker
-
-
-_SLURM_TAGS = {"job_id": "SLURM_JOB_ID", "nodes": "SLURM_JOB_NODELIST", "restart": "SLURM_RESTART_COUNT"}
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """{"optimizer": {"beta1": 0.9}} -> {"optimizer.beta1": "0.9"}; what is not given is left out."""
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            flat[prefix + key] = str(value)
-    return flat
+    return Journal(metrics, audit, checkpoint_saved, samples_written), tracker
 
 
 def newest_steps(run_dir: RunDir) -> dict[str, int]:
-    """The newest step of each event in metrics.jsonl; 0 where there is none."""
+    """The newest step of a log line and of a validation in metrics.jsonl; 0 where there is none."""
     newest = {"train": 0, "validation": 0}
     for record in read_records(run_dir.metrics):
-        newest[record["event"]] = max(newest[record["event"]], record["step"])
+        if record["event"] in newest:
+            newest[record["event"]] = max(newest[record["event"]], record["step"])
     return newest
 
 
-def note(run_dir: RunDir, ranks: Ranks, state: str, step: int | None = None) -> None:
-    """run.json: what people and scripts ask about a run; without a step the one noted before."""
+def note(run_dir: RunDir, ranks: Ranks, state: str, step: int | None = None, reason: str = "") -> None:
+    """run.json, what people and scripts ask about a run, and its history; without a step the one noted before."""
     if not ranks.is_first:
         return
     before = read_json(run_dir.state) if run_dir.state.is_file() else {"starts": 0, "step": 0}
@@ -117,6 +104,29 @@ def note(run_dir: RunDir, ranks: Ranks, state: str, step: int | None = None) -> 
             "time": round(time.time(), 3),
         },
     )
+    step = before["step"] if step is None else step
+    if state == "running":
+        add_to_history(run_dir, "start", step, _start_of(ranks))
+    else:
+        add_to_history(run_dir, "end", step, {"state": state, "reason": reason})
+
+
+def add_to_history(run_dir: RunDir, event: str, step: int, values: dict[str, Any]) -> None:
+    """Adds a record to history.jsonl, which no resume shortens (rank 0)."""
+    history = MetricsLog(run_dir.history)
+    history.append(event, step, values)
+    history.close()
+
+
+def _start_of(ranks: Ranks) -> dict[str, Any]:
+    return {
+        "num_ranks": ranks.num_ranks,
+        "nodes": [os.environ.get("SLURM_JOB_NODELIST") or platform.node()],
+        "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
+        "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        "device": ranks.device.type,
+        "version": __version__,
+    }
 
 
 def run_id(run_dir: RunDir) -> str:

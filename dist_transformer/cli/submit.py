@@ -13,8 +13,9 @@ from dist_transformer.cluster.jobs import STAGES, Stage
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
 from dist_transformer.config.loading import to_yaml
-from dist_transformer.config.models import Config, SlurmConfig
+from dist_transformer.config.models import Config
 from dist_transformer.config.sizes import parameter_count
+from dist_transformer.config.slurm_models import SlurmConfig
 from dist_transformer.errors import UserError
 
 _VERBS = [

@@ -1,16 +1,19 @@
 """One start of a run within a rank: from its newest whole checkpoint to an outcome. Where the parts of training meet."""
 
 import logging
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
 from dist_transformer.cli.first_rank import by_first_rank
 from dist_transformer.cli.initial_weights import initialise
+from dist_transformer.cli.report import report_after_training
 from dist_transformer.cli.run_data import RunData
 from dist_transformer.cli.run_records import newest_steps, note, open_records
+from dist_transformer.cli.run_validation import open_validator
 from dist_transformer.cli.write_model import write_final_model
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import Config
@@ -26,6 +29,7 @@ from dist_transformer.training import checkpoints
 from dist_transformer.training.checkpoints import Checkpoint
 from dist_transformer.training.crash import write_crash
 from dist_transformer.training.divergence import Diverged, LossMonitor, Recovery
+from dist_transformer.training.early_stopping import EarlyStopping
 from dist_transformer.training.engine import Engine
 from dist_transformer.training.feed import Feed
 from dist_transformer.training.largest_batch import dry_run, find_max_tokens, largest_shapes
@@ -33,10 +37,11 @@ from dist_transformer.training.loop import Outcome, Trainer
 from dist_transformer.training.memory import telling_out_of_memory
 from dist_transformer.training.objective import Objective
 from dist_transformer.training.records import Journal, Progress
-from dist_transformer.training.report import ProgressBar, log_outlook
+from dist_transformer.training.report import ProgressBar, Terminal, log_outlook
 from dist_transformer.training.reporter import Reporter
 from dist_transformer.training.saver import Saver
 from dist_transformer.training.schedule import learning_rate
+from dist_transformer.training.system_metrics import NodeSampler
 from dist_transformer.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -54,6 +59,7 @@ class Run:
     run_id: str
     recovery: Recovery
     watchdog: Watchdog
+    terminal: Terminal
 
     @property
     def manifest(self) -> Manifest:
@@ -81,12 +87,18 @@ def train(run: Run) -> tuple[Outcome, int]:
     journal, tracker = None, None
     if ranks.is_first:
         kept = config.model_copy(update={"training": given.training})  # as given, not as a divergence left it
-        journal, tracker = open_records(kept, run.run_dir, ranks, run.data.folder, run.manifest, progress, origin)
+        echo = sys.stdout if run.terminal.as_json else None
+        journal, tracker = open_records(kept, run.run_dir, ranks, run.data.folder, run.manifest, progress, origin, echo)
     status: Status = "FAILED"
     try:
-        outcome = _train(run, engine, checkpoint, progress, journal)
+        outcome, early_stop = _train(run, engine, checkpoint, progress, journal)
         if outcome is Outcome.FINISHED:
             _write_model(run, tracker)
+            note(run.run_dir, ranks, "finished", progress.step, early_stop)
+            if tracker is not None:
+                run.watchdog.progress("drawing the report")
+                report_after_training(run.run_dir)
+                tracker.figures_written(run.run_dir.figures)
         status = "FINISHED" if outcome is Outcome.FINISHED else "SCHEDULED"
         return outcome, progress.step
     except Diverged:
@@ -95,6 +107,7 @@ def train(run: Run) -> tuple[Outcome, int]:
         raise
     finally:
         if tracker is not None:
+            run.watchdog.progress("waiting for MLflow to take the rest")
             tracker.close(status)
 
 
@@ -126,11 +139,14 @@ def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> En
 
 def _train(
     run: Run, engine: Engine, checkpoint: Checkpoint | None, progress: Progress, journal: Journal | None
-) -> Outcome:
+) -> tuple[Outcome, str]:
+    """How it ended, and why before the last step; "": it did not."""
     config, ranks, data, watchdog = run.config, run.ranks, run.data, run.watchdog
     recorded = ranks.from_first(newest_steps(run.run_dir) if ranks.is_first else None)
-    watchdog.progress("reading the validation corpus")
-    reporter = Reporter(config, ranks, engine, data.validation(), journal, recorded)
+    validator = open_validator(config, data, engine, ranks, watchdog.progress)
+    stopping = EarlyStopping(config.validation, checkpoint.state.get("early_stopping") if checkpoint else None)
+    sampler = NodeSampler(ranks) if config.tracking.system_metrics else None
+    reporter = Reporter(config, ranks, engine, validator, stopping, sampler, journal, recorded)
     monitor = LossMonitor(config.divergence, checkpoint.state["loss_monitor"] if checkpoint else None)
     saver = Saver(run.run_dir, ranks, config.checkpoints, watchdog.progress)
     factor = run.recovery.learning_rate_factor
@@ -148,8 +164,17 @@ def _train(
     if config.training.dry_run:
         dry_run(engine, largest_shapes(config.data), ranks, data.manifest.eos_id, watchdog.progress)
     watchdog.progress("reading the first windows")
-    with ProgressBar(config.training.max_steps, progress.step) as bar, _crash_records(run, trainer):
-        return trainer.run(_feed(run, trainer), bar, watchdog)
+    every_steps, quiet = config.checkpoints.every_steps, run.terminal.quiet
+    with (
+        ProgressBar(config.training.max_steps, progress.step, every_steps, quiet) as bar,
+        sampler or nullcontext(),
+        _crash_records(run, trainer),
+    ):
+        outcome = trainer.run(_feed(run, trainer), bar, watchdog)
+    early_stop = stopping.reason() or "" if outcome is Outcome.FINISHED else ""
+    if early_stop:
+        log.info("early stop %s", early_stop)
+    return outcome, early_stop
 
 
 @contextmanager

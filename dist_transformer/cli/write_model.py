@@ -50,9 +50,10 @@ def write_final_model(
         CheckpointError: there is no whole checkpoint, or none with what is asked for.
     """
     asked, choice = choice, choice or Averaged.of(config.checkpoints)
-    used = _chosen(run_dir, config.checkpoints.every_steps, choice)
+    metric = config.validation.metric
+    used = _chosen(run_dir, config.checkpoints.every_steps, choice, metric)
     if asked is not None and len(used) < asked.count:  # the configuration's is a limit: a short run has fewer
-        what = "whole and with a validation loss" if asked.kind == "average_best" else "whole"
+        what = f"whole and with a validation {metric}" if asked.kind == "average_best" else "whole"
         log.warning("%d checkpoints asked for, %d there (%s)", asked.count, len(used), what)
     files = manifest.tokenizer
     target = None if files.target == files.source else prepared / files.target
@@ -72,7 +73,7 @@ def write_final_model(
     return f"{'moving average' if part == 'ema' else 'average'} of {', '.join(path.name for path in used)}"
 
 
-def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged) -> list[Path]:
+def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged, metric: str) -> list[Path]:
     """The checkpoints to average, oldest first."""
     regular = checkpoints.regular(run_dir, every_steps)
     run_id = checkpoints.newest_run_id(run_dir)
@@ -80,11 +81,11 @@ def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged) -> list[Path]:
         used = list(islice(_whole(reversed(regular), run_id), 1))
     elif choice.kind == "average_last":
         used = list(_whole(regular[-choice.count :], run_id))
-    elif (known := checkpoints.best(regular, choice.count)) or not regular:
+    elif (known := checkpoints.best(regular, choice.count, metric)) or not regular:
         used = list(_whole(known, run_id))
     else:
         raise CheckpointError(
-            f"{run_dir.checkpoints}: no checkpoint knows its validation loss, so none is the best; train with "
+            f"{run_dir.checkpoints}: no checkpoint knows its validation {metric}, so none is the best; train with "
             "data.validation and checkpoints.keep_best, or average the last ones (--last)"
         )
     if not used:

@@ -16,7 +16,8 @@ from dist_transformer.cluster.queue import known_jobs
 from dist_transformer.cluster.script import needed_folders
 from dist_transformer.cluster.targets import json_lines, newest_job_id, read_record
 from dist_transformer.config.checks import file_problems, run_name_problems, secret_problems
-from dist_transformer.config.models import Config, SlurmConfig
+from dist_transformer.config.models import Config
+from dist_transformer.config.slurm_models import SlurmConfig
 from dist_transformer.run_dir import RunDir
 from dist_transformer.run_lock import BEAT_SECONDS, STALE_BEATS
 

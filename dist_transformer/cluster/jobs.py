@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from dist_transformer.config.models import SlurmConfig
+from dist_transformer.config.slurm_models import SlurmConfig
 from dist_transformer.run_dir import RunDir
 
 Stage = Literal["prepare", "train", "average", "evaluate"]

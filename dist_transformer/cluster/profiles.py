@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from dist_transformer.config.loading import value_problem
 from dist_transformer.config.marks import Marked, dotted, read_yaml
-from dist_transformer.config.models import Config, SlurmConfig
+from dist_transformer.config.models import Config
+from dist_transformer.config.slurm_models import SlurmConfig
 from dist_transformer.errors import ConfigError
 from dist_transformer.share_folder import share_folder
 

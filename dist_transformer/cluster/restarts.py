@@ -23,7 +23,7 @@ from typing import Any
 
 from dist_transformer.cluster.bad_nodes import exclude, excluded_nodes, reasons_of_preflight
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.models import SlurmConfig
+from dist_transformer.config.slurm_models import SlurmConfig
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError, UserError
 from dist_transformer.run_dir import RunDir, read_json, records_of, write_json
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dist_transformer.config.locations import is_address
-from dist_transformer.config.models import Config, SlurmConfig
+from dist_transformer.config.models import Config
+from dist_transformer.config.slurm_models import SlurmConfig
 from dist_transformer.share_folder import share_folder
 
 _SETTINGS_BEGIN = "# --- settings"

@@ -10,12 +10,15 @@ from dist_transformer.config.data_checks import (
     Problem,
     check_corpora,
     check_mixture,
+    check_more_validation,
     check_sampling,
     check_training_corpora,
     corpus_file_problems,
 )
 from dist_transformer.config.data_models import DataConfig, TokenizerConfig
-from dist_transformer.config.models import SlurmConfig
+from dist_transformer.config.measures import corpus_and_measure
+from dist_transformer.config.slurm_models import SlurmConfig
+from dist_transformer.config.validation_checks import check_validation
 
 RESERVED_NAMES = ("prepared", "mlartifacts", "mlflow.db")
 """What stands beside the run folders in run.root."""
@@ -86,6 +89,11 @@ def _check_tracking(tracking: Any) -> Iterator[Problem]:
             "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD; for a database, put a tracking server in front of "
             "it, or `export` the whole address as MLFLOW_TRACKING_URI and remove it here",
         )
+    if tracking.alias is not None and tracking.register_as is None:
+        yield (
+            ("tracking", "alias"),
+            "tracking.alias: is an alias of a registered model; give its name in tracking.register_as, or remove the alias",
+        )
 
 
 def _check_checkpoints(checkpoints: Any, training: Any, validation: Any, data: Any) -> Iterator[Problem]:
@@ -107,10 +115,10 @@ def _final_model_problems(checkpoints: Any, training: Any, validation: Any, data
         yield key, "checkpoints.final_model: average_best needs checkpoints.keep_best: so many are averaged"
     if not checkpoints.keep_best:
         return
-    if data.validation is None:
+    if corpus_and_measure(validation.metric)[0] is None and data.validation is None:
         yield (
             ("checkpoints", "keep_best"),
-            "checkpoints.keep_best: needs data.validation: the best are those of lowest loss",
+            f"checkpoints.keep_best: needs data.validation: the best are those of the best {validation.metric}",
         )
     if checkpoints.every_steps % validation.every_steps:
         yield (
@@ -275,6 +283,8 @@ _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
     (("data", "training"), _check_stall),
     (("checkpoints", "training", "validation", "data"), _check_checkpoints),
     (("checkpoints",), _check_keep_every),
+    (("data",), check_more_validation),
+    (("validation", "data"), check_validation),
     (("training", "divergence"), _check_divergence),
     (("tracking",), _check_tracking),
     (("slurm",), secret_problems),

@@ -1,5 +1,6 @@
 """What must never be written or printed: how to see it, and how to take it out of a text."""
 
+import os
 import re
 
 _SECRET_NAME = re.compile(r"(.*_)?(TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_KEY)(_.*)?", re.IGNORECASE)
@@ -8,6 +9,22 @@ _USER = re.compile(
     r"|[^/\s\"'@:]*:(?!\d+/)[^\s\"'@]*@)"  # databases take a "/" in a password; digits and "/" are a port
 )
 _QUERY = re.compile(r"([?&](?:password|passwd|pwd|token|api_key|secret)=)[^&\s\"'#]*", re.IGNORECASE)
+
+_HEADER = re.compile(r"\b(Basic|Bearer) [\w.~+/=-]{6,}")
+_PASSWORD_OF_ADDRESS = re.compile(r"://[^/:\s]*:([^\s]+)@")
+_SHORTEST_SECRET = 6
+"""A shorter value is no secret worth the name, and would be found in words that mean something else."""
+
+
+def without_secrets(text: str) -> str:
+    """For what others say, as servers do in errors: `without_credentials`, and without the secrets of the environment."""
+    values = [value for name, value in os.environ.items() if is_secret_name(name)]
+    values += [password for value in os.environ.values() for password in _PASSWORD_OF_ADDRESS.findall(value)]
+    text = without_credentials(text)
+    for value in sorted(values, key=len, reverse=True):  # one may be part of another
+        if len(value) >= _SHORTEST_SECRET:
+            text = text.replace(value, "***")
+    return _HEADER.sub(r"\1 ***", text)
 
 
 def without_credentials(text: str) -> str:

@@ -13,6 +13,8 @@ Problem = tuple[KeyPath, str]
 
 SPLIT_NAMES = ("validation", "test")
 """A prepared corpus keeps each training corpus and these under their names."""
+RESERVED_NAMES = ("train", *SPLIT_NAMES)
+"""Names that mean one of the corpora of `data` itself."""
 
 _CORPUS_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 _USER_WITHOUT_PASSWORD = re.compile(r"(?<=://)[^/@:\s]+@")
@@ -66,6 +68,16 @@ def check_mixture(data: DataConfig) -> Iterator[Problem]:
         yield from _weight_problems((*here, "weights"), stage.weights, mixture)
 
 
+def check_more_validation(data: DataConfig) -> Iterator[Problem]:
+    """The names, which stand in front of measures and in --split."""
+    for name in data.more_validation:
+        here: KeyPath = ("data", "more_validation", name)
+        if name in RESERVED_NAMES:
+            yield here, f"{dotted(here)}: {name!r} is the name of data.{name}; give this corpus another"
+        else:
+            yield from _spelling_problems(here, name)
+
+
 def check_sampling(data: DataConfig, tokenizer: Any) -> Iterator[Problem]:
     """What is tokenized once cannot be sampled anew."""
     if tokenizer.sampling > 0 and not data.on_the_fly:
@@ -107,6 +119,8 @@ def _corpora(data: DataConfig) -> Iterator[tuple[KeyPath, CorpusConfig]]:
     for name in SPLIT_NAMES:
         if (corpus := getattr(data, name)) is not None:
             yield ("data", name), corpus
+    for name, corpus in data.more_validation.items():
+        yield ("data", "more_validation", name), corpus
 
 
 def _kind_problems(path: KeyPath, corpus: CorpusConfig) -> Iterator[Problem]:
@@ -156,12 +170,17 @@ def _name_problems(path: KeyPath, mixture: MixtureConfig) -> Iterator[Problem]:
         here = (*path, "corpora", name)
         if name in SPLIT_NAMES:
             yield here, f"{dotted(here)}: {name!r} is the name of data.{name}; give this corpus another"
-        elif not _CORPUS_NAME.fullmatch(name):
-            yield (
-                here,
-                f"{dotted(here)}: {name!r}: expected letters, digits, '.', '_' and '-': it names figures and files; "
-                "rename the corpus",
-            )
+        else:
+            yield from _spelling_problems(here, name)
+
+
+def _spelling_problems(path: KeyPath, name: str) -> Iterator[Problem]:
+    if not _CORPUS_NAME.fullmatch(name):
+        yield (
+            path,
+            f"{dotted(path)}: {name!r}: expected letters, digits, '.', '_' and '-': it names figures and files; "
+            "rename the corpus",
+        )
 
 
 def _weight_problems(path: KeyPath, weights: dict[str, float], mixture: MixtureConfig) -> Iterator[Problem]:

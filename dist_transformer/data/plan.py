@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 PURPOSE_PLAN = 1
 PURPOSE_WINDOW = 2
 PURPOSE_SAMPLING = 3
+PURPOSE_SAMPLES = 4
 
 CORPUS_SHIFT = 44
 """The row id in a batch is (corpus number << 44) + row number in that corpus."""

@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from dist_transformer.config.data_models import CorpusConfig, DataConfig
@@ -86,6 +87,17 @@ def read_corpus(
             first_row += readers.skip(batch_rows)
     if first_row == 0:
         raise DataError(f"{corpus_name(corpus, data)}: the corpus is empty; expected at least one pair of sentences.")
+
+
+def read_pairs(corpus: CorpusConfig, data: DataConfig, most: int | None = None) -> tuple[list[str], list[str]]:
+    """Both sides of a corpus, or of its first `most` pairs; nothing is left out, and what a table lacks is empty.
+
+    Raises as `read_corpus` does.
+    """
+    batches = read_corpus(corpus, data, TABLE_BATCH_ROWS)
+    pairs = (pair for batch in batches for pair in zip(batch.source, batch.target, strict=True))
+    kept = list(islice(pairs, most))
+    return [source or "" for source, _ in kept], [target or "" for _, target in kept]
 
 
 def ignore_lines(lines: int) -> None:

@@ -112,6 +112,12 @@ class WindowBuilder:
             request = WindowRequest(WindowKey(0, 0, 0, number), ())
             yield Window(request, *self._lay_out(rows, buckets), {}, ())
 
+    def build_rows(self, rows: Rows) -> Window:
+        """These rows without randomness, in free shapes whatever their lengths."""
+        lengths = np.diff(rows.source_offsets), np.diff(rows.target_offsets)
+        buckets = free_buckets(*lengths, np.arange(len(rows.row_ids)), self._max_tokens)
+        return Window(WindowRequest(WindowKey(0, 0, 0, 0), ()), *self._lay_out(rows, buckets), {}, ())
+
     def _buckets(self, rows: Rows, order: Ints) -> list[Bucket]:
         lengths = np.diff(rows.source_offsets), np.diff(rows.target_offsets)
         if self._is_bounded:

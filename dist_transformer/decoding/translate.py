@@ -3,8 +3,8 @@
 Axes: B sentences of one batch, S source tokens.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dist_transformer.config.models import DecodingConfig
 from dist_transformer.decoding.beam import beam_search
+from dist_transformer.distributed import Ranks
 from dist_transformer.errors import UserError
 from dist_transformer.model.transformer import Transformer
 
@@ -55,37 +56,68 @@ def translate_lines(
     """
     remaining, num_before = iter(lines), 0
     while chunk := list(islice(remaining, CHUNK_LINES)):
-        yield from _translate_chunk(model, tokenizer, chunk, num_before, config, device)
+        translations = [""] * len(chunk)
+        for batch in _batches(tokenizer, chunk, num_before, model.max_positions, config):
+            for line, translation in _search(model, tokenizer, batch, config, device):
+                translations[line - num_before] = translation
+        yield from translations
         num_before += len(chunk)
 
 
-def _translate_chunk(
+def translate_together(
     model: Transformer,
     tokenizer: TranslationTokenizer,
-    lines: list[str],
-    num_before: int,
+    lines: Sequence[str],
     config: DecodingConfig,
-    device: torch.device,
+    ranks: Ranks,
+    progress: Callable[[], None],
 ) -> list[str]:
-    translations = [""] * len(lines)
+    """What `translate_lines` gives, on every rank: its batches are dealt out to the ranks (collective).
+
+    The ranks meet at the end only. `progress` is called for each batch, whoever translates it. `lines` and the model's
+    weights are the same on every rank.
+    """
+    found: dict[int, str] = {}
+    chunks = (
+        _batches(tokenizer, lines[first : first + CHUNK_LINES], first, model.max_positions, config)
+        for first in range(0, len(lines), CHUNK_LINES)
+    )
+    for number, batch in enumerate(chain.from_iterable(chunks)):
+        if number % ranks.num_ranks == ranks.rank:
+            found.update(_search(model, tokenizer, batch, config, ranks.device))
+        progress()
+    everyones = {line: text for part in ranks.gather(found) for line, text in part.items()}
+    return [everyones.get(line, "") for line in range(len(lines))]
+
+
+Batch = list[tuple[int, list[int]]]
+"""Lines translated at once: number from 0, source ids; longest first."""
+
+
+def _batches(
+    tokenizer: TranslationTokenizer,
+    lines: Sequence[str],
+    num_before: int,
+    max_positions: int | None,
+    config: DecodingConfig,
+) -> Iterator[Batch]:
     encoded = tokenizer.encode_source([line.strip() for line in lines])
-    _refuse_longer(model.max_positions, [len(ids) for ids in encoded], num_before)
+    _refuse_longer(max_positions, [len(ids) for ids in encoded], num_before)
     # Nothing but the end of sentence: a blank line, or characters that normalisation takes away.
-    filled = [index for index, ids in enumerate(encoded) if len(ids) > 1]
-    sources = [encoded[index] for index in filled]
-    for batch in token_batches([len(ids) for ids in sources], config):
-        source_BS = pad_together([sources[member] for member in batch], tokenizer.pad_id).to(device)
-        found = beam_search(
-            model,
-            source_BS,
-            bos_id=tokenizer.bos_id,
-            eos_id=tokenizer.eos_id,
-            pad_id=tokenizer.pad_id,
-            config=config,
-        )
-        for member, hypotheses in zip(batch, found, strict=True):
-            translations[filled[member]] = tokenizer.decode_target(hypotheses[0].tokens)
-    return translations
+    filled = [(num_before + index, ids) for index, ids in enumerate(encoded) if len(ids) > 1]
+    for members in token_batches([len(ids) for _, ids in filled], config):
+        yield [filled[member] for member in members]
+
+
+def _search(
+    model: Transformer, tokenizer: TranslationTokenizer, batch: Batch, config: DecodingConfig, device: torch.device
+) -> Iterator[tuple[int, str]]:
+    """The number and the translation of each line of a batch."""
+    ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
+    source_BS = pad_together([source for _, source in batch], tokenizer.pad_id).to(device)
+    found = beam_search(model, source_BS, **ids, config=config)
+    for (line, _), hypotheses in zip(batch, found, strict=True):
+        yield line, tokenizer.decode_target(hypotheses[0].tokens)
 
 
 def _refuse_longer(max_positions: int | None, lengths: Sequence[int], num_before: int) -> None:

@@ -77,7 +77,7 @@ def save_model_folder(
     `weights` are those of `model.named_parameters()`, in any float type. Raises CheckpointError when they are not the
     weights of `config`.
     """
-    _check_weights(weights, _empty_model(config, information), f"the weights for {folder}")
+    _check_weights(weights, _model_of(config, information), f"the weights for {folder}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -104,7 +104,7 @@ def load_model_folder(folder: Path) -> LoadedModel:
     config, information = _read_config(_existing(folder / CONFIG, folder))
     source_model = _existing(folder / SOURCE_MODEL, folder)
     target_model = folder / TARGET_MODEL
-    model = _empty_model(config, information)
+    model = _model_of(config, information)
     weights_path = _existing(folder / WEIGHTS, folder)
     with open_safetensors(weights_path) as file:
         weights = {name: file.get_tensor(name).float() for name in file.keys()}  # noqa: SIM118
@@ -113,6 +113,12 @@ def load_model_folder(folder: Path) -> LoadedModel:
     model.load_state_dict(weights, strict=False, assign=True)
     files = TokenizerFiles(source_model, target_model if target_model.exists() else None)
     return LoadedModel(model.eval(), files, config, information)
+
+
+def empty_model(config: ModelConfig, source_vocabulary: int, target_vocabulary: int, pad_id: int) -> Transformer:
+    """The model with shapes but no values, on "meta": takes no memory, no time, and no random numbers."""
+    with torch.device("meta"), _NothingDrawn():
+        return Transformer(config, source_vocabulary, target_vocabulary, pad_id)
 
 
 @contextmanager
@@ -189,10 +195,8 @@ def _check_sizes(config: ModelConfig, information: ModelInformation) -> None:
         raise ValueError("shared_embeddings needs one vocabulary, but source_vocabulary is not target_vocabulary")
 
 
-def _empty_model(config: ModelConfig, information: ModelInformation) -> Transformer:
-    """The model with shapes but no values: takes no memory, no time, and no random numbers."""
-    with torch.device("meta"), _NothingDrawn():
-        return Transformer(config, information.source_vocabulary, information.target_vocabulary, information.pad_id)
+def _model_of(config: ModelConfig, information: ModelInformation) -> Transformer:
+    return empty_model(config, information.source_vocabulary, information.target_vocabulary, information.pad_id)
 
 
 class _NothingDrawn(TorchFunctionMode):

@@ -8,6 +8,7 @@ gradients with respect to hidden states and weight are taken at once, and the lo
 scales what is already there. The idea is that of Liger Kernel's fused linear cross-entropy (Hsu et al., 2024).
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,6 +43,29 @@ def label_smoothed_cross_entropy(
     return loss_sum, nll_sum
 
 
+@torch.no_grad()
+def token_sums(
+    hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, label_smoothing: float, pad_id: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sums of `label_smoothed_cross_entropy`, without gradients, and over how many real targets are the likeliest
+    token (int64); chunk by chunk too."""
+    wide = _wide_dtype(hidden_ND.dtype)
+    device_type = hidden_ND.device.type
+    matmul_dtype = _matmul_dtype(hidden_ND.dtype, device_type)
+    real_R = (target_N != pad_id).nonzero().squeeze(1)
+    hidden_RD, target_R = hidden_ND[real_R].to(matmul_dtype), target_N[real_R]
+    weight_DV = weight_VD.to(matmul_dtype).T
+    loss_sum, nll_sum = hidden_ND.new_zeros(2, dtype=wide).unbind()
+    num_hits = target_N.new_zeros(())
+    with torch.autocast(device_type, enabled=False):
+        for hidden_CD, target_C in _chunks(hidden_RD, target_R):
+            logits_CV = _wide_product(hidden_CD, weight_DV, wide)
+            _, chunk_loss, chunk_nll = _chunk_sums(logits_CV, target_C, label_smoothing)
+            loss_sum, nll_sum = loss_sum + chunk_loss, nll_sum + chunk_nll
+            num_hits = num_hits + (logits_CV.argmax(1) == target_C).sum()
+    return loss_sum, nll_sum, num_hits
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Takes the gradients in the forward pass; the backward pass multiplies them by the incoming scalar.
 
@@ -59,7 +83,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         matmul_dtype: torch.dtype,
         needs_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
-        wide = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
+        wide = _wide_dtype(hidden_ND.dtype)
         real_R = (torch.ones_like(target_N) if pad_id is None else target_N != pad_id).nonzero().squeeze(1)
         hidden_RD, target_R = hidden_ND[real_R].to(matmul_dtype), target_N[real_R]
         multiplied_weight_VD = weight_VD.to(matmul_dtype)
@@ -68,15 +92,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss_sum, nll_sum = hidden_ND.new_zeros(2, dtype=wide).unbind()
         hidden_gradients = []
         weight_gradient_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_gradient else None
-        for hidden_CD, target_C in zip(
-            torch.split(hidden_RD, CHUNK_TOKENS), torch.split(target_R, CHUNK_TOKENS), strict=True
-        ):
+        for hidden_CD, target_C in _chunks(hidden_RD, target_R):
             logits_CV = _wide_product(hidden_CD, multiplied_weight_VD.T, wide)
-            log_normaliser_C = logits_CV.logsumexp(1)
-            nll_C = log_normaliser_C - logits_CV.gather(1, target_C[:, None]).squeeze(1)
-            uniform_C = log_normaliser_C - logits_CV.mean(1)
-            nll_sum = nll_sum + nll_C.sum()
-            loss_sum = loss_sum + ((1 - label_smoothing) * nll_C + label_smoothing * uniform_C).sum()
+            log_normaliser_C, chunk_loss, chunk_nll = _chunk_sums(logits_CV, target_C, label_smoothing)
+            loss_sum, nll_sum = loss_sum + chunk_loss, nll_sum + chunk_nll
             if weight_gradient_VD is not None:
                 _turn_into_gradient(logits_CV, log_normaliser_C, target_C, label_smoothing)
                 gradient_CV = logits_CV.mul_(gradient_scale).to(matmul_dtype)
@@ -97,6 +116,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden_gradient_ND = hidden_gradient_RD.new_zeros(ctx.hidden_shape, dtype=ctx.hidden_dtype)
         hidden_gradient_ND.index_copy_(0, real_R, (hidden_gradient_RD * factor).to(ctx.hidden_dtype))
         return hidden_gradient_ND, (weight_gradient_VD * factor).to(ctx.weight_dtype), None, None, None, None, None
+
+
+def _chunks(hidden_RD: Tensor, target_R: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """`CHUNK_TOKENS` hidden states and targets at a time."""
+    yield from zip(torch.split(hidden_RD, CHUNK_TOKENS), torch.split(target_R, CHUNK_TOKENS), strict=True)
+
+
+def _chunk_sums(logits_CV: Tensor, target_C: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(logarithm of the normaliser by token, loss, negative log-likelihood) of a chunk."""
+    log_normaliser_C = logits_CV.logsumexp(1)
+    nll_C = log_normaliser_C - logits_CV.gather(1, target_C[:, None]).squeeze(1)
+    uniform_C = log_normaliser_C - logits_CV.mean(1)
+    loss = ((1 - label_smoothing) * nll_C + label_smoothing * uniform_C).sum()
+    return log_normaliser_C, loss, nll_C.sum()
+
+
+def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _matmul_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:

@@ -20,7 +20,7 @@ from dist_transformer.model.layers import (
     LearnedPositions,
     SinusoidalPositions,
 )
-from dist_transformer.model.loss import label_smoothed_cross_entropy
+from dist_transformer.model.loss import label_smoothed_cross_entropy, token_sums
 
 
 @dataclass
@@ -117,6 +117,13 @@ class Transformer(nn.Module):
         return label_smoothed_cross_entropy(
             hidden_ND, self.output_weight, target_out_BT.flatten(), label_smoothing, self.pad_id
         )
+
+    def token_sums(
+        self, source_BS: Tensor, target_in_BT: Tensor, target_out_BT: Tensor, label_smoothing: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The sums of `loss`, and the number of real target tokens that the model finds the likeliest; no gradients."""
+        hidden_ND = self.decode_hidden(source_BS, target_in_BT).flatten(0, 1)
+        return token_sums(hidden_ND, self.output_weight, target_out_BT.flatten(), label_smoothing, self.pad_id)
 
     def decode_hidden(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
         """The decoder's last hidden states (B, T, D), before the projection to the vocabulary."""

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dist_transformer.config.measures import is_lower_better
 from dist_transformer.config.models import CheckpointConfig
 from dist_transformer.data.manifest import file_sha256
 from dist_transformer.errors import CheckpointError, MachineError
@@ -78,18 +79,22 @@ def regular(run_dir: RunDir, every_steps: int) -> list[Path]:
     return [path for path in paths if step_of(path) % every_steps == 0 or path == paths[-1]]
 
 
-def best(paths: Sequence[Path], count: int) -> list[Path]:
-    """Those `count` of the checkpoints that have the lowest validation loss, by step; fewer where fewer have a loss."""
-    losses = {path: loss for path in paths if (loss := _validation_loss(path)) is not None}
-    return sorted(sorted(losses, key=lambda path: (losses[path], -step_of(path)))[:count], key=step_of)
+def best(paths: Sequence[Path], count: int, metric: str) -> list[Path]:
+    """Those `count` of the checkpoints that are best by a metric of their validation, by step; of equal ones the newer.
+
+    Fewer where fewer know it.
+    """
+    values = {path: value for path in paths if (value := _validated(path, metric)) is not None}
+    sign = 1 if is_lower_better(metric) else -1
+    return sorted(sorted(values, key=lambda path: (sign * values[path], -step_of(path)))[:count], key=step_of)
 
 
-def retain(run_dir: RunDir, settings: CheckpointConfig, patience_steps: int) -> None:
+def retain(run_dir: RunDir, settings: CheckpointConfig, patience_steps: int, metric: str) -> None:
     """Deletes what `settings` do not keep (rank 0, after a commit).
 
     Kept are the newest; the newest one that a divergence noticed now would not set aside, as it is older than the
     `patience_steps` of the loss's monitor; the newest `keep_last` regular ones; of those of every `every_steps` steps the
-    `keep_best` of lowest validation loss; those of every `keep_every_steps` steps.
+    `keep_best` that are best by `metric`; those of every `keep_every_steps` steps.
     """
     if not (paths := saved(run_dir)):
         return
@@ -98,7 +103,8 @@ def retain(run_dir: RunDir, settings: CheckpointConfig, patience_steps: int) -> 
         [path for path in paths if step_of(path) < step_of(paths[-1]) - patience_steps - JUDGED_LATE_STEPS][-1:]
     )
     if settings.keep_best:  # a stop's does not count: a run without that stop would not have it to push another out
-        kept |= set(best([path for path in paths if step_of(path) % settings.every_steps == 0], settings.keep_best))
+        of_regular_steps = [path for path in paths if step_of(path) % settings.every_steps == 0]
+        kept |= set(best(of_regular_steps, settings.keep_best, metric))
     if settings.keep_every_steps:
         kept |= {path for path in paths if step_of(path) > 0 and step_of(path) % settings.keep_every_steps == 0}
     for path in paths:
@@ -231,12 +237,12 @@ def _named(run_dir: RunDir) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def _validation_loss(path: Path) -> float | None:
+def _validated(path: Path, metric: str) -> float | None:
     try:
-        loss = float(read_json(path / STATE)["validation"]["loss"])
+        value = float(read_json(path / STATE)["validation"][metric])
     except (OSError, ValueError, KeyError, TypeError):  # of a step that was not validated, or damaged
         return None
-    return loss if math.isfinite(loss) else None
+    return value if math.isfinite(value) else None
 
 
 def _wrong_names(path: Path, expected: set[str]) -> str | None:

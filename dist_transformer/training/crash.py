@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dist_transformer import __version__
+from dist_transformer.config.credentials import without_secrets
 from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.config.models import Config
 from dist_transformer.data.loader import MicroBatch
@@ -137,10 +138,10 @@ def _values(
         "device": ranks.device.type,
         "time": round(time.time(), 3),
         "exception": type(error).__name__,
-        "text": str(error),
+        "text": without_secrets(str(error)),
         "follows_another": explain(error),
         "collective": ranks.last.text(),
-        "traceback": "".join(traceback.format_exception(error)),
+        "traceback": without_secrets("".join(traceback.format_exception(error))),
         "step": progress.step + 1 if progress else None,
         "batches": progress.batches if progress else None,
         "target_tokens": batch.target_tokens if batch else None,

@@ -15,9 +15,10 @@ every ZeRO stage, precision and number of ranks.
 
 import functools
 import logging
+import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -103,7 +104,7 @@ class Engine:
             delay_scale_growth(self._engine.optimizer)
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
-    def __call__(self, *inputs: Tensor) -> Any:
+    def __call__(self, *inputs: Tensor | bool) -> Any:
         """The objective's forward pass."""
         return self._engine(*inputs)
 
@@ -172,6 +173,28 @@ class Engine:
         """
         ranks = self._ranks
         return fragments(self._pieces(), _inner_optimizer(self._engine), ranks.rank, ranks.num_ranks)
+
+    @property
+    def objective(self) -> Objective:
+        """What was given; its weights are whole where `has_whole_weights` (not collective)."""
+        module: Objective = self._engine.module
+        return module
+
+    @property
+    def has_whole_weights(self) -> bool:
+        """Whether each rank has all weights in the module itself, which may then be called by hand (not collective)."""
+        return self._stage < 3
+
+    @torch.no_grad()
+    def copy_weights(self, into: Mapping[str, Tensor]) -> None:
+        """Fills tensors of any float type, by parameter name, with the whole weights; one at a time in fp32."""
+        held = {fragment.name: fragment for fragment in self.fragments() if fragment.part == "weight"}
+        for name, shape in self.shapes().items():
+            whole = torch.zeros(math.prod(shape), device=self._ranks.device)
+            if (mine := held.get(name)) is not None:
+                whole[mine.start : mine.start + mine.values.numel()] = mine.values
+            self._ranks.sum_on_device(whole)  # every element is one rank's
+            into[name].copy_(whole.view(shape))
 
     @torch.no_grad()
     def load(self, read: Callable[[str, str, int, int], Tensor | None], step: int) -> None:

@@ -98,12 +98,12 @@ class Trainer:
             if progress.step % config.training.log_every_steps == 0:
                 self._log(bar)
             if progress.step % config.validation.every_steps == 0:
-                self._validate(watchdog)
+                self._validate(bar, watchdog)
             if progress.step % config.checkpoints.every_steps == 0 and progress.step != last_step:
                 self._save()
             bar.show(progress.step)
         self._log(bar)
-        self._validate(watchdog)
+        self._validate(bar, watchdog)
         self._save(is_last=True)
         return Outcome.FINISHED
 
@@ -130,8 +130,10 @@ class Trainer:
 
     def _has_ended(self) -> bool:
         training, progress = self._config.training, self.progress
-        return (training.max_steps is not None and progress.step >= training.max_steps) or (
-            training.max_target_tokens is not None and progress.total_target_tokens >= training.max_target_tokens
+        return (
+            (training.max_steps is not None and progress.step >= training.max_steps)
+            or (training.max_target_tokens is not None and progress.total_target_tokens >= training.max_target_tokens)
+            or self._reporter.early_stopping.reason() is not None
         )
 
     def _next_batch(self, feed: Feed) -> GlobalBatch | None:
@@ -229,9 +231,9 @@ class Trainer:
     def _log(self, bar: ProgressBar) -> None:
         self._reporter.log(self.progress, self._learning_rate(max(1, self.progress.step)), bar)
 
-    def _validate(self, watchdog: Watchdog) -> None:
+    def _validate(self, bar: ProgressBar, watchdog: Watchdog) -> None:
         step = self.progress.step
-        self._reporter.validate(step, lambda: watchdog.progress(f"validating after step {step}"))
+        self._reporter.validate(step, bar, lambda: watchdog.progress(f"validating after step {step}"))
 
     def _save(self, is_last: bool = False) -> None:
         """Begins a checkpoint of this step, once (collective); the last one of a process is waited for."""
@@ -283,6 +285,7 @@ class Trainer:
             "scaler": self._engine.scaler_state(),
             "loss_monitor": self._monitor.state(),
             "losses_to_judge": self._losses_to_judge(),
+            "early_stopping": self._reporter.early_stopping.state(),
             "interval": self._reporter.state(),
             "validation": self._reporter.validated(progress.step),
             **self._identity,

@@ -19,7 +19,17 @@ class Objective(nn.Module):
         self._label_smoothing = label_smoothing
         self._autocast = precision == "bf16"
 
-    def forward(self, source_BS: Tensor, target_in_BT: Tensor, target_out_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """(label-smoothed loss, negative log-likelihood), each summed over the real target tokens."""
-        with torch.autocast(source_BS.device.type, torch.bfloat16, enabled=self._autocast):
-            return self.model.loss(source_BS, target_in_BT, target_out_BT, self._label_smoothing)
+    def forward(
+        self, source_BS: Tensor, target_in_BT: Tensor, target_out_BT: Tensor, counts_hits: bool = False
+    ) -> tuple[Tensor, ...]:
+        """(label-smoothed loss, negative log-likelihood), each summed over the real target tokens.
+
+        With `counts_hits` also how many of them are the likeliest token; then without gradients.
+        """
+        sums = self.model.token_sums if counts_hits else self.model.loss
+        with self.autocast(source_BS.device):
+            return sums(source_BS, target_in_BT, target_out_BT, self._label_smoothing)
+
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """The precision that the model computes in, for calls of the model itself."""
+        return torch.autocast(device.type, torch.bfloat16, enabled=self._autocast)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -60,11 +61,13 @@ class Interval:
 
 @dataclass(frozen=True)
 class Journal:
-    """Where rank 0 writes what happens; `checkpoint_saved` is told of each whole checkpoint."""
+    """Where rank 0 writes what happens; `checkpoint_saved` is told of each whole checkpoint, `samples_written` of the
+    sample translations of each validation: the step, and for each corpus its name and its `sentences`."""
 
     metrics: MetricsLog
     audit: MetricsLog | None
     checkpoint_saved: Callable[[int, Path], None]
+    samples_written: Callable[[int, list[dict[str, Any]]], None]
 
 
 def dropout_seed(seed: int, batches: int, lane: int) -> int:

@@ -109,18 +109,36 @@ def log_interval(step: int, values: Mapping[str, float | int | str]) -> None:
     )  # fmt: skip
 
 
-class ProgressBar:
-    """A progress bar where stderr is a terminal; nothing elsewhere (the log lines say the same)."""
+@dataclass(frozen=True)
+class Terminal:
+    """What a start of training prints, whatever its files say.
 
-    def __init__(self, total_steps: int | None, step: int) -> None:
+    Attributes:
+        quiet: warnings and errors only.
+        as_json: each record of metrics.jsonl on standard output too.
+    """
+
+    quiet: bool = False
+    as_json: bool = False
+
+
+class ProgressBar:
+    """A progress bar where stderr is a terminal; nothing elsewhere (the log lines say the same).
+
+    step ━━━━━━━╸━━━━━━ 12345/100000  loss 4.123  81,204 tokens/s  bleu 27.31 (step 12000)  save in 655  0:41:07 4:50:12
+    """
+
+    def __init__(self, total_steps: int | None, step: int, save_every_steps: int, quiet: bool = False) -> None:
         columns = (
             TextColumn("[bold]step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
             TimeElapsedColumn(), TimeRemainingColumn(),
         )  # fmt: skip
         self._progress = Progress(
-            *columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True
+            *columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty(), transient=True
         )
         self._task: TaskID = self._progress.add_task("", total=total_steps, completed=step)
+        self._save_every_steps = save_every_steps
+        self._speed = self._score = ""
 
     def __enter__(self) -> "ProgressBar":
         self._progress.start()
@@ -132,8 +150,15 @@ class ProgressBar:
         self._progress.stop()
 
     def show(self, step: int, loss: float | None = None, tokens_per_second: float | None = None) -> None:
-        text = None if loss is None else f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
-        self._progress.update(self._task, completed=step, description=text)
+        """Moves on; loss and speed are those last given."""
+        if loss is not None:
+            self._speed = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  "
+        to_save = self._save_every_steps - step % self._save_every_steps
+        self._progress.update(self._task, completed=step, description=f"{self._speed}{self._score}save in {to_save}")
+
+    def show_score(self, step: int, measure: str, value: float) -> None:
+        """The newest value of validation.metric."""
+        self._score = f"{measure} {value:.2f} (step {step})  "
 
 
 def _corpus_line(name: str, split: Split) -> str:

@@ -1,29 +1,28 @@
 """What a run says of itself: sums over a log interval, log lines, validation, and the records of each."""
 
-import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from dist_transformer.config.models import Config
-from dist_transformer.data.loader import MicroBatch
 from dist_transformer.distributed import Ranks
+from dist_transformer.training.early_stopping import EarlyStopping
 from dist_transformer.training.engine import Engine
 from dist_transformer.training.feed import GlobalBatch
 from dist_transformer.training.records import INTERVAL_COUNTS, INTERVAL_SUMS, Interval, Journal, Progress
 from dist_transformer.training.report import ProgressBar, interval_values, log_interval
-from dist_transformer.training.validation import ValidationResult, validate
-
-log = logging.getLogger(__name__)
+from dist_transformer.training.system_metrics import NodeSampler
+from dist_transformer.training.validator import Validated, Validator
 
 
 class Reporter:
     """Counts what the trainer does, and writes it down: into the log, metrics.jsonl and audit.jsonl.
 
     Args:
-        validation: micro-batches of the validation corpus, the same on every rank; may be empty.
+        early_stopping: hears of every regular validation.
+        sampler: how busy the nodes are, noted with each log line; None: not wanted.
         journal: None on all ranks but the first.
         recorded: newest step of each event ("train", "validation") in metrics.jsonl, the same on every rank.
     """
@@ -33,15 +32,18 @@ class Reporter:
         config: Config,
         ranks: Ranks,
         engine: Engine,
-        validation: Sequence[MicroBatch],
+        validator: Validator,
+        early_stopping: EarlyStopping,
+        sampler: NodeSampler | None,
         journal: Journal | None,
         recorded: dict[str, int],
     ) -> None:
         self._config, self._ranks, self._engine = config, ranks, engine
-        self._validation, self.journal, self._recorded = validation, journal, dict(recorded)
+        self._validator, self.journal, self._recorded = validator, journal, dict(recorded)
+        self.early_stopping, self._sampler = early_stopping, sampler
         self.interval = self._new_interval()
         self._last: GlobalBatch | None = None
-        self._validated: tuple[int, ValidationResult] | None = None
+        self._validated: tuple[int, Validated] | None = None
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on with the sums of a log interval that a checkpoint cut in two."""
@@ -99,29 +101,29 @@ class Reporter:
         log_interval(progress.step, values)
         bar.show(progress.step, loss, interval.target_tokens / seconds)
         self._recorded["train"] = progress.step
+        if self._sampler is not None:
+            self._log_system(self._sampler.means(), progress.step)
         self.interval = self._new_interval()
 
-    def validate(self, step: int, progress: Callable[[], None]) -> None:
-        """Loss on the validation corpus, once for a step (collective)."""
-        if not self._validation or step <= self._recorded["validation"]:
+    def validate(self, step: int, bar: ProgressBar, progress: Callable[[], None]) -> None:
+        """Measures the validation corpora, once for a step (collective)."""
+        if not self._validator.sets or step <= self._recorded["validation"]:
             return
         started = time.monotonic()
-        result = validate(self._engine, self._validation, self._ranks, progress)
-        self._validated, self._recorded["validation"] = (step, result), step
+        found = self._validator.validate(step, progress)
+        self._validated, self._recorded["validation"] = (step, found), step
+        if (value := found.numbers.get(metric := self._config.validation.metric)) is not None:
+            bar.show_score(step, metric, value)
+        if step % self._config.validation.every_steps == 0:  # the last one of a run may be at any step
+            self.early_stopping.add(step, found.numbers)
         if self.journal:
-            self.journal.metrics.append("validation", step, result.metrics())
-        log.info(
-            "step %7d  validation loss %.4f  nll %.4f  perplexity %.2f",
-            step,
-            result.loss,
-            result.nll,
-            result.perplexity,
-        )
+            self.journal.metrics.append("validation", step, found.values)
+            self.journal.samples_written(step, found.samples)
         self.interval.started += time.monotonic() - started
 
     def validated(self, step: int) -> dict[str, float] | None:
         """What was measured at exactly this step."""
-        return self._validated[1].metrics() if self._validated and self._validated[0] == step else None
+        return self._validated[1].numbers if self._validated and self._validated[0] == step else None
 
     def stood_still(self, seconds: float) -> None:
         """Training stood still for a checkpoint; it is no part of the interval's speed."""
@@ -136,6 +138,10 @@ class Reporter:
             rows = {lane: lanes[lane] for lane in sorted(lanes, key=int)}
             values = dict(batch=number, epoch=batch.segment.epoch, batch_digest=batch.digest, rows=rows)
             self.journal.audit.append("batch", step, values)
+
+    def _log_system(self, means: dict[str, float], step: int) -> None:
+        if self.journal and means:
+            self.journal.metrics.append("system", step, means)
 
     def _new_interval(self) -> Interval:
         return Interval(torch.zeros(2, dtype=torch.float64, device=self._ranks.device))

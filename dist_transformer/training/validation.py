@@ -1,8 +1,8 @@
-"""Loss on the validation corpus, its micro-batches dealt out to the ranks."""
+"""The validation corpora: what is measured of the reference, its micro-batches dealt out to the ranks."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -12,11 +12,48 @@ from dist_transformer.training.engine import Engine
 
 
 @dataclass(frozen=True)
-class ValidationResult:
-    """Means over the target tokens of the validation corpus, natural logarithm."""
+class ValidationSet:
+    """A validation corpus, the same on every rank.
+
+    Attributes:
+        name: as records have it; that of data.validation is "validation", and its measures have no name in front.
+        batches: all of its text in micro-batches.
+        sources, references: its first pairs, the ones to translate.
+    """
+
+    name: str
+    batches: Sequence[MicroBatch]
+    sources: Sequence[str] = ()
+    references: Sequence[str] = ()
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of its measures."""
+        return "" if self.name == "validation" else f"{self.name}/"
+
+
+@dataclass(frozen=True)
+class Translated:
+    """The translations of a set's sources, and what they score: bleu, chrf, their signatures, perhaps comet."""
+
+    translations: Sequence[str]
+    scores: dict[str, float | str] = field(default_factory=dict)
+
+
+Progress = Callable[[], None]
+Translate = Callable[[Sequence[ValidationSet], Progress], Iterator[Translated]]
+"""Translates each set with the weights as they are, shared over the ranks, and scores it (collective); the same on every
+rank. Progress is called for each batch."""
+
+
+@dataclass(frozen=True)
+class TokenMeasures:
+    """Means over the target tokens of a set, natural logarithm; the reference's tokens before are given to the model."""
 
     loss: float
     nll: float
+    token_accuracy: float
+    """Share of the target tokens that the model finds the likeliest."""
     target_tokens: int
 
     @property
@@ -25,34 +62,37 @@ class ValidationResult:
 
     def metrics(self) -> dict[str, float]:
         """What records and checkpoints keep of it."""
-        return {"loss": self.loss, "nll": self.nll, "perplexity": self.perplexity}
+        measures = {"loss": self.loss, "nll": self.nll, "perplexity": self.perplexity}
+        return {**measures, "token_accuracy": self.token_accuracy}
 
 
-def validate(
-    engine: Engine, batches: Sequence[MicroBatch], ranks: Ranks, progress: Callable[[], None]
-) -> ValidationResult:
-    """Loss without dropout on all of `batches` (collective); the same result on every rank.
+def measure_tokens(engine: Engine, batches: Sequence[MicroBatch], ranks: Ranks, progress: Progress) -> TokenMeasures:
+    """Of all of `batches`, without dropout (collective); the same result on every rank.
 
-    Rank r takes the micro-batches r, r + W, ...; where W does not divide their number, some ranks compute one more
-    whose loss is not counted: ZeRO 3 needs the same number of forward passes everywhere. `progress` is called after each.
+    Rank r takes the micro-batches r, r + W, ...; where W does not divide their number, some ranks compute one more that
+    is not counted: ZeRO 3 needs the same number of forward passes everywhere. `progress` is called after each.
     """
-    sums = torch.zeros(3, dtype=torch.float64)
+    sums = torch.zeros(4, dtype=torch.float64)
     engine.train(False)
     with torch.no_grad():
         for first in range(0, len(batches), ranks.num_ranks):
             mine = first + ranks.rank
             batch = batches[min(mine, len(batches) - 1)]
-            loss, nll = forward(engine, batch, ranks.device)
+            found = [float(value) for value in engine(*_sides(batch, ranks.device), True)]
             if mine < len(batches):
-                sums += torch.tensor([float(loss), float(nll), batch.shape.target_tokens], dtype=torch.float64)
+                sums += torch.tensor([*found, batch.shape.target_tokens], dtype=torch.float64)
             progress()
     engine.train()
-    loss_sum, nll_sum, tokens = ranks.sum(sums).tolist()
-    return ValidationResult(loss_sum / tokens, nll_sum / tokens, int(tokens))
+    loss_sum, nll_sum, hits, tokens = ranks.sum(sums).tolist()
+    return TokenMeasures(loss_sum / tokens, nll_sum / tokens, hits / tokens, int(tokens))
 
 
 def forward(engine: Engine, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss, nll), each summed over the micro-batch's target tokens."""
-    sides = (batch.source_BS, batch.target_in_BT, batch.target_out_BT)
-    loss, nll = engine(*(side.to(device, non_blocking=True) for side in sides))
+    loss, nll = engine(*_sides(batch, device))
     return loss, nll
+
+
+def _sides(batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, ...]:
+    sides = (batch.source_BS, batch.target_in_BT, batch.target_out_BT)
+    return tuple(side.to(device, non_blocking=True) for side in sides)

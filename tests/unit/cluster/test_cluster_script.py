@@ -7,7 +7,7 @@ import pytest
 from cluster_helpers import NASTY, config_of
 
 from dist_transformer.cluster.script import Code, needed_folders, render_script
-from dist_transformer.config.models import SlurmConfig
+from dist_transformer.config.slurm_models import SlurmConfig
 from dist_transformer.share_folder import share_folder
 
 SCRIPTS = sorted(path.name for path in share_folder("slurm").glob("*.sbatch"))

@@ -82,6 +82,43 @@ def test_a_final_model_of_what_is_not_kept_or_not_known_is_refused(path, overrid
     assert said in one_problem_of(path, *overrides)
 
 
+MORE = "data.more_validation={news: {demo: test}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["validation.metric=blue"], "validation.metric: 'blue' is no measure; expected one of loss, nll, perplexity"),
+        (["validation.metric=newz/bleu", MORE], "validation.metric: 'newz' is no corpus of data.more_validation"),
+        (["validation.metric=newz/bleu"], "validation.metric: 'newz' is no corpus of data.more_validation; there are: none"),
+        (["validation.metric=news/accuracy", MORE], "validation.metric: 'accuracy' is no measure"),
+        (["validation.metric=bleu", "validation.translate=false"], "bleu needs validation.translate: true"),
+        (["validation.metric=news/chrf", MORE, "validation.translate=false"], "chrf needs validation.translate: true"),
+        (["validation.metric=comet"], "validation.metric: comet needs validation.comet"),
+        (["validation.comet=x", "validation.translate=false"], "validation.comet: scores translations"),
+        (["validation.patience=3"], "validation.patience: is about loss of data.validation, which is not given"),
+        (["validation.target=30", "validation.metric=bleu"], "validation.target: is about bleu of data.validation"),
+        (["checkpoints.keep_best=1", MORE], "checkpoints.keep_best: needs data.validation: the best are those of the best loss"),
+        (["data.more_validation={test: {demo: test}}"], "data.more_validation.test: 'test' is the name of data.test"),
+        (["data.more_validation={train: {demo: test}}"], "data.more_validation.train: 'train' is the name of data.train"),
+        (["data.more_validation={a/b: {demo: test}}"], "data.more_validation.a/b: 'a/b': expected letters, digits"),
+        (["data.more_validation={news: {path: no.tsv}}"], "data.more_validation.news.path: no such file: ./no.tsv"),
+        (["data.more_validation={news: {}}"], "data.more_validation.news: expected one of source+target, path, hub, demo"),
+    ],
+)  # fmt: skip
+def test_a_validation_that_cannot_be_measured_is_refused(path, overrides, said):
+    assert said in one_problem_of(path, *overrides)
+
+
+def test_what_is_measured_can_decide_about_the_end_and_the_best(path):
+    every = ["validation.patience=3", "validation.target=1", "checkpoints.keep_best=1", MORE]
+    for metric in ("news/token_accuracy", "news/bleu", "news/loss"):
+        assert load_config(path, [*every, f"validation.metric={metric}"]).validation.metric == metric
+    for metric in ("perplexity", "chrf", "comet"):
+        given = [VALIDATED, *every, "validation.comet=Unbabel/wmt22-comet-da", f"validation.metric={metric}"]
+        assert load_config(path, given).validation.metric == metric
+
+
 def test_every_final_model_can_be_had(path):
     best = [VALIDATED, "checkpoints.keep_best=2", "checkpoints.every_steps=400", "validation.every_steps=200"]
     for name in ("average_last", "average_best", "ema"):
@@ -166,6 +203,16 @@ def test_a_secret_in_a_file_is_refused_with_its_line(path):
 def test_a_secret_of_a_wrong_kind_is_not_printed_either(path):
     for override in ("slurm.environment={HF_TOKEN: [hunter2]}", "slurm.environment=HF_TOKEN=hunter2"):
         assert "hunter2" not in "\n".join(problems_of(path, override))
+
+
+def test_an_alias_needs_the_name_of_a_registered_model(path):
+    assert "tracking.register_as" in one_problem_of(path, "tracking.alias=champion")
+    assert load_config(path, ["tracking.alias=champion", "tracking.register_as=en-de"]).tracking.alias == "champion"
+
+
+@pytest.mark.parametrize("name", ["en/de", "en:de", "it's"])
+def test_a_name_that_the_registry_would_refuse_is_refused_at_once(path, name):
+    assert "tracking.register_as" in one_problem_of(path, f'tracking.register_as="{name}"')
 
 
 ADDRESSES = [

@@ -1,8 +1,16 @@
 """Scores are sacreBLEU's own."""
 
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import sacrebleu
 
+from dist_transformer.data.demo_corpus import demo_pairs
+from dist_transformer.decoding import score
 from dist_transformer.decoding.score import corpus_scores
 from dist_transformer.errors import DataError
 
@@ -43,3 +51,50 @@ def test_sides_of_different_length_are_named_with_their_lengths() -> None:
 def test_nothing_to_score_is_said() -> None:
     with pytest.raises(DataError, match="no lines to score"):
         corpus_scores([], [])
+
+
+def spoilt(lines: list[str]) -> list[str]:
+    """As a translation might be: words left out, repeated and exchanged, another punctuation."""
+    drawn = random.Random(1)
+    made = []
+    for line in lines:
+        words = [word for word in line.split() for _ in range(drawn.choice((0, 1, 1, 1, 1, 1, 2)))]
+        if len(words) > 2 and drawn.random() < 0.3:
+            words[0], words[-1] = words[-1], words[0]
+        made.append(" ".join(words).replace(".", " .") if drawn.random() < 0.2 else " ".join(words))
+    return made
+
+
+@pytest.mark.parametrize("languages", ["en-de", "en-zh"])
+def test_scores_and_signatures_are_those_of_the_sacrebleu_command(tmp_path: Path, languages: str) -> None:
+    references = [target for _, (_, target) in zip(range(400), demo_pairs("test"), strict=False)]
+    if languages == "en-zh":  # any text with Chinese characters in it
+        references = [line.replace("e", "\u4e00").replace("i", "\u4e8c") for line in references]
+    hypotheses = spoilt(references)
+    for name, lines in (("hyp", hypotheses), ("ref", references)):
+        (tmp_path / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
+    command = [sys.executable, "-m", "sacrebleu", "ref", "-i", "hyp", "-l", languages, "-m", "bleu", "chrf", "-w", "12"]
+    out = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    bleu, chrf = json.loads(out)
+    ours = corpus_scores(hypotheses, references, languages.split("-")[1])
+    assert f"{ours['bleu']:.12f}" == f"{bleu['score']:.12f}"
+    assert f"{ours['chrf']:.12f}" == f"{chrf['score']:.12f}"
+    assert ours["bleu_signature"] == bleu["signature"]
+    assert ours["chrf_signature"] == chrf["signature"]
+    assert 5 < bleu["score"] < 95
+
+
+@pytest.mark.parametrize(("language", "tokenizer"), [("de", "13a"), ("", "13a"), ("zh", "zh"), ("zh_CN", "zh")])
+def test_the_target_language_decides_the_tokenizer(language: str, tokenizer: str) -> None:
+    assert f"tok:{tokenizer}|" in str(corpus_scores(HYPOTHESES, REFERENCES, language)["bleu_signature"])
+
+
+def test_without_the_package_for_japanese_characters_are_counted_and_it_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "MeCab", None)
+    monkeypatch.delitem(sys.modules, "sacrebleu.tokenizers.tokenizer_ja_mecab", raising=False)
+    score._tokenizer.cache_clear()
+    assert "tok:char|" in str(corpus_scores(HYPOTHESES, REFERENCES, "ja")["bleu_signature"])
+    assert "pip install 'sacrebleu[ja]'" in caplog.text
+    score._tokenizer.cache_clear()

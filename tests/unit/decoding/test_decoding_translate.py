@@ -1,13 +1,15 @@
 """Lines in, lines out: order, blank lines, batches, any length."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 import torch
 
 from dist_transformer.config.models import DecodingConfig
 from dist_transformer.decoding import translate
-from dist_transformer.decoding.translate import pad_together, token_batches, translate_lines
+from dist_transformer.decoding.translate import pad_together, token_batches, translate_lines, translate_together
 from dist_transformer.errors import UserError
 from dist_transformer.model.transformer import Transformer
 
@@ -76,6 +78,41 @@ def test_no_more_than_a_chunk_is_read_ahead(model: Transformer, monkeypatch: pyt
     translations = translate_lines(model, WordTokenizer(), endless(), DecodingConfig(), torch.device("cpu"))
     next(translations)
     assert len(read) == 3
+
+
+@dataclass
+class LonelyRank:
+    """One rank of a group that it never hears of: `gather` keeps what it was given."""
+
+    rank: int
+    num_ranks: int
+    given: list[dict[int, str]] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def gather(self, value: dict[int, str]) -> list[dict[int, str]]:
+        self.given.append(value)
+        return [value]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 9])
+def test_over_any_number_of_ranks_each_line_is_translated_once_as_by_one(
+    num_ranks: int, model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(translate, "CHUNK_LINES", 5)
+    config = DecodingConfig(beam_size=2, max_extra_tokens=3, max_tokens=10)
+    group = [LonelyRank(rank, num_ranks) for rank in range(num_ranks)]
+    moved: list[list[int]] = [[] for _ in group]
+    for rank, calls in zip(group, moved, strict=True):
+        translate_together(model, WordTokenizer(), LINES, config, rank, partial(calls.append, 1))  # type: ignore[arg-type]
+    found = [line for rank in group for line in rank.given[0].items()]
+    assert len(dict(found)) == len(found)
+    expected = translated(model, LINES, max_tokens=10)
+    assert [dict(found).get(line, "") for line in range(len(LINES))] == expected
+    assert len({len(calls) for calls in moved}) == 1  # every rank hears of every batch
+    assert len(moved[0]) > 3
 
 
 def test_batches_hold_every_sentence_once_within_the_budget() -> None:

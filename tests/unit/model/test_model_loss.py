@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_transformer.model import loss as loss_module
-from dist_transformer.model.loss import label_smoothed_cross_entropy
+from dist_transformer.model.loss import label_smoothed_cross_entropy, token_sums
 
 NUM_TOKENS, D_MODEL, VOCABULARY, PAD = 23, 6, 11, 0
 
@@ -161,3 +161,17 @@ def test_logits_of_all_tokens_never_exist_at_once(monkeypatch: pytest.MonkeyPatc
         ours, _ = label_smoothed_cross_entropy(hidden, weight, torch.randint(1, 200, (300,)), 0.1, PAD)
         ours.backward()
     assert watched.elements == 16 * 200
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_sums_of_validation_are_those_of_training_and_hits_are_counted_over_all_chunks(dtype):
+    torch.manual_seed(5)
+    hidden, weight = torch.randn(2500, 8).to(dtype), torch.randn(40, 8).to(dtype)
+    target = torch.randint(0, 40, (2500,))
+    logits = hidden.double() @ weight.double().T
+    target[::3] = logits.argmax(1)[::3]
+    loss, nll, hits = token_sums(hidden, weight, target, 0.1, PAD)
+    assert (loss, nll) == label_smoothed_cross_entropy(hidden, weight, target, 0.1, PAD)
+    assert hits == ((logits.argmax(1) == target) & (target != PAD)).sum() > 800
+    assert not loss.requires_grad
+    assert token_sums(hidden, weight, torch.full_like(target, PAD), 0.1, PAD) == (0, 0, 0)

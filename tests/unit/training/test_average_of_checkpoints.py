@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from dist_transformer.cli import write_model
 from dist_transformer.cli.main import app
 from dist_transformer.cli.write_model import Averaged, write_final_model
-from dist_transformer.config.models import CheckpointConfig
+from dist_transformer.config.models import CheckpointConfig, ValidationConfig
 from dist_transformer.errors import CheckpointError
 from dist_transformer.run_dir import RunDir
 
@@ -23,7 +23,7 @@ LOSSES = {2: 1.0, 4: 3.0, 5: 0.1, 6: 2.0, 8: 4.0}
 def run_dir(tmp_path):
     run_dir = RunDir(tmp_path / "run")
     for step, loss in LOSSES.items():
-        save(run_dir, step, parts=PARTS, validation={"loss": loss})
+        save(run_dir, step, parts=PARTS, validation={"loss": loss, "news/bleu": 10 * loss})
     return run_dir
 
 
@@ -38,8 +38,9 @@ def averaged(run_dir, monkeypatch):
         source_language="en", target_language="de",
     )  # fmt: skip
 
-    def call(choice=None, **settings):
-        config = SimpleNamespace(checkpoints=CheckpointConfig(**{"every_steps": 2, **settings}), model=None)
+    def call(choice=None, metric="loss", **settings):
+        kept = CheckpointConfig(**{"every_steps": 2, **settings})
+        config = SimpleNamespace(checkpoints=kept, validation=ValidationConfig(metric=metric), model=None)
         made_of = write_final_model(config, run_dir, Path(), manifest, Path(), choice)
         return made_of, written[-1]
 
@@ -76,6 +77,13 @@ def test_the_configuration_says_what_the_final_model_is(averaged, settings, part
 def test_a_choice_goes_before_the_configuration(averaged):
     assert averaged(Averaged("average_last", 1), final_model="ema")[0] == average_of(8)
     assert averaged(Averaged("average_best", 1))[0] == average_of(2)
+
+
+def test_the_best_are_so_by_the_metric_of_validation(averaged):
+    best = {"final_model": "average_best", "keep_best": 2}
+    assert averaged(**best, metric="news/bleu")[0] == average_of(4, 8)
+    with pytest.raises(CheckpointError, match="no checkpoint knows its validation chrf, so none is the best"):
+        averaged(**best, metric="chrf")
 
 
 @pytest.mark.parametrize(

@@ -173,8 +173,9 @@ def a_run(run_dir, losses):
         save(run_dir, step, num_ranks=1, validation=None if loss is None else {"loss": loss})
 
 
-def kept(run_dir, patience_steps=1000, **values):
-    checkpoints.retain(run_dir, CheckpointConfig(**{"every_steps": 2, "keep_last": 1, **values}), patience_steps)
+def kept(run_dir, patience_steps=1000, metric="loss", **values):
+    settings = CheckpointConfig(**{"every_steps": 2, "keep_last": 1, **values})
+    checkpoints.retain(run_dir, settings, patience_steps, metric)
     return names(checkpoints.saved(run_dir))
 
 
@@ -197,14 +198,22 @@ def test_one_that_a_divergence_noticed_now_would_leave_is_kept(run_dir):
 
 def test_the_best_are_kept_besides_and_a_loss_that_is_no_number_is_never_best(run_dir):
     a_run(run_dir, LOSSES)
-    assert names(checkpoints.best(checkpoints.saved(run_dir), 2)) == [3, 4]
-    assert names(checkpoints.best(checkpoints.saved(run_dir), 99)) == [2, 3, 4, 6, 10]
+    assert names(checkpoints.best(checkpoints.saved(run_dir), 2, "loss")) == [3, 4]
+    assert names(checkpoints.best(checkpoints.saved(run_dir), 99, "loss")) == [2, 3, 4, 6, 10]
     assert kept(run_dir, keep_best=2) == [4, 6, 12]  # 3 was a stop
+
+
+def test_the_best_are_those_of_the_highest_value_where_higher_is_better(run_dir):
+    for step, loss in LOSSES.items():
+        save(run_dir, step, num_ranks=1, validation=None if loss is None else {"loss": 0.0, "news/chrf": loss})
+    assert names(checkpoints.best(checkpoints.saved(run_dir), 2, "news/chrf")) == [2, 10]
+    assert names(checkpoints.best(checkpoints.saved(run_dir), 2, "chrf")) == []
+    assert kept(run_dir, metric="news/chrf", keep_best=2) == [2, 10, 12]
 
 
 def test_of_equal_losses_the_newer_is_better(run_dir):
     a_run(run_dir, {2: 1.0, 4: 1.0, 6: None})
-    assert names(checkpoints.best(checkpoints.saved(run_dir), 1)) == [4]
+    assert names(checkpoints.best(checkpoints.saved(run_dir), 1, "loss")) == [4]
 
 
 def test_those_of_every_so_many_steps_are_kept_for_good(run_dir):

@@ -1,0 +1,136 @@
+"""The validation of a run: its corpora read and tokenized, translated with the weights of the moment, scored."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from dist_transformer.cli.first_rank import by_first_rank
+from dist_transformer.cli.run_data import RunData
+from dist_transformer.config.data_models import CorpusConfig
+from dist_transformer.config.models import Config
+from dist_transformer.data.kept_text import Pairs, kept_pairs, texts_to_keep
+from dist_transformer.data.loader import MicroBatch
+from dist_transformer.data.prepare_start import load_tokenizer
+from dist_transformer.data.text_batches import refuse_longer, text_batches
+from dist_transformer.data.tokenizer import Tokenizer
+from dist_transformer.decoding.comet import CometScorer
+from dist_transformer.decoding.score import corpus_scores
+from dist_transformer.decoding.translate import translate_together
+from dist_transformer.distributed import Ranks
+from dist_transformer.errors import DataError
+from dist_transformer.interop.model_folder import empty_model
+from dist_transformer.model.transformer import Transformer
+from dist_transformer.training.engine import Engine
+from dist_transformer.training.validation import Progress, Translate, Translated, ValidationSet
+from dist_transformer.training.validator import Validator
+
+
+def open_validator(
+    config: Config, data: RunData, engine: Engine, ranks: Ranks, heard: Callable[[str], None]
+) -> Validator:
+    """Reads the corpora (collective). `heard` is told what is done, as long as something moves.
+
+    Raises:
+        UserError: on every rank: a corpus cannot be read, a line of it is too long, or COMET's package is not there.
+    """
+    heard("reading the validation corpus")
+    tokenizer = load_tokenizer(data.folder, data.manifest.tokenizer)
+    texts = {key: _read(key, *text, data, ranks, heard) for key, text in texts_to_keep(config).items()}
+    sets = []
+    if config.data.validation is not None and (batches := data.validation()):
+        sets.append(_main_set(batches, texts.get("validation"), tokenizer, config.model.max_positions))
+    for name in config.data.more_validation:
+        sets.append(_further_set(name, texts[f"more_validation.{name}"], config, data, tokenizer))
+    translate = None
+    if config.validation.translate and sets:
+        translate = _translator(config, data, tokenizer, engine, ranks, _comet(config, ranks, heard))
+    return Validator(config.validation, config.run.seed, sets, engine, ranks, translate)
+
+
+def _main_set(
+    batches: list[MicroBatch], text: Pairs | None, tokenizer: Tokenizer, max_positions: int | None
+) -> ValidationSet:
+    """data.validation: measured as it is prepared, translated as it is written."""
+    if text is None:
+        return ValidationSet("validation", batches)
+    sources, references = text
+    if max_positions is not None:
+        refuse_longer([len(ids) for ids in tokenizer.encode_source(sources)], max_positions, "data.validation")
+    return ValidationSet("validation", batches, sources, references)
+
+
+def _further_set(name: str, text: Pairs, config: Config, data: RunData, tokenizer: Tokenizer) -> ValidationSet:
+    """One of data.more_validation, every pair of it."""
+    place = f"data.more_validation.{name}"
+    batches = list(text_batches(data.builder, tokenizer, *text, config.model.max_positions, place))
+    most = config.validation.max_sentences
+    sources, references = (side[:most] if config.validation.translate else [] for side in text)
+    return ValidationSet(name, batches, sources, references)
+
+
+def _read(
+    key: str, corpus: CorpusConfig, most: int | None, data: RunData, ranks: Ranks, heard: Callable[[str], None]
+) -> Pairs:
+    """The text, read once (collective)."""
+
+    def read() -> Pairs:
+        try:
+            return kept_pairs(corpus, data.config.data, most, data.folder)
+        except DataError as error:
+            remedy = (
+                "put it back, or go on without translations: validation.translate=false"
+                if key == "validation"
+                else "put it back, or go on without this corpus"
+            )
+            raise DataError(f"data.{key}: {error} ({remedy})") from error
+
+    return by_first_rank(ranks, read, lambda: heard(f"reading data.{key}"))
+
+
+def _comet(config: Config, ranks: Ranks, heard: Callable[[str], None]) -> CometScorer | None:
+    """COMET on rank 0, loaded before the first step; None on the others, and where it is not asked for (collective)."""
+    name = config.validation.comet
+    if name is None:
+        return None
+    loaded: list[CometScorer] = []  # it stays on rank 0
+    by_first_rank(ranks, lambda: loaded.append(CometScorer(name)), lambda: heard("loading COMET"))
+    return loaded[0] if loaded else None
+
+
+def _translator(
+    config: Config, data: RunData, tokenizer: Tokenizer, engine: Engine, ranks: Ranks, comet: CometScorer | None
+) -> Translate:
+    search = config.decoding.model_copy(update={"beam_size": config.validation.beam_size})
+
+    def scores(each: ValidationSet, translations: Sequence[str]) -> dict[str, float | str]:
+        found = corpus_scores(translations, each.references, config.data.target_language)
+        del found["exact_match"]
+        if comet is not None:
+            found["comet"] = comet.score(each.sources, translations, each.references)
+        return found
+
+    def translate(sets: Sequence[ValidationSet], progress: Progress) -> Iterator[Translated]:
+        with _whole_model(config, data, engine, ranks) as model:
+            for each in sets:
+                with engine.objective.autocast(ranks.device):
+                    lines = translate_together(model, tokenizer, each.sources, search, ranks, progress)
+                yield Translated(lines, by_first_rank(ranks, partial(scores, each, lines), progress))
+
+    return translate
+
+
+@contextmanager
+def _whole_model(config: Config, data: RunData, engine: Engine, ranks: Ranks) -> Iterator[Transformer]:
+    """The model in eval mode with all weights on every rank, to be called without collectives (collective)."""
+    if engine.has_whole_weights:
+        engine.train(False)
+        yield engine.objective.model
+        engine.train()
+        return
+    manifest = data.manifest
+    model = empty_model(config.model, manifest.source_vocabulary, manifest.target_vocabulary, manifest.pad_id)
+    if config.training.precision == "fp16":
+        model.half()
+    model.to_empty(device=ranks.device).eval().requires_grad_(False)
+    engine.copy_weights(dict(model.named_parameters()))
+    yield model

@@ -1,0 +1,81 @@
+"""The only door to COMET (package unbabel-comet, not installed with this one): a score by a trained model."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dist_transformer.errors import UserError
+
+BATCH_SENTENCES = 16
+
+
+class CometScorer:
+    """A COMET model in the CPU's memory; it scores on a GPU where there is one.
+
+    Args:
+        name: of the package's models (Unbabel/wmt22-comet-da), or a checkpoint file.
+
+    Raises:
+        UserError: the package is not there, or the model is not.
+    """
+
+    def __init__(self, name: str) -> None:
+        try:
+            with _logging_kept():
+                from comet import download_model, load_from_checkpoint
+        except ImportError as error:
+            raise UserError(
+                f"COMET scores need the package unbabel-comet, which cannot be imported ({error}): "
+                "pip install unbabel-comet, or go on without (validation.comet, --comet)"
+            ) from error
+        try:
+            file = name if Path(name).is_file() else download_model(name)
+            self._model: Any = load_from_checkpoint(file).eval()
+        except (OSError, KeyError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"the COMET model {name} cannot be loaded ({type(error).__name__}: {error}): expected a name of the "
+                "package's models, such as Unbabel/wmt22-comet-da, or a checkpoint file"
+            ) from error
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @torch.no_grad()
+    def score(self, sources: Sequence[str], translations: Sequence[str], references: Sequence[str]) -> float:
+        """The mean over the sentences; most models give 0 to 1."""
+        samples = [
+            {"src": source, "mt": translation, "ref": reference}
+            for source, translation, reference in zip(sources, translations, references, strict=True)
+        ]
+        model = self._model.to(self._device)
+        total = 0.0
+        for first in range(0, len(samples), BATCH_SENTENCES):
+            # Not `predict`: that would start a trainer of its own, with ranks and signal handlers.
+            inputs = model.prepare_for_inference(samples[first : first + BATCH_SENTENCES])
+            total += float(model.predict_step(_moved(inputs, self._device)).scores.double().sum())
+        self._model = model.to("cpu")
+        return total / len(samples)
+
+
+@contextmanager
+def _logging_kept() -> Iterator[None]:
+    """The package sets up logging for the whole process when it is imported: every line of ours would come twice."""
+    handlers, level = list(logging.root.handlers), logging.root.level
+    try:
+        yield
+    finally:
+        logging.root.handlers[:] = handlers
+        logging.root.setLevel(level)
+
+
+def _moved(inputs: Any, device: torch.device) -> Any:
+    """Tensors in tuples and dictionaries, on the device."""
+    if isinstance(inputs, torch.Tensor):
+        return inputs.to(device)
+    if isinstance(inputs, dict):
+        return {key: _moved(value, device) for key, value in inputs.items()}
+    if isinstance(inputs, list | tuple):
+        return type(inputs)(_moved(value, device) for value in inputs)
+    return inputs

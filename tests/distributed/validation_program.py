@@ -1,0 +1,80 @@
+"""As a rank, `validation_program.py RUN RESULTS` validates the newest checkpoint of a run under every ZeRO stage.
+
+Rank 0 writes what was measured and every translation as JSON.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+from dist_transformer.launching import start_local_ranks  # noqa: E402
+
+COMBINATIONS = [(stage, "fp32") for stage in range(4)] + [(1, "bf16"), (3, "bf16"), (1, "fp16"), (3, "fp16")]
+
+
+def launch(run: Path, num_ranks: int, folder: Path) -> dict[str, Any]:
+    """What `num_ranks` ranks found, by stage and precision; the short precisions on 2 ranks only."""
+    results = folder / f"{num_ranks}.json"
+    program = (sys.executable, str(Path(__file__).resolve()))
+    assert start_local_ranks([str(run), str(results)], num_ranks, program=program) == 0
+    found: dict[str, Any] = json.loads(results.read_text(encoding="utf-8"))
+    return found
+
+
+def run_as_rank(run: Path, results: Path) -> None:
+    import torch
+
+    from dist_transformer import distributed
+    from dist_transformer.cli.run_data import open_run_data
+    from dist_transformer.cli.run_validation import open_validator
+    from dist_transformer.cli.training_run import objective_of
+    from dist_transformer.config.loading import load_config
+    from dist_transformer.data.manifest import Manifest
+    from dist_transformer.data.prepare import prepared_folder
+    from dist_transformer.run_dir import RunDir
+    from dist_transformer.training import checkpoints
+    from dist_transformer.training.engine import Engine
+
+    ranks = distributed.join(60)
+    torch.set_num_threads(1)
+    found = {}
+    for stage, precision in COMBINATIONS if ranks.num_ranks == 2 else COMBINATIONS[:4]:
+        given = [f"training.zero_stage={stage}", f"training.precision={precision}", "validation.samples=1000"]
+        config = load_config(run / "config.yaml", given, check_files=False)
+        folder = prepared_folder(config)
+        manifest = Manifest.load(folder)
+        engine = Engine(objective_of(config, manifest), config.training, config.optimizer, ranks)
+        checkpoint = checkpoints.newest_whole(RunDir(run), None)
+        assert checkpoint is not None
+        checkpoints.load(checkpoint, engine)
+        progress: list[int] = []
+        validator = open_validator(config, open_run_data(config, folder, manifest), engine, ranks, lambda doing: None)
+        random_state = torch.random.get_rng_state()
+        validated = validator.validate(checkpoint.step, lambda calls=progress: calls.append(1))
+        found[f"{stage} {precision}"] = {
+            "values": validated.values,
+            "translations": {
+                each["corpus"]: {s["number"]: s["translation"] for s in each["sentences"]} for each in validated.samples
+            },
+            "random_state_moved": not torch.equal(torch.random.get_rng_state(), random_state),
+            "differs": len({json.dumps(other) for other in ranks.gather([validated.values, validated.samples])}) > 1,
+            "is_training": engine.objective.training,
+            "progress": ranks.gather(len(progress)),
+        }
+        engine.close()
+    if ranks.is_first:
+        results.write_text(json.dumps(found), encoding="utf-8")
+    ranks.barrier()
+    distributed.leave()
+    sys.stdout.flush()
+    os._exit(0)  # as `train` does: threads of gloo's may outlive the interpreter, and abort
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    run_as_rank(Path(sys.argv[1]), Path(sys.argv[2]))

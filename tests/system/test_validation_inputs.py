@@ -1,0 +1,54 @@
+"""What is wrong with a validation corpus or a score is said before the first step, with what to do."""
+
+import shutil
+
+import pytest
+from running import records
+
+pytestmark = pytest.mark.slow
+
+TRANSLATED = ("validation.every_steps=2", "validation.translate=true", "training.max_steps=4")
+
+
+def test_a_run_whose_validation_text_is_gone_says_so_and_goes_on_without_translations(command, train_small, tmp_path):
+    for side in ("en", "de"):
+        shutil.copy(command.folder / f"valid.{side}", tmp_path)
+    corpus = f"data.validation={{source: {tmp_path}/valid.en, target: {tmp_path}/valid.de}}"
+    run = train_small("gone", corpus, *TRANSLATED, "checkpoints.every_steps=1")
+    (tmp_path / "valid.de").unlink()
+    said = command("train", run, "training.max_steps=6", "--ranks", 2, code=2)
+    assert "data.validation: " in said
+    assert f"{tmp_path}/valid.de: no such file" in said
+    assert "put it back, or go on without translations: validation.translate=false" in said
+    assert "Traceback" not in said
+    command("train", run, "training.max_steps=6", "validation.translate=false")
+    assert [("bleu" in record, record["step"]) for record in records(run, "validation")] == [
+        (True, 2),
+        (True, 4),
+        (False, 6),
+    ]
+
+    said = command("evaluate", run, "--split", "newstest", code=2)
+    assert "data.more_validation.newstest is not given in" in said
+    assert "one of the corpora that are there with --split: test, validation" in said
+
+
+def test_a_line_that_the_positions_cannot_take_is_named_before_the_first_step(command):
+    lines = (command.folder / "valid.en").read_text(encoding="utf-8").splitlines()
+    long_side, short_side = [*lines[:2], " ".join(lines[:20])], lines[:3]
+    for name, side in (("long", long_side), ("short", short_side)):
+        (command.folder / name).write_text("".join(f"{line}\n" for line in side), encoding="utf-8")
+    given = ("run.name=positions", "model.positions=learned", "model.max_positions=96", "data.filters.max_tokens=96")
+    for more, translate in (("{source: short, target: long}", "false"), ("{source: long, target: short}", "true")):
+        corpora = f"data.more_validation={{news: {more}}}"
+        said = command("train", "small.yaml", *given, corpora, f"validation.translate={translate}", code=2)
+        assert "data.more_validation.news, line 3: " in said
+        assert "only 96 positions (model.max_positions)" in said
+
+
+def test_comet_without_its_package_or_its_model_is_refused_before_the_first_step(command):
+    given = ("run.name=comet", "validation.translate=true", "validation.comet=no/such-model")
+    said = command("train", "small.yaml", *given, "--ranks", 2, code=2)
+    assert "pip install unbabel-comet" in said or "the COMET model no/such-model cannot be loaded" in said
+    assert "Traceback" not in said
+    assert not (command.folder / "runs" / "comet" / "checkpoints").exists()
