@@ -98,6 +98,21 @@ def test_the_checkpoint_benchmark_saves_and_resumes_in_both_ways(tmp_path: Path,
 
 
 @pytest.mark.slow
+def test_the_tracking_benchmark_compares_a_followed_run_with_one_that_is_not_and_with_mlflow(tmp_path: Path) -> None:
+    sizes = ["--situations", "healthy", "dead", "--steps", "3", "--direct-steps", "2", "--cut-seconds", "1"]
+    printed, figures = run("tracking.py", tmp_path / "tracking.json", *sizes)
+    assert printed.count("| --- |") == 1
+    assert list(figures) == ["healthy", "dead"]
+    for cases in figures.values():
+        for (sample,) in (cases["ours"], cases["metrics.jsonl only"]):
+            assert (
+                0 < sample["median_seconds"] <= sample["p99_seconds"] <= sample["max_seconds"] < sample["step_seconds"]
+            )
+    assert figures["healthy"]["mlflow.log_metrics"]["calls"] == 2
+    assert figures["dead"]["mlflow.log_metrics"]["calls"] == 0
+
+
+@pytest.mark.slow
 def test_the_comparison_of_losses_trains_the_demo_model_in_each_way(tmp_path: Path) -> None:
     sizes = ["--precisions", "fp32", "--stages", "1", "--ranks", "2", "--steps", "2", "--max-tokens", "200"]
     printed, figures = run("same_losses.py", tmp_path / "losses.json", *sizes)

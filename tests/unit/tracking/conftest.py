@@ -1,12 +1,15 @@
-"""A store made once and copied: MLflow's migrations take seconds."""
+"""Stores made once and copied, as MLflow's migrations take seconds, and servers over them, not started yet."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow_server import Postgres, Server
 
 from dist_transformer.run_dir import RunDir
+from dist_transformer.tracking import shipper
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +17,32 @@ def empty_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("store")
     MlflowClient(tracking_uri=f"sqlite:///{folder}/mlflow.db").search_experiments()
     return folder / "mlflow.db"
+
+
+@pytest.fixture(scope="module")
+def sqlite_server(tmp_path_factory: pytest.TempPathFactory, empty_database: Path) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("server")
+    shutil.copy(empty_database, folder / "server.db")
+    server = Server(folder, f"sqlite:///{folder}/server.db")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Skips or fails, as is asked for, where there is no PostgreSQL."""
+    postgres = Postgres()
+    server = Server(tmp_path_factory.mktemp("server"), postgres.create("mlflow"))
+    yield server
+    server.stop()
+    postgres.stop()
+
+
+@pytest.fixture
+def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks for new points and for the server more often than a real run does."""
+    monkeypatch.setattr(shipper, "POLL_SECONDS", 0.1)
+    monkeypatch.setattr(shipper, "LONGEST_WAIT_SECONDS", 1.0)
 
 
 @pytest.fixture(autouse=True)

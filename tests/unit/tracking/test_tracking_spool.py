@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_transformer.config.credentials import without_credentials
+from dist_transformer.config.credentials import without_credentials, without_secrets
 from dist_transformer.tracking.messages import folder_digest, points_of
 from dist_transformer.tracking.metrics_log import read_records
 from dist_transformer.tracking.mlflow_door import explanation, valid_key
@@ -23,6 +23,40 @@ from dist_transformer.tracking.spool import Memory, ServerRefused, add_event, lo
 )
 def test_credentials_are_removed_from_addresses_and_nothing_else_is(text: str, expected: str) -> None:
     assert without_credentials(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("user of http://u:of-the-address@host, of-the-address", "user of http://host, ***"),
+        ("your token is tok/en+47=.", "your token is ***."),
+        ("sent: Authorization: Basic dXNlcjpwYXNz, Bearer abc.def-ghi", "sent: Authorization: Basic ***, Bearer ***"),
+        ("The basics, 12345 steps, MLFLOW_TRACKING_TOKEN", "The basics, 12345 steps, MLFLOW_TRACKING_TOKEN"),
+    ],
+)
+def test_what_a_server_says_is_cleared_of_the_secrets_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, text: str, expected: str
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://u:of-the-address@host")
+    monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "tok/en+47=")
+    monkeypatch.setenv("SOME_PASSWORD", "12345")
+    assert without_secrets(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "remedy"),
+    [
+        ("failed with error code 401 != 200. Response body: ''", "MLFLOW_TRACKING_USERNAME"),
+        ("PERMISSION_DENIED: no", "MLFLOW_TRACKING_TOKEN"),
+        ("HTTPError: 403 Client Error: Forbidden for url", "MLFLOW_TRACKING_PASSWORD"),
+        ("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", "MLFLOW_TRACKING_SERVER_CERT_PATH"),
+        ("too many 503 error responses", "disk is full"),
+        ("failed with error code 403 != 200. Response body: 'Invalid Host header'", "--allowed-hosts"),
+    ],
+)
+def test_an_answer_with_a_known_cause_comes_with_its_remedy(answer: str, remedy: str) -> None:
+    assert explanation(answer).startswith(f"{answer} (")
+    assert remedy in explanation(answer)
 
 
 def test_the_memory_is_read_back_as_it_was_saved(tmp_path: Path) -> None:

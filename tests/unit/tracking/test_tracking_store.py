@@ -12,16 +12,17 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow_server import wait_until
 from tracking_helpers import (
     curves_in_file,
     curves_on_server,
     run_id_of,
+    save_checkpoint,
     sent_step,
     settings_of,
     store_of,
     tracker_of,
     train,
-    wait_until,
 )
 
 from dist_transformer.errors import UserError
@@ -30,7 +31,8 @@ from dist_transformer.tracking import shipper
 from dist_transformer.tracking.messages import Point
 from dist_transformer.tracking.metrics_log import MetricsLog
 from dist_transformer.tracking.mlflow_door import TrackedRun
-from dist_transformer.tracking.tracker import Status, Tracker, sync, ui_command
+from dist_transformer.tracking.spool import Memory
+from dist_transformer.tracking.tracker import Status, Tracker, sync, target_of, ui_command
 
 
 @pytest.fixture
@@ -110,10 +112,29 @@ def test_a_rewind_while_the_tracker_runs_repeats_and_loses_nothing(
     assert [(step, value) for step, value, _ in curve] == [(step, 10 / step) for step in range(1, 31)]
 
 
+def test_a_file_set_back_again_and_again_between_two_passes_is_read_anew(stored_run_dir: RunDir) -> None:
+    """A new file may get the number that one before it had."""
+    target = target_of(settings_of(None), stored_run_dir.path.parent)
+    memory, log = Memory("a run"), MetricsLog(stored_run_dir.metrics)
+    passes = shipper.Shipper(stored_run_dir, target, memory)
+    for step in range(1, 21):
+        log.append("train", step, {"loss": 10 / step, "text": "a line longer than those after it" * 20})
+    passes.deliver()
+    first = log.path.stat().st_ino
+    for _ in range(20):
+        log.rewind(15)
+        train(log, range(16, 61))
+        if log.path.stat().st_ino == first:
+            break
+    passes.deliver()
+    curve = curves_on_server(store_of(stored_run_dir), run_id_of(stored_run_dir))["train/loss"]
+    assert [(step, value) for step, value, _ in curve] == [(step, 10 / step) for step in range(1, 61)]
+
+
 def test_a_crash_before_the_memory_was_saved_repeats_nothing(stored_run_dir: RunDir, client: MlflowClient) -> None:
     tracker = started(stored_run_dir)
     train(MetricsLog(stored_run_dir.metrics), range(1, 11))
-    tracker.checkpoint_saved(10, stored_run_dir.checkpoints / "step_00000010", {"loss": 2.5})
+    save_checkpoint(tracker, stored_run_dir.path, 10)
     tracker.close("FINISHED")
     memory = read_json(stored_run_dir.tracking)
     write_json(stored_run_dir.tracking, memory | {"sent": {}, "spool_offset": 0, "run_id": None})
@@ -135,7 +156,7 @@ def test_the_best_checkpoint_is_found_by_its_score(stored_run_dir: RunDir, clien
     tracker = started(stored_run_dir)
     for step, bleu in [(10, 20.5), (20, 27.25), (30, 26.0)]:
         path = stored_run_dir.checkpoints / f"step_{step:08d}"
-        tracker.checkpoint_saved(step, path, {"bleu": bleu, "loss": math.nan})
+        tracker.checkpoint_saved(step, path, {"bleu": bleu, "loss": math.nan}, is_best=False, kept=[path.name])
     tracker.close("FINISHED")
     experiment = client.get_run(run_id_of(stored_run_dir)).info.experiment_id
     order = [{"field_name": "metrics.checkpoint/bleu", "ascending": False}]
@@ -143,23 +164,6 @@ def test_the_best_checkpoint_is_found_by_its_score(stored_run_dir: RunDir, clien
     assert best.name == "step_00000020"
     assert best.params == {"path": str(stored_run_dir.checkpoints / best.name), "step": "20"}
     assert best.source_run_id == run_id_of(stored_run_dir)
-
-
-def test_a_small_model_folder_and_the_configuration_are_uploaded(
-    stored_run_dir: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", store_of(stored_run_dir))  # list_artifacts looks there, not in its client
-    stored_run_dir.model.mkdir()
-    (stored_run_dir.model / "config.json").write_text("{}")
-    tracker = started(stored_run_dir)
-    tracker.model_written(stored_run_dir.model, {"bleu": 27.5})
-    tracker.close("FINISHED")
-    run = client.get_run(run_id_of(stored_run_dir))
-    assert {file.path for file in client.list_artifacts(run.info.run_id)} == {"config.yaml", "model"}
-    assert [file.path for file in client.list_artifacts(run.info.run_id, "model")] == ["model/config.json"]
-    assert run.data.tags["model.path"] == str(stored_run_dir.model)
-    assert run.data.metrics["model/bleu"] == 27.5
-    assert run.info.artifact_uri.startswith((stored_run_dir.path.parent / "mlartifacts").as_uri())
 
 
 def test_an_event_that_can_never_be_taken_does_not_hold_up_the_others(
@@ -258,7 +262,7 @@ def test_a_silent_server_stops_neither_training_nor_its_end(
     for step in range(1, 201):
         began = time.perf_counter()
         log.append("train", step, {"loss": 1.0})
-        tracker.checkpoint_saved(step, run_dir.checkpoints / str(step), {"loss": 1.0})
+        save_checkpoint(tracker, run_dir.path, step)
         seconds.append(time.perf_counter() - began)
     assert sorted(seconds)[189] < 0.005, "19 of 20 calls are fast; the rest may meet a busy machine"
     began = time.perf_counter()

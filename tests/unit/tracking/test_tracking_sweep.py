@@ -38,7 +38,7 @@ def client(sweep: SweepDir) -> MlflowClient:
 
 def _started(sweep: SweepDir, task: int, uri: str | None = None) -> Tracker:
     run_dir = sweep.task(task)
-    tracker = Tracker(run_dir, settings_of(uri), run_dir.name, sweep.path)
+    tracker = Tracker(run_dir, settings_of(uri), run_dir.name, sweep.path, f"uid of {run_dir.name}")
     tracker.start({"run.seed": str(task)}, {}, "")
     return tracker
 
@@ -135,7 +135,9 @@ def test_the_sweep_file_is_kept_with_the_parent(sweep: SweepDir, client: MlflowC
 def test_a_server_that_is_away_costs_a_run_of_a_sweep_nothing_and_is_caught_up_later(
     sweep: SweepDir, client: MlflowClient
 ) -> None:
-    tracker = Tracker(sweep.task(0), settings_of("http://127.0.0.1:9", close_seconds=1), "task_0", sweep.path)
+    tracker = Tracker(
+        sweep.task(0), settings_of("http://127.0.0.1:9", close_seconds=1), "task_0", sweep.path, "uid of task_0"
+    )
     tracker.start({}, {}, "")
     train(MetricsLog(sweep.task(0).metrics), range(1, 6))
     tracker.close("FINISHED")

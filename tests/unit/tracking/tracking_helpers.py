@@ -1,13 +1,8 @@
-"""A real MLflow server that a test can start, kill and start again, and what is stored in it."""
+"""What the tests of tracking share: what training writes, and what of it is on a server."""
 
-import os
-import shutil
-import signal
-import socket
-import subprocess
-import sys
+import math
 import time
-import urllib.request
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,64 +13,13 @@ from dist_transformer.run_dir import RunDir, read_json
 from dist_transformer.tracking.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.tracker import Tracker
 
-PATIENCE_SECONDS = 60.0
 Curve = list[tuple[int, float, int]]
 """(step, value, unix time in milliseconds), in the order of steps."""
 
 
-class Server:
-    """`mlflow server` on a free port of this machine over one sqlite file."""
-
-    def __init__(self, folder: Path, empty_database: Path) -> None:
-        self.folder = folder
-        self.port = free_port()
-        self.uri = f"http://127.0.0.1:{self.port}"
-        self._process: subprocess.Popen[bytes] | None = None
-        shutil.copy(empty_database, folder / "server.db")
-
-    def start(self) -> None:
-        command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--workers", "1", "--backend-store-uri", f"sqlite:///{self.folder}/server.db"]
-        command += ["--artifacts-destination", str(self.folder / "artifacts")]
-        environment = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
-        with (self.folder / "server.log").open("ab") as log:
-            self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        wait_until(self._answers)
-
-    def kill(self) -> None:
-        """End it as a power loss would."""
-        assert self._process is not None
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._process = None
-
-    def stop(self) -> None:
-        if self._process is not None:
-            self.kill()
-
-    def _answers(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"{self.uri}/health", timeout=2) as answer:
-                return bool(answer.status == 200)
-        except OSError:
-            return False
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.05)
-
-
 def tracker_of(run_dir: RunDir, uri: str | None, close_seconds: int = 30) -> Tracker:
-    return Tracker(run_dir, settings_of(uri, close_seconds), "a run", run_dir.path.parent)
+    run_uid = uuid.uuid5(uuid.NAMESPACE_URL, str(run_dir.path)).hex
+    return Tracker(run_dir, settings_of(uri, close_seconds), "a run", run_dir.path.parent, run_uid)
 
 
 def settings_of(uri: str | None, close_seconds: int = 30) -> TrackingConfig:
@@ -90,6 +34,42 @@ def train(log: MetricsLog, steps: range) -> None:
             log.append("validation", step, {"loss": 11 / step})
 
 
+def train_while(log: MetricsLog, tracker: Tracker, first: int, trouble: Callable[[], bool]) -> list[float]:
+    """Trains from step `first` on as long as `trouble` lasts and for 50 steps at least; the seconds of each step's calls."""
+    seconds: list[float] = []
+    while len(seconds) < 50 or trouble():
+        step = first + len(seconds)
+        began = time.perf_counter()
+        train(log, range(step, step + 1))
+        if step % 500 == 0:
+            save_checkpoint(tracker, log.path.parent, step)
+        seconds.append(time.perf_counter() - began)
+        time.sleep(0.02)  # what else a step does
+    return seconds
+
+
+def save_checkpoint(tracker: Tracker, run: Path, step: int) -> None:
+    """What training says of a checkpoint; its only one, and so its best."""
+    name = f"step_{step:08d}"
+    tracker.checkpoint_saved(step, run / "checkpoints" / name, {"loss": 10 / step}, is_best=True, kept=[name])
+
+
+def assert_never_held_up(seconds: list[float]) -> None:
+    """Generous: the machine may be busy. The exact cost is measured by benchmarks/tracking.py."""
+    ordered = sorted(seconds)
+    assert ordered[len(ordered) // 2] < 0.001
+    assert ordered[len(ordered) * 95 // 100] < 0.05
+
+
+def assert_complete(uri: str, run_dir: RunDir) -> None:
+    """Every step is on the server once, in order, and all curves are those of metrics.jsonl."""
+    stored, written = curves_on_server(uri, run_id_of(run_dir)), curves_in_file(run_dir)
+    assert stored == written
+    for curve in stored.values():
+        steps = [step for step, _, _ in curve]
+        assert steps == sorted(set(steps))
+
+
 def run_id_of(run_dir: RunDir) -> str:
     return str(read_json(run_dir.tracking)["run_id"])
 
@@ -99,7 +79,9 @@ def sent_step(run_dir: RunDir) -> int:
     return int(read_json(run_dir.tracking)["sent"].get("train", 0)) if run_dir.tracking.exists() else 0
 
 
-def curves_on_server(uri: str, run_id: str, events: tuple[str, ...] = ("train", "validation")) -> dict[str, Curve]:
+def curves_on_server(
+    uri: str, run_id: str, events: tuple[str, ...] = ("train", "validation", "system")
+) -> dict[str, Curve]:
     client = MlflowClient(tracking_uri=uri)
     keys = [key for key in client.get_run(run_id).data.metrics if key.split("/")[0] in events]
     return {key: [(m.step, m.value, m.timestamp) for m in client.get_metric_history(run_id, key)] for key in keys}
@@ -109,7 +91,7 @@ def curves_in_file(run_dir: RunDir) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
     for record in read_records(run_dir.metrics):
         for key, value in record.items():
-            if key not in ("event", "step", "time", "batch_digest"):
+            if key not in ("step", "time") and isinstance(value, int | float) and math.isfinite(value):
                 point = (record["step"], value, int(record["time"] * 1000))
                 curves.setdefault(f"{record['event']}/{key}", []).append(point)
     return curves
