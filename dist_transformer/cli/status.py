@@ -14,6 +14,7 @@ from dist_transformer.cluster.report import Document, report, report_all
 from dist_transformer.cluster.targets import find_target
 from dist_transformer.cluster.true_status import is_alive, status_found
 from dist_transformer.config.loading import load_config
+from dist_transformer.durations import duration
 from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.settle import has_arrived, settle, status_said
@@ -114,18 +115,6 @@ def list_row(document: Document, now: float) -> tuple[str, ...]:
         "-" if record is None else f"{duration(now - record)} ago",
         document["checkpoint"] or "-",
     )
-
-
-def duration(seconds: float) -> str:
-    """12 s, 3 min 20 s, 2 h 05 min, 3 d 4 h"""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
 def _job_rows(document: Document, now: float) -> Iterator[tuple[str, str]]:

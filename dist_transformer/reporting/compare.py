@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from dist_transformer.config.measures import is_lower_better
+from dist_transformer.durations import duration
 from dist_transformer.reporting.markup import Content, Html, document, table, tag, together
 from dist_transformer.reporting.page import MEASURES, footer, pictures
 from dist_transformer.reporting.panels import Marks, compared_panels
@@ -16,7 +17,6 @@ from dist_transformer.reporting.reading import RunStory, settings_that_differ
 from dist_transformer.reporting.samples import fixed_sentences, languages, words
 from dist_transformer.reporting.words import (
     NOTHING,
-    duration,
     measure_name,
     measure_text,
     number,

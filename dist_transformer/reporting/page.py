@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dist_transformer import __version__
+from dist_transformer.durations import duration
 from dist_transformer.reporting.attention import SentenceAttention, attention_png
 from dist_transformer.reporting.facts import checkpoints_part, configuration_part, data_part, history_part
 from dist_transformer.reporting.figures import panel_svg
@@ -30,7 +31,6 @@ from dist_transformer.reporting.reading import RunStory
 from dist_transformer.reporting.samples import samples_part
 from dist_transformer.reporting.words import (
     NOTHING,
-    duration,
     measure_name,
     measure_text,
     moment,

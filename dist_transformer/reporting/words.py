@@ -37,20 +37,6 @@ def moment(seconds: Any) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def duration(seconds: float | None) -> str:
-    """12 s, 3 min 20 s, 2 h 05 min, 3 d 4 h"""
-    if seconds is None:
-        return NOTHING
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if whole < 86400:
-        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-    return f"{whole // 86400} d {whole % 86400 // 3600} h"
-
-
 def setting_text(value: Any) -> str:
     """A setting as in YAML: true, none, [a, b]."""
     if value is None:

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "dist_transformer"
 FLOORS = [
-    {"errors", "run_dir", "stop_request", "config", "share_folder", "stacks", "launching", "run_lock"},
+    {"errors", "run_dir", "stop_request", "config", "share_folder", "stacks", "launching", "run_lock", "durations"},
     {"cluster", "distributed", "planning"},
     {"model", "data", "tracking", "preflight"},
     {"training", "decoding", "interop", "reporting"},
@@ -45,6 +45,7 @@ WITHOUT_TORCH = {
     "stacks",
     "launching",
     "run_lock",
+    "durations",
     "cluster",
     "planning",
     "tracking",

@@ -15,8 +15,8 @@ from watched_run import NOW, add_lines, beat, make_run, trained
 from dist_transformer.cli import jobs as jobs_module
 from dist_transformer.cli import logs as logs_module
 from dist_transformer.cli.main import app
-from dist_transformer.cli.status import duration
 from dist_transformer.cluster.restarts import decide
+from dist_transformer.durations import duration
 from dist_transformer.run_dir import RunDir
 
 

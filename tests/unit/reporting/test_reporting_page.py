@@ -10,12 +10,13 @@ from html_reader import Page, assert_sound
 from run_builder import FIXED, ONE_POINT_PNG, append, samples_record, time_of, write_prepared, write_run
 from running import NOT_INHERITED, records, without
 
+from dist_transformer.durations import duration
 from dist_transformer.reporting.attention import SentenceAttention
 from dist_transformer.reporting.markup import Html, html, table, tag
 from dist_transformer.reporting.page import run_page
 from dist_transformer.reporting.reading import read_story
 from dist_transformer.reporting.samples import changes
-from dist_transformer.reporting.words import duration, moment
+from dist_transformer.reporting.words import moment
 from dist_transformer.run_dir import RunDir, write_json
 
 NASTY = "</td><script>alert('x')</script>\"&amp; \x00\udc80 <img src=http://evil/x onerror=a>"
