@@ -166,7 +166,7 @@ def _decades(panel: Panel) -> float:
 
 
 def _limits(panel: Panel) -> tuple[float, float]:
-    """Of the values behind the first steps of each line, with some room."""
+    """Of the values behind the first steps of each line, with some room; of a line of few points all are shown."""
     shown = np.concatenate([_behind_start(line.curve) for line in panel.lines])
     low, high = float(shown.min()), float(shown.max())
     room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
@@ -174,6 +174,8 @@ def _limits(panel: Panel) -> tuple[float, float]:
 
 
 def _behind_start(curve: Curve) -> Floats:
+    if len(curve.steps) < FEW_POINTS:
+        return curve.values
     first, last = curve.steps[0], curve.steps[-1]
     shown: Floats = curve.values[curve.steps >= first + WARM_UP_SHARE * (last - first)]
     return shown

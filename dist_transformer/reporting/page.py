@@ -3,6 +3,7 @@
 It loads nothing, needs no script, and reads on a phone, in print and in the dark.
 """
 
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 
@@ -145,7 +146,8 @@ def _mlflow(story: RunStory) -> Content:
         return None
     if address.startswith(("http://", "https://")):
         return tag("a", f"run {run_id}", href=f"{address.rstrip('/')}/#/runs/{run_id}", rel="noreferrer")
-    return together([f"run {run_id} in ", tag("code", address), ": dist-transformer ui"])
+    show = f"dist-transformer ui {shlex.quote(str(story.run_dir.path.parent))}"
+    return together([f"run {run_id} in ", tag("code", address), ": ", tag("code", show)])
 
 
 def _scores(story: RunStory) -> Html:

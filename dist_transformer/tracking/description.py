@@ -12,7 +12,8 @@ from typing import Any
 GIT_COMMIT = "git_commit"
 """The tag with the version of the code; MLflow has a name of its own for it."""
 
-_WORDS = {"model": "{} model", "languages": "{}", "precision": "{}", "num_ranks": "{} ranks", "num_nodes": "{} nodes"}
+_WORDS = {"model": "{} model", "languages": "{}", "precision": "{}"}
+_COUNTS = {"num_ranks": "rank", "num_nodes": "node"}
 
 
 def standard_tags(tags: Mapping[str, str]) -> dict[str, str]:
@@ -36,6 +37,7 @@ def description(tags: Mapping[str, str], datasets: Sequence[Mapping[str, Any]], 
     - run folder: n1:/runs/wmt14
     """
     first = [text.format(tags[key]) for key, text in _WORDS.items() if key in tags]
+    first += [f"{tags[key]} {noun}{'' if tags[key] == '1' else 's'}" for key, noun in _COUNTS.items() if key in tags]
     if {"model", "num_parameters"} <= tags.keys():
         first[0] += f" of {int(tags['num_parameters']):,} parameters"
     lines = [", ".join(first), *(f"- {_corpus(values)}" for values in datasets)]

@@ -114,6 +114,8 @@ def _send_checkpoint(run: "TrackedRun", event: Mapping[str, Any]) -> None:
     points = _points("checkpoint", event["metrics"], event)
     mlflow_models.log_reference(run, Reference(name, mlflow_models.CHECKPOINT, parameters, points))
     mlflow_models.mark_checkpoints(run, name if event.get("is_best") else None, event.get("kept"))
+    if event.get("is_best"):
+        run.set_tags({"best_checkpoint": name})  # MLflow's pages show no tags of a logged model
 
 
 def send_model(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> None:

@@ -4,6 +4,7 @@ tracking address): its defaults block for minutes when the server is away, and i
 Every call raises ServerTrouble when the server is away or busy, ServerRefused when it will never take the data.
 """
 
+import hashlib
 import json
 import logging
 import math
@@ -51,7 +52,7 @@ warnings.filterwarnings("ignore", message="The ``noload`` loader strategy is dep
 
 RUN_UID_TAG = "dist_transformer.run_uid"
 REPLACES_TAG = "dist_transformer.replaces_run"
-NOTE_TAG, OUR_NOTE_TAG = "mlflow.note.content", "dist_transformer.note"
+NOTE_TAG, OUR_NOTE_TAG = "mlflow.note.content", "dist_transformer.note_sha256"
 TABLES_TAG = "mlflow.loggedArtifacts"
 REFUSALS = {"INVALID_PARAMETER_VALUE", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "RESOURCE_DOES_NOT_EXIST"}
 REFUSING_STATUSES = {400, 404, 405, 413}
@@ -168,8 +169,9 @@ class TrackedRun:
         """The description on the run's page; one that a person has changed stays as it is."""
         with translated_errors():
             tags = self.client.get_run(self.run_id).data.tags
-        if tags.get(NOTE_TAG, "") in ("", tags.get(OUR_NOTE_TAG)):
-            self.set_tags({NOTE_TAG: text, OUR_NOTE_TAG: text})
+        found = tags.get(NOTE_TAG, "")
+        if not found or _digest(found) == tags.get(OUR_NOTE_TAG):
+            self.set_tags({NOTE_TAG: text, OUR_NOTE_TAG: _digest(text)})
 
     def log_model_points(self, points: Sequence[Point], model_id: str) -> None:
         """Points of the run that belong to one of its logged models."""
@@ -302,3 +304,7 @@ def _run_by_uid(client: MlflowClient, experiment_id: str, run_uid: str) -> Any |
 def _new_run(client: MlflowClient, experiment_id: str, memory: Memory) -> Any:
     tags = {RUN_UID_TAG: memory.run_uid} | ({REPLACES_TAG: memory.run_id} if memory.run_id else {})
     return client.create_run(experiment_id, int(memory.created * 1000), tags, memory.run_name)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

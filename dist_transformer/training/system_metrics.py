@@ -51,7 +51,7 @@ class NodeSampler:
     def means(self) -> dict[str, float]:
         """The means since the last call, of all nodes: `<node>/<key>` (collective)."""
         with self._lock:
-            mine = {f"{self._name}/{key}": sum(values) / len(values) for key, values in self._samples.items()}
+            mine = {f"{self._name}/{key}": round(sum(v) / len(v), 3) for key, v in self._samples.items()}
             self._samples.clear()
         return {key: value for part in self._ranks.gather(mine) for key, value in part.items()}
 
