@@ -11,7 +11,8 @@ import secrets
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,12 @@ class RunLock:
             with suppress(OSError):
                 self._owner.unlink(missing_ok=True)
         self._lock.release()
+
+    def has_fresh_owner_elsewhere(self) -> bool:
+        """Whether a process on another machine, which this one's lock may not keep out, gave a sign of life just now."""
+        holder, age = self._holder(), self._seconds_since_beat()
+        is_here = holder.get("boot") == _boot()  # one kernel: its lock is the truth
+        return bool(holder) and not is_here and age is not None and age < STALE_BEATS * self._beat_seconds
 
     def _beat(self) -> None:
         while not self._released.wait(self._beat_seconds):
@@ -124,6 +131,21 @@ class RunLock:
             return None
         finally:
             probe.unlink(missing_ok=True)
+
+
+@contextmanager
+def while_nobody_trains(run_dir: RunDir) -> Iterator[bool]:
+    """Keeps everybody from starting in the folder for a moment; False: somebody trains there, or it cannot be told."""
+    lock = filelock.FileLock(run_dir.lock, fallback_to_soft=False)
+    try:
+        lock.acquire(timeout=0)
+    except (filelock.Timeout, OSError):
+        yield False
+        return
+    try:
+        yield not RunLock(run_dir).has_fresh_owner_elsewhere()
+    finally:
+        lock.release()
 
 
 def _who() -> dict[str, Any]:

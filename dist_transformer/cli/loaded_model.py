@@ -19,7 +19,7 @@ def model_folder_of(path: Path) -> Path:
             return folder
     raise UserError(
         f"{path}: holds no model (expected {path}/model.safetensors, or a run folder with model/). "
-        f"A run writes it at its end; before that: dist-transformer average {path}"
+        "A run writes it at its end; before that: dist-transformer average RUN_FOLDER"
     )
 
 

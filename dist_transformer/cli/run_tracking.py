@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_transformer import __version__
+from dist_transformer.cli.arguments import with_absolute_paths
 from dist_transformer.cluster.snapshot import git_commit
 from dist_transformer.config.data_models import CorpusConfig, DataConfig
 from dist_transformer.config.loading import to_yaml
@@ -37,6 +38,7 @@ def start_tracker(
 ) -> Tracker:
     """`origin`: where the initial weights came from."""
     tracker = Tracker(run_dir, config.tracking, config.run.name, Path(config.run.root), run_id)
+    config = with_absolute_paths(config, prepared)  # the same whether the YAML file or the run folder was given
     tags = {**_tags(config, ranks, manifest), **origin}
     tracker.start(_flat(config.model_dump(mode="json")), tags, to_yaml(config), _datasets(config, prepared, manifest))
     return tracker

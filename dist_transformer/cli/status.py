@@ -1,6 +1,8 @@
 """status, list: how runs stand. On a terminal a table; otherwise `key: value` lines; `--json` for scripts."""
 
 import json
+import logging
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -11,19 +13,20 @@ import typer
 
 from dist_transformer.cluster.reasons import SAID_BY_EXIT_CODE
 from dist_transformer.cluster.report import Document, report, report_all
-from dist_transformer.cluster.targets import find_target
+from dist_transformer.cluster.targets import find_target, read_record
 from dist_transformer.cluster.true_status import is_alive, status_found
 from dist_transformer.config.loading import load_config
 from dist_transformer.durations import duration
 from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir
+from dist_transformer.run_lock import while_nobody_trains
 from dist_transformer.tracking.settle import has_arrived, settle, status_said
 
 RunOrJob = Annotated[str, typer.Argument(help="A run folder, or a job id: 123, 123_4.", show_default=False)]
 Root = Annotated[Path, typer.Option(help="The folder of runs, looked through for a job that Slurm has forgotten.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document; times in unix seconds.")]
 RUNS = Path("runs")
-MEND_SECONDS = 8
+MEND_SECONDS = 5
 """For a server that is away; `status` has said all it knows by then."""
 
 _COLUMNS = ("run", "state", "job", "step", "loss", "last record", "checkpoint")
@@ -78,28 +81,31 @@ def status_rows(document: Document) -> Iterator[tuple[str, str]]:
 
 
 def _mend_status(document: Document) -> None:
-    """MLflow says RUNNING of a run that was killed until somebody looks: who asks here is that somebody."""
+    """MLflow says RUNNING of a run that was killed until somebody looks: who asks here is that somebody.
+
+    Nothing is done for a run that somebody trains, whatever Slurm says of it, or in a folder that is only to be read.
+    """
     run_dir = RunDir(Path(document["folder"]))
-    said = status_said(run_dir)
+    said = status_said(run_dir) if os.access(run_dir.path, os.W_OK) else None
     if said is None:
         return
-    status = status_found(document, said)
+    is_by_hand = read_record(run_dir.state).get("slurm_job_id") is None
+    status = status_found(document, said, is_by_hand=is_by_hand)
     if status is None and (is_alive(document) or has_arrived(run_dir)):
         return
     sys.stdout.flush()
+    logging.getLogger("dist_transformer.tracking").setLevel(logging.ERROR)  # what is said below is all there is to say
     try:
         config = load_config(run_dir.config, check_files=False)
-        is_told = settle(run_dir, status or said, config.tracking, Path(config.run.root), MEND_SECONDS)
+        with while_nobody_trains(run_dir) as is_free:
+            if not (is_free and config.tracking.enabled):
+                return
+            problem = settle(run_dir, status or said, config.tracking, Path(config.run.root), MEND_SECONDS)
     except (UserError, OSError) as error:
-        print(f"MLflow cannot be told {status or said} of this run: {error}", file=sys.stderr)
-        return
-    before = (
-        f"was told {said} of this run; now it is told {status}"
-        if status
-        else f"had not heard {said} of this run; now it is told"
-    )
-    later = "" if is_told else f" as soon as it answers: dist-transformer track sync {run_dir.path}"
-    print(f"MLflow {before}{later}", file=sys.stderr)
+        problem = str(error)
+    told = f"now it is told {status or said}" if problem is None else f"it is not told {status or said}: {problem}"
+    before = f"was told {said} of this run" if status else f"had not heard {said} of this run"
+    print(f"MLflow {before}; {told}", file=sys.stderr)
 
 
 def list_row(document: Document, now: float) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dist_transformer.cli.arguments import read_run
+from dist_transformer.cli.arguments import Overrides, read_run
 from dist_transformer.errors import UserError
 
 app = typer.Typer(help="Bring runs and MLflow together.", no_args_is_help=True)
@@ -18,11 +18,14 @@ def group() -> None:
 
 
 @app.command("sync")
-def sync_command(run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]) -> None:
-    """Send to MLflow what an outage kept in the run folder."""
+def sync_command(
+    run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)], overrides: Overrides = None
+) -> None:
+    """Send to MLflow what an outage kept in the run folder; to another server with tracking.uri=ADDRESS."""
     from dist_transformer.tracking.tracker import sync
 
-    config, run_dir = read_run(run, None, check_files=False)
+    _refuse_no_run(run)
+    config, run_dir = read_run(run, overrides, check_files=False)
     sent = sync(run_dir, config.tracking, Path(config.run.root))
     what = (
         f"{sent.points} points and {sent.events} events sent" if sent.points or sent.events else "nothing was missing"
@@ -43,6 +46,11 @@ def model_command(
 
     if alias is not None and register_as is None:
         raise UserError("--alias is a name for a registered version: give --register-as too")
+    _refuse_no_run(run)
+    if folder is not None and not folder.is_dir():
+        raise UserError(
+            f"{folder}: no such folder; expected a model folder, such as `average RUN --output FOLDER` makes"
+        )
     config, run_dir = read_run(run, None, check_files=False)
     settings = config.tracking.model_copy(update={"register_as": register_as, "alias": alias})
     model = model_folder_of(folder or run)
@@ -56,6 +64,8 @@ def ui_command(
     port: Annotated[int, typer.Option(help="Port to listen on.")] = 5000,
 ) -> None:
     """Open MLflow's web page on the runs of a folder."""
+    if not root.is_dir():
+        raise UserError(f"{root}: no such folder; expected the folder of runs (run.root)")
     from dist_transformer.tracking.tracker import ui_command as command
 
     # MLflow's jobs judge language models; they are many processes.
@@ -63,3 +73,8 @@ def ui_command(
     arguments = [*command(root), "--workers", "1", "--port", str(port)]
     print(f"http://127.0.0.1:{port}  ('Model training' on its left shows the runs; Ctrl-C ends it)", flush=True)
     os.execve(arguments[0], arguments, environment)
+
+
+def _refuse_no_run(run: Path) -> None:
+    if not run.is_dir():
+        raise UserError(f"{run}: no such folder; expected a run folder (<run.root>/<run.name>)")

@@ -28,6 +28,8 @@ from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, DataEr
 from dist_transformer.run_dir import RunDir
 from dist_transformer.run_lock import RunLock
 from dist_transformer.stop_request import StopRequest
+from dist_transformer.tracking.settle import status_said
+from dist_transformer.tracking.spool import add_event
 from dist_transformer.training import checkpoints
 from dist_transformer.training.divergence import Diverged, Recovery, read_recovery, recover
 from dist_transformer.training.loop import Outcome
@@ -161,6 +163,10 @@ def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:
     if ranks.is_first:
         log.error("end        failed: %s", message, extra={"is_said_elsewhere": True})
     with contextlib.suppress(OSError):
+        if (
+            ranks.is_first and status_said(run_dir) == "SCHEDULED"
+        ):  # by an earlier start, or before a rollback was refused
+            add_event(run_dir.tracking_events, "status", {"status": "FAILED"})
         note(run_dir, ranks, "failed", reason=message.strip().splitlines()[-1])
 
 

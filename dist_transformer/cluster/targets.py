@@ -104,7 +104,7 @@ def _refuse_sweep(folder: Path) -> None:
 
 def _submission(run_dir: RunDir) -> tuple[float, str | None]:
     note = read_record(run_dir.job)
-    if "job_id" not in note:
+    if not {"job_id", "submitted_at"} <= note.keys():
         return 0.0, None
     return datetime.fromisoformat(note["submitted_at"]).timestamp(), str(note["job_id"])
 

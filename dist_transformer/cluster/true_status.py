@@ -11,33 +11,36 @@ from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_U
 from dist_transformer.run_dir import RunDir
 
 
-def status_after_attempt(run_dir: RunDir) -> str | None:
+def status_after_attempt(run_dir: RunDir, job: str, attempt: int) -> str | None:
     """Of a job whose attempt has just ended, as the batch script noted it; None: nothing is noted."""
-    ended = [record for record in attempts(run_dir) if record.get("event") == "ended"]
-    if not ended:
+    noted = [r for r in attempts(run_dir) if (r.get("event"), r["job"], r["attempt"]) == ("ended", job, attempt)]
+    if not noted:
         return None
-    newest = ended[-1]
+    newest = noted[-1]
     code = newest["exit_code"]
     if code == EXIT_DONE:
         return "FINISHED"
     if newest["requeued"] or newest.get("how") == "ended":
         return "SCHEDULED"
-    is_wanted = code == EXIT_REQUEUE or newest.get("how") == "cancelled"  # 75 without a requeue: `stop`
+    is_wanted = newest.get("how") == "cancelled" or (code == EXIT_REQUEUE and run_dir.stop_file.exists())
     return "KILLED" if is_wanted else "FAILED"
 
 
-def status_found(document: Document, said: str) -> str | None:
+def status_found(document: Document, said: str, *, is_by_hand: bool = False) -> str | None:
     """What a look at a run finds in place of what MLflow was told last; None: that is true, or nobody can know.
 
     Args:
         document: of `report`.
         said: RUNNING, SCHEDULED, FINISHED, FAILED or KILLED.
+        is_by_hand: the newest start was no job's, whatever jobs there were before.
     """
-    job = document["job"]
+    job, state = document["job"], document["state"]
     if is_alive(document) or said not in ("RUNNING", "SCHEDULED"):
         return None
-    if document["job_id"] is None:  # started by hand: a stopped run is for its user to go on with
-        return "KILLED" if said == "RUNNING" else None
+    if state == "finished":
+        return "FINISHED"
+    if document["job_id"] is None or is_by_hand:  # a stopped run is for its user to go on with
+        return "FAILED" if state == "failed" else "KILLED" if said == "RUNNING" else None
     if document["next"] is not None:  # the job is over, and the run is not finished
         return "FAILED" if document["last_exit_code"] in (EXIT_FAILED, EXIT_USER_ERROR) else "KILLED"
     waits = job is not None and job["state"] in ("PENDING", "REQUEUED")

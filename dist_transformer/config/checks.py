@@ -80,6 +80,9 @@ def _check_run(run: Any) -> Iterator[Problem]:
     yield from run_name_problems(run.name)
 
 
+_TRACKING_ADDRESS = r"(https?|sqlite|(postgresql|mysql|mssql)(\+\w+)?)://.|databricks\b"
+
+
 def _check_tracking(tracking: Any) -> Iterator[Problem]:
     # What the records of a run leave out must not be in the setting: a run that goes on from them would miss it.
     if tracking.uri and without_credentials(tracking.uri) != tracking.uri:
@@ -88,6 +91,17 @@ def _check_tracking(tracking: Any) -> Iterator[Problem]:
             "tracking.uri: holds a user or password, and would be written into the run folder; for a server, `export` "
             "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD; for a database, put a tracking server in front of "
             "it, or `export` the whole address as MLFLOW_TRACKING_URI and remove it here",
+        )
+    elif tracking.uri and not re.match(_TRACKING_ADDRESS, tracking.uri):
+        yield (
+            ("tracking", "uri"),
+            f"tracking.uri: expected http://HOST:PORT, https://HOST, sqlite:////ABSOLUTE/PATH.db or another database's "
+            f"address (postgresql+psycopg2://...), or databricks; got {tracking.uri}",
+        )
+    if tracking.alias is not None and re.fullmatch(r"latest|v\d+", tracking.alias, re.IGNORECASE):
+        yield (
+            ("tracking", "alias"),
+            f"tracking.alias: {tracking.alias} is a name that MLflow keeps for itself; champion?",
         )
     if tracking.alias is not None and tracking.register_as is None:
         yield (

@@ -8,7 +8,9 @@ _USER = re.compile(
     r"(?<=://)(?:[^/\s\"']*@"  # user:password@, user@
     r"|[^/\s\"'@:]*:(?!\d+/)[^\s\"'@]*@)"  # databases take a "/" in a password; digits and "/" are a port
 )
-_QUERY = re.compile(r"([?&](?:password|passwd|pwd|token|api_key|secret)=)[^&\s\"'#]*", re.IGNORECASE)
+_PRESIGNED = "X-Amz-Signature|X-Amz-Credential|X-Amz-Security-Token|X-Goog-Signature|sig"
+"""What makes an address of S3, Google or Azure a key to the file it names."""
+_QUERY = re.compile(rf"([?&](?:password|passwd|pwd|token|api_key|secret|{_PRESIGNED})=)[^&\s\"'#]*", re.IGNORECASE)
 
 _HEADER = re.compile(r"\b(Basic|Bearer) [\w.~+/=-]{6,}")
 _PASSWORD_OF_ADDRESS = re.compile(r"://[^/:\s]*:([^\s]+)@")

@@ -239,7 +239,7 @@ class DecodingConfig(Section):
 class TrackingConfig(Section):
     """MLflow."""
 
-    enabled: Truth = Field(True, description="False: only metrics.jsonl.")
+    enabled: Truth = Field(True, description="False: only metrics.jsonl and its like, and no report at the end.")
     uri: Text | None = Field(
         None,
         description="Tracking address; none: that of the variable MLFLOW_TRACKING_URI, else sqlite in "
@@ -249,7 +249,9 @@ class TrackingConfig(Section):
     experiment: Text = Field("dist-transformer", min_length=1, description="MLflow experiment name.")
     close_seconds: PositiveInt = Field(10, description="At the end, how long to wait for the server to take the rest.")
     system_metrics: Truth = Field(
-        True, description="With each log line the use of processors, memory, GPUs and network of each node."
+        True,
+        description="The use of processors, memory, network and GPUs of each node, with a log line every 30 s; of more than "
+        "16 nodes the minimum, mean and maximum.",
     )
     upload_megabytes: Whole = Field(
         2000, ge=0, description="Largest model folder that is uploaded; of a larger one only its path and digest."

@@ -64,6 +64,10 @@ REMEDIES = {
     r"too many 5\d\d error responses": "the server's own log says why; perhaps its disk is full or its database is away",
 }
 """By a sign in the answer."""
+_NO_SERVER = (
+    r"ConnectionPool\(host='(?P<host>[^']+)', port=(?P<port>\d+)\).*"
+    r"(?P<cause>Connection refused|No route to host|Name or service not known|Network is unreachable|timed out)"
+)
 METRICS_A_BATCH = 900
 """The server takes 1,000."""
 PARAMETERS_A_BATCH = 100
@@ -241,6 +245,8 @@ def translated_errors() -> Iterator[None]:
 def explanation(message: str) -> str:
     """The server's answer on one line without credentials, with the remedy where the cause is known."""
     answer = " ".join(without_secrets(message).split())[:500]
+    if found := re.search(_NO_SERVER, answer):
+        return f"no server answers at {found['host']}:{found['port']} ({found['cause'].lower()})"
     remedies = (remedy for sign, remedy in REMEDIES.items() if re.search(sign, message))
     return next((f"{answer} ({remedy})" for remedy in remedies), answer)
 

@@ -3,11 +3,12 @@
 import importlib
 from pathlib import Path
 
+from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.models import TrackingConfig
 from dist_transformer.run_dir import RunDir
-from dist_transformer.tracking.metrics_log import read_records
+from dist_transformer.tracking.metrics_log import read_records, read_records_from
 from dist_transformer.tracking.shipper import BackgroundShipper, Shipper
-from dist_transformer.tracking.spool import Memory, add_event
+from dist_transformer.tracking.spool import add_event
 from dist_transformer.tracking.tracker import memory_of, target_of, uid_of
 
 _DOOR = "dist_transformer.tracking.mlflow_door"
@@ -22,28 +23,29 @@ def status_said(run_dir: RunDir) -> str | None:
     return said
 
 
-def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store: Path, seconds: float) -> bool:
-    """Sets the status, and sends all that has not arrived, for at most so many seconds; False: the rest stays here.
+def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store: Path, seconds: float) -> str | None:
+    """Sets the status, and sends all that has not arrived, for at most so many seconds; why not, if it did not.
 
-    Nobody may train in the run folder meanwhile.
+    Nobody may train in the run folder meanwhile. What did not arrive stays there for the next start, or `sync`.
 
     Raises:
         OSError: the run folder cannot be written.
     """
+    target, memory = target_of(settings, default_store), memory_of(run_dir, run_dir.name, uid_of(run_dir))
+    address = without_credentials(target.uri)
+    if memory.uri not in (None, address):
+        return f"the run is followed at {memory.uri}, and here tracking.uri or MLFLOW_TRACKING_URI name {address}"
     if status_said(run_dir) != status:
         add_event(run_dir.tracking_events, "status", {"status": status})
     if has_arrived(run_dir):
-        return True
+        return None
     importlib.import_module(_DOOR)  # seconds on a busy machine, which are not the server's
-    shipper = BackgroundShipper(Shipper(run_dir, target_of(settings, default_store), _memory(run_dir)))
+    shipper = BackgroundShipper(Shipper(run_dir, target, memory))
     shipper.start()
-    return shipper.close(seconds)
+    return None if shipper.close(seconds) else f"no answer; later: dist-transformer track sync {run_dir.path}"
 
 
 def has_arrived(run_dir: RunDir) -> bool:
     """Whether MLflow has taken all that it was told of starts, checkpoints and ends."""
-    return _memory(run_dir).spool_offset == run_dir.tracking_events.stat().st_size
-
-
-def _memory(run_dir: RunDir) -> Memory:
-    return memory_of(run_dir, run_dir.name, uid_of(run_dir))
+    memory = memory_of(run_dir, run_dir.name, uid_of(run_dir))
+    return next(read_records_from(run_dir.tracking_events, memory.spool_offset), None) is None

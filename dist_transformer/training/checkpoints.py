@@ -80,13 +80,13 @@ def regular(run_dir: RunDir, every_steps: int) -> list[Path]:
 
 
 def best(paths: Sequence[Path], count: int, metric: str) -> list[Path]:
-    """Those `count` of the checkpoints that are best by a metric of their validation, by step; of equal ones the newer.
+    """Those `count` of the checkpoints that are best by a metric of their validation, by step; of equal ones the first.
 
     Fewer where fewer know it.
     """
     values = {path: value for path in paths if (value := _validated(path, metric)) is not None}
     sign = 1 if is_lower_better(metric) else -1
-    return sorted(sorted(values, key=lambda path: (sign * values[path], -step_of(path)))[:count], key=step_of)
+    return sorted(sorted(values, key=lambda path: (sign * values[path], step_of(path)))[:count], key=step_of)
 
 
 def retain(run_dir: RunDir, settings: CheckpointConfig, patience_steps: int, metric: str) -> None:

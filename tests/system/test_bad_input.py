@@ -222,3 +222,14 @@ def test_a_run_that_must_not_go_on_without_its_checkpoints_ends_at_the_first_tha
     assert f"the run can go on from step_{last:08d}" in said
     steps = [r["step"] for r in records(small_disk)]
     assert last < steps[-1] <= last + 3  # it was being written while the next steps were done
+
+
+@pytest.mark.parametrize("verb", [("track", "sync"), ("track", "model"), ("ui",)])
+def test_a_folder_that_is_not_there_is_named_and_not_made(command, small_corpus, verb):
+    said = refusal(command, *verb, "runs/nowhere")
+    assert "runs/nowhere: no such folder; expected" in said
+    assert not (small_corpus / "runs" / "nowhere").exists()
+
+
+def test_a_model_folder_that_is_not_there_is_named(command, trained):
+    assert "nomodel: no such folder; expected a model folder" in refusal(command, "track", "model", trained, "nomodel")

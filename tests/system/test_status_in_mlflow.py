@@ -6,6 +6,7 @@ import signal
 import time
 from pathlib import Path
 
+import filelock
 import pytest
 from mlflow import MlflowClient
 from running import Command, wait_for_step
@@ -75,7 +76,24 @@ def test_a_server_that_is_away_is_told_later(command: Command, tmp_path: Path) -
     MetricsLog(run_dir.metrics).close()
     assert status_said(run_dir) == "RUNNING"
     settings = load_config(run_dir.config, check_files=False).tracking
-    assert settle(run_dir, "KILLED", settings, tmp_path, seconds=1) is False
+    assert "no answer; later: dist-transformer track sync" in str(settle(run_dir, "KILLED", settings, tmp_path, 1))
     assert status_said(run_dir) == "KILLED"
-    later = "MLflow had not heard KILLED of this run; now it is told as soon as it answers"
-    assert f"{later}: dist-transformer track sync {run_dir.path}" in command("status", run_dir.path)
+    said = (
+        "MLflow had not heard KILLED of this run; it is not told KILLED: no answer; later: dist-transformer track sync"
+    )
+    assert f"{said} {run_dir.path}\n" in command("status", run_dir.path)
+
+
+def test_who_has_another_address_does_not_move_the_run_there(command: Command, killed: RunDir, tmp_path: Path) -> None:
+    memory = read_json(killed.tracking)
+    add_event(killed.tracking_events, "start", {"tags": {}, "parameters": {}, "config": ""})
+    out = command("status", killed.path, MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/other.db")
+    assert f"it is not told FINISHED: the run is followed at {memory['uri']}" in out
+    assert read_json(killed.tracking) == memory
+    assert not (tmp_path / "other.db").exists()
+
+
+def test_nothing_is_said_of_a_run_that_somebody_trains(command: Command, killed: RunDir) -> None:
+    with filelock.FileLock(killed.lock):
+        assert "MLflow" not in command("status", killed.path)
+    assert "now it is told FINISHED" in command("status", killed.path), "it had finished before"

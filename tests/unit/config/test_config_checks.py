@@ -210,6 +210,24 @@ def test_an_alias_needs_the_name_of_a_registered_model(path):
     assert load_config(path, ["tracking.alias=champion", "tracking.register_as=en-de"]).tracking.alias == "champion"
 
 
+@pytest.mark.parametrize("alias", ["latest", "Latest", "v3"])
+def test_an_alias_that_mlflow_keeps_for_itself_is_refused(path, alias):
+    assert "keeps for itself" in one_problem_of(path, f"tracking.alias={alias}", "tracking.register_as=en-de")
+
+
+@pytest.mark.parametrize("address", ["foo://bar", "login01:5000", "mlflow.db", "http://"])
+def test_a_tracking_address_that_mlflow_cannot_know_is_refused(path, address):
+    assert "tracking.uri: expected http://HOST:PORT" in one_problem_of(path, f"tracking.uri={address}")
+
+
+@pytest.mark.parametrize(
+    "address", ["http://n1:5000", "https://mlflow.example.org/team", "sqlite:////runs/mlflow.db", "databricks",
+                "postgresql+psycopg2://db/mlflow"],
+)  # fmt: skip
+def test_addresses_that_mlflow_knows_are_taken(path, address):
+    assert load_config(path, [f"tracking.uri={address}"]).tracking.uri == address
+
+
 @pytest.mark.parametrize("name", ["en/de", "en:de", "it's"])
 def test_a_name_that_the_registry_would_refuse_is_refused_at_once(path, name):
     assert "tracking.register_as" in one_problem_of(path, f'tracking.register_as="{name}"')

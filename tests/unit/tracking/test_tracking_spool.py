@@ -1,12 +1,14 @@
+import socket
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 
 from dist_transformer.config.credentials import without_credentials, without_secrets
 from dist_transformer.tracking.messages import folder_digest, points_of
 from dist_transformer.tracking.metrics_log import read_records
-from dist_transformer.tracking.mlflow_door import explanation, valid_key
-from dist_transformer.tracking.spool import Memory, ServerRefused, add_event, load_memory
+from dist_transformer.tracking.mlflow_door import explanation, translated_errors, valid_key
+from dist_transformer.tracking.spool import Memory, ServerRefused, ServerTrouble, add_event, load_memory
 
 
 @pytest.mark.parametrize(
@@ -19,6 +21,13 @@ from dist_transformer.tracking.spool import Memory, ServerRefused, add_event, lo
         ("https://host/a@b", "https://host/a@b"),
         ("https://host:5000/a@b", "https://host:5000/a@b"),
         ("mysql+pymysql://u:se/cret@db/x", "mysql+pymysql://db/x"),
+        (
+            "https://b.s3/k?X-Amz-Date=20261122&X-Amz-Credential=id%2Fx&X-Amz-Security-Token=to&X-Amz-Signature=si",
+            "https://b.s3/k?X-Amz-Date=20261122&X-Amz-Credential=***&X-Amz-Security-Token=***&X-Amz-Signature=***",
+        ),
+        ("https://storage/k?X-Goog-Signature=si&alt=json", "https://storage/k?X-Goog-Signature=***&alt=json"),
+        ("https://a.blob/k?sv=2024&sig=ab%3D for url", "https://a.blob/k?sv=2024&sig=*** for url"),
+        ("https://host/x?signal=1&design=2", "https://host/x?signal=1&design=2"),
     ],
 )
 def test_credentials_are_removed_from_addresses_and_nothing_else_is(text: str, expected: str) -> None:
@@ -60,7 +69,7 @@ def test_an_answer_with_a_known_cause_comes_with_its_remedy(answer: str, remedy:
 
 
 def test_the_memory_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
-    memory = Memory("a run", run_id="abc", sent={"train": 5}, spool_offset=17)
+    memory = Memory("a run", run_id="abc", sent={"train": 5}, spool_offset=17, ahead={"words": 4})
     memory.save(tmp_path / "tracking.json")
     assert load_memory(tmp_path / "tracking.json", "another name") == memory
 
@@ -93,6 +102,15 @@ def test_a_digest_changes_with_every_name_and_every_content(tmp_path: Path) -> N
 def test_a_model_folder_that_is_gone_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ServerRefused, match=r"model is not there any more"):
         folder_digest(tmp_path / "model")
+
+
+def test_where_no_server_answers_that_is_all_that_is_said() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(ServerTrouble) as caught, translated_errors():
+        MlflowClient(tracking_uri=f"http://127.0.0.1:{port}").get_run("0")
+    assert str(caught.value) == f"no server answers at 127.0.0.1:{port} (connection refused)"
 
 
 def test_a_refused_host_name_is_answered_with_its_remedy() -> None:

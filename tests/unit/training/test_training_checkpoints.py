@@ -211,9 +211,9 @@ def test_the_best_are_those_of_the_highest_value_where_higher_is_better(run_dir)
     assert kept(run_dir, metric="news/chrf", keep_best=2) == [2, 10, 12]
 
 
-def test_of_equal_losses_the_newer_is_better(run_dir):
+def test_of_equal_losses_the_first_is_the_best(run_dir):
     a_run(run_dir, {2: 1.0, 4: 1.0, 6: None})
-    assert names(checkpoints.best(checkpoints.saved(run_dir), 1, "loss")) == [4]
+    assert names(checkpoints.best(checkpoints.saved(run_dir), 1, "loss")) == [2]
 
 
 def test_those_of_every_so_many_steps_are_kept_for_good(run_dir):
