@@ -169,7 +169,7 @@ def _block(case: str, load: Load, situation: Situation, folder: Path, num_steps:
     situation.end()
     tracker.close("FINISHED")
     for thread in threading.enumerate():  # one that still waits for an answer must not burden the next case
-        if thread.name == "tracking":
+        if thread.name.startswith("tracking "):
             thread.join()
     return figures
 

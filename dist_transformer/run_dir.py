@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,6 +76,11 @@ class RunDir:
     def tracking_events(self) -> Path:
         """The tracker's spool: starts, checkpoints, models and status changes, one JSON record a line."""
         return self.path / "tracking_events.jsonl"
+
+    @property
+    def upload(self) -> Path:
+        """The model as it is being uploaded to MLflow; what a killed upload leaves goes with the next one."""
+        return self.path / ".upload"
 
     @property
     def state(self) -> Path:
@@ -179,7 +185,7 @@ def records_of(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path beside `path`; on success it is flushed to disk and renamed over `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
         yield temporary
         flush_to_disk(temporary)

@@ -1,14 +1,19 @@
 """evaluate: translate a test set and score it."""
 
+import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from dist_transformer.cli.arguments import read_run
 from dist_transformer.cli.translate import BeamOption, PenaltyOption, decoding
 from dist_transformer.config.data_models import CorpusConfig, DataConfig
+from dist_transformer.config.models import Config
 from dist_transformer.errors import UserError
+from dist_transformer.run_dir import RunDir
+
+TELL_SECONDS = 10
 
 
 def evaluate_command(
@@ -62,6 +67,25 @@ def evaluate_command(
         write_json(run_dir.evaluation / f"{name}.json", scores)
         write_text(run_dir.evaluation / f"{name}.translations", "\n".join(translations) + "\n")
         print(f"written to {run_dir.evaluation}")
+        if config is not None and config.tracking.enabled:
+            numbers = {key: value for key, value in measured.items() if isinstance(value, float)}
+            _tell_mlflow(config, run_dir, {"name": name, "step": translator.information.step, "metrics": numbers})
+
+
+def _tell_mlflow(config: Config, run_dir: RunDir, scores: dict[str, Any]) -> None:
+    """The scores as `evaluation/<name>/bleu` ... of the run, if MLflow follows it and nobody trains it now."""
+    from dist_transformer.run_lock import while_nobody_trains
+    from dist_transformer.tracking.settle import settle, status_said
+    from dist_transformer.tracking.spool import add_event
+
+    status = status_said(run_dir)
+    with while_nobody_trains(run_dir) as is_free:
+        if status is None or not is_free:
+            return
+        add_event(run_dir.tracking_events, "evaluation", scores)
+        problem = settle(run_dir, status, config.tracking, Path(config.run.root), TELL_SECONDS)
+    if problem is not None:
+        print(f"MLflow is not told: {problem}", file=sys.stderr)
 
 
 def _corpus_of(data: DataConfig, split: str, run: Path) -> CorpusConfig:

@@ -1,6 +1,7 @@
 """What one rank does for all: the others wait without a time limit, as long as it moves."""
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, TypeVar, cast
 
@@ -14,11 +15,14 @@ LOOK_SECONDS = 0.5
 """How often the ranks ask whether it is done."""
 
 
-def by_first_rank(ranks: Ranks, work: Callable[[], Result], progress: Callable[[], None]) -> Result:
+def by_first_rank(
+    ranks: Ranks, work: Callable[[], Result], progress: Callable[[], None], may_wait_seconds: float = 0.0
+) -> Result:
     """Rank 0's result of `work`, on every rank (collective).
 
     `work` runs in a thread, so that hashing or copying for longer than training.hang_seconds is no hang; it may not make
-    collectives. `progress` is called on every rank while the thread uses the processor: a stalled disk does not.
+    collectives. `progress` is called on every rank while the thread uses the processor: a stalled disk does not. For the
+    first `may_wait_seconds` it is called all the same: of work that waits for others, and not for ever.
 
     Raises:
         UserError: `work` did, on every rank. Any other exception is raised on rank 0 alone.
@@ -27,13 +31,14 @@ def by_first_rank(ranks: Ranks, work: Callable[[], Result], progress: Callable[[
     if worker is not None:
         worker.start()
     before: list[float | None] = []
+    patient_until = time.monotonic() + may_wait_seconds
     while True:
         if worker is not None:
             worker.join(LOOK_SECONDS)
         standing: float | None = ranks.from_first(worker.used_seconds() if worker is not None else None)
         if standing is None:
             break
-        if [standing] != before:
+        if [standing] != before or time.monotonic() < patient_until:
             progress()
         before = [standing]
     result: Result | UserError = ranks.from_first(worker.result() if worker is not None else None)

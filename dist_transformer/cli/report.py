@@ -26,6 +26,8 @@ MOST_SENTENCES = 3
 """Whose attention is drawn."""
 LONGEST_CHARACTERS = 160
 """Of a sentence that is chosen for its attention: a longer one has more pieces than a picture can name."""
+LARGEST_AT_END_BYTES = 200_000_000
+"""Of metrics.jsonl, for a report at the end of a run, when all ranks and their GPUs wait for it: 240 MB took 12 s."""
 
 
 def report_command(
@@ -55,7 +57,7 @@ def compare_command(
     root: Root = RUNS,
 ) -> None:
     """Compare runs: settings that differ, scores, curves and translations side by side."""
-    from dist_transformer.reporting.compare import compare_page, named, result_rows, setting_rows
+    from dist_transformer.reporting.compare import compare_page, named, notes, result_rows, setting_rows
     from dist_transformer.reporting.reading import read_story
 
     folders = [folder for run in runs for folder in _run_dirs(run, root)]
@@ -65,19 +67,31 @@ def compare_command(
     try:
         write_text(output, compare_page(stories))
     except OSError as error:
-        raise UserError(f"{output}: cannot be written: {error.strerror}; give another place with --output") from None
-    _print_rows(stories, [*setting_rows(stories), *result_rows(stories)])
+        raise _not_written(output, error) from None
+    results = result_rows(stories)
+    _print_rows(stories, [*setting_rows(stories), *results])
+    for line in notes(results):
+        print(line)
     print(f"written to {output}")
 
 
-def report_after_training(run_dir: RunDir) -> None:
-    """Pictures and page at the end of a start (rank 0). Whatever fails is a warning: the run is over and saved."""
+def report_after_training(run_dir: RunDir) -> bool:
+    """Pictures and page at the end of a run (rank 0); whether they were written.
+
+    Whatever fails is a warning: the run is over and saved. A history that takes long to read is left to people.
+    """
+    size = run_dir.metrics.stat().st_size if run_dir.metrics.is_file() else 0
+    if size > LARGEST_AT_END_BYTES:
+        megabytes, command = size / 1e6, f"dist-transformer report {run_dir.path}"
+        log.info("report     not drawn now, %s has %.0f MB: %s", run_dir.metrics.name, megabytes, command)
+        return False
     for with_attention in (True, False):
         try:
             write_run_report(run_dir, with_attention=with_attention)
-            return
+            return True
         except Exception as error:  # noqa: BLE001  (drawing must not turn a finished run into a failed one)
             log.warning("%s was not written: %s: %s", run_dir.report, type(error).__name__, error)
+    return False
 
 
 def write_run_report(
@@ -108,9 +122,7 @@ def write_run_report(
             write_figures(story, [data for _, data in attention])
         write_text(output or run_dir.report, page)
     except OSError as error:
-        raise UserError(
-            f"{error.filename}: cannot be written: {error.strerror}; give another place with --output"
-        ) from None
+        raise _not_written(output or run_dir.report, error) from None
     return output or run_dir.report
 
 
@@ -178,6 +190,12 @@ def _run_dirs(text: str, root: Path) -> list[RunDir]:
         return [find_target(text, root).run_dir]
     points = sorted(folder.glob("task_*"), key=lambda path: (len(path.name), path.name))
     return [RunDir(point.absolute()) for point in points if is_run_folder(point)]
+
+
+def _not_written(output: Path, error: OSError) -> UserError:
+    """A full disk names no file in its error."""
+    place, why = error.filename or output, error.strerror or error
+    return UserError(f"{place}: cannot be written: {why}; give another place with --output")
 
 
 def _write_bytes(path: Path, data: bytes) -> None:

@@ -1,17 +1,22 @@
 """What a run leaves behind beside checkpoints: metrics files, run.json, its MLflow run. Rank 0 writes them."""
 
 import logging
+import math
 import os
 import platform
 import secrets
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
 from dist_transformer import __version__
 from dist_transformer.cli.arguments import with_absolute_paths
 from dist_transformer.cli.run_tracking import start_tracker
+from dist_transformer.config.credentials import without_secrets
 from dist_transformer.config.loading import to_yaml
+from dist_transformer.config.measures import is_better
 from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import Ranks
@@ -54,18 +59,17 @@ def open_records(
         else None
     )
 
+    if tracker is not None:
+        _tell_of_untold(tracker, run_dir, progress.step, config.validation.metric)
+
     def checkpoint_saved(step: int, path: Path) -> None:
         metric = config.validation.metric
-        try:
+        with _warned_of_disk(path):
             checkpoints.retain(run_dir, config.checkpoints, config.divergence.patience_steps, metric)
+        if tracker is not None:
+            _tell(tracker, run_dir, path, metric)
+        with _warned_of_disk(path):
             _note_step(run_dir, step)
-            if tracker is not None:
-                kept = checkpoints.saved(run_dir)
-                measures = read_json(path / STATE)["validation"] or {}
-                is_best = path in checkpoints.best(kept, 1, metric)
-                tracker.checkpoint_saved(step, path, measures, is_best, [one.name for one in kept])
-        except OSError as error:  # a full disk must not end what goes on in memory
-            log.warning("after checkpoint %s: %s", path.name, error)
 
     def samples_written(step: int, corpora: list[dict[str, Any]]) -> None:
         for corpus in corpora:
@@ -108,14 +112,50 @@ def note(run_dir: RunDir, ranks: Ranks, state: str, step: int | None = None, rea
     if state == "running":
         add_to_history(run_dir, "start", step, _start_of(ranks))
     else:
-        add_to_history(run_dir, "end", step, {"state": state, "reason": reason})
+        add_to_history(run_dir, "end", step, {"state": state, "reason": without_secrets(reason)})
 
 
 def add_to_history(run_dir: RunDir, event: str, step: int, values: dict[str, Any]) -> None:
-    """Adds a record to history.jsonl, which no resume shortens (rank 0)."""
-    history = MetricsLog(run_dir.history)
-    history.append(event, step, values)
-    history.close()
+    """Adds a record to history.jsonl, which no resume shortens (rank 0). A disk that does not take it is a warning."""
+    with _warned_of_disk(run_dir.history):
+        history = MetricsLog(run_dir.history)
+        history.append(event, step, values)
+        history.close()
+
+
+def is_best_so_far(state: Mapping[str, Any], metric: str) -> bool:
+    """Whether the checkpoint of this `state` was validated at its step, better than at any step before."""
+    stopping = state.get("early_stopping") or {}
+    best = stopping.get("best") if stopping.get("metric") == metric else None
+    if best is not None and stopping["best_step"] == state["step"]:
+        return True
+    # A run's last validation may be at no regular step, and is not in `stopping`.
+    value = float((state["validation"] or {}).get(metric, math.nan))
+    return math.isfinite(value) and is_better(metric, value, math.nan if best is None else float(best))
+
+
+def _tell(tracker: Tracker, run_dir: RunDir, path: Path, metric: str) -> None:
+    with _warned_of_disk(path):
+        state = read_json(path / STATE)
+        kept = [one.name for one in checkpoints.saved(run_dir)]
+        tracker.checkpoint_saved(state["step"], path, state["validation"] or {}, is_best_so_far(state, metric), kept)
+
+
+def _tell_of_untold(tracker: Tracker, run_dir: RunDir, step: int, metric: str) -> None:
+    """The checkpoint that this start goes on from, where the one that wrote it was killed before it could tell of it."""
+    path = run_dir.checkpoints / checkpoints.folder_name(step)
+    events = read_records(run_dir.tracking_events)
+    if path.is_dir() and not any(event["event"] == "checkpoint" and event.get("step") == step for event in events):
+        _tell(tracker, run_dir, path, metric)
+
+
+@contextmanager
+def _warned_of_disk(path: Path) -> Iterator[None]:
+    """A full disk must not end what goes on in memory, least of all on one rank alone."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("%s: %s", path, error)
 
 
 def _start_of(ranks: Ranks) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from dist_transformer.errors import DataError
 from dist_transformer.interop.model_folder import empty_model
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.training.engine import Engine
+from dist_transformer.training.memory import telling_out_of_memory
 from dist_transformer.training.validation import Progress, Translate, Translated, ValidationSet
 from dist_transformer.training.validator import Validator
 
@@ -119,6 +120,9 @@ def _translator(
     return translate
 
 
+WHOLE_COPY = "the copy of the whole model that a validation translates with (validation.translate=false needs none)"
+
+
 @contextmanager
 def _whole_model(config: Config, data: RunData, engine: Engine, ranks: Ranks) -> Iterator[Transformer]:
     """The model in eval mode with all weights on every rank, to be called without collectives (collective)."""
@@ -131,6 +135,7 @@ def _whole_model(config: Config, data: RunData, engine: Engine, ranks: Ranks) ->
     model = empty_model(config.model, manifest.source_vocabulary, manifest.target_vocabulary, manifest.pad_id)
     if config.training.precision == "fp16":
         model.half()
-    model.to_empty(device=ranks.device).eval().requires_grad_(False)
-    engine.copy_weights(dict(model.named_parameters()))
+    with telling_out_of_memory(WHOLE_COPY, ranks.device):
+        model.to_empty(device=ranks.device).eval().requires_grad_(False)
+        engine.copy_weights(dict(model.named_parameters()))
     yield model

@@ -10,8 +10,8 @@ import torch
 
 from dist_transformer.cli.first_rank import by_first_rank
 from dist_transformer.cli.initial_weights import initialise
-from dist_transformer.cli.report import report_after_training
 from dist_transformer.cli.run_data import RunData
+from dist_transformer.cli.run_end import RunEnd
 from dist_transformer.cli.run_records import newest_steps, note, open_records
 from dist_transformer.cli.run_validation import open_validator
 from dist_transformer.cli.write_model import write_final_model
@@ -24,7 +24,7 @@ from dist_transformer.errors import CheckpointError, DistTransformerError, UserE
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.run_dir import RunDir
 from dist_transformer.stop_request import StopRequest
-from dist_transformer.tracking.tracker import Status, Tracker
+from dist_transformer.tracking.tracker import Tracker
 from dist_transformer.training import checkpoints
 from dist_transformer.training.checkpoints import Checkpoint
 from dist_transformer.training.crash import write_crash
@@ -89,26 +89,21 @@ def train(run: Run) -> tuple[Outcome, int]:
         kept = config.model_copy(update={"training": given.training})  # as given, not as a divergence left it
         echo = sys.stdout if run.terminal.as_json else None
         journal, tracker = open_records(kept, run.run_dir, ranks, run.data.folder, run.manifest, progress, origin, echo)
-    status: Status = "FAILED"
+    end = RunEnd(config, run.run_dir, ranks, run.watchdog, tracker)
     try:
         outcome, early_stop = _train(run, engine, checkpoint, progress, journal)
         if outcome is Outcome.FINISHED:
             _write_model(run, tracker)
             note(run.run_dir, ranks, "finished", progress.step, early_stop)
-            if tracker is not None:
-                run.watchdog.progress("drawing the report")
-                report_after_training(run.run_dir)
-                tracker.figures_written(run.run_dir.figures)
-        status = "FINISHED" if outcome is Outcome.FINISHED else "SCHEDULED"
+            end.draw_report()
+        end.close("FINISHED" if outcome is Outcome.FINISHED else "SCHEDULED")
         return outcome, progress.step
     except Diverged:
-        status = "FAILED" if config.divergence.policy == "stop" else "SCHEDULED"
         engine.close()
+        end.close("FAILED" if config.divergence.policy == "stop" else "SCHEDULED")
         raise
     finally:
-        if tracker is not None:
-            run.watchdog.progress("waiting for MLflow to take the rest")
-            tracker.close(status)
+        end.close_alone("FAILED")
 
 
 def _heard(run: Run, doing: str) -> Callable[[], None]:

@@ -8,17 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from dist_transformer.config.measures import is_lower_better
+from dist_transformer.config.measures import TRANSLATION_MEASURES, is_lower_better
 from dist_transformer.durations import duration
+from dist_transformer.reporting.comparable import differences, why_evaluated_otherwise, why_not_alike
 from dist_transformer.reporting.markup import Content, Html, document, table, tag, together
-from dist_transformer.reporting.page import MEASURES, footer, pictures
+from dist_transformer.reporting.page import footer, pictures
 from dist_transformer.reporting.panels import Marks, compared_panels
 from dist_transformer.reporting.reading import RunStory, settings_that_differ
 from dist_transformer.reporting.samples import fixed_sentences, languages, words
+from dist_transformer.reporting.scores import EVALUATED, MEASURES
 from dist_transformer.reporting.words import (
     NOTHING,
+    evaluation_text,
     measure_name,
     measure_text,
+    metric_name,
     number,
     setting_text,
     state_text,
@@ -26,17 +30,31 @@ from dist_transformer.reporting.words import (
 )
 
 Named = tuple[str, RunStory]
+OF_SAMPLES = (
+    "data.validation.",
+    "data.more_validation.",
+    "data.filters.",
+    "validation.samples",
+    "validation.max_sentences",
+)
+"""Settings that decide which sentences are the fixed ones."""
 MOST_SENTENCES = 8
 """Fixed sentences that are shown side by side."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the comparison: what it is about, and a text for each run; `best`: the run that is best in it."""
+    """A line of the comparison: what it is about, and a text for each run.
+
+    Attributes:
+        best: the run that is best in it.
+        note: why none is marked as best, of scores that were not measured alike.
+    """
 
     name: str
     texts: list[str]
     best: int | None = None
+    note: str = ""
 
 
 def named(stories: Sequence[RunStory]) -> list[Named]:
@@ -72,9 +90,9 @@ def setting_rows(stories: Sequence[Named]) -> list[Row]:
 def compare_page(stories: Sequence[Named]) -> str:
     """The page as HTML, in one file."""
     names = [name for name, _ in stories]
-    settings = setting_rows(stories)
+    results, settings = result_rows(stories), setting_rows(stories)
     parts = [
-        ("results", "Results", _table(names, result_rows(stories))),
+        ("results", "Results", together([_table(names, results), _notes(results)])),
         ("settings", "Settings that differ", _table(names, settings) if settings else tag("p", "None.")),
         ("curves", "Curves", _curves(stories)),
         ("samples", "Samples", _samples(stories)),
@@ -86,25 +104,54 @@ def compare_page(stories: Sequence[Named]) -> str:
 def _score_rows(stories: Sequence[Named]) -> Iterator[Row]:
     for measure in _measures(stories):
         curves = [story.curves.of("validation", measure) for _, story in stories]
-        name, highest = measure_name(measure), not is_lower_better(measure)
-        if measure.startswith(("loss", "bleu", "chrf", "comet")):
+        highest = not is_lower_better(measure)
+        why = why_not_alike([story for (_, story), curve in zip(stories, curves, strict=True) if curve], measure)
+        if measure in ("loss", "nll", *TRANSLATION_MEASURES):
             last = [curve.last if curve else None for curve in curves]
-            yield Row(
-                f"validation {name}, last", [measure_text(measure, value) for value in last], _best(last, highest)
-            )
+            texts = [measure_text(measure, value) for value in last]
+            yield _scored(f"{metric_name(measure)}, last", texts, _best(last, highest), why)
         found = [curve.best(measure) if curve else None for curve in curves]
         texts = [f"{measure_text(measure, each[1])} (step {each[0]:,})" if each else NOTHING for each in found]
-        yield Row(f"validation {name}, best", texts, _best([each[1] if each else None for each in found], highest))
+        best = _best([each[1] if each else None for each in found], highest)
+        yield _scored(f"{metric_name(measure)}, best", texts, best, why)
+
+
+def _scored(name: str, texts: list[str], best: int | None, why: Sequence[str]) -> Row:
+    """A row of scores; where they were not measured alike, without a best one."""
+    if best is None or not why:
+        return Row(name, texts, best)
+    return Row(name, texts, note=f"the runs differ in {', '.join(why)}")
 
 
 def _evaluation_rows(stories: Sequence[Named]) -> Iterator[Row]:
-    names = dict.fromkeys(name for _, story in stories for name in story.evaluations)
-    for name in names:
-        for key in ("bleu", "chrf"):
-            values = [story.evaluations.get(name, {}).get(key) for _, story in stories]
-            yield Row(
-                f"{name} {measure_name(key)}", [measure_text(key, value) for value in values], _best(values, True)
-            )
+    """The results of `evaluate`: how they were found stands in the row's name, or where that differs beside each."""
+    for name in dict.fromkeys(name for _, story in stories for name in story.evaluations):
+        for key in EVALUATED:
+            scores = [story.evaluations.get(name, {}) for _, story in stories]
+            known = [each for each in scores if key in each]
+            if not known:
+                continue
+            values, hows = [each.get(key) for each in scores], {evaluation_text(each) for each in known}
+            title = f"evaluated: {name} {measure_name(key)}"
+            texts = [measure_text(key, value) for value in values]
+            if len(hows) == 1:
+                title = f"{title} {hows.pop()}".strip()
+            else:
+                texts = [f"{text} {evaluation_text(each)}".strip() for text, each in zip(texts, scores, strict=True)]
+            yield _scored(title, texts, _best(values, True), why_evaluated_otherwise(known, key))
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """Why no run is marked as best in some rows, a line for each reason."""
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        if row.note:
+            names.setdefault(row.note, []).append(row.name)
+    return [f"No best one is marked of {'; '.join(named)}: {note}." for note, named in names.items()]
+
+
+def _notes(rows: Sequence[Row]) -> Html:
+    return together(tag("p", line, class_="soft") for line in notes(rows))
 
 
 def _measures(stories: Sequence[Named]) -> list[str]:
@@ -150,9 +197,12 @@ def _curves(stories: Sequence[Named]) -> Html:
 
 
 def _samples(stories: Sequence[Named]) -> Html:
-    """The newest translation of each fixed sentence by each run."""
+    """The newest translation of each fixed sentence by each run; of those that at least two runs have."""
     by_run = {name: {(each.corpus, each.source): each for each in fixed_sentences(story)} for name, story in stories}
-    keys = [*dict.fromkeys(key for sentences in by_run.values() for key in sentences)][:MOST_SENTENCES]
+    num_runs = Counter(key for sentences in by_run.values() for key in sentences)
+    keys = [key for key, count in num_runs.items() if count > 1][:MOST_SENTENCES]
+    if not keys:
+        return tag("p", _why_no_samples(stories, [name for name, sentences in by_run.items() if not sentences]))
     source, target = languages(stories[0][1])
     parts = []
     for key in keys:
@@ -164,4 +214,14 @@ def _samples(stories: Sequence[Named]) -> Html:
         reference = next(iter(having.values())).reference
         rows.append(["reference", "", words(reference, target)])
         parts += [tag("h3", words(key[1], source)), table(["run", "step", "translation"], rows)]
-    return together(parts) or tag("p", "No run has written translations of fixed sentences.")
+    return together(parts)
+
+
+def _why_no_samples(stories: Sequence[Named], without: Sequence[str]) -> str:
+    if len(without) == len(stories):
+        return "No run has written translations of fixed sentences."
+    if len(without) > len(stories) - 2:
+        return f"Only one run has written translations of fixed sentences; these have none: {', '.join(without)}."
+    why = differences([story for name, story in stories if name not in without], OF_SAMPLES)
+    said = f": the runs differ in {', '.join(why)}" if why else ""
+    return f"No fixed sentence was translated by two of the runs{said}."

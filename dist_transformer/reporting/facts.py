@@ -9,6 +9,7 @@ from dist_transformer.reporting.words import (
     NOTHING,
     measure_name,
     measure_text,
+    metric_name,
     moment,
     nodes_text,
     number,
@@ -58,7 +59,8 @@ def checkpoints_part(story: RunStory) -> Html:
     if not found:
         return tag("p", "There is no checkpoint.")
     measured = [(checkpoint, _measures(story, checkpoint)) for checkpoint in found]
-    keys = [key for key in CHECKPOINT_MEASURES if any(key in measures for _, measures in measured)]
+    wanted = dict.fromkeys([*CHECKPOINT_MEASURES, *([story.best.measure] if story.best else [])])
+    keys = [key for key in wanted if any(key in measures for _, measures in measured)]
     rows = [
         [
             checkpoint.name,
@@ -73,7 +75,7 @@ def checkpoints_part(story: RunStory) -> Html:
     best = next(
         (n for n, each in enumerate(found) if story.best and each.step == story.best.step and not each.suffix), None
     )
-    said = f"Best by {measure_name(story.best.measure)}: step {story.best.step:,}" if story.best else ""
+    said = f"Best by {metric_name(story.best.measure)}: step {story.best.step:,}" if story.best else ""
     gone = "" if best is not None or not story.best else ", whose checkpoint is not there (any more)"
     return together([tag("p", f"{said}{gone}.") if said else None, table(head, rows, best_row=best)])
 

@@ -150,6 +150,8 @@ def _set_axes(panel: Panel, axes: "Axes") -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
     if panel.cuts_start:
         axes.set_ylim(*_limits(panel))
+    elif panel.from_zero and not panel.is_log:
+        axes.set_ylim(0.0, _top(panel, axes.get_ylim()[1]))
     axes.set_xlabel("step", fontsize=9, color=INK, labelpad=1)
     axes.set_ylabel(panel.unit, fontsize=9, color=INK)
     axes.tick_params(labelsize=9, colors=INK, length=3)
@@ -158,6 +160,12 @@ def _set_axes(panel: Panel, axes: "Axes") -> None:
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
         spine.set_color(RESTART)
+
+
+def _top(panel: Panel, top: float) -> float:
+    """The upper end of an axis from 0: of percentages no more than 100."""
+    highest = max(float(line.curve.values.max()) for line in panel.lines)
+    return min(top, max(100.0, highest)) if panel.unit == "%" else top
 
 
 def _decades(panel: Panel) -> float:

@@ -17,7 +17,6 @@ from dist_transformer.reporting.figures import panel_svg
 from dist_transformer.reporting.markup import (
     Content,
     Html,
-    details,
     document,
     facts,
     html,
@@ -30,10 +29,13 @@ from dist_transformer.reporting.markup import (
 from dist_transformer.reporting.panels import Marks, Panel, marks_of, panels_of
 from dist_transformer.reporting.reading import RunStory
 from dist_transformer.reporting.samples import samples_part
+from dist_transformer.reporting.scores import EVALUATED, scores_part
 from dist_transformer.reporting.words import (
     NOTHING,
+    evaluation_text,
     measure_name,
     measure_text,
+    metric_name,
     moment,
     nodes_text,
     number,
@@ -42,9 +44,6 @@ from dist_transformer.reporting.words import (
 )
 
 Part = tuple[str, str, Html]
-MEASURES = ("bleu", "chrf", "comet", "loss", "perplexity", "token_accuracy", "nll")
-FEW_ROWS = 12
-"""A table of no more rows stands open."""
 NO_ATTENTION = "Not drawn."
 
 
@@ -60,7 +59,7 @@ def run_page(
     now = time.time()
     parts = [
         ("summary", "Summary", _summary(story, now)),
-        ("scores", "Scores", _scores(story)),
+        ("scores", "Scores", scores_part(story)),
         ("curves", "Curves", _curves(story)),
         ("samples", "Samples", samples_part(story)),
         ("attention", "Attention", _attention(attention, attention_note)),
@@ -96,10 +95,10 @@ def _summary(story: RunStory, now: float) -> Html:
     values: list[tuple[str, Content]] = [("Steps", steps_text(story))]
     if best is not None:
         score = measure_text(best.measure, best.value)
-        values.append((f"Best {measure_name(best.measure)} (step {best.step:,})", score))
+        values.append((f"Best {metric_name(best.measure)} (step {best.step:,})", score))
     values += [
-        (f"{name} {measure_name(key)}", measure_text(key, scores[key]))
-        for name, scores in story.evaluations.items() for key in ("bleu", "chrf") if key in scores
+        (f"Evaluated: {name} {measure_name(key)} {evaluation_text(scores)}".strip(), measure_text(key, scores[key]))
+        for name, scores in story.evaluations.items() for key in EVALUATED if key in scores
     ]  # fmt: skip
     values += [
         ("Training loss, last", number(train.get("loss"), ".4f")),
@@ -117,6 +116,7 @@ def _about(story: RunStory, now: float) -> Iterator[tuple[str, Content]]:
     jobs |= dict.fromkeys(str(record["job"]) for record in story.attempts if record.get("job"))
     jobs |= {str(run["slurm_job_id"]): None} if run.get("slurm_job_id") else {}
     yield "State", state_text(story, now)
+    yield "Why it ended", story.starts[-1].ended.get("reason") if story.starts else None
     yield "Folder", tag("code", str(story.run_dir.path.absolute()))
     yield "Started", moment(story.starts[0].begun.get("time")) if story.starts else None
     yield "Last record", moment(story.curves.newest.get("train", {}).get("time"))
@@ -124,9 +124,11 @@ def _about(story: RunStory, now: float) -> Iterator[tuple[str, Content]]:
     yield "Machines", nodes_text(newest) if newest else run.get("host")
     yield "Ranks", f"{ranks} on {newest['device']}" if "device" in newest else ranks
     yield "Model", _model(story)
+    yield "Parameters", number(story.num_parameters)
     yield "Precision", story.settings.get("training.precision")
     yield "Target tokens trained on", number(story.curves.newest.get("train", {}).get("total_target_tokens"))
     yield "Slurm jobs", ", ".join(jobs)
+    yield "Test corpus", _not_evaluated(story)
     yield "MLflow", _mlflow(story)
     yield "Version", newest.get("version", run.get("version"))
 
@@ -140,6 +142,16 @@ def _model(story: RunStory) -> str | None:
     return f"{preset}: {layers[0]} + {layers[1]} layers, d_model {d_model}, d_ff {d_ff}, {heads} heads"
 
 
+def _not_evaluated(story: RunStory) -> Content:
+    """What to do where a test corpus is given and has no scores yet."""
+    is_given = any(value for key, value in story.settings.items() if key.startswith("data.test."))
+    if not is_given or "test" in story.evaluations:
+        return None
+    command = f"dist-transformer evaluate {shlex.quote(str(story.run_dir.path.absolute()))}"
+    when = "" if story.run_dir.model.is_dir() else ", once the run has written its model"
+    return together(["not evaluated yet: ", tag("code", command), when])
+
+
 def _mlflow(story: RunStory) -> Content:
     address, run_id = story.view.mlflow_uri, story.view.mlflow_run_id
     if not run_id or not address:
@@ -148,63 +160,6 @@ def _mlflow(story: RunStory) -> Content:
         return tag("a", f"run {run_id}", href=f"{address.rstrip('/')}/#/runs/{run_id}", rel="noreferrer")
     show = f"dist-transformer ui {shlex.quote(str(story.run_dir.path.parent))}"
     return together([f"run {run_id} in ", tag("code", address), ": ", tag("code", show)])
-
-
-def _scores(story: RunStory) -> Html:
-    parts = [_evaluations(story)] if story.evaluations else []
-    parts += [_validations(story, corpus) for corpus in validation_corpora(story)]
-    return together(parts) or tag("p", "Nothing was validated or evaluated yet.")
-
-
-def _evaluations(story: RunStory) -> Html:
-    rows = [
-        [
-            name,
-            number(scores.get("pairs")),
-            *(measure_text(key, scores.get(key)) for key in ("bleu", "chrf")),
-            f"{100 * float(scores['exact_match']):.2f} %" if "exact_match" in scores else NOTHING,
-            number(scores.get("beam_size")),
-            together([tag("code", scores.get("bleu_signature")), " ", tag("code", scores.get("chrf_signature"))]),
-        ]
-        for name, scores in story.evaluations.items()
-    ]
-    head = ["corpus", "pairs", "BLEU", "chrF", "exact", "beam", "signatures"]
-    return together([tag("h3", "The final model"), table(head, rows)])
-
-
-def validation_corpora(story: RunStory) -> list[str]:
-    """The prefixes of the measures: "" for data.validation, "newstest2013/" for a further one."""
-    names = story.curves.names("validation")
-    return [*dict.fromkeys(name.rpartition("/")[0] + "/" * ("/" in name) for name in names if name.endswith(MEASURES))]
-
-
-def _validations(story: RunStory, corpus: str) -> Html:
-    """All validations of a corpus, step by step, the best one marked."""
-    curves = {key: curve for key in MEASURES if (curve := story.curves.of("validation", corpus + key)) is not None}
-    by_step = {
-        key: dict(zip(curve.steps.tolist(), curve.values.tolist(), strict=True)) for key, curve in curves.items()
-    }
-    steps = sorted({step for values in by_step.values() for step in values})
-    best = story.best
-    is_best = [best is not None and step == best.step for step in steps]
-    rows = [[number(step), *(measure_text(key, by_step[key].get(step)) for key in curves)] for step in steps]
-    whole = table(["step", *map(measure_name, curves)], rows, best_row=is_best.index(True) if True in is_best else None)
-    title = "Validation" if not corpus else f"Validation on {corpus.rstrip('/')}"
-    words = []
-    if best is not None and not corpus:
-        words.append(f"Best by {measure_name(best.measure)}: step {best.step:,}. ")
-    newest = story.curves.newest.get("validation", {})
-    signatures = [str(newest[key]) for key in (f"{corpus}bleu_signature", f"{corpus}chrf_signature") if key in newest]
-    said = tag("p", *words, *(together([tag("code", each), " "]) for each in signatures), class_="soft")
-    if len(rows) <= FEW_ROWS:
-        return together([tag("h3", title), said, whole])
-    short = table(["step", *map(measure_name, curves)], _few(rows, is_best))
-    return together([tag("h3", title), said, short, details(f"All {len(rows)} validations", whole)])
-
-
-def _few(rows: list[list[str]], is_best: list[bool]) -> list[list[str]]:
-    """The best one and the newest ones."""
-    return [row for number, row in enumerate(rows) if is_best[number] or number >= len(rows) - 5]
 
 
 def _curves(story: RunStory) -> Html:

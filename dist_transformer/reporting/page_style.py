@@ -35,7 +35,12 @@ code, pre { font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; fo
 .state { display: inline-block; border: 1px solid currentColor; border-radius: 1rem; padding: 0 .6rem; font-weight: 600; }
 .state.finished { color: var(--good); } .state.failed { color: var(--alarm); }
 nav { position: sticky; top: 0; z-index: 2; background: var(--paper); border-bottom: 1px solid var(--edge); margin-top: .8rem; }
-nav ul { display: flex; gap: 1.1rem; list-style: none; max-width: 76rem; margin: 0 auto; padding: 0 1rem; overflow-x: auto; }
+nav ul {
+  display: flex; gap: 1.1rem; list-style: none; max-width: 76rem; margin: 0 auto; padding: 0 0 0 1rem; overflow-x: auto;
+  -webkit-mask-image: linear-gradient(to right, #000 calc(100% - 3rem), transparent);
+  mask-image: linear-gradient(to right, #000 calc(100% - 3rem), transparent);
+}
+nav li:last-child { padding-right: 3rem; }
 nav a { display: block; padding: .65rem 0; white-space: nowrap; text-decoration: none; }
 nav a:hover, nav a:focus { text-decoration: underline; }
 .facts { display: grid; grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); gap: .6rem; margin: 1rem 0; padding: 0; }
@@ -62,5 +67,10 @@ figure { margin: 1rem 0; }
 details { margin: .6rem 0; }
 summary { cursor: pointer; color: var(--link); padding: .3rem 0; }
 footer { color: var(--soft); font-size: .85rem; padding: 2rem 1rem 1.5rem; }
-@media print { nav { position: static; } .pictures figure, tr { break-inside: avoid; } .photo.wide img { min-width: 0; } }
+@media print {
+  nav { position: static; }
+  nav ul { flex-wrap: wrap; -webkit-mask-image: none; mask-image: none; }
+  .pictures figure, tr { break-inside: avoid; }
+  .photo.wide img { min-width: 0; }
+}
 """

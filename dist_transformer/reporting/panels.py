@@ -1,7 +1,7 @@
 """Which curves are drawn together: the small pictures of a run, and those of several runs laid over each other."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -26,7 +26,20 @@ QUANTITIES = {
 """Titles and units of what is measured of a node, or of a GPU of it."""
 WIDE_RANGE = 20.0
 """Values whose largest is so many times the smallest are drawn on a logarithmic axis, where a panel allows it."""
-SCORES = {"bleu": "BLEU", "chrf": "chrF", "comet": "COMET", "token_accuracy": "Token accuracy"}
+FROM_ZERO = ("%", "GB", "MB/s")
+"""Units whose axes begin at 0."""
+TITLES = {
+    "loss": ("loss (labels smoothed)", "nats per target token"),
+    "nll": ("nll (negative log-likelihood)", "nats per target token"),
+    "bleu": ("BLEU", ""),
+    "chrf": ("chrF", ""),
+    "comet": ("COMET", ""),
+    "token_accuracy": ("token accuracy", "%"),
+}
+"""Titles and units of the measures that are drawn."""
+SHARES = {"padding": "padding_share", "waiting for data": "data_wait_share"}
+OF_FURTHER_CORPORA = ("loss", "bleu")
+"""Of data.more_validation, where runs are compared."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +58,7 @@ class Panel:
         name: unique on a page; letters, digits and dashes.
         cuts_start: the first steps may lie outside of the picture.
         may_be_log: a logarithmic axis where values range widely.
+        from_zero: the axis begins at 0, unless it is logarithmic; of percentages it ends at 100 at the most.
         best: step and value to be marked.
     """
 
@@ -54,6 +68,7 @@ class Panel:
     lines: tuple[Line, ...]
     cuts_start: bool = False
     may_be_log: bool = False
+    from_zero: bool = False
     best: tuple[int, float] | None = None
 
     @property
@@ -84,45 +99,67 @@ def panels_of(story: RunStory) -> list[Panel]:
 
 def compared_panels(stories: Sequence[tuple[str, RunStory]]) -> list[Panel]:
     """The pictures of several runs by name, a line each."""
-    curves = {name: story.curves for name, story in stories}
     wanted = [
-        ("train-loss", "Training loss", "nats per target token", "train", "loss"),
-        ("validation-loss", "Validation loss", "nats per target token", "validation", "loss"),
-        *((f"validation-{key}", f"{title}, validation", "", "validation", key) for key, title in SCORES.items()),
+        ("train-loss", f"training {TITLES['loss'][0]}", TITLES["loss"][1], "train", "loss"),
+        *_compared_measures(stories),
         ("learning-rate", "Learning rate", "", "train", "learning_rate"),
         ("speed", "Speed", "target tokens/s", "train", "tokens_per_second"),
         ("gradient-norm", "Gradient norm", "", "train", "gradient_norm"),
     ]
+    styles = {run: number for number, (run, _) in enumerate(stories)}
     panels = []
     for name, title, unit, event, key in wanted:
-        found = {run: curve for run, each in curves.items() if (curve := each.of(event, key)) is not None}
-        styles = {run: number for number, run in enumerate(curves)}
-        panel = _panel(name, title, unit, found, styles)
-        panels += [replace(each, cuts_start=key == "loss", may_be_log=key == "gradient_norm") for each in panel]
+        found = {run: _drawn(story.curves, event, key) for run, story in stories}
+        for panel in _panel(name, title, unit, found, styles):
+            measure = key.rpartition("/")[2]
+            cuts, is_norm = measure in ("loss", "nll"), key == "gradient_norm"
+            panels.append(
+                replace(panel, cuts_start=cuts, may_be_log=is_norm, from_zero=is_norm or key == "tokens_per_second")
+            )
     return panels
+
+
+def _compared_measures(stories: Sequence[tuple[str, RunStory]]) -> Iterator[tuple[str, str, str, str, str]]:
+    """(name, title, unit, event, measure) of data.validation, then of each further corpus of any run."""
+    for key, (title, unit) in TITLES.items():
+        yield f"validation-{key.replace('_', '-')}", f"validation {title}", unit, "validation", key
+    names = dict.fromkeys(name for _, story in stories for name in story.curves.names("validation"))
+    corpora = dict.fromkeys(name.rpartition("/")[0] for name in names if "/" in name)
+    for number, corpus in enumerate(corpora):
+        for key in OF_FURTHER_CORPORA:
+            title, unit = TITLES[key]
+            yield f"corpus-{number}-{key}", f"{corpus} {title}", unit, "validation", f"{corpus}/{key}"
 
 
 def _loss_panels(curves: Curves) -> list[Panel]:
     panels = []
-    for key, title in (("loss", "Loss, labels smoothed"), ("nll", "Negative log-likelihood")):
+    for key in ("loss", "nll"):
         found = {"training": curves.of("train", key)} | _of_corpora(curves, key)
-        panels += _panel(key, title, "nats per target token", found)
+        panels += _panel(key, *TITLES[key], found)
     return [replace(panel, cuts_start=True) for panel in panels]
 
 
 def _score_panels(curves: Curves) -> list[Panel]:
     return [
         panel
-        for key, title in SCORES.items()
-        for panel in _panel(key.replace("_", "-"), title, "", _of_corpora(curves, key))
+        for key, (title, unit) in TITLES.items()
+        if key not in ("loss", "nll")
+        for panel in _panel(key.replace("_", "-"), title, unit, _of_corpora(curves, key))
     ]
+
+
+def _drawn(curves: Curves, event: str, name: str) -> Curve | None:
+    """A curve as it is drawn: what is a share, in per cent."""
+    curve = curves.of(event, name)
+    is_share = name.rpartition("/")[2] in ("token_accuracy", *SHARES.values())
+    return Curve(curve.steps, 100 * curve.values) if curve and is_share else curve
 
 
 def _of_corpora(curves: Curves, key: str) -> dict[str, Curve | None]:
     """A measure of each validation corpus: `bleu`, `newstest2013/bleu`."""
     further = [name for name in curves.names("validation") if name.endswith(f"/{key}")]
-    return {"validation": curves.of("validation", key)} | {
-        name.rpartition("/")[0]: curves.of("validation", name) for name in further
+    return {"validation": _drawn(curves, "validation", key)} | {
+        name.rpartition("/")[0]: _drawn(curves, "validation", name) for name in further
     }
 
 
@@ -130,17 +167,13 @@ def _training_panels(curves: Curves) -> list[Panel]:
     def one(key: str) -> dict[str, Curve | None]:
         return {"training": curves.of("train", key)}
 
-    def percent(key: str) -> Curve | None:
-        curve = curves.of("train", key)
-        return Curve(curve.steps, 100 * curve.values) if curve else None
-
-    shares = {"padding": percent("padding_share"), "waiting for data": percent("data_wait_share")}
+    shares = {name: _drawn(curves, "train", key) for name, key in SHARES.items()}
     scale, skipped = curves.of("train", "loss_scale"), curves.of("train", "skipped_updates")
     return [
         *_panel("learning-rate", "Learning rate", "", one("learning_rate")),
-        *_panel("speed", "Speed", "target tokens/s", one("tokens_per_second")),
+        *_from_zero(_panel("speed", "Speed", "target tokens/s", one("tokens_per_second"))),
         *_panel("waste", "Padding and data wait", "%", shares),
-        *_as_log(_panel("gradient-norm", "Gradient norm", "", one("gradient_norm"))),
+        *_from_zero(_as_log(_panel("gradient-norm", "Gradient norm", "", one("gradient_norm")))),
         *_as_log(_panel("loss-scale", "Loss scale", "", {"training": scale}) if _varies(scale) else []),
         *(_panel("skipped", "Updates skipped so far", "updates", {"training": skipped}) if _varies(skipped) else []),
     ]
@@ -148,6 +181,10 @@ def _training_panels(curves: Curves) -> list[Panel]:
 
 def _as_log(panels: list[Panel]) -> list[Panel]:
     return [replace(panel, may_be_log=True) for panel in panels]
+
+
+def _from_zero(panels: list[Panel]) -> list[Panel]:
+    return [replace(panel, from_zero=True) for panel in panels]
 
 
 def _mixture_panels(curves: Curves) -> list[Panel]:
@@ -198,11 +235,11 @@ def _panel(
         for label, curve in curves.items()
         if curve is not None and (finite := curve.finite()) is not None
     ]
-    return [Panel(name, title, unit, tuple(lines))] if lines else []
+    return [Panel(name, title, unit, tuple(lines), from_zero=unit in FROM_ZERO)] if lines else []
 
 
 def _with_best(panel: Panel, story: RunStory) -> Panel:
     best = story.best
     if best is None or panel.name != best.measure.rpartition("/")[2].replace("_", "-"):
         return panel
-    return replace(panel, best=(best.step, best.value))
+    return replace(panel, best=(best.step, 100 * best.value if panel.unit == "%" else best.value))

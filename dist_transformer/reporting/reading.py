@@ -15,6 +15,7 @@ from dist_transformer.config.credentials import is_secret_name, without_credenti
 from dist_transformer.config.data_models import CorpusConfig
 from dist_transformer.config.marks import read_yaml
 from dist_transformer.config.models import Config, ModelConfig
+from dist_transformer.config.sizes import parameter_count
 from dist_transformer.errors import ConfigError
 from dist_transformer.reporting.curves import Curves, read_curves
 from dist_transformer.run_dir import RunDir
@@ -51,12 +52,17 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class PreparedCorpus:
-    """The folder of the prepared corpus: its report.json, its digest, and its picture of the lengths."""
+    """The folder of the prepared corpus: its report.json, its digest, and its picture of the lengths.
+
+    Attributes:
+        vocabularies: sizes of the source and the target vocabulary.
+    """
 
     folder: Path
     report: Record
     digest: str | None
     picture: bytes | None
+    vocabularies: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,16 @@ class RunStory:
             if found:
                 return Best(measure, *found)
         return None
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Of the model; None where the settings or the prepared corpus do not tell."""
+        sizes = {name: value for key, value in self.settings.items() if (name := key.removeprefix("model.")) != key}
+        vocabularies = self.prepared.vocabularies if self.prepared else None
+        try:
+            return parameter_count(ModelConfig.model_validate(sizes), *vocabularies) if sizes and vocabularies else None
+        except ValueError:  # settings of another version
+            return None
 
     @property
     def restart_steps(self) -> list[int]:
@@ -238,10 +254,12 @@ def _prepared(folder: Any) -> PreparedCorpus | None:
     if not isinstance(folder, str):
         return None
     path = Path(folder)
-    picture = path / "lengths.png"
+    picture, manifest = path / "lengths.png", read_record(path / "manifest.json")
+    source, target = (manifest.get(f"{side}_vocabulary") for side in ("source", "target"))
     return PreparedCorpus(
         path,
         read_record(path / "report.json"),
-        read_record(path / "manifest.json").get("digest"),
+        manifest.get("digest"),
         picture.read_bytes() if picture.is_file() else None,
+        (source, target) if isinstance(source, int) and isinstance(target, int) else None,
     )

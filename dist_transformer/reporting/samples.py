@@ -5,11 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dist_transformer.reporting.markup import Html, table, tag, together
+from dist_transformer.reporting.markup import Html, details, table, tag, together
 from dist_transformer.reporting.reading import RunStory
 
 MOST_STEPS = 12
 """Of a fixed sentence no more different translations are shown, the first and the last among them."""
+OPEN_SENTENCES = 2
+"""Fixed sentences that are shown at once; the others fold away."""
 NEWEST_DRAWN = 3
 """Validations whose drawn sentences are shown."""
 
@@ -53,7 +55,9 @@ def changes(translations: Sequence[tuple[int, str]]) -> list[tuple[int, int, str
 def samples_part(story: RunStory) -> Html:
     """The section of a page."""
     fixed = [_step_by_step(sentence, story) for sentence in fixed_sentences(story)]
-    parts = [*fixed, *_newest_drawn(story)]
+    more = fixed[OPEN_SENTENCES:]
+    folded = [details(f"{len(more)} more of the fixed sentences", *more)] if more else []
+    parts = [*fixed[:OPEN_SENTENCES], *folded, *_newest_drawn(story)]
     return together(parts) or tag("p", "No sample translations were written.")
 
 

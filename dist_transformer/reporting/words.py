@@ -8,7 +8,7 @@ from dist_transformer.reporting.reading import Record, RunStory
 
 NAMES = {"bleu": "BLEU", "chrf": "chrF", "comet": "COMET", "nll": "nll", "token_accuracy": "token accuracy"}
 FORMS = {"bleu": ".2f", "chrf": ".2f", "perplexity": ".2f"}
-"""How a measure of a validation is written; the others have four digits behind the point."""
+"""How a measure of a validation is written; the token accuracy in per cent, the others with four digits behind the point."""
 NOTHING = "-"
 
 
@@ -18,9 +18,32 @@ def measure_name(measure: str) -> str:
     return f"{corpus} {NAMES.get(key, key.replace('_', ' '))}".strip()
 
 
+def metric_name(measure: str) -> str:
+    """bleu -> validation BLEU; newstest2013/bleu -> newstest2013 BLEU"""
+    return measure_name(measure if "/" in measure else f"validation/{measure}")
+
+
 def measure_text(measure: str, value: Any) -> str:
     """A measure's value with the digits that matter; "-" where there is none."""
-    return number(value, FORMS.get(measure.rpartition("/")[2], ".4f"))
+    key = measure.rpartition("/")[2]
+    if key == "token_accuracy" and isinstance(value, int | float) and math.isfinite(value):
+        return f"{100 * value:.1f} %"
+    return number(value, FORMS.get(key, ".4f"))
+
+
+def search_text(beam_size: Any) -> str:
+    """greedy search, or beam 4; empty of what is no number."""
+    if not isinstance(beam_size, int):
+        return ""
+    return "greedy search" if beam_size == 1 else f"beam {beam_size}"
+
+
+def evaluation_text(scores: Record) -> str:
+    """How the final model was scored: (beam 4, 1,000 pairs)"""
+    pairs = number(scores.get("pairs"))
+    said = [search_text(scores.get("beam_size")), "" if pairs == NOTHING else f"{pairs} pairs"]
+    known = ", ".join(filter(None, said))
+    return f"({known})" if known else ""
 
 
 def number(value: Any, form: str = ",.0f") -> str:

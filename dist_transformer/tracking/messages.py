@@ -6,6 +6,7 @@ the spool      start        status RUNNING, tags, description, parameters, the f
                samples      the table samples.json: all of samples.jsonl
                figures      the files of figures/, and report.html
                model        a logged model that MLflow can serve, registered if asked
+               evaluation   points evaluation/<corpus>/<measure>
                status       FINISHED, FAILED, KILLED, SCHEDULED
 
 A path in the spool is relative to the run folder where it lies in there, since the folder may be sent from elsewhere.
@@ -27,6 +28,15 @@ if TYPE_CHECKING:
     from dist_transformer.tracking.mlflow_door import TrackedRun
 
 SAMPLES = "samples.json"
+_LANES_OF = {
+    "start": ("words", "files"),
+    "checkpoint": ("words",),
+    "samples": ("files",),
+    "figures": ("figures",),
+    "model": ("model",),
+    "evaluation": ("words",),
+    "status": ("words",),
+}
 SAMPLE_COLUMNS = ("step", "corpus", "number", "fixed", "source", "reference", "translation")
 
 
@@ -52,7 +62,10 @@ class Reference:
 
 @dataclass(frozen=True)
 class Model:
-    """A model folder on its way to MLflow. `decoding`: the settings it translates with; None for no registered name."""
+    """A model folder on its way to MLflow. `decoding`: the settings it translates with; None for no registered name.
+
+    `upload`: a folder that does not exist, for the copy in MLflow's format.
+    """
 
     folder: Path
     sha256: str
@@ -60,6 +73,7 @@ class Model:
     points: Sequence[Point]
     decoding: Mapping[str, Any]
     upload_megabytes: int
+    upload: Path
     register_as: str | None = None
     alias: str | None = None
     by_hand: bool = False
@@ -76,23 +90,31 @@ def points_of(record: Mapping[str, Any]) -> list[Point]:
     return _points(record["event"], numbers, record)
 
 
-def send_event(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> None:
-    """Deliver one record of the spool. Every kind may be delivered twice with the result of once."""
-    match event["event"]:
-        case "start":
+def goes_by(event: Mapping[str, Any], lane: str) -> bool:
+    """Whether something of this record of the spool goes to the server by `lane`."""
+    return lane in _LANES_OF.get(event["event"], ())
+
+
+def send_event(run: "TrackedRun", event: Mapping[str, Any], lane: str, run_dir: RunDir) -> None:
+    """Deliver what of one record of the spool goes by `lane`. All may be delivered twice with the result of once."""
+    match lane, event["event"]:
+        case "words", "start":
             _send_start(run, event)
-        case "checkpoint":
+        case "words", "checkpoint":
             _send_checkpoint(run, event)
-        case "samples":
-            run.log_table(sample_rows(run_dir.samples), SAMPLE_COLUMNS, SAMPLES)
-        case "figures":
-            run.log_folder(run_dir.path / event["path"], "figures")
-            if run_dir.report.is_file():
-                run.log_file(run_dir.report)
-        case "model":
-            send_model(run, event, run_dir)
-        case "status":
+        case "words", "evaluation":
+            run.log_points(_points(f"evaluation/{event['name']}", event["metrics"], event))
+        case "words", "status":
             run.set_status(event["status"], _time_ms(event))
+        case "files", "start":
+            run.log_text(event["config"], "config.yaml")
+            run.log_long_parameters(event["parameters"])
+        case "files", "samples":
+            run.log_table(sample_rows(run_dir.samples), SAMPLE_COLUMNS, SAMPLES)
+        case "figures", "figures":
+            _send_figures(run, run_dir.path / event["path"], run_dir.report)
+        case "model", "model":
+            send_model(run, event, run_dir)
 
 
 def _send_start(run: "TrackedRun", event: Mapping[str, Any]) -> None:
@@ -101,7 +123,6 @@ def _send_start(run: "TrackedRun", event: Mapping[str, Any]) -> None:
     run.set_status("RUNNING", _time_ms(event))
     run.set_tags(event["tags"])
     run.log_parameters(event["parameters"])
-    run.log_text(event["config"], "config.yaml")
     if "description" in event:
         run.describe(event["description"])
     mlflow_datasets.log_datasets(run, event.get("datasets", []))
@@ -116,6 +137,12 @@ def _send_checkpoint(run: "TrackedRun", event: Mapping[str, Any]) -> None:
     mlflow_models.mark_checkpoints(run, name if event.get("is_best") else None, event.get("kept"))
     if event.get("is_best"):
         run.set_tags({"best_checkpoint": name})  # MLflow's pages show no tags of a logged model
+
+
+def _send_figures(run: "TrackedRun", folder: Path, report: Path) -> None:
+    run.log_folder(folder, "figures")
+    if report.is_file():
+        run.log_file(report)
 
 
 def send_model(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> None:
@@ -139,6 +166,7 @@ def send_model(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> 
         register_as=event.get("register_as"),
         alias=event.get("alias"),
         by_hand=event.get("by_hand", False),
+        upload=run_dir.upload,
     )
     mlflow_models.log_model(run, model)
 

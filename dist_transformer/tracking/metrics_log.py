@@ -62,7 +62,11 @@ class MetricsLog:
         self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        self._file.close()
+        """What a full disk does not take now is lost, with a warning."""
+        try:
+            self._file.close()
+        except OSError as error:
+            logger.warning("%s: %s; its last records are lost", self.path, error)
 
     def _say(self, line: str) -> None:
         if self._echo is not None:

@@ -116,8 +116,6 @@ class TrackedRun:
 
     def log_parameters(self, parameters: Mapping[str, str]) -> None:
         """Log new ones; a changed one becomes the tag param_drift.<key>: MLflow refuses to change parameters."""
-        if any(len(value) > LONGEST_PARAMETER for value in parameters.values()):
-            self.log_text(json.dumps(dict(parameters), indent=1, ensure_ascii=False), "parameters.json")
         cut = {valid_key(key): value[:LONGEST_PARAMETER] for key, value in parameters.items()}
         with translated_errors():
             stored = self.client.get_run(self.run_id).data.params
@@ -125,6 +123,11 @@ class TrackedRun:
                 self.client.log_batch(self.run_id, params=chunk, synchronous=True)
         changed = {key: value for key, value in cut.items() if stored.get(key, value) != value}
         self.set_tags({f"param_drift.{key}": f"{stored[key]} -> {value}" for key, value in changed.items()})
+
+    def log_long_parameters(self, parameters: Mapping[str, str]) -> None:
+        """All of them whole, as a file, where one was cut."""
+        if any(len(value) > LONGEST_PARAMETER for value in parameters.values()):
+            self.log_text(json.dumps(dict(parameters), indent=1, ensure_ascii=False), "parameters.json")
 
     def set_tags(self, tags: Mapping[str, str]) -> None:
         entities = [RunTag(valid_key(key), value[:LONGEST_TAG]) for key, value in tags.items()]

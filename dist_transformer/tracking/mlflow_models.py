@@ -5,6 +5,7 @@ Everything here may be done twice with the result of once. A model is known by t
 
 import json
 import logging
+import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,7 @@ def log_model(run: TrackedRun, model: Model) -> None:
 
     Raises ServerRefused when it is to be registered and cannot translate: then nothing is uploaded.
     """
+    shutil.rmtree(model.upload, ignore_errors=True)  # of an upload that was killed
     with local_files_refused():
         megabytes = sum(file.stat().st_size for file in files_of(model.folder)) / 2**20
     if megabytes > model.upload_megabytes:
@@ -85,7 +87,7 @@ def _log_and_register(run: TrackedRun, model: Model) -> None:
     is_whole = logged is not None and logged.status == "READY"
     version = _find_version(run, model) if is_whole and model.register_as else None
     if not is_whole or (model.register_as and version is None):
-        with local_files_refused(), pyfunc_folder(model.folder, model.decoding) as folder:
+        with local_files_refused(), pyfunc_folder(model.folder, model.decoding, model.upload) as folder:
             if model.register_as:
                 check_translates(folder)
             if logged is None or not is_whole:

@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,7 +22,8 @@ from mlflow.models import ModelSignature
 from mlflow.pyfunc import save_model
 from mlflow.types import ColSpec, DataType, Schema
 
-from dist_transformer.tracking.spool import ServerRefused
+from dist_transformer.config.credentials import without_secrets
+from dist_transformer.tracking.spool import CannotBeSent
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LOADER = f"{PACKAGE.name}.cli.served_model"
@@ -43,31 +43,36 @@ assert len(answer) == 1 and isinstance(answer[0], str), f"expected one translati
 
 
 @contextmanager
-def pyfunc_folder(model: Path, settings: Mapping[str, Any]) -> Iterator[Path]:
-    """A temporary folder in MLflow's format, made of a model folder and the settings of `decoding` it was trained with."""
-    with tempfile.TemporaryDirectory(prefix="mlflow_model_") as temporary:
+def pyfunc_folder(model: Path, settings: Mapping[str, Any], temporary: Path) -> Iterator[Path]:
+    """A folder in MLflow's format, made of a model folder and the settings of `decoding` it was trained with.
+
+    `temporary`: made for it, and removed at the end.
+    """
+    try:
         for module in modules_reached(LOADER):
-            copied = Path(temporary) / "code" / module.relative_to(PACKAGE.parent)
+            copied = temporary / "code" / module.relative_to(PACKAGE.parent)
             copied.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(module, copied)
-        folder = Path(temporary) / "model"
+        folder = temporary / "model"
         save_model(
             path=str(folder),
             loader_module=LOADER,
             data_path=str(model),
-            code_paths=[str(Path(temporary) / "code" / PACKAGE.name)],
+            code_paths=[str(temporary / "code" / PACKAGE.name)],
             signature=ModelSignature(_strings(), _strings()),
             input_example=EXAMPLE,
             pip_requirements=requirements(),
             model_config=dict(settings),
         )
         yield folder
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def check_translates(folder: Path) -> None:
     """Load what `pyfunc_folder` made and translate a sentence, in a process of its own as a server would.
 
-    Raises ServerRefused with what that process said: such a model must not get into a registry.
+    Raises CannotBeSent with what that process said: such a model must not get into a registry.
     """
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # the GPU may be full of what was trained
     command = [sys.executable, "-c", CHECK, str(folder), *EXAMPLE]
@@ -76,9 +81,10 @@ def check_translates(folder: Path) -> None:
             command, cwd=folder, env=environment, capture_output=True, text=True, timeout=CHECK_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
-        raise ServerRefused(f"the model did not translate a sentence within {CHECK_SECONDS} s") from None
+        raise CannotBeSent(f"the model did not translate a sentence within {CHECK_SECONDS} s") from None
     if done.returncode != 0:
-        raise ServerRefused(f"the model cannot be loaded and is not registered: {_last_line(done.stderr)}")
+        said = without_secrets(_last_line(done.stderr))
+        raise CannotBeSent(f"the model cannot be loaded and is not registered: {said}")
 
 
 def requirements() -> list[str]:

@@ -1,7 +1,8 @@
 """Carries metrics.jsonl and the spool of a run folder to MLflow, in order, as often as it takes.
 
-One pass of `Shipper.deliver` sends all that is there. `BackgroundShipper` repeats passes in a daemon thread: every
-POLL_SECONDS while the server answers, after 1, 2, 4 ... 60 seconds while it does not. Training never waits for it.
+Words go first (tags, checkpoints, the status), then files; pictures and the model wait for the end of a start. One pass
+of `Shipper.deliver` sends all that is there. `BackgroundShipper` repeats passes in a daemon thread: every POLL_SECONDS
+while the server answers, after 1, 2, 4 ... 60 seconds while it does not. Training never waits for it.
 """
 
 import logging
@@ -9,16 +10,25 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dist_transformer.cluster.sweep_dir import sweep_of
 from dist_transformer.config.credentials import without_credentials, without_secrets
 from dist_transformer.run_dir import RunDir
-from dist_transformer.tracking.messages import Point, points_of, send_event
+from dist_transformer.tracking.messages import Point, goes_by, points_of, send_event
 from dist_transformer.tracking.metrics_log import read_records_from
-from dist_transformer.tracking.spool import Memory, ServerRefused, ServerTrouble, Target
+from dist_transformer.tracking.spool import (
+    LANES,
+    PROMPT_LANES,
+    CannotBeSent,
+    Memory,
+    ServerRefused,
+    ServerTrouble,
+    Target,
+)
 from dist_transformer.tracking.sweep_parent import end_if_all_finished, join_sweep
 
 if TYPE_CHECKING:
@@ -32,6 +42,8 @@ LONGEST_WAIT_SECONDS = 60.0
 POINTS_A_BATCH = 900
 """One request, after which tracking.json remembers what arrived; MLflow takes 1,000."""
 NEVER_SENT = -1
+PREDECESSOR_SECONDS = 15.0
+"""The request in which an abandoned thread hangs is given up after 10."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +64,15 @@ class Batch:
     end: int
 
 
+class Abandoned(Exception):
+    """Nobody waits any more for what a shipper delivers, and another one may do it: this one must end."""
+
+
 class Shipper:
-    """Delivers one run folder to one server and remembers in tracking.json what arrived."""
+    """Delivers one run folder to one server and remembers in tracking.json what arrived.
+
+    Once `abandoned` is set it sends nothing more and leaves tracking.json alone.
+    """
 
     def __init__(self, run_dir: RunDir, target: Target, memory: Memory) -> None:
         self._run_dir = run_dir
@@ -64,33 +83,65 @@ class Shipper:
         self._parent: TrackedRun | None = None
         self._offset = 0
         self._file: BinaryIO | None = None
-        self._refused_offset: int | None = None
+        self._refused: tuple[str, int] | None = None
+        self.abandoned = threading.Event()
 
-    def deliver(self) -> Delivery:
-        """One pass. Raises ServerTrouble; what had arrived before is remembered, the rest is sent by the next pass."""
+    @property
+    def folder(self) -> Path:
+        return self._run_dir.path
+
+    def deliver(self, lanes: Sequence[str] = LANES) -> Delivery:
+        """One pass. Raises ServerTrouble; what had arrived before is remembered, the rest is sent by the next pass.
+
+        Also raises Abandoned.
+        """
         try:
             run = self._run = self._run or self._open_run()
-            return self._deliver_to(run)
+            return self._deliver_to(run, lanes)
         except (ServerTrouble, OSError) as trouble:
             self._run = None  # opened anew by the next pass: it may have been deleted meanwhile
             if isinstance(trouble, ServerTrouble):
                 raise
             raise ServerTrouble(f"the run folder cannot be read or written: {trouble}") from trouble
 
-    def _deliver_to(self, run: "TrackedRun") -> Delivery:
-        points = events = 0
-        for event, end in read_records_from(self._run_dir.tracking_events, self._memory.spool_offset):
-            if event["event"] == "status":
-                points += self._send_points(run)  # an ended run gets no points afterwards
+    def _deliver_to(self, run: "TrackedRun", lanes: Sequence[str]) -> Delivery:
+        began, points = self._memory.spool_offset, 0
+        arrived: set[int] = set()
+        while (found := self._next_event(lanes)) is not None:
+            lane, event, end = found
+            if lane != "words" or event["event"] == "status":
+                points += self._send_points(run)  # an ended run gets no points afterwards, and they wait for no upload
             try:
-                self._send_event(run, event)
+                self._send_event(run, event, lane)
             except ServerTrouble:
                 self._send_points(run)  # an event that must wait does not hold up the curves
                 raise
-            self._memory.spool_offset = end
-            self._memory.save(self._run_dir.tracking)
-            events += 1
-        return Delivery(run.run_id, points + self._send_points(run), events)
+            self._memory.advance(lane, end)
+            self._save()
+            arrived.add(end)
+        if self._memory.spool_offset != began:
+            self._save()
+        return Delivery(run.run_id, points + self._send_points(run), len(arrived))
+
+    def _next_event(self, lanes: Sequence[str]) -> tuple[str, dict[str, Any], int] | None:
+        """The lane, the event and the offset behind it. Looked up anew each time: words may have come meanwhile."""
+        for lane in LANES:
+            for event, end in read_records_from(self._run_dir.tracking_events, self._memory.offset(lane)):
+                if not goes_by(event, lane):
+                    self._memory.advance(lane, end)
+                elif lane in lanes:
+                    return lane, event, end
+                else:
+                    break
+        return None
+
+    def _save(self) -> None:
+        self._end_if_abandoned()
+        self._memory.save(self._run_dir.tracking)
+
+    def _end_if_abandoned(self) -> None:
+        if self.abandoned.is_set():
+            raise Abandoned
 
     def _open_run(self) -> "TrackedRun":
         # Imported here, in the thread: it takes 2 seconds, and commands that track nothing never pay them.
@@ -101,7 +152,7 @@ class Shipper:
             logger.warning("tracking moves from %s to %s: the whole history is sent there", memory.uri, address)
             memory.forget_server()
         memory.uri = address
-        memory.save(self._run_dir.tracking)  # the tag that finds the run again, before there can be one
+        self._save()  # the tag that finds the run again, before there can be one
         run = mlflow_door.open_run(self._target, memory)
         if run.run_id != memory.run_id:
             logger.info("MLflow run %s in experiment %r at %s", run.run_id, self._target.experiment, address)
@@ -109,7 +160,7 @@ class Shipper:
         elif any(run.newest_step(event) < step for event, step in memory.sent.items()):
             logger.warning("MLflow run %s lost points (an old backup?): the whole history is sent there", run.run_id)
             self._begin_again(run)
-        memory.save(self._run_dir.tracking)
+        self._save()
         if self._sweep is not None:
             self._parent = join_sweep(run, self._sweep, self._target)
         return run
@@ -122,9 +173,10 @@ class Shipper:
     def _send_points(self, run: "TrackedRun") -> int:
         count = 0
         for batch in self._batches():
+            self._end_if_abandoned()
             run.log_points(batch.points)
             self._memory.sent.update(batch.newest)
-            self._memory.save(self._run_dir.tracking)
+            self._save()
             self._offset = batch.end
             count += len(batch.points)
         return count
@@ -159,17 +211,20 @@ class Shipper:
             self._file.close()
         self._file, self._offset = path.open("rb") if path.exists() else None, 0
 
-    def _send_event(self, run: "TrackedRun", event: dict[str, Any]) -> None:
+    def _send_event(self, run: "TrackedRun", event: dict[str, Any], lane: str) -> None:
         """An event refused twice, the second time on a freshly opened run, is given up: others wait behind it."""
+        self._end_if_abandoned()
         try:
-            send_event(run, event, self._run_dir)
+            send_event(run, event, lane, self._run_dir)
             if event["event"] == "status":
                 run.remove_doubles(self._memory.run_uid)
             if self._parent is not None and self._sweep is not None and event["event"] == "status":
                 end_if_all_finished(self._parent, self._sweep, int(event["time"] * 1000))
         except ServerRefused as refusal:
-            if self._refused_offset != self._memory.spool_offset:
-                self._refused_offset = self._memory.spool_offset
+            self._end_if_abandoned()
+            here = (lane, self._memory.offset(lane))
+            if not isinstance(refusal, CannotBeSent) and self._refused != here:
+                self._refused = here
                 raise
             logger.warning("MLflow refused the event %r, which is left out: %s", event["event"], refusal)
 
@@ -180,8 +235,8 @@ class BackgroundShipper:
     def __init__(self, shipper: Shipper) -> None:
         self._shipper = shipper
         self._closing = threading.Event()
-        self._abandoned = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tracking", daemon=True)
+        self._abandoned = shipper.abandoned
+        self._thread = threading.Thread(target=self._run, name=f"tracking {shipper.folder.absolute()}", daemon=True)
         self._delivered_all = False
         self._outage = Outage()
 
@@ -203,18 +258,29 @@ class BackgroundShipper:
 
     def _run(self) -> None:
         try:
+            self._wait_for_predecessors()
             self._deliver_until_closed()
+        except Abandoned:
+            return
         except Exception:  # noqa: BLE001 - the end of a thread: a bug in tracking is shown, and training goes on
             report = without_secrets(traceback.format_exc())
             logger.error("tracking stopped by an error of ours; training and metrics.jsonl go on\n%s", report)
+
+    def _wait_for_predecessors(self) -> None:
+        """What an abandoned one of this folder was sending must have arrived, or never will, before we look there."""
+        for thread in threading.enumerate():
+            if thread.name == self._thread.name and thread is not self._thread:
+                thread.join(PREDECESSOR_SECONDS)
 
     def _deliver_until_closed(self) -> None:
         outage = self._outage
         while not self._abandoned.is_set():
             closing = self._closing.is_set()  # read before the pass: all that was spooled before closing is in it
             try:
-                delivery = self._shipper.deliver()
+                delivery = self._shipper.deliver(LANES if closing else PROMPT_LANES)
             except ServerTrouble as trouble:
+                if self._abandoned.is_set():
+                    return
                 outage.note(trouble)
             else:
                 outage.end(delivery)

@@ -5,6 +5,9 @@ tracking_events.jsonl  one line for each start, checkpoint, final model and chan
 tracking.json          the memory: which run on which server, the newest step sent of each event, how many bytes of the
                        spool have arrived. It is replaced after a delivery succeeded: a crash in between delivers
                        some things twice, and those are exact repeats, which MLflow drops.
+
+An event goes to the server by one lane or by two: the start's configuration file is for another lane than its tags.
+Each lane is in order and remembers how far it came, so that what is quick does not wait for what is slow.
 """
 
 import time
@@ -18,6 +21,10 @@ from typing import Any
 from dist_transformer.errors import DistTransformerError
 from dist_transformer.run_dir import read_json, write_json
 from dist_transformer.tracking.metrics_log import encode, remove_torn_line
+
+PROMPT_LANES = ("words", "files")
+LANES = (*PROMPT_LANES, "figures", "model")
+"""The first that has something goes first; those that are not prompt wait for the end of a start, after its status."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +44,13 @@ class ServerRefused(ServerTrouble):
     """The server understood the request and will not take it, now or later."""
 
 
+class CannotBeSent(ServerRefused):
+    """What is to be sent is gone or broken on our side: no server was asked, and none would help."""
+
+
 @dataclass
 class Memory:
-    """The content of tracking.json."""
+    """The content of tracking.json. Before byte `spool_offset` of the spool all has arrived; a lane may be `ahead`."""
 
     run_name: str
     run_uid: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -48,10 +59,22 @@ class Memory:
     run_id: str | None = None
     sent: dict[str, int] = field(default_factory=dict)
     spool_offset: int = 0
+    ahead: dict[str, int] = field(default_factory=dict)
+
+    def offset(self, lane: str) -> int:
+        """Before this byte of the spool all that goes by `lane` has arrived."""
+        return self.spool_offset + self.ahead.get(lane, 0)
+
+    def advance(self, lane: str, offset: int) -> None:
+        offsets = {each: self.offset(each) for each in LANES} | {lane: offset}
+        self.spool_offset = min(offsets.values())
+        self.ahead = {
+            each: offset - self.spool_offset for each, offset in offsets.items() if offset > self.spool_offset
+        }
 
     def forget_server(self) -> None:
         """Nothing has arrived: the whole history will be sent."""
-        self.run_id, self.sent, self.spool_offset = None, {}, 0
+        self.run_id, self.sent, self.spool_offset, self.ahead = None, {}, 0, {}
 
     def save(self, path: Path) -> None:
         write_json(path, asdict(self))
@@ -72,8 +95,8 @@ def add_event(path: Path, event: str, details: Mapping[str, Any]) -> None:
 
 @contextmanager
 def local_files_refused() -> Iterator[None]:
-    """A local file that is gone or forbidden is no outage: ServerRefused, because waiting does not help."""
+    """A local file that is gone or forbidden is no outage: CannotBeSent, because waiting does not help."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:
-        raise ServerRefused(f"{type(error).__name__}: {error}") from None
+        raise CannotBeSent(f"{type(error).__name__}: {error}") from None

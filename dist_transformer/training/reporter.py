@@ -1,5 +1,6 @@
 """What a run says of itself: sums over a log interval, log lines, validation, and the records of each."""
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +17,18 @@ from dist_transformer.training.report import ProgressBar, interval_values, log_i
 from dist_transformer.training.system_metrics import NodeSampler
 from dist_transformer.training.validator import Validated, Validator
 
+SYSTEM_SECONDS = 30.0
+"""Of training between two "system" records, at least: every log line would be thousands of points a minute on many GPUs."""
+
+log = logging.getLogger(__name__)
+
 
 class Reporter:
     """Counts what the trainer does, and writes it down: into the log, metrics.jsonl and audit.jsonl.
 
     Args:
         early_stopping: hears of every regular validation.
-        sampler: how busy the nodes are, noted with each log line; None: not wanted.
+        sampler: how busy the nodes are, noted with a log line every SYSTEM_SECONDS; None: not wanted.
         journal: None on all ranks but the first.
         recorded: newest step of each event ("train", "validation") in metrics.jsonl, the same on every rank.
     """
@@ -44,6 +50,7 @@ class Reporter:
         self.interval = self._new_interval()
         self._last: GlobalBatch | None = None
         self._validated: tuple[int, Validated] | None = None
+        self._system_seconds = SYSTEM_SECONDS
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on with the sums of a log interval that a checkpoint cut in two."""
@@ -81,7 +88,8 @@ class Reporter:
         interval, last = self.interval, self._last
         if last is None or not interval.target_tokens or progress.step <= self._recorded["train"]:
             return
-        loss, nll = (self._ranks.sum(interval.losses.cpu()) / interval.target_tokens).tolist()
+        loss, nll, since_system = self._ranks.sum(torch.cat([interval.losses.cpu(), self._clock()])).tolist()
+        loss, nll = loss / interval.target_tokens, nll / interval.target_tokens
         seconds = interval.seconds
         values: dict[str, float | int | str] = {
             "epoch": last.segment.epoch,
@@ -101,7 +109,8 @@ class Reporter:
         log_interval(progress.step, values)
         bar.show(progress.step, loss, interval.target_tokens / seconds)
         self._recorded["train"] = progress.step
-        if self._sampler is not None:
+        self._system_seconds += seconds
+        if self._sampler is not None and since_system >= SYSTEM_SECONDS:
             self._log_system(self._sampler.means(), progress.step)
         self.interval = self._new_interval()
 
@@ -116,6 +125,7 @@ class Reporter:
             bar.show_score(step, metric, value)
         if step % self._config.validation.every_steps == 0:  # the last one of a run may be at any step
             self.early_stopping.add(step, found.numbers)
+            log.info("step %7d  %s", step, self.early_stopping.standing())
         if self.journal:
             self.journal.metrics.append("validation", step, found.values)
             self.journal.samples_written(step, found.samples)
@@ -139,8 +149,17 @@ class Reporter:
             values = dict(batch=number, epoch=batch.segment.epoch, batch_digest=batch.digest, rows=rows)
             self.journal.audit.append("batch", step, values)
 
+    def _clock(self) -> torch.Tensor:
+        """(1,): summed up over the ranks, the seconds of training since the last "system" record, as rank 0 counts them."""
+        seconds = self._system_seconds + self.interval.seconds if self._ranks.is_first else 0.0
+        return torch.tensor([seconds], dtype=torch.float64)
+
     def _log_system(self, means: dict[str, float], step: int) -> None:
-        if self.journal and means:
+        """No means, the same on every rank: no sample was taken yet, and the next log line asks again."""
+        if not means:
+            return
+        self._system_seconds = 0.0
+        if self.journal:
             self.journal.metrics.append("system", step, means)
 
     def _new_interval(self) -> Interval:

@@ -60,7 +60,11 @@ def test_the_report_holds_what_the_run_recorded(command, trained):
     assert page.table_with("corpus", "pairs read")[1][:2] == ["train", "600"]
     headings = [text for level, text in page.headings if level == 3]
     assert all(source in headings for source in fixed_sources(trained))
-    curves = next(svg["aria-label"] for svg in page.of("svg") if svg["aria-label"].startswith("Loss"))
+    model = load_model_folder(trained / "model").model
+    about = dict(page.tables[0])
+    assert about["Parameters"] == f"{sum(parameter.numel() for parameter in model.parameters()):,}"
+    assert f"BLEU: {records(trained, 'validation')[-1]['bleu_signature']}" in page.text
+    curves = next(svg["aria-label"] for svg in page.of("svg") if svg["aria-label"].startswith("loss ("))
     assert f"training: {records(trained)[-1]['loss']:.5g} at step 9" in curves
 
 

@@ -97,3 +97,14 @@ def test_nothing_is_said_of_a_run_that_somebody_trains(command: Command, killed:
     with filelock.FileLock(killed.lock):
         assert "MLflow" not in command("status", killed.path)
     assert "now it is told FINISHED" in command("status", killed.path), "it had finished before"
+
+
+def test_scores_of_an_evaluation_are_found_with_the_run(command: Command, killed: RunDir) -> None:
+    command("evaluate", killed.path, "--beam", 1)
+    memory, scores = read_json(killed.tracking), read_json(killed.evaluation / "test.json")
+    run = MlflowClient(tracking_uri=memory["uri"]).get_run(memory["run_id"])
+    measures = ("bleu", "chrf", "exact_match")
+    assert {key: run.data.metrics[f"evaluation/test/{key}"] for key in measures} == {
+        key: scores[key] for key in measures
+    }
+    assert run.info.status == "FINISHED"

@@ -26,7 +26,8 @@ def write_run(
     validate_every = max(every, num_steps // 8)
     text = folder.parent / f"{folder.name}.yaml"
     folder.mkdir(parents=True)
-    write_text(text, "data: {train: {demo: train}, validation: {demo: validation}}\n")
+    corpora = "train: {demo: train}, validation: {demo: validation}, more_validation: {newstest: {demo: test}}"
+    write_text(text, f"data: {{{corpora}}}\n")
     settings = {
         "model.preset": "tiny", "schedule.warmup_steps": 5, "training.max_steps": num_steps,
         "validation.every_steps": validate_every, "validation.metric": "bleu",
@@ -77,6 +78,7 @@ def validation_record(step: int, num_steps: int) -> dict[str, Any]:
             f"{prefix}loss": loss, f"{prefix}nll": loss - 0.5, f"{prefix}perplexity": math.exp(loss - 0.5),
             f"{prefix}token_accuracy": 0.7 * rise, f"{prefix}bleu": 40 * rise * (1.6 - rise) - less,
             f"{prefix}chrf": 60 * rise**0.3 - less, f"{prefix}bleu_signature": "nrefs:1|tok:13a",
+            f"{prefix}chrf_signature": "nc:6",
         }  # fmt: skip
     return {"event": "validation", "step": step, "time": time_of(step), **measures}
 
@@ -128,7 +130,7 @@ def write_prepared(folder: Path) -> None:
         "corpora": {"train": counts, "validation": {**counts, "training": False}}, "repeated_pairs": 11,
         "compared_pairs": 990, "not_compared": [], "overlap": {"validation": {"of_pairs": 990, "pairs": 1, "sources": 2}},
     })  # fmt: skip
-    write_json(folder / "manifest.json", {"digest": "feed" * 16})
+    write_json(folder / "manifest.json", {"digest": "feed" * 16, "source_vocabulary": 304, "target_vocabulary": 304})
     (folder / "lengths.png").write_bytes(ONE_POINT_PNG)
 
 

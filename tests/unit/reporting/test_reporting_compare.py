@@ -5,16 +5,18 @@ from html_reader import Page, assert_sound
 from run_builder import write_run
 from running import records
 
-from dist_transformer.reporting.compare import compare_page, named, result_rows, setting_rows
+from dist_transformer.reporting.compare import compare_page, named, notes, result_rows, setting_rows
 from dist_transformer.reporting.reading import read_story
-from dist_transformer.run_dir import write_json
+from dist_transformer.run_dir import read_json, write_json
 
 
 @pytest.fixture
 def stories(tmp_path):
     first = write_run(tmp_path / "first", num_steps=400)
     second = write_run(tmp_path / "second", num_steps=80, **{"optimizer.beta1": 0.8, "run.seed": 2})
-    write_json(second.evaluation / "test.json", {"bleu": 33.0, "chrf": 50.0})
+    write_json(
+        second.evaluation / "test.json", {**read_json(first.evaluation / "test.json"), "bleu": 33.0, "chrf": 50.0}
+    )
     return named([read_story(first), read_story(second)])
 
 
@@ -33,8 +35,8 @@ def test_scores_stand_side_by_side_and_the_best_is_told(stories):
     rows = rows_of(result_rows(stories))
     newest = [records(story.run_dir.path, "validation")[-1] for _, story in stories]
     assert rows["validation loss, last"][0] == [f"{record['loss']:.4f}" for record in newest]
-    assert rows["test BLEU"] == (["31.25", "33.00"], 1)
-    assert rows["test chrF"] == (["55.50", "50.00"], 0)
+    assert rows["evaluated: test BLEU (beam 4, 1,000 pairs)"] == (["31.25", "33.00"], 1)
+    assert rows["evaluated: test chrF (beam 4, 1,000 pairs)"] == (["55.50", "50.00"], 0)
     assert rows["validation BLEU, best"][0][0] == "25.50 (step 300)"
     assert rows["step"][0] == ["400 of 400", "80 of 80"]
 
@@ -43,6 +45,49 @@ def test_a_loss_is_best_where_it_is_lowest(stories):
     losses = [min(r["loss"] for r in records(story.run_dir.path, "validation")) for _, story in stories]
     best = rows_of(result_rows(stories))["validation loss, best"][1]
     assert best == (losses.index(min(losses)) if losses[0] != losses[1] else None)
+
+
+@pytest.mark.parametrize(
+    ("changed", "texts"),
+    [({"beam_size": 1}, ["31.25 (beam 4, 1,000 pairs)", "33.00 (greedy search, 1,000 pairs)"]),
+     ({"pairs": 20}, ["31.25 (beam 4, 1,000 pairs)", "33.00 (beam 4, 20 pairs)"])],
+)  # fmt: skip
+def test_results_of_other_searches_or_pairs_have_no_best_one(stories, changed, texts):
+    path = stories[1][1].run_dir.evaluation / "test.json"
+    write_json(path, {**read_json(path), **changed})
+    stories = [(name, read_story(story.run_dir)) for name, story in stories]
+    rows = result_rows(stories)
+    assert rows_of(rows)["evaluated: test BLEU"] == (texts, None)
+    (key,) = changed
+    why = f"No best one is marked of evaluated: test BLEU; evaluated: test chrF: the runs differ in {key}."
+    assert why in notes(rows)
+    assert why in Page(compare_page(stories)).text
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "unmarked"),
+    [
+        ("validation.beam_size", 4, {"BLEU, last", "BLEU, best", "chrF, last", "chrF, best"}),
+        ("validation.max_sentences", 50, {"BLEU, last", "BLEU, best", "chrF, last", "chrF, best"}),
+        ("training.label_smoothing", 0.0, {"loss, last", "loss, best"}),
+    ],
+)
+def test_scores_of_training_that_were_measured_otherwise_have_no_best_one(tmp_path, setting, value, unmarked):
+    run_dirs = [
+        write_run(tmp_path / "first", num_steps=400),
+        write_run(tmp_path / "second", num_steps=397, **{setting: value}),
+    ]
+    for run_dir in run_dirs[1:]:  # other values than the first one's
+        run_dir.metrics.write_text(run_dir.metrics.read_text().replace('"bleu": ', '"bleu": 1').replace(
+            '"chrf": ', '"chrf": 1').replace('"loss": ', '"loss": 1').replace('"nll": ', '"nll": 1'))  # fmt: skip
+    rows = result_rows(named([read_story(run_dir) for run_dir in run_dirs]))
+    validation = [row for row in rows if row.name.startswith("validation ")]
+    assert {row.name.removeprefix("validation ") for row in validation if row.note} == unmarked
+    assert all(row.best is None and setting in row.note for row in rows if row.note)
+    assert {row.best for row in validation if row.name.startswith("validation nll")} == {0}
+    assert {row.name for row in rows if row.note and row.name.startswith("newstest")} == {
+        f"newstest {name}" for name in unmarked if name.endswith("best")
+    }
 
 
 def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
@@ -64,6 +109,33 @@ def test_the_page_shows_all_runs_in_each_part(stories):
     sentences = page.table_with("run", "step", "translation")
     assert [row[:2] for row in sentences[1:]] == [["first", "400"], ["second", "80"], ["reference", ""]]
     assert any("first: " in svg["aria-label"] and "second: " in svg["aria-label"] for svg in page.of("svg"))
+
+
+def test_sentences_of_one_run_alone_are_left_out(tmp_path):
+    run_dirs = [write_run(tmp_path / name, num_steps=20) for name in ("a", "b")]
+    only = run_dirs[0].samples.read_text().replace("The house is blue.", "Only of a.")
+    run_dirs[0].samples.write_text(only)
+    page = Page(compare_page(named([read_story(run_dir) for run_dir in run_dirs])))
+    assert "Only of a." not in page.text
+    assert [text for level, text in page.headings if level == 3 and "key" in text]
+
+
+@pytest.mark.parametrize(
+    ("sources", "settings", "said"),
+    [
+        ("Another.", {"validation.samples": 2}, "by two of the runs: the runs differ in validation.samples."),
+        ("Another.", {}, "No fixed sentence was translated by two of the runs."),
+        (None, {}, "Only one run has written translations of fixed sentences; these have none: b."),
+    ],
+)
+def test_why_no_sentences_stand_side_by_side_is_said(tmp_path, sources, settings, said):
+    first, second = write_run(tmp_path / "a", num_steps=20), write_run(tmp_path / "b", num_steps=20, **settings)
+    if sources is None:
+        second.samples.unlink()
+    else:
+        for source in ("The house is blue.", "Where is <b>my</b> & your key?"):
+            second.samples.write_text(second.samples.read_text().replace(source, f"{sources} {len(source)}"))
+    assert said in Page(compare_page(named([read_story(first), read_story(second)]))).text
 
 
 def test_runs_without_a_record_can_be_compared(tmp_path):

@@ -36,6 +36,11 @@ def test_a_run_has_a_picture_of_each_thing_that_it_recorded(tmp_path):
     assert [line.label for line in panels["loss"].lines] == ["training", "validation", "newstest"]
     assert panels["bleu"].best == (300, pytest.approx(34 * 0.75))
     assert panels["loss"].best is None
+    assert panels["token-accuracy"].lines[0].curve.last == pytest.approx(70)  # percent
+    assert {name for name, panel in panels.items() if panel.from_zero} == {
+        "token-accuracy", "speed", "waste", "gradient-norm",
+    }  # fmt: skip
+    assert (panels["loss"].title, panels["nll"].title) == ("loss (labels smoothed)", "nll (negative log-likelihood)")
     padding = panels["waste"].lines[0].curve.values
     assert 5 < padding.mean() < 7  # percent
 
@@ -62,6 +67,7 @@ def test_nodes_and_gpus_have_a_line_each_and_many_are_summed_up(tmp_path):
         "lowest of 24": min(many.values()),
     }
     assert panels["GPUs in use"].unit == "%"
+    assert all(panel.from_zero for panel in panels.values())
 
 
 def test_the_line_that_is_drawn_goes_through_the_recorded_points():
@@ -125,6 +131,36 @@ def test_wide_ranges_are_drawn_logarithmically_where_a_panel_allows_it():
     assert drawn(panel_of([0.0, 100.0], may_be_log=True), Marks(2)).get_yscale() == "linear"
 
 
+@pytest.mark.parametrize(
+    ("values", "unit", "low", "high"),
+    [
+        ([97.0, 99.9], "%", 0, 100),
+        ([4.0, 6.0], "%", 0, 6.1),
+        ([0.0, 0.0], "%", 0, 0.06),
+        ([900.0, 950.0], "GB", 0, 953),
+    ],
+)
+def test_an_axis_from_zero_ends_at_a_hundred_percent(values, unit, low, high):
+    curve = panel_of(values).lines[0].curve
+    bottom, top = drawn(Panel("one", "One", unit, (Line("it", curve),), from_zero=True), Marks(2)).get_ylim()
+    assert bottom == low
+    assert max(values) <= top <= high
+
+
+def test_a_logarithmic_axis_cannot_begin_at_zero():
+    axes = drawn(panel_of([1.0, 100.0], may_be_log=True, from_zero=True), Marks(2))
+    assert axes.get_yscale() == "log"
+    assert 0 < axes.get_ylim()[0] < 1
+
+
+def test_the_best_token_accuracy_is_marked_in_percent(tmp_path):
+    run_dir = write_run(tmp_path / "run", **{"validation.metric": "newstest/token_accuracy"})
+    text = run_dir.config.read_text()
+    assert "newstest/token_accuracy" in text
+    panels = {panel.name: panel for panel in panels_of(read_story(run_dir))}
+    assert panels["token-accuracy"].best == (400, pytest.approx(70))
+
+
 def test_a_picture_for_a_page_has_no_size_and_no_colors_of_its_own():
     svg = panel_svg(panel_of([3.0, 1.0, 2.0]), Marks(3, [2]))
     Page(svg)  # balanced
@@ -180,6 +216,10 @@ def test_runs_compared_have_a_line_each_in_every_picture_that_any_has(tmp_path):
     panels = {panel.name: panel for panel in compared_panels(stories)}
     assert [line.label for line in panels["train-loss"].lines] == ["a", "b"]
     assert [line.style for line in panels["validation-bleu"].lines] == [0, 1]
+    assert panels["validation-nll"].title == "validation nll (negative log-likelihood)"
+    assert {panel.title for panel in panels.values()} >= {"newstest loss (labels smoothed)", "newstest BLEU"}
+    newstest = panels["corpus-0-bleu"].lines[1].curve
+    assert newstest.values.tolist() == stories[1][1].curves.of("validation", "newstest/bleu").values.tolist()
 
 
 @pytest.mark.parametrize(

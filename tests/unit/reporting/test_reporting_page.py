@@ -16,7 +16,7 @@ from dist_transformer.reporting.markup import Html, html, table, tag
 from dist_transformer.reporting.page import run_page
 from dist_transformer.reporting.reading import read_story
 from dist_transformer.reporting.samples import changes
-from dist_transformer.reporting.words import moment
+from dist_transformer.reporting.words import measure_name, moment
 from dist_transformer.run_dir import RunDir, write_json
 
 NASTY = "</td><script>alert('x')</script>\"&amp; \x00\udc80 <img src=http://evil/x onerror=a>"
@@ -66,9 +66,71 @@ def test_every_validation_stands_in_the_scores(plain):
             f"{record['chrf']:.2f}",
             f"{record['loss']:.4f}",
             f"{record['perplexity']:.2f}",
-            f"{record['token_accuracy']:.4f}",
+            f"{100 * record['token_accuracy']:.1f} %",
             f"{record['nll']:.4f}",
         ]
+
+
+def test_the_scores_say_what_they_were_measured_on(run_dir):
+    text = page_of(run_dir).text
+    assert "BLEU and chrF: greedy search, of all sentences (validation.beam_size, max_sentences)." in text
+    assert "loss, perplexity, token accuracy and nll: of the references of the whole corpus; the loss" in text
+    settings = run_dir.config.read_text()
+    run_dir.config.write_text(settings.replace("max_sentences: null", "max_sentences: 500"))
+    settings = run_dir.config.read_text().replace("beam_size: 1\n", "beam_size: 5\n")
+    run_dir.config.write_text(settings)
+    assert text.count("BLEU and chrF: ") == 2  # of both corpora
+    assert page_of(run_dir).text.count("BLEU and chrF: beam 5, of the first 500 sentences") == 2
+    write_json(run_dir.path.parent / "prepared" / "report.json", {"corpora": {"validation": {"rows": 500}}})
+    assert page_of(run_dir).text.count("beam 5, of all sentences") == 1
+
+
+def best_rows(page: Page) -> list[str]:
+    """The class of each row, of the tables of validations in order."""
+    rows = [attributes.get("class", "") for attributes in page.of("tr")]
+    sizes = [len(each) for each in page.tables]
+    ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
+    found = [place for place, each in enumerate(page.tables) if each[0][:2] == ["step", "BLEU"]]
+    return ["".join(page.tables[n][row][0] for row in range(sizes[n]) if rows[ends[n] - sizes[n] + row]) for n in found]
+
+
+@pytest.mark.parametrize(
+    ("metric", "marked", "said"), [("bleu", ["300", ""], "Best validation BLEU (step 300)"),
+                                   ("newstest/loss", ["", "400"], "Best newstest loss (step 400)")],
+)  # fmt: skip
+def test_the_best_row_is_marked_in_the_table_of_its_corpus_only(tmp_path, metric, marked, said):
+    page = page_of(write_run(tmp_path / "run", **{"validation.metric": metric}))
+    assert best_rows(page) == marked
+    assert said in page.text
+    assert measure_name(metric) in page.table_with("checkpoint")[0]
+
+
+def test_each_signature_stands_once_with_its_name(run_dir):
+    page = page_of(run_dir)
+    assert "BLEU: nrefs:1|tok:13a" in page.text
+    assert "chrF: nc:6" in page.text
+    assert page.text.count("nrefs:1|tok:13a") == 1
+    scores = {"bleu": 31.25, "bleu_signature": "nrefs:1|tok:zh", "pairs": 1000, "beam_size": 4}
+    write_json(run_dir.evaluation / "test.json", scores)
+    text = page_of(run_dir).text
+    assert "BLEU (validation, newstest): nrefs:1|tok:13a" in text
+    assert "BLEU (evaluated: test): nrefs:1|tok:zh" in text
+
+
+def test_a_test_corpus_that_was_not_evaluated_is_said_with_the_command(run_dir):
+    run_dir.config.write_text(run_dir.config.read_text().replace("  test: null", "  test: {demo: test}"))
+    assert "not evaluated yet" not in page_of(run_dir).text
+    (run_dir.evaluation / "test.json").unlink()
+    assert "not evaluated yet: dist-transformer evaluate" in page_of(run_dir).text
+    assert "once the run has written its model" in page_of(run_dir).text
+    run_dir.model.mkdir()
+    assert "once the run has written its model" not in page_of(run_dir).text
+
+
+def test_why_a_run_ended_stands_in_the_summary(run_dir):
+    end = {"event": "end", "step": 400, "state": "finished", "reason": "no better bleu than 25.5 of step 300"}
+    append(run_dir.history, [end])
+    assert ["Why it ended", "no better bleu than 25.5 of step 300"] in page_of(run_dir).tables[0]
 
 
 def test_many_validations_fold_away_but_all_are_there(tmp_path):
@@ -80,6 +142,7 @@ def test_many_validations_fold_away_but_all_are_there(tmp_path):
     assert len(whole) == 1 + 8 + 59
     assert len(short) == 1 + 1 + 5
     assert short[1] in whole
+    assert best_rows(page)[:2] == ["300", "300"]
 
 
 def test_the_summary_says_how_far_the_run_is_and_how_good(plain):
@@ -139,6 +202,18 @@ def test_fixed_sentences_are_shown_step_by_step(plain):
     assert [row[1] for row in drawn[1:]] == ["Number 400", "Number 350", "Number 300"]
 
 
+def test_all_but_the_first_two_fixed_sentences_fold_away(run_dir):
+    sample = samples_record(450)
+    more = [{**sample["sentences"][0], "number": 90 + n, "source": f"One more {n}"} for n in range(3)]
+    append(run_dir.samples, [{**sample, "sentences": more}])
+    page = page_of(run_dir)
+    assert "3 more of the fixed sentences" in page.text
+    headings = [text for level, text in page.headings if level == 3]
+    assert [text for text in headings if text.startswith("One more")] == ["One more 0", "One more 1", "One more 2"]
+    names = [name for name, _ in page.elements]
+    assert names.count("details") == 2  # and that of all settings
+
+
 def test_the_same_translation_in_a_row_is_one_stretch():
     assert changes([(1, "a"), (2, "a"), (3, "b"), (4, "a")]) == [(1, 2, "a"), (3, 3, "b"), (4, 4, "a")]
 
@@ -158,6 +233,7 @@ def test_the_best_checkpoint_is_marked(plain):
     assert [row[0] for row in page.table_with("checkpoint")[1:]] == ["step_00000400", "step_00000350", "step_00000300"]
     assert [attributes for attributes in page.of("tr") if attributes.get("class") == "best"]
     assert "Best by BLEU: step 300." in page.text
+    assert "Best by validation BLEU: step 300." in page.text
 
 
 def test_settings_that_are_not_the_default_come_first(plain):

@@ -6,6 +6,8 @@ import shutil
 import pytest
 from run_builder import SECONDS_PER_STEP, append, time_of, train_record, write_prepared, write_run
 
+from dist_transformer.config.models import ModelConfig
+from dist_transformer.config.sizes import parameter_count
 from dist_transformer.reporting.page import run_page
 from dist_transformer.reporting.reading import read_story, settings_that_differ, starts_of
 from dist_transformer.run_dir import RunDir, write_json, write_text
@@ -24,6 +26,7 @@ def test_the_story_of_a_finished_run(tmp_path):
     assert story.evaluations["test"]["bleu"] == 31.25
     assert story.prepared is not None
     assert story.prepared.digest == "feed" * 16
+    assert story.num_parameters == parameter_count(ModelConfig(preset="tiny"), 304, 304)
 
 
 def test_the_loss_tells_the_best_where_the_metric_was_never_measured(tmp_path):

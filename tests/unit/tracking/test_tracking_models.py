@@ -28,10 +28,11 @@ from dist_transformer.errors import UserError
 from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.run_dir import RunDir, read_json, write_json
-from dist_transformer.tracking import mlflow_models
+from dist_transformer.tracking import mlflow_models, pyfunc_folder
 from dist_transformer.tracking.messages import folder_digest
 from dist_transformer.tracking.metrics_log import MetricsLog
 from dist_transformer.tracking.pyfunc_folder import REQUIREMENTS
+from dist_transformer.tracking.spool import ServerRefused
 from dist_transformer.tracking.tracker import MODEL_SECONDS, Tracker, log_model, sync
 
 UID = "id of this run"
@@ -190,8 +191,11 @@ def test_a_crash_during_the_upload_leaves_one_model_after_all(
     finished: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lost = iter([OSError("the connection is lost")])
+    finished.upload.mkdir()
+    (finished.upload / "model").write_text("left by a process that was killed")
 
     def lose_one(self: MlflowClient, model_id: str, local_dir: str) -> None:
+        assert Path(local_dir).is_relative_to(finished.upload)
         for error in lost:
             raise error
         upload(self, model_id, local_dir)
@@ -201,6 +205,21 @@ def test_a_crash_during_the_upload_leaves_one_model_after_all(
     model = only_model(client, deliver(finished))
     assert model.status == "READY"
     assert mlflow.pyfunc.load_model(model.model_uri).predict([""]) == [""]
+    assert not finished.upload.exists()
+
+
+def test_what_a_kill_after_the_upload_left_goes_with_the_next_delivery(finished: RunDir, client: MlflowClient) -> None:
+    deliver(finished)
+    (finished.upload / "model").mkdir(parents=True)
+    deliver_again(finished)
+    assert not finished.upload.exists()
+
+
+def test_what_the_check_of_a_model_says_has_no_secret_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "the-token")
+    monkeypatch.setattr(pyfunc_folder, "CHECK", "import sys; sys.exit('no the-token at http://me:hidden@host')")
+    with pytest.raises(ServerRefused, match=r"is not registered: no \*\*\* at http://host$"):
+        pyfunc_folder.check_translates(tmp_path)
 
 
 def forbidden(*arguments: object) -> None:

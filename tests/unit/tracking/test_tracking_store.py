@@ -328,8 +328,8 @@ def test_runs_that_create_the_same_store_at_the_same_moment_all_arrive(run_dir: 
 
 
 @pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'boto3'"), RuntimeError("no credentials")])
-def test_an_artifact_store_that_takes_nothing_does_not_hold_up_the_curves(
-    stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, error: Exception
+def test_an_artifact_store_that_takes_nothing_holds_up_neither_the_curves_nor_the_status(
+    stored_run_dir: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def refuse(*arguments: object) -> None:
         raise error
@@ -340,3 +340,4 @@ def test_an_artifact_store_that_takes_nothing_does_not_hold_up_the_curves(
     tracker.start({}, {}, "model: base\n")
     tracker.close("FINISHED")
     assert curves_on_server(store_of(stored_run_dir), run_id_of(stored_run_dir)) == curves_in_file(stored_run_dir)
+    assert client.get_run(run_id_of(stored_run_dir)).info.status == "FINISHED"

@@ -92,3 +92,17 @@ def test_a_raised_patience_lets_a_run_go_on_and_another_metric_begins_anew():
     assert EarlyStopping(ValidationConfig(patience=2), state).reason() is None
     assert EarlyStopping(ValidationConfig(patience=1, metric="nll"), state).reason() is None
     assert EarlyStopping(ValidationConfig(patience=1), {}).reason() is None
+
+
+def test_the_log_is_told_what_is_best_and_how_long_ago_that_was():
+    stopping = EarlyStopping(ValidationConfig(metric="bleu"), None)
+    told = []
+    for step, value in enumerate([math.nan, 27.314, 20.0, 20.0], start=1):
+        stopping.add(step, {"bleu": value})
+        told.append(stopping.standing())
+    assert told == [
+        "no bleu yet that is a number",
+        "best bleu 27.31 of step 2, now",
+        "best bleu 27.31 of step 2, 1 validation ago",
+        "best bleu 27.31 of step 2, 2 validations ago",
+    ]

@@ -3,12 +3,18 @@
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psutil
 import pytest
+import torch
+from checkpoint_helpers import ThreadRanks, on_ranks
 
 from dist_transformer.distributed import Ranks
 from dist_transformer.training import system_metrics
+from dist_transformer.training.reporter import Reporter
 from dist_transformer.training.system_metrics import NodeSampler
 
 
@@ -67,12 +73,132 @@ def test_only_the_first_rank_of_a_node_samples(ranks: Ranks) -> None:
         assert sampler.means() == {}
 
 
+def refused() -> None:
+    raise PermissionError("/proc/net/dev")
+
+
+@pytest.mark.parametrize("counters", [lambda: None, refused])
+def test_what_a_container_does_not_show_is_said_once_and_left_out(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, counters: Callable[[], None]
+) -> None:
+    monkeypatch.setattr(psutil, "net_io_counters", counters)
+    with NodeSampler(ranks) as sampler:
+        means = first_means(sampler, bool)
+        first_means(sampler, bool)
+    assert {key.rpartition("/")[2] for key in means} == {"cpu_percent", "memory_gb"}
+    assert len(caplog.records) == 1
+    assert "the network of" in caplog.text
+
+
 def test_gpus_that_cannot_be_measured_are_said_once_and_left_out(
     ranks: Ranks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    sampler = NodeSampler(ranks)
-    sampler._num_gpus = 1  # this machine has none: NVML refuses
-    assert sampler._gpus() == {}
-    assert sampler._gpus() == {}
+    on_gpu = replace(ranks, device=torch.device("cuda", 0))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 1)
+        patch.setattr(torch.cuda, "utilization", refused)
+        sampler = NodeSampler(on_gpu)
+        found = [sampler._sample(), sampler._sample()]
+    assert all("cpu_percent" in values and not any("gpu" in key for key in values) for values in found)
     assert len(caplog.records) == 1
     assert "the GPUs of" in caplog.text
+
+
+def test_of_many_nodes_the_spread_is_told_and_of_few_each(ranks: Ranks) -> None:
+    def means_of(node: int) -> dict[str, float]:
+        return {"cpu_percent": float(node), "gpu0/percent": 10.0 * node, "gpu1/percent": 10.0 * node + 4}
+
+    def told(num_nodes: int) -> dict[str, float]:
+        def of_node(meeting_ranks: ThreadRanks) -> dict[str, float]:
+            meeting_ranks.ranks_per_node, meeting_ranks.device = 1, ranks.device
+            sampler = NodeSampler(cast(Ranks, meeting_ranks))
+            sampler._name = f"n{meeting_ranks.rank}"
+            for key, value in means_of(meeting_ranks.rank).items():
+                sampler._samples[key] += [value - 1, value + 1]
+            return sampler.means()
+
+        results = on_ranks(num_nodes, of_node)
+        assert all(result == results[0] for result in results)
+        return cast(dict[str, float], results[0])
+
+    few = told(2)
+    assert few == {f"n{node}/{key}": value for node in (0, 1) for key, value in means_of(node).items()}
+    assert told(system_metrics.MOST_NODES + 1) == {
+        "min/cpu_percent": 0, "mean/cpu_percent": 8, "max/cpu_percent": 16,
+        "min/gpu/percent": 0, "mean/gpu/percent": 82, "max/gpu/percent": 164,
+    }  # fmt: skip
+
+
+@dataclass
+class Group:
+    """One of two ranks: the other one sends `other`."""
+
+    is_first: bool
+    other: list[float]
+    sent: list[list[float]] = field(default_factory=list)
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        self.sent.append(values.tolist())
+        return values + torch.tensor(self.other, dtype=values.dtype)
+
+
+class Asked:
+    """Counts how often all ranks are asked for their means."""
+
+    def __init__(self, means: dict[str, float]) -> None:
+        self.found, self.times = means, 0
+
+    def means(self) -> dict[str, float]:
+        self.times += 1
+        return self.found
+
+
+def reporter_of(group: Group, sampler: Asked) -> Reporter:
+    engine = SimpleNamespace(gradient_norm=lambda: 1.0, loss_scale=lambda: 1.0)
+    recorded = {"train": 0, "validation": 0}
+    parts: Any = (None, group, engine, None, None, sampler, None, recorded)
+    return Reporter(*parts)
+
+
+def log_after(reporter: Reporter, step: int, seconds: float) -> None:
+    """One step, and its log line after so many seconds of training."""
+    sums = dict.fromkeys(("target_tokens", "source_tokens", "padded_tokens", "straggler_ratio"), 1)
+    texts: Any = {"pairs_by_corpus": {}, "dropped": {}, "segment": SimpleNamespace(epoch=0), "digest": ""}
+    batch: Any = SimpleNamespace(**sums, **texts)
+    reporter.count(batch, torch.zeros(2, dtype=torch.float64))
+    reporter.interval.started = time.monotonic() - seconds
+    counts = {"step": step, "skipped_updates": 0, "total_target_tokens": step}
+    progress: Any = SimpleNamespace(**counts, position=SimpleNamespace(left_out=()))
+    bar: Any = SimpleNamespace(show=lambda *_: None)
+    reporter.log(progress, 0.1, bar)
+
+
+def test_the_first_rank_counts_training_seconds_between_records_and_begins_at_once() -> None:
+    group, sampler = Group(is_first=True, other=[0.0, 0.0, 0.0]), Asked({"n1/cpu_percent": 1.0})
+    reporter = reporter_of(group, sampler)
+    asked = []
+    for step, seconds in enumerate((2, 20, 9, 2, 40, 1), start=1):
+        log_after(reporter, step, seconds)
+        asked.append(sampler.times)
+    assert asked == [1, 1, 1, 2, 3, 3]
+    assert [round(sent[2]) for sent in group.sent] == [32, 20, 29, 31, 40, 1]
+
+
+def test_before_the_first_sample_every_log_line_asks_again() -> None:
+    group, sampler = Group(is_first=True, other=[0.0, 0.0, 0.0]), Asked({})
+    reporter = reporter_of(group, sampler)
+    for step in (1, 2):
+        log_after(reporter, step, 1)
+    sampler.found = {"n1/cpu_percent": 1.0}
+    for step in (3, 4):
+        log_after(reporter, step, 1)
+    assert sampler.times == 3
+
+
+@pytest.mark.parametrize(("first_says", "times"), [(29.9, 0), (30.0, 1)])
+def test_other_ranks_go_by_the_first_ones_clock(first_says: float, times: int) -> None:
+    group, sampler = Group(is_first=False, other=[0.0, 0.0, first_says]), Asked({"n1/cpu_percent": 1.0})
+    log_after(reporter_of(group, sampler), 1, 100)
+    assert sampler.times == times
+    assert group.sent[0][2] == 0

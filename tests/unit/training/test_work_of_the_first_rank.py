@@ -1,12 +1,18 @@
 """One rank's work for all: every rank gets its result or its error, and hears of it only while it moves."""
 
 import threading
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 from checkpoint_helpers import on_ranks
 
+from dist_transformer.cli import report
 from dist_transformer.cli.first_rank import by_first_rank
+from dist_transformer.cli.run_end import RunEnd
+from dist_transformer.config.models import TrackingConfig
 from dist_transformer.errors import CheckpointError
+from dist_transformer.run_dir import RunDir
 
 
 def test_every_rank_has_the_result_of_work_that_only_the_first_did():
@@ -56,3 +62,94 @@ def test_busy_work_is_heard_of_and_waiting_is_not():
     while_heard_of("waiting", False)
     assert heard["busy"] == 3
     assert heard["waiting"] <= 2  # starting a thread takes processor time too
+
+
+def test_waiting_of_a_known_length_is_heard_of_on_every_rank():
+    heard, finished = [0, 0], threading.Event()
+
+    def progress(rank: int) -> None:
+        heard[rank] += 1
+        if min(heard) >= 5:
+            finished.set()
+
+    on_ranks(2, lambda ranks: by_first_rank(ranks, lambda: finished.wait(20), lambda: progress(ranks.rank), 15.0))
+    assert min(heard) >= 5
+
+
+def test_waiting_beyond_its_length_is_no_progress():
+    heard, finished = [], threading.Event()
+    timer = threading.Timer(3.0, finished.set)
+    timer.start()
+    on_ranks(1, lambda ranks: by_first_rank(ranks, finished.wait, lambda: heard.append(1), 0.8))
+    timer.cancel()
+    assert 1 <= len(heard) <= 4
+
+
+class SlowTracker:
+    """Takes until every rank has said twice that it moves; then its status is known."""
+
+    def __init__(self, may_end: threading.Event) -> None:
+        self._may_end = may_end
+        self.closed_with: list[str] = []
+
+    def close(self, status: str) -> None:
+        assert self._may_end.wait(20)
+        self.closed_with.append(status)
+
+
+def ended(
+    num_ranks: int, act: Callable[[RunEnd], None], tracker: SlowTracker, may_end: threading.Event, run_dir
+) -> list:
+    """What each rank's watchdog was told."""
+    said: list[list[str]] = [[] for _ in range(num_ranks)]
+
+    def on_rank(ranks) -> None:
+        def progress(doing: str) -> None:
+            said[ranks.rank].append(doing)
+            if all(len(each) >= 2 for each in said):
+                may_end.set()
+
+        config = SimpleNamespace(tracking=TrackingConfig(close_seconds=1))
+        watchdog = SimpleNamespace(progress=progress)
+        act(RunEnd(config, run_dir, ranks, watchdog, tracker if ranks.is_first else None))
+
+    on_ranks(num_ranks, on_rank)
+    return said
+
+
+def test_all_ranks_wait_for_mlflow_and_say_so(tmp_path):
+    may_end = threading.Event()
+    tracker = SlowTracker(may_end)
+
+    def act(end: RunEnd) -> None:
+        end.close("FINISHED")
+        end.close_alone("FAILED")
+
+    said = ended(2, act, tracker, may_end, RunDir(tmp_path))
+    assert all(len(each) >= 2 and set(each) == {"waiting for MLflow to take the rest"} for each in said)
+    assert tracker.closed_with == ["FINISHED"]
+
+
+def test_after_an_error_only_the_first_rank_closes_and_nobody_is_waited_for(tmp_path):
+    may_end = threading.Event()
+    may_end.set()
+    tracker = SlowTracker(may_end)
+    end = RunEnd(
+        SimpleNamespace(tracking=TrackingConfig()),
+        RunDir(tmp_path),
+        SimpleNamespace(),
+        SimpleNamespace(progress=print),
+        tracker,
+    )
+    end.close_alone("FAILED")
+    assert tracker.closed_with == ["FAILED"]
+
+
+def test_a_history_that_takes_long_to_read_is_left_to_people(tmp_path, monkeypatch, caplog):
+    run_dir = RunDir(tmp_path)
+    run_dir.metrics.write_text("x" * 1000, encoding="utf-8")
+    monkeypatch.setattr(report, "LARGEST_AT_END_BYTES", 999)
+    with caplog.at_level("INFO"):
+        assert not report.report_after_training(run_dir)
+    assert f"dist-transformer report {tmp_path}" in caplog.text
+    assert not run_dir.report.exists()

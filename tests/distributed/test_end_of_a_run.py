@@ -1,0 +1,55 @@
+"""Ranks that wait for MLflow longer than training.hang_seconds: nobody is hung, whatever the wait is for."""
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from running import NOT_INHERITED, Command, records, without
+
+from dist_transformer.run_dir import read_json
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).with_name("faulty_train.py")
+HANG_SECONDS, CLOSE_SECONDS = 12, 15
+
+
+@pytest.fixture
+def waiting() -> Iterator[tuple[str, ...]]:
+    """Settings of a run whose MLflow takes connections and never answers."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen(50)
+        yield (
+            "tracking.enabled=true",
+            f"tracking.uri=http://127.0.0.1:{silent.getsockname()[1]}",
+            f"tracking.close_seconds={CLOSE_SECONDS}",
+            f"training.hang_seconds={HANG_SECONDS}",
+        )
+
+
+def test_a_finished_run_has_finished_on_every_rank(command: Command, waiting: tuple[str, ...]) -> None:
+    run = command.folder / "runs" / "waiting"
+    said = command("train", "small.yaml", "run.name=waiting", *waiting, "--ranks", 2)
+    assert "MLflow did not take everything" in said
+    assert "finished at step 6" in said
+    assert (run / "report.html").is_file()
+
+
+def test_a_run_that_diverged_goes_on(command: Command, waiting: tuple[str, ...]) -> None:
+    settings = (
+        "run.name=waiting_diverged", "training.max_steps=12", "checkpoints.every_steps=2", "checkpoints.keep_last=20",
+        "divergence.window_steps=3", "divergence.patience_steps=4", "divergence.policy=lower_learning_rate",
+    )  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), "spike", "1", "small.yaml", *settings, *waiting, "2"],
+        cwd=command.folder, env=without(NOT_INHERITED), capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    said, run = done.stdout + done.stderr, command.folder / "runs" / "waiting_diverged"
+    assert done.returncode == 0, said
+    assert said.count("MLflow did not take everything") == 2
+    assert len(read_json(run / "divergence.json")) == 1
+    assert [record["step"] for record in records(run)] == list(range(1, 13))

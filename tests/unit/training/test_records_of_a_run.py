@@ -1,0 +1,127 @@
+"""What rank 0 tells of a run beside its checkpoints: which one is the best, the history, and what a full disk does to it."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_helpers import save
+
+from dist_transformer.cli import report, run_records, run_validation
+from dist_transformer.cli.run_records import add_to_history, is_best_so_far, note
+from dist_transformer.config.models import ModelConfig, ValidationConfig
+from dist_transformer.errors import UserError
+from dist_transformer.run_dir import RunDir
+from dist_transformer.tracking.metrics_log import MetricsLog, read_records
+from dist_transformer.tracking.spool import add_event
+from dist_transformer.training.early_stopping import EarlyStopping
+
+FULL = Path("/dev/full")
+
+
+class Told:
+    """Keeps what a tracker is told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, bool, list[str]]] = []
+
+    def checkpoint_saved(self, step: int, path: Path, metrics: Any, is_best: bool, kept: list[str]) -> None:
+        self.told.append((step, is_best, kept))
+
+
+def marked(metric: str, validations: dict[int, float], saves: list[int], regular: int) -> list[int]:
+    """The steps of the checkpoints that were the best when they were saved."""
+    stopping, best = EarlyStopping(ValidationConfig(metric=metric, translate=metric == "bleu"), None), []
+    for step in range(max([*validations, *saves]) + 1):
+        if step in validations and step % regular == 0:
+            stopping.add(step, {metric: validations[step]})
+        if step in saves:
+            validation = {metric: validations[step]} if step in validations else None
+            state = json.loads(json.dumps({"step": step, "early_stopping": stopping.state(), "validation": validation}))
+            if is_best_so_far(state, metric):
+                best.append(step)
+    return best
+
+
+def test_the_best_checkpoint_is_the_best_of_all_validations_so_far():
+    scores = {10: 20.0, 20: 25.0, 30: 24.0, 40: 26.0}
+    assert marked("bleu", scores, [10, 20, 30, 40], 10) == [10, 20, 40]
+    assert marked("loss", scores, [10, 20, 30, 40], 10) == [10]
+    assert marked("bleu", scores, [10, 30, 40], 10) == [10, 40]  # 24.0 is the best that was saved, and not the best
+
+
+def test_a_checkpoint_of_a_step_that_was_not_validated_is_no_best_one():
+    assert marked("bleu", {}, [0, 7], 10) == []
+    assert marked("bleu", {10: 20.0}, [0, 7, 15], 10) == []
+    assert marked("bleu", {10: float("nan")}, [10], 10) == []
+
+
+def test_the_last_validation_of_a_run_counts_though_its_step_is_no_regular_one():
+    assert marked("bleu", {10: 20.0, 13: 21.0}, [10, 13], 10) == [10, 13]
+    assert marked("bleu", {10: 20.0, 13: 19.0}, [10, 13], 10) == [10]
+
+
+def test_a_checkpoint_that_a_killed_start_did_not_tell_of_is_told_of_by_the_next(tmp_path):
+    run_dir, tracker = RunDir(tmp_path / "run"), Told()
+    for step in (10, 20):
+        save(run_dir, step, early_stopping=EarlyStopping(ValidationConfig(), None).state())
+    add_event(run_dir.tracking_events, "checkpoint", {"step": 10})
+    run_records._tell_of_untold(tracker, run_dir, 10, "loss")
+    assert tracker.told == []
+    run_records._tell_of_untold(tracker, run_dir, 20, "loss")
+    assert tracker.told == [(20, False, ["step_00000010", "step_00000020"])]
+    run_records._tell_of_untold(tracker, run_dir, 0, "loss")  # a new run
+    assert len(tracker.told) == 1
+
+
+def test_a_full_disk_at_the_end_of_a_log_is_a_warning(caplog):
+    metrics = MetricsLog(FULL)
+    metrics.append("train", 1, {"loss": 1.0})
+    metrics.close()
+    assert "No space left" in caplog.text
+    assert "lost" in caplog.text
+
+
+def test_a_history_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    run_dir = RunDir(tmp_path)
+    run_dir.history.symlink_to(FULL)
+    add_to_history(run_dir, "end", 3, {"state": "finished"})
+    run_dir.history.unlink()
+    run_dir.history.mkdir()
+    add_to_history(run_dir, "end", 3, {"state": "finished"})
+    assert "No space left" in caplog.text
+    assert "Is a directory" in caplog.text
+
+
+def test_a_reason_is_kept_without_secrets(tmp_path, monkeypatch):
+    monkeypatch.setenv("STORE_PASSWORD", "correct-horse")
+    ranks: Any = SimpleNamespace(is_first=True, num_ranks=1, device=torch.device("cpu"))
+    reason = "no answer from https://me:pw@store/x with correct-horse"
+    note(RunDir(tmp_path), ranks, "failed", 3, reason)
+    (record,) = read_records(RunDir(tmp_path).history)
+    assert record["reason"] == "no answer from https://store/x with ***"
+
+
+def test_a_report_that_a_full_disk_does_not_take_is_named(tmp_path, monkeypatch):
+    def full(*_arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(report, "write_text", full)
+    with pytest.raises(UserError, match=f"^{tmp_path / 'a.html'}: cannot be written: No space left on device"):
+        report.write_run_report(RunDir(tmp_path), tmp_path / "a.html", with_attention=False)
+
+
+def test_memory_for_the_whole_model_of_a_validation_is_asked_for_by_name():
+    wide = 2**22
+    shape = {"d_model": wide, "d_ff": 2**25, "num_encoder_layers": 1, "num_decoder_layers": 1}
+    config: Any = SimpleNamespace(model=ModelConfig(**shape, num_heads=1), training=SimpleNamespace(precision="bf16"))
+    data: Any = SimpleNamespace(manifest=SimpleNamespace(source_vocabulary=8, target_vocabulary=8, pad_id=0))
+    engine: Any = SimpleNamespace(has_whole_weights=False)
+    ranks: Any = SimpleNamespace(device=torch.device("cpu"))
+    with (
+        pytest.raises(UserError, match=r"out of memory in the copy of the whole model .*validation\.translate=false"),
+        run_validation._whole_model(config, data, engine, ranks),
+    ):
+        pass
