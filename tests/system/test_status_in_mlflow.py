@@ -20,14 +20,14 @@ from dist_transformer.tracking.spool import add_event
 
 pytestmark = pytest.mark.slow
 
-RUN = ("train", "small.yaml", "run.name=killed", "tracking.enabled=true", "checkpoints.every_steps=5",
+RUN = ("train", "small.yaml", "run.name=killed-in-mlflow", "tracking.enabled=true", "checkpoints.every_steps=5",
        "checkpoints.keep_last=2", "validation.every_steps=1000000")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def killed(command: Command) -> RunDir:
     """A run that was killed after its MLflow run was made; its last sign of life is long ago."""
-    run_dir = RunDir(command.folder / "runs" / "killed")
+    run_dir = RunDir(command.folder / "runs" / "killed-in-mlflow")
     process = command.start(*RUN, "training.max_steps=100000")
     wait_for_step(run_dir.path, 10)
     deadline = time.monotonic() + 120
