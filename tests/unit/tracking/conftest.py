@@ -1,6 +1,7 @@
 """Stores made once and copied, as MLflow's migrations take seconds, and servers over them, not started yet."""
 
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,3 +62,11 @@ def stored_run_dir(run_dir: RunDir, empty_database: Path) -> RunDir:
     run_dir.path.mkdir(parents=True)
     shutil.copy(empty_database, run_dir.path.parent / "mlflow.db")
     return run_dir
+
+
+@pytest.fixture(autouse=True)
+def no_code_of_a_loaded_model() -> Iterator[None]:
+    """MLflow puts the code that a model brings in front of our own, for good: a part of the package hides the whole."""
+    before = [*sys.path]
+    yield
+    sys.path[:] = before
