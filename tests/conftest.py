@@ -51,9 +51,12 @@ tracking: {{enabled: false}}
 """
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with train.en, train.de (600 pairs), valid.en, valid.de (40 pairs) and small.yaml."""
+    """A folder with train.en, train.de (600 pairs), valid.en, valid.de (40 pairs) and small.yaml.
+
+    Of one test file: a name of a run used in two files is two runs, whichever files share a process.
+    """
     folder = tmp_path_factory.mktemp("small")
     pairs = [pair for _, pair in zip(range(600), demo_pairs("train"), strict=False)]
     held_out = [pair for _, pair in zip(range(40), demo_pairs("validation"), strict=False)]
@@ -64,13 +67,13 @@ def small_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def command(small_corpus: Path) -> Command:
     """The command, started in the folder of `small_corpus`."""
     return Command(small_corpus)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def train_small(command: Command) -> Callable[..., Path]:
     """Trains small.yaml under a name; gives the run folder."""
 
