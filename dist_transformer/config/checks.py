@@ -17,6 +17,7 @@ from dist_transformer.config.data_checks import (
 )
 from dist_transformer.config.data_models import DataConfig, TokenizerConfig
 from dist_transformer.config.measures import corpus_and_measure
+from dist_transformer.config.model_checks import check_decoding, check_model, check_positions, check_vocabulary
 from dist_transformer.config.slurm_models import SlurmConfig
 from dist_transformer.config.validation_checks import check_validation
 
@@ -161,56 +162,6 @@ def _check_stall(data: Any, training: Any) -> Iterator[Problem]:
         )
 
 
-def _check_model(model: Any) -> Iterator[Problem]:
-    if model.d_model % model.num_heads and None in (model.key_size, model.value_size):
-        yield (
-            ("model", "num_heads"),
-            f"model.num_heads: {model.num_heads} heads do not divide d_model {model.d_model}; take another number, or give "
-            "model.key_size and model.value_size",
-        )
-    if (model.positions == "learned") != (model.max_positions is not None):
-        yield (
-            ("model", "max_positions"),
-            f"model.max_positions: got {model.max_positions or 'none'} with model.positions {model.positions}: learned "
-            "positions need it (data.filters.max_tokens is enough), sinusoidal ones have no longest sentence; set both or "
-            "neither",
-        )
-    if model.d_model % 2 and model.positions == "sinusoidal":
-        yield ("model", "d_model"), f"model.d_model: sinusoidal positions (3.5) need an even width, got {model.d_model}"
-    if model.shared_embeddings and not model.tied_output:
-        yield (
-            ("model", "tied_output"),
-            "model.tied_output: false needs model.shared_embeddings: false (3.4 shares all three matrices)",
-        )
-
-
-def _check_positions(data: Any, model: Any) -> Iterator[Problem]:
-    if model.max_positions is not None and data.filters.max_tokens > model.max_positions:
-        yield (
-            ("model", "max_positions"),
-            f"model.max_positions: {model.max_positions} learned positions cannot take a sentence of "
-            f"data.filters.max_tokens {data.filters.max_tokens}; raise the first or lower the second",
-        )
-
-
-def _check_vocabulary(tokenizer: Any, model: Any) -> Iterator[Problem]:
-    if model.shared_embeddings and not tokenizer.shared:
-        yield (
-            ("model", "shared_embeddings"),
-            "model.shared_embeddings: true needs tokenizer.shared: true; set both or neither",
-        )
-    if tokenizer.target_model and tokenizer.shared:
-        yield (
-            ("tokenizer", "target_model"),
-            "tokenizer.target_model: is for separate vocabularies; drop it or set tokenizer.shared: false",
-        )
-    if not tokenizer.shared and bool(tokenizer.source_model) != bool(tokenizer.target_model):
-        yield (
-            ("tokenizer", "source_model"),
-            "tokenizer: separate vocabularies need both source_model and target_model, or neither",
-        )
-
-
 def _check_schedule(optimizer: Any, schedule: Any, training: Any) -> Iterator[Problem]:
     ends = (training.max_steps, training.max_epochs, training.max_target_tokens)
     if all(end is None for end in ends):
@@ -283,9 +234,10 @@ def _check_batches(data: Any) -> Iterator[Problem]:
 
 _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
     (("run",), _check_run),
-    (("model",), _check_model),
-    (("data", "model"), _check_positions),
-    (("tokenizer", "model"), _check_vocabulary),
+    (("model",), check_model),
+    (("data", "model"), check_positions),
+    (("tokenizer", "model"), check_vocabulary),
+    (("decoding",), check_decoding),
     (("optimizer", "schedule", "training"), _check_schedule),
     (("training",), _check_precision),
     (("data", "slurm"), _check_lanes),

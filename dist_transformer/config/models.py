@@ -51,19 +51,38 @@ class ModelConfig(Section):
     dropout: Share = Field(
         0.1, description="5.4: on each sub-layer's output and on the sums of embeddings and positions."
     )
-    norm: Literal["post", "pre"] = Field(
-        "post", description="Layer norm after the residual sum (3.1), or before the sub-layer (not the paper's)."
+    norm: Literal["post", "pre", "deepnorm"] = Field(
+        "post",
+        description="Norm after the residual sum (3.1); before the sub-layer (Xiong et al., 2020); or after a sum whose "
+        "residual is weighted, for deep stacks (DeepNorm: Wang et al., 2022).",
     )
-    positions: Literal["sinusoidal", "learned"] = Field(
-        "sinusoidal", description="3.5: sinusoids, of any length; or a learned vector for each (Table 3, row E)."
+    norm_type: Literal["layer", "rms"] = Field(
+        "layer", description="Layer norm (the paper's), or root mean square norm (Zhang and Sennrich, 2019)."
+    )
+    final_norm: Truth | None = Field(
+        None, description="A norm after the last layer of the encoder and of the decoder; none: with norm pre only."
+    )
+    activation: Literal["relu", "gelu", "silu", "swiglu"] = Field(
+        "relu",
+        description="Of the feed-forward networks: equation 2's; GELU (Hendrycks and Gimpel, 2016); SiLU, also called swish "
+        "(Marian's); SwiGLU (Shazeer, 2020), whose third matrix asks for two thirds of the usual d_ff.",
+    )
+    positions: Literal["sinusoidal", "learned", "rotary"] = Field(
+        "sinusoidal",
+        description="3.5: sinusoids, of any length; a learned vector for each (Table 3, row E); or queries and keys of "
+        "self-attention turned by their positions (Su et al., 2021).",
     )
     max_positions: PositiveInt | None = Field(
-        None, description="Longest sentence in tokens that learned positions can take; sinusoidal ones have no limit."
+        None, description="Longest sentence in tokens that learned positions can take; the others have no limit."
+    )
+    layer_drop: Share = Field(
+        0.0, description="Share of layers that a sentence skips in training (LayerDrop: Fan et al., 2020); 0: none."
     )
     shared_embeddings: Truth = Field(
         True, description="One matrix for both embeddings and the output projection (3.4); needs tokenizer.shared."
     )
     tied_output: Truth = Field(True, description="The output projection is the target embedding (3.4).")
+    output_bias: Truth = Field(False, description="A trained bias for each piece of the output (Marian's).")
 
     @model_validator(mode="before")
     @classmethod
@@ -228,12 +247,31 @@ class CheckpointConfig(Section):
 
 
 class DecodingConfig(Section):
-    """Beam search of `translate` and `evaluate` (6.1)."""
+    """Search of `translate`, `evaluate` and validation: the beam of 6.1, or sampling."""
 
-    beam_size: PositiveInt = Field(4, description="6.1: 4.")
+    beam_size: PositiveInt = Field(4, description="6.1: 4. 1: greedy.")
     length_penalty: Number = Field(0.6, ge=0.0, description="alpha of Wu et al. (2016); 6.1: 0.6.")
     max_extra_tokens: Whole = Field(50, ge=0, description="Longest output: input length + this (6.1: 50).")
     max_tokens: PositiveInt = Field(8192, description="Source tokens times beam in one batch of the search.")
+    n_best: PositiveInt = Field(1, description="Translations given for each line, best first; at most the beam.")
+    no_repeat_ngram_size: Whole = Field(
+        0, ge=0, description="No n-gram of so many tokens occurs twice in a translation; 0: no such limit."
+    )
+    sampling: Truth = Field(
+        False, description="Draw each token, n_best times for each line, in place of the beam search."
+    )
+    temperature: Number = Field(1.0, gt=0.0, description="Of sampling: logits are divided by it.")
+    top_k: Whole = Field(0, ge=0, description="Sampling draws from so many likeliest tokens; 0: from all.")
+    top_p: Number = Field(
+        1.0, gt=0.0, le=1.0, description="Sampling draws from the likeliest tokens that together have this probability."
+    )
+    seed: Whole = Field(1, ge=0, description="Of sampling: with the number of the line it decides what is drawn.")
+    max_source_tokens: PositiveInt = Field(
+        2048, description="Longest line in source tokens that is translated at once."
+    )
+    too_long: Literal["refuse", "split"] = Field(
+        "refuse", description="A longer line ends the command, or is cut between sentences or words and joined again."
+    )
 
 
 class TrackingConfig(Section):

@@ -15,20 +15,10 @@ import torch
 from torch import Tensor
 
 from dist_transformer.config.models import DecodingConfig
+from dist_transformer.model.hypothesis import Hypothesis
 from dist_transformer.model.transformer import DecodingCache, Transformer
 
 IMPOSSIBLE = float("-inf")
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """One translation: token ids without bos and eos."""
-
-    tokens: list[int]
-    score: float
-    """`log_probability` over the length penalty; the higher the better."""
-    log_probability: float
-    """Natural logarithm of the probability of the tokens and the eos after them."""
 
 
 @torch.no_grad()
