@@ -9,9 +9,10 @@ import torch
 
 from dist_transformer.config.models import DecodingConfig
 from dist_transformer.data.tokenizer import Tokenizer
-from dist_transformer.decoding.beam import beam_search
+from dist_transformer.decoding.search import TorchSearcher
 from dist_transformer.errors import UserError
 from dist_transformer.interop.model_folder import load_model_folder
+from dist_transformer.model.hypothesis import SearchInput
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.reporting.attention import SentenceAttention
 
@@ -36,18 +37,12 @@ def _of_sentence(model: Transformer, tokenizer: Tokenizer, sentence: str) -> Sen
     most = min(MOST_TOKENS, model.max_positions or MOST_TOKENS)
     if not 1 < len(source) <= most:
         raise UserError(f"“{sentence[:60]}”: {len(source)} tokens; expected 2 to {most}, the end of sentence counted")
-    source_1S = torch.tensor([source])
-    (found,) = beam_search(
-        model,
-        source_1S,
-        bos_id=tokenizer.bos_id,
-        eos_id=tokenizer.eos_id,
-        pad_id=tokenizer.pad_id,
-        config=DecodingConfig(),
-    )
+    ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
+    searcher = TorchSearcher([model], **ids, config=DecodingConfig(), device=torch.device("cpu"))
+    (found,) = searcher.search([SearchInput(source, [], 0)])
     target = [*found[0].tokens, tokenizer.eos_id]
     read = [tokenizer.bos_id, *found[0].tokens]
-    maps = model.attention_maps(source_1S, torch.tensor([read]))
+    maps = model.attention_maps(torch.tensor([source]), torch.tensor([read]))
     encoder, decoder, cross = (
         [weights[0].numpy() for weights in layers] for layers in (maps.encoder, maps.decoder, maps.cross)
     )

@@ -2,12 +2,12 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from dist_transformer.cli.arguments import read_run
-from dist_transformer.cli.translate import BeamOption, PenaltyOption, decoding
+from dist_transformer.cli.search_options import BeamOption, PenaltyOption, decoding
 from dist_transformer.config.data_models import CorpusConfig, DataConfig
 from dist_transformer.config.models import Config
 from dist_transformer.errors import UserError
@@ -28,12 +28,20 @@ def evaluate_command(
     comet: Annotated[
         str | None, typer.Option(help="COMET model to score with as well: its name, or a file.", show_default=False)
     ] = None,
+    tokenised: Annotated[
+        Literal["moses", "spaces"] | None,
+        typer.Option(
+            help="BLEU as older papers counted it as well: of Moses' tokens (moses), or of text that is tokenised already "
+            "(spaces).",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Score a model: sacreBLEU and chrF with their signatures, and the share of exact matches."""
     from dist_transformer.cli.loaded_model import LoadedTranslator, model_folder_of
     from dist_transformer.data.sources import read_pairs
     from dist_transformer.decoding.comet import CometScorer
-    from dist_transformer.decoding.score import corpus_scores
+    from dist_transformer.decoding.score import corpus_scores, tokenised_scores
     from dist_transformer.run_dir import write_json, write_text
 
     if (source is None) != (target is None):
@@ -54,15 +62,13 @@ def evaluate_command(
     translator = LoadedTranslator(folder, settings)
     translations = list(translator.translate(sources))
     measured = corpus_scores(translations, references, translator.information.target_language)
+    if tokenised is not None:
+        measured |= tokenised_scores(translations, references, tokenised, translator.information.target_language)
     if scorer is not None:
         measured |= {"comet": scorer.score(sources, translations, references), "comet_model": str(comet)}
     scores = {**measured, "pairs": len(references), **settings.model_dump()}
     print(f"{name}: {len(references)} pairs, beam {settings.beam_size}, length penalty {settings.length_penalty}")
-    print(f"BLEU  {scores['bleu']:.2f}  {scores['bleu_signature']}")
-    print(f"chrF  {scores['chrf']:.2f}  {scores['chrf_signature']}")
-    print(f"exact {100 * float(scores['exact_match']):.2f} %")
-    if scorer is not None:
-        print(f"COMET {scores['comet']:.4f}  {comet}")
+    _print_scores(scores)
     if run_dir is not None:
         write_json(run_dir.evaluation / f"{name}.json", scores)
         write_text(run_dir.evaluation / f"{name}.translations", "\n".join(translations) + "\n")
@@ -70,6 +76,20 @@ def evaluate_command(
         if config is not None and config.tracking.enabled:
             numbers = {key: value for key, value in measured.items() if isinstance(value, float)}
             _tell_mlflow(config, run_dir, {"name": name, "step": translator.information.step, "metrics": numbers})
+
+
+def _print_scores(scores: dict[str, Any]) -> None:
+    for name, key in (
+        ("BLEU ", "bleu"),
+        ("chrF ", "chrf"),
+        ("tokenised BLEU ", "bleu_tokenised"),
+        ("compound-split BLEU ", "bleu_compound_split"),
+    ):
+        if key in scores:
+            print(f"{name} {scores[key]:.2f}  {scores[f'{key}_signature']}")
+    print(f"exact {100 * float(scores['exact_match']):.2f} %")
+    if "comet" in scores:
+        print(f"COMET {scores['comet']:.4f}  {scores['comet_model']}")
 
 
 def _tell_mlflow(config: Config, run_dir: RunDir, scores: dict[str, Any]) -> None:

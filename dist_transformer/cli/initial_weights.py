@@ -10,7 +10,7 @@ from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest, file_sha256
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import CheckpointError, UserError
-from dist_transformer.interop.initial_weights import Fit, Origin, fit_text, load_initial_weights
+from dist_transformer.interop.initial_weights import Fit, Origin, fit_text, form_of, load_initial_weights
 from dist_transformer.interop.model_folder import CONFIG, WEIGHTS, load_model_folder
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.run_dir import RunDir, read_json
@@ -45,7 +45,8 @@ def initialise(model: Transformer, config: Config, manifest: Manifest, ranks: Ra
     found = ranks.from_first(_found_or_error(path) if ranks.is_first else None)
     if isinstance(found, UserError):
         raise found.agreed()
-    here = Origin(config.model.num_heads, (manifest.tokenizer.source_sha256, manifest.tokenizer.target_sha256))
+    tokenizers = (manifest.tokenizer.source_sha256, manifest.tokenizer.target_sha256)
+    here = Origin(config.model.num_heads, tokenizers, form_of(config.model.model_dump()))
     fit = _load(model, found, here, config.training.init_partially)
     for result in ranks.gather(fit):
         if isinstance(result, UserError):
@@ -53,7 +54,7 @@ def initialise(model: Transformer, config: Config, manifest: Manifest, ranks: Ra
     assert isinstance(fit, Fit)
     log.info("init_from  %s: %d tensors taken", found.folder, len(fit.taken))
     if fit.others and ranks.is_first:
-        log.warning("init_from  these tensors start anew, or were left out:\n%s", fit_text(fit))
+        log.warning("init_from  these start anew, were left out, or are others now:\n%s", fit_text(fit))
     return {"init_from": str(found.folder.absolute()), "init_from_sha256": found.sha256}
 
 
@@ -108,10 +109,12 @@ def _of_model(folder: Path) -> tuple[Mapping[str, Any], Origin]:
     loaded = load_model_folder(folder)
     files = loaded.tokenizer_files
     tokenizers = (file_sha256(files.source), file_sha256(files.target or files.source))
-    return dict(loaded.model.named_parameters()), Origin(loaded.config.num_heads, tokenizers)
+    origin = Origin(loaded.config.num_heads, tokenizers, form_of(loaded.config.model_dump()))
+    return dict(loaded.model.named_parameters()), origin
 
 
 def _of_checkpoint(folder: Path) -> tuple[Mapping[str, Any], Origin]:
     recipe = read_json(folder / STATE)["recipe"]
     tokenizers = (recipe["source tokenizer"], recipe["target tokenizer"])
-    return Weights(folder), Origin(recipe["model.num_heads"], tokenizers)
+    model = {key.removeprefix("model."): value for key, value in recipe.items() if key.startswith("model.")}
+    return Weights(folder), Origin(recipe["model.num_heads"], tokenizers, form_of(model))

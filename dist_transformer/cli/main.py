@@ -12,12 +12,16 @@ from dist_transformer.cli import (
     data_verbs,
     demo,
     evaluate,
+    export,
+    extend_vocabulary,
+    import_model,
     jobs,
     logs,
     plan,
     preflight,
     prepare,
     report,
+    score,
     status,
     submit,
     sweep,
@@ -52,7 +56,11 @@ app.command("stop")(jobs.stop_command)
 app.command("cancel")(jobs.cancel_command)
 app.command("resume")(jobs.resume_command)
 app.command("average")(average.average_command)
+app.command("extend-vocabulary")(extend_vocabulary.extend_vocabulary_command)
+app.command("export")(export.export_command)
+app.command("import")(import_model.import_command)
 app.command("translate")(translate.translate_command)
+app.command("score")(score.score_command)
 app.command("evaluate")(evaluate.evaluate_command)
 app.command("report")(report.report_command)
 app.command("compare")(report.compare_command)

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.cluster.going_on import recipe_settings
+from dist_transformer.cluster.going_on import recipe_of_checkpoint, recipe_settings
 from dist_transformer.config.models import Config
 from dist_transformer.data.loader import LaneLoader, LoaderSettings, MicroBatch, validation_batches
 from dist_transformer.data.manifest import Manifest, json_digest, verify_shards
@@ -124,7 +124,7 @@ def open_run_data(config: Config, folder: Path, manifest: Manifest) -> RunData:
 
 
 def _refuse_changes(checkpoint: Checkpoint, recipe: Mapping[str, Any], allowed: set[str]) -> None:
-    before = checkpoint.state["recipe"]
+    before = recipe_of_checkpoint(checkpoint.state["recipe"])
     changed = [key for key in sorted({*before, *recipe}) if before.get(key) != recipe.get(key) and key not in allowed]
     if changed:
         lines = [f"  {key}: {before.get(key)} -> {recipe.get(key)}" for key in changed]

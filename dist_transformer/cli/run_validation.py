@@ -15,6 +15,7 @@ from dist_transformer.data.text_batches import refuse_longer, text_batches
 from dist_transformer.data.tokenizer import Tokenizer
 from dist_transformer.decoding.comet import CometScorer
 from dist_transformer.decoding.score import corpus_scores
+from dist_transformer.decoding.search import TorchSearcher
 from dist_transformer.decoding.translate import translate_together
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import DataError
@@ -101,7 +102,10 @@ def _comet(config: Config, ranks: Ranks, heard: Callable[[str], None]) -> CometS
 def _translator(
     config: Config, data: RunData, tokenizer: Tokenizer, engine: Engine, ranks: Ranks, comet: CometScorer | None
 ) -> Translate:
-    search = config.decoding.model_copy(update={"beam_size": config.validation.beam_size})
+    # The one best translation of each line; and a long line must not end a run, as it could with `decoding.too_long`.
+    own = {"beam_size": config.validation.beam_size, "n_best": 1, "sampling": False, "too_long": "split"}
+    search = config.decoding.model_copy(update=own)
+    ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
 
     def scores(each: ValidationSet, translations: Sequence[str]) -> dict[str, float | str]:
         found = corpus_scores(translations, each.references, config.data.target_language)
@@ -112,9 +116,10 @@ def _translator(
 
     def translate(sets: Sequence[ValidationSet], progress: Progress) -> Iterator[Translated]:
         with _whole_model(config, data, engine, ranks) as model:
+            searcher = TorchSearcher([model], **ids, config=search, device=ranks.device)
             for each in sets:
                 with engine.objective.autocast(ranks.device):
-                    lines = translate_together(model, tokenizer, each.sources, search, ranks, progress)
+                    lines = translate_together(searcher, tokenizer, each.sources, search, ranks, progress)
                 yield Translated(lines, by_first_rank(ranks, partial(scores, each, lines), progress))
 
     return translate

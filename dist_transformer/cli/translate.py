@@ -1,43 +1,151 @@
-"""translate: lines in, translations out."""
+"""translate: lines in, translations out; a large file in parts, by any number of ranks."""
 
+import os
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from dist_transformer.cli.arguments import read_run
-from dist_transformer.config.models import DecodingConfig
-from dist_transformer.errors import UserError
+from dist_transformer.cli import search_options as options
+from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError
+from dist_transformer.stop_request import StopRequest
 
-ModelArgument = Annotated[Path, typer.Argument(help="A model folder, or a run folder.", show_default=False)]
-BeamOption = Annotated[int | None, typer.Option(min=1, help="Beam size (6.1: 4).")]
-PenaltyOption = Annotated[float | None, typer.Option(min=0.0, help="Length penalty alpha (6.1: 0.6).")]
+if TYPE_CHECKING:  # at run time it would import torch for every command
+    from dist_transformer.cli.translation_lines import Task
 
-
-def translate_command(model: ModelArgument, beam: BeamOption = None, length_penalty: PenaltyOption = None) -> None:
-    """Translate standard input to standard output, a line each, in order; empty lines stay empty."""
-    from dist_transformer.cli.loaded_model import LoadedTranslator, model_folder_of
-
-    base = read_run(model, None)[0].decoding if (model / "config.yaml").is_file() else None
-    translator = LoadedTranslator(model_folder_of(model), decoding(beam, length_penalty, base))
-    for translation in translator.translate(_standard_input()):
-        print(translation, flush=True)
+FILES = "Files"
+FORM = "What is written"
+Engine = Literal["torch", "ctranslate2"]
 
 
-def decoding(beam: int | None, length_penalty: float | None, base: DecodingConfig | None = None) -> DecodingConfig:
-    """The settings of a search, with what the command line gives over `base`."""
-    given = {"beam_size": beam, "length_penalty": length_penalty}
-    settings = base or DecodingConfig()
-    return settings.model_copy(update={key: value for key, value in given.items() if value is not None})
+def translate_command(
+    model: options.ModelArgument,
+    source: Annotated[
+        Path | None, typer.Option("--input", help="A file of lines; none: standard input.", rich_help_panel=FILES)
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="With --input: written whole; goes on after a stop.", rich_help_panel=FILES)
+    ] = None,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Processes that share the file on this machine.", rich_help_panel=FILES)
+    ] = 1,
+    prefix: Annotated[
+        Path | None,
+        typer.Option(help="A file: for each line, what its translations begin with.", rich_help_panel=FILES),
+    ] = None,
+    ensemble: options.EnsembleOption = None,
+    engine: Annotated[Engine, typer.Option(help="Who searches: ctranslate2 needs that package.")] = "torch",
+    beam: options.BeamOption = None,
+    length_penalty: options.PenaltyOption = None,
+    n_best: options.NBestOption = None,
+    no_repeat_ngram: options.NoRepeatOption = None,
+    sampling: options.SamplingOption = None,
+    temperature: options.TemperatureOption = None,
+    top_k: options.TopKOption = None,
+    top_p: options.TopPOption = None,
+    seed: options.SeedOption = None,
+    too_long: options.TooLongOption = None,
+    max_source_tokens: options.MaxSourceOption = None,
+    max_tokens: options.MaxTokensOption = None,
+    alignment: Annotated[
+        bool, typer.Option("--alignment", help="Append pairs of words: 0-0 1-2.", rich_help_panel=FORM)
+    ] = False,
+    attention: Annotated[
+        Path | None, typer.Option(help="Write the cross-attention to this file (.npz).", rich_help_panel=FORM)
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="An object a line: text, score, log-probability.", rich_help_panel=FORM)
+    ] = False,
+) -> None:
+    """Translate standard input to standard output, or a file to a file, a line each, in order; empty lines stay empty.
+
+    With more than one translation for each line: NUMBER ||| TEXT ||| log_probability= L ||| SCORE, numbers from 0.
+    """
+    settings = options.search_settings(
+        model,
+        beam_size=beam,
+        length_penalty=length_penalty,
+        n_best=n_best,
+        no_repeat_ngram_size=no_repeat_ngram,
+        sampling=sampling,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        too_long=too_long,
+        max_source_tokens=max_source_tokens,
+        max_tokens=max_tokens,
+    )
+    if settings.too_long == "split" and (alignment or attention):
+        raise UserError(
+            "--too-long split: a line that is cut has no alignment or attention of its own; drop one of them"
+        )
+    if engine == "ctranslate2" and (alignment or attention):
+        raise UserError("--engine ctranslate2: alignment and attention are read from our own model; drop one of them")
+    if (source is None) != (output is None):
+        raise UserError("--input and --output belong together: give both, or neither")
+    if source is None and ranks > 1:
+        raise UserError(f"--ranks {ranks}: processes share a file, not standard input; give --input and --output")
+    if source is not None and attention is not None:
+        raise UserError("--attention: is of standard input; give the lines with < FILE in place of --input")
+    if output is not None and ranks > 1 and "RANK" not in os.environ:
+        sys.exit(_start_ranks(output, ranks))
+    stop = StopRequest()
+    if output is not None:
+        stop.listen()  # before the slow imports
+    from dist_transformer.cli.translate_file import translate_file
+    from dist_transformer.cli.translation_lines import Form, Task
+
+    form = Form(settings.n_best > 1, alignment, as_json)
+    task = Task([model, *(ensemble or [])], settings, engine, form, prefix)
+    if source is None or output is None:
+        _translate_stream(task, attention)
+    else:
+        translate_file(task, source, output, stop)
 
 
-def _standard_input() -> Iterator[str]:
-    for number, line in enumerate(sys.stdin.buffer, start=1):
-        try:
-            yield line.decode("utf-8").rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"standard input, line {number}: not valid UTF-8 ({error.reason}); convert it first"
-            ) from None
+def _start_ranks(output: Path, num_ranks: int) -> int:
+    """Runs this command as so many processes; the exit code. EXIT_REQUEUE: one was stopped, start it again."""
+    from dist_transformer.decoding.file_parts import is_whole
+    from dist_transformer.launching import start_local_ranks
+
+    code = start_local_ranks(sys.argv[1:], num_ranks, program=[sys.executable, "-m", "dist_transformer"])
+    return EXIT_REQUEUE if code == EXIT_DONE and not is_whole(output) else code
+
+
+def _translate_stream(task: "Task", attention: Path | None) -> None:
+    """Standard input to standard output."""
+    from dist_transformer.cli.search_engines import folders_of, open_search
+    from dist_transformer.cli.translation_lines import written
+    from dist_transformer.decoding.file_parts import decoded_lines, numbered_lines
+    from dist_transformer.decoding.translate import translate_lines
+    from dist_transformer.decoding.word_alignment import attention_file
+
+    search = open_search(task.engine, folders_of(task.engine, task.models), task.settings)
+    waiting: deque[str] = deque()  # translations come a chunk of lines later
+    prefixes = None if task.prefix is None else numbered_lines(task.prefix)
+    given = translate_lines(
+        search.searcher,
+        search.tokenizer,
+        _kept(decoded_lines(sys.stdin.buffer, "standard input"), waiting),
+        task.settings,
+        prefixes,
+    )
+    draw = nullcontext() if attention is None else attention_file(attention, search.models[0], search.tokenizer)
+    with draw as write_attention:
+        for number, translations in enumerate(given):
+            line = waiting.popleft()
+            print(written(task.form, search, number, line, translations), flush=True)
+            if write_attention is not None:
+                write_attention(number + 1, line, translations[0])
+
+
+def _kept(lines: Iterable[str], kept: deque[str]) -> Iterator[str]:
+    """The lines, each put into `kept` as it is read."""
+    for line in lines:
+        kept.append(line)
+        yield line

@@ -4,7 +4,7 @@ The keys of `recipe_settings` are those of the `recipe` in a checkpoint's state.
 digests of the corpus and of the tokenizer, is compared there.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dist_transformer.cluster.jobs import Stage
@@ -16,8 +16,7 @@ from dist_transformer.run_dir import RunDir
 
 def recipe_settings(config: Config) -> dict[str, Any]:
     """The settings that a resume must find unchanged, by their keys: the shape of the model and the order of the data."""
-    # Positions are learned exactly where max_positions is given; checkpoints from before they could be name neither.
-    model = config.model.model_dump(exclude={"preset", "dropout", "positions"})
+    model = config.model.model_dump(exclude={"preset", "dropout", "layer_drop"})
     data = config.data.model_dump(include={"lanes", "max_tokens", "window_rows", "batch_shapes"})
     return {
         **{f"model.{key}": value for key, value in model.items()},
@@ -27,12 +26,25 @@ def recipe_settings(config: Config) -> dict[str, Any]:
     }
 
 
+def recipe_of_checkpoint(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says it was trained with; settings that are younger than it with what then was the only value."""
+    return {
+        "model.norm_type": "layer",
+        "model.activation": "relu",
+        "model.positions": "learned" if recipe.get("model.max_positions") else "sinusoidal",
+        "model.output_bias": False,
+        "model.final_norm": None,
+        **recipe,
+    }
+
+
 def checkpoint_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
     """Settings that the newest checkpoint was not made with, and that it cannot be gone on with."""
     newest = newest_checkpoint(run_dir)
     before = read_record(run_dir.checkpoints / newest / "state.json").get("recipe") if newest else None
     if not before:
         return
+    before = recipe_of_checkpoint(before)
     now = recipe_settings(config)
     if now["data.max_tokens"] == "auto":  # it stays the number that was found
         del now["data.max_tokens"]

@@ -171,7 +171,10 @@ class TokenizerConfig(Section):
     character_coverage: Number = Field(1.0, gt=0.0, le=1.0, description="Share of characters that get a piece.")
     training_sentences: PositiveInt = Field(2_000_000, description="Most sentences (both sides) used to train it.")
     source_model: Text | None = Field(None, description="An existing .model file to take instead of training one.")
-    target_model: Text | None = Field(None, description="The target side's .model file where not shared.")
+    target_model: Text | None = Field(
+        None,
+        description="The target side's .model file; where shared, one with the same pieces by the same ids (Marian's).",
+    )
     sampling: Share = Field(
         0.0,
         description="Share of merges left out (BPE dropout), or alpha of unigram sampling (smaller: more varied), in training; "

@@ -24,7 +24,8 @@ def check_model(model: Any) -> Iterator[Problem]:
     if model.positions == "rotary" and keys % 2:
         yield (
             ("model", "positions"),
-            f"model.positions: rotary turns pairs: heads need keys of an even size, got {keys}",
+            f"model.positions: rotary turns pairs: heads need keys of an even size, got {keys}; give an even "
+            "model.key_size, another model.num_heads or other positions",
         )
     if model.d_model % 2 and model.positions == "sinusoidal":
         yield ("model", "d_model"), f"model.d_model: sinusoidal positions (3.5) need an even width, got {model.d_model}"
@@ -50,12 +51,12 @@ def check_vocabulary(tokenizer: Any, model: Any) -> Iterator[Problem]:
             ("model", "shared_embeddings"),
             "model.shared_embeddings: true needs tokenizer.shared: true; set both or neither",
         )
-    if tokenizer.target_model and tokenizer.shared:
+    if tokenizer.target_model and not tokenizer.source_model:
         yield (
             ("tokenizer", "target_model"),
-            "tokenizer.target_model: is for separate vocabularies; drop it or set tokenizer.shared: false",
+            "tokenizer.target_model: is given without tokenizer.source_model; give both, or source_model alone",
         )
-    if not tokenizer.shared and bool(tokenizer.source_model) != bool(tokenizer.target_model):
+    if tokenizer.source_model and not tokenizer.target_model and not tokenizer.shared:
         yield (
             ("tokenizer", "source_model"),
             "tokenizer: separate vocabularies need both source_model and target_model, or neither",

@@ -12,20 +12,32 @@ def head_sizes(config: ModelConfig) -> tuple[int, int]:
     return config.key_size or equal_share, config.value_size or equal_share
 
 
+def has_final_norm(config: ModelConfig) -> bool:
+    """Whether a norm follows the last layer: pre-norm layers end in a sum that has none of its own."""
+    return config.norm == "pre" if config.final_norm is None else config.final_norm
+
+
+def feed_forward_matrices(config: ModelConfig) -> int:
+    """Matrices of d_model x d_ff in a feed-forward network: equation 2's two, and SwiGLU's gate."""
+    return 3 if config.activation == "swiglu" else 2
+
+
 def parameter_count(config: ModelConfig, source_vocabulary: int, target_vocabulary: int) -> int:
     """Trainable parameters of the network, each tied matrix counted once."""
     d_model, d_ff = config.d_model, config.d_ff
-    norm = 2 * d_model
+    norm = d_model if config.norm_type == "rms" else 2 * d_model
     keys, values = (config.num_heads * size for size in head_sizes(config))
     attention = 2 * (d_model * (keys + values) + keys) + values + d_model + norm
-    feed_forward = 2 * d_model * d_ff + d_ff + d_model + norm
+    matrices = feed_forward_matrices(config)
+    feed_forward = matrices * d_model * d_ff + (matrices - 1) * d_ff + d_model + norm
     encoder = config.num_encoder_layers * (attention + feed_forward)
     decoder = config.num_decoder_layers * (2 * attention + feed_forward)
-    final_norms = 2 * norm if config.norm == "pre" else 0
+    final_norms = 2 * norm if has_final_norm(config) else 0
+    output_bias = target_vocabulary if config.output_bias else 0
     rows = _num_vocabulary_rows(config, source_vocabulary, target_vocabulary)
     if config.positions == "learned":
         rows += 2 * (config.max_positions or 0)
-    return encoder + decoder + final_norms + rows * d_model
+    return encoder + decoder + final_norms + output_bias + rows * d_model
 
 
 def _num_vocabulary_rows(config: ModelConfig, source_vocabulary: int, target_vocabulary: int) -> int:

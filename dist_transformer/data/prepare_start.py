@@ -83,12 +83,12 @@ class Start:
     def _tokenizer_files(self, settings: TokenizerConfig, state: PrepareState) -> tuple[str, str]:
         """Trains or copies the models; returns their paths in the folder."""
         source, target = f"{TOKENIZER_FOLDER}/source.model", f"{TOKENIZER_FOLDER}/target.model"
+        tags = [tag for corpus in self.config.data.training_corpora().values() for tag in corpus.tags]
         if models := taken_models(settings):
-            Tokenizer.load(*models)
+            _refuse_unfit(models, settings.shared, tags)
             for name, model in zip((source, target), models, strict=False):
                 _copy(model, self.folder / name)
-            return source, source if settings.shared else target
-        tags = [tag for corpus in self.config.data.training_corpora().values() for tag in corpus.tags]
+            return source, source if len(models) == 1 else target
         if settings.shared:
             train_tokenizer(self._sentences(("source", "target"), state), settings, self.folder / source, tags)
             return source, source
@@ -179,6 +179,22 @@ def all_dropped_error(name: str, chunk: Chunk, which: str = "") -> DataError:
         f"{name}: all of its {which}{chunk.read_rows} pairs were dropped ({counts}). "
         f"Look at the text, the order of its columns and data.filters."
     )
+
+
+def _refuse_unfit(models: list[Path], shared: bool, tags: list[str]) -> None:
+    """DataError when the taken models do not have the ids of one vocabulary, or not the characters of a tag."""
+    tokenizer = Tokenizer.load(*models)
+    if shared and (difference := tokenizer.first_difference()) is not None:
+        index, ours, theirs = difference
+        raise DataError(
+            f"tokenizer.shared: {models[0]} and {models[1]} are two vocabularies: piece {index} is {ours!r} in the one, "
+            f"{theirs!r} in the other. Set tokenizer.shared=false, or give models with the same pieces by the same ids"
+        )
+    if unknown := [tag for tag in tags if not tokenizer.can_spell_source(tag)]:
+        raise DataError(
+            f"{models[0]}: has no pieces for the tags {' '.join(unknown)} of the training corpora: the model could not tell "
+            f"them from others. Add them: dist-transformer extend-vocabulary MODEL OUT --pieces '{unknown[0]}'"
+        )
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -5,10 +5,10 @@ multiples of 8, which matrix kernels need; ids beyond the last piece are never p
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import sentencepiece
 
@@ -120,12 +120,37 @@ class Tokenizer:
         return _decode(self._source, ids, self.pad_id)
 
     def source_pieces(self, ids: Sequence[int]) -> list[str]:
-        """The piece of each source id."""
-        return [self._source.id_to_piece(int(index)) for index in ids]
+        """The piece of each source id; nothing for those beyond the last piece."""
+        return _pieces(self._source, ids)
 
     def target_pieces(self, ids: Sequence[int]) -> list[str]:
-        """The piece of each target id."""
-        return [self._target.id_to_piece(int(index)) for index in ids]
+        """The piece of each target id; nothing for those beyond the last piece."""
+        return _pieces(self._target, ids)
+
+    def source_spans(self, sentence: str) -> list[tuple[int, int]]:
+        """Where in `sentence` the text of each of its ids begins and ends, in characters; the end of sentence is last."""
+        return [*_spans(self._source.encode(sentence, out_type="immutable_proto").pieces), (len(sentence),) * 2]
+
+    def target_spans(self, ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Where in `decode_target(ids)` the text of each id begins and ends; those that are left out there are empty."""
+        left_out = _left_out(self._target, self.pad_id)
+        pieces = self._target.decode([index for index in ids if not left_out(index)], out_type="immutable_proto").pieces
+        spans, end = iter(_spans(pieces)), 0
+        found = []
+        for index in ids:
+            begin, end = (end, end) if left_out(index) else next(spans)
+            found.append((begin, end))
+        return found
+
+    def can_spell_source(self, sentence: str) -> bool:
+        """Whether no part of a source sentence is unknown."""
+        return self._source.unk_id() not in self._source.encode(sentence)
+
+    def first_difference(self) -> tuple[int, str, str] | None:
+        """The first id that stands for another piece on each side, with both; None: both sides are one vocabulary."""
+        ids = range(max(self._source.get_piece_size(), self._target.get_piece_size()))
+        pieces = zip(ids, self.source_pieces(ids), self.target_pieces(ids), strict=True)
+        return next(((index, ours, theirs) for index, ours, theirs in pieces if ours != theirs), None)
 
 
 class _Guarded:
@@ -162,10 +187,24 @@ def _encode(
 
 
 def _decode(model: sentencepiece.SentencePieceProcessor, ids: Sequence[int], pad_id: int) -> str:
-    left_out = {pad_id, model.bos_id(), model.eos_id()}
-    pieces = model.get_piece_size()
-    text: str = model.decode([int(index) for index in ids if index not in left_out and index < pieces])
+    left_out = _left_out(model, pad_id)
+    text: str = model.decode([int(index) for index in ids if not left_out(index)])
     return text
+
+
+def _left_out(model: sentencepiece.SentencePieceProcessor, pad_id: int) -> Callable[[int], bool]:
+    """Whether an id stands for no text."""
+    special, pieces = {pad_id, model.bos_id(), model.eos_id()}, model.get_piece_size()
+    return lambda index: index in special or index >= pieces
+
+
+def _pieces(model: sentencepiece.SentencePieceProcessor, ids: Sequence[int]) -> list[str]:
+    size = model.get_piece_size()
+    return [model.id_to_piece(int(index)) if index < size else "" for index in ids]
+
+
+def _spans(pieces: Iterable[Any]) -> list[tuple[int, int]]:
+    return [(int(piece.begin), int(piece.end)) for piece in pieces]
 
 
 def _load_model(path: Path) -> sentencepiece.SentencePieceProcessor:

@@ -2,11 +2,11 @@
 
 Every step extends the `beam_size` live hypotheses of each sentence and looks at the 2 * beam_size likeliest extensions:
 those that end join the finished ones, of which the best beam_size are kept, the best of the others live on. So at any
-time beam_size hypotheses live, whatever has finished. A sentence is done when no live hypothesis can still beat the
-worst kept finished one, or at its longest length, where only the end of sentence may follow; done sentences leave
-the batch. With a beam of 1 it is greedy search: the sentence is done when its likeliest token is the end.
+time beam_size hypotheses live, whatever has finished. A sentence is done when no live hypothesis can still come among
+the n_best finished ones that are asked for, or at its longest length, where only the end of sentence may follow; done
+sentences leave the batch. With a beam of 1 it is greedy search: the sentence is done when its likeliest token is the end.
 
-Axes: N sentences, K beam, C candidates, B = N * K rows, T generated tokens, S source, V vocabulary.
+Axes: N sentences, K beam, C candidates, B = N * K rows, T generated tokens, G groups, g members of one, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -15,23 +15,23 @@ import torch
 from torch import Tensor
 
 from dist_transformer.config.models import DecodingConfig
+from dist_transformer.decoding.constraints import IMPOSSIBLE, Constraints, SpecialIds
+from dist_transformer.decoding.ensemble import Ensemble
 from dist_transformer.model.hypothesis import Hypothesis
-from dist_transformer.model.transformer import DecodingCache, Transformer
 
-IMPOSSIBLE = float("-inf")
+GROUP = 128
+"""Tokens of which only the greatest is looked at first, in the search for a row's likeliest."""
 
 
 @torch.no_grad()
 def beam_search(
-    model: Transformer, source_BS: Tensor, *, bos_id: int, eos_id: int, pad_id: int, config: DecodingConfig
+    ensemble: Ensemble, constraints: Constraints, ids: SpecialIds, config: DecodingConfig
 ) -> list[list[Hypothesis]]:
-    """For each row of `source_BS`: its finished hypotheses, best first, at least one and at most `config.beam_size`.
+    """For each sentence of `ensemble`: its finished hypotheses, best first, at least one and at most `config.n_best`.
 
-    The longest output, eos included, is the source's length without padding plus `config.max_extra_tokens`, and no more
-    than the model has positions.
+    `ensemble` and `constraints` are of the same sentences, with `config.beam_size` rows each.
     """
-    assert not model.training, "dropout would make the search random: call model.eval() first"
-    search = _Search(model, source_BS, bos_id=bos_id, eos_id=eos_id, pad_id=pad_id, config=config)
+    search = _Search(ensemble, constraints, ids, config)
     while search.num_sentences:
         search.step()
     return search.results
@@ -40,6 +40,25 @@ def beam_search(
 def length_penalty(num_tokens: Tensor | int, alpha: float) -> Tensor:
     """((5 + length) / 6) ** alpha, equation 14 of Wu et al. (2016); the length counts eos."""
     return ((5.0 + torch.as_tensor(num_tokens)) / 6.0) ** alpha
+
+
+def likeliest(value_BV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` greatest values of each row and their places, as `topk`, which on CPUs takes several times as long.
+
+    The greatest values of a row lie in those groups whose own greatest values are the greatest.
+    """
+    vocabulary = value_BV.shape[1]
+    num_groups = vocabulary // GROUP
+    if value_BV.is_cuda or num_groups <= count:
+        return value_BV.topk(count, dim=1)
+    grouped_BV, rest_BV = torch.split(value_BV, [num_groups * GROUP, vocabulary % GROUP], dim=1)
+    grouped_BGg = grouped_BV.view(-1, num_groups, GROUP)
+    group_BC = grouped_BGg.amax(2).topk(count, dim=1).indices
+    member_BCg = grouped_BGg.gather(1, group_BC[..., None].expand(-1, -1, GROUP))
+    value_BC, found_BC = torch.cat([member_BCg.flatten(1), rest_BV], 1).topk(count, dim=1)
+    is_grouped_BC = found_BC < count * GROUP
+    place_BC = group_BC.gather(1, (found_BC // GROUP).clamp(max=count - 1)) * GROUP + found_BC % GROUP
+    return value_BC, torch.where(is_grouped_BC, place_BC, found_BC + (num_groups - count) * GROUP)
 
 
 @dataclass
@@ -77,24 +96,18 @@ class _Finished:
 class _Search:
     """The state of one batch: live hypotheses as rows of the cache, finished ones, and results by input position."""
 
-    def __init__(
-        self, model: Transformer, source_BS: Tensor, *, bos_id: int, eos_id: int, pad_id: int, config: DecodingConfig
-    ) -> None:
-        num_sentences, beam_size, device = len(source_BS), config.beam_size, source_BS.device
-        self.model, self.eos_id, self.pad_id, self.config = model, eos_id, pad_id, config
-        self.forbidden_ids = torch.tensor([pad_id, bos_id], device=device)
-        self.cache: DecodingCache = model.start_decoding(model.encode(source_BS), source_BS, beam_size)
-        self.longest_N = (source_BS != pad_id).sum(1) + config.max_extra_tokens
-        if model.max_positions is not None:
-            self.longest_N.clamp_(max=model.max_positions)
+    def __init__(self, ensemble: Ensemble, constraints: Constraints, ids: SpecialIds, config: DecodingConfig) -> None:
+        num_sentences, beam_size, device = len(constraints.longest), config.beam_size, ensemble.device
+        self.ensemble, self.constraints, self.ids, self.config = ensemble, constraints, ids, config
+        self.longest_N = torch.tensor(constraints.longest, device=device)
         self.length = 0
         self.live_token_NKT = torch.empty(num_sentences, beam_size, 0, dtype=torch.long, device=device)
         # All rows of a sentence begin alike: only the first counts until the first step tells them apart.
         self.live_NK = torch.full((num_sentences, beam_size), IMPOSSIBLE, device=device)
         self.live_NK[:, 0] = 0.0
-        self.newest_B = torch.full((num_sentences * beam_size,), bos_id, device=device)
-        none_NK = torch.full((num_sentences, beam_size), IMPOSSIBLE, device=device)
-        self.finished = _Finished(none_NK, none_NK, self.live_token_NKT)
+        self.newest_B = torch.full((num_sentences * beam_size,), ids.bos, device=device)
+        none_NK = torch.full((num_sentences, config.n_best), IMPOSSIBLE, device=device)
+        self.finished = _Finished(none_NK, none_NK, self.live_token_NKT[:, : config.n_best])
         self.results: list[list[Hypothesis]] = [[] for _ in range(num_sentences)]
         self.input_position = list(range(num_sentences))
 
@@ -104,41 +117,32 @@ class _Search:
 
     def step(self) -> None:
         """Decodes one more token of every live hypothesis."""
-        log_probability_BV = self._next_log_probabilities()
+        parent_NC, token_NC, candidate_NC = self._candidates()
         self.length += 1
-        parent_NC, token_NC, candidate_NC = self._candidates(log_probability_BV)
         candidate_NCT = torch.cat([_gather_rows(self.live_token_NKT, parent_NC), token_NC[..., None]], 2)
-        ends_NC = token_NC == self.eos_id
+        ends_NC = token_NC == self.ids.eos
         self._finish(candidate_NC.masked_fill(~ends_NC, IMPOSSIBLE), candidate_NCT)
         self.live_NK, chosen_NK = candidate_NC.masked_fill(ends_NC, IMPOSSIBLE).topk(self.config.beam_size, dim=1)
         self.live_token_NKT = _gather_rows(candidate_NCT, chosen_NK)
         self._go_on(parent_NC.gather(1, chosen_NK), self._is_done())
 
-    def _next_log_probabilities(self) -> Tensor:
-        """(N, K, V) in fp32; bos and padding are impossible, and at the longest length all but eos."""
-        logits_BV = self.model.decode_step(self.newest_B, self.cache)
-        log_probability_BV = logits_BV.float().log_softmax(-1)
-        log_probability_BV[:, self.forbidden_ids] = IMPOSSIBLE
-        must_end_B = (self.longest_N == self.length + 1).repeat_interleave(self.config.beam_size)
-        eos_B = log_probability_BV[:, self.eos_id].clone()
-        log_probability_BV.masked_fill_(must_end_B[:, None], IMPOSSIBLE)
-        log_probability_BV[:, self.eos_id] = eos_B
-        return log_probability_BV.view(*self.live_NK.shape, -1)
-
-    def _candidates(self, log_probability_NKV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _candidates(self) -> tuple[Tensor, Tensor, Tensor]:
         """(parent's place in the beam, token, log-probability) of the likeliest extensions, (N, C) each.
 
         Of 2 K extensions at most K end, so K can live on. In greedy search the one likeliest extension decides.
         """
-        num_sentences, beam_size, vocabulary = log_probability_NKV.shape
-        num_candidates = 1 if beam_size == 1 else min(2 * beam_size, beam_size * vocabulary)
-        extended_NX = (self.live_NK[..., None] + log_probability_NKV).view(num_sentences, -1)
-        candidate_NC, index_NC = extended_NX.topk(num_candidates, dim=1)
-        return index_NC // vocabulary, index_NC % vocabulary, candidate_NC
+        beam_size = self.config.beam_size
+        log_probability_BV = self.ensemble.step(self.newest_B)
+        self.constraints.apply(log_probability_BV, self.live_token_NKT.flatten(0, 1))
+        of_each_row = 1 if beam_size == 1 else min(2 * beam_size, log_probability_BV.shape[1])
+        value_BC, token_BC = likeliest(log_probability_BV, of_each_row)
+        extended_NX = (self.live_NK.view(-1, 1) + value_BC).view(self.num_sentences, -1)
+        candidate_NC, index_NC = extended_NX.topk(min(2 * beam_size, extended_NX.shape[1]), dim=1)
+        return index_NC // of_each_row, token_BC.view(self.num_sentences, -1).gather(1, index_NC), candidate_NC
 
     def _finish(self, log_probability_NC: Tensor, token_NCT: Tensor) -> None:
         penalty = length_penalty(self.length, self.config.length_penalty).to(log_probability_NC)
-        self.finished.token_NKT = torch.nn.functional.pad(self.finished.token_NKT, (0, 1), value=self.pad_id)
+        self.finished.token_NKT = torch.nn.functional.pad(self.finished.token_NKT, (0, 1), value=self.ids.pad)
         self.finished.merge(_Finished(log_probability_NC / penalty, log_probability_NC, token_NCT))
 
     def _is_done(self) -> Tensor:
@@ -153,18 +157,23 @@ class _Search:
         is_done = done_N.tolist()
         if not any(is_done):
             if beam_size > 1:
-                self.cache.reorder(row_NK.flatten())
+                self.ensemble.reorder(row_NK.flatten())
         else:
-            for sentence, position in enumerate(self.input_position):
-                if is_done[sentence]:
-                    self.results[position] = self.finished.hypotheses(sentence, self.eos_id)
-            self.input_position = [p for p, done in zip(self.input_position, is_done, strict=True) if not done]
-            kept = (~done_N).nonzero().squeeze(1)
-            self.cache.select(row_NK[kept].flatten())
-            self.finished.select(kept)
-            self.longest_N, self.live_NK = self.longest_N[kept], self.live_NK[kept]
-            self.live_token_NKT = self.live_token_NKT[kept]
+            self._hand_in(row_NK, is_done)
         self.newest_B = self.live_token_NKT[..., -1].flatten()
+
+    def _hand_in(self, row_NK: Tensor, is_done: list[bool]) -> None:
+        for sentence, position in enumerate(self.input_position):
+            if is_done[sentence]:
+                self.results[position] = self.finished.hypotheses(sentence, self.ids.eos)
+        kept = [sentence for sentence, done in enumerate(is_done) if not done]
+        kept_N = torch.tensor(kept, dtype=torch.long, device=row_NK.device)
+        self.input_position = [self.input_position[sentence] for sentence in kept]
+        self.ensemble.select(row_NK[kept_N].flatten())
+        self.constraints.select(kept)
+        self.finished.select(kept_N)
+        self.longest_N, self.live_NK = self.longest_N[kept_N], self.live_NK[kept_N]
+        self.live_token_NKT = self.live_token_NKT[kept_N]
 
 
 def _gather_rows(token_NKT: Tensor, chosen_NC: Tensor) -> Tensor:

@@ -1,15 +1,25 @@
-"""The only door to sacreBLEU: scores of a corpus with the signatures that make them comparable (Post, 2018)."""
+"""The only door to sacreBLEU and sacremoses: scores of a corpus with the signatures that make them comparable (Post, 2018).
+
+`corpus_scores` is for comparing today: text as people read it, tokenised by sacreBLEU. `tokenised_scores` is for comparing
+with papers that counted on text tokenised by themselves, as "Attention Is All You Need" did.
+"""
 
 import functools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib.metadata import version
+from typing import Literal
 
 from sacrebleu.metrics import BLEU, CHRF
+from sacremoses import MosesTokenizer
 
 from dist_transformer.errors import DataError
 
 log = logging.getLogger(__name__)
+
+Words = Literal["moses", "spaces"]
+"""Where `tokenised_scores` has its words from: Moses' tokenizer, or the text's own spaces."""
 
 TOKENIZERS = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab"}
 """Of target languages that are written without spaces, or with few: those that sacreBLEU's command takes for them."""
@@ -24,13 +34,7 @@ def corpus_scores(
 
     Raises DataError when there is nothing to score or the two sides differ in length.
     """
-    if len(hypotheses) != len(references):
-        raise DataError(
-            f"{len(hypotheses)} translations cannot be scored against {len(references)} references: expected one "
-            "reference a translation. Check that both come from the same lines."
-        )
-    if not references:
-        raise DataError("There are no lines to score: expected at least one translation and its reference.")
+    _check_lines(hypotheses, references)
     bleu, chrf = BLEU(tokenize=_tokenizer(target_language)), CHRF()
     matches = sum(ours.strip() == theirs.strip() for ours, theirs in zip(hypotheses, references, strict=True))
     return {
@@ -42,10 +46,74 @@ def corpus_scores(
     }
 
 
+def tokenised_scores(
+    hypotheses: Sequence[str], references: Sequence[str], words: Words, target_language: str = ""
+) -> dict[str, float | str]:
+    """BLEU (0 to 100) as papers counted it before sacreBLEU, with signatures: Moses' multi-bleu.perl on tokenised text.
+
+    `bleu_tokenised` is on the words as they are; `bleu_compound_split` on them with "rich-text" split into three, as in
+    tensor2tensor's get_ende_bleu.sh, which counted the English-German figures of Vaswani et al. (2017). With `words`
+    "moses" both sides are tokenised here, by the rules of `target_language` (English ones where Moses has none);
+    with "spaces" they are taken as tokenised already.
+
+    Raises DataError when there is nothing to score or the two sides differ in length.
+    """
+    _check_lines(hypotheses, references)
+    if words == "moses":
+        language = _main_language(target_language) or "en"
+        moses = MosesTokenizer(language)
+        hypotheses, references = (
+            [moses.tokenize(line, return_str=True) for line in lines] for lines in (hypotheses, references)
+        )
+        name = f"moses-{language}-{version('sacremoses')}"
+    else:
+        name = "spaces"
+    whole, whole_signature = _multi_bleu(hypotheses, references, name)
+    split, split_signature = _multi_bleu(
+        _with_compounds_split(hypotheses), _with_compounds_split(references), f"{name}-compounds"
+    )
+    return {
+        "bleu_tokenised": whole,
+        "bleu_tokenised_signature": whole_signature,
+        "bleu_compound_split": split,
+        "bleu_compound_split_signature": split_signature,
+    }
+
+
+def _multi_bleu(hypotheses: Sequence[str], references: Sequence[str], tokens: str) -> tuple[float, str]:
+    """What multi-bleu.perl prints for words between spaces, not rounded: no smoothing, 0 where no four words match.
+
+    The signature is sacreBLEU's, with `tokens` for the name of its tokenizer.
+    """
+    bleu = BLEU(tokenize="none", smooth_method="none", force=True)  # force: tokenised text is what is asked for
+    score = bleu.corpus_score(list(hypotheses), [list(references)]).score
+    return score, str(bleu.get_signature()).replace("tok:none", f"tok:{tokens}")
+
+
+def _with_compounds_split(lines: Iterable[str]) -> list[str]:
+    """ "rich-text format" becomes "rich ##AT##-##AT## text format"; of "a-b-c" the first, as there."""
+    return [re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line) for line in lines]
+
+
+def _check_lines(hypotheses: Sequence[str], references: Sequence[str]) -> None:
+    if len(hypotheses) != len(references):
+        raise DataError(
+            f"{len(hypotheses)} translations cannot be scored against {len(references)} references: expected one "
+            "reference a translation. Check that both come from the same lines."
+        )
+    if not references:
+        raise DataError("There are no lines to score: expected at least one translation and its reference.")
+
+
+def _main_language(code: str) -> str:
+    """`zh` of `zh_CN`."""
+    return re.split("[-_]", code.lower())[0]
+
+
 @functools.cache
 def _tokenizer(target_language: str) -> str | None:
     """The name of BLEU's tokenizer; None: sacreBLEU's own default."""
-    language = re.split("[-_]", target_language.lower())[0]
+    language = _main_language(target_language)
     wanted = TOKENIZERS.get(language)
     if wanted is None or wanted == "zh":
         return wanted

@@ -1,23 +1,23 @@
-"""Lines of text to lines of text: cut into batches of sentences of like length, given back in the order they came.
+"""Lines of text to translations: cut into batches of sentences of like length, given back in the order they came.
 
-Axes: B sentences of one batch, S source tokens.
+A line that is too long is refused, or cut into parts that are translated like lines of their own and joined.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from dataclasses import dataclass
+from itertools import islice, zip_longest
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
 from dist_transformer.config.models import DecodingConfig
-from dist_transformer.decoding.beam import beam_search
+from dist_transformer.decoding.long_lines import cut_line, join_parts
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import UserError
-from dist_transformer.model.transformer import Transformer
+from dist_transformer.model.hypothesis import Searcher, SearchInput
 
 CHUNK_LINES = 2048
 """Lines read, sorted by length and translated together: enough for full batches, little enough to stream."""
+NUMBERS_OF_A_PART = 2**40
+"""The parts of a line are numbered so far apart that no line has the number of a part."""
 
 
 class TranslationTokenizer(Protocol):
@@ -34,110 +34,111 @@ class TranslationTokenizer(Protocol):
         """Token ids of each sentence, eos included."""
         ...
 
+    def encode_target(self, sentences: list[str], /) -> list[list[int]]:
+        """Token ids of each sentence, eos included."""
+        ...
+
     def decode_target(self, ids: list[int], /) -> str:
         """The sentence of target ids."""
         ...
 
 
+@dataclass(frozen=True)
+class Translation:
+    """One translation of a line; of a line that was cut, score and log-probability are the sums over its parts.
+
+    Attributes:
+        tokens: target ids without bos and eos.
+        score: `log_probability` over the length penalty; the higher the better.
+        log_probability: natural logarithm of the probability of the tokens and the eos after them.
+    """
+
+    text: str
+    tokens: list[int]
+    score: float
+    log_probability: float
+
+
 def translate_lines(
-    model: Transformer,
+    searcher: Searcher,
     tokenizer: TranslationTokenizer,
     lines: Iterable[str],
     config: DecodingConfig,
-    device: torch.device,
-) -> Iterator[str]:
-    """One translation for each line, in order; a blank line gives an empty one. Reads `CHUNK_LINES` ahead.
+    prefixes: Iterable[str] | None = None,
+    num_before: int = 0,
+) -> Iterator[list[Translation]]:
+    """The translations of each line, in order, the best first; a blank line has an empty one. Reads `CHUNK_LINES` ahead.
 
-    `model` is on `device` and in eval mode. Lines may have any length that the model has positions for; one above
-    `config.max_tokens` goes alone.
+    A batch has at most `config.max_tokens` source tokens times beam; a line above it goes alone.
+
+    Args:
+        prefixes: for each line, what its translations begin with; an empty one: anything.
+        num_before: lines before the first of `lines` that are translated elsewhere. With sampling, the number of a line
+            decides what is drawn.
 
     Raises:
-        UserError: a line is longer than `model.max_positions`; those before its chunk have been given.
+        UserError: a line is too long and `config.too_long` is "refuse", or there are more or fewer prefixes than lines;
+            the lines before its chunk have been given.
     """
-    remaining, num_before = iter(lines), 0
+    remaining = _with_prefixes(lines, prefixes)
     while chunk := list(islice(remaining, CHUNK_LINES)):
-        translations = [""] * len(chunk)
-        for batch in _batches(tokenizer, chunk, num_before, model.max_positions, config):
-            for line, translation in _search(model, tokenizer, batch, config, device):
-                translations[line - num_before] = translation
-        yield from translations
+        parts = _parts(tokenizer, chunk, num_before, searcher.max_positions, config)
+        found: dict[int, list[Translation]] = {}
+        for members in token_batches([len(part.source) for part in parts], config):
+            translated = _search(searcher, tokenizer, [parts[member] for member in members])
+            found.update(zip(members, translated, strict=True))
+        of_lines: list[list[list[Translation]]] = [[] for _ in chunk]
+        for index, part in enumerate(parts):
+            of_lines[part.line - num_before].append(found[index])
+        yield from map(_of_line, of_lines)
         num_before += len(chunk)
 
 
 def translate_together(
-    model: Transformer,
+    searcher: Searcher,
     tokenizer: TranslationTokenizer,
     lines: Sequence[str],
     config: DecodingConfig,
     ranks: Ranks,
     progress: Callable[[], None],
 ) -> list[str]:
-    """What `translate_lines` gives, on every rank: its batches are dealt out to the ranks (collective).
+    """The best of what `translate_lines` gives, on every rank: its batches are dealt out to the ranks (collective).
 
     The ranks meet at the end only. `progress` is called for each batch, whoever translates it. `lines` and the model's
     weights are the same on every rank.
     """
-    found: dict[int, str] = {}
-    chunks = (
-        _batches(tokenizer, lines[first : first + CHUNK_LINES], first, model.max_positions, config)
-        for first in range(0, len(lines), CHUNK_LINES)
-    )
-    for number, batch in enumerate(chain.from_iterable(chunks)):
-        if number % ranks.num_ranks == ranks.rank:
-            found.update(_search(model, tokenizer, batch, config, ranks.device))
-        progress()
-    everyones = {line: text for part in ranks.gather(found) for line, text in part.items()}
-    return [everyones.get(line, "") for line in range(len(lines))]
-
-
-Batch = list[tuple[int, list[int]]]
-"""Lines translated at once: number from 0, source ids; longest first."""
-
-
-def _batches(
-    tokenizer: TranslationTokenizer,
-    lines: Sequence[str],
-    num_before: int,
-    max_positions: int | None,
-    config: DecodingConfig,
-) -> Iterator[Batch]:
-    encoded = tokenizer.encode_source([line.strip() for line in lines])
-    _refuse_longer(max_positions, [len(ids) for ids in encoded], num_before)
-    # Nothing but the end of sentence: a blank line, or characters that normalisation takes away.
-    filled = [(num_before + index, ids) for index, ids in enumerate(encoded) if len(ids) > 1]
-    for members in token_batches([len(ids) for _, ids in filled], config):
-        yield [filled[member] for member in members]
-
-
-def _search(
-    model: Transformer, tokenizer: TranslationTokenizer, batch: Batch, config: DecodingConfig, device: torch.device
-) -> Iterator[tuple[int, str]]:
-    """The number and the translation of each line of a batch."""
-    ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
-    source_BS = pad_together([source for _, source in batch], tokenizer.pad_id).to(device)
-    found = beam_search(model, source_BS, **ids, config=config)
-    for (line, _), hypotheses in zip(batch, found, strict=True):
-        yield line, tokenizer.decode_target(hypotheses[0].tokens)
-
-
-def _refuse_longer(max_positions: int | None, lengths: Sequence[int], num_before: int) -> None:
-    for number, length in enumerate(lengths, start=num_before + 1):
-        if max_positions is not None and length > max_positions:
-            raise UserError(
-                f"line {number}: {length} tokens, but the model learned only {max_positions} positions "
-                "(model.max_positions): cut the line into shorter sentences, or leave it empty"
-            )
+    found: dict[tuple[int, int], str] = {}
+    number = 0
+    for first in range(0, len(lines), CHUNK_LINES):
+        chunk = [(line, "") for line in lines[first : first + CHUNK_LINES]]
+        parts = _parts(tokenizer, chunk, first, searcher.max_positions, config)
+        for members in token_batches([len(part.source) for part in parts], config):
+            if number % ranks.num_ranks == ranks.rank:
+                batch = [parts[member] for member in members]
+                translated = _search(searcher, tokenizer, batch)
+                found |= {
+                    (part.line, part.number): best.text for part, (best, *_) in zip(batch, translated, strict=True)
+                }
+            number += 1
+            progress()
+    everyones = {place: text for theirs in ranks.gather(found) for place, text in theirs.items()}
+    texts: list[list[str]] = [[] for _ in lines]
+    for line, part in sorted(everyones):
+        texts[line].append(everyones[line, part])
+    return [join_parts(of_line) for of_line in texts]
 
 
 def token_batches(lengths: Sequence[int], config: DecodingConfig) -> Iterator[list[int]]:
-    """Indices of `lengths`, longest first, in batches of at most `config.max_tokens` padded source tokens times beam.
+    """Indices of `lengths`, longest first, in batches of at most `config.max_tokens` padded source tokens times the
+    hypotheses that each sentence has at once.
 
     Longest first, so that a batch that does not fit in memory shows at once. What is too long alone goes alone.
     """
     batch: list[int] = []
+    rows = config.n_best if config.sampling else config.beam_size
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         longest = lengths[batch[0]] if batch else 0
-        if batch and (len(batch) + 1) * longest * config.beam_size > config.max_tokens:
+        if batch and (len(batch) + 1) * longest * rows > config.max_tokens:
             yield batch
             batch = []
         batch.append(index)
@@ -145,7 +146,97 @@ def token_batches(lengths: Sequence[int], config: DecodingConfig) -> Iterator[li
         yield batch
 
 
-def pad_together(sentences: Sequence[Sequence[int]], pad_id: int) -> Tensor:
-    """(B, S) int64 with padding at the end."""
-    longest = max(len(ids) for ids in sentences)
-    return torch.tensor([[*ids, *[pad_id] * (longest - len(ids))] for ids in sentences])
+@dataclass(frozen=True)
+class _Part:
+    """What is searched for at once: a line or, where it is too long, a part of one."""
+
+    line: int
+    number: int
+    source: list[int]
+    prefix: list[int]
+
+    @property
+    def input(self) -> SearchInput:
+        return SearchInput(self.source, self.prefix, self.line + NUMBERS_OF_A_PART * self.number)
+
+
+def _with_prefixes(lines: Iterable[str], prefixes: Iterable[str] | None) -> Iterator[tuple[str, str]]:
+    if prefixes is None:
+        yield from ((line, "") for line in lines)
+        return
+    for number, (line, prefix) in enumerate(zip_longest(lines, prefixes), start=1):
+        if line is None or prefix is None:
+            ended = "lines" if line is None else "prefixes"
+            raise UserError(
+                f"the {ended} end before number {number}: expected a prefix for each line, on a line of its own; an empty "
+                "one leaves the translation free"
+            )
+        yield line, prefix
+
+
+def _parts(
+    tokenizer: TranslationTokenizer,
+    chunk: Sequence[tuple[str, str]],
+    num_before: int,
+    max_positions: int | None,
+    config: DecodingConfig,
+) -> list[_Part]:
+    """In order; those of lines that have a token."""
+    texts, prefixes = [line.strip() for line, _ in chunk], [prefix for _, prefix in chunk]
+    most = min(config.max_source_tokens, max_positions or config.max_source_tokens)
+    encoded = tokenizer.encode_source(texts)
+    starts = tokenizer.encode_target(prefixes) if any(prefixes) else [[] for _ in chunk]
+    parts = []
+    for line, (text, source, start) in enumerate(zip(texts, encoded, starts, strict=True), start=num_before):
+        # Nothing but the end of sentence: a blank line, or characters that normalisation takes away.
+        if len(source) < 2:
+            continue
+        cut = [source] if len(source) <= most else _cut(tokenizer, line, text, len(source), most, config)
+        # Without its end, a prefix can go on; the later parts of a line begin anew.
+        parts += [_Part(line, n, ids, start[:-1] if n == 0 else []) for n, ids in enumerate(cut)]
+    return parts
+
+
+def _cut(
+    tokenizer: TranslationTokenizer, line: int, text: str, num_tokens: int, most: int, config: DecodingConfig
+) -> list[list[int]]:
+    """The parts of a line that is too long."""
+    if config.too_long == "refuse":
+        limit = "decoding.max_source_tokens" if most == config.max_source_tokens else "model.max_positions"
+        raise UserError(
+            f"line {line + 1}: {num_tokens} tokens, but at most {most} are translated at once ({limit}): cut the line into "
+            "shorter sentences, leave it empty, or have it cut with --too-long split (decoding.too_long)"
+        )
+    cut = cut_line(text, lambda part: len(tokenizer.encode_source([part])[0]), most)
+    return [ids for ids in tokenizer.encode_source(cut) if len(ids) > 1]
+
+
+def _search(searcher: Searcher, tokenizer: TranslationTokenizer, batch: Sequence[_Part]) -> Iterator[list[Translation]]:
+    """The translations of each part, the best first."""
+
+    for hypotheses in searcher.search([part.input for part in batch]):
+        yield [
+            Translation(_text(tokenizer, found.tokens), found.tokens, found.score, found.log_probability)
+            for found in hypotheses
+        ]
+
+
+def _text(tokenizer: TranslationTokenizer, tokens: list[int]) -> str:
+    """A line stays a line, though a vocabulary of bytes can write an end of line."""
+    return tokenizer.decode_target(tokens).replace("\n", " ")
+
+
+def _of_line(parts: Sequence[list[Translation]]) -> list[Translation]:
+    """The translations of a line of the given parts: the best ones joined, the second best ones ..."""
+    if not parts:
+        return [Translation("", [], 0.0, 0.0)]
+    return parts[0] if len(parts) == 1 else [_joined(together) for together in zip(*parts, strict=False)]
+
+
+def _joined(parts: tuple[Translation, ...]) -> Translation:
+    return Translation(
+        join_parts([part.text for part in parts]),
+        [token for part in parts for token in part.tokens],
+        sum(part.score for part in parts),
+        sum(part.log_probability for part in parts),
+    )

@@ -5,7 +5,7 @@ of an embedding belong to the pieces of one tokenizer, and a projection of atten
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -19,6 +19,9 @@ UNKNOWN = "in the source, but not in the model"
 OTHER_SHAPE = "of another shape"
 OTHER_TOKENIZER = "of another tokenizer, whose pieces are other rows"
 OTHER_HEADS = "of attention heads of another number or size"
+OTHER_FORM = "settings that no shape tells, but that the weights were trained with"
+FORM = ("norm", "norm_type", "activation", "positions")
+"""The settings of the model that say what is computed with tensors of the same shapes."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +30,28 @@ class Origin:
 
     Attributes:
         tokenizers: SHA-256 of the source and of the target side's sentencepiece model, or its first digits.
+        form: the settings of FORM that are known.
     """
 
     num_heads: int
     tokenizers: tuple[str, str]
+    form: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What became of each name: the tensors to take, and the others as (name, why, details), sorted by name."""
+    """What became of each name: the tensors to take, and the others as (name, why, details), sorted by name.
+
+    Among the others are settings, `model.norm`, that differ without a tensor that could tell.
+    """
 
     taken: tuple[str, ...]
     others: tuple[tuple[str, str, str], ...]
+
+
+def form_of(settings: Mapping[str, object]) -> dict[str, str]:
+    """The settings of FORM among those of a model."""
+    return {name: str(settings[name]) for name in FORM if name in settings}
 
 
 def load_initial_weights(
@@ -59,7 +72,7 @@ def load_initial_weights(
         )
     if fit.others and not partially:
         raise UserError(
-            f"training.init_from: {len(fit.others)} of the tensors of {label} and of this model do not fit each other:\n"
+            f"training.init_from: {len(fit.others)} parts of {label} and of this model do not fit each other:\n"
             f"{fit_text(fit)}\nSet training.init_partially=true to take the {len(fit.taken)} that fit and to start the "
             "others anew, or give this run the model section and the tokenizer (tokenizer.source_model) of the source"
         )
@@ -77,6 +90,11 @@ def compare(model: Transformer, weights: Mapping[str, Tensor], there: Origin, he
     heads = f"{there.num_heads} there, {here.num_heads} here"
     names = set(weights)  # to ask the mapping itself may read the tensor
     taken, others = [], [(name, UNKNOWN, "") for name in names - shapes.keys()]
+    others += [
+        (f"model.{name}", OTHER_FORM, f"{there.form[name]} there, {here.form[name]} here")
+        for name in there.form.keys() & here.form.keys()
+        if there.form[name] != here.form[name]
+    ]
     for name, shape in shapes.items():
         found = tuple(weights[name].shape) if name in names else None
         if found is None:
@@ -128,7 +146,7 @@ def _part(name: str) -> str:
 def _foreign_matrices(model: Transformer, there: Origin, here: Origin) -> set[str]:
     """Names of the matrices whose rows are pieces of another tokenizer."""
     differs = [not _is_same_digest(a, b) for a, b in zip(there.tokenizers, here.tokenizers, strict=True)]
-    of_source, of_target = {"source_embedding.weight"}, {"target_embedding.weight", "output.weight"}
+    of_source, of_target = {"source_embedding.weight"}, {"target_embedding.weight", "output.weight", "output_bias"}
     if model.target_embedding is model.source_embedding:
         of_target |= of_source
     return (of_source if differs[0] else set()) | (of_target if differs[1] else set())

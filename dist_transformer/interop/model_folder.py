@@ -8,7 +8,6 @@ model/
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,9 +22,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dist_transformer.config.models import ModelConfig
+from dist_transformer.config.sizes import head_sizes
 from dist_transformer.errors import CheckpointError
+from dist_transformer.interop.whole_folder import whole_folder
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.run_dir import flush_to_disk, share_as_folder, write_json
+from dist_transformer.run_dir import share_as_folder, write_json
 
 LABEL = "dist-transformer"
 FORMAT = 1
@@ -78,25 +79,15 @@ def save_model_folder(
     weights of `config`.
     """
     _check_weights(weights, _model_of(config, information), f"the weights for {folder}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir()
-        contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
+    contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
+    header = {"label": LABEL, "format": FORMAT}
+    with whole_folder(folder) as temporary:
         save_file(contiguous, temporary / WEIGHTS, metadata={"format": "pt"})
         share_as_folder(temporary / WEIGHTS)
         shutil.copyfile(tokenizer_files.source, temporary / SOURCE_MODEL)
         if tokenizer_files.target is not None:
             shutil.copyfile(tokenizer_files.target, temporary / TARGET_MODEL)
-        header = {"label": LABEL, "format": FORMAT}
         write_json(temporary / CONFIG, {**header, **asdict(information), "model": config.model_dump(mode="json")})
-        for path in temporary.iterdir():
-            flush_to_disk(path)
-        flush_to_disk(temporary)
-        _replace(folder, temporary)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def load_model_folder(folder: Path) -> LoadedModel:
@@ -134,17 +125,6 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         ) from error
     with file:
         yield file
-
-
-def _replace(folder: Path, temporary: Path) -> None:
-    """Renames `temporary` to `folder`; an older folder is renamed away before and deleted after."""
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(temporary, folder)
-    flush_to_disk(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _existing(path: Path, folder: Path) -> Path:
@@ -191,6 +171,8 @@ def _check_sizes(config: ModelConfig, information: ModelInformation) -> None:
         raise ValueError(f"num_heads {config.num_heads} does not divide d_model {config.d_model}")
     if (config.positions == "learned") != (config.max_positions is not None):
         raise ValueError(f"positions is {config.positions}, but max_positions {config.max_positions}")
+    if config.positions == "rotary" and head_sizes(config)[0] % 2:
+        raise ValueError(f"positions is rotary, which turns pairs, but keys have an odd size, {head_sizes(config)[0]}")
     if config.shared_embeddings and information.source_vocabulary != information.target_vocabulary:
         raise ValueError("shared_embeddings needs one vocabulary, but source_vocabulary is not target_vocabulary")
 

@@ -1,7 +1,7 @@
 """Multi-head attention (3.2) over the whole sequence, and one token at a time on cached keys and values.
 
 Axes: B batch, S source (or keys), T target (or queries), D model, H heads, K key size, V value size, P projections side
-by side.
+by side; R pairs of a rotation, half of K.
 Masks are boolean, True where a query may attend. The projections of one input are one matrix product: the rows of
 `query_key_value.weight` are the query's, the key's and the value's matrices, in this order, as in
 `torch.nn.MultiheadAttention.in_proj_weight`; within each, head h owns rows h * K to (h + 1) * K (of values: V).
@@ -44,12 +44,21 @@ class KeysValues:
 class SelfAttention(nn.Module):
     """Queries, keys and values from one sequence; causal in the decoder (3.2.3)."""
 
-    def __init__(self, d_model: int, num_heads: int, sizes: tuple[int, int], is_causal: bool) -> None:
-        """`sizes` are those of a head's keys and values, K and V."""
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        sizes: tuple[int, int],
+        is_causal: bool,
+        rotary_positions: nn.Module | None,
+    ) -> None:
+        """`sizes` are those of a head's keys and values, K and V. `rotary_positions` gives the sinusoids (T, K) of a start
+        and a length, by which queries and keys are turned; none: what comes in knows its position."""
         super().__init__()
         keys, values = (num_heads * size for size in sizes)
         self.num_heads = num_heads
         self.is_causal = is_causal
+        self.rotary_positions = rotary_positions
         self.widths = [keys, keys, values]
         self.query_key_value = nn.Linear(d_model, sum(self.widths))
         self.output = nn.Linear(values, d_model)
@@ -57,26 +66,39 @@ class SelfAttention(nn.Module):
     def forward(self, input_BTD: Tensor, may_attend_B11T: Tensor | None = None) -> Tensor:
         """Causal layers take no mask: padding is at the end, so no real position sees it, and CUDA's flash kernel,
         which refuses masks, stays usable."""
-        query_BHTK, key_BHTK, value_BHTV = split_heads(self.query_key_value(input_BTD), self.widths, self.num_heads)
+        query_BHTK, key_BHTK, value_BHTV = self._project(input_BTD)
         attended_BHTV = F.scaled_dot_product_attention(
             query_BHTK, key_BHTK, value_BHTV, attn_mask=may_attend_B11T, is_causal=self.is_causal
         )
         return self.output(merge_heads(attended_BHTV))  # type: ignore[no-any-return]
 
+    def packed_rows(self, gain: float) -> dict[nn.Module, list[tuple[int, float]]]:
+        """(rows, initial gain) of each matrix in a layer's weight: `gain` is that of values (DeepNorm's beta)."""
+        keys, _, values = self.widths
+        return {self.query_key_value: [(keys, 1.0), (keys, 1.0), (values, gain)]}
+
     def step(self, input_B1D: Tensor, past: KeysValues) -> Tensor:
         """Attention of the newest position over itself and `past`, to which it is appended."""
-        query_BH1K, key_BH1K, value_BH1V = split_heads(self.query_key_value(input_B1D), self.widths, self.num_heads)
+        query_BH1K, key_BH1K, value_BH1V = self._project(input_B1D, start=past.key_BHSK.shape[2])
         past.append(KeysValues(key_BH1K, value_BH1V))
         attended_BH1V = F.scaled_dot_product_attention(query_BH1K, past.key_BHSK, past.value_BHSV)
         return self.output(merge_heads(attended_BH1V))  # type: ignore[no-any-return]
 
     def weights(self, input_BTD: Tensor, may_attend_B11T: Tensor | None = None) -> Tensor:
         """The attention weights `forward` uses on the same arguments: (B, H, T, T), fp32, rows sum to 1."""
-        query_BHTK, key_BHTK, _ = split_heads(self.query_key_value(input_BTD), self.widths, self.num_heads)
+        query_BHTK, key_BHTK, _ = self._project(input_BTD)
         if self.is_causal:
             length = input_BTD.shape[1]
             may_attend_B11T = torch.ones(length, length, dtype=torch.bool, device=input_BTD.device).tril()
         return attention_weights(query_BHTK, key_BHTK, may_attend_B11T)
+
+    def _project(self, input_BTD: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of each head; the first position is number `start`."""
+        query, key, value = split_heads(self.query_key_value(input_BTD), self.widths, self.num_heads)
+        if self.rotary_positions is None:
+            return query, key, value
+        sinusoid_TK = self.rotary_positions(start, input_BTD.shape[1], torch.empty(0, device=input_BTD.device))
+        return turn(query, sinusoid_TK), turn(key, sinusoid_TK), value
 
 
 class CrossAttention(nn.Module):
@@ -94,6 +116,11 @@ class CrossAttention(nn.Module):
 
     def forward(self, input_BTD: Tensor, memory_BSD: Tensor, may_attend_B11S: Tensor) -> Tensor:
         return self.attend(input_BTD, self.project(memory_BSD), may_attend_B11S)
+
+    def packed_rows(self, gain: float) -> dict[nn.Module, list[tuple[int, float]]]:
+        """As in `SelfAttention`."""
+        keys, values = self.widths
+        return {self.query: [(keys, 1.0)], self.key_value: [(keys, 1.0), (values, gain)]}
 
     def project(self, memory_BSD: Tensor) -> KeysValues:
         """Keys and values of the memory: once per sentence, whatever number of tokens is decoded from it."""
@@ -117,6 +144,17 @@ def split_heads(projected_BTP: Tensor, widths: list[int], num_heads: int) -> lis
     batch, length, _ = projected_BTP.shape
     parts = torch.split(projected_BTP, widths, dim=2)
     return [part_BTP.view(batch, length, num_heads, -1).transpose(1, 2) for part_BTP in parts]
+
+
+def turn(vector_BHTK: Tensor, sinusoid_TK: Tensor) -> Tensor:
+    """Rotary positions (Su et al., 2021, equation 34): the pair (2i, 2i + 1) of a query or key at position t is turned by
+    the angle t / 10000^(2i / K), whose sine and cosine are a pair of `sinusoid_TK`, in fp32. The product of a query and a
+    key then depends on how far they are apart. The result has the type and the layout in memory of `vector_BHTK`."""
+    vector_BTHK, sinusoid_T1K = vector_BHTK.transpose(1, 2), sinusoid_TK[:, None]
+    even_BTHR, odd_BTHR = vector_BTHK[..., 0::2], vector_BTHK[..., 1::2]
+    sine_T1R, cosine_T1R = sinusoid_T1K[..., 0::2], sinusoid_T1K[..., 1::2]
+    turned = (even_BTHR * cosine_T1R - odd_BTHR * sine_T1R, odd_BTHR * cosine_T1R + even_BTHR * sine_T1R)
+    return torch.stack(turned, -1).flatten(-2).to(vector_BHTK.dtype).transpose(1, 2)
 
 
 def merge_heads(attended_BHTV: Tensor) -> Tensor:

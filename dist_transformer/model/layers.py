@@ -8,51 +8,103 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dist_transformer.config.models import ModelConfig
 from dist_transformer.config.sizes import head_sizes
 from dist_transformer.model.attention import CrossAttention, KeysValues, SelfAttention
 
+RMS_EPSILON = 1e-6
+"""Added to the mean square; that of layer norm is torch's 1e-5."""
+
 
 class AddAndNorm(nn.Module):
     """The residual around a sub-layer. Post-norm is the paper's: norm(x + dropout(sublayer(x))), 3.1 and 5.4.
 
-    Pre-norm is x + dropout(sublayer(norm(x))): not the paper's, steadier in deep stacks.
+    Pre-norm is x + dropout(sublayer(norm(x))): not the paper's, steadier in deep stacks. DeepNorm is post-norm with
+    alpha x in the place of x.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, alpha: float = 1.0) -> None:
         super().__init__()
         self.is_pre_norm = config.norm == "pre"
-        self.norm = nn.LayerNorm(config.d_model)
+        self.alpha = alpha
+        self.norm = make_norm(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, input_BTD: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         if self.is_pre_norm:
             return torch.add(input_BTD, self.dropout(sublayer(self.norm(input_BTD))))
-        return self.norm(input_BTD + self.dropout(sublayer(input_BTD)))  # type: ignore[no-any-return]
+        added_BTD = self.dropout(sublayer(input_BTD))
+        return self.norm(torch.add(added_BTD, input_BTD, alpha=self.alpha))  # type: ignore[no-any-return]
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    """The norm of `config.norm_type`; RMSNorm (Zhang and Sennrich, 2019) takes no mean off and has no bias."""
+    if config.norm_type == "rms":
+        return nn.RMSNorm(config.d_model, eps=RMS_EPSILON)
+    return nn.LayerNorm(config.d_model)
+
+
+@dataclass(frozen=True)
+class DeepNorm:
+    """The two numbers of Wang et al. (2022), "DeepNet", for an encoder-decoder.
+
+    Attributes:
+        alpha: what the residual is multiplied with.
+        beta: gain of the initial feed-forward, value and output matrices; queries and keys have 1.
+    """
+
+    alpha: float
+    beta: float
+
+    @classmethod
+    def of_encoder(cls, config: ModelConfig) -> "DeepNorm":
+        depth = config.num_encoder_layers**4 * config.num_decoder_layers
+        return cls(0.81 * depth ** (1 / 16), 0.87 * depth ** (-1 / 16)) if config.norm == "deepnorm" else cls(1.0, 1.0)
+
+    @classmethod
+    def of_decoder(cls, config: ModelConfig) -> "DeepNorm":
+        depth = config.num_decoder_layers
+        return cls((3 * depth) ** 0.25, (12 * depth) ** -0.25) if config.norm == "deepnorm" else cls(1.0, 1.0)
 
 
 class FeedForward(nn.Module):
-    """max(0, x W1 + b1) W2 + b2, equation 2."""
+    """max(0, x W1 + b1) W2 + b2, equation 2, or with another activation than max(0, x).
 
-    def __init__(self, d_model: int, d_ff: int) -> None:
+    SwiGLU (Shazeer, 2020) has no activation of x W1 + b1, but multiplies it by silu(x Wg + bg).
+    """
+
+    def __init__(self, d_model: int, d_ff: int, activation: str = "relu") -> None:
+        """`activation`: relu, gelu (exact, not its tanh form), silu or swiglu."""
         super().__init__()
+        functions: dict[str, Callable[[Tensor], Tensor]]
+        functions = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "swiglu": F.silu}
+        self.activation = functions[activation]
         self.inner = nn.Linear(d_model, d_ff)
         self.outer = nn.Linear(d_ff, d_model)
+        self.gate = nn.Linear(d_model, d_ff) if activation == "swiglu" else None
 
     def forward(self, input_BTD: Tensor) -> Tensor:
-        return self.outer(self.inner(input_BTD).relu())  # type: ignore[no-any-return]
+        inner_BTF = self.inner(input_BTD)
+        if self.gate is None:
+            return self.outer(self.activation(inner_BTF))  # type: ignore[no-any-return]
+        return self.outer(self.activation(self.gate(input_BTD)) * inner_BTF)  # type: ignore[no-any-return]
 
 
 class EncoderLayer(nn.Module):
     """Self-attention over the source, then feed-forward."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, rotary_positions: nn.Module | None) -> None:
+        """`rotary_positions` as in `SelfAttention`."""
         super().__init__()
-        self.self_attention = SelfAttention(config.d_model, config.num_heads, head_sizes(config), is_causal=False)
-        self.self_attention_residual = AddAndNorm(config)
-        self.feed_forward = FeedForward(config.d_model, config.d_ff)
-        self.feed_forward_residual = AddAndNorm(config)
+        alpha = DeepNorm.of_encoder(config).alpha
+        self.self_attention = SelfAttention(
+            config.d_model, config.num_heads, head_sizes(config), is_causal=False, rotary_positions=rotary_positions
+        )
+        self.self_attention_residual = AddAndNorm(config, alpha)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff, config.activation)
+        self.feed_forward_residual = AddAndNorm(config, alpha)
 
     def forward(self, hidden_BSD: Tensor, may_attend_B11S: Tensor) -> Tensor:
         hidden_BSD = self.self_attention_residual(hidden_BSD, lambda x_BSD: self.self_attention(x_BSD, may_attend_B11S))
@@ -70,14 +122,18 @@ class DecoderLayerCache:
 class DecoderLayer(nn.Module):
     """Causal self-attention over the target, attention over the memory, then feed-forward."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, rotary_positions: nn.Module | None) -> None:
+        """`rotary_positions` as in `SelfAttention`."""
         super().__init__()
-        self.self_attention = SelfAttention(config.d_model, config.num_heads, head_sizes(config), is_causal=True)
-        self.self_attention_residual = AddAndNorm(config)
+        alpha = DeepNorm.of_decoder(config).alpha
+        self.self_attention = SelfAttention(
+            config.d_model, config.num_heads, head_sizes(config), is_causal=True, rotary_positions=rotary_positions
+        )
+        self.self_attention_residual = AddAndNorm(config, alpha)
         self.cross_attention = CrossAttention(config.d_model, config.num_heads, head_sizes(config))
-        self.cross_attention_residual = AddAndNorm(config)
-        self.feed_forward = FeedForward(config.d_model, config.d_ff)
-        self.feed_forward_residual = AddAndNorm(config)
+        self.cross_attention_residual = AddAndNorm(config, alpha)
+        self.feed_forward = FeedForward(config.d_model, config.d_ff, config.activation)
+        self.feed_forward_residual = AddAndNorm(config, alpha)
 
     def forward(self, hidden_BTD: Tensor, memory_BSD: Tensor, may_attend_B11S: Tensor) -> Tensor:
         hidden_BTD = self.self_attention_residual(hidden_BTD, self.self_attention)
@@ -124,6 +180,14 @@ class SinusoidalPositions(nn.Module):
             num_positions = max(256, 1 << (end - 1).bit_length())
             self.table_TD = sinusoids(num_positions, self.d_model).to(like.device)
         return self.table_TD[start:end].to(like.dtype)
+
+
+class NoPositions(nn.Module):
+    """Nothing is added to the embeddings: rotary positions are in the self-attention."""
+
+    def forward(self, start: int, length: int, like: Tensor) -> Tensor:
+        """Zero, with the type and device of `like`."""
+        return like.new_zeros(())
 
 
 class LearnedPositions(nn.Module):

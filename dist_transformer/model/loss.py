@@ -24,28 +24,41 @@ multiplied by this before they are rounded for the matrix products, whose fp32 r
 
 
 def label_smoothed_cross_entropy(
-    hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, label_smoothing: float, pad_id: int | None = None
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    target_N: Tensor,
+    label_smoothing: float,
+    pad_id: int | None = None,
+    bias_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sums over the real targets of (label-smoothed loss, negative log-likelihood): natural logarithm, fp32 scalars.
 
-    Equal to `F.cross_entropy(hidden @ weight.T, target, reduction="sum", ignore_index=pad_id, label_smoothing=...)`
-    on fp32 logits. Targets equal to `pad_id` cost nothing. Only the first sum has a gradient. Matrix products run in
-    the autocast type where autocast is on, otherwise in the type of `hidden_ND`; all else is fp32 (fp64 for fp64).
+    Equal to `F.cross_entropy(hidden @ weight.T + bias, target, reduction="sum", ignore_index=pad_id,
+    label_smoothing=...)` on fp32 logits. Targets equal to `pad_id` cost nothing. Only the first sum has a gradient. Matrix
+    products run in the autocast type where autocast is on, otherwise in the type of `hidden_ND`; all else is fp32 (fp64 for
+    fp64).
     """
     device_type = hidden_ND.device.type
     matmul_dtype = _matmul_dtype(hidden_ND.dtype, device_type)
     # Inside a Function gradients always seem off, so it is asked here whether anyone will want them.
-    needs_gradient = torch.is_grad_enabled() and (hidden_ND.requires_grad or weight_VD.requires_grad)
+    needs_gradient = torch.is_grad_enabled() and any(
+        tensor.requires_grad for tensor in (hidden_ND, weight_VD, bias_V) if tensor is not None
+    )
     with torch.autocast(device_type, enabled=False):
         loss_sum, nll_sum = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden_ND, weight_VD, target_N, label_smoothing, pad_id, matmul_dtype, needs_gradient
+            hidden_ND, weight_VD, bias_V, target_N, label_smoothing, pad_id, matmul_dtype, needs_gradient
         )
     return loss_sum, nll_sum
 
 
 @torch.no_grad()
 def token_sums(
-    hidden_ND: Tensor, weight_VD: Tensor, target_N: Tensor, label_smoothing: float, pad_id: int
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    target_N: Tensor,
+    label_smoothing: float,
+    pad_id: int,
+    bias_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sums of `label_smoothed_cross_entropy`, without gradients, and over how many real targets are the likeliest
     token (int64); chunk by chunk too."""
@@ -59,7 +72,7 @@ def token_sums(
     num_hits = target_N.new_zeros(())
     with torch.autocast(device_type, enabled=False):
         for hidden_CD, target_C in _chunks(hidden_RD, target_R):
-            logits_CV = _wide_product(hidden_CD, weight_DV, wide)
+            logits_CV = _logits(hidden_CD, weight_DV, bias_V, wide)
             _, chunk_loss, chunk_nll = _chunk_sums(logits_CV, target_C, label_smoothing)
             loss_sum, nll_sum = loss_sum + chunk_loss, nll_sum + chunk_nll
             num_hits = num_hits + (logits_CV.argmax(1) == target_C).sum()
@@ -77,6 +90,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden_ND: Tensor,
         weight_VD: Tensor,
+        bias_V: Tensor | None,
         target_N: Tensor,
         label_smoothing: float,
         pad_id: int | None,
@@ -92,17 +106,20 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss_sum, nll_sum = hidden_ND.new_zeros(2, dtype=wide).unbind()
         hidden_gradients = []
         weight_gradient_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_gradient else None
+        bias_gradient_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
         for hidden_CD, target_C in _chunks(hidden_RD, target_R):
-            logits_CV = _wide_product(hidden_CD, multiplied_weight_VD.T, wide)
+            logits_CV = _logits(hidden_CD, multiplied_weight_VD.T, bias_V, wide)
             log_normaliser_C, chunk_loss, chunk_nll = _chunk_sums(logits_CV, target_C, label_smoothing)
             loss_sum, nll_sum = loss_sum + chunk_loss, nll_sum + chunk_nll
             if weight_gradient_VD is not None:
                 _turn_into_gradient(logits_CV, log_normaliser_C, target_C, label_smoothing)
+                if bias_gradient_V is not None:
+                    bias_gradient_V += logits_CV.sum(0)
                 gradient_CV = logits_CV.mul_(gradient_scale).to(matmul_dtype)
                 hidden_gradients.append(_wide_product(gradient_CV, multiplied_weight_VD, wide))
                 weight_gradient_VD += _wide_product(gradient_CV.T, hidden_CD, wide)
         if weight_gradient_VD is not None:
-            ctx.save_for_backward(torch.cat(hidden_gradients), weight_gradient_VD, real_R)
+            ctx.save_for_backward(torch.cat(hidden_gradients), weight_gradient_VD, bias_gradient_V, real_R)
         ctx.gradient_scale = gradient_scale
         ctx.hidden_shape, ctx.hidden_dtype, ctx.weight_dtype = hidden_ND.shape, hidden_ND.dtype, weight_VD.dtype
         ctx.mark_non_differentiable(nll_sum)
@@ -111,16 +128,24 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, loss_gradient: Tensor, _nll_gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_gradient_RD, weight_gradient_VD, real_R = ctx.saved_tensors
+        hidden_gradient_RD, weight_gradient_VD, bias_gradient_V, real_R = ctx.saved_tensors
         factor = loss_gradient / ctx.gradient_scale
         hidden_gradient_ND = hidden_gradient_RD.new_zeros(ctx.hidden_shape, dtype=ctx.hidden_dtype)
         hidden_gradient_ND.index_copy_(0, real_R, (hidden_gradient_RD * factor).to(ctx.hidden_dtype))
-        return hidden_gradient_ND, (weight_gradient_VD * factor).to(ctx.weight_dtype), None, None, None, None, None
+        weight_gradient_VD = (weight_gradient_VD * factor).to(ctx.weight_dtype)
+        if bias_gradient_V is not None:
+            bias_gradient_V = (bias_gradient_V * loss_gradient).to(ctx.weight_dtype)
+        return hidden_gradient_ND, weight_gradient_VD, bias_gradient_V, None, None, None, None, None
 
 
 def _chunks(hidden_RD: Tensor, target_R: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """`CHUNK_TOKENS` hidden states and targets at a time."""
     yield from zip(torch.split(hidden_RD, CHUNK_TOKENS), torch.split(target_R, CHUNK_TOKENS), strict=True)
+
+
+def _logits(hidden_CD: Tensor, weight_DV: Tensor, bias_V: Tensor | None, wide: torch.dtype) -> Tensor:
+    logits_CV = _wide_product(hidden_CD, weight_DV, wide)
+    return logits_CV if bias_V is None else logits_CV.add_(bias_V)
 
 
 def _chunk_sums(logits_CV: Tensor, target_C: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,13 +12,17 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from dist_transformer.config.models import ModelConfig
+from dist_transformer.config.sizes import has_final_norm, head_sizes
 from dist_transformer.model.attention import CrossAttention, SelfAttention
 from dist_transformer.model.layers import (
     DecoderLayer,
     DecoderLayerCache,
+    DeepNorm,
     EncoderLayer,
     LearnedPositions,
+    NoPositions,
     SinusoidalPositions,
+    make_norm,
 )
 from dist_transformer.model.loss import label_smoothed_cross_entropy, token_sums
 
@@ -91,14 +95,15 @@ class Transformer(nn.Module):
         self.source_positions = _positions(config)
         self.target_positions = _positions(config) if config.positions == "learned" else self.source_positions
         self.embedding_dropout = nn.Dropout(config.dropout)
-        self.encoder_layers = nn.ModuleList(EncoderLayer(config) for _ in range(config.num_encoder_layers))
-        self.decoder_layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_decoder_layers))
-        # Post-norm layers already end in a norm; the sum that pre-norm layers end in has none.
-        is_pre_norm = config.norm == "pre"
-        self.encoder_norm = nn.LayerNorm(config.d_model) if is_pre_norm else nn.Identity()
-        self.decoder_norm = nn.LayerNorm(config.d_model) if is_pre_norm else nn.Identity()
+        self.layer_drop = config.layer_drop
+        rotary = SinusoidalPositions(head_sizes(config)[0]) if config.positions == "rotary" else None
+        self.encoder_layers = nn.ModuleList(EncoderLayer(config, rotary) for _ in range(config.num_encoder_layers))
+        self.decoder_layers = nn.ModuleList(DecoderLayer(config, rotary) for _ in range(config.num_decoder_layers))
+        self.encoder_norm = make_norm(config) if has_final_norm(config) else nn.Identity()
+        self.decoder_norm = make_norm(config) if has_final_norm(config) else nn.Identity()
         self.output = None if config.tied_output else nn.Linear(config.d_model, target_vocabulary, bias=False)
-        self._initialise(config.d_model)
+        self.output_bias = nn.Parameter(torch.zeros(target_vocabulary)) if config.output_bias else None
+        self._initialise(config)
 
     @property
     def output_weight(self) -> Tensor:
@@ -107,7 +112,11 @@ class Transformer(nn.Module):
 
     def forward(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
         """Logits (B, T, V) of the token after each of `target_BT`, the decoder's input, which begins with bos."""
-        return F.linear(self.decode_hidden(source_BS, target_BT), self.output_weight)
+        return self.logits(self.decode_hidden(source_BS, target_BT))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The projection of last hidden states (..., D) to the vocabulary: (..., V)."""
+        return F.linear(hidden, self.output_weight, self.output_bias)
 
     def loss(
         self, source_BS: Tensor, target_in_BT: Tensor, target_out_BT: Tensor, label_smoothing: float
@@ -115,7 +124,7 @@ class Transformer(nn.Module):
         """Sums over the real tokens of `target_out_BT` of (label-smoothed loss, negative log-likelihood); fp32."""
         hidden_ND = self.decode_hidden(source_BS, target_in_BT).flatten(0, 1)
         return label_smoothed_cross_entropy(
-            hidden_ND, self.output_weight, target_out_BT.flatten(), label_smoothing, self.pad_id
+            hidden_ND, self.output_weight, target_out_BT.flatten(), label_smoothing, self.pad_id, self.output_bias
         )
 
     def token_sums(
@@ -123,7 +132,9 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The sums of `loss`, and the number of real target tokens that the model finds the likeliest; no gradients."""
         hidden_ND = self.decode_hidden(source_BS, target_in_BT).flatten(0, 1)
-        return token_sums(hidden_ND, self.output_weight, target_out_BT.flatten(), label_smoothing, self.pad_id)
+        return token_sums(
+            hidden_ND, self.output_weight, target_out_BT.flatten(), label_smoothing, self.pad_id, self.output_bias
+        )
 
     def decode_hidden(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
         """The decoder's last hidden states (B, T, D), before the projection to the vocabulary."""
@@ -155,7 +166,7 @@ class Transformer(nn.Module):
         for layer, layer_cache in zip(self._decoder_layers(), cache.layers, strict=True):
             hidden_B1D = layer.step(hidden_B1D, layer_cache, cache.may_attend_B11S)
         cache.num_positions += 1
-        return F.linear(self.decoder_norm(hidden_B1D).squeeze(1), self.output_weight)
+        return self.logits(self.decoder_norm(hidden_B1D).squeeze(1))
 
     def attention_maps(self, source_BS: Tensor, target_BT: Tensor) -> AttentionMaps:
         """The weights of every attention in `forward(source_BS, target_BT)`, recomputed from what each was given."""
@@ -177,9 +188,16 @@ class Transformer(nn.Module):
         return maps
 
     def _layer(self, layer: nn.Module, *inputs: Tensor) -> Tensor:
+        """The layer's output; in training a sentence skips it with probability `layer_drop`. It is computed all the
+        same, so that every parameter has a gradient on every rank, as DeepSpeed's collectives need."""
         if self.activation_checkpointing and self.training and torch.is_grad_enabled():
-            return checkpoint(layer, *inputs, use_reentrant=False)  # type: ignore[no-any-return]
-        return layer(*inputs)  # type: ignore[no-any-return]
+            output = checkpoint(layer, *inputs, use_reentrant=False)
+        else:
+            output = layer(*inputs)
+        if not (self.layer_drop and self.training):
+            return output  # type: ignore[no-any-return]
+        is_kept_B11 = torch.rand(len(output), 1, 1, device=output.device) >= self.layer_drop
+        return torch.where(is_kept_B11, output, inputs[0])
 
     def _embed(self, embedding: nn.Module, positions: nn.Module, token_BT: Tensor, start: int = 0) -> Tensor:
         """3.4 and 3.5: embeddings times sqrt(D), plus positions, then dropout (5.4)."""
@@ -193,25 +211,29 @@ class Transformer(nn.Module):
     def _decoder_layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.decoder_layers if isinstance(layer, DecoderLayer)]
 
-    def _initialise(self, d_model: int) -> None:
+    def _initialise(self, config: ModelConfig) -> None:
         """Xavier uniform for each projection and each feed-forward matrix, zero biases; embeddings, learned positions and
         output with standard deviation D ** -0.5, so that embeddings times sqrt(D) begin with variance 1."""
-        packed: dict[nn.Module, list[int]] = {}
-        for module in self.modules():
-            if isinstance(module, SelfAttention):
-                packed[module.query_key_value] = module.widths
-            elif isinstance(module, CrossAttention):
-                packed[module.key_value] = module.widths
+        gains = dict.fromkeys(self.encoder_layers.modules(), DeepNorm.of_encoder(config).beta)
+        gains |= dict.fromkeys(self.decoder_layers.modules(), DeepNorm.of_decoder(config).beta)
+        packed: dict[nn.Module, list[tuple[int, float]]] = {}
+        for module, gain in gains.items():
+            if isinstance(module, SelfAttention | CrossAttention):
+                packed |= module.packed_rows(gain)
         for name, module in self.named_modules():
             if isinstance(module, nn.Embedding) or name == "output":
-                nn.init.normal_(module.weight, std=d_model**-0.5)
+                nn.init.normal_(module.weight, std=config.d_model**-0.5)
             elif isinstance(module, nn.Linear):
-                for matrix in torch.split(module.weight.detach(), packed.get(module, [module.out_features])):
-                    nn.init.xavier_uniform_(matrix)
+                blocks = packed.get(module, [(module.out_features, gains.get(module, 1.0))])
+                matrices = torch.split(module.weight.detach(), [rows for rows, _ in blocks])
+                for matrix, (_, gain) in zip(matrices, blocks, strict=True):
+                    nn.init.xavier_uniform_(matrix, gain)
                 nn.init.zeros_(module.bias)
 
 
-def _positions(config: ModelConfig) -> SinusoidalPositions | LearnedPositions:
+def _positions(config: ModelConfig) -> SinusoidalPositions | LearnedPositions | NoPositions:
+    if config.positions == "rotary":
+        return NoPositions()
     if config.positions == "learned":
         assert config.max_positions is not None
         return LearnedPositions(config.max_positions, config.d_model)

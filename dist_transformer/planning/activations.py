@@ -1,7 +1,9 @@
 """What a forward pass keeps for the backward pass, tensor by tensor, and the largest micro-batch there can be.
 
 Counted from model/: a linear layer keeps its input, attention its queries, keys, values, result and one number a head
-and token, a layer norm its input, dropout its mask, ReLU its result; the loss its gradients. Attention weights are never
+and token (those that rotary positions turned, beside those they were), a norm its input, dropout its mask, ReLU its result,
+GELU and SiLU their input too, SwiGLU both its factors and the gate's input; the loss its gradients. On CPUs an RMS norm keeps
+what it normalised besides, in fp32. Attention weights are never
 kept: on CPUs `scaled_dot_product_attention` takes the flash kernel where keys and values are of one size (measured), and
 on GPUs the flash and the memory-efficient ones are assumed. bf16 is autocast: the residual sums are fp32, and each linear
 layer keeps a bf16 copy of its input and of its weight; but in ZeRO 3 DeepSpeed's own, which keeps them as they are.
@@ -14,12 +16,14 @@ import numpy as np
 
 from dist_transformer.config.data_models import DataConfig
 from dist_transformer.config.models import Config, ModelConfig
-from dist_transformer.config.sizes import head_sizes
+from dist_transformer.config.sizes import feed_forward_matrices, has_final_norm, head_sizes
 
 CHUNK_TOKENS = 1024
 """Target tokens whose logits exist at once: that of model/loss.py."""
 RATIO_FREE_TOKENS = 10
 """Pairs whose longer side is under this pass the length ratio: that of data/filters.py."""
+KEPT_INNER = {"relu": 1, "gelu": 2, "silu": 2, "swiglu": 4}
+"""Tensors as wide as d_ff that a feed-forward network keeps."""
 BOUNDED_RATIO = 2.0
 """The sides of a shape of `data.batch_shapes: bounded` are at most one place of a table apart: 8 and 16 at the most."""
 
@@ -57,11 +61,12 @@ class Activations:
 @dataclass(frozen=True)
 class _Widths:
     """Bytes of an element: of what matrix products give, of the normed inputs that linear layers keep, of the residual
-    sums, of dropout masks."""
+    sums, of dropout masks; and bytes of a token that a norm keeps."""
 
     product: int
     input: int
     residual: int
+    norm: int
     mask: int
     residual_mask: int
 
@@ -70,9 +75,19 @@ class _Widths:
         precision = config.training.precision
         product, residual = 4 if precision == "fp32" else 2, 2 if precision == "fp16" else 4
         kept = product if _copies_to_bf16(config) else residual
+        norm = _norm_bytes(config.model, residual, on_gpu)
         if not config.model.dropout:
-            return cls(product, kept, residual, 0, 0)
-        return cls(product, kept, residual, *((1, 1) if on_gpu else (product, residual)))  # on CPUs masks are numbers
+            return cls(product, kept, residual, norm, 0, 0)
+        return cls(
+            product, kept, residual, norm, *((1, 1) if on_gpu else (product, residual))
+        )  # CPUs' masks are numbers
+
+
+def _norm_bytes(model: ModelConfig, residual: int, on_gpu: bool) -> int:
+    """Its input and its statistics; on CPUs torch's RMS norm is a chain of operations in fp32."""
+    if model.norm_type == "layer":
+        return (model.d_model + 2) * residual
+    return model.d_model * residual + 4 if on_gpu else 4 * (2 * model.d_model + 1)
 
 
 def _copies_to_bf16(config: Config) -> bool:
@@ -88,7 +103,7 @@ def activations(config: Config, vocabulary: int, shape: Shape, on_gpu: bool) -> 
     has_copies, is_checkpointed = _copies_to_bf16(config), config.training.activation_checkpointing
     matrices = 2 * max(_layer_matrices(model)) if has_copies else 0
     largest = max(source * _encoder_bytes(model, widths), _decoder_layer_bytes(model, widths, source, target))
-    output = vocabulary * model.d_model
+    output = vocabulary * (model.d_model + (1 if model.output_bias else 0))
     return Activations(
         kept=source * by_source + target * by_target + 4 * output,
         weight_copies=2 * sum_of_matrices(model) if has_copies and not is_checkpointed else 0,
@@ -103,10 +118,10 @@ def token_bytes(config: Config, on_gpu: bool) -> tuple[int, int]:
     model, widths = config.model, _Widths.of(config, on_gpu)
     num_encoder, num_decoder = model.num_encoder_layers, model.num_decoder_layers
     stream = model.d_model * widths.residual
-    ends = stream if model.norm == "pre" else 0  # of each side: what the first norm is taken of
+    ends = widths.norm if has_final_norm(model) else 0  # of each side
     source, target = 8 + model.d_model * widths.residual_mask, 16 + model.d_model * (widths.residual_mask + 4)
     if config.training.activation_checkpointing:  # the input of each layer, and the memory
-        return source + (num_encoder + 1) * stream, target + num_decoder * stream + (ends if num_decoder else 0)
+        return source + (num_encoder + 1) * stream + ends, target + num_decoder * stream + ends
     memory = 0 if _copies_to_bf16(config) else model.d_model * widths.input
     source += num_encoder * _encoder_bytes(model, widths) + ends + memory
     source += num_decoder * _memory_bytes(model, widths)
@@ -114,23 +129,32 @@ def token_bytes(config: Config, on_gpu: bool) -> tuple[int, int]:
 
 
 def _encoder_bytes(model: ModelConfig, widths: _Widths) -> int:
-    """Of a layer, for a token: 2 sums; inputs of 2 sub-layers, 3 projections, what was attended, inner activations."""
+    """Of a layer, for a token: 2 norms; inputs of 2 sub-layers, 3 projections, what was attended, inner activations."""
     return (
-        2 * model.d_model * (widths.residual + widths.mask + widths.input)
-        + (2 * projected_width(model) + model.d_ff) * widths.product
+        2 * (widths.norm + model.d_model * (widths.mask + widths.input))
+        + (2 * projected_width(model) + _turned_width(model) + _inner_width(model, widths)) * widths.product
         + 4 * model.num_heads
-        + 4 * widths.residual
     )
 
 
 def _decoder_bytes(model: ModelConfig, widths: _Widths) -> int:
     """Of a layer, for a target token: a third sub-layer, whose queries only are the decoder's."""
     return (
-        3 * model.d_model * (widths.residual + widths.mask + widths.input)
-        + (3 * projected_width(model) + model.d_ff) * widths.product
+        3 * (widths.norm + model.d_model * (widths.mask + widths.input))
+        + (3 * projected_width(model) + _turned_width(model) + _inner_width(model, widths)) * widths.product
         + 8 * model.num_heads
-        + 6 * widths.residual
     )
+
+
+def _turned_width(model: ModelConfig) -> int:
+    """Of the queries and keys that rotary positions give."""
+    return 2 * model.num_heads * head_sizes(model)[0] if model.positions == "rotary" else 0
+
+
+def _inner_width(model: ModelConfig, widths: _Widths) -> int:
+    """Of what feed-forward networks keep between their matrices; autocast copies the input for SwiGLU's second one."""
+    copy = model.d_model if model.activation == "swiglu" and widths.input < widths.residual else 0
+    return KEPT_INNER[model.activation] * model.d_ff + copy
 
 
 def _memory_bytes(model: ModelConfig, widths: _Widths) -> int:
@@ -150,7 +174,8 @@ def sum_of_matrices(model: ModelConfig) -> int:
 
 
 def _layer_matrices(model: ModelConfig) -> tuple[int, int]:
-    attention, feed_forward = 2 * model.d_model * projected_width(model), 2 * model.d_model * model.d_ff
+    attention = 2 * model.d_model * projected_width(model)
+    feed_forward = feed_forward_matrices(model) * model.d_model * model.d_ff
     return attention + feed_forward, 2 * attention + feed_forward
 
 

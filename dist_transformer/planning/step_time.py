@@ -12,7 +12,7 @@ Nothing is hidden behind arithmetic: training sets `overlap_comm: false`.
 from dataclasses import dataclass
 
 from dist_transformer.config.models import Config
-from dist_transformer.config.sizes import REDUCED_AT_ONCE, bytes_of_weight
+from dist_transformer.config.sizes import REDUCED_AT_ONCE, bytes_of_weight, feed_forward_matrices
 from dist_transformer.planning.activations import projected_width, sum_of_matrices
 from dist_transformer.planning.hardware import Hardware
 from dist_transformer.planning.memory import count_parameters, vocabulary_size
@@ -74,7 +74,7 @@ def micro_batch_flops(config: Config, source_tokens: float, target_tokens: float
     """Forward and backward pass, padding counted: it is multiplied like any token."""
     model = config.model
     projected = projected_width(model)
-    square, feed_forward = model.d_model * projected, 2 * model.d_model * model.d_ff
+    square, feed_forward = model.d_model * projected, feed_forward_matrices(model) * model.d_model * model.d_ff
     encoder = model.num_encoder_layers * (2 * square + feed_forward)
     decoder = model.num_decoder_layers * (3 * square + feed_forward)
     memory = model.num_decoder_layers * square  # keys and values of the cross-attention are the source's

@@ -61,7 +61,7 @@ def log_outlook(config: Config, manifest: Manifest, num_ranks: int) -> None:
     """Says what will happen, before the first step."""
     about, model, training = outlook(config, manifest, num_ranks), config.model, config.training
     log.info(
-        "model      %s parameters: %d + %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d / %d, %s-norm",
+        "model      %s parameters: %d + %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d / %d, norm %s",
         f"{about.parameters:,}", model.num_encoder_layers, model.num_decoder_layers, model.d_model, model.d_ff,
         model.num_heads, manifest.source_vocabulary, manifest.target_vocabulary, model.norm,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from running import Command, records
 from safetensors.torch import load_file
 from validation_program import launch
 
+from dist_transformer.decoding.score import tokenised_scores
 from dist_transformer.run_dir import RunDir, read_json
 from dist_transformer.training import checkpoints
 
@@ -40,13 +41,14 @@ def evaluated(command: Command, validated: Path) -> dict[str, Any]:
     for side in ("en", "de"):
         lines = (command.folder / f"train.{side}").read_text(encoding="utf-8").splitlines(keepends=True)
         held.with_suffix(f".{side}").write_text("".join(lines[:50]), encoding="utf-8")
-    command("evaluate", validated, "--split", "validation", "--beam", 2)
+    said = command("evaluate", validated, "--split", "validation", "--beam", 2, "--tokenised", "moses")
     command("evaluate", validated, "--split", "short", "--beam", 2)
     command("evaluate", validated, "--source", f"{held}.en", "--target", f"{held}.de", "--beam", 2)
     found = {}
     for corpus, name in {"validation": "validation", "short": "short", "held": "held.en"}.items():
         lines = (validated / "evaluation" / f"{name}.translations").read_text(encoding="utf-8").splitlines()
         found[corpus] = {**read_json(validated / "evaluation" / f"{name}.json"), "translations": lines}
+    found["validation"]["said"] = said
     return found
 
 
@@ -61,6 +63,15 @@ def test_a_run_records_the_scores_that_evaluate_finds_on_the_same_weights(valida
             assert last[prefix + name] == evaluated[corpus][name], (corpus, name)
     for name in MEASURES:  # the same text, prepared and not
         assert last[f"short/{name}"] == pytest.approx(last[name], rel=1e-6), name
+
+
+def test_evaluate_counts_tokenised_bleu_too_when_asked(command, evaluated):
+    references = (command.folder / "valid.de").read_text(encoding="utf-8").splitlines()
+    expected = tokenised_scores(evaluated["validation"]["translations"], references, "moses", "de")
+    assert expected.items() <= evaluated["validation"].items()
+    for name, key in (("tokenised", "bleu_tokenised"), ("compound-split", "bleu_compound_split")):
+        assert f"{name} BLEU  {expected[key]:.2f}  {expected[f'{key}_signature']}\n" in evaluated["validation"]["said"]
+    assert "bleu_tokenised" not in evaluated["short"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])

@@ -45,7 +45,7 @@ def test_every_test_that_is_named_exists(page):
 
 def commands_of(page: Path) -> list[list[str]]:
     """Arguments of every `dist-transformer ...` at the start of a line or of an inline code span."""
-    found = re.findall(r"(?:^\s*|#\s+|`)dist-transformer ([a-z][^`\n]*)", text_of(page), re.MULTILINE)
+    found = re.findall(r"(?:^\s*(?:\$ )?|#\s+|`)dist-transformer ([a-z][^`\n]*)", text_of(page), re.MULTILINE)
     return [shlex.split(line.split("  #")[0].split(" < ")[0].split(" > ")[0], comments=True) for line in found]
 
 

@@ -64,6 +64,27 @@ def test_another_model_than_that_of_the_checkpoint_is_refused_before_its_configu
     assert len(fake_slurm.calls) == 2
 
 
+YOUNGER = {"norm_type": "rms", "final_norm": True, "activation": "gelu", "positions": "rotary", "output_bias": True}
+"""Settings that older checkpoints do not name, with another value than what they then were."""
+
+
+@pytest.mark.parametrize("settings", [[], ["model.positions=learned", "model.max_positions=512"]], ids=str)
+def test_a_checkpoint_from_before_a_setting_goes_on_where_the_setting_is_what_it_then_was(
+    yaml: Path, run_dir: RunDir, settings: list[str]
+) -> None:
+    config = load_config(yaml, settings)
+    _save(run_dir, config)
+    state = run_dir.checkpoints / "step_00000060" / "state.json"
+    recipe = json.loads(state.read_text())["recipe"]
+    assert {f"model.{name}" for name in YOUNGER} < set(recipe)
+    write_json(state, {"recipe": {key: recipe[key] for key in recipe if key.removeprefix("model.") not in YOUNGER}})
+    assert submission_problems(config, run_dir, 1) == []
+    for name, value in YOUNGER.items():
+        changed = config.model_copy(update={"model": config.model.model_copy(update={name: value})})
+        [problem] = submission_problems(changed, run_dir, 1)
+        assert f"cannot be gone on with: model.{name}: {getattr(config.model, name)} -> {value}; put it back" in problem
+
+
 def test_all_changes_are_named_and_other_lanes_have_a_remedy_of_their_own(yaml: Path, run_dir: RunDir) -> None:
     _save(run_dir, load_config(yaml, ["data.lanes=4"]))
     [problem] = submission_problems(load_config(yaml, ["run.seed=9"]), run_dir, 1)

@@ -311,6 +311,12 @@ def test_sentences_longer_than_the_learned_positions_are_refused(path):
     assert load_config(path, [*learned, "model.max_positions=100"])
 
 
+def test_rotary_positions_need_keys_of_an_even_size(path):
+    problem = one_problem_of(path, "model.positions=rotary", "model.key_size=5")
+    assert "rotary turns pairs: heads need keys of an even size, got 5; give an even model.key_size" in problem
+    assert load_config(path, ["model.positions=rotary", "model.key_size=6"])
+
+
 def test_an_odd_width_needs_learned_positions(path):
     odd = ["model.d_model=63", "model.key_size=8", "model.value_size=8"]
     assert "sinusoidal positions (3.5) need an even width, got 63" in one_problem_of(path, *odd)

@@ -3,11 +3,13 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from dist_transformer.cluster.sweep import read_sweep
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import Config, ModelConfig
 from dist_transformer.config.sizes import head_sizes, parameter_count
+from dist_transformer.model.transformer import Transformer
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 MILLION = 1_000_000
@@ -88,6 +90,9 @@ def test_parameters_are_those_printed_in_the_paper(name, number, millions):
     pieces = 36_000 if name == "big" else 41_000
     assert parameter_count(model, pieces, pieces) / MILLION == pytest.approx(millions, abs=0.5)
     assert parameter_count(model, 37_000, 37_000) / MILLION == pytest.approx(millions, rel=0.07)
+    with torch.device("meta"):
+        network = Transformer(model, pieces, pieces, 0)
+    assert sum(parameter.numel() for parameter in network.parameters()) == parameter_count(model, pieces, pieces)
 
 
 @pytest.mark.parametrize("number", range(4))

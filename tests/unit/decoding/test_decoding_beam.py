@@ -10,7 +10,9 @@ from torch import Tensor
 
 from dist_transformer.config.models import DecodingConfig
 from dist_transformer.decoding import beam
-from dist_transformer.decoding.beam import Hypothesis, beam_search, length_penalty
+from dist_transformer.decoding.beam import length_penalty, likeliest
+from dist_transformer.decoding.search import TorchSearcher
+from dist_transformer.model.hypothesis import Hypothesis, SearchInput
 from dist_transformer.model.transformer import DecodingCache, Transformer
 
 PAD, BOS, EOS = 0, 1, 2
@@ -20,7 +22,10 @@ LEARNED: dict[str, Any] = {"positions": "learned", "max_positions": 9}
 
 
 def search(model: Transformer, source: Tensor, **settings: float) -> list[list[Hypothesis]]:
-    return beam_search(model, source, bos_id=BOS, eos_id=EOS, pad_id=PAD, config=DecodingConfig(**settings))
+    """All that the beam finds, unless n_best is given."""
+    config = DecodingConfig(**{"n_best": settings["beam_size"], **settings})
+    searcher = TorchSearcher([model], bos_id=BOS, eos_id=EOS, pad_id=PAD, config=config, device=torch.device("cpu"))
+    return searcher.search([SearchInput(row[row != PAD].tolist(), [], number) for number, row in enumerate(source)])
 
 
 def ragged_sources(vocabulary: int, count: int, seed: int = 0) -> Tensor:
@@ -147,6 +152,35 @@ def test_stopping_early_loses_no_better_translation(
     assert rows_of_early < sum(num_rows) - rows_of_early
 
 
+@pytest.mark.parametrize("n_best", [1, 2])
+def test_fewer_translations_asked_for_are_the_best_of_all_and_cost_fewer_steps(
+    n_best: int, make_random_model: MakeModel, watch_rows: Callable[[Transformer], list[int]]
+) -> None:
+    model, source = make_random_model(7, seed=7), ragged_sources(7, 8)
+    with torch.no_grad():
+        model.output_weight.mul_(0.3)
+    num_rows = watch_rows(model)
+    expected = [hypotheses[:n_best] for hypotheses in search(model, source, beam_size=4, max_extra_tokens=30)]
+    rows_of_all = sum(num_rows)
+    found = search(model, source, beam_size=4, max_extra_tokens=30, n_best=n_best)
+    assert [[h.tokens for h in row] for row in found] == [[h.tokens for h in row] for row in expected]
+    assert sum(num_rows) - rows_of_all < rows_of_all
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize("vocabulary", [8, 128 * 9, 128 * 9 + 5, 128 * 20 + 127])
+def test_the_likeliest_tokens_are_those_of_sorting_all(vocabulary: int, count: int) -> None:
+    generator = torch.Generator().manual_seed(vocabulary + count)
+    logits = torch.randn(5, vocabulary, generator=generator)
+    logits[1] = torch.arange(vocabulary).float()  # the likeliest at the end, side by side
+    logits[2] = -logits[1]
+    logits[3, vocabulary // 2 :] = -torch.inf
+    values, places = likeliest(logits, count)
+    assert torch.equal(values, logits.sort(dim=1, descending=True).values[:, :count])
+    assert torch.equal(values, logits.gather(1, places))
+    assert all(len(set(row.tolist())) == count for row in places)
+
+
 def test_finished_sentences_leave_the_batch(
     make_random_model: MakeModel, watch_rows: Callable[[Transformer], list[int]]
 ) -> None:
@@ -199,4 +233,4 @@ def test_a_greater_length_penalty_gives_no_shorter_translations(make_random_mode
 
 def test_a_model_in_training_mode_is_our_mistake(make_random_model: MakeModel) -> None:
     with pytest.raises(AssertionError, match="eval"):
-        search(make_random_model(7).train(), torch.tensor([[3, EOS]]))
+        search(make_random_model(7).train(), torch.tensor([[3, EOS]]), beam_size=1)

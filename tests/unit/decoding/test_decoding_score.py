@@ -1,17 +1,21 @@
 """Scores are sacreBLEU's own."""
 
 import json
+import math
 import random
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import sacrebleu
+from sacremoses import MosesTokenizer
 
 from dist_transformer.data.demo_corpus import demo_pairs
 from dist_transformer.decoding import score
-from dist_transformer.decoding.score import corpus_scores
+from dist_transformer.decoding.score import corpus_scores, tokenised_scores
 from dist_transformer.errors import DataError
 
 HYPOTHESES = ["The cat sat on the mat.", "A dog runs through the wet grass.", "Good morning!", "Hello there"]
@@ -98,3 +102,82 @@ def test_without_the_package_for_japanese_characters_are_counted_and_it_is_said(
     assert "tok:char|" in str(corpus_scores(HYPOTHESES, REFERENCES, "ja")["bleu_signature"])
     assert "pip install 'sacrebleu[ja]'" in caplog.text
     score._tokenizer.cache_clear()
+
+
+def papineni_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> float:
+    """Papineni et al. (2002) on the words between spaces, one reference a line, as multi-bleu.perl has it."""
+    precisions = []
+    for order in range(1, 5):
+        matched, total = 0, 0
+        for ours, theirs in zip(hypotheses, references, strict=True):
+            found, expected = (
+                Counter(zip(*(line.split()[start:] for start in range(order)), strict=False)) for line in (ours, theirs)
+            )
+            matched += (found & expected).total()
+            total += found.total()
+        precisions.append(matched / total if total else 0.0)
+    if 0.0 in precisions:
+        return 0.0
+    our_length, their_length = (sum(len(line.split()) for line in lines) for lines in (hypotheses, references))
+    brevity = min(0.0, 1 - their_length / our_length)
+    return 100 * math.exp(brevity + sum(map(math.log, precisions)) / 4)
+
+
+def some_pairs() -> tuple[list[str], list[str]]:
+    references = [target for _, (_, target) in zip(range(300), demo_pairs("test"), strict=False)]
+    return spoilt(references), references
+
+
+def test_bleu_of_tokenised_text_is_the_plain_formula_on_its_words() -> None:
+    hypotheses, references = some_pairs()
+    scores = tokenised_scores(hypotheses, references, "spaces", "de")
+    assert scores["bleu_tokenised"] == pytest.approx(papineni_bleu(hypotheses, references), abs=1e-9)
+    assert 5 < float(scores["bleu_tokenised"]) < 95
+    shorter = [line.rsplit(" ", 1)[0] for line in references]
+    expected = papineni_bleu(shorter, references)
+    assert expected < 90, "the brevity penalty counts"
+    assert tokenised_scores(shorter, references, "spaces")["bleu_tokenised"] == pytest.approx(expected, abs=1e-9)
+
+
+def test_bleu_of_raw_text_is_that_of_moses_tokens() -> None:
+    hypotheses, references = some_pairs()
+    moses = MosesTokenizer("de")
+    tokenised = [[moses.tokenize(line, return_str=True) for line in lines] for lines in (hypotheses, references)]
+    scores = tokenised_scores(hypotheses, references, "moses", "de_DE")
+    assert scores["bleu_tokenised"] == pytest.approx(papineni_bleu(*tokenised), abs=1e-9)
+    assert scores["bleu_tokenised"] != tokenised_scores(hypotheses, references, "spaces")["bleu_tokenised"]
+    assert "tok:moses-de-" in str(scores["bleu_tokenised_signature"])
+    assert "smooth:none" in str(scores["bleu_tokenised_signature"])
+
+
+def test_compounds_are_split_in_three_as_in_tensor2tensor() -> None:
+    hypotheses = ["a rich-text format of one line", "well-to-do people are there too", "x-y-z"]
+    references = ["a plain-text format of one line", "well-off people are there too", "x-y-z"]
+    split = [
+        [
+            "a rich ##AT##-##AT## text format of one line",
+            "well ##AT##-##AT## to ##AT##-##AT## do people are there too",
+            "x ##AT##-##AT## y-z",
+        ],
+        [
+            "a plain ##AT##-##AT## text format of one line",
+            "well ##AT##-##AT## off people are there too",
+            "x ##AT##-##AT## y-z",
+        ],
+    ]
+    scores = tokenised_scores(hypotheses, references, "moses", "en")
+    assert scores["bleu_compound_split"] == pytest.approx(papineni_bleu(*split), abs=1e-9)
+    assert scores["bleu_compound_split"] != scores["bleu_tokenised"]
+    assert "-compounds|" in str(scores["bleu_compound_split_signature"])
+
+
+def test_without_four_matching_words_tokenised_bleu_is_0() -> None:
+    assert tokenised_scores(["a b c"], ["a b c"], "spaces")["bleu_tokenised"] == 0
+    assert tokenised_scores(["a b c x"], ["a b c d"], "spaces")["bleu_tokenised"] == 0
+
+
+def test_tokenised_scores_name_sides_of_different_length_and_no_lines() -> None:
+    with pytest.raises(DataError, match=r"4 translations .* 3 references"):
+        tokenised_scores(HYPOTHESES, REFERENCES[:3], "moses")
+    with pytest.raises(DataError, match="no lines to score"):
+        tokenised_scores([], [], "moses")

@@ -1,32 +1,24 @@
-"""Lines in, lines out: order, blank lines, batches, any length."""
+"""Lines in, lines out: order, blank lines, batches, any length, prefixes, several translations."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
+from word_tokenizer import WORDS, WordTokenizer
 
 from dist_transformer.config.models import DecodingConfig
 from dist_transformer.decoding import translate
-from dist_transformer.decoding.translate import pad_together, token_batches, translate_lines, translate_together
+from dist_transformer.decoding.search import TorchSearcher, pad_together
+from dist_transformer.decoding.translate import Translation, token_batches, translate_lines, translate_together
 from dist_transformer.errors import UserError
+from dist_transformer.model.hypothesis import Hypothesis, SearchInput
 from dist_transformer.model.transformer import Transformer
 
-WORDS = ["<pad>", "<bos>", "<eos>", "one", "two", "three", "four", "five", "six"]
 LINES = ["one", "six five four three", "", "two two", "three one four one five", "   ", "six", "five five", "two one"]
-
-
-class WordTokenizer:
-    """Each word an id."""
-
-    pad_id, bos_id, eos_id = 0, 1, 2
-
-    def encode_source(self, sentences: list[str]) -> list[list[int]]:
-        return [[*(WORDS.index(word) for word in sentence.split()), self.eos_id] for sentence in sentences]
-
-    def decode_target(self, ids: list[int]) -> str:
-        return " ".join(WORDS[index] for index in ids)
+SETTINGS: dict[str, Any] = {"beam_size": 2, "max_extra_tokens": 3}
 
 
 @pytest.fixture
@@ -34,9 +26,36 @@ def model(make_random_model: Callable[..., Transformer]) -> Transformer:
     return make_random_model(len(WORDS))
 
 
-def translated(model: Transformer, lines: list[str], max_tokens: int = 8192) -> list[str]:
-    config = DecodingConfig(beam_size=2, max_extra_tokens=3, max_tokens=max_tokens)
-    return list(translate_lines(model, WordTokenizer(), iter(lines), config, torch.device("cpu")))
+def searcher_of(model: Transformer, config: DecodingConfig) -> TorchSearcher:
+    return TorchSearcher([model], bos_id=1, eos_id=2, pad_id=0, config=config, device=torch.device("cpu"))
+
+
+def all_translated(
+    model: Transformer, lines: Sequence[str], prefixes: Sequence[str] | None = None, num_before: int = 0, **given: Any
+) -> list[list[Translation]]:
+    config = DecodingConfig(**{**SETTINGS, **given})
+    searcher = searcher_of(model, config)
+    return list(translate_lines(searcher, WordTokenizer(), iter(lines), config, prefixes, num_before))
+
+
+def translated(model: Transformer, lines: Sequence[str], **given: Any) -> list[str]:
+    return [best.text for best, *_ in all_translated(model, lines, **given)]
+
+
+class Shouting:
+    """A searcher that needs no model: it answers a source with itself, twice, and remembers what it was asked."""
+
+    max_positions = None
+
+    def __init__(self) -> None:
+        self.asked: list[SearchInput] = []
+
+    def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
+        self.asked += batch
+        return [
+            [Hypothesis([*each.prefix, *each.source[:-1] * times], -1.0 * times, -2.0 * times) for times in (1, 2)]
+            for each in batch
+        ]
 
 
 def test_each_line_is_translated_as_if_alone_and_in_order(model: Transformer) -> None:
@@ -48,7 +67,7 @@ def test_each_line_is_translated_as_if_alone_and_in_order(model: Transformer) ->
 def test_blank_lines_give_empty_lines(model: Transformer) -> None:
     together = translated(model, LINES)
     assert together[2] == together[5] == ""
-    assert translated(model, ["", " "]) == ["", ""]
+    assert all_translated(model, ["", " "], ["one", ""]) == [[Translation("", [], 0.0, 0.0)]] * 2
     assert translated(model, []) == []
 
 
@@ -59,6 +78,21 @@ def test_lines_cross_chunks_and_small_batches_unchanged(
     expected = translated(model, LINES)
     monkeypatch.setattr(translate, "CHUNK_LINES", chunk)
     assert translated(model, LINES, max_tokens=10) == expected
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 9])
+def test_samples_of_a_line_depend_on_its_number_alone(
+    chunk: int, model: Transformer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = ["one two three"] * 4 + LINES
+    sampling: dict[str, Any] = {"sampling": True, "n_best": 3, "seed": 5}
+    expected = all_translated(model, lines, **sampling)
+    assert len({tuple(t.text for t in line) for line in expected[:4]}) > 1, "each line draws for itself"
+    monkeypatch.setattr(translate, "CHUNK_LINES", chunk)
+    found = all_translated(model, lines, max_tokens=10, **sampling)
+    assert [[t.tokens for t in line] for line in found] == [[t.tokens for t in line] for line in expected]
+    later = all_translated(model, lines[5:], num_before=5, **sampling)
+    assert [[t.tokens for t in line] for line in later] == [[t.tokens for t in line] for line in expected[5:]]
 
 
 def test_a_line_beyond_the_budget_goes_alone(model: Transformer) -> None:
@@ -75,9 +109,56 @@ def test_no_more_than_a_chunk_is_read_ahead(model: Transformer, monkeypatch: pyt
             read.append("one")
             yield "one"
 
-    translations = translate_lines(model, WordTokenizer(), endless(), DecodingConfig(), torch.device("cpu"))
-    next(translations)
+    config = DecodingConfig()
+    next(translate_lines(searcher_of(model, config), WordTokenizer(), endless(), config))
     assert len(read) == 3
+
+
+def test_the_best_translations_come_with_their_scores_and_each_begins_with_its_prefix(model: Transformer) -> None:
+    prefixes = ["two", "", "one", "five six", "", "", "six", "", ""]
+    found = all_translated(model, LINES, prefixes, n_best=2)
+    free = all_translated(model, LINES, n_best=2)
+    for line, prefix, translations, others in zip(LINES, prefixes, found, free, strict=True):
+        if not line.strip():
+            continue
+        assert len(translations) == 2
+        assert translations[0].score >= translations[1].score
+        for translation in translations:
+            assert translation.text.startswith(prefix)
+            assert translation.text == WordTokenizer().decode_target(translation.tokens)
+            assert translation.log_probability <= translation.score < 0
+        if not prefix:
+            assert translations == others
+
+
+@pytest.mark.parametrize("prefixes", [["one"], ["one"] * 3])
+def test_another_number_of_prefixes_than_lines_is_refused(prefixes: list[str]) -> None:
+    ended = "lines end before number 3" if len(prefixes) == 3 else "prefixes end before number 2"
+    with pytest.raises(UserError, match=f"{ended}: expected a prefix for each line"):
+        list(translate_lines(Shouting(), WordTokenizer(), ["one", "two"], DecodingConfig(), prefixes))
+
+
+def test_an_end_of_line_in_a_translation_becomes_a_space() -> None:
+    class Broken(WordTokenizer):
+        def decode_target(self, ids: list[int]) -> str:
+            return "a\nb"
+
+    ((best, *_),) = translate_lines(Shouting(), Broken(), ["one"], DecodingConfig())
+    assert best.text == "a b"
+
+
+def test_a_long_line_is_cut_translated_in_parts_and_joined() -> None:
+    searcher, config = Shouting(), DecodingConfig(max_source_tokens=4, too_long="split")
+    lines = ["one two three", "one two three four. five six one two three", "six"]
+    found = list(translate_lines(searcher, WordTokenizer(), lines, config, ["", "six", ""]))
+    assert [best.text for best, *_ in found] == [lines[0], f"six {lines[1]}", lines[2]]
+    second = found[1][1]
+    num_parts = len([each for each in searcher.asked if each.number % translate.NUMBERS_OF_A_PART == 1])
+    assert num_parts > 2
+    assert (second.score, second.log_probability) == (-2.0 * num_parts, -4.0 * num_parts)
+    assert max(len(each.source) for each in searcher.asked) <= 4
+    assert len({each.number for each in searcher.asked}) == len(searcher.asked), "each part draws for itself"
+    assert sum(bool(each.prefix) for each in searcher.asked) == 1
 
 
 @dataclass
@@ -86,13 +167,9 @@ class LonelyRank:
 
     rank: int
     num_ranks: int
-    given: list[dict[int, str]] = field(default_factory=list)
+    given: list[dict[tuple[int, int], str]] = field(default_factory=list)
 
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-    def gather(self, value: dict[int, str]) -> list[dict[int, str]]:
+    def gather(self, value: dict[tuple[int, int], str]) -> list[dict[tuple[int, int], str]]:
         self.given.append(value)
         return [value]
 
@@ -102,43 +179,54 @@ def test_over_any_number_of_ranks_each_line_is_translated_once_as_by_one(
     num_ranks: int, model: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(translate, "CHUNK_LINES", 5)
-    config = DecodingConfig(beam_size=2, max_extra_tokens=3, max_tokens=10)
+    config = DecodingConfig(**SETTINGS, max_tokens=10)
+    searcher = searcher_of(model, config)
     group = [LonelyRank(rank, num_ranks) for rank in range(num_ranks)]
     moved: list[list[int]] = [[] for _ in group]
     for rank, calls in zip(group, moved, strict=True):
-        translate_together(model, WordTokenizer(), LINES, config, rank, partial(calls.append, 1))  # type: ignore[arg-type]
+        translate_together(searcher, WordTokenizer(), LINES, config, rank, partial(calls.append, 1))  # type: ignore[arg-type]
     found = [line for rank in group for line in rank.given[0].items()]
     assert len(dict(found)) == len(found)
     expected = translated(model, LINES, max_tokens=10)
-    assert [dict(found).get(line, "") for line in range(len(LINES))] == expected
+    assert [dict(found).get((line, 0), "") for line in range(len(LINES))] == expected
     assert len({len(calls) for calls in moved}) == 1  # every rank hears of every batch
     assert len(moved[0]) > 3
 
 
+def test_together_parts_of_a_long_line_are_joined_in_order() -> None:
+    config = DecodingConfig(max_source_tokens=4, too_long="split")
+    lines = ["six", "one two three four five six one two three four five", ""]
+    found = translate_together(Shouting(), WordTokenizer(), lines, config, LonelyRank(0, 1), list)  # type: ignore[arg-type]
+    assert found == lines
+
+
 def test_batches_hold_every_sentence_once_within_the_budget() -> None:
     lengths = torch.randint(1, 60, (200,), generator=torch.Generator().manual_seed(0)).tolist()
-    config = DecodingConfig(beam_size=4, max_tokens=160)
-    batches = list(token_batches(lengths, config))
-    assert sorted(index for batch in batches for index in batch) == list(range(200))
-    for batch in batches:
-        assert len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) * 4 <= 160
-    fill = sum(lengths) / sum(len(batch) * max(lengths[index] for index in batch) for batch in batches)
-    assert fill > 0.9
+    settings = ({"beam_size": 4}, {"beam_size": 1, "n_best": 4, "sampling": True})
+    for config in (DecodingConfig(**given, max_tokens=160) for given in settings):
+        batches = list(token_batches(lengths, config))
+        assert sorted(index for batch in batches for index in batch) == list(range(200))
+        for batch in batches:
+            assert len(batch) == 1 or len(batch) * max(lengths[index] for index in batch) * 4 <= 160
+        fill = sum(lengths) / sum(len(batch) * max(lengths[index] for index in batch) for batch in batches)
+        assert fill > 0.9
 
 
 def test_padding_goes_to_the_end() -> None:
     assert pad_together([[5, 2], [6, 7, 2]], 0).tolist() == [[5, 2, 0], [6, 7, 2]]
 
 
-def test_a_line_longer_than_the_learned_positions_is_refused_by_its_number(
-    make_random_model: Callable[..., Transformer], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("limit", ["model.max_positions", "decoding.max_source_tokens"])
+def test_a_line_that_is_too_long_is_refused_by_its_number(
+    limit: str, make_random_model: Callable[..., Transformer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(translate, "CHUNK_LINES", 2)
-    model = make_random_model(len(WORDS), positions="learned", max_positions=5)
-    config = DecodingConfig(beam_size=2, max_extra_tokens=3)
+    learned: dict[str, Any] = {"positions": "learned", "max_positions": 5} if limit.startswith("model") else {}
+    model = make_random_model(len(WORDS), **learned)
+    config = DecodingConfig(**SETTINGS, max_source_tokens=2048 if learned else 5)
     fits, too_long = "one two three four", "one two three four five"  # and the end of sentence
-    translations = translate_lines(model, WordTokenizer(), [fits, "", fits, too_long], config, torch.device("cpu"))
+    translations = translate_lines(searcher_of(model, config), WordTokenizer(), [fits, "", fits, too_long], config)
     for _ in range(2):
         next(translations)
-    with pytest.raises(UserError, match=r"line 4: 6 tokens, but the model learned only 5 positions"):
+    with pytest.raises(UserError, match=rf"line 4: 6 tokens, but at most 5 are translated at once \({limit}\)"):
         next(translations)

@@ -9,7 +9,9 @@ from dist_transformer.cli.initial_weights import find
 from dist_transformer.config.models import ModelConfig
 from dist_transformer.errors import UserError
 from dist_transformer.interop.initial_weights import (
+    FORM,
     MISSING,
+    OTHER_FORM,
     OTHER_HEADS,
     OTHER_SHAPE,
     OTHER_TOKENIZER,
@@ -17,6 +19,7 @@ from dist_transformer.interop.initial_weights import (
     Origin,
     compare,
     fit_text,
+    form_of,
     load_initial_weights,
 )
 from dist_transformer.model.transformer import Transformer
@@ -164,3 +167,26 @@ def test_matrices_side_by_side_are_not_taken_where_only_their_sum_is_the_same():
     fit = compare(model_of(key_size=3, value_size=6), weights_of(model_of(key_size=4, value_size=4)), HERE, HERE)
     assert not [name for name in fit.taken if "self_attention." in name]
     assert "encoder_layers.0.self_attention.query_key_value.weight" in names(fit, OTHER_HEADS)
+
+
+@pytest.mark.parametrize(
+    ("name", "there", "here"),
+    [("norm", "deepnorm", "post"), ("activation", "relu", "gelu"), ("positions", "sinusoidal", "rotary")],
+)
+def test_what_is_computed_otherwise_with_the_same_tensors_is_named_and_refused_unless_partially(name, there, here):
+    model, source = model_of(seed=1, **{name: here}), model_of(seed=2, **{name: there})
+    assert set(weights_of(model)) == set(weights_of(source))
+    before, after = (Origin(2, HERE.tokenizers, form_of({name: form, "d_ff": 12})) for form in (there, here))
+    with pytest.raises(UserError, match=rf"model: {name} \({there} there, {here} here\)"):
+        load(model, source, before, after)
+    fit = load(model, source, before, after, partially=True)
+    assert names(fit, OTHER_FORM) == {f"model.{name}"}
+    assert all(torch.equal(value, weights_of(source)[name]) for name, value in weights_of(model).items())
+
+
+def test_a_setting_that_an_older_checkpoint_does_not_tell_is_not_held_against_it():
+    there, here = (
+        Origin(2, HERE.tokenizers, form_of(settings)) for settings in ({"norm": "post"}, ModelConfig().model_dump())
+    )
+    assert set(here.form) == set(FORM)
+    assert compare(model_of(), weights_of(model_of()), there, here).others == ()

@@ -25,6 +25,8 @@ SOURCE, TARGET_IN = torch.tensor([[5, 6, 7, 2], [8, 2, 0, 0]]), torch.tensor([[1
         (False, {}),
         (True, {"num_heads": 3, "key_size": 5, "value_size": 7}),
         (True, {"positions": "learned", "max_positions": 6}),
+        (True, {"norm": "deepnorm", "positions": "rotary", "activation": "swiglu", "norm_type": "rms"}),
+        (False, {"final_norm": True, "output_bias": True, "tied_output": False, "layer_drop": 0.5}),
     ],
 )
 def test_a_loaded_model_is_the_saved_one(shared: bool, given: dict[str, Any], save_small_model: Save) -> None:
@@ -37,6 +39,18 @@ def test_a_loaded_model_is_the_saved_one(shared: bool, given: dict[str, Any], sa
     assert (loaded.tokenizer_files.target is None) == shared
     if loaded.tokenizer_files.target is not None:
         assert loaded.tokenizer_files.target.read_bytes() == b"pieces of the target"
+
+
+def test_a_folder_from_before_the_model_had_variants_is_the_same_model(save_small_model: Save) -> None:
+    saved = save_small_model()
+    path = saved.folder / "config.json"
+    content = json.loads(path.read_text())
+    for name in ("norm_type", "final_norm", "activation", "layer_drop", "output_bias"):
+        del content["model"][name]
+    path.write_text(json.dumps(content))
+    loaded = load_model_folder(saved.folder)
+    assert loaded.config == saved.config
+    assert torch.equal(loaded.model(SOURCE, TARGET_IN), saved.model.eval()(SOURCE, TARGET_IN))
 
 
 def test_a_loaded_model_can_be_trained_further(save_small_model: Save) -> None:
@@ -155,6 +169,11 @@ def test_weights_of_another_configuration_cannot_be_saved(save_small_model: Save
         (lambda text: text.replace('"d_ff": 12', '"d_ff": -12'), "d_ff"),
         (lambda text: text.replace('"num_heads": 2', '"num_heads": 3'), "num_heads 3 does not divide d_model 8"),
         (lambda text: text.replace('"sinusoidal"', '"learned"'), "positions is learned, but max_positions None"),
+        (
+            lambda text: text.replace('"sinusoidal"', '"rotary"').replace('"key_size": null', '"key_size": 3'),
+            "positions is rotary, which turns pairs, but keys have an odd size, 3",
+        ),
+        (lambda text: text.replace('"relu"', '"tanh"'), "activation"),
     ],
 )
 def test_an_unreadable_configuration_is_named(

@@ -13,7 +13,7 @@ D_MODEL, NUM_HEADS, HEAD_SIZE = 12, 3, 4
 
 
 def self_attention(is_causal: bool = False) -> SelfAttention:
-    module = SelfAttention(D_MODEL, NUM_HEADS, (HEAD_SIZE, HEAD_SIZE), is_causal).double()
+    module = SelfAttention(D_MODEL, NUM_HEADS, (HEAD_SIZE, HEAD_SIZE), is_causal, None).double()
     torch.nn.init.normal_(module.query_key_value.bias)
     return module
 

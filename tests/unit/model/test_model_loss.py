@@ -62,6 +62,30 @@ def test_the_gradient_is_that_of_finite_differences(monkeypatch: pytest.MonkeyPa
     )
 
 
+@pytest.mark.parametrize("chunk", [4, 1000])
+@pytest.mark.parametrize("weight_is_trained", [True, False])
+def test_loss_and_gradients_with_a_bias_equal_cross_entropy(
+    chunk: int, weight_is_trained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_TOKENS", chunk)
+    hidden, weight, target = inputs()
+    hidden, weight = (
+        hidden.detach().requires_grad_(weight_is_trained),
+        weight.detach().requires_grad_(weight_is_trained),
+    )
+    bias = torch.randn(VOCABULARY, dtype=torch.float64, requires_grad=True)
+    ours, nll = label_smoothed_cross_entropy(hidden, weight, target, 0.1, PAD, bias)
+    logits = hidden @ weight.T + bias
+    options = dict(ignore_index=PAD, reduction="sum")
+    theirs = F.cross_entropy(logits, target, label_smoothing=0.1, **options)
+    torch.testing.assert_close((ours, nll), (theirs, F.cross_entropy(logits, target, **options).detach()))
+    trained = [hidden, weight, bias] if weight_is_trained else [bias]
+    torch.testing.assert_close(torch.autograd.grad(3.5 * ours, trained), torch.autograd.grad(3.5 * theirs, trained))
+    summed, _, hits = token_sums(hidden, weight, target, 0.1, PAD, bias)
+    torch.testing.assert_close(summed, theirs.detach())
+    assert hits == (logits.argmax(1) == target)[target != PAD].sum()
+
+
 def test_a_batch_of_padding_alone_has_no_loss_and_no_gradient() -> None:
     hidden, weight, target = inputs()
     ours, nll = label_smoothed_cross_entropy(hidden, weight, torch.full_like(target, PAD), 0.1, PAD)

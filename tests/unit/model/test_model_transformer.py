@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_transformer.config.models import ModelConfig
-from dist_transformer.config.sizes import parameter_count
+from dist_transformer.config.sizes import has_final_norm, parameter_count
 from dist_transformer.model.layers import (
     AddAndNorm,
     DecoderLayer,
@@ -66,7 +66,7 @@ def paired_layer(
 
 
 def torchs_transformer(config: ModelConfig) -> nn.Transformer:
-    """torch's own network; without the final norms that it adds to post-norm stacks, and the paper does not."""
+    """torch's own network; without the final norms that it always has, where the configuration has none."""
     theirs = nn.Transformer(
         config.d_model,
         config.num_heads,
@@ -74,22 +74,34 @@ def torchs_transformer(config: ModelConfig) -> nn.Transformer:
         config.num_decoder_layers,
         config.d_ff,
         dropout=0.0,
+        activation=F.silu if config.activation == "silu" else config.activation,
         batch_first=True,
         norm_first=config.norm == "pre",
         dtype=torch.float64,
     )
-    if config.norm == "post":
+    if not has_final_norm(config):
         theirs.encoder.norm = theirs.decoder.norm = None
     return theirs
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
-@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"norm": "post"},
+        {"norm": "pre"},
+        {"norm": "post", "final_norm": True},
+        {"norm": "pre", "final_norm": False},
+        {"norm": "post", "activation": "gelu"},
+        {"norm": "pre", "activation": "silu"},
+    ],
+    ids=str,
+)
 def test_the_network_and_its_gradient_equal_torchs_transformer(
-    norm: str, make_config: Callable[..., ModelConfig], make_model: MakeModel, batch: Batch
+    given: dict[str, Any], make_config: Callable[..., ModelConfig], make_model: MakeModel, batch: Batch
 ) -> None:
     source, target_in, target_out = batch
-    ours, theirs = make_model(norm=norm), torchs_transformer(make_config(norm=norm))
+    ours, theirs = make_model(**given), torchs_transformer(make_config(**given))
     for mine, other in paired_parameters(ours, theirs):
         other.data.copy_(torch.cat(mine).data)
     assert sum(other.numel() for _, other in paired_parameters(ours, theirs)) == sum(

@@ -75,15 +75,41 @@ def kept_by_autograd(config, shape):
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize(
-    "model", [dict(dropout=0.0), dict(dropout=0.1), ODD_HEADS, dict(positions="learned", max_positions=40)], ids=str
+    "model",
+    [
+        dict(dropout=0.0),
+        dict(dropout=0.1),
+        ODD_HEADS,
+        dict(positions="learned", max_positions=40),
+        dict(norm="deepnorm"),
+        dict(positions="rotary"),
+        dict(activation="gelu"),
+        dict(activation="silu"),
+        dict(activation="swiglu"),
+        dict(norm_type="rms"),
+        dict(final_norm=True),
+        dict(final_norm=False),
+        dict(layer_drop=0.2),
+        dict(output_bias=True),
+    ],
+    ids=str,
 )
 def test_the_activations_are_those_that_autograd_keeps(precision, norm, model):
     config = config_of({**SMALL_MODEL, "norm": norm, **model}, precision=precision)
     shape = Shape(5, 11, 23)
     found = activations(config, VOCABULARY, shape, on_gpu=False)
     kept, copies = kept_by_autograd(config, shape)
-    assert found.kept == pytest.approx(kept, rel=0.005)
+    table = 256 * 8 * 4 if config.model.positions == "rotary" else 0  # of angles: the same for any micro-batch
+    assert found.kept == pytest.approx(kept - table, rel=0.005)
     assert found.weight_copies == copies
+
+
+@pytest.mark.parametrize("model", [{}, dict(norm="pre"), dict(final_norm=True, norm_type="rms")], ids=str)
+def test_with_checkpointing_the_activations_are_the_inputs_of_layers(model):
+    config = config_of({**SMALL_MODEL, **model}, activation_checkpointing=True, precision="fp32")
+    shape = Shape(5, 11, 23)
+    found = activations(config, VOCABULARY, shape, on_gpu=False)
+    assert found.kept == pytest.approx(kept_by_autograd(config, shape)[0], rel=0.01)
 
 
 class KernelLikeThoseOfGpus(torch.autograd.Function):

@@ -49,10 +49,11 @@ def counted_flops(config, checkpointing):
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("head_size", [16, 10])
-def test_the_operations_are_those_that_torch_counts_but_for_attention_scores(checkpointing, head_size):
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+def test_the_operations_are_those_that_torch_counts_but_for_attention_scores(checkpointing, head_size, activation):
     """Its counter knows no attention kernel of CPUs, and kept attention is not computed again."""
     sizes = dict(d_model=64, d_ff=96, num_heads=4, num_encoder_layers=2, num_decoder_layers=3)
-    sizes |= dict(key_size=head_size, value_size=head_size)
+    sizes |= dict(key_size=head_size, value_size=head_size, activation=activation)
     values = {"data": {}, "model": sizes, "tokenizer": {"vocabulary_size": 64}}
     config = Config.model_validate({**values, "training": {"activation_checkpointing": checkpointing}})
     tokens = 3 * MEAN_TOKENS

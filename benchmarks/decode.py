@@ -1,0 +1,244 @@
+"""How fast `translate` searches: ours, CTranslate2 and Hugging Face `generate` on the same weights and sentences.
+
+    python benchmarks/decode.py                                     # random weights, sizes small and base
+    python benchmarks/decode.py --model runs/my --source test.en    # a trained model on real sentences
+
+The model is written as a Marian folder and as a CTranslate2 folder by the package's own doors. Every engine gets the same
+token ids in the same batches; tokenizing is not timed. Length penalty 0, which all three understand alike. With random weights
+the end of sentence is made impossible, so that every translation has the same length; a trained model's end where they end.
+"""
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch
+from common import (
+    Figures,
+    Rounds,
+    Stopwatch,
+    arguments_of,
+    begin,
+    finish,
+    interleaved,
+    markdown_table,
+    median,
+    median_ratio,
+    ratio_range,
+)
+
+from dist_transformer.config.data_models import TokenizerConfig
+from dist_transformer.config.models import DecodingConfig, ModelConfig
+from dist_transformer.data.demo_corpus import demo_pairs
+from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.decoding.search import TorchSearcher, pad_together
+from dist_transformer.interop.ctranslate2_export import export_ctranslate2
+from dist_transformer.interop.ctranslate2_search import CTranslate2Searcher
+from dist_transformer.interop.marian import export_marian
+from dist_transformer.interop.model_folder import (
+    LoadedModel,
+    ModelInformation,
+    TokenizerFiles,
+    load_model_folder,
+    save_model_folder,
+)
+from dist_transformer.model.hypothesis import SearchInput
+from dist_transformer.model.transformer import Transformer
+
+Ids = list[list[int]]
+Engine = Callable[[Ids], Ids]
+"""Source ids of a batch to target ids, without eos."""
+EXTRA_TOKENS = 50
+RANDOM_LENGTH = 24
+OURS, HF, CT2 = "ours", "Hugging Face generate", "CTranslate2"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, help="a model folder, or a run folder with one; none: random weights")
+    parser.add_argument("--source", type=Path, help="sentences for --model, one a line")
+    parser.add_argument("--presets", nargs="+", default=["small", "base"], help="sizes of the random models")
+    parser.add_argument("--vocabulary", type=int, default=8000, help="pieces of the random models")
+    parser.add_argument("--sentences", type=int, default=64)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64])
+    parser.add_argument("--beams", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = arguments_of(parser, rounds=3)
+    found, figures = begin(arguments.threads), {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for name, folder in model_folders(arguments, Path(temporary)):
+            figures[name] = measure(name, load_model_folder(folder), arguments, Path(temporary) / f"{name}-exports")
+    finish(arguments, found, figures)
+
+
+def model_folders(arguments: argparse.Namespace, temporary: Path) -> list[tuple[str, Path]]:
+    if arguments.model is not None:
+        inner = arguments.model / "model"
+        return [(arguments.model.name, inner if inner.is_dir() else arguments.model)]
+    return [(preset, random_model(preset, arguments.vocabulary, temporary)) for preset in arguments.presets]
+
+
+def random_model(preset: str, vocabulary: int, temporary: Path) -> Path:
+    """A model folder whose translations never end by themselves. Its tokenizer only lends it a name for each id."""
+    model_file = temporary / "pieces.model"
+    names = [f"<{number}>" for number in range(vocabulary - 400)]  # the demo corpus has not so many pieces
+    text = (sentence for pair in demo_pairs("validation") for sentence in pair)
+    train_tokenizer(text, TokenizerConfig(vocabulary_size=vocabulary), model_file, names)
+    tokenizer = Tokenizer.load(model_file)
+    rows = tokenizer.source_vocabulary
+    torch.manual_seed(1)
+    config = ModelConfig(preset=preset, output_bias=True)
+    model = Transformer(config, rows, rows, tokenizer.pad_id)
+    with torch.no_grad():
+        model.output_bias[tokenizer.eos_id] = -1e4
+    information = ModelInformation(rows, rows, tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, "en", "de", 0)
+    folder = temporary / preset
+    save_model_folder(folder, dict(model.named_parameters()), config, TokenizerFiles(model_file), information)
+    return folder
+
+
+def measure(name: str, loaded: LoadedModel, arguments: argparse.Namespace, exports: Path) -> dict[str, Rounds]:
+    """Figures of every engine, by batch and beam."""
+    export_marian(loaded, exports / "marian")
+    export_ctranslate2(loaded, exports / "ctranslate2")
+    sentences = source_ids(loaded, arguments)
+    print(f"\n## {name}: {len(sentences)} sentences, {sum(map(len, sentences)):,} source tokens\n")
+    results, rows = {}, []
+    for batch in arguments.batches:
+        batches = in_batches(sentences, batch)
+        for beam in arguments.beams:
+            engines = {
+                OURS: ours(loaded, arguments, beam),
+                HF: hugging_face(exports / "marian", loaded, arguments, beam),
+                CT2: ctranslate2(exports / "ctranslate2", loaded, arguments, beam),
+            }
+            found = {name: translate(engine, batches[:1]) for name, engine in engines.items()}  # warms up, too
+            cases = {name: partial(timed, engine, batches) for name, engine in engines.items()}
+            rounds = interleaved(cases, arguments.rounds)
+            results[f"batch {batch}, beam {beam}"] = rounds
+            rows += table_rows(batch, beam, rounds, found)
+    header = [
+        "batch",
+        "beam",
+        "engine",
+        "sentences/s",
+        "tokens/s",
+        "tokens/CPU-s",
+        "ours is",
+        "range",
+        "same first batch",
+    ]
+    print(markdown_table(header, rows), flush=True)
+    return results
+
+
+def table_rows(batch: int, beam: int, rounds: Rounds, found: dict[str, Ids]) -> list[list[str]]:
+    rows = []
+    for engine, samples in rounds.items():
+        same = sum(a == b for a, b in zip(found[engine], found[OURS], strict=True)) / len(found[OURS])
+        rows.append(
+            [
+                str(batch),
+                str(beam),
+                engine,
+                f"{median(samples, 'sentences_per_second'):.1f}",
+                f"{median(samples, 'tokens_per_second'):,.0f}",
+                f"{median(samples, 'tokens_per_cpu_second'):,.0f}",
+                f"{median_ratio(rounds[OURS], samples, 'tokens_per_second'):.2f}x",
+                ratio_range(rounds[OURS], samples, "tokens_per_second"),
+                f"{same:.0%}",
+            ]
+        )
+    return rows
+
+
+def source_ids(loaded: LoadedModel, arguments: argparse.Namespace) -> Ids:
+    """Longest first."""
+    files, information = loaded.tokenizer_files, loaded.information
+    if arguments.source is None:
+        ids = torch.randint(4, information.source_vocabulary, (arguments.sentences, RANDOM_LENGTH - 1)).tolist()
+        return [[*sentence, information.eos_id] for sentence in ids]
+    lines = arguments.source.read_text(encoding="utf-8").splitlines()[: arguments.sentences]
+    return sorted(Tokenizer.load(files.source, files.target).encode_source(lines), key=len, reverse=True)
+
+
+def in_batches(sentences: Ids, size: int) -> list[Ids]:
+    return [sentences[first : first + size] for first in range(0, len(sentences), size)]
+
+
+def timed(engine: Engine, batches: Sequence[Ids]) -> Figures:
+    clock = Stopwatch(with_descendants=False)
+    translations = translate(engine, batches)
+    wall, cpu = clock.read()
+    tokens = sum(len(ids) + 1 for ids in translations)
+    return {
+        "sentences_per_second": len(translations) / wall,
+        "tokens_per_second": tokens / wall,
+        "tokens_per_cpu_second": tokens / cpu,
+    }
+
+
+def translate(engine: Engine, batches: Sequence[Ids]) -> Ids:
+    return [ids for batch in batches for ids in engine(batch)]
+
+
+def decoding_settings(arguments: argparse.Namespace, beam: int) -> DecodingConfig:
+    extra = EXTRA_TOKENS if arguments.source is not None else 0
+    return DecodingConfig(beam_size=beam, length_penalty=0.0, max_extra_tokens=extra)
+
+
+def search_settings(loaded: LoadedModel, arguments: argparse.Namespace, beam: int) -> dict[str, Any]:
+    known, config = loaded.information, decoding_settings(arguments, beam)
+    ids = {"bos_id": known.bos_id, "eos_id": known.eos_id, "pad_id": known.pad_id}
+    return {**ids, "config": config, "device": torch.device("cpu")}
+
+
+def ours(loaded: LoadedModel, arguments: argparse.Namespace, beam: int) -> Engine:
+    return _of_searcher(TorchSearcher([loaded.model], **search_settings(loaded, arguments, beam)))
+
+
+def ctranslate2(folder: Path, loaded: LoadedModel, arguments: argparse.Namespace, beam: int) -> Engine:
+    return _of_searcher(CTranslate2Searcher(folder, **search_settings(loaded, arguments, beam)))
+
+
+def _of_searcher(searcher: TorchSearcher | CTranslate2Searcher) -> Engine:
+    def search(batch: Ids) -> Ids:
+        inputs = [SearchInput(ids, [], number) for number, ids in enumerate(batch)]
+        return [found[0].tokens for found in searcher.search(inputs)]
+
+    return search
+
+
+def hugging_face(folder: Path, loaded: LoadedModel, arguments: argparse.Namespace, beam: int) -> Engine:
+    import transformers
+
+    model = transformers.MarianMTModel.from_pretrained(folder).eval()
+    known, extra = loaded.information, decoding_settings(arguments, beam).max_extra_tokens
+
+    @torch.inference_mode()
+    def generate(batch: Ids) -> Ids:
+        source_BS = pad_together(batch, known.pad_id)
+        found = model.generate(
+            input_ids=source_BS,
+            attention_mask=source_BS != known.pad_id,
+            num_beams=beam,
+            do_sample=False,
+            length_penalty=0.0,
+            early_stopping=False,
+            max_new_tokens=source_BS.shape[1] + extra,
+        )
+        special = {known.pad_id, known.bos_id, known.eos_id}
+        return [[token for token in row if token not in special] for row in found.tolist()]
+
+    return generate
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""export: a model folder in the format of another program."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dist_transformer.errors import UserError
+
+Format = Literal["marian", "ctranslate2"]
+Quantization = Literal["int8", "int16", "float16", "bfloat16"]
+
+
+def export_command(
+    model: Annotated[Path, typer.Argument(help="A model folder, or a run folder.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="A new folder to write.", show_default=False)],
+    to: Annotated[
+        Format,
+        typer.Option(help="marian: MarianMTModel of Hugging Face; ctranslate2: CTranslate2.", show_default=False),
+    ],
+    quantization: Annotated[
+        Quantization | None, typer.Option(help="Of ctranslate2: how the matrices are kept; default: fp32.")
+    ] = None,
+) -> None:
+    """Write a model folder in the format of another program, tokenizer included."""
+    from dist_transformer.cli.loaded_model import model_folder_of
+    from dist_transformer.interop.model_folder import load_model_folder
+    from dist_transformer.interop.whole_folder import refuse_to_overwrite
+
+    if quantization is not None and to != "ctranslate2":
+        raise UserError(f"--quantization {quantization}: is of --to ctranslate2; drop it, {to} models are fp32")
+    refuse_to_overwrite(out)
+    loaded = load_model_folder(model_folder_of(model))
+    if to == "marian":
+        from dist_transformer.interop.marian import export_marian
+
+        export_marian(loaded, out)
+    else:
+        from dist_transformer.interop.ctranslate2_export import export_ctranslate2
+
+        export_ctranslate2(loaded, out, quantization)
+    print(f"{out}: written for {to}")

@@ -1,0 +1,118 @@
+"""extend-vocabulary: a model folder with new pieces, ready to be fine-tuned on text that has them."""
+
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from dist_transformer.errors import UserError
+
+if TYPE_CHECKING:  # at run time it would import torch for every command
+    from dist_transformer.interop.model_folder import LoadedModel, TokenizerFiles
+    from dist_transformer.interop.vocabulary_extension import Growth
+
+Side = Literal["source", "target", "both"]
+SHOWN = 20
+"""Pieces that the command prints; a file may hold thousands."""
+
+
+def extend_vocabulary_command(
+    model: Annotated[Path, typer.Argument(help="A model folder, or a run folder.", show_default=False)],
+    output: Annotated[Path, typer.Argument(help="Where to write the new model folder.", show_default=False)],
+    pieces: Annotated[
+        list[str] | None, typer.Option(help="A new piece: <bt>, ▁Wetter; may be given several times.")
+    ] = None,
+    pieces_file: Annotated[Path | None, typer.Option(help="A file with a piece a line.")] = None,
+    side: Annotated[Side, typer.Option(help="Which of two separate vocabularies.")] = "both",
+) -> None:
+    """Add pieces to the vocabulary of a trained model, each with the mean of the rows of what it was cut into before."""
+    from dist_transformer.cli.loaded_model import model_folder_of
+    from dist_transformer.interop.model_folder import load_model_folder
+
+    asked = [*(pieces or []), *(_lines(pieces_file) if pieces_file is not None else [])]
+    if not asked:
+        raise UserError(
+            "there is no piece to add: give --pieces '<bt>', several times for several, or --pieces-file FILE"
+        )
+    if output.exists():
+        raise UserError(f"{output} is there already: give another folder, or remove it first")
+    folder = model_folder_of(model)
+    loaded = load_model_folder(folder)
+    if side != "both" and (loaded.config.shared_embeddings or loaded.tokenizer_files.target is None):
+        raise UserError(f"--side {side}: {folder} has one vocabulary for both sides; leave --side out")
+    added = _extend(loaded, asked, side, output)
+    _tell(output, added, loaded.tokenizer_files.target is not None)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"--pieces-file {path} cannot be read: {error}. Expected a text file, UTF-8, a piece a line"
+        ) from None
+    return [line.strip() for line in lines if line.strip()]
+
+
+def _extend(loaded: "LoadedModel", asked: Sequence[str], side: Side, output: Path) -> list[str]:
+    """Writes the new folder; returns the pieces that the model did not have."""
+    from dataclasses import replace
+
+    from dist_transformer.data.new_pieces import missing_pieces
+    from dist_transformer.data.tokenizer import Tokenizer
+    from dist_transformer.interop.model_folder import save_model_folder
+    from dist_transformer.interop.vocabulary_extension import extended_weights
+
+    files = loaded.tokenizer_files
+    of_source = missing_pieces(files.source, asked) if side != "target" else []
+    of_target = missing_pieces(files.target or files.source, asked) if side != "source" else []
+    if not of_source and not of_target:
+        raise UserError(f"the vocabulary has all of {' '.join(asked[:SHOWN])} already: there is nothing to add")
+    with TemporaryDirectory() as folder:
+        new = _new_models(files, of_source, of_target, Path(folder))
+        tokenizer = Tokenizer.load(new.source, new.target)
+        weights = extended_weights(
+            dict(loaded.model.named_parameters()),
+            _growth(files.source, of_source, tokenizer.source_vocabulary, loaded.information.pad_id),
+            _growth(files.target or files.source, of_target, tokenizer.target_vocabulary, loaded.information.pad_id),
+            loaded.config.shared_embeddings,
+        )
+        information = replace(
+            loaded.information,
+            source_vocabulary=tokenizer.source_vocabulary,
+            target_vocabulary=tokenizer.target_vocabulary,
+            pad_id=tokenizer.pad_id,
+        )
+        save_model_folder(output, weights, loaded.config, new, information)
+    return list(dict.fromkeys([*of_source, *of_target]))
+
+
+def _new_models(
+    files: "TokenizerFiles", of_source: Sequence[str], of_target: Sequence[str], folder: Path
+) -> "TokenizerFiles":
+    from dist_transformer.data.new_pieces import add_pieces
+    from dist_transformer.interop.model_folder import SOURCE_MODEL, TARGET_MODEL, TokenizerFiles
+
+    add_pieces(files.source, of_source, folder / SOURCE_MODEL)
+    if files.target is None:
+        return TokenizerFiles(folder / SOURCE_MODEL)
+    add_pieces(files.target, of_target, folder / TARGET_MODEL)
+    return TokenizerFiles(folder / SOURCE_MODEL, folder / TARGET_MODEL)
+
+
+def _growth(old: Path, pieces: Sequence[str], vocabulary: int, pad_id: int) -> "Growth":
+    from dist_transformer.data.new_pieces import cuts, num_pieces
+    from dist_transformer.interop.vocabulary_extension import Growth
+
+    return Growth(num_pieces(old), tuple(tuple(cut) for cut in cuts(old, pieces)), vocabulary, pad_id)
+
+
+def _tell(output: Path, added: Sequence[str], has_target: bool) -> None:
+    more = f" and {len(added) - SHOWN} more" if len(added) > SHOWN else ""
+    print(f"{output}: {len(added)} new pieces: {' '.join(added[:SHOWN])}{more}")
+    target = f" tokenizer.target_model={output / 'target.model'}" if has_target else ""
+    settings = f"tokenizer.source_model={output / 'source.model'}{target} training.init_from={output}"
+    print(f"fine-tune it with: {' '.join(map(shlex.quote, settings.split(' ')))}")

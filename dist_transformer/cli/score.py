@@ -1,0 +1,53 @@
+"""score: how probable given translations are to a model."""
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dist_transformer.cli.search_options import EnsembleOption, ModelArgument
+from dist_transformer.errors import UserError
+
+
+def score_command(
+    model: ModelArgument,
+    source: Annotated[Path, typer.Option(help="Source file, a sentence a line.", show_default=False)],
+    target: Annotated[Path, typer.Option(help="Its translations, line by line.", show_default=False)],
+    ensemble: EnsembleOption = None,
+    per_token: Annotated[
+        bool,
+        typer.Option("--per-token", help="Of each token of the line, apart by spaces; the end of sentence is last."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="An object a line: sum, pieces, and each of them.")] = False,
+) -> None:
+    """Print the log-probability (natural) of given translations, a line each, and the perplexity of all on stderr.
+
+    The text is cut into tokens as in training, which may not be the tokens that a search found the same text with.
+    """
+    from dist_transformer.cli.loaded_model import load_models, model_folder_of
+    from dist_transformer.decoding.file_parts import digest_and_lines, numbered_lines
+    from dist_transformer.decoding.pair_scores import score_pairs
+
+    (_, num_sources), (_, num_targets) = digest_and_lines(source), digest_and_lines(target)
+    if num_sources != num_targets:
+        raise UserError(f"{source} has {num_sources} lines, {target} {num_targets}: expected a translation for each")
+    loaded = load_models([model_folder_of(folder) for folder in (model, *(ensemble or []))])
+    pairs = zip(numbered_lines(source), numbered_lines(target), strict=True)
+    total, num_tokens = 0.0, 0
+    for ids, found in score_pairs(loaded.models, loaded.tokenizer, pairs, loaded.device):
+        total, num_tokens = total + sum(found), num_tokens + len(found)
+        if as_json:
+            pieces = loaded.tokenizer.target_pieces(ids)
+            print(json.dumps({"log_probability": sum(found), "pieces": pieces, "log_probabilities": found}))
+        else:
+            print(" ".join(f"{value:.4f}" for value in (found if per_token else [sum(found)])))
+    if num_tokens:
+        mean = total / num_tokens
+        print(
+            f"{num_sources:,} pairs, {num_tokens:,} target tokens, log-probability {mean:.4f} per token, perplexity "
+            f"{math.exp(-mean):.2f}",
+            file=sys.stderr,
+        )

@@ -1,0 +1,80 @@
+"""Options of the verbs that search for translations, and the settings that come of them."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import ValidationError
+
+from dist_transformer.cli.arguments import read_run
+from dist_transformer.config.model_checks import check_decoding
+from dist_transformer.config.models import DecodingConfig
+from dist_transformer.errors import ConfigError
+
+PANEL = "Search (default: as the run's configuration says)"
+ModelArgument = Annotated[Path, typer.Argument(help="A model folder, or a run folder.", show_default=False)]
+EnsembleOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="A further model of the same vocabulary; several models are one by the mean of their probabilities."
+    ),
+]
+BeamOption = Annotated[int | None, typer.Option(min=1, help="Beam size (6.1: 4).", rich_help_panel=PANEL)]
+PenaltyOption = Annotated[
+    float | None, typer.Option(min=0.0, help="Length penalty alpha (6.1: 0.6).", rich_help_panel=PANEL)
+]
+NBestOption = Annotated[
+    int | None, typer.Option("--n-best", min=1, help="Translations for each line, best first.", rich_help_panel=PANEL)
+]
+NoRepeatOption = Annotated[
+    int | None,
+    typer.Option("--no-repeat-ngram", min=0, help="No n-gram of so many tokens twice; 0: any.", rich_help_panel=PANEL),
+]
+SamplingOption = Annotated[
+    bool | None, typer.Option("--sampling", help="Draw tokens in place of the beam search.", rich_help_panel=PANEL)
+]
+TemperatureOption = Annotated[float | None, typer.Option(help="Sampling: divides logits.", rich_help_panel=PANEL)]
+TopKOption = Annotated[
+    int | None, typer.Option(min=0, help="Sampling: from so many likeliest tokens; 0: all.", rich_help_panel=PANEL)
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(help="Sampling: from the likeliest tokens that have this probability.", rich_help_panel=PANEL),
+]
+SeedOption = Annotated[int | None, typer.Option(min=0, help="Of sampling.", rich_help_panel=PANEL)]
+TooLongOption = Annotated[
+    Literal["refuse", "split"] | None,
+    typer.Option(help="What becomes of lines above --max-source-tokens.", rich_help_panel=PANEL),
+]
+MaxSourceOption = Annotated[
+    int | None, typer.Option(min=2, help="Longest line, in tokens, translated at once.", rich_help_panel=PANEL)
+]
+MaxTokensOption = Annotated[
+    int | None, typer.Option(min=1, help="Source tokens times beam in one batch.", rich_help_panel=PANEL)
+]
+
+
+def decoding(beam: int | None, length_penalty: float | None, base: DecodingConfig | None = None) -> DecodingConfig:
+    """The settings of a search that gives one translation a line, with what the command line gives over `base`."""
+    given = {"beam_size": beam, "length_penalty": length_penalty, "n_best": 1}
+    settings = base or DecodingConfig()
+    return settings.model_copy(update={key: value for key, value in given.items() if value is not None})
+
+
+def search_settings(model: Path, **given: Any) -> DecodingConfig:
+    """Those of the run of `model`, where it is a run folder, with what is given and not None in their place.
+
+    Raises:
+        ConfigError: settings that no search can have, or that exclude each other.
+    """
+    base = read_run(model)[0].decoding if (model / "config.yaml").is_file() else DecodingConfig()
+    changes = {key: value for key, value in given.items() if value is not None}
+    heading = "the search cannot be done as it is asked for:"
+    try:
+        settings = DecodingConfig(**{**base.model_dump(), **changes})
+    except ValidationError as error:
+        problems = [f"decoding.{p['loc'][0]}: {p['msg']}, got {p['input']}" for p in error.errors()]
+        raise ConfigError(problems, heading) from None
+    if problems := [message for _, message in check_decoding(settings)]:
+        raise ConfigError(problems, heading)
+    return settings

@@ -1,0 +1,114 @@
+"""Reading and rewriting the pieces of a sentencepiece model file: which text is which id, and of which kind.
+
+The file is a protocol buffer. Its ids are the places in its list of pieces, so another order is another numbering; how a
+text is cut depends on the texts, scores and kinds of the pieces alone.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from google.protobuf.message import DecodeError
+from sentencepiece import sentencepiece_model_pb2
+
+from dist_transformer.errors import DataError
+
+BLANK = "\u2581"
+"""What stands for a space in a piece."""
+Kind = sentencepiece_model_pb2.ModelProto.SentencePiece
+
+
+@dataclass(frozen=True)
+class SpecialPieces:
+    """The texts of the pieces that are no text; `begin` may be `padding`."""
+
+    unknown: str
+    begin: str
+    end: str
+    padding: str
+
+
+def read_pieces_file(path: Path) -> Any:
+    """The ModelProto of a sentencepiece model. DataError when the file is missing or something else."""
+    proto = sentencepiece_model_pb2.ModelProto()
+    try:
+        proto.ParseFromString(path.read_bytes())
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file, expected a sentencepiece model.") from error
+    except DecodeError as error:
+        raise DataError(f"{path}: not a whole sentencepiece model ({error}). Copy or train it again.") from error
+    if not proto.pieces:
+        raise DataError(f"{path}: not a whole sentencepiece model (it has no pieces). Copy or train it again.")
+    return proto
+
+
+def texts(proto: Any) -> list[str]:
+    """The text of each piece, by id."""
+    return [piece.piece for piece in proto.pieces]
+
+
+def produced(proto: Any) -> list[str]:
+    """The pieces that a text can be cut into."""
+    return [piece.piece for piece in proto.pieces if piece.type in (Kind.NORMAL, Kind.USER_DEFINED, Kind.BYTE)]
+
+
+def renumbered(proto: Any, pieces: Sequence[str], special: SpecialPieces, whole: Iterable[str]) -> bytes:
+    """A model that cuts text as `proto` does, with the ids of `pieces`: the content of its file.
+
+    Of `pieces`, those of `whole` become one piece wherever they stand in a text; those that `proto` has not are there for
+    the model that has this vocabulary, no text is cut into them. Every piece that `proto` produces is in `pieces`.
+    """
+    ours = {piece.piece: piece for piece in proto.pieces}
+    always = set(whole)
+    new = sentencepiece_model_pb2.ModelProto()
+    new.CopyFrom(proto)
+    new.ClearField("self_test_data")
+    del new.pieces[:]
+    for text in pieces:
+        score = ours[text].score if text in ours else 0.0
+        kind = Kind.USER_DEFINED if text in always else _kind(proto, text, ours.get(text), special)
+        new.pieces.add(piece=text, score=score, type=kind)
+    _name_special(new.trainer_spec, list(pieces), special)
+    return bytes(new.SerializeToString())
+
+
+def without(proto: Any, left_out: Iterable[str]) -> bytes:
+    """The content of a file without these pieces; the other ids move up."""
+    gone = set(left_out)
+    kept = [piece for piece in proto.pieces if piece.piece not in gone]
+    new = sentencepiece_model_pb2.ModelProto()
+    new.CopyFrom(proto)
+    new.ClearField("self_test_data")
+    del new.pieces[:]
+    new.pieces.extend(kept)
+    new.trainer_spec.vocab_size = len(kept)
+    return bytes(new.SerializeToString())
+
+
+def never_produced(proto: Any) -> list[str]:
+    """Pieces that no text is cut into and that mean nothing either: those that `renumbered` had to add."""
+    trainer = proto.trainer_spec
+    special = {trainer.unk_piece, trainer.bos_piece, trainer.eos_piece, trainer.pad_piece}
+    kinds = (Kind.UNUSED, Kind.CONTROL)
+    return [piece.piece for piece in proto.pieces if piece.type in kinds and piece.piece not in special]
+
+
+def _kind(proto: Any, text: str, piece: Any, special: SpecialPieces) -> int:
+    if text == special.unknown:
+        return int(Kind.UNKNOWN)
+    if text in (special.begin, special.end, special.padding):
+        return int(Kind.CONTROL)
+    if piece is not None:
+        return int(Kind.CONTROL if piece.type == Kind.UNKNOWN else piece.type)
+    # In a BPE model an unused piece is merged and then split again, which other merges would notice.
+    is_bpe = proto.trainer_spec.model_type == proto.trainer_spec.BPE
+    return int(Kind.CONTROL if is_bpe else Kind.UNUSED)
+
+
+def _name_special(trainer: Any, pieces: list[str], special: SpecialPieces) -> None:
+    names = {"unk": special.unknown, "bos": special.begin, "eos": special.end, "pad": special.padding}
+    for name, text in names.items():
+        setattr(trainer, f"{name}_piece", text)
+        setattr(trainer, f"{name}_id", pieces.index(text))
+    trainer.vocab_size = len(pieces)

@@ -1,0 +1,103 @@
+"""Which tokens may come next: prefixes, n-grams that must not repeat, the longest output.
+
+Axes: N sentences, B rows (each sentence's side by side), T tokens so far, W n-grams, n tokens of one, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dist_transformer.config.models import DecodingConfig
+from dist_transformer.errors import UserError
+from dist_transformer.model.hypothesis import SearchInput
+
+IMPOSSIBLE = float("-inf")
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Ids of the tokens that are no text."""
+
+    bos: int
+    eos: int
+    pad: int
+
+
+class Constraints:
+    """What each sentence of a batch must follow.
+
+    The longest output, eos included, is the source's length plus `config.max_extra_tokens`, or what the prefix needs, and
+    no more than the models have positions.
+    """
+
+    def __init__(
+        self,
+        batch: Sequence[SearchInput],
+        rows_per_sentence: int,
+        ids: SpecialIds,
+        max_positions: int | None,
+        config: DecodingConfig,
+    ) -> None:
+        """Raises UserError: a prefix leaves no position for the end of the translation."""
+        self.rows_per_sentence, self.ids, self.ngram_size = rows_per_sentence, ids, config.no_repeat_ngram_size
+        self.prefixes = [sentence.prefix for sentence in batch]
+        self.longest = [_longest(sentence, max_positions, config) for sentence in batch]
+
+    def apply(self, value_BV: Tensor, token_BT: Tensor) -> None:
+        """Sets to -inf, in place, what may not follow the tokens so far: bos, padding, and what breaks a constraint.
+
+        The end of the sentence is never forbidden but by a prefix, so something is always left.
+        """
+        rows, tokens = self._forced(token_BT.shape[1])
+        index = (
+            torch.tensor(rows, device=value_BV.device, dtype=torch.long),
+            torch.tensor(tokens, device=value_BV.device, dtype=torch.long),
+        )
+        kept_values = value_BV[index] if rows else value_BV[:0]
+        value_BV[:, self.ids.bos] = value_BV[:, self.ids.pad] = IMPOSSIBLE
+        if self.ngram_size:
+            forbid_repeats(value_BV, token_BT, self.ngram_size)
+        if rows:
+            value_BV[index[0]] = IMPOSSIBLE
+            value_BV[index] = kept_values
+
+    def select(self, kept: Sequence[int]) -> None:
+        """Keeps the given sentences, in the given order."""
+        self.prefixes = [self.prefixes[sentence] for sentence in kept]
+        self.longest = [self.longest[sentence] for sentence in kept]
+
+    def _forced(self, num_tokens: int) -> tuple[list[int], list[int]]:
+        """Rows that have no choice after `num_tokens` tokens, and the token of each."""
+        rows: list[int] = []
+        tokens: list[int] = []
+        for sentence, (prefix, longest) in enumerate(zip(self.prefixes, self.longest, strict=True)):
+            if num_tokens < len(prefix) or num_tokens + 1 == longest:
+                first = sentence * self.rows_per_sentence
+                rows += range(first, first + self.rows_per_sentence)
+                token = prefix[num_tokens] if num_tokens < len(prefix) else self.ids.eos
+                tokens += [token] * self.rows_per_sentence
+        return rows, tokens
+
+
+def forbid_repeats(value_BV: Tensor, token_BT: Tensor, ngram_size: int) -> None:
+    """Sets to -inf, in place, every token that would end an n-gram that the row already has."""
+    if token_BT.shape[1] < ngram_size:
+        return
+    ngram_BWn = token_BT.unfold(1, ngram_size, 1)
+    newest_Bn = token_BT[:, token_BT.shape[1] - ngram_size + 1 :]
+    repeats_BW = (ngram_BWn[..., :-1] == newest_Bn[:, None]).all(-1)
+    limit_BW = torch.where(repeats_BW, IMPOSSIBLE, -IMPOSSIBLE).to(value_BV.dtype)
+    value_BV.scatter_reduce_(1, ngram_BWn[..., -1], limit_BW, "amin")
+
+
+def _longest(sentence: SearchInput, max_positions: int | None, config: DecodingConfig) -> int:
+    needed = len(sentence.prefix) + 1
+    if max_positions is not None and needed > max_positions:
+        raise UserError(
+            f"line {sentence.number + 1}: its prefix has {len(sentence.prefix)} tokens, but a translation of this model has "
+            f"at most {max_positions - 1} (model.max_positions): give a shorter prefix"
+        )
+    longest = max(len(sentence.source) + config.max_extra_tokens, needed)
+    return longest if max_positions is None else min(longest, max_positions)

@@ -1,0 +1,46 @@
+"""Several models that decode the same batch in step, as if they were one: the mean of their probabilities.
+
+Axes: B rows, M models, V vocabulary, S source.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dist_transformer.model.transformer import Transformer
+
+
+class Ensemble:
+    """The caches of all models for one batch. One model alone is itself, to the bit."""
+
+    def __init__(self, models: Sequence[Transformer], source_BS: Tensor, rows_per_sentence: int) -> None:
+        """`models` share vocabularies, are in eval mode and on the device of `source_BS`."""
+        assert not any(model.training for model in models), "dropout would make the search random: call eval() first"
+        self.models, self.device = models, source_BS.device
+        self.caches = [model.start_decoding(model.encode(source_BS), source_BS, rows_per_sentence) for model in models]
+
+    def step(self, newest_B: Tensor) -> Tensor:
+        """Log-probabilities (B, V), fp32 at least, of the token after `newest_B`, which is added to the caches."""
+        logits = [model.decode_step(newest_B, cache) for model, cache in zip(self.models, self.caches, strict=True)]
+        return log_probabilities(logits)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row i goes on from row `rows[i]` of the same sentence."""
+        for cache in self.caches:
+            cache.reorder(rows)
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps the given rows in the given order: whole sentences."""
+        for cache in self.caches:
+            cache.select(rows)
+
+
+def log_probabilities(logits_of_models: Sequence[Tensor]) -> Tensor:
+    """Natural logarithms (..., V) of the models' mean probability; fp32 at least."""
+    each = [
+        logits.log_softmax(-1, dtype=logits.dtype if logits.dtype == torch.float64 else torch.float32)
+        for logits in logits_of_models
+    ]
+    return each[0] if len(each) == 1 else torch.stack(each).logsumexp(0) - math.log(len(each))

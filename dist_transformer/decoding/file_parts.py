@@ -1,0 +1,196 @@
+"""A large file translated in parts, by any number of processes on any machines that see the same disk.
+
+The lines are cut into chunks, whose size depends on the number of lines alone. Beside the file that is to be written there
+is, until it is whole, a folder:
+
+    OUTPUT.parts/plan.json     what is translated, with what: input, models, search
+    OUTPUT.parts/0000000.txt   the translations of chunk 0, written whole
+
+Who finishes the last part joins all of them into OUTPUT, leaves the plan beside it as OUTPUT.plan.json, and removes the
+folder. So a new start finds out what is done, whoever did it.
+"""
+
+import hashlib
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from filelock import FileLock
+
+from dist_transformer.errors import UserError
+from dist_transformer.run_dir import read_json, replacing, write_json, write_text
+
+SMALLEST_CHUNK_LINES, LARGEST_CHUNK_LINES, MOST_SMALL_CHUNKS = 256, 16_384, 1024
+"""A chunk fills batches of sentences of like length; a folder of many thousand files would slow a cluster's disk."""
+PLAN_NAME = "plan.json"
+READ_BYTES = 1 << 20
+
+Plan = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of one output. `open_parts` makes it."""
+
+    output: Path
+    num_chunks: int
+
+    def is_done(self, chunk: int) -> bool:
+        """Whether the part is there, or the output made of it."""
+        return self._part(chunk).exists() or is_whole(self.output)
+
+    def num_done(self) -> int:
+        """Parts that are there, whoever made them."""
+        return sum(self._part(chunk).exists() for chunk in range(self.num_chunks))
+
+    def write(self, chunk: int, lines: Sequence[str]) -> None:
+        """Writes a part whole."""
+        write_text(self._part(chunk), "".join(f"{line}\n" for line in lines))
+
+    def join(self) -> bool:
+        """Makes the output if every part is there; whether it is whole now. Any number of processes may call it."""
+        with _lock(self.output):
+            if is_whole(self.output):
+                return True
+            if self.num_done() < self.num_chunks:
+                return False
+            # The plan first: an output without one is somebody else's.
+            write_json(_plan_of(self.output), read_json(_folder(self.output) / PLAN_NAME))
+            with replacing(self.output) as temporary, temporary.open("wb") as out:
+                for chunk in range(self.num_chunks):
+                    with self._part(chunk).open("rb") as part:
+                        shutil.copyfileobj(part, out, READ_BYTES)
+            shutil.rmtree(_folder(self.output))
+            return True
+
+    def _part(self, chunk: int) -> Path:
+        return _folder(self.output) / f"{chunk:07}.txt"
+
+
+def open_parts(output: Path, plan: Plan, num_chunks: int) -> Parts | None:
+    """The parts of the output, as far as they are done; None when it is whole already, by the same plan.
+
+    Raises:
+        UserError: the output, or its parts, are of another plan; or there is a file of unknown origin.
+    """
+    with _lock(output):
+        if is_whole(output):
+            _refuse_other(read_json(_plan_of(output)), plan, output, f"{output} and {_plan_of(output).name}")
+            shutil.rmtree(_folder(output), ignore_errors=True)  # left by a process that died while it cleared up
+            return None
+        if output.exists():
+            raise UserError(
+                f"{output}: is there already, and nothing tells what made it: remove it, or name another file"
+            )
+        if (planned := _folder(output) / PLAN_NAME).exists():
+            _refuse_other(read_json(planned), plan, output, f"the folder {_folder(output)}")
+        else:
+            write_json(planned, plan)
+        _plan_of(output).unlink(missing_ok=True)  # of an output that was removed, or was about to be written
+    return Parts(output, num_chunks)
+
+
+def is_whole(output: Path) -> bool:
+    """Whether the output has been joined of its parts."""
+    return _plan_of(output).exists() and output.exists()
+
+
+def chunk_lines(num_lines: int) -> int:
+    """Lines of a chunk of a file of so many lines."""
+    return min(LARGEST_CHUNK_LINES, max(SMALLEST_CHUNK_LINES, -(-num_lines // MOST_SMALL_CHUNKS)))
+
+
+def digest_and_lines(path: Path) -> tuple[str, int]:
+    """SHA-256 of a file, and how many lines it has.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    digest, num_lines, last = hashlib.sha256(), 0, b"\n"
+    with _opened(path) as file:
+        while data := file.read(READ_BYTES):
+            digest.update(data)
+            num_lines, last = num_lines + data.count(b"\n"), data[-1:]
+    return digest.hexdigest(), num_lines + (last != b"\n")
+
+
+class LineReader:
+    """Reads ranges of lines of a file, from its beginning on."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines = numbered_lines(path)
+        self._next = 0
+
+    def read(self, first: int, count: int) -> list[str]:
+        """So many lines from number `first` on, counted from 0, or those up to the end; `first` never goes back.
+
+        Raises:
+            UserError: one of them, or one before, is not valid UTF-8.
+        """
+        assert first >= self._next, "it reads forward"
+        lines = list(islice(self._lines, first - self._next, first - self._next + count))
+        self._next = first + count
+        return lines
+
+
+def numbered_lines(path: Path) -> Iterator[str]:
+    """The lines of a file without their ends.
+
+    Raises:
+        UserError: the file cannot be read, or a line is not valid UTF-8.
+    """
+    with _opened(path) as file:
+        yield from decoded_lines(file, str(path))
+
+
+def decoded_lines(lines: Iterable[bytes], name: str) -> Iterator[str]:
+    """Lines of bytes as text without their ends; UserError, with `name` and the number, for one that is not UTF-8."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield line.decode("utf-8").rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{name}, line {number}: not valid UTF-8 ({error.reason}); convert it first") from None
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}; expected a text file in UTF-8") from None
+
+
+def _refuse_other(there: Plan, now: Plan, output: Path, made: str) -> None:
+    differing = [
+        f"{name}: {_short(there.get(name))} there, {_short(now.get(name))} now"
+        for name in {**there, **now}
+        if there.get(name) != now.get(name)
+    ]
+    if differing:
+        raise UserError(
+            f"{output}: was begun as another translation ({'; '.join(differing)}): go on as it was begun, name another file, "
+            f"or remove {made}"
+        )
+
+
+def _short(value: Any) -> str:
+    """A digest is known by its beginning."""
+    text = "none" if value is None else str(value)
+    return text[:12] if len(text) == 64 else text
+
+
+def _folder(output: Path) -> Path:
+    return output.with_name(f"{output.name}.parts")
+
+
+def _plan_of(output: Path) -> Path:
+    return output.with_name(f"{output.name}.plan.json")
+
+
+def _lock(output: Path) -> FileLock:
+    """For moments only. A soft lock, of a disk without real ones, would outlive a process that dies."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    return FileLock(output.with_name(f".{output.name}.lock"), fallback_to_soft=False)

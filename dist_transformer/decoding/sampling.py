@@ -1,0 +1,126 @@
+"""Translations drawn at random from the models' distribution, or from its likeliest part.
+
+Each draw takes one number that depends on (seed, line, sample, position) alone, and finds the token whose share of
+the cumulative probability it falls in: so the batch a sentence comes in changes nothing.
+
+Axes: N sentences, K samples of each, B = N * K rows, C candidates, T tokens, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_transformer.config.models import DecodingConfig
+from dist_transformer.decoding.beam import length_penalty
+from dist_transformer.decoding.constraints import Constraints, SpecialIds
+from dist_transformer.decoding.ensemble import Ensemble
+from dist_transformer.model.hypothesis import Hypothesis, SearchInput
+
+
+@torch.no_grad()
+def sample(
+    ensemble: Ensemble, constraints: Constraints, batch: Sequence[SearchInput], ids: SpecialIds, config: DecodingConfig
+) -> list[list[Hypothesis]]:
+    """For each sentence `config.n_best` translations drawn independently, the likeliest first.
+
+    Their log-probabilities are the models', whatever the temperature and the tokens left out.
+    """
+    search = _Sampling(ensemble, constraints, batch, ids, config)
+    while search.input_position:
+        search.step()
+    return search.results
+
+
+def draws(seed: int, sentence: int, sample: int, count: int) -> list[float]:
+    """The numbers in [0, 1) of the first `count` positions of one sample of one sentence."""
+    return np.random.default_rng([seed, sentence, sample]).random(count).tolist()  # type: ignore[no-any-return]
+
+
+def choose(logits_BV: Tensor, draw_B: Tensor, config: DecodingConfig) -> Tensor:
+    """The token (B) of each row that its number in [0, 1) chooses."""
+    probability_BC, token_BC = _candidates((logits_BV / config.temperature).softmax(-1, dtype=torch.float64), config)
+    cumulative_BC = probability_BC.cumsum(1)
+    # As a number below 1 in fp64 times the total is below the total, what is chosen has a probability above 0.
+    reached_B1 = draw_B[:, None] * cumulative_BC[:, -1:]
+    chosen_B1 = torch.searchsorted(cumulative_BC, reached_B1, right=True).clamp_(max=cumulative_BC.shape[1] - 1)
+    return (chosen_B1 if token_BC is None else token_BC.gather(1, chosen_B1)).squeeze(1)
+
+
+def _candidates(probability_BV: Tensor, config: DecodingConfig) -> tuple[Tensor, Tensor | None]:
+    """Probabilities that may be drawn from, and their tokens; None: all, in order."""
+    if config.top_k == 0 and config.top_p == 1:
+        return probability_BV, None
+    vocabulary = probability_BV.shape[1]
+    probability_BC, token_BC = probability_BV.topk(min(config.top_k or vocabulary, vocabulary), dim=1)
+    before_BC = probability_BC.cumsum(1) - probability_BC
+    return probability_BC.masked_fill(before_BC >= config.top_p, 0.0), token_BC
+
+
+class _Sampling:
+    """The state of one batch. A sentence leaves it when all its samples have ended."""
+
+    def __init__(
+        self,
+        ensemble: Ensemble,
+        constraints: Constraints,
+        batch: Sequence[SearchInput],
+        ids: SpecialIds,
+        config: DecodingConfig,
+    ) -> None:
+        self.ensemble, self.constraints, self.ids, self.config = ensemble, constraints, ids, config
+        num_rows, device = len(batch) * config.n_best, ensemble.device
+        drawn = [
+            draws(config.seed, sentence.number, number, max(constraints.longest))
+            for sentence in batch
+            for number in range(config.n_best)
+        ]
+        self.draw_BT = torch.tensor(drawn, dtype=torch.float64, device=device)
+        self.token_BT = torch.empty(num_rows, 0, dtype=torch.long, device=device)
+        self.newest_B = torch.full((num_rows,), ids.bos, device=device)
+        self.log_probability_B = torch.zeros(num_rows, dtype=torch.float64, device=device)
+        self.results: list[list[Hypothesis]] = [[] for _ in batch]
+        self.input_position = list(range(len(batch)))
+
+    def step(self) -> None:
+        """Draws one more token for each sample that has not ended."""
+        log_probability_BV = self.ensemble.step(self.newest_B)
+        self.constraints.apply(log_probability_BV, self.token_BT)
+        has_ended_B = self.newest_B == self.ids.eos
+        token_B = choose(log_probability_BV, self.draw_BT[:, self.token_BT.shape[1]], self.config)
+        token_B = token_B.masked_fill(has_ended_B, self.ids.eos)
+        chosen_B = log_probability_BV.gather(1, token_B[:, None]).squeeze(1)
+        self.log_probability_B += chosen_B.masked_fill(has_ended_B, 0.0)
+        self.token_BT = torch.cat([self.token_BT, token_B[:, None]], 1)
+        self.newest_B = token_B
+        self._hand_in((token_B == self.ids.eos).view(-1, self.config.n_best).all(1))
+
+    def _hand_in(self, done_N: Tensor) -> None:
+        """The results of done sentences, which leave the batch."""
+        is_done = done_N.tolist()
+        if not any(is_done):
+            return
+        rows, totals = self.token_BT.tolist(), self.log_probability_B.tolist()
+        num_samples = self.config.n_best
+        for sentence, position in enumerate(self.input_position):
+            if is_done[sentence]:
+                own = slice(sentence * num_samples, (sentence + 1) * num_samples)
+                found = [self._hypothesis(tokens, total) for tokens, total in zip(rows[own], totals[own], strict=True)]
+                self.results[position] = sorted(found, key=lambda hypothesis: -hypothesis.score)
+        self._select([sentence for sentence, done in enumerate(is_done) if not done])
+
+    def _hypothesis(self, tokens: list[int], log_probability: float) -> Hypothesis:
+        length = tokens.index(self.ids.eos)
+        penalty = float(length_penalty(length + 1, self.config.length_penalty))
+        return Hypothesis(tokens[:length], log_probability / penalty, log_probability)
+
+    def _select(self, kept: list[int]) -> None:
+        self.input_position = [self.input_position[sentence] for sentence in kept]
+        num_samples = self.config.n_best
+        rows = [row for sentence in kept for row in range(sentence * num_samples, (sentence + 1) * num_samples)]
+        kept_B = torch.tensor(rows, dtype=torch.long, device=self.token_BT.device)
+        self.ensemble.select(kept_B)
+        self.constraints.select(kept)
+        self.token_BT, self.newest_B = self.token_BT[kept_B], self.newest_B[kept_B]
+        self.draw_BT, self.log_probability_B = self.draw_BT[kept_B], self.log_probability_B[kept_B]

@@ -1,0 +1,64 @@
+"""Our own search: one model or several that decode together, by beam or by sampling as the configuration says.
+
+Axes: B sentences, S source.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dist_transformer.config.models import DecodingConfig
+from dist_transformer.decoding.beam import beam_search
+from dist_transformer.decoding.constraints import Constraints, SpecialIds
+from dist_transformer.decoding.ensemble import Ensemble
+from dist_transformer.decoding.sampling import sample
+from dist_transformer.model.hypothesis import Hypothesis, SearchInput
+from dist_transformer.model.transformer import Transformer
+
+
+class TorchSearcher:
+    """A `Searcher` over models of this package."""
+
+    def __init__(
+        self,
+        models: Sequence[Transformer],
+        *,
+        bos_id: int,
+        eos_id: int,
+        pad_id: int,
+        config: DecodingConfig,
+        device: torch.device,
+    ) -> None:
+        """`models` have the same vocabularies, are on `device` and in eval mode. Several are an ensemble: the search goes
+        by the logarithm of the mean of their probabilities."""
+        assert models, "a search needs a model"
+        self.models, self.config, self.device = models, config, device
+        self.ids = SpecialIds(bos_id, eos_id, pad_id)
+        self.rows_per_sentence = config.n_best if config.sampling else config.beam_size
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest source and translation in tokens, the shortest of the models'; None: any."""
+        return min((model.max_positions for model in self.models if model.max_positions is not None), default=None)
+
+    @torch.no_grad()
+    def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
+        """For each sentence at least one translation and at most `config.n_best`, best first.
+
+        Raises UserError: a prefix leaves no position for the end of the translation.
+        """
+        if not batch:
+            return []
+        constraints = Constraints(batch, self.rows_per_sentence, self.ids, self.max_positions, self.config)
+        source_BS = pad_together([sentence.source for sentence in batch], self.ids.pad).to(self.device)
+        ensemble = Ensemble(self.models, source_BS, self.rows_per_sentence)
+        if self.config.sampling:
+            return sample(ensemble, constraints, batch, self.ids, self.config)
+        return beam_search(ensemble, constraints, self.ids, self.config)
+
+
+def pad_together(sentences: Sequence[Sequence[int]], pad_id: int) -> Tensor:
+    """(B, S) int64 with padding at the end."""
+    longest = max(len(ids) for ids in sentences)
+    return torch.tensor([[*ids, *[pad_id] * (longest - len(ids))] for ids in sentences])

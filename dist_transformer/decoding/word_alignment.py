@@ -1,0 +1,108 @@
+"""Which words of a sentence the words of its translation come from, read from the model's cross-attention.
+
+As the layer average of Garg et al. (2019), "Jointly Learning to Align and Translate": the mean over the heads of the last
+layer but one. The weights of a word's pieces are added up, and each target word goes to the source word with the most.
+
+Axes: L layers, H heads, S source pieces, T target pieces, the end of sentence last in both.
+"""
+
+import io
+import re
+import zipfile
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_transformer.decoding.translate import Translation, TranslationTokenizer
+from dist_transformer.model.transformer import Transformer
+from dist_transformer.run_dir import replacing
+
+Spans = list[tuple[int, int]]
+
+
+class SpanTokenizer(TranslationTokenizer, Protocol):
+    """A tokenizer that knows where in a text its pieces are, in characters."""
+
+    def source_spans(self, sentence: str, /) -> Spans: ...
+    def target_spans(self, ids: list[int], /) -> Spans: ...
+    def source_pieces(self, ids: list[int], /) -> list[str]: ...
+    def target_pieces(self, ids: list[int], /) -> list[str]: ...
+
+
+@torch.no_grad()
+def cross_attention(model: Transformer, tokenizer: SpanTokenizer, line: str, translation: Translation) -> Tensor:
+    """The weights (L, H, T, S) of the decoder's looks at the source, at each piece that it predicts; fp32, on the CPU.
+
+    `line` is not blank.
+    """
+    (source,) = tokenizer.encode_source([line.strip()])
+    read = [tokenizer.bos_id, *translation.tokens]
+    device = model.output_weight.device
+    maps = model.attention_maps(torch.tensor([source], device=device), torch.tensor([read], device=device))
+    return torch.stack([weights_BHTS[0].float().cpu() for weights_BHTS in maps.cross])
+
+
+def word_alignment(
+    model: Transformer, tokenizer: SpanTokenizer, line: str, translation: Translation
+) -> list[tuple[int, int]]:
+    """For each word of the translation its number and, first, that of its word in `line`; words are apart by spaces, and
+    counted from 0."""
+    if not translation.text.split() or not line.split():
+        return []
+    text = line.strip()
+    weights_LHTS = cross_attention(model, tokenizer, line, translation)
+    weights_TS = weights_LHTS[max(0, len(weights_LHTS) - 2)].mean(0)
+    source_words = words_of(text, tokenizer.source_spans(text)[:-1])
+    target_words = words_of(translation.text, tokenizer.target_spans(translation.tokens))
+    return links(weights_TS[:-1, :-1], source_words, target_words)
+
+
+def words_of(text: str, spans: Spans) -> list[int]:
+    """For each piece of a text the number of its word: the one at its first character that is no space."""
+    ends = [word.end() for word in re.finditer(r"\S+", text)]
+    return [min(bisect_right(ends, begin), len(ends) - 1) for begin, _ in spans]
+
+
+def links(weights_TS: Tensor, source_words: Sequence[int], target_words: Sequence[int]) -> list[tuple[int, int]]:
+    """(source word, target word) for each target word that has a piece, in order."""
+    num_source, num_target = max(source_words) + 1, max(target_words) + 1
+    from_words = torch.zeros(len(weights_TS), num_source)
+    from_words.index_add_(1, torch.tensor(source_words), weights_TS)
+    of_words = torch.zeros(num_target, num_source).index_add_(0, torch.tensor(target_words), from_words)
+    chosen = of_words.argmax(1).tolist()
+    return [(chosen[word], word) for word in sorted(set(target_words))]
+
+
+@contextmanager
+def attention_file(
+    path: Path, model: Transformer, tokenizer: SpanTokenizer
+) -> Iterator[Callable[[int, str, Translation], None]]:
+    """Yields what writes the cross-attention of a line (number from 1, text, translation); blank ones have none.
+
+    The file is whole or not there. numpy.load opens it: for line 3, `3/cross` (L, H, T, S), `3/source` and `3/target`, the
+    pieces.
+    """
+    with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
+
+        def write(number: int, line: str, translation: Translation) -> None:
+            (source,) = tokenizer.encode_source([line.strip()])
+            if len(source) < 2:
+                return
+            target = [*translation.tokens, tokenizer.eos_id]
+            arrays = {
+                "cross": cross_attention(model, tokenizer, line, translation).numpy(),
+                "source": np.array(tokenizer.source_pieces(source)),
+                "target": np.array(tokenizer.target_pieces(target)),
+            }
+            for name, array in arrays.items():
+                with io.BytesIO() as buffer:
+                    np.save(buffer, array, allow_pickle=False)
+                    archive.writestr(f"{number}/{name}.npy", buffer.getvalue())
+
+        yield write

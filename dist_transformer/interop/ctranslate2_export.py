@@ -1,0 +1,231 @@
+"""A model folder as a CTranslate2 model, the program to translate fast with on CPUs and GPUs.
+
+The exported folder holds CTranslate2's own files, and for the text our sentencepiece models and `dist_transformer.json`. Its
+vocabulary names each row of the model by its piece: tokens go in and come out as pieces.
+"""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dist_transformer.config.models import ModelConfig
+from dist_transformer.config.sizes import has_final_norm, head_sizes
+from dist_transformer.data.sentencepiece_files import read_pieces_file, texts
+from dist_transformer.errors import CheckpointError, UserError
+from dist_transformer.interop.model_folder import (
+    SOURCE_MODEL,
+    TARGET_MODEL,
+    LoadedModel,
+    ModelInformation,
+    TokenizerFiles,
+)
+from dist_transformer.interop.whole_folder import whole_folder
+from dist_transformer.model.layers import AddAndNorm, FeedForward, sinusoids
+from dist_transformer.model.transformer import Transformer
+from dist_transformer.run_dir import read_json, write_json
+
+INFORMATION = "dist_transformer.json"
+LONGEST_TOKENS = 4096
+"""Positions written into the exported model where ours has no limit."""
+QUANTIZATIONS = ("int8", "int16", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """What lies beside CTranslate2's files."""
+
+    tokenizer_files: TokenizerFiles
+    information: ModelInformation
+    max_positions: int | None
+    """Longest source and translation in tokens; None: any."""
+
+
+def export_ctranslate2(loaded: LoadedModel, out: Path, quantization: str | None = None) -> None:
+    """Writes a folder for `ctranslate2.Translator`.
+
+    `quantization`: one of `QUANTIZATIONS`, how the matrices are kept; None: fp32.
+
+    Raises UserError: the package ctranslate2 is not there, or the model has something that CTranslate2 has not.
+    """
+    _refuse_what_ctranslate2_lacks(loaded.config)
+    spec = _spec(loaded)
+    spec.validate()
+    spec.optimize(quantization=quantization)
+    files = loaded.tokenizer_files
+    with whole_folder(out) as folder:
+        spec.save(str(folder))
+        shutil.copyfile(files.source, folder / SOURCE_MODEL)
+        if files.target is not None:
+            shutil.copyfile(files.target, folder / TARGET_MODEL)
+        positions = {"max_positions": _max_positions(loaded.config)}
+        write_json(folder / INFORMATION, {**asdict(loaded.information), **positions})
+
+
+def load_exported(folder: Path) -> ExportedModel:
+    """What `export_ctranslate2` wrote beside the model. CheckpointError when it is missing or something else."""
+    path = folder / INFORMATION
+    try:
+        content = read_json(path)
+        max_positions = content.pop("max_positions")
+        information = ModelInformation(**content)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path}: missing or damaged ({error}), expected what `dist-transformer export --to ctranslate2` writes"
+        ) from error
+    target = folder / TARGET_MODEL
+    files = TokenizerFiles(folder / SOURCE_MODEL, target if target.is_file() else None)
+    return ExportedModel(files, information, max_positions)
+
+
+def is_exported(folder: Path) -> bool:
+    """Whether the folder is one that `export_ctranslate2` wrote."""
+    return (folder / INFORMATION).is_file()
+
+
+def import_ctranslate2() -> Any:
+    """The package. UserError when it is not installed."""
+    try:
+        import ctranslate2
+        import ctranslate2.specs
+    except ImportError as error:
+        raise UserError(
+            f"this needs the package ctranslate2, which cannot be imported ({error}): pip install 'dist-transformer[export]'"
+        ) from error
+    return ctranslate2
+
+
+def _refuse_what_ctranslate2_lacks(config: ModelConfig) -> None:
+    keys, values = head_sizes(config)
+    if keys != values:
+        raise UserError(
+            f"this model cannot be exported to ctranslate2: its heads have keys of size {keys} and values of size {values} "
+            "(model.key_size, model.value_size), CTranslate2 wants one size"
+        )
+
+
+def _max_positions(config: ModelConfig) -> int | None:
+    if config.positions == "rotary":
+        return None
+    return config.max_positions or LONGEST_TOKENS
+
+
+def _spec(loaded: LoadedModel) -> Any:
+    specs = import_ctranslate2().specs
+    config, model = loaded.config, loaded.model
+    activations = specs.Activation
+    activation = {"relu": activations.RELU, "gelu": activations.GELU}.get(config.activation, activations.SWISH)
+    of_both: dict[str, Any] = dict(
+        num_heads=config.num_heads,
+        pre_norm=True,  # only to have a place for a final norm, which post-norm layers may have too; set below
+        activation=activation,
+        ffn_glu=config.activation == "swiglu",
+        rms_norm=config.norm_type == "rms",
+        head_dim=head_sizes(config)[0],
+        no_final_norm=not has_final_norm(config),
+    )
+    if config.positions == "rotary":
+        of_both.update(rotary_dim=0, rotary_interleave=True)
+    encoder = specs.transformer_spec.TransformerEncoderSpec(config.num_encoder_layers, **of_both)
+    decoder = specs.transformer_spec.TransformerDecoderSpec(config.num_decoder_layers, **of_both)
+    spec = specs.TransformerSpec(encoder, decoder)
+    _set_stack(encoder, encoder.embeddings[0], model.source_embedding, model.source_positions, config)
+    _set_stack(decoder, decoder.embeddings, model.target_embedding, model.target_positions, config)
+    for layer_spec, layer in zip(encoder.layer, model.encoder_layers, strict=True):
+        _set_encoder_layer(layer_spec, layer)
+    for layer_spec, layer in zip(decoder.layer, model.decoder_layers, strict=True):
+        _set_decoder_layer(layer_spec, layer)
+    for stack, norm in ((encoder, model.encoder_norm), (decoder, model.decoder_norm)):
+        stack.pre_norm = config.norm == "pre"
+        if has_final_norm(config):
+            _set_norm(stack.layer_norm, norm)
+    decoder.projection.weight = _array(model.output_weight)
+    if model.output_bias is not None:
+        decoder.projection.bias = _array(model.output_bias)
+    _set_vocabulary(spec, loaded)
+    spec.config.layer_norm_epsilon = _epsilon(model)
+    return spec
+
+
+def _set_stack(spec: Any, embeddings: Any, embedding: nn.Embedding, positions: Any, config: ModelConfig) -> None:
+    embeddings.weight = _array(embedding.weight)
+    if config.positions == "rotary":
+        vars(spec).pop("position_encodings", None)
+    elif config.positions == "learned":
+        spec.position_encodings.encodings = _array(positions.table.weight)
+    else:
+        spec.position_encodings.encodings = _array(sinusoids(LONGEST_TOKENS, config.d_model))
+
+
+def _set_encoder_layer(spec: Any, layer: Any) -> None:
+    attention = layer.self_attention
+    _set_attention(spec.self_attention, [attention.query_key_value], attention.output, layer.self_attention_residual)
+    _set_feed_forward(spec.ffn, layer.feed_forward, layer.feed_forward_residual)
+
+
+def _set_decoder_layer(spec: Any, layer: Any) -> None:
+    own, cross = layer.self_attention, layer.cross_attention
+    _set_attention(spec.self_attention, [own.query_key_value], own.output, layer.self_attention_residual)
+    _set_attention(spec.attention, [cross.query, cross.key_value], cross.output, layer.cross_attention_residual)
+    _set_feed_forward(spec.ffn, layer.feed_forward, layer.feed_forward_residual)
+
+
+def _set_attention(spec: Any, inputs: Sequence[nn.Linear], output: nn.Linear, residual: AddAndNorm) -> None:
+    for linear_spec, linear in zip(spec.linear, inputs, strict=False):
+        _set_linear(linear_spec, linear)
+    _set_linear(spec.linear[-1], output, residual.alpha)
+    _set_norm(spec.layer_norm, residual.norm)
+
+
+def _set_feed_forward(spec: Any, feed_forward: FeedForward, residual: AddAndNorm) -> None:
+    if feed_forward.gate is None:
+        _set_linear(spec.linear_0, feed_forward.inner)
+    else:
+        _set_linear(spec.linear_0, feed_forward.gate)
+        _set_linear(spec.linear_0_noact, feed_forward.inner)
+    _set_linear(spec.linear_1, feed_forward.outer, residual.alpha)
+    _set_norm(spec.layer_norm, residual.norm)
+
+
+def _set_linear(spec: Any, linear: nn.Linear, alpha: float = 1.0) -> None:
+    """DeepNorm's norm(alpha x + sublayer(x)) is norm(x + sublayer(x) / alpha), but for the epsilon of the norm."""
+    spec.weight, spec.bias = _array(linear.weight / alpha), _array(linear.bias / alpha)
+
+
+def _set_norm(spec: Any, norm: Any) -> None:
+    spec.gamma = _array(norm.weight)
+    if getattr(norm, "bias", None) is not None:
+        spec.beta = _array(norm.bias)
+
+
+def _epsilon(model: Transformer) -> float:
+    norm: Any = next(module.norm for module in model.modules() if isinstance(module, AddAndNorm))
+    return float(norm.eps)
+
+
+def _set_vocabulary(spec: Any, loaded: LoadedModel) -> None:
+    files, information = loaded.tokenizer_files, loaded.information
+    source, target = (read_pieces_file(path) for path in (files.source, files.target or files.source))
+    source_tokens = _tokens(texts(source), information.source_vocabulary, information.pad_id)
+    tokens = _tokens(texts(target), information.target_vocabulary, information.pad_id)
+    spec.register_source_vocabulary(source_tokens)
+    spec.register_target_vocabulary(tokens)
+    spec.config.bos_token = spec.config.decoder_start_token = tokens[information.bos_id]
+    spec.config.eos_token = tokens[information.eos_id]
+    spec.config.unk_token = target.trainer_spec.unk_piece
+    spec.config.add_source_bos = spec.config.add_source_eos = False
+
+
+def _tokens(pieces: list[str], rows: int, pad_id: int) -> list[str]:
+    """A name for each row of the model; rows beyond the last piece have no text."""
+    beyond = ["<pad>" if number == pad_id else f"<unused_{number}>" for number in range(len(pieces), rows)]
+    return pieces + beyond
+
+
+def _array(tensor: Tensor) -> Any:
+    """A copy: quantization writes into it."""
+    return tensor.detach().float().clone(memory_format=torch.contiguous_format).numpy()

@@ -1,0 +1,31 @@
+"""Reading weights that another program wrote."""
+
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from torch import Tensor
+
+from dist_transformer.errors import CheckpointError
+from dist_transformer.interop.model_folder import open_safetensors
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, or of one of `torch.save`, by name; on the CPU.
+
+    Raises CheckpointError: the file is missing, damaged, or holds anything but tensors.
+    """
+    if path.suffix == ".safetensors":
+        with open_safetensors(path) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    try:
+        # Tensors alone are read: anything else that a pickle could do is refused.
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file, expected weights.") from error
+    except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError, TypeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{path}: damaged, or more than weights ({reason}). Copy it again.") from error
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise CheckpointError(f"{path}: expected tensors by name, what torch.save(model.state_dict(), ...) writes")
+    return content

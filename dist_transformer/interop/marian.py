@@ -1,0 +1,223 @@
+"""MarianMTModel folders of Hugging Face (OPUS-MT is a thousand of them), in and out. The package transformers is not needed."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dist_transformer.config.models import ModelConfig
+from dist_transformer.config.sizes import has_final_norm, head_sizes
+from dist_transformer.errors import CheckpointError, UserError
+from dist_transformer.interop.foreign_weights import read_tensors
+from dist_transformer.interop.marian_vocabulary import (
+    SpecialIds,
+    export_vocabulary,
+    import_vocabulary,
+    read_object,
+    read_tokenizer_config,
+)
+from dist_transformer.interop.marian_weights import from_marian, to_marian
+from dist_transformer.interop.model_folder import (
+    LoadedModel,
+    ModelInformation,
+    TokenizerFiles,
+    save_model_folder,
+)
+from dist_transformer.interop.whole_folder import whole_folder
+from dist_transformer.run_dir import share_as_folder, write_json
+
+CONFIG, GENERATION, WEIGHTS, PICKLED_WEIGHTS = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "pytorch_model.bin",
+)
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu"}
+"""Marian's name -> ours."""
+LONGEST_TOKENS = 1024
+"""Of an exported model: Hugging Face computes that many positions when it loads it, and can take no longer sentence."""
+
+
+def import_marian(source: Path, out: Path) -> None:
+    """Writes a model folder of what lies in the folder `source`, whose logits and token ids are the same.
+
+    Raises:
+        CheckpointError: weights are missing, damaged, or not those of config.json.
+        DataError: a file of the tokenizer is missing or not what it should be.
+        UserError: a setting that has no counterpart here.
+    """
+    settings = read_object(source / CONFIG)
+    config = _our_config(settings, source)
+    ids = SpecialIds(*(int(settings[key]) for key in ("decoder_start_token_id", "eos_token_id", "pad_token_id")))
+    sizes = (int(settings["vocab_size"]), int(settings.get("decoder_vocab_size") or settings["vocab_size"]))
+    sides = import_vocabulary(source, sizes, _is_shared(settings), ids)
+    weights = from_marian(_read_weights(source), config, sides[0].rows, sides[1].rows)
+    tokenizer = read_tokenizer_config(source)
+    information = ModelInformation(
+        source_vocabulary=sides[0].rows.all,
+        target_vocabulary=sides[1].rows.all,
+        pad_id=ids.padding,
+        bos_id=ids.begin,
+        eos_id=ids.end,
+        source_language=tokenizer.get("source_lang") or "",
+        target_language=tokenizer.get("target_lang") or "",
+        step=0,
+    )
+    with TemporaryDirectory() as folder:
+        models = [Path(folder) / name for name in ("source.model", "target.model")]
+        for path, side in zip(models, sides, strict=True):
+            path.write_bytes(side.model)
+        is_one = sides[0].model == sides[1].model
+        files = TokenizerFiles(models[0], None if is_one else models[1])
+        save_model_folder(out, weights, config, files, information)
+
+
+def export_marian(loaded: LoadedModel, out: Path) -> None:
+    """Writes a folder for `MarianMTModel.from_pretrained` and `MarianTokenizer.from_pretrained`.
+
+    Raises UserError: the model has something that MarianMTModel has not.
+    """
+    config, information = loaded.config, loaded.information
+    _refuse_what_marian_lacks(config)
+    with whole_folder(out) as folder:
+        languages = (information.source_language, information.target_language)
+        num_source, num_target = export_vocabulary(folder, loaded.tokenizer_files, config.shared_embeddings, languages)
+        tensors = to_marian(dict(loaded.model.named_parameters()), config, num_source, num_target)
+        save_file({name: tensor.detach() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+        share_as_folder(folder / WEIGHTS)
+        write_json(folder / CONFIG, _marian_config(config, information, num_source, num_target))
+        write_json(folder / GENERATION, _generation_config(information))
+
+
+def _our_config(settings: Mapping[str, Any], source: Path) -> ModelConfig:
+    problems = []
+    if settings.get("model_type") != "marian":
+        problems.append(f"model_type is {settings.get('model_type')!r}, expected 'marian'")
+    for key in ("layers", "attention_heads", "ffn_dim"):
+        if f"encoder_{key}" not in settings or f"decoder_{key}" not in settings:
+            problems.append(f"encoder_{key} or decoder_{key} is missing")
+    for key in ("d_model", "vocab_size", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
+        if type(settings.get(key)) is not int:
+            problems.append(f"{key} is {settings.get(key)!r}, expected one number")
+    for key in ("attention_heads", "ffn_dim"):
+        if (encoders := settings.get(f"encoder_{key}")) != (decoders := settings.get(f"decoder_{key}")):
+            problems.append(f"encoder_{key} is {encoders} and decoder_{key} {decoders}, expected the same")
+    if not settings.get("scale_embedding", False):
+        problems.append("scale_embedding is false, expected true: embeddings are multiplied by sqrt(d_model) (3.4)")
+    if settings.get("decoder_start_token_id") == settings.get("eos_token_id"):
+        problems.append(
+            "decoder_start_token_id is eos_token_id, expected two ids: a translation cannot begin with its end"
+        )
+    if (activation := settings.get("activation_function", "gelu")) not in ACTIVATIONS:
+        problems.append(f"activation_function is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
+    if problems:
+        raise UserError(
+            f"{source / CONFIG}: cannot be imported:\n" + "\n".join(f"  {problem}" for problem in problems) + "\n"
+            "Give a folder of a MarianMTModel that Hugging Face's save_pretrained wrote, with its tokenizer"
+        )
+    is_tied = bool(settings.get("tie_word_embeddings", True))
+    return ModelConfig(
+        d_model=settings["d_model"],
+        d_ff=settings["encoder_ffn_dim"],
+        num_heads=settings["encoder_attention_heads"],
+        num_encoder_layers=settings["encoder_layers"],
+        num_decoder_layers=settings["decoder_layers"],
+        dropout=settings.get("dropout", 0.1),
+        activation=ACTIVATIONS[activation],
+        shared_embeddings=_is_shared(settings) and is_tied,
+        tied_output=is_tied,
+        output_bias=True,
+    )
+
+
+def _is_shared(settings: Mapping[str, Any]) -> bool:
+    return bool(settings.get("share_encoder_decoder_embeddings", True))
+
+
+def _read_weights(source: Path) -> dict[str, Tensor]:
+    for name in (WEIGHTS, PICKLED_WEIGHTS):
+        if (source / name).is_file():
+            return read_tensors(source / name)
+    raise CheckpointError(f"{source}: no weights, expected {WEIGHTS} or {PICKLED_WEIGHTS}.")
+
+
+def _refuse_what_marian_lacks(config: ModelConfig) -> None:
+    equal_share = config.d_model // config.num_heads
+    expected = {
+        "norm": (config.norm, "post"),
+        "norm_type": (config.norm_type, "layer"),
+        "final_norm": (has_final_norm(config), False),
+        "positions": (config.positions, "sinusoidal"),
+        "key_size": (head_sizes(config)[0], equal_share),
+        "value_size": (head_sizes(config)[1], equal_share),
+    }
+    problems = [
+        f"model.{name} is {found}, Marian's {theirs}" for name, (found, theirs) in expected.items() if found != theirs
+    ]
+    if config.activation not in ACTIVATIONS.values():
+        problems.append(
+            f"model.activation is {config.activation}, Marian has {', '.join(sorted(set(ACTIVATIONS.values())))}"
+        )
+    if problems:
+        raise UserError(
+            "this model cannot be a MarianMTModel: "
+            + "; ".join(problems)
+            + ". Export it to another format (ctranslate2), or "
+            "train one with Marian's settings"
+        )
+
+
+def _marian_config(
+    config: ModelConfig, information: ModelInformation, num_source: int, num_target: int
+) -> dict[str, Any]:
+    theirs = {ours: name for name, ours in ACTIVATIONS.items()}
+    of_both = {
+        "attention_heads": config.num_heads,
+        "ffn_dim": config.d_ff,
+        "layerdrop": config.layer_drop,
+    }
+    return {
+        "architectures": ["MarianMTModel"],
+        "model_type": "marian",
+        "is_encoder_decoder": True,
+        "vocab_size": num_source,
+        "decoder_vocab_size": num_target,
+        "d_model": config.d_model,
+        "encoder_layers": config.num_encoder_layers,
+        "decoder_layers": config.num_decoder_layers,
+        **{f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in of_both.items()},
+        "activation_function": theirs[config.activation],
+        "dropout": config.dropout,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+        "scale_embedding": True,
+        "static_position_embeddings": True,
+        "share_encoder_decoder_embeddings": config.shared_embeddings,
+        "tie_word_embeddings": config.tied_output,
+        "max_position_embeddings": LONGEST_TOKENS,
+        **_special_ids(information),
+        "dtype": "float32",
+    }
+
+
+def _special_ids(information: ModelInformation) -> dict[str, Any]:
+    return {
+        "decoder_start_token_id": information.bos_id,
+        "bos_token_id": information.bos_id,
+        "eos_token_id": information.eos_id,
+        "forced_eos_token_id": information.eos_id,
+        "pad_token_id": information.pad_id,
+    }
+
+
+def _generation_config(information: ModelInformation) -> dict[str, Any]:
+    never = sorted({information.pad_id, information.bos_id})
+    return {
+        **_special_ids(information),
+        "bad_words_ids": [[number] for number in never],
+        "num_beams": 4,
+        "max_length": LONGEST_TOKENS // 2,
+    }

@@ -1,0 +1,196 @@
+"""The tokenizer of a Marian folder of Hugging Face, both ways.
+
+There: `vocab.json` numbers the pieces of both languages; `source.spm` and `target.spm` cut text, and their own ids mean
+nothing. A piece that a language cuts its text into, but that vocab.json lacks, is the unknown piece. A language code
+(`>>fra<<`) at the beginning of a text is one piece, whatever the sentencepiece model says.
+
+Here: two sentencepiece models whose ids are those of vocab.json, so that nothing else is needed. Pieces that vocab.json
+lacks come after the others, each with a copy of the unknown piece's row; a language code is a piece of its own. One
+difference is left: characters that a sentencepiece model does not know are the unknown piece, though the other language
+may have a piece of just these characters, which MarianTokenizer would take.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.data.sentencepiece_files import (
+    BLANK,
+    SpecialPieces,
+    never_produced,
+    produced,
+    read_pieces_file,
+    renumbered,
+    texts,
+    without,
+)
+from dist_transformer.data.tokenizer import Tokenizer, round_up
+from dist_transformer.errors import DataError, UserError
+from dist_transformer.interop.model_folder import TokenizerFiles
+from dist_transformer.interop.vocabulary_rows import Rows
+from dist_transformer.run_dir import write_json
+
+SOURCE, TARGET, VOCABULARY, TARGET_VOCABULARY = "source.spm", "target.spm", "vocab.json", "target_vocab.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Of the pieces that are no text, as a Marian folder's config.json gives them."""
+
+    begin: int
+    end: int
+    padding: int
+
+
+@dataclass(frozen=True)
+class ImportedSide:
+    """One language: the content of its sentencepiece model, and the rows of its vocabulary."""
+
+    model: bytes
+    rows: Rows
+
+
+def import_vocabulary(folder: Path, sizes: tuple[int, int], is_shared: bool, ids: SpecialIds) -> list[ImportedSide]:
+    """The source side and the target side. `sizes` are the rows of Marian's matrices.
+
+    Raises:
+        DataError: a file is missing, or not what it should be.
+        UserError: a vocabulary of a kind that has no place here.
+    """
+    protos = [read_pieces_file(folder / name) for name in (SOURCE, TARGET)]
+    names = (VOCABULARY, VOCABULARY if is_shared else TARGET_VOCABULARY)
+    pieces = [_numbered_pieces(folder / name, size) for name, size in zip(names, sizes, strict=True)]
+    unknown = read_tokenizer_config(folder).get("unk_token", "<unk>")
+    unknown = unknown["content"] if isinstance(unknown, dict) else unknown
+    special = _special(pieces, unknown, ids, folder)
+    added = [_not_in(numbered, [proto]) for proto, numbered in zip(protos, pieces, strict=True)]
+    if is_shared:
+        added = [_not_in(pieces[0], protos)] * 2
+    return [
+        _imported(proto, numbered, more, special) for proto, numbered, more in zip(protos, pieces, added, strict=True)
+    ]
+
+
+def export_vocabulary(folder: Path, files: TokenizerFiles, is_shared: bool, languages: tuple[str, str]) -> list[int]:
+    """Writes the tokenizer's files into `folder`; the number of pieces of each side.
+
+    Raises UserError when one matrix serves two vocabularies that differ.
+    """
+    tokenizer = Tokenizer.load(files.source, files.target)
+    paths = [files.source, files.target or files.source]
+    protos = [read_pieces_file(path) for path in paths]
+    vocabularies = [_marian_vocabulary(proto, tokenizer.pad_id) for proto in protos]
+    if is_shared and vocabularies[0] != vocabularies[1]:
+        raise UserError(
+            f"{files.source} and {files.target}: the model has one matrix for both languages, but its tokenizers number "
+            "their pieces differently: this folder cannot be right; take the tokenizers that it was trained with"
+        )
+    for name, path, proto in zip((SOURCE, TARGET), paths, protos, strict=True):
+        left_out = {*never_produced(proto), *(piece for piece in texts(proto) if _language_code(piece) != piece)}
+        (folder / name).write_bytes(without(proto, left_out) if left_out else path.read_bytes())
+    write_json(folder / VOCABULARY, vocabularies[0])
+    if not is_shared:
+        write_json(folder / TARGET_VOCABULARY, vocabularies[1])
+    write_json(folder / TOKENIZER_CONFIG, _tokenizer_config(protos[0], tokenizer, vocabularies, is_shared, languages))
+    return [len(vocabulary) for vocabulary in vocabularies]
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Empty where there is none: MarianTokenizer then has its defaults."""
+    path = folder / TOKENIZER_CONFIG
+    return dict(read_object(path)) if path.is_file() else {}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object of a file. DataError when it is missing or something else."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: no such file, expected one of a Marian folder of Hugging Face.") from error
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON ({error}). Copy it again.") from error
+    if not isinstance(content, dict):
+        raise DataError(f"{path}: expected a JSON object, got {type(content).__name__}. Copy it again.")
+    return content
+
+
+def _numbered_pieces(path: Path, size: int) -> list[str]:
+    """The text of each id; ids that vocab.json leaves out get a text that stands nowhere."""
+    text_of: dict[int, str] = {}
+    for text, number in read_object(path).items():
+        if type(number) is not int or not 0 <= number < size:
+            raise DataError(f"{path}: the piece {text!r} has the id {number!r}, expected 0 to {size - 1} (vocab_size)")
+        if text_of.setdefault(number, text) != text:
+            raise DataError(f"{path}: {text!r} and {text_of[number]!r} have one id, {number}: expected one piece each")
+    return [text_of.get(number) or f"<unused_{number}>" for number in range(size)]
+
+
+def _special(pieces: Sequence[list[str]], unknown: str, ids: SpecialIds, folder: Path) -> SpecialPieces:
+    for name, number in (
+        ("eos_token_id", ids.end),
+        ("pad_token_id", ids.padding),
+        ("decoder_start_token_id", ids.begin),
+    ):
+        found = [numbered[number] if number < len(numbered) else None for numbered in pieces]
+        if found[0] is None or found[0] != found[1]:
+            raise UserError(
+                f"{folder}: {name} {number} is {found[0]!r} in the source's vocabulary and {found[1]!r} in the target's: "
+                "expected the same piece, as ids of special pieces are common to both sides here"
+            )
+    if not all(unknown in numbered for numbered in pieces):
+        raise DataError(f"{folder / VOCABULARY}: no piece {unknown!r}, expected one for unknown text")
+    text = pieces[1]
+    return SpecialPieces(unknown, begin=text[ids.begin], end=text[ids.end], padding=text[ids.padding])
+
+
+def _not_in(numbered: list[str], protos: Sequence[Any]) -> list[str]:
+    """The pieces that text is cut into, but that have no number; each once."""
+    known = set(numbered)
+    return list(dict.fromkeys(text for proto in protos for text in produced(proto) if text not in known))
+
+
+def _imported(proto: Any, numbered: list[str], added: list[str], special: SpecialPieces) -> ImportedSide:
+    blank = BLANK if proto.normalizer_spec.add_dummy_prefix else ""
+    codes = {text: blank + text for text in numbered if text.startswith(">>") and text.endswith("<<")}
+    pieces = [codes.get(text, text) for text in (*numbered, *added)]
+    rows = Rows(len(numbered), len(added), round_up(len(pieces)), numbered.index(special.unknown))
+    return ImportedSide(renumbered(proto, pieces, special, codes.values()), rows)
+
+
+def _marian_vocabulary(proto: Any, pad_id: int) -> dict[str, int]:
+    """vocab.json: the id of each piece; padding that has no piece gets one."""
+    pieces = [_language_code(text) for text in texts(proto)]
+    pieces += [f"<unused_{number}>" for number in range(len(pieces), pad_id)]
+    pieces += ["<pad>"] * (pad_id == len(pieces))
+    return {text: number for number, text in enumerate(pieces)}
+
+
+def _language_code(piece: str) -> str:
+    """Of the piece of a language code the code alone, as Marian writes it; any other piece as it is."""
+    is_code = piece.startswith(f"{BLANK}>>") and piece.endswith("<<")
+    return piece.removeprefix(BLANK) if is_code else piece
+
+
+def _tokenizer_config(
+    proto: Any,
+    tokenizer: Tokenizer,
+    vocabularies: Sequence[dict[str, int]],
+    is_shared: bool,
+    languages: tuple[str, str],
+) -> dict[str, Any]:
+    text_of = {number: text for text, number in vocabularies[1].items()}
+    names: dict[str, Any] = {"eos_token": text_of[tokenizer.eos_id], "pad_token": text_of[tokenizer.pad_id]}
+    if tokenizer.bos_id != tokenizer.pad_id:
+        names["bos_token"] = text_of[tokenizer.bos_id]
+    return {
+        "tokenizer_class": "MarianTokenizer",
+        "source_lang": languages[0],
+        "target_lang": languages[1],
+        "unk_token": proto.trainer_spec.unk_piece,
+        "separate_vocabs": not is_shared,
+        "clean_up_tokenization_spaces": False,
+        **names,
+    }

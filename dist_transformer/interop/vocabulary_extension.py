@@ -1,0 +1,60 @@
+"""New rows of a model for the new pieces of its tokenizer: the mean of the rows of the pieces it was cut into before.
+
+A new piece then begins as what the model already makes of its parts (Gee et al., 2022, "Fast Vocabulary Transfer").
+
+rows of a vocabulary of 13 pieces, 3 of them new:   0 .. 9 as before | 10 11 12 means | 13 14 15 as padding, up to 16
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What becomes of the rows of one vocabulary.
+
+    Attributes:
+        num_pieces: pieces before; rows behind them stand for nothing, one of them perhaps for padding.
+        cuts: of each new piece the ids it was cut into.
+        vocabulary: rows after, a multiple of 8.
+        pad_id: the row of padding before.
+    """
+
+    num_pieces: int
+    cuts: tuple[tuple[int, ...], ...]
+    vocabulary: int
+    pad_id: int
+
+
+def extended_weights(
+    weights: Mapping[str, Tensor], source: Growth, target: Growth, shared_embeddings: bool
+) -> dict[str, Tensor]:
+    """The weights of a model by parameter name, with the rows of both vocabularies grown; the others are the same tensors.
+
+    Where one matrix is for both sides, the cuts of both give its means.
+    """
+    if shared_embeddings:
+        both = tuple((*a, *b) for a, b in zip(source.cuts, target.cuts, strict=True))
+        source = target = Growth(source.num_pieces, both, source.vocabulary, source.pad_id)
+    growth = {
+        "source_embedding.weight": source,
+        "target_embedding.weight": target,
+        "output.weight": target,
+        "output_bias": target,
+    }
+    return {name: extended(tensor, growth[name]) if name in growth else tensor for name, tensor in weights.items()}
+
+
+def extended(rows: Tensor, growth: Growth) -> Tensor:
+    """The rows (V, ...) of a vocabulary after its growth.
+
+    Rows that stand for no piece are copies of that of padding: like it they are never a target, so that the model finds
+    them as unlikely.
+    """
+    grown = rows[growth.pad_id].repeat(growth.vocabulary, *[1] * (rows.dim() - 1))
+    grown[: growth.num_pieces] = rows[: growth.num_pieces]
+    for index, cut in enumerate(growth.cuts, start=growth.num_pieces):
+        grown[index] = rows[list(cut)].mean(dim=0)
+    return grown

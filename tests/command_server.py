@@ -1,0 +1,93 @@
+"""`dist-transformer` for a page that starts it many times: one process imports the program once and forks for each start.
+
+    with quick_command(folder) as path: subprocess.run(["bash", "-c", "dist-transformer --help"], env={..., "PATH": path})
+
+What is on the PATH hands its arguments, folder, environment, standard input and outputs to the server, and ends with the
+exit code that comes back. Only the imports are shared: each start is a process of its own.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+CLIENT = """#!{python} -IS
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({address!r})
+    asked = json.dumps([sys.argv, os.getcwd(), dict(os.environ)]).encode()
+    socket.send_fds(server, [len(asked).to_bytes(4, "big")], [0, 1, 2])
+    server.sendall(asked)
+    sys.exit(int.from_bytes(server.recv(1) or b"1", "big"))
+"""
+
+
+@contextlib.contextmanager
+def quick_command(folder: Path, environment: dict[str, str]) -> Iterator[str]:
+    """Writes `dist-transformer` into `folder` and serves it for as long as the block lasts; gives the PATH to use."""
+    address = f"\0{uuid.uuid4()}"  # no file: a path would be limited to a hundred characters
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        client = folder / "dist-transformer"
+        client.write_text(CLIENT.format(python=sys.executable, address=address), encoding="utf-8")
+        client.chmod(0o755)
+        server = subprocess.Popen(
+            [sys.executable, __file__, str(listener.fileno())],
+            env=environment, pass_fds=[listener.fileno()], start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield f"{folder}{os.pathsep}{environment['PATH']}"
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)  # what it has forked, too
+        server.wait()
+
+
+def serve(listener: socket.socket) -> None:
+    """A process for each connection, for ever."""
+    from dist_transformer.cli import loaded_model, main, train_rank  # noqa: F401  # to have them imported
+    from dist_transformer.training import engine  # noqa: F401
+
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for a command
+    while True:
+        connection, _ = listener.accept()
+        if os.fork() == 0:
+            listener.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            _answer(connection, main.main)
+        connection.close()
+
+
+def _answer(connection, main) -> None:
+    """Runs one command in a process of its own, tells its exit code, and ends this process."""
+    length, files, _, _ = socket.recv_fds(connection, 4, 3)
+    with connection.makefile("rb") as reader:
+        arguments, folder, environment = json.loads(reader.read(int.from_bytes(length, "big")))
+    command = os.fork()
+    if command == 0:
+        connection.close()
+        for number, file in enumerate(files):
+            os.dup2(file, number)
+            os.close(file)
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = arguments
+        main()
+        sys.exit()
+    for file in files:
+        os.close(file)
+    _, status = os.waitpid(command, 0)
+    code = os.waitstatus_to_exitcode(status)
+    connection.sendall(bytes([code if code >= 0 else 128 - code]))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])))

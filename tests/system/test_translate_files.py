@@ -1,0 +1,306 @@
+"""translate and score as commands: forms of output, prefixes, ensembles, engines; and a file in parts on any ranks."""
+
+import json
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from click.testing import Result
+from running import Command
+from typer.testing import CliRunner
+
+from dist_transformer.cli.main import app
+from dist_transformer.cli.translate_file import translate_file
+from dist_transformer.cli.translation_lines import Form, Task
+from dist_transformer.config.data_models import TokenizerConfig
+from dist_transformer.config.models import DecodingConfig, ModelConfig
+from dist_transformer.data.demo_corpus import demo_pairs
+from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.decoding import file_parts
+from dist_transformer.errors import EXIT_REQUEUE, UserError
+from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
+from dist_transformer.model.transformer import Transformer
+from dist_transformer.stop_request import StopRequest
+
+SIZES: dict[str, Any] = dict(d_model=32, d_ff=64, num_heads=2, num_encoder_layers=1, num_decoder_layers=2)
+SETTINGS = DecodingConfig(beam_size=2, max_extra_tokens=5)
+SOURCES = [source for _, (source, _) in zip(range(600), demo_pairs("train"), strict=False)]
+LINES = [*SOURCES[:4], "", "  ", SOURCES[4]]
+
+
+def make_model(folder: Path, tokenizer_file: Path, seed: int) -> Path:
+    """A model folder with random weights, scaled so that the source matters."""
+    config = ModelConfig(**SIZES)
+    tokenizer = Tokenizer.load(tokenizer_file)
+    size = tokenizer.source_vocabulary
+    torch.manual_seed(seed)
+    model = Transformer(config, size, size, tokenizer.pad_id)
+    with torch.no_grad():
+        for layer in model.decoder_layers:
+            layer.cross_attention.output.weight.mul_(4)  # type: ignore[union-attr, operator]
+    ids = (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id)
+    information = ModelInformation(size, size, *ids, "en", "de", 1)
+    save_model_folder(folder, dict(model.named_parameters()), config, TokenizerFiles(tokenizer_file), information)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "one.model"
+    train_tokenizer(iter(SOURCES), TokenizerConfig(vocabulary_size=200), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "one", tokenizer_file, 1)
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory, tokenizer_file: Path) -> Path:
+    return make_model(tmp_path_factory.mktemp("models") / "two", tokenizer_file, 2)
+
+
+def invoke(*arguments: object, lines: list[str] | None = None) -> Result:
+    return CliRunner().invoke(
+        app, [str(each) for each in arguments], input="".join(f"{line}\n" for line in lines or [])
+    )
+
+
+def said(*arguments: object, lines: list[str] | None = None) -> list[str]:
+    """The lines that the verb writes to standard output."""
+    result = invoke(*arguments, lines=lines)
+    assert result.exception is None, result.exception
+    return result.stdout.split("\n")[:-1]
+
+
+def refused(*arguments: object, lines: list[str] | None = None) -> str:
+    error = invoke(*arguments, lines=lines).exception
+    assert isinstance(error, UserError), error
+    return str(error)
+
+
+def test_the_best_come_as_lines_as_lists_and_as_json_alike(model: Path, tmp_path: Path) -> None:
+    maps = tmp_path / "maps.npz"
+    plain = said("translate", model, "--alignment", "--attention", maps, lines=LINES)
+    assert len(plain) == len(LINES)
+    assert plain[4] == plain[5] == " ||| "
+    lists = said("translate", model, "--n-best", 3, lines=LINES)
+    objects = [
+        json.loads(line) for line in said("translate", model, "--n-best", 3, "--json", "--alignment", lines=LINES)
+    ]
+    assert [each["source"] for each in objects] == LINES
+    expected = []
+    for number, each in enumerate(objects):
+        for found in each["translations"]:
+            numbers = (f"log_probability= {found['log_probability']:.4f}", f"{found['score']:.4f}")
+            expected.append(" ||| ".join([str(number), found["text"], *numbers]))
+        best = each["translations"][0]
+        assert plain[number] == f"{best['text']} ||| " + " ".join(f"{s}-{t}" for s, t in best["alignment"])
+        assert [target for _, target in best["alignment"]] == list(range(len(best["text"].split())))
+        assert all(source < len(each["source"].split()) for source, _ in best["alignment"])
+    assert lists == expected
+    assert len(lists) == 3 * 5 + 2
+    with np.load(maps) as file:
+        best = objects[6]["translations"][0]
+        assert file["7/target"].tolist()[:-1] == best["pieces"]
+        assert file["7/cross"].shape == (2, 2, len(best["pieces"]) + 1, len(file["7/source"]))
+        assert "5/cross" not in file.files
+
+
+def test_prefixes_ensembles_samples_and_split_lines_reach_the_search(
+    model: Path, other_model: Path, tmp_path: Path
+) -> None:
+    alone = said("translate", model, lines=LINES)
+    (tmp_path / "prefixes").write_text("Die\n\n" + "\n" * 5, encoding="utf-8")
+    begun = said("translate", model, "--prefix", tmp_path / "prefixes", lines=LINES)
+    assert begun[0].startswith("Die")
+    assert begun[1:] == alone[1:]
+    assert said("translate", model, "--ensemble", model, lines=LINES) == alone
+    assert said("translate", model, "--ensemble", other_model, lines=LINES) != alone
+    drawn = said("translate", model, "--sampling", "--seed", 3, lines=LINES)
+    assert drawn == said("translate", model, "--sampling", "--seed", 3, "--max-tokens", 20, lines=LINES)
+    assert drawn != said("translate", model, "--sampling", "--seed", 4, lines=LINES)
+    (joined,) = said(
+        "translate", model, "--too-long", "split", "--max-source-tokens", 30, lines=[" ".join(SOURCES[:9])]
+    )
+    assert len(joined) > max(map(len, alone))
+
+
+def test_ctranslate2_says_what_our_own_search_says(model: Path) -> None:
+    pytest.importorskip("ctranslate2")
+    greedy = ("--beam", 1)
+    ours = said("translate", model, *greedy, lines=LINES)
+    assert said("translate", model, *greedy, "--engine", "ctranslate2", lines=LINES) == ours
+    assert "--ensemble: CTranslate2 searches with one model" in refused(
+        "translate", model, "--ensemble", model, "--engine", "ctranslate2", lines=LINES
+    )
+
+
+def test_pairs_are_scored_by_line_and_by_token(model: Path, tmp_path: Path) -> None:
+    for name, lines in (("source", LINES), ("target", LINES[::-1]), ("short", LINES[:2])):
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    pair = ("--source", tmp_path / "source", "--target", tmp_path / "target")
+    sums = [float(line) for line in said("score", model, *pair)]
+    tokens = [[float(value) for value in line.split()] for line in said("score", model, *pair, "--per-token")]
+    objects = [json.loads(line) for line in said("score", model, *pair, "--json")]
+    assert [sum(line) for line in tokens] == pytest.approx(sums, abs=0.01)
+    assert [each["log_probability"] for each in objects] == pytest.approx(sums, abs=1e-4)
+    assert [len(each["pieces"]) for each in objects] == [len(line) for line in tokens]
+    whole = invoke("score", model, *pair).stderr
+    assert f"7 pairs, {sum(map(len, tokens))} target tokens" in whole
+    assert f"perplexity {np.exp(-sum(sums) / sum(map(len, tokens))):.2f}" in whole
+    assert "2: expected a translation for each" in refused("score", model, *pair[:2], "--target", tmp_path / "short")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--n-best", 9), "decoding.n_best: 9 is above decoding.beam_size 4"),
+        (("--top-k", 9), "decoding.top_k: is of sampling, which is off"),
+        (("--sampling", "--top-p", 0), "decoding.top_p: Input should be greater than 0, got 0.0"),
+        (("--input", "absent"), "--input and --output belong together"),
+        (("--input", "absent", "--output", "out"), "absent: cannot be read: No such file"),
+        (("--prefix", "absent"), "absent: cannot be read: No such file"),
+        (("--ranks", 2), "--ranks 2: processes share a file"),
+        (("--too-long", "split", "--alignment"), "--too-long split: a line that is cut has no alignment"),
+        (("--attention", "a", "--input", "a", "--output", "b"), "--attention: is of standard input"),
+        (("--engine", "ctranslate2", "--alignment"), "--engine ctranslate2: alignment and attention are read from"),
+        (("--max-source-tokens", 5), "line 1: "),
+    ],
+)
+def test_what_cannot_be_done_is_refused(options: tuple[object, ...], message: str, model: Path, tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(StopRequest, "listen", lambda _: None)  # it would take over the signals of the tests
+    assert message in refused("translate", model, *options, lines=LINES)
+
+
+def test_models_of_different_tokenizers_are_no_ensemble(model: Path, tmp_path: Path) -> None:
+    train_tokenizer(iter(SOURCES[:300]), TokenizerConfig(vocabulary_size=200), tmp_path / "two.model")
+    other = make_model(tmp_path / "other", tmp_path / "two.model", 2)
+    assert "models decode together only if their tokens are the same" in refused(
+        "translate", model, "--ensemble", other
+    )
+
+
+@dataclass
+class Ranks:
+    """Translates SOURCES in parts, as ranks of a job do, one after the other in this process."""
+
+    monkeypatch: pytest.MonkeyPatch
+    source: Path
+
+    def run(self, task: Task, output: Path, rank: int, num_ranks: int) -> None:
+        for name, value in (("RANK", rank), ("WORLD_SIZE", num_ranks)):
+            self.monkeypatch.setenv(name, str(value))
+        translate_file(task, self.source, output, StopRequest())
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ranks:
+    monkeypatch.setattr(file_parts, "SMALLEST_CHUNK_LINES", 7)
+    monkeypatch.setattr(file_parts, "MOST_SMALL_CHUNKS", 10)
+    (tmp_path / "source").write_text("".join(f"{line}\n" for line in SOURCES[:60]), encoding="utf-8")
+    return Ranks(monkeypatch, tmp_path / "source")
+
+
+def test_a_file_on_any_ranks_is_what_the_stream_gives(ranks: Ranks, model: Path, tmp_path: Path) -> None:
+    draw = ("--sampling", "--n-best", 2, "--seed", 7)
+    expected = [line.split(" ||| ") for line in said("translate", model, *draw, lines=SOURCES[:60])]
+    task = Task([model], DecodingConfig(sampling=True, n_best=2, seed=7), "torch", Form(True, False, False), None)
+    for number, order in enumerate(([0], [2, 0, 1], [1, 0, 3, 2])):
+        output = tmp_path / f"out{number}"
+        for rank in order:
+            assert not output.exists()
+            ranks.run(task, output, rank, len(order))
+        found = [line.split(" ||| ") for line in output.read_text(encoding="utf-8").split("\n")[:-1]]
+        assert [line[:2] for line in found] == [line[:2] for line in expected]
+        # Other batches, other sums in the last bits.
+        assert [float(line[3]) for line in found] == pytest.approx([float(line[3]) for line in expected], abs=0.01)
+
+
+def test_a_new_start_on_other_ranks_makes_only_what_is_missing(
+    ranks: Ranks, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = Task([model], SETTINGS, "torch", Form(False, False, False), None)
+    ranks.run(task, tmp_path / "whole", 0, 1)
+    output, parts = tmp_path / "out", tmp_path / "out.parts"
+    ranks.run(task, output, 1, 3)
+    made = {path: path.stat().st_mtime_ns for path in parts.glob("*.txt")}
+    assert sorted(path.name for path in made) == ["0000001.txt", "0000004.txt", "0000007.txt"]
+    ranks.run(task, output, 0, 2)
+    assert {path: path.stat().st_mtime_ns for path in made} == made
+    ranks.run(task, output, 1, 2)
+    assert output.read_bytes() == (tmp_path / "whole").read_bytes()
+    assert not parts.exists()
+    ranks.run(task, output, 1, 2)
+    assert capsys.readouterr().err.splitlines()[-1] == f"{output}: is there already"
+
+
+def test_a_changed_model_search_or_input_is_refused(
+    ranks: Ranks, model: Path, other_model: Path, tmp_path: Path
+) -> None:
+    form = Form(False, False, False)
+    output = tmp_path / "out"
+    ranks.run(Task([model], SETTINGS, "torch", form, None), output, 0, 2)
+    more = SETTINGS.model_copy(update={"beam_size": 3})
+    batches = SETTINGS.model_copy(update={"max_tokens": 100})
+    for task, changed in (
+        (Task([other_model], SETTINGS, "torch", form, None), "model 1: model.safetensors: "),
+        (Task([model], more, "torch", form, None), "decoding.beam_size: 2 there, 3 now"),
+        (Task([model, other_model], SETTINGS, "torch", form, None), "model 2: config.json: none there"),
+        (Task([model], SETTINGS, "torch", Form(False, True, False), None), "alignment: False there, True now"),
+        (Task([model], SETTINGS, "torch", form, ranks.source), "prefixes: none there"),
+    ):
+        with pytest.raises(UserError) as refusal:
+            ranks.run(task, output, 1, 2)
+        assert changed in str(refusal.value)
+        assert refusal.value.is_agreed, "rank 0 says it for all"
+    ranks.run(Task([model], batches, "torch", form, None), output, 1, 2)
+    assert output.exists()
+    with ranks.source.open("a", encoding="utf-8") as file:
+        file.write("one more\n")
+    with pytest.raises(UserError, match=r"input: \w{12} there, \w{12} now; lines: 60 there, 61 now"):
+        ranks.run(Task([model], SETTINGS, "torch", form, None), output, 0, 2)
+
+
+def test_each_line_of_a_file_has_its_prefix_in_every_part(ranks: Ranks, model: Path, tmp_path: Path) -> None:
+    prefixes = tmp_path / "prefixes"
+    prefixes.write_text("".join(f"{source.split()[0]}\n" for source in SOURCES[:60]), encoding="utf-8")
+    task = Task([model], SETTINGS, "torch", Form(False, False, False), prefixes)
+    ranks.run(task, tmp_path / "out", 0, 1)
+    found = (tmp_path / "out").read_text(encoding="utf-8").splitlines()
+    assert all(text.startswith(source.split()[0]) for text, source in zip(found, SOURCES[:60], strict=True))
+    prefixes.write_text("one\n", encoding="utf-8")
+    with pytest.raises(UserError, match="1 prefixes for the 60 lines"):
+        ranks.run(task, tmp_path / "out2", 0, 1)
+
+
+@pytest.mark.slow
+def test_ranks_that_are_stopped_end_with_75_and_the_same_command_goes_on(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "source").write_text("".join(f"{line}\n" for line in [*SOURCES, *SOURCES[:300]]), encoding="utf-8")
+    command = Command(tmp_path)
+    arguments = ("translate", model, "--input", "source", "--output", "out", "--beam", 2)
+    first = command.start(*arguments, "--max-tokens", 200, "--ranks", 2)
+    parts = tmp_path / "out.parts"
+    while not list(parts.glob("*.txt")):
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.02)
+    first.send_signal(signal.SIGUSR1)
+    out, err = first.communicate(timeout=120)
+    assert first.returncode == EXIT_REQUEUE, out + err
+    assert "stopped while translating (signal SIGUSR1)" in err
+    made = {path: path.stat().st_mtime_ns for path in parts.glob("*.txt")}
+    assert 0 < len(made) < 4
+    assert not [path for path in parts.iterdir() if path.name.endswith(".tmp")]
+    assert "900 lines translated" in command(*arguments, "--ranks", 2)
+    lines = (tmp_path / "out").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 900
+    assert lines[:300] == lines[600:], "the same lines, in other parts"
+    assert said("translate", model, "--beam", 2, lines=SOURCES[:20]) == lines[:20]

@@ -1,0 +1,158 @@
+"""A file in parts: whole or not there, in order, gone on with by anybody, never mixed with another's."""
+
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from dist_transformer.decoding import file_parts
+from dist_transformer.decoding.file_parts import (
+    LineReader,
+    Parts,
+    chunk_lines,
+    decoded_lines,
+    digest_and_lines,
+    is_whole,
+    open_parts,
+)
+from dist_transformer.errors import UserError
+
+PLAN = {"input": "a" * 64, "beam_size": 4}
+TEXT = ["one", "", "zwölf\u2028drei", "end"]
+
+
+def opened(output: Path, num_chunks: int = 3) -> Parts:
+    parts = open_parts(output, PLAN, num_chunks)
+    assert parts is not None
+    return parts
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if not path.name.endswith(".lock")}
+
+
+def test_parts_written_in_any_order_become_the_output_with_the_last(tmp_path: Path) -> None:
+    output = tmp_path / "deep" / "out"
+    parts = opened(output)
+    for chunk, lines in ((2, ["e"]), (0, ["a", "b"])):
+        parts.write(chunk, lines)
+        assert not parts.join()
+        assert not is_whole(output)
+    assert [parts.is_done(chunk) for chunk in range(3)] == [True, False, True]
+    again = opened(output)
+    assert again.num_done() == 2
+    again.write(1, ["", "d"])
+    assert again.join()
+    assert parts.join()
+    assert output.read_text() == "a\nb\n\nd\ne\n"
+    assert names(output.parent) == {"out", "out.plan.json"}
+    assert open_parts(output, PLAN, 3) is None
+    assert parts.is_done(1), "nobody needs it any more"
+
+
+def test_no_lines_give_an_empty_output(tmp_path: Path) -> None:
+    assert opened(tmp_path / "out", 0).join()
+    assert (tmp_path / "out").read_bytes() == b""
+
+
+def test_what_another_plan_began_or_made_is_refused(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    parts = opened(output)
+    other = {"input": "b" * 64, "beam_size": 4, "seed": 1}
+    differing = r"input: a{12} there, b{12} now; seed: none there, 1 now"
+    with pytest.raises(UserError, match=rf"{differing}\): go on as it was begun, .* remove the folder .*out\.parts"):
+        open_parts(output, other, 3)
+    for chunk in range(3):
+        parts.write(chunk, [])
+    assert parts.join()
+    with pytest.raises(UserError, match=rf"{differing}\).* or remove .*out and out\.plan\.json"):
+        open_parts(output, other, 3)
+    output.unlink()
+    assert open_parts(output, other, 3) is not None, "its output was removed"
+
+
+def test_a_file_of_unknown_origin_is_never_replaced(tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(UserError, match="is there already, and nothing tells what made it"):
+        open_parts(tmp_path / "out", PLAN, 1)
+    assert names(tmp_path) == {"out"}
+
+
+@pytest.mark.parametrize("dies_at", ["replacing", "rmtree"])
+def test_a_join_that_dies_in_the_middle_is_done_by_the_next_start(
+    dies_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def die(*_: object) -> None:
+        raise Killed
+
+    output = tmp_path / "out"
+    parts = opened(output, 1)
+    parts.write(0, ["text"])
+    with monkeypatch.context() as patched:
+        patched.setattr(file_parts if dies_at == "replacing" else file_parts.shutil, dies_at, die)
+        with pytest.raises(Killed):
+            parts.join()
+    assert is_whole(output) == (dies_at == "rmtree")
+    again = open_parts(output, PLAN, 1)
+    if dies_at == "replacing":
+        assert again is not None
+        assert again.is_done(0)
+        assert again.join()
+    assert output.read_text() == "text\n"
+    assert open_parts(output, PLAN, 1) is None
+    assert names(tmp_path) == {"out", "out.plan.json"}
+
+
+def make_part_and_join(output: Path, chunk: int) -> None:
+    parts = open_parts(output, PLAN, 4)
+    assert parts is not None
+    parts.write(chunk, [str(chunk)])
+    parts.join()
+
+
+def test_processes_at_once_join_the_whole_once(tmp_path: Path) -> None:
+    context, output = multiprocessing.get_context("spawn"), tmp_path / "out"
+    processes = [context.Process(target=make_part_and_join, args=(output, chunk)) for chunk in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert output.read_text() == "0\n1\n2\n3\n"
+    assert names(tmp_path) == {"out", "out.plan.json"}
+
+
+def test_chunks_depend_on_the_number_of_lines_and_are_neither_tiny_nor_too_many() -> None:
+    for num_lines in (0, 1, 255, 256, 10_000, 300_000, 5_000_000, 2_000_000_000):
+        lines = chunk_lines(num_lines)
+        assert 256 <= lines <= 16_384
+        assert lines == 16_384 or num_lines / lines <= 1024
+
+
+@pytest.mark.parametrize("end", ["\n", ""])
+def test_lines_are_counted_and_read_by_ranges(tmp_path: Path, end: str) -> None:
+    path = tmp_path / "text"
+    path.write_bytes(("\r\n".join(TEXT) + end).encode())
+    digest, num_lines = digest_and_lines(path)
+    assert num_lines == 4
+    assert len(digest) == 64
+    reader = LineReader(path)
+    assert [reader.read(0, 1), reader.read(2, 1), reader.read(3, 5), reader.read(9, 1)] == [
+        [TEXT[0]],
+        [TEXT[2]],
+        [TEXT[3]],
+        [],
+    ]
+    path.write_bytes(b"")
+    assert digest_and_lines(path)[1] == 0
+
+
+def test_what_is_no_text_is_told_by_file_and_line(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="standard input, line 2: not valid UTF-8"):
+        list(decoded_lines([b"ok\n", b"\xff\n"], "standard input"))
+    for read in (digest_and_lines, lambda path: LineReader(path).read(0, 1)):
+        with pytest.raises(UserError, match="absent: cannot be read: No such file"):
+            read(tmp_path / "absent")

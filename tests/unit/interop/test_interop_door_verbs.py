@@ -1,0 +1,84 @@
+"""The verbs `import` and `export`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from marian_folders import demo_sentences, make_marian_folder
+from running import records
+from safetensors.torch import load_file
+from test_interop_torch_transformer import HEADS, assert_equal_logits, make_model
+from tokenised_models import demo_tokenizers, make_model_folder
+from typer.testing import CliRunner
+
+from dist_transformer.cli.main import app
+from dist_transformer.errors import UserError
+from dist_transformer.interop.ctranslate2_export import load_exported
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+@pytest.mark.slow
+def test_a_marian_folder_goes_in_and_out_to_both_programs(tmp_path: Path):
+    make_marian_folder(tmp_path / "theirs")
+    assert (
+        run("import", tmp_path / "theirs", tmp_path / "ours", "--from", "marian")
+        == f"{tmp_path}/ours: a model folder\n"
+    )
+    assert "written for marian" in run("export", tmp_path / "ours", tmp_path / "back", "--to", "marian")
+    first, second = (json.loads((tmp_path / name / "vocab.json").read_text()) for name in ("theirs", "back"))
+    assert {text: second[text] for text in first} == first
+    arguments = ("--to", "ctranslate2", "--quantization", "int8")
+    assert "written for ctranslate2" in run("export", tmp_path / "ours", tmp_path / "fast", *arguments)
+    exported = load_exported(tmp_path / "fast")
+    assert (exported.information.source_language, exported.information.target_language) == ("en", "de")
+
+
+@pytest.mark.slow
+def test_an_imported_model_is_fine_tuned_and_goes_back_with_the_same_tokens(
+    tmp_path: Path, train_small: Callable[..., Path]
+):
+    make_marian_folder(tmp_path / "theirs")
+    run("import", tmp_path / "theirs", tmp_path / "ours", "--from", "marian")
+    sizes = ("d_model=16", "d_ff=24", "num_heads=4", "num_encoder_layers=2", "num_decoder_layers=3")
+    tokenizers = (f"tokenizer.{side}_model={tmp_path}/ours/{side}.model" for side in ("source", "target"))
+    model = (f"model.{setting}" for setting in (*sizes, "activation=silu", "output_bias=true"))
+    folder = train_small("fine", f"training.init_from={tmp_path}/ours", *tokenizers, *model)
+    losses = [record["loss"] for record in records(folder)]
+    assert losses[-1] < losses[0]
+    run("export", folder, tmp_path / "back", "--to", "marian")
+    before, after = (transformers.MarianTokenizer.from_pretrained(tmp_path / name) for name in ("theirs", "back"))
+    sentences, _ = demo_sentences(320)
+    assert before(sentences).input_ids == after(sentences).input_ids
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "back")]
+    assert {name: x.shape for name, x in weights[0].items()} == {name: x.shape for name, x in weights[1].items()}
+    assert all(
+        not torch.equal(x, weights[1][name]) for name, x in weights[0].items() if not name.endswith("k_proj.bias")
+    )
+
+
+def test_a_file_of_weights_of_torch_comes_in(tmp_path: Path):
+    files = demo_tokenizers(tmp_path, is_shared=False)
+    model, tokenizer = make_model(files)
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    tokenizers = ("--source-model", files.source, "--target-model", files.target)
+    run("import", tmp_path / "weights.pt", tmp_path / "ours", "--from", "torch", *tokenizers, "--heads", HEADS)
+    assert_equal_logits(tmp_path / "ours", model, tokenizer.pad_id)
+
+
+def test_what_the_options_cannot_mean_is_refused(tmp_path: Path):
+    make_model_folder(tmp_path / "ours")
+    with pytest.raises(UserError, match="--quantization int8: is of --to ctranslate2; drop it"):
+        run("export", tmp_path / "ours", tmp_path / "out", "--to", "marian", "--quantization", "int8")
+    with pytest.raises(UserError, match="--from torch needs --source-model and --heads"):
+        run("import", tmp_path / "weights.pt", tmp_path / "out", "--from", "torch")
+    for verb, option in (("export", ("--to", "marian")), ("import", ("--from", "marian"))):
+        with pytest.raises(UserError, match=f"{tmp_path}/ours: exists already, expected a new path"):
+            run(verb, tmp_path / "ours", tmp_path / "ours", *option)
