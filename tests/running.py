@@ -18,6 +18,7 @@ NOT_INHERITED = (
     "MASTER_PORT",
     "MLFLOW_TRACKING_URI",
 )
+PROGRAM = [sys.executable, "-m", "dist_transformer"]
 
 
 def without(names: Iterable[str]) -> dict[str, str]:
@@ -28,12 +29,18 @@ def without(names: Iterable[str]) -> dict[str, str]:
 class Command:
     """`dist-transformer` as a process of its own."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, quick: Path | None = None) -> None:
+        """`quick`: the client of a command server, for what is run to its end with no variables of its own."""
+        self.folder, self._quick = folder, quick
 
     def start(self, *arguments: object, **environment: str) -> "subprocess.Popen[str]":
+        return self._start(PROGRAM, arguments, environment)
+
+    def _start(
+        self, program: list[str], arguments: tuple[object, ...], environment: dict[str, str]
+    ) -> "subprocess.Popen[str]":
         return subprocess.Popen(
-            [sys.executable, "-m", "dist_transformer", *map(str, arguments)],
+            [*program, *map(str, arguments)],
             cwd=self.folder,
             env={**without(NOT_INHERITED), **environment},
             stdin=subprocess.PIPE,
@@ -45,7 +52,8 @@ class Command:
 
     def __call__(self, *arguments: object, code: int = 0, text: str | None = None, **environment: str) -> str:
         """Runs it to its end; what it wrote on both streams. The exit code must be `code`."""
-        process = self.start(*arguments, **environment)
+        is_quick = self._quick is not None and not environment  # a variable may matter when the program is imported
+        process = self._start([str(self._quick)] if is_quick else PROGRAM, arguments, environment)
         out, err = process.communicate(text, timeout=300)
         assert process.returncode == code, f"exit code {process.returncode}, expected {code}\n{out}\n{err}"
         return out + err

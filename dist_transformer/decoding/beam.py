@@ -21,6 +21,8 @@ from dist_transformer.model.hypothesis import Hypothesis
 
 GROUP = 128
 """Tokens of which only the greatest is looked at first, in the search for a row's likeliest."""
+FEW_ROWS = 8
+"""With fewer rows, the several operations of that search take longer than sorting."""
 
 
 @torch.no_grad()
@@ -49,7 +51,7 @@ def likeliest(value_BV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """
     vocabulary = value_BV.shape[1]
     num_groups = vocabulary // GROUP
-    if value_BV.is_cuda or num_groups <= count:
+    if value_BV.is_cuda or len(value_BV) < FEW_ROWS or num_groups <= count:
         return value_BV.topk(count, dim=1)
     grouped_BV, rest_BV = torch.split(value_BV, [num_groups * GROUP, vocabulary % GROUP], dim=1)
     grouped_BGg = grouped_BV.view(-1, num_groups, GROUP)

@@ -51,17 +51,14 @@ class Constraints:
         The end of the sentence is never forbidden but by a prefix, so something is always left.
         """
         rows, tokens = self._forced(token_BT.shape[1])
-        index = (
-            torch.tensor(rows, device=value_BV.device, dtype=torch.long),
-            torch.tensor(tokens, device=value_BV.device, dtype=torch.long),
-        )
-        kept_values = value_BV[index] if rows else value_BV[:0]
+        forced = torch.tensor([rows, tokens], device=value_BV.device).unbind() if rows else None
+        kept_values = value_BV[forced] if forced else value_BV
         value_BV[:, self.ids.bos] = value_BV[:, self.ids.pad] = IMPOSSIBLE
         if self.ngram_size:
             forbid_repeats(value_BV, token_BT, self.ngram_size)
-        if rows:
-            value_BV[index[0]] = IMPOSSIBLE
-            value_BV[index] = kept_values
+        if forced:
+            value_BV[forced[0]] = IMPOSSIBLE
+            value_BV[forced] = kept_values
 
     def select(self, kept: Sequence[int]) -> None:
         """Keeps the given sentences, in the given order."""

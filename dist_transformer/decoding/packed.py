@@ -42,7 +42,7 @@ class PackedLinear(nn.Module):
         self.bias_ = None if bias is None else bias.detach()
 
     def forward(self, input: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(input, self.packed, self.bias_, "none", [], "")  # type: ignore[no-any-return]
+        return torch.ops.mkldnn._linear_pointwise.default(input, self.packed, self.bias_, "none", [], "")  # type: ignore[no-any-return]
 
 
 def _can_pack(weight: Tensor) -> bool:

@@ -13,7 +13,7 @@ from dist_transformer.run_dir import read_json
 pytestmark = pytest.mark.slow
 
 LETTERS = "abcdefghij"
-LONGEST = 8
+LONGEST = 6
 TRAINING_ROWS, TEST_ROWS = 20_000, 200
 TASKS: dict[str, Callable[[list[str]], list[str]]] = {"copy": list, "reverse": lambda row: row[::-1], "sort": sorted}
 RUN = """
@@ -25,12 +25,12 @@ data:
   lanes: 1
   max_tokens: 1536
   loader_workers: 0
-tokenizer: {{vocabulary_size: 24}}
+tokenizer: {{type: unigram, vocabulary_size: 32}}  # a piece for each letter
 model: {{d_model: 64, d_ff: 128, num_heads: 4, num_encoder_layers: 2, num_decoder_layers: 2, dropout: 0.0}}
 optimizer: {{learning_rate: 0.003}}
 schedule: {{name: linear, warmup_steps: 100}}
-training: {{max_steps: 700, precision: fp32, zero_stage: 0, gradient_clip_norm: 1.0, dry_run: false}}
-validation: {{every_steps: 700, translate: false}}
+training: {{max_steps: 800, precision: fp32, zero_stage: 0, gradient_clip_norm: 1.0, dry_run: false}}
+validation: {{every_steps: 800, translate: false}}
 checkpoints: {{every_steps: 25, keep_last: 5, average_last: 5}}
 tracking: {{enabled: false}}
 """
