@@ -1,10 +1,12 @@
 """Batched beam search on cached keys and values, as the paper's (6.1) in tensor2tensor.
 
 Every step extends the `beam_size` live hypotheses of each sentence and looks at the 2 * beam_size likeliest extensions:
-those that end join the finished ones, of which the best beam_size are kept, the best of the others live on. So at any
-time beam_size hypotheses live, whatever has finished. A sentence is done when no live hypothesis can still come among
-the n_best finished ones that are asked for, or at its longest length, where only the end of sentence may follow; done
-sentences leave the batch. With a beam of 1 it is greedy search: the sentence is done when its likeliest token is the end.
+those that end and are among the beam_size likeliest join the finished ones, the best of the others live on. So at any
+time beam_size hypotheses live, whatever has finished. (tensor2tensor lets all of the 2 * beam_size end, which finds more
+translations that stop too early; fairseq, Hugging Face and CTranslate2 do as is done here.) A sentence is done when no live
+hypothesis can still come among the n_best finished ones that are asked for, or at its longest length, where only the end of
+sentence may follow; done sentences leave the batch. With a beam of 1 it is greedy search: the sentence is done when its
+likeliest token is the end.
 
 Axes: N sentences, K beam, C candidates, B = N * K rows, T generated tokens, G groups, g members of one, V vocabulary.
 """
@@ -123,7 +125,7 @@ class _Search:
         self.length += 1
         candidate_NCT = torch.cat([_gather_rows(self.live_token_NKT, parent_NC), token_NC[..., None]], 2)
         ends_NC = token_NC == self.ids.eos
-        self._finish(candidate_NC.masked_fill(~ends_NC, IMPOSSIBLE), candidate_NCT)
+        self._finish(*(of_all[:, : self.config.beam_size] for of_all in (candidate_NC, ends_NC, candidate_NCT)))
         self.live_NK, chosen_NK = candidate_NC.masked_fill(ends_NC, IMPOSSIBLE).topk(self.config.beam_size, dim=1)
         self.live_token_NKT = _gather_rows(candidate_NCT, chosen_NK)
         self._go_on(parent_NC.gather(1, chosen_NK), self._is_done())
@@ -142,10 +144,11 @@ class _Search:
         candidate_NC, index_NC = extended_NX.topk(min(2 * beam_size, extended_NX.shape[1]), dim=1)
         return index_NC // of_each_row, token_BC.view(self.num_sentences, -1).gather(1, index_NC), candidate_NC
 
-    def _finish(self, log_probability_NC: Tensor, token_NCT: Tensor) -> None:
-        penalty = length_penalty(self.length, self.config.length_penalty).to(log_probability_NC)
+    def _finish(self, log_probability_NK: Tensor, ends_NK: Tensor, token_NKT: Tensor) -> None:
+        log_probability_NK = log_probability_NK.masked_fill(~ends_NK, IMPOSSIBLE)
+        penalty = length_penalty(self.length, self.config.length_penalty).to(log_probability_NK)
         self.finished.token_NKT = torch.nn.functional.pad(self.finished.token_NKT, (0, 1), value=self.ids.pad)
-        self.finished.merge(_Finished(log_probability_NC / penalty, log_probability_NC, token_NCT))
+        self.finished.merge(_Finished(log_probability_NK / penalty, log_probability_NK, token_NKT))
 
     def _is_done(self) -> Tensor:
         """Per sentence. A live hypothesis can at best keep its probability and grow to the longest length."""
