@@ -38,6 +38,7 @@ from dist_transformer.config.data_models import TokenizerConfig
 from dist_transformer.config.models import DecodingConfig, ModelConfig
 from dist_transformer.data.demo_corpus import demo_pairs
 from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.decoding.packed import packed_for_decoding
 from dist_transformer.decoding.search import TorchSearcher, pad_together
 from dist_transformer.interop.ctranslate2_export import export_ctranslate2
 from dist_transformer.interop.ctranslate2_search import CTranslate2Searcher
@@ -201,7 +202,8 @@ def search_settings(loaded: LoadedModel, arguments: argparse.Namespace, beam: in
 
 
 def ours(loaded: LoadedModel, arguments: argparse.Namespace, beam: int) -> Engine:
-    return _of_searcher(TorchSearcher([loaded.model], **search_settings(loaded, arguments, beam)))
+    model = packed_for_decoding(loaded.model)
+    return _of_searcher(TorchSearcher([model], **search_settings(loaded, arguments, beam)))
 
 
 def ctranslate2(folder: Path, loaded: LoadedModel, arguments: argparse.Namespace, beam: int) -> Engine:

@@ -35,7 +35,7 @@ from dist_transformer.distributed import Ranks
 from dist_transformer.launching import start_local_ranks
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.planning.activations import Shape
-from dist_transformer.planning.memory import memory_of_rank, vocabulary_size
+from dist_transformer.planning.memory import memory_of_rank, vocabulary_sizes
 from dist_transformer.training.engine import Engine
 from dist_transformer.training.objective import Objective
 
@@ -116,7 +116,7 @@ def _release_in_this_thread() -> None:
 
 def _step(config: Config, shape: Shape, ranks: Ranks) -> Engine:
     torch.nn.functional.linear = LINEAR
-    training, size = config.training, vocabulary_size(config)
+    training, (_, size) = config.training, vocabulary_sizes(config)
     checkpointing = training.activation_checkpointing
     model = Transformer(config.model, size, size, 0, activation_checkpointing=checkpointing).to(ranks.device)
     engine = Engine(Objective(model, training.label_smoothing, training.precision), training, OptimizerConfig(), ranks)

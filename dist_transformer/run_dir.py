@@ -1,5 +1,6 @@
 """Names every file of a run folder, and writes files so that they are whole or not there."""
 
+import errno
 import json
 import os
 import threading
@@ -8,6 +9,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from dist_transformer.errors import MachineError, UserError
+
+MISPLACED = (
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EEXIST,
+    errno.ENOTEMPTY,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+)
+"""Errors of a path, or of a disk that cannot do it at all; the others come and go."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +212,33 @@ def replacing(path: Path) -> Iterator[Path]:
         flush_to_disk(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """For what writes `path`: an error of the system in the block becomes one of ours, unless it is of a file elsewhere.
+
+    Raises:
+        UserError: nothing can be written at this path.
+        MachineError: the disk is full, or fails.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None and not _are_near(Path(error.filename), path):
+            raise
+        if error.errno in MISPLACED:
+            raise UserError(
+                f"{path}: cannot be written ({error}): expected a path to write to; give another"
+            ) from error
+        raise MachineError(
+            f"{path}: cannot be written ({error}): make room, or wait for the disk, and start again"
+        ) from error
+
+
+def _are_near(other: Path, path: Path) -> bool:
+    """Whether `other` is `path`, beside or below it, or a folder above it."""
+    return other.is_relative_to(path.parent) or path.is_relative_to(other)
 
 
 def share_as_folder(path: Path) -> None:

@@ -32,12 +32,16 @@ class StopRequest:
 
     Args:
         repeat_seconds: the shortest and the longest time between two signals that end the process.
+        answer: what the process does on a request, as a person is told.
     """
 
-    def __init__(self, repeat_seconds: tuple[float, float] = (0.5, 10.0)) -> None:
+    def __init__(
+        self, repeat_seconds: tuple[float, float] = (0.5, 10.0), answer: str = "saving at the end of this step"
+    ) -> None:
         self.started = time.time()
         """Unix seconds of the start of this process, as far as it matters for time limits."""
         self._repeat_seconds = repeat_seconds
+        self._answer = answer
         self._signal: signal.Signals | None = None
         self._came_at: dict[int, float] = {}
         self._stop_file: Path | None = None
@@ -103,9 +107,7 @@ class StopRequest:
             os._exit(128 + number)
         if passed > longest:
             self._came_at[number] = now
-            _say(
-                f"{name}: saving at the end of this step; the same signal again within {longest:g} seconds ends at once"
-            )
+            _say(f"{name}: {self._answer}; the same signal again within {longest:g} seconds ends at once")
 
 
 def ignore_stop_signals() -> None:

@@ -1,5 +1,7 @@
 """Arguments that several verbs take, and what they mean."""
 
+import io
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -40,6 +42,12 @@ def read_run(run: Path, overrides: list[str] | None = None, *, check_files: bool
         return load_config(run_dir.config, overrides, check_files=False), run_dir
     config = load_config(run, overrides, check_files=check_files)
     return config, RunDir(Path(config.run.root) / config.run.name)
+
+
+def write_utf8() -> None:
+    """Standard output in UTF-8, as text files are, whatever the terminal's language."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8")
 
 
 def with_absolute_paths(config: Config, prepared: Path | None) -> Config:

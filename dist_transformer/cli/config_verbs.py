@@ -5,12 +5,13 @@ import json
 import typer
 
 from dist_transformer.cli.arguments import ConfigArgument, Overrides
+from dist_transformer.cli.vocabulary_sizes import with_counted_pieces
 from dist_transformer.cluster.checks import rank_problems
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.config.models import Config
-from dist_transformer.config.sizes import parameter_count
 from dist_transformer.errors import ConfigError
+from dist_transformer.planning.memory import count_parameters
 
 app = typer.Typer(help="Check, show or describe a configuration.", no_args_is_help=True)
 
@@ -21,8 +22,7 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     checked = fill_from_profile(load_config(config, overrides))
     if problems := [*rank_problems(checked)]:
         raise ConfigError(problems)
-    size = checked.tokenizer.vocabulary_size
-    parameters = parameter_count(checked.model, size, size)
+    parameters = count_parameters(with_counted_pieces(checked))
     num_ranks = checked.slurm.nodes * checked.slurm.ranks_per_node
     print(
         f"{config}: no problem found. Run {checked.run.root}/{checked.run.name}: {parameters:,} parameters, "

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from dist_transformer.cli.arguments import write_utf8
+from dist_transformer.decoding.file_parts import numbered_lines
 from dist_transformer.errors import UserError
 
 if TYPE_CHECKING:  # at run time it would import torch for every command
@@ -17,6 +19,7 @@ if TYPE_CHECKING:  # at run time it would import torch for every command
 Side = Literal["source", "target", "both"]
 SHOWN = 20
 """Pieces that the command prints; a file may hold thousands."""
+BYTE_ORDER_MARK = "\ufeff"
 
 
 def extend_vocabulary_command(
@@ -48,13 +51,8 @@ def extend_vocabulary_command(
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"--pieces-file {path} cannot be read: {error}. Expected a text file, UTF-8, a piece a line"
-        ) from None
-    return [line.strip() for line in lines if line.strip()]
+    lines = (line.removeprefix(BYTE_ORDER_MARK).strip() for line in numbered_lines(path))
+    return [line for line in lines if line]
 
 
 def _extend(loaded: "LoadedModel", asked: Sequence[str], side: Side, output: Path) -> list[str]:
@@ -111,8 +109,9 @@ def _growth(old: Path, pieces: Sequence[str], vocabulary: int, pad_id: int) -> "
 
 
 def _tell(output: Path, added: Sequence[str], has_target: bool) -> None:
+    write_utf8()
     more = f" and {len(added) - SHOWN} more" if len(added) > SHOWN else ""
     print(f"{output}: {len(added)} new pieces: {' '.join(added[:SHOWN])}{more}")
-    target = f" tokenizer.target_model={output / 'target.model'}" if has_target else ""
-    settings = f"tokenizer.source_model={output / 'source.model'}{target} training.init_from={output}"
-    print(f"fine-tune it with: {' '.join(map(shlex.quote, settings.split(' ')))}")
+    target = [f"tokenizer.target_model={output / 'target.model'}"] if has_target else []
+    settings = [f"tokenizer.source_model={output / 'source.model'}", *target, f"training.init_from={output}"]
+    print(f"fine-tune it with: {shlex.join(settings)}")

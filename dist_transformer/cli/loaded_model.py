@@ -9,6 +9,7 @@ import torch
 
 from dist_transformer.config.models import DecodingConfig
 from dist_transformer.data.tokenizer import Tokenizer
+from dist_transformer.decoding.packed import packed_for_decoding
 from dist_transformer.decoding.search import TorchSearcher
 from dist_transformer.decoding.translate import translate_lines
 from dist_transformer.errors import UserError
@@ -40,6 +41,11 @@ def model_folder_of(path: Path) -> Path:
     for folder in (path, path / "model"):
         if (folder / "model.safetensors").is_file():
             return folder
+    if (path / "model.bin").is_file():  # CTranslate2's; its door is not opened to ask, for a served model has it not
+        raise UserError(
+            f"{path}: a model exported to CTranslate2, which translate --engine ctranslate2 takes; the rest needs the model "
+            "folder that it was exported from"
+        )
     raise UserError(
         f"{path}: holds no model (expected {path}/model.safetensors, or a run folder with model/). "
         "A run writes it at its end; before that: dist-transformer average RUN_FOLDER"
@@ -60,7 +66,8 @@ def load_models(folders: Sequence[Path]) -> LoadedModels:
                 "tokens are the same; train them with one tokenizer"
             )
     tokenizer = _tokenizer(loaded[0], folders[0])
-    return LoadedModels([each.model.to(device) for each in loaded], tokenizer, loaded[0].information, device)
+    models = [packed_for_decoding(each.model.to(device)) for each in loaded]
+    return LoadedModels(models, tokenizer, loaded[0].information, device)
 
 
 def device_of_rank() -> torch.device:

@@ -1,5 +1,6 @@
 """The command `dist-transformer`. An error the user can mend is one message and exit code 2, never a traceback."""
 
+import errno
 import os
 import sys
 
@@ -93,8 +94,22 @@ def main() -> None:
             print(f"dist-transformer: {error}", file=sys.stderr, flush=True)
         _leave(error.exit_code)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader of our output has gone: `| head`
+        _drop_output()  # its reader has gone: `| head`
         sys.exit(EXIT_FAILED)
+    except OSError as error:
+        # Of standard output: what writes files has told which.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
+            raise
+        print(
+            f"dist-transformer: cannot write: {error.strerror}; make room and start again", file=sys.stderr, flush=True
+        )
+        _drop_output()
+        _leave(EXIT_FAILED)
+
+
+def _drop_output() -> None:
+    """What waits to be written cannot be, and the end of the process would try again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _leave(code: int) -> None:

@@ -30,6 +30,7 @@ def plan_command(
 ) -> None:
     """Memory per GPU, step time and hours of a run on each number of nodes, and which settings fit."""
     from dist_transformer.cli.plan_tables import as_values, print_plan
+    from dist_transformer.cli.vocabulary_sizes import with_counted_pieces
     from dist_transformer.planning.hardware import calibrated, hardware_of
     from dist_transformer.planning.plan import plan_row
 
@@ -37,7 +38,7 @@ def plan_command(
     if calibrate is not None:
         hardware = calibrated(hardware, calibrate)
     counts = _numbers_of_nodes(nodes)
-    config = fill_from_profile(read_run(run, overrides, check_files=False)[0])
+    config = with_counted_pieces(fill_from_profile(read_run(run, overrides, check_files=False)[0]))
     ranks_per_node = gpus_per_node or config.slurm.ranks_per_node
     rows = [plan_row(config, count, ranks_per_node, hardware) for count in counts]
     if as_json:

@@ -3,12 +3,14 @@
 import json
 import math
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dist_transformer.cli.search_options import EnsembleOption, ModelArgument
+from dist_transformer.cli.arguments import write_utf8
+from dist_transformer.cli.search_options import EnsembleOption, ModelArgument, search_settings
 from dist_transformer.errors import UserError
 
 
@@ -17,6 +19,9 @@ def score_command(
     source: Annotated[Path, typer.Option(help="Source file, a sentence a line.", show_default=False)],
     target: Annotated[Path, typer.Option(help="Its translations, line by line.", show_default=False)],
     ensemble: EnsembleOption = None,
+    max_source_tokens: Annotated[
+        int | None, typer.Option(min=2, help="Longest line of either file, in tokens (default: as for translate).")
+    ] = None,
     per_token: Annotated[
         bool,
         typer.Option("--per-token", help="Of each token of the line, apart by spaces; the end of sentence is last."),
@@ -28,22 +33,25 @@ def score_command(
     The text is cut into tokens as in training, which may not be the tokens that a search found the same text with.
     """
     from dist_transformer.cli.loaded_model import load_models, model_folder_of
-    from dist_transformer.decoding.file_parts import digest_and_lines, numbered_lines
+    from dist_transformer.decoding.file_parts import digest_and_lines
     from dist_transformer.decoding.pair_scores import score_pairs
 
     (_, num_sources), (_, num_targets) = digest_and_lines(source), digest_and_lines(target)
     if num_sources != num_targets:
         raise UserError(f"{source} has {num_sources} lines, {target} {num_targets}: expected a translation for each")
+    most = search_settings(model, max_source_tokens=max_source_tokens).max_source_tokens
+    write_utf8()
     loaded = load_models([model_folder_of(folder) for folder in (model, *(ensemble or []))])
-    pairs = zip(numbered_lines(source), numbered_lines(target), strict=True)
+    pairs = _pairs(source, target, num_sources)
     total, num_tokens = 0.0, 0
-    for ids, found in score_pairs(loaded.models, loaded.tokenizer, pairs, loaded.device):
+    for ids, found in score_pairs(loaded.models, loaded.tokenizer, pairs, loaded.device, most):
         total, num_tokens = total + sum(found), num_tokens + len(found)
         if as_json:
             pieces = loaded.tokenizer.target_pieces(ids)
-            print(json.dumps({"log_probability": sum(found), "pieces": pieces, "log_probabilities": found}))
+            record = {"log_probability": sum(found), "pieces": pieces, "log_probabilities": found}
+            print(json.dumps(record, ensure_ascii=False), flush=True)
         else:
-            print(" ".join(f"{value:.4f}" for value in (found if per_token else [sum(found)])))
+            print(" ".join(f"{value:.4f}" for value in (found if per_token else [sum(found)])), flush=True)
     if num_tokens:
         mean = total / num_tokens
         print(
@@ -51,3 +59,15 @@ def score_command(
             f"{math.exp(-mean):.2f}",
             file=sys.stderr,
         )
+
+
+def _pairs(source: Path, target: Path, num_pairs: int) -> Iterator[tuple[str, str]]:
+    """The lines of both; UserError where there are fewer by now."""
+    from dist_transformer.decoding.file_parts import numbered_lines
+
+    lines, translations = numbered_lines(source), numbered_lines(target)
+    for number in range(num_pairs):
+        pair = next(lines, None), next(translations, None)
+        if pair[0] is None or pair[1] is None:
+            raise UserError(f"{source} or {target} changed while it was scored: {number} lines, expected {num_pairs}")
+        yield pair[0], pair[1]

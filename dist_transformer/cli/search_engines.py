@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from dist_transformer.cli.loaded_model import device_of_rank, load_models, model_folder_of
+from dist_transformer.cli.search_options import Engine
 from dist_transformer.config.models import DecodingConfig
 from dist_transformer.data.tokenizer import Tokenizer
 from dist_transformer.errors import UserError
@@ -14,8 +14,6 @@ from dist_transformer.interop.ctranslate2_search import CTranslate2Searcher
 from dist_transformer.interop.model_folder import load_model_folder
 from dist_transformer.model.hypothesis import Searcher
 from dist_transformer.model.transformer import Transformer
-
-Engine = Literal["torch", "ctranslate2"]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dist_transformer.config.models import DecodingConfig
 from dist_transformer.errors import ConfigError
 
 PANEL = "Search (default: as the run's configuration says)"
+Engine = Literal["torch", "ctranslate2"]
 ModelArgument = Annotated[Path, typer.Argument(help="A model folder, or a run folder.", show_default=False)]
 EnsembleOption = Annotated[
     list[Path] | None,
@@ -21,7 +22,7 @@ EnsembleOption = Annotated[
 ]
 BeamOption = Annotated[int | None, typer.Option(min=1, help="Beam size (6.1: 4).", rich_help_panel=PANEL)]
 PenaltyOption = Annotated[
-    float | None, typer.Option(min=0.0, help="Length penalty alpha (6.1: 0.6).", rich_help_panel=PANEL)
+    float | None, typer.Option(min=0.0, max=10.0, help="Length penalty alpha (6.1: 0.6).", rich_help_panel=PANEL)
 ]
 NBestOption = Annotated[
     int | None, typer.Option("--n-best", min=1, help="Translations for each line, best first.", rich_help_panel=PANEL)
@@ -31,7 +32,8 @@ NoRepeatOption = Annotated[
     typer.Option("--no-repeat-ngram", min=0, help="No n-gram of so many tokens twice; 0: any.", rich_help_panel=PANEL),
 ]
 SamplingOption = Annotated[
-    bool | None, typer.Option("--sampling", help="Draw tokens in place of the beam search.", rich_help_panel=PANEL)
+    bool | None,
+    typer.Option("--sampling/--no-sampling", help="Draw tokens in place of the beam search.", rich_help_panel=PANEL),
 ]
 TemperatureOption = Annotated[float | None, typer.Option(help="Sampling: divides logits.", rich_help_panel=PANEL)]
 TopKOption = Annotated[

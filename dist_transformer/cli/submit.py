@@ -9,14 +9,15 @@ from typing import Annotated
 import typer
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run, with_absolute_paths
+from dist_transformer.cli.vocabulary_sizes import with_counted_pieces
 from dist_transformer.cluster.jobs import STAGES, Stage
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
 from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.models import Config
-from dist_transformer.config.sizes import parameter_count
 from dist_transformer.config.slurm_models import SlurmConfig
 from dist_transformer.errors import UserError
+from dist_transformer.planning.memory import count_parameters, memory_problem
 
 _VERBS = [
     ("watch:", "dist-transformer status FOLDER"),
@@ -85,8 +86,7 @@ def submit_run(
 
 
 def num_parameters_of(config: Config) -> int:
-    size = config.tokenizer.vocabulary_size
-    return parameter_count(config.model, size, size)
+    return count_parameters(with_counted_pieces(config))
 
 
 def memory_problems(config: Config) -> list[str]:
@@ -94,9 +94,7 @@ def memory_problems(config: Config) -> list[str]:
     slurm = config.slurm
     if slurm.gpu_memory_gb is None or not slurm.gpus_per_node:
         return []
-    from dist_transformer.planning.memory import memory_problem
-
-    problem = memory_problem(config, slurm.nodes * slurm.ranks_per_node, slurm.gpu_memory_gb)
+    problem = memory_problem(with_counted_pieces(config), slurm.nodes * slurm.ranks_per_node, slurm.gpu_memory_gb)
     return [] if problem is None else [f"slurm.gpu_memory_gb: {problem}"]
 
 

@@ -6,11 +6,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dist_transformer.cli import search_options as options
+from dist_transformer.cli.arguments import write_utf8
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError
 from dist_transformer.stop_request import StopRequest
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:  # at run time it would import torch for every command
 
 FILES = "Files"
 FORM = "What is written"
-Engine = Literal["torch", "ctranslate2"]
 
 
 def translate_command(
@@ -38,7 +38,7 @@ def translate_command(
         typer.Option(help="A file: for each line, what its translations begin with.", rich_help_panel=FILES),
     ] = None,
     ensemble: options.EnsembleOption = None,
-    engine: Annotated[Engine, typer.Option(help="Who searches: ctranslate2 needs that package.")] = "torch",
+    engine: Annotated[options.Engine, typer.Option(help="Who searches: ctranslate2 needs that package.")] = "torch",
     beam: options.BeamOption = None,
     length_penalty: options.PenaltyOption = None,
     n_best: options.NBestOption = None,
@@ -92,9 +92,11 @@ def translate_command(
         raise UserError(f"--ranks {ranks}: processes share a file, not standard input; give --input and --output")
     if source is not None and attention is not None:
         raise UserError("--attention: is of standard input; give the lines with < FILE in place of --input")
+    if attention is not None and attention.exists():
+        raise UserError(f"--attention {attention}: is there already: name another file, or remove it")
     if output is not None and ranks > 1 and "RANK" not in os.environ:
         sys.exit(_start_ranks(output, ranks))
-    stop = StopRequest()
+    stop = StopRequest(answer="stopping after this batch")
     if output is not None:
         stop.listen()  # before the slow imports
     from dist_transformer.cli.translate_file import translate_file
@@ -125,6 +127,7 @@ def _translate_stream(task: "Task", attention: Path | None) -> None:
     from dist_transformer.decoding.translate import translate_lines
     from dist_transformer.decoding.word_alignment import attention_file
 
+    write_utf8()
     search = open_search(task.engine, folders_of(task.engine, task.models), task.settings)
     waiting: deque[str] = deque()  # translations come a chunk of lines later
     prefixes = None if task.prefix is None else numbered_lines(task.prefix)

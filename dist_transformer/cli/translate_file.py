@@ -17,6 +17,7 @@ from dist_transformer.decoding.file_parts import (
     LineReader,
     chunk_lines,
     digest_and_lines,
+    digest_of,
     open_parts,
 )
 from dist_transformer.decoding.translate import translate_lines
@@ -32,32 +33,44 @@ def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) ->
     """This rank's chunks that are not done; and, with the last of all, the output. A stop request ends it with 75.
 
     Raises:
-        UserError: a file cannot be read, a line cannot be translated, or the output is of something else.
+        UserError: a file cannot be read or changes, a line cannot be translated, or the output is of something else.
+        MachineError: the disk is full, or fails.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    try:
-        folders = folders_of(task.engine, task.models)
-        plan, num_lines = _plan(task, folders, source)
-        lines_of_chunk = chunk_lines(num_lines)
-        parts = open_parts(output, plan, -(-num_lines // lines_of_chunk))
-        if parts is None:
+    folders = folders_of(task.engine, task.models)
+    plan, num_lines = _plan(task, folders, source)
+    lines_of_chunk = chunk_lines(num_lines)
+    parts = open_parts(output, plan, -(-num_lines // lines_of_chunk))
+    if parts is None:
+        if rank == 0:
             print(f"{output}: is there already", file=sys.stderr)
-            return
-        search = open_search(task.engine, folders, task.settings)
-    except UserError as error:
-        raise error.agreed() from None
+        return
+    search = open_search(task.engine, folders, task.settings)
     search = replace(search, searcher=_StoppableSearcher(search.searcher, stop))
-    readers = [LineReader(path) for path in (source, task.prefix) if path is not None]
+    readers = [(path, LineReader(path)) for path in (source, task.prefix) if path is not None]
     told = time.monotonic()
     for chunk in range(rank, parts.num_chunks, num_ranks):
         if not parts.is_done(chunk):
-            texts = [reader.read(chunk * lines_of_chunk, lines_of_chunk) for reader in readers]
-            parts.write(chunk, list(_translated(search, task, texts, chunk * lines_of_chunk)))
+            first = chunk * lines_of_chunk
+            count = min(lines_of_chunk, num_lines - first)
+            texts = [_read(path, reader, first, count) for path, reader in readers]
+            parts.write(chunk, list(_translated(search, task, texts, first)))
         if rank == 0 and time.monotonic() - told > TELL_SECONDS:
             print(f"{output}: {parts.num_done()} of {parts.num_chunks} parts", file=sys.stderr, flush=True)
             told = time.monotonic()
     if parts.join():
         print(f"{output}: {num_lines:,} lines translated", file=sys.stderr)
+
+
+def _read(path: Path, reader: LineReader, first: int, count: int) -> list[str]:
+    """So many lines from number `first` on; UserError where they are not there any more."""
+    lines = reader.read(first, count)
+    if len(lines) != count:
+        raise UserError(
+            f"{path}: ends after {first + len(lines)} lines, but had more: it changed while it was translated; put it back, or "
+            "begin another output"
+        )
+    return lines
 
 
 def _translated(search: Search, task: Task, texts: Sequence[list[str]], num_before: int) -> Iterator[str]:
@@ -69,7 +82,10 @@ def _translated(search: Search, task: Task, texts: Sequence[list[str]], num_befo
 
 
 def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, Any], int]:
-    """What the output depends on; and the number of lines. Sizes of batches change nothing."""
+    """What the output depends on; and the number of lines.
+
+    Sizes of batches change nothing; nor does `too_long`: to go on after a line that was refused, with it cut.
+    """
     digest, num_lines = digest_and_lines(source)
     plan: dict[str, Any] = {
         "input": digest,
@@ -87,8 +103,9 @@ def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, 
             )
     for number, folder in enumerate(folders, start=1):
         files = sorted(file for file in folder.iterdir() if file.suffix in FILES_OF_A_MODEL)
-        plan |= {f"model {number}: {file.name}": digest_and_lines(file)[0] for file in files}
-    plan |= {f"decoding.{name}": value for name, value in task.settings.model_dump(exclude={"max_tokens"}).items()}
+        plan |= {f"model {number}: {file.name}": digest_of(file) for file in files}
+    settings = task.settings.model_dump(exclude={"max_tokens", "too_long"})
+    plan |= {f"decoding.{name}": value for name, value in settings.items()}
     return plan, num_lines
 
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dist_transformer.cli.search_engines import Engine, Search
+from dist_transformer.cli.search_engines import Search
+from dist_transformer.cli.search_options import Engine
 from dist_transformer.config.models import DecodingConfig
 from dist_transformer.decoding.translate import Translation
 from dist_transformer.decoding.word_alignment import word_alignment

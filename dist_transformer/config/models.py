@@ -250,7 +250,7 @@ class DecodingConfig(Section):
     """Search of `translate`, `evaluate` and validation: the beam of 6.1, or sampling."""
 
     beam_size: PositiveInt = Field(4, description="6.1: 4. 1: greedy.")
-    length_penalty: Number = Field(0.6, ge=0.0, description="alpha of Wu et al. (2016); 6.1: 0.6.")
+    length_penalty: Number = Field(0.6, ge=0.0, le=10.0, description="alpha of Wu et al. (2016); 6.1: 0.6.")
     max_extra_tokens: Whole = Field(50, ge=0, description="Longest output: input length + this (6.1: 50).")
     max_tokens: PositiveInt = Field(8192, description="Source tokens times beam in one batch of the search.")
     n_best: PositiveInt = Field(1, description="Translations given for each line, best first; at most the beam.")

@@ -12,6 +12,9 @@ from dist_transformer.data.tokenizer import Tokenizer
 from dist_transformer.errors import DataError
 from dist_transformer.run_dir import replacing
 
+JOINERS = {0x200C: None, 0x200D: None}
+"""Cannot be seen, but belong to how some scripts are written."""
+
 
 def missing_pieces(model: Path, pieces: Sequence[str]) -> list[str]:
     """Those of `pieces` that the model does not have, each once."""
@@ -23,12 +26,16 @@ def add_pieces(model: Path, pieces: Sequence[str], out: Path) -> None:
     """Writes the model with `pieces`, which it does not have, after its own; whole or not at all.
 
     Raises:
-        DataError: the model is none, or a piece is empty, holds a space, or would not come out as one piece.
+        DataError: the model is none, or a piece is empty, holds a space or a character that cannot be seen, or would not
+            come out as one piece.
     """
     proto = read_pieces_file(model)
     for piece in pieces:
-        if not piece.strip(BLANK) or any(character.isspace() for character in piece):
-            raise DataError(f"{piece!r} cannot be a piece: expected text without spaces; write {BLANK} for a space")
+        if not piece.strip(BLANK) or not piece.translate(JOINERS).isprintable() or " " in piece:
+            raise DataError(
+                f"{piece!r} cannot be a piece: expected text without spaces and without characters that cannot be seen; "
+                f"write {BLANK} for a space"
+            )
         proto.pieces.add(piece=piece, score=0.0, type=Kind.USER_DEFINED)
     proto.trainer_spec.vocab_size = len(proto.pieces)
     with replacing(out) as temporary:

@@ -36,6 +36,8 @@ def read_pieces_file(path: Path) -> Any:
         proto.ParseFromString(path.read_bytes())
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file, expected a sentencepiece model.") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}), expected a sentencepiece model.") from error
     except DecodeError as error:
         raise DataError(f"{path}: not a whole sentencepiece model ({error}). Copy or train it again.") from error
     if not proto.pieces:

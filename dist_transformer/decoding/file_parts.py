@@ -10,9 +10,12 @@ Who finishes the last part joins all of them into OUTPUT, leaves the plan beside
 folder. So a new start finds out what is done, whoever did it.
 """
 
+import codecs
 import hashlib
+import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,7 +24,7 @@ from typing import Any, BinaryIO
 from filelock import FileLock
 
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import read_json, replacing, write_json, write_text
+from dist_transformer.run_dir import read_json, replacing, write_json, write_text, writing
 
 SMALLEST_CHUNK_LINES, LARGEST_CHUNK_LINES, MOST_SMALL_CHUNKS = 256, 16_384, 1024
 """A chunk fills batches of sentences of like length; a folder of many thousand files would slow a cluster's disk."""
@@ -36,6 +39,7 @@ class Parts:
     """The parts of one output. `open_parts` makes it."""
 
     output: Path
+    plan: Plan
     num_chunks: int
 
     def is_done(self, chunk: int) -> bool:
@@ -47,24 +51,42 @@ class Parts:
         return sum(self._part(chunk).exists() for chunk in range(self.num_chunks))
 
     def write(self, chunk: int, lines: Sequence[str]) -> None:
-        """Writes a part whole."""
-        write_text(self._part(chunk), "".join(f"{line}\n" for line in lines))
+        """Writes a part whole; or nothing where the output has been joined meanwhile.
+
+        Raises:
+            UserError: the folder of the parts was removed, or is another translation's by now.
+            MachineError: the disk is full, or fails.
+        """
+        with _locked(self.output):
+            if not self._is_joined():
+                write_text(self._part(chunk), "".join(f"{line}\n" for line in lines))
 
     def join(self) -> bool:
-        """Makes the output if every part is there; whether it is whole now. Any number of processes may call it."""
-        with _lock(self.output):
-            if is_whole(self.output):
+        """Makes the output if every part is there; whether it is whole now. Any number of processes may call it.
+
+        Raises UserError and MachineError as `write` does.
+        """
+        with _locked(self.output):
+            if self._is_joined():
                 return True
             if self.num_done() < self.num_chunks:
                 return False
             # The plan first: an output without one is somebody else's.
-            write_json(_plan_of(self.output), read_json(_folder(self.output) / PLAN_NAME))
+            write_json(_plan_of(self.output), self.plan)
             with replacing(self.output) as temporary, temporary.open("wb") as out:
                 for chunk in range(self.num_chunks):
                     with self._part(chunk).open("rb") as part:
                         shutil.copyfileobj(part, out, READ_BYTES)
-            shutil.rmtree(_folder(self.output))
+            _remove_folder(self.output)
             return True
+
+    def _is_joined(self) -> bool:
+        """Whether the output is whole; UserError where neither it nor the folder of the parts is this translation's."""
+        planned = _plan_of(self.output) if is_whole(self.output) else _folder(self.output) / PLAN_NAME
+        if not planned.exists():
+            raise UserError(f"{planned.parent}: was removed while it was written to; start the same command again")
+        _refuse_other(read_json(planned), self.plan, self.output, _made_of(self.output))
+        return is_whole(self.output)
 
     def _part(self, chunk: int) -> Path:
         return _folder(self.output) / f"{chunk:07}.txt"
@@ -74,23 +96,26 @@ def open_parts(output: Path, plan: Plan, num_chunks: int) -> Parts | None:
     """The parts of the output, as far as they are done; None when it is whole already, by the same plan.
 
     Raises:
-        UserError: the output, or its parts, are of another plan; or there is a file of unknown origin.
+        UserError: the output, or its parts, are of another plan; there is a file of unknown origin; or nothing can be
+            written at this path.
+        MachineError: the disk is full, or fails.
     """
-    with _lock(output):
+    with _locked(output):
         if is_whole(output):
-            _refuse_other(read_json(_plan_of(output)), plan, output, f"{output} and {_plan_of(output).name}")
-            shutil.rmtree(_folder(output), ignore_errors=True)  # left by a process that died while it cleared up
+            _refuse_other(read_json(_plan_of(output)), plan, output, _made_of(output))
+            _remove_folder(output)  # left by a process that died while it cleared up
             return None
         if output.exists():
             raise UserError(
                 f"{output}: is there already, and nothing tells what made it: remove it, or name another file"
             )
         if (planned := _folder(output) / PLAN_NAME).exists():
-            _refuse_other(read_json(planned), plan, output, f"the folder {_folder(output)}")
+            _refuse_other(read_json(planned), plan, output, _made_of(output))
         else:
+            _remove_folder(output)  # nobody knows what its parts are of
             write_json(planned, plan)
         _plan_of(output).unlink(missing_ok=True)  # of an output that was removed, or was about to be written
-    return Parts(output, num_chunks)
+    return Parts(output, plan, num_chunks)
 
 
 def is_whole(output: Path) -> bool:
@@ -103,17 +128,39 @@ def chunk_lines(num_lines: int) -> int:
     return min(LARGEST_CHUNK_LINES, max(SMALLEST_CHUNK_LINES, -(-num_lines // MOST_SMALL_CHUNKS)))
 
 
-def digest_and_lines(path: Path) -> tuple[str, int]:
-    """SHA-256 of a file, and how many lines it has.
-
-    Raises:
-        UserError: it cannot be read.
-    """
-    digest, num_lines, last = hashlib.sha256(), 0, b"\n"
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file. UserError: it cannot be read."""
+    digest = hashlib.sha256()
     with _opened(path) as file:
         while data := file.read(READ_BYTES):
             digest.update(data)
-            num_lines, last = num_lines + data.count(b"\n"), data[-1:]
+    return digest.hexdigest()
+
+
+def digest_and_lines(path: Path) -> tuple[str, int]:
+    """SHA-256 of a text file, and how many lines it has.
+
+    Raises:
+        UserError: it cannot be read, now and once more; or it is not valid UTF-8.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise UserError(
+            f"{path}: is a pipe or a device, but it is read more than once: write its lines into a file first, or give them "
+            "to translate by < FILE"
+        )
+    digest, decoder, num_lines, last = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0, b"\n"
+    with _opened(path) as file:
+        try:
+            while data := file.read(READ_BYTES):
+                digest.update(data)
+                decoder.decode(data)
+                num_lines, last = num_lines + data.count(b"\n"), data[-1:]
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            file.seek(0)
+            for _ in decoded_lines(file, str(path)):  # it tells the line
+                pass
+            raise
     return digest.hexdigest(), num_lines + (last != b"\n")
 
 
@@ -121,7 +168,6 @@ class LineReader:
     """Reads ranges of lines of a file, from its beginning on."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
         self._lines = numbered_lines(path)
         self._next = 0
 
@@ -190,7 +236,24 @@ def _plan_of(output: Path) -> Path:
     return output.with_name(f"{output.name}.plan.json")
 
 
-def _lock(output: Path) -> FileLock:
+def _made_of(output: Path) -> str:
+    """What to remove, so that it can be made anew."""
+    return f"{output} and {_plan_of(output).name}" if is_whole(output) else f"the folder {_folder(output)}"
+
+
+def _remove_folder(output: Path) -> None:
+    """Renamed first: one that a process dies over is nobody's parts any more."""
+    old = output.with_name(f".{output.name}.parts.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if _folder(output).exists():
+        os.replace(_folder(output), old)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+@contextmanager
+def _locked(output: Path) -> Iterator[None]:
     """For moments only. A soft lock, of a disk without real ones, would outlive a process that dies."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    return FileLock(output.with_name(f".{output.name}.lock"), fallback_to_soft=False)
+    with writing(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(output.with_name(f".{output.name}.lock"), fallback_to_soft=False):
+            yield

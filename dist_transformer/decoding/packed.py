@@ -8,18 +8,21 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from dist_transformer.model.transformer import Transformer
 
 ROWS_HINT = 64
 """The number of rows that the layout is chosen for; it serves 1 and 256 as well."""
+SMALL_MATRIX = 2**20
+"""A single row is multiplied with fewer weights than these in less time than oneDNN takes to begin."""
 
 
 def packed_for_decoding(model: Transformer) -> Transformer:
     """A twin of `model` for inference with packed matrices, on a CPU and in fp32; anything else comes back as it is.
 
-    The twin shares embeddings and norms with the model; the packed matrices are copies, which do not follow if the model's
-    change. Results are equal within rounding.
+    The twin shares the weights of the model and has a packed copy of each matrix besides, which does not follow if the
+    model's changes. Results are equal within rounding.
     """
     if not _can_pack(model.output_weight):
         return model
@@ -38,14 +41,19 @@ class PackedLinear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), ROWS_HINT)
-        self.bias_ = None if bias is None else bias.detach()
+        self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, ROWS_HINT)
+        self.is_small = weight.numel() < SMALL_MATRIX
 
     def forward(self, input: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise.default(input, self.packed, self.bias_, "none", [], "")  # type: ignore[no-any-return]
+        if self.is_small and input.numel() == input.shape[-1]:
+            return F.linear(input, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise.default(input, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
 
 
 def _can_pack(weight: Tensor) -> bool:
     """PyTorch's compiler uses the same two operations; builds without oneDNN do not have them."""
-    has_operations: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    has_library: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    names = ("_reorder_linear_weight", "_linear_pointwise")  # not public: another release may lack them
+    has_operations = has_library and all(hasattr(torch.ops.mkldnn, name) for name in names)
     return has_operations and weight.device.type == "cpu" and weight.dtype == torch.float32

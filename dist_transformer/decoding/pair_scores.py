@@ -24,20 +24,25 @@ def score_pairs(
     tokenizer: TranslationTokenizer,
     pairs: Iterable[tuple[str, str]],
     device: torch.device,
+    max_tokens: int = BATCHES.max_source_tokens,
 ) -> Iterator[tuple[Ids, list[float]]]:
     """For each pair (source, target), in order: the target's ids, eos included, and the natural logarithm of the
     probability of each after the source and those before it. Of several models: of the mean of their probabilities.
 
     Raises:
-        UserError: a sentence has more tokens than a model has positions; the pairs before its chunk have been given.
+        UserError: a sentence, on either side, has more than `max_tokens` tokens, or than a model has positions; the pairs
+            before its chunk have been given.
     """
     remaining, num_before = iter(pairs), 0
-    most = min((model.max_positions for model in models if model.max_positions is not None), default=None)
+    most = min([max_tokens, *(model.max_positions for model in models if model.max_positions is not None)])
+    limit = f"at most {most} are scored at once (decoding.max_source_tokens)"
+    if most < max_tokens:
+        limit = f"the model has only {most} positions (model.max_positions)"
     while chunk := list(islice(remaining, CHUNK_LINES)):
         sources = tokenizer.encode_source([source.strip() for source, _ in chunk])
         targets = tokenizer.encode_target([target.strip() for _, target in chunk])
         longer = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
-        _refuse_longer(longer, most, num_before)
+        _refuse_longer(longer, most, limit, num_before)
         found: dict[int, list[float]] = {}
         for members in token_batches(longer, BATCHES):
             batch = ([sources[member] for member in members], [targets[member] for member in members])
@@ -60,10 +65,10 @@ def _scores(
     return (row[: len(target)] for row, target in zip(rows, targets, strict=True))
 
 
-def _refuse_longer(lengths: Sequence[int], most: int | None, num_before: int) -> None:
+def _refuse_longer(lengths: Sequence[int], most: int, limit: str, num_before: int) -> None:
     for number, length in enumerate(lengths, start=num_before + 1):
-        if most is not None and length > most:
+        if length > most:
             raise UserError(
-                f"line {number}: {length} tokens, but the model has only {most} positions (model.max_positions): expected a "
-                "shorter sentence on both sides; cut both, or leave the pair out"
+                f"line {number}: {length} tokens, but {limit}: expected a shorter sentence on both sides; cut both, or leave "
+                "the pair out"
             )

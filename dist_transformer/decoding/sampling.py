@@ -40,7 +40,10 @@ def draws(seed: int, sentence: int, sample: int, count: int) -> list[float]:
 
 def choose(logits_BV: Tensor, draw_B: Tensor, config: DecodingConfig) -> Tensor:
     """The token (B) of each row that its number in [0, 1) chooses."""
-    probability_BC, token_BC = _candidates((logits_BV / config.temperature).softmax(-1, dtype=torch.float64), config)
+    logits_BV = logits_BV.double()
+    # The greatest at 0, so that a temperature near 0 makes none infinite.
+    below_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / config.temperature
+    probability_BC, token_BC = _candidates(below_BV.softmax(-1), config)
     cumulative_BC = probability_BC.cumsum(1)
     # As a number below 1 in fp64 times the total is below the total, what is chosen has a probability above 0.
     reached_B1 = draw_B[:, None] * cumulative_BC[:, -1:]

@@ -77,8 +77,8 @@ def translate_lines(
             decides what is drawn.
 
     Raises:
-        UserError: a line is too long and `config.too_long` is "refuse", or there are more or fewer prefixes than lines;
-            the lines before its chunk have been given.
+        UserError: a line is too long and `config.too_long` is "refuse", a prefix is too long, or there are more or fewer
+            prefixes than lines; the lines before its chunk have been given.
     """
     remaining = _with_prefixes(lines, prefixes)
     while chunk := list(islice(remaining, CHUNK_LINES)):
@@ -191,10 +191,20 @@ def _parts(
         # Nothing but the end of sentence: a blank line, or characters that normalisation takes away.
         if len(source) < 2:
             continue
+        _check_prefix(line, start, max_positions)
         cut = [source] if len(source) <= most else _cut(tokenizer, line, text, len(source), most, config)
         # Without its end, a prefix can go on; the later parts of a line begin anew.
         parts += [_Part(line, n, ids, start[:-1] if n == 0 else []) for n, ids in enumerate(cut)]
     return parts
+
+
+def _check_prefix(line: int, start: Sequence[int], max_positions: int | None) -> None:
+    """`start`: the prefix and the end of sentence, which must have positions. Searches say it too, but batch by batch."""
+    if max_positions is not None and len(start) > max_positions:
+        raise UserError(
+            f"line {line + 1}: its prefix has {len(start) - 1} tokens, but a translation of this model has at most "
+            f"{max_positions - 1} (model.max_positions): give a shorter prefix"
+        )
 
 
 def _cut(
@@ -207,7 +217,10 @@ def _cut(
             f"line {line + 1}: {num_tokens} tokens, but at most {most} are translated at once ({limit}): cut the line into "
             "shorter sentences, leave it empty, or have it cut with --too-long split (decoding.too_long)"
         )
-    cut = cut_line(text, lambda part: len(tokenizer.encode_source([part])[0]), most)
+    try:
+        cut = cut_line(text, lambda part: len(tokenizer.encode_source([part])[0]), most)
+    except UserError as error:
+        raise UserError(f"line {line + 1}: {error}") from None
     return [ids for ids in tokenizer.encode_source(cut) if len(ids) > 1]
 
 

@@ -11,7 +11,7 @@ import re
 import zipfile
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dist_transformer.decoding.translate import Translation, TranslationTokenizer
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.run_dir import replacing
+from dist_transformer.run_dir import replacing, writing
 
 Spans = list[tuple[int, int]]
 
@@ -87,8 +87,15 @@ def attention_file(
 
     The file is whole or not there. numpy.load opens it: for line 3, `3/cross` (L, H, T, S), `3/source` and `3/target`, the
     pieces.
+
+    Raises:
+        UserError: nothing can be written at this path.
+        MachineError: the disk is full, or fails.
     """
-    with replacing(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED) as archive:
+    with ExitStack() as stack:
+        with writing(path):
+            temporary = stack.enter_context(replacing(path))
+            archive = stack.enter_context(zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED))
 
         def write(number: int, line: str, translation: Translation) -> None:
             (source,) = tokenizer.encode_source([line.strip()])
@@ -103,6 +110,9 @@ def attention_file(
             for name, array in arrays.items():
                 with io.BytesIO() as buffer:
                     np.save(buffer, array, allow_pickle=False)
-                    archive.writestr(f"{number}/{name}.npy", buffer.getvalue())
+                    with writing(path):
+                        archive.writestr(f"{number}/{name}.npy", buffer.getvalue())
 
         yield write
+        with writing(path):
+            stack.close()

@@ -203,8 +203,8 @@ def _set_norm(spec: Any, norm: Any) -> None:
 
 
 def _epsilon(model: Transformer) -> float:
-    norm: Any = next(module.norm for module in model.modules() if isinstance(module, AddAndNorm))
-    return float(norm.eps)
+    first: Any = model.encoder_layers[0]
+    return float(first.self_attention_residual.norm.eps)
 
 
 def _set_vocabulary(spec: Any, loaded: LoadedModel) -> None:

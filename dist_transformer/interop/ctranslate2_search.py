@@ -1,7 +1,8 @@
 """Translation by CTranslate2: a `Searcher` over an exported model, or over a model folder, which it exports for itself.
 
-CTranslate2's beam search ends when as many translations as the beam have ended; ours goes on while a better one can come.
-Its scores are normalised over the pieces that may be produced, ours over all. Both matter for models that are unsure only.
+Both searches let a translation end only among the likeliest extensions of the beam. CTranslate2's is over when as many
+translations as the beam have ended, ours goes on while a better one can come. Its scores are normalised over the pieces that
+may be produced, ours over all. Both matter for models that are unsure only.
 """
 
 from collections.abc import Sequence

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from pickle import UnpicklingError
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
     Raises CheckpointError: the file is missing, damaged, or holds anything but tensors.
     """
+    if path.is_dir():
+        raise CheckpointError(f"{path}: is a folder, expected a file of weights.")
     if path.suffix == ".safetensors":
         with open_safetensors(path) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -23,9 +26,14 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file, expected weights.") from error
-    except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError, TypeError) as error:
+    except UnpicklingError as error:
+        # torch's own text advises to run what the file says.
+        if is_zipfile(path):
+            raise CheckpointError(f"{path}: holds a pickled model, not its weights; save model.state_dict()") from error
+        raise CheckpointError(f"{path}: damaged, or not weights that torch.save wrote. Copy it again.") from error
+    except (RuntimeError, EOFError, OSError, ValueError, TypeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{path}: damaged, or more than weights ({reason}). Copy it again.") from error
+        raise CheckpointError(f"{path}: damaged, or not weights ({reason}). Copy it again.") from error
     if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
         raise CheckpointError(f"{path}: expected tensors by name, what torch.save(model.state_dict(), ...) writes")
     return content

@@ -1,6 +1,5 @@
 """MarianMTModel folders of Hugging Face (OPUS-MT is a thousand of them), in and out. The package transformers is not needed."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -8,16 +7,16 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dist_transformer.config.models import ModelConfig
+from dist_transformer.config.models import DecodingConfig, ModelConfig
 from dist_transformer.config.sizes import has_final_norm, head_sizes
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.interop.foreign_weights import read_tensors
+from dist_transformer.interop.marian_settings import ACTIVATIONS, read_settings
 from dist_transformer.interop.marian_vocabulary import (
-    SpecialIds,
+    LONGEST_TOKENS,
     export_vocabulary,
     import_vocabulary,
-    read_object,
-    read_tokenizer_config,
+    read_tokenizer_names,
 )
 from dist_transformer.interop.marian_weights import from_marian, to_marian
 from dist_transformer.interop.model_folder import (
@@ -35,10 +34,8 @@ CONFIG, GENERATION, WEIGHTS, PICKLED_WEIGHTS = (
     "model.safetensors",
     "pytorch_model.bin",
 )
-ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu"}
-"""Marian's name -> ours."""
-LONGEST_TOKENS = 1024
-"""Of an exported model: Hugging Face computes that many positions when it loads it, and can take no longer sentence."""
+NEAREST_LENGTH_TOKENS = 25
+"""Length at which the exported length penalty changes with the length as ours does."""
 
 
 def import_marian(source: Path, out: Path) -> None:
@@ -49,21 +46,19 @@ def import_marian(source: Path, out: Path) -> None:
         DataError: a file of the tokenizer is missing or not what it should be.
         UserError: a setting that has no counterpart here.
     """
-    settings = read_object(source / CONFIG)
-    config = _our_config(settings, source)
-    ids = SpecialIds(*(int(settings[key]) for key in ("decoder_start_token_id", "eos_token_id", "pad_token_id")))
-    sizes = (int(settings["vocab_size"]), int(settings.get("decoder_vocab_size") or settings["vocab_size"]))
-    sides = import_vocabulary(source, sizes, _is_shared(settings), ids)
-    weights = from_marian(_read_weights(source), config, sides[0].rows, sides[1].rows)
-    tokenizer = read_tokenizer_config(source)
+    settings = read_settings(source / CONFIG)
+    ids = settings.ids
+    sides = import_vocabulary(source, settings.sizes, settings.is_shared, ids)
+    weights = from_marian(_read_weights(source), settings.config, sides[0].rows, sides[1].rows)
+    names = read_tokenizer_names(source)
     information = ModelInformation(
         source_vocabulary=sides[0].rows.all,
         target_vocabulary=sides[1].rows.all,
         pad_id=ids.padding,
         bos_id=ids.begin,
         eos_id=ids.end,
-        source_language=tokenizer.get("source_lang") or "",
-        target_language=tokenizer.get("target_lang") or "",
+        source_language=names.source_language,
+        target_language=names.target_language,
         step=0,
     )
     with TemporaryDirectory() as folder:
@@ -72,7 +67,7 @@ def import_marian(source: Path, out: Path) -> None:
             path.write_bytes(side.model)
         is_one = sides[0].model == sides[1].model
         files = TokenizerFiles(models[0], None if is_one else models[1])
-        save_model_folder(out, weights, config, files, information)
+        save_model_folder(out, weights, settings.config, files, information)
 
 
 def export_marian(loaded: LoadedModel, out: Path) -> None:
@@ -90,51 +85,6 @@ def export_marian(loaded: LoadedModel, out: Path) -> None:
         share_as_folder(folder / WEIGHTS)
         write_json(folder / CONFIG, _marian_config(config, information, num_source, num_target))
         write_json(folder / GENERATION, _generation_config(information))
-
-
-def _our_config(settings: Mapping[str, Any], source: Path) -> ModelConfig:
-    problems = []
-    if settings.get("model_type") != "marian":
-        problems.append(f"model_type is {settings.get('model_type')!r}, expected 'marian'")
-    for key in ("layers", "attention_heads", "ffn_dim"):
-        if f"encoder_{key}" not in settings or f"decoder_{key}" not in settings:
-            problems.append(f"encoder_{key} or decoder_{key} is missing")
-    for key in ("d_model", "vocab_size", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
-        if type(settings.get(key)) is not int:
-            problems.append(f"{key} is {settings.get(key)!r}, expected one number")
-    for key in ("attention_heads", "ffn_dim"):
-        if (encoders := settings.get(f"encoder_{key}")) != (decoders := settings.get(f"decoder_{key}")):
-            problems.append(f"encoder_{key} is {encoders} and decoder_{key} {decoders}, expected the same")
-    if not settings.get("scale_embedding", False):
-        problems.append("scale_embedding is false, expected true: embeddings are multiplied by sqrt(d_model) (3.4)")
-    if settings.get("decoder_start_token_id") == settings.get("eos_token_id"):
-        problems.append(
-            "decoder_start_token_id is eos_token_id, expected two ids: a translation cannot begin with its end"
-        )
-    if (activation := settings.get("activation_function", "gelu")) not in ACTIVATIONS:
-        problems.append(f"activation_function is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
-    if problems:
-        raise UserError(
-            f"{source / CONFIG}: cannot be imported:\n" + "\n".join(f"  {problem}" for problem in problems) + "\n"
-            "Give a folder of a MarianMTModel that Hugging Face's save_pretrained wrote, with its tokenizer"
-        )
-    is_tied = bool(settings.get("tie_word_embeddings", True))
-    return ModelConfig(
-        d_model=settings["d_model"],
-        d_ff=settings["encoder_ffn_dim"],
-        num_heads=settings["encoder_attention_heads"],
-        num_encoder_layers=settings["encoder_layers"],
-        num_decoder_layers=settings["decoder_layers"],
-        dropout=settings.get("dropout", 0.1),
-        activation=ACTIVATIONS[activation],
-        shared_embeddings=_is_shared(settings) and is_tied,
-        tied_output=is_tied,
-        output_bias=True,
-    )
-
-
-def _is_shared(settings: Mapping[str, Any]) -> bool:
-    return bool(settings.get("share_encoder_decoder_embeddings", True))
 
 
 def _read_weights(source: Path) -> dict[str, Tensor]:
@@ -214,10 +164,12 @@ def _special_ids(information: ModelInformation) -> dict[str, Any]:
 
 
 def _generation_config(information: ModelInformation) -> dict[str, Any]:
-    never = sorted({information.pad_id, information.bos_id})
+    """There, a sum of log-probabilities is divided by length ** length_penalty."""
+    never, search = sorted({information.pad_id, information.bos_id}), DecodingConfig()
     return {
         **_special_ids(information),
         "bad_words_ids": [[number] for number in never],
-        "num_beams": 4,
-        "max_length": LONGEST_TOKENS // 2,
+        "num_beams": search.beam_size,
+        "length_penalty": round(search.length_penalty * NEAREST_LENGTH_TOKENS / (5 + NEAREST_LENGTH_TOKENS), 3),
+        "max_length": LONGEST_TOKENS,
     }

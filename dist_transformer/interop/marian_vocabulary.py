@@ -5,9 +5,8 @@ nothing. A piece that a language cuts its text into, but that vocab.json lacks, 
 (`>>fra<<`) at the beginning of a text is one piece, whatever the sentencepiece model says.
 
 Here: two sentencepiece models whose ids are those of vocab.json, so that nothing else is needed. Pieces that vocab.json
-lacks come after the others, each with a copy of the unknown piece's row; a language code is a piece of its own. One
-difference is left: characters that a sentencepiece model does not know are the unknown piece, though the other language
-may have a piece of just these characters, which MarianTokenizer would take.
+lacks come after the others, each with a copy of the unknown piece's row; a language code is a piece of its own. Differences
+are left for what is hardly text; docs/doors.md names them.
 """
 
 import json
@@ -34,6 +33,8 @@ from dist_transformer.run_dir import write_json
 
 SOURCE, TARGET, VOCABULARY, TARGET_VOCABULARY = "source.spm", "target.spm", "vocab.json", "target_vocab.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+LONGEST_TOKENS = 1024
+"""Of an exported model: Hugging Face computes that many positions when it loads it, and can take no longer sentence."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,15 @@ class SpecialIds:
     begin: int
     end: int
     padding: int
+
+
+@dataclass(frozen=True)
+class TokenizerNames:
+    """What tokenizer_config.json says, else MarianTokenizer's defaults."""
+
+    unknown: str
+    source_language: str
+    target_language: str
 
 
 @dataclass(frozen=True)
@@ -63,9 +73,7 @@ def import_vocabulary(folder: Path, sizes: tuple[int, int], is_shared: bool, ids
     protos = [read_pieces_file(folder / name) for name in (SOURCE, TARGET)]
     names = (VOCABULARY, VOCABULARY if is_shared else TARGET_VOCABULARY)
     pieces = [_numbered_pieces(folder / name, size) for name, size in zip(names, sizes, strict=True)]
-    unknown = read_tokenizer_config(folder).get("unk_token", "<unk>")
-    unknown = unknown["content"] if isinstance(unknown, dict) else unknown
-    special = _special(pieces, unknown, ids, folder)
+    special = _special(pieces, read_tokenizer_names(folder).unknown, ids, folder)
     added = [_not_in(numbered, [proto]) for proto, numbered in zip(protos, pieces, strict=True)]
     if is_shared:
         added = [_not_in(pieces[0], protos)] * 2
@@ -98,10 +106,20 @@ def export_vocabulary(folder: Path, files: TokenizerFiles, is_shared: bool, lang
     return [len(vocabulary) for vocabulary in vocabularies]
 
 
-def read_tokenizer_config(folder: Path) -> dict[str, Any]:
-    """Empty where there is none: MarianTokenizer then has its defaults."""
+def read_tokenizer_names(folder: Path) -> TokenizerNames:
+    """DataError when an entry of the file is no text; there may be no file."""
     path = folder / TOKENIZER_CONFIG
-    return dict(read_object(path)) if path.is_file() else {}
+    content = read_object(path) if path.exists() else {}
+    unknown = content.get("unk_token") or "<unk>"
+    found: dict[str, Any] = {
+        "unk_token": unknown.get("content") if isinstance(unknown, dict) else unknown,
+        "source_lang": content.get("source_lang") or "",
+        "target_lang": content.get("target_lang") or "",
+    }
+    for name, value in found.items():
+        if not isinstance(value, str):
+            raise DataError(f"{path}: {name} is {value!r}, expected text. Copy it again.")
+    return TokenizerNames(found["unk_token"], found["source_lang"], found["target_lang"])
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -110,6 +128,8 @@ def read_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise DataError(f"{path}: no such file, expected one of a Marian folder of Hugging Face.") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}), expected a file of a Marian folder.") from error
     except ValueError as error:
         raise DataError(f"{path}: not JSON ({error}). Copy it again.") from error
     if not isinstance(content, dict):
@@ -191,6 +211,7 @@ def _tokenizer_config(
         "target_lang": languages[1],
         "unk_token": proto.trainer_spec.unk_piece,
         "separate_vocabs": not is_shared,
+        "model_max_length": LONGEST_TOKENS,
         "clean_up_tokenization_spaces": False,
         **names,
     }

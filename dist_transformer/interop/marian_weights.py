@@ -66,10 +66,11 @@ def from_marian(tensors: Mapping[str, Tensor], config: ModelConfig, source: Rows
     else:
         source_VD = _take(left, ("model.encoder.embed_tokens.weight", "model.shared.weight"))
         target_VD = _take(left, ("model.decoder.embed_tokens.weight", "model.shared.weight"))
-        weights["target_embedding.weight"] = filled(target_VD[:, order_D], target, 0.0)
-    weights["source_embedding.weight"] = filled(source_VD[:, order_D], source, 0.0)
+        weights["target_embedding.weight"] = filled(_reordered(target_VD, (1,), order_D), target, 0.0)
+    weights["source_embedding.weight"] = filled(_reordered(source_VD, (1,), order_D), source, 0.0)
     if not config.tied_output:
-        weights["output.weight"] = filled(_take(left, ("lm_head.weight",))[:, order_D], target, 0.0)
+        output_VD = _take(left, ("lm_head.weight",))
+        weights["output.weight"] = filled(_reordered(output_VD, (1,), order_D), target, 0.0)
     bias_1V = left.pop("final_logits_bias", torch.zeros(1, target.imported))
     weights["output_bias"] = filled(bias_1V.view(-1), target, UNREACHABLE)
     tied = ("lm_head.", "model.shared.", "model.encoder.embed_tokens.", "model.decoder.embed_tokens.")
@@ -105,7 +106,7 @@ def to_marian(
 
 def _refuse_other_positions(tensors: Mapping[str, Tensor], order_D: Tensor) -> None:
     for name in (name for name in POSITIONS if name in tensors):
-        found_TD = tensors[name][:, order_D].float()
+        found_TD = _reordered(tensors[name], (1,), order_D).float()
         if not torch.allclose(found_TD, sinusoids(*found_TD.shape), rtol=0, atol=2e-3):  # may have been rounded to fp16
             raise CheckpointError(
                 f"the Marian weights hold {name} that are no sinusoids: expected those of the paper (3.5)"
@@ -136,6 +137,11 @@ def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, list[str], tuple[
 
 def _reordered(tensor: Tensor, axes: Sequence[int], order_D: Tensor) -> Tensor:
     for axis in axes:
+        if axis >= tensor.ndim or tensor.shape[axis] != len(order_D):
+            raise CheckpointError(
+                f"the Marian weights hold a tensor of {tuple(tensor.shape)}, where axis {axis} should have d_model = "
+                f"{len(order_D)} entries: expected weights of the sizes in config.json; copy both again"
+            )
         tensor = tensor.index_select(axis, order_D)
     return tensor
 

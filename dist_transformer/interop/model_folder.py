@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from dist_transformer.config.models import ModelConfig
 from dist_transformer.config.sizes import head_sizes
-from dist_transformer.errors import CheckpointError
+from dist_transformer.errors import CheckpointError, MachineError
 from dist_transformer.interop.whole_folder import whole_folder
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.run_dir import share_as_folder, write_json
@@ -82,7 +82,7 @@ def save_model_folder(
     contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
     header = {"label": LABEL, "format": FORMAT}
     with whole_folder(folder) as temporary:
-        save_file(contiguous, temporary / WEIGHTS, metadata={"format": "pt"})
+        _save_weights(contiguous, temporary / WEIGHTS)
         share_as_folder(temporary / WEIGHTS)
         shutil.copyfile(tokenizer_files.source, temporary / SOURCE_MODEL)
         if tokenizer_files.target is not None:
@@ -90,9 +90,18 @@ def save_model_folder(
         write_json(temporary / CONFIG, {**header, **asdict(information), "model": config.model_dump(mode="json")})
 
 
+def _save_weights(weights: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(weights, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise MachineError(
+            f"{path.parent}: the weights cannot be written: {error}; make room and start again"
+        ) from error
+
+
 def load_model_folder(folder: Path) -> LoadedModel:
     """Loads a folder that `save_model_folder` wrote. CheckpointError names what is missing, damaged or does not fit."""
-    config, information = _read_config(_existing(folder / CONFIG, folder))
+    config, information = read_config(folder)
     source_model = _existing(folder / SOURCE_MODEL, folder)
     target_model = folder / TARGET_MODEL
     model = _model_of(config, information)
@@ -104,6 +113,11 @@ def load_model_folder(folder: Path) -> LoadedModel:
     model.load_state_dict(weights, strict=False, assign=True)
     files = TokenizerFiles(source_model, target_model if target_model.exists() else None)
     return LoadedModel(model.eval(), files, config, information)
+
+
+def read_config(folder: Path) -> tuple[ModelConfig, ModelInformation]:
+    """What a model folder says of its model. CheckpointError when it does not, or is the folder of another program."""
+    return _read_config(_existing(folder / CONFIG, folder))
 
 
 def empty_model(config: ModelConfig, source_vocabulary: int, target_vocabulary: int, pad_id: int) -> Transformer:
@@ -139,6 +153,7 @@ def _existing(path: Path, folder: Path) -> Path:
 def _read_config(path: Path) -> tuple[ModelConfig, ModelInformation]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        _refuse_marian(content, path)
         label, version = content.pop("label"), content.pop("format")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not the configuration of a model folder ({error}). Save it again.") from error
@@ -153,6 +168,14 @@ def _read_config(path: Path) -> tuple[ModelConfig, ModelInformation]:
         return config, information
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path}: not the configuration of a model folder ({error}). Save it again.") from error
+
+
+def _refuse_marian(content: dict[str, Any], path: Path) -> None:
+    if content.get("model_type") == "marian":
+        raise CheckpointError(
+            f"{path.parent}: a MarianMTModel of Hugging Face, expected a model folder: make one with "
+            f"dist-transformer import {path.parent} OUT --from marian"
+        )
 
 
 def _information(content: dict[str, Any]) -> ModelInformation:

@@ -86,9 +86,9 @@ class _Tensors:
     """The state dict; knows what has been asked for."""
 
     def __init__(self, tensors: Mapping[str, Tensor], source: Path) -> None:
-        self.tensors, self.source = tensors, source
-        self.left = set(tensors)
-        firsts = [name for name in tensors if name.endswith(FIRST)]
+        self.tensors, self.source = _without_wrapper(tensors), source
+        self.left = set(self.tensors)
+        firsts = [name for name in self.tensors if name.endswith(FIRST)]
         if len(firsts) != 1:
             raise CheckpointError(
                 f"{source}: {len(firsts)} tensors are called {FIRST}, expected one, of one torch.nn.Transformer"
@@ -119,6 +119,13 @@ class _Tensors:
                     f"{self.source}: holds {name} {tuple(table.shape)}, which has no place here: expected a "
                     "torch.nn.Transformer, two embeddings, an output and, at most, the sinusoids of the paper (3.5)"
                 )
+
+
+def _without_wrapper(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Names without what DataParallel puts before each of them."""
+    if not all(name.startswith("module.") for name in tensors):
+        return tensors
+    return {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
 
 
 def _converted(tensors: _Tensors, described: TorchModel, tokenizer: Tokenizer) -> tuple[ModelConfig, dict[str, Tensor]]:

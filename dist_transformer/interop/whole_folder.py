@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import flush_to_disk
+from dist_transformer.run_dir import flush_to_disk, writing
 
 
 @contextmanager
@@ -15,19 +15,24 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     """Yields an empty folder beside `folder`, which in the end takes its place, and that of an older one, by a rename.
 
     Where the block raises, `folder` stays as it was. The files may lie in it directly only.
+
+    Raises:
+        UserError: nothing can be written at this path.
+        MachineError: the disk is full, or fails.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir()
-        yield temporary
-        for path in temporary.iterdir():
-            flush_to_disk(path)
-        flush_to_disk(temporary)
-        _replace(folder, temporary)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with writing(folder):
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            temporary.mkdir()
+            yield temporary
+            for path in temporary.iterdir():
+                flush_to_disk(path)
+            flush_to_disk(temporary)
+            _replace(folder, temporary)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def refuse_to_overwrite(folder: Path) -> None:

@@ -126,10 +126,11 @@ class CrossAttention(nn.Module):
         """Keys and values of the memory: once per sentence, whatever number of tokens is decoded from it."""
         return KeysValues(*split_heads(self.key_value(memory_BSD), self.widths, self.num_heads))
 
-    def attend(self, input_BTD: Tensor, memory: KeysValues, may_attend_B11S: Tensor) -> Tensor:
+    def attend(self, input_BTD: Tensor, memory: KeysValues, mask_B11S: Tensor | None) -> Tensor:
+        """`mask_B11S` is boolean, or is added to the scores; none: all may be attended to."""
         (query_BHTK,) = split_heads(self.query(input_BTD), self.widths[:1], self.num_heads)
         attended_BHTV = F.scaled_dot_product_attention(
-            query_BHTK, memory.key_BHSK, memory.value_BHSV, attn_mask=may_attend_B11S
+            query_BHTK, memory.key_BHSK, memory.value_BHSV, attn_mask=mask_B11S
         )
         return self.output(merge_heads(attended_BHTV))  # type: ignore[no-any-return]
 

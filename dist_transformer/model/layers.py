@@ -147,14 +147,14 @@ class DecoderLayer(nn.Module):
         memory = self.cross_attention.project(memory_BSD)
         return DecoderLayerCache(memory.none_yet(num_rows), memory)
 
-    def step(self, hidden_B1D: Tensor, cache: DecoderLayerCache, may_attend_B11S: Tensor) -> Tensor:
+    def step(self, hidden_B1D: Tensor, cache: DecoderLayerCache, mask_B11S: Tensor | None) -> Tensor:
         """The newest position only. The rows of one sentence (its beam) are adjacent and share one memory: they are
         attended from as if they were positions of one sequence, so the memory is never copied per beam."""
         num_sentences = cache.memory.key_BHSK.shape[0]
 
         def attend_to_memory(x_B1D: Tensor) -> Tensor:
             x_sentences_beam_D = x_B1D.reshape(num_sentences, -1, x_B1D.shape[-1])
-            return self.cross_attention.attend(x_sentences_beam_D, cache.memory, may_attend_B11S).reshape(x_B1D.shape)
+            return self.cross_attention.attend(x_sentences_beam_D, cache.memory, mask_B11S).reshape(x_B1D.shape)
 
         hidden_B1D = self.self_attention_residual(hidden_B1D, lambda x_B1D: self.self_attention.step(x_B1D, cache.past))
         hidden_B1D = self.cross_attention_residual(hidden_B1D, attend_to_memory)

@@ -44,8 +44,9 @@ class DecodingCache:
     """What step-wise decoding remembers of every row."""
 
     layers: list[DecoderLayerCache]
-    may_attend_B11S: Tensor
-    """Per sentence, not per row."""
+    mask_B11S: Tensor | None
+    """Per sentence, not per row: what is added to the scores of attention, -inf at padding, else 0. None where nothing is
+    padded. The kernels would make it of a boolean mask anew in every layer of every step."""
     beam_size: int
     num_positions: int = 0
     """Tokens decoded so far; the same for all rows."""
@@ -60,7 +61,8 @@ class DecodingCache:
         `beam_size` of them from one sentence."""
         self.reorder(rows)
         sentences = rows[:: self.beam_size] // self.beam_size
-        self.may_attend_B11S = self.may_attend_B11S.index_select(0, sentences)
+        if self.mask_B11S is not None:
+            self.mask_B11S = self.mask_B11S.index_select(0, sentences)
         for layer in self.layers:
             layer.memory.select(sentences)
 
@@ -156,7 +158,11 @@ class Transformer(nn.Module):
         """A cache for `beam_size` rows per sentence of `source_BS`, whose `encode` is `memory_BSD`."""
         num_rows = len(source_BS) * beam_size
         layers = [layer.start(memory_BSD, num_rows) for layer in self._decoder_layers()]
-        return DecodingCache(layers, self._may_attend(source_BS), beam_size)
+        is_padding_B11S = ~self._may_attend(source_BS)
+        mask_B11S = torch.zeros_like(is_padding_B11S, dtype=memory_BSD.dtype).masked_fill_(
+            is_padding_B11S, float("-inf")
+        )
+        return DecodingCache(layers, mask_B11S if is_padding_B11S.any() else None, beam_size)
 
     def decode_step(self, token_B: Tensor, cache: DecodingCache) -> Tensor:
         """Logits (B, V) of the token after `token_B`, which follows those already in `cache` and is added to it."""
@@ -164,7 +170,7 @@ class Transformer(nn.Module):
             self.target_embedding, self.target_positions, token_B[:, None], start=cache.num_positions
         )
         for layer, layer_cache in zip(self._decoder_layers(), cache.layers, strict=True):
-            hidden_B1D = layer.step(hidden_B1D, layer_cache, cache.may_attend_B11S)
+            hidden_B1D = layer.step(hidden_B1D, layer_cache, cache.mask_B11S)
         cache.num_positions += 1
         return self.logits(self.decoder_norm(hidden_B1D).squeeze(1))
 

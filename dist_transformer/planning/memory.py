@@ -7,6 +7,7 @@ holds at each of them was measured on 1 and 2 ranks, and is held to it by benchm
 
 from dataclasses import dataclass
 
+from dist_transformer.config.data_models import TokenizerConfig
 from dist_transformer.config.models import Config, TrainingConfig
 from dist_transformer.config.sizes import (
     REDUCED_AT_ONCE,
@@ -52,13 +53,31 @@ class RankMemory:
         return max(self.moments, key=lambda moment: self.moments[moment])
 
 
-def vocabulary_size(config: Config) -> int:
-    """Pieces of each side, as `prepare` makes them."""
-    return -(-config.tokenizer.vocabulary_size // 8) * 8
+class CountedTokenizer(TokenizerConfig):
+    """A tokenizer whose pieces are known: they are in files already."""
+
+    source_vocabulary: int
+    target_vocabulary: int
+
+
+def with_vocabularies(config: Config, source: int, target: int) -> Config:
+    """`config` to plan with, with so many pieces of each side."""
+    sizes = {"source_vocabulary": source, "target_vocabulary": target}
+    counted = CountedTokenizer.model_construct(**{**dict(config.tokenizer), **sizes})
+    return config.model_copy(update={"tokenizer": counted})
+
+
+def vocabulary_sizes(config: Config) -> tuple[int, int]:
+    """Pieces of the source and of the target: as `with_vocabularies` has them, else as `prepare` makes them."""
+    tokenizer = config.tokenizer
+    if isinstance(tokenizer, CountedTokenizer):
+        return tokenizer.source_vocabulary, tokenizer.target_vocabulary
+    size = -(-tokenizer.vocabulary_size // 8) * 8
+    return size, size
 
 
 def count_parameters(config: Config) -> int:
-    return parameter_count(config.model, vocabulary_size(config), vocabulary_size(config))
+    return parameter_count(config.model, *vocabulary_sizes(config))
 
 
 def memory_of_rank(
@@ -70,7 +89,7 @@ def memory_of_rank(
         shape: of the micro-batch; default: the largest that `data` can give.
         micro_batches: of a rank in a step; default: as many as its lanes.
     """
-    parameters, vocabulary = count_parameters(config), vocabulary_size(config)
+    parameters, (_, vocabulary) = count_parameters(config), vocabulary_sizes(config)
     shape = shape or largest_shape(config.data, config.data.token_budget(), *token_bytes(config, on_gpu))
     batch = activations(config, vocabulary, shape, on_gpu)
     state = _State.of(parameters, config.training, num_ranks)

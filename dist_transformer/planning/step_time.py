@@ -15,7 +15,7 @@ from dist_transformer.config.models import Config
 from dist_transformer.config.sizes import REDUCED_AT_ONCE, bytes_of_weight, feed_forward_matrices
 from dist_transformer.planning.activations import projected_width, sum_of_matrices
 from dist_transformer.planning.hardware import Hardware
-from dist_transformer.planning.memory import count_parameters, vocabulary_size
+from dist_transformer.planning.memory import count_parameters, vocabulary_sizes
 
 FILLED_SHARE = 0.93
 """Of data.max_tokens, real tokens; the rest is padding and room. Assumed; `padding_share` in the log is that of a run."""
@@ -83,7 +83,7 @@ def micro_batch_flops(config: Config, source_tokens: float, target_tokens: float
     of_layers = (encoder + memory) * source_tokens + decoder * target_tokens
     scores = MEAN_TOKENS * projected  # queries times keys, weights times values
     of_layers += scores * (model.num_encoder_layers * source_tokens + 2 * model.num_decoder_layers * target_tokens)
-    return passes * of_layers + 6 * vocabulary_size(config) * model.d_model * target_tokens
+    return passes * of_layers + 6 * vocabulary_sizes(config)[1] * model.d_model * target_tokens
 
 
 def _communication_seconds(

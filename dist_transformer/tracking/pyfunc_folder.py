@@ -27,7 +27,7 @@ from dist_transformer.tracking.spool import CannotBeSent
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LOADER = f"{PACKAGE.name}.cli.served_model"
-REQUIREMENTS = ("mlflow", "torch", "sentencepiece", "safetensors", "pydantic", "pyyaml")
+REQUIREMENTS = ("mlflow", "torch", "numpy", "sentencepiece", "safetensors", "pydantic", "pyyaml")
 EXAMPLE = ["Good morning!"]
 CHECK_SECONDS = 600
 CHECK = """

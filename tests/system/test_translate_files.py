@@ -2,6 +2,7 @@
 
 import json
 import signal
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 import torch
 from click.testing import Result
-from running import Command
+from running import NOT_INHERITED, PROGRAM, Command, without
 from typer.testing import CliRunner
 
+from dist_transformer.cli import translate_file as cli_translate_file
 from dist_transformer.cli.main import app
+from dist_transformer.cli.search_engines import Search, open_search
 from dist_transformer.cli.translate_file import translate_file
 from dist_transformer.cli.translation_lines import Form, Task
 from dist_transformer.config.data_models import TokenizerConfig
@@ -172,6 +175,8 @@ def test_pairs_are_scored_by_line_and_by_token(model: Path, tmp_path: Path) -> N
         (("--attention", "a", "--input", "a", "--output", "b"), "--attention: is of standard input"),
         (("--engine", "ctranslate2", "--alignment"), "--engine ctranslate2: alignment and attention are read from"),
         (("--max-source-tokens", 5), "line 1: "),
+        (("--sampling", "--no-sampling", "--top-k", 9), "decoding.top_k: is of sampling, which is off"),
+        (("--attention", "."), "--attention .: is there already: name another file"),
     ],
 )
 def test_what_cannot_be_done_is_refused(options: tuple[object, ...], message: str, model: Path, tmp_path: Path,
@@ -239,8 +244,10 @@ def test_a_new_start_on_other_ranks_makes_only_what_is_missing(
     ranks.run(task, output, 1, 2)
     assert output.read_bytes() == (tmp_path / "whole").read_bytes()
     assert not parts.exists()
-    ranks.run(task, output, 1, 2)
-    assert capsys.readouterr().err.splitlines()[-1] == f"{output}: is there already"
+    capsys.readouterr()
+    for rank in range(2):
+        ranks.run(task, output, rank, 2)
+    assert capsys.readouterr().err == f"{output}: is there already\n", "the first rank says it"
 
 
 def test_a_changed_model_search_or_input_is_refused(
@@ -250,7 +257,7 @@ def test_a_changed_model_search_or_input_is_refused(
     output = tmp_path / "out"
     ranks.run(Task([model], SETTINGS, "torch", form, None), output, 0, 2)
     more = SETTINGS.model_copy(update={"beam_size": 3})
-    batches = SETTINGS.model_copy(update={"max_tokens": 100})
+    batches = SETTINGS.model_copy(update={"max_tokens": 100, "too_long": "split"})
     for task, changed in (
         (Task([other_model], SETTINGS, "torch", form, None), "model 1: model.safetensors: "),
         (Task([model], more, "torch", form, None), "decoding.beam_size: 2 there, 3 now"),
@@ -261,7 +268,7 @@ def test_a_changed_model_search_or_input_is_refused(
         with pytest.raises(UserError) as refusal:
             ranks.run(task, output, 1, 2)
         assert changed in str(refusal.value)
-        assert refusal.value.is_agreed, "rank 0 says it for all"
+        assert not refusal.value.is_agreed, "another rank may be on another node, and see other files"
     ranks.run(Task([model], batches, "torch", form, None), output, 1, 2)
     assert output.exists()
     with ranks.source.open("a", encoding="utf-8") as file:
@@ -280,6 +287,55 @@ def test_each_line_of_a_file_has_its_prefix_in_every_part(ranks: Ranks, model: P
     prefixes.write_text("one\n", encoding="utf-8")
     with pytest.raises(UserError, match="1 prefixes for the 60 lines"):
         ranks.run(task, tmp_path / "out2", 0, 1)
+
+
+def test_a_file_that_changes_while_it_is_translated_is_refused(
+    ranks: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def begun(*arguments: Any) -> Search:
+        ranks.source.write_text("one\n", encoding="utf-8")
+        return open_search(*arguments)
+
+    monkeypatch.setattr(cli_translate_file, "open_search", begun)
+    task = Task([model], SETTINGS, "torch", Form(False, False, False), None)
+    with pytest.raises(UserError, match="source: ends after 1 lines, but had more: it changed"):
+        ranks.run(task, tmp_path / "out", 0, 1)
+    assert not list((tmp_path / "out.parts").glob("*.txt"))
+
+
+def test_what_is_written_is_utf8_in_any_language(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "umlauts").write_text("zwölf\n", encoding="utf-8")
+    runner, pair = CliRunner(charset="ascii"), ("--source", tmp_path / "umlauts", "--target", tmp_path / "umlauts")
+    for arguments in (("translate", model, "--json"), ("score", model, "--json", *pair)):
+        result = runner.invoke(app, [str(each) for each in arguments], input="zwölf €\n".encode())
+        assert result.exception is None, result.exception
+        json.loads(result.stdout_bytes.decode("utf-8"))
+
+
+def test_scores_refuse_longer_lines_than_asked_for(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text("".join(f"{line}\n" for line in LINES), encoding="utf-8")
+    pair = ("--source", tmp_path / "lines", "--target", tmp_path / "lines")
+    assert "at most 3 are scored at once" in refused("score", model, *pair, "--max-source-tokens", 3)
+
+
+@pytest.mark.slow
+def test_a_full_disk_and_a_rank_alone_are_told_without_a_traceback(model: Path, tmp_path: Path) -> None:
+    command = Command(tmp_path)
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.run(
+            [*PROGRAM, "translate", str(model)],
+            input="one\n",
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=without(NOT_INHERITED),
+            check=False,
+        )
+    assert process.returncode == 1
+    assert process.stderr == "dist-transformer: cannot write: No space left on device; make room and start again\n"
+    options = ("--input", "absent", "--output", "out")
+    said = command("translate", model, *options, code=2, RANK="1", WORLD_SIZE="2")
+    assert "absent: cannot be read: No such file" in said
 
 
 @pytest.mark.slow

@@ -119,3 +119,13 @@ def test_the_comparison_of_losses_trains_the_demo_model_in_each_way(tmp_path: Pa
     assert printed.count("| --- |") == 1
     assert figures["fp32 1 2"]["difference"] < 1e-5
     assert len(figures["fp32 1 2"]["losses"]) == 2
+
+
+@pytest.mark.slow
+def test_the_decoding_benchmark_finds_the_same_translations_with_every_engine(tmp_path: Path) -> None:
+    sizes = ["--presets", "tiny", "--vocabulary", "600", "--sentences", "4", "--batches", "1", "4", "--beams", "1"]
+    printed, figures = run("decode.py", tmp_path / "decode.json", *sizes, "--threads", "1")
+    assert printed.count("| 100% |") == 6
+    for rounds in figures["tiny"].values():
+        assert all(samples[0]["tokens_per_second"] > 0 for samples in rounds.values())
+        assert set(rounds) == {"ours", "Hugging Face generate", "CTranslate2"}

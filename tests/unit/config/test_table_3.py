@@ -76,6 +76,12 @@ def test_the_points_of_a_sweep_load_without_a_problem_and_have_the_papers_column
     assert [columns(config) for config in points_of(name)] == [row for row, _ in ROWS[name]]
 
 
+def test_no_row_averages_checkpoints():
+    """6.2: "no checkpoint averaging"; base does, for Table 2 (6.1)."""
+    assert {config.checkpoints.average_last for name in ROWS for config in points_of(name)} == {1}
+    assert points_of("base")[0].checkpoints.average_last == 5
+
+
 def test_only_row_e_learns_its_positions():
     learned = [name for name in ROWS for config in points_of(name) if config.model.positions == "learned"]
     assert learned == ["row_e"]

@@ -13,6 +13,7 @@ from dist_transformer.config.data_models import TokenizerConfig
 from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
 from dist_transformer.decoding.translate import Translation
 from dist_transformer.decoding.word_alignment import attention_file, links, word_alignment, words_of
+from dist_transformer.errors import UserError
 from dist_transformer.model.transformer import Transformer
 
 SENTENCES = ["The old man sees the house .", "a b c d e f g h", "It is nine o'clock now, my friend."] * 30
@@ -93,3 +94,20 @@ def test_the_attention_of_each_line_is_in_the_file_for_numpy_to_open(
         expected = model.attention_maps(torch.tensor([[8, 2]]), torch.tensor([[1, 4, 4]])).cross
         np.testing.assert_allclose(file["3/cross"], torch.stack(expected)[:, 0].detach().float().numpy())
         np.testing.assert_allclose(file["1/cross"].sum(-1), 1, rtol=1e-5)
+
+
+def test_a_place_that_cannot_be_written_to_is_told_before_any_line(
+    make_random_model: Callable[..., Transformer],
+) -> None:
+    path, model = Path("/proc/q/maps.npz"), make_random_model(len(WORDS))
+    with pytest.raises(UserError, match=f"{path}: cannot be written"), attention_file(path, model, WordTokenizer()):
+        raise AssertionError
+
+
+def test_an_error_of_the_translation_is_not_taken_for_one_of_the_file(
+    tmp_path: Path, make_random_model: Callable[..., Transformer]
+) -> None:
+    path, model = tmp_path / "maps.npz", make_random_model(len(WORDS))
+    with pytest.raises(BrokenPipeError), attention_file(path, model, WordTokenizer()):
+        raise BrokenPipeError
+    assert not list(tmp_path.iterdir())

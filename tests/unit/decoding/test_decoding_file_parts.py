@@ -1,6 +1,8 @@
 """A file in parts: whole or not there, in order, gone on with by anybody, never mixed with another's."""
 
+import errno
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,11 @@ from dist_transformer.decoding.file_parts import (
     chunk_lines,
     decoded_lines,
     digest_and_lines,
+    digest_of,
     is_whole,
     open_parts,
 )
-from dist_transformer.errors import UserError
+from dist_transformer.errors import MachineError, UserError
 
 PLAN = {"input": "a" * 64, "beam_size": 4}
 TEXT = ["one", "", "zwölf\u2028drei", "end"]
@@ -78,7 +81,62 @@ def test_a_file_of_unknown_origin_is_never_replaced(tmp_path: Path) -> None:
     assert names(tmp_path) == {"out"}
 
 
-@pytest.mark.parametrize("dies_at", ["replacing", "rmtree"])
+def test_parts_without_a_plan_are_nobodys(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    opened(output).write(0, ["of something else"])
+    (tmp_path / "out.parts" / "plan.json").unlink()
+    parts = opened(output)
+    assert parts.num_done() == 0
+
+
+def test_a_part_that_comes_late_is_not_mixed_with_another_translation(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    late = opened(output, 1)
+    first = opened(output, 1)
+    first.write(0, ["text"])
+    assert first.join()
+    late.write(0, ["once more"])
+    assert late.join()
+    assert names(tmp_path) == {"out", "out.plan.json"}
+    output.unlink()
+    other = open_parts(output, {**PLAN, "seed": 2}, 1)
+    assert other is not None
+    for act in (lambda: late.write(0, ["late"]), late.join):
+        with pytest.raises(UserError, match="seed: 2 there, none now"):
+            act()
+    assert other.num_done() == 0
+    file_parts.shutil.rmtree(tmp_path / "out.parts")
+    with pytest.raises(UserError, match=r"out\.parts: was removed while it was written to"):
+        other.write(0, ["text"])
+    assert not (tmp_path / "out.parts").exists()
+
+
+def test_a_place_that_cannot_be_written_to_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file" / "x" / "out", Path("/proc/x/out")):
+        with pytest.raises(UserError, match=f"{place}: cannot be written") as refusal:
+            open_parts(place, PLAN, 1)
+        assert not isinstance(refusal.value, MachineError)
+
+
+def test_a_full_disk_is_the_machines_fault_and_the_parts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    parts = opened(tmp_path / "out", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(file_parts, "write_text", fail)
+        with pytest.raises(MachineError, match="No space left on device"):
+            parts.write(0, ["text"])
+    parts.write(0, ["text"])
+    with monkeypatch.context() as patched:
+        patched.setattr(file_parts.shutil, "copyfileobj", fail)
+        with pytest.raises(MachineError, match="No space left on device"):
+            parts.join()
+    assert parts.join()
+
+
+@pytest.mark.parametrize("dies_at", ["replacing", "_remove_folder"])
 def test_a_join_that_dies_in_the_middle_is_done_by_the_next_start(
     dies_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,10 +150,10 @@ def test_a_join_that_dies_in_the_middle_is_done_by_the_next_start(
     parts = opened(output, 1)
     parts.write(0, ["text"])
     with monkeypatch.context() as patched:
-        patched.setattr(file_parts if dies_at == "replacing" else file_parts.shutil, dies_at, die)
+        patched.setattr(file_parts, dies_at, die)
         with pytest.raises(Killed):
             parts.join()
-    assert is_whole(output) == (dies_at == "rmtree")
+    assert is_whole(output) == (dies_at == "_remove_folder")
     again = open_parts(output, PLAN, 1)
     if dies_at == "replacing":
         assert again is not None
@@ -104,6 +162,19 @@ def test_a_join_that_dies_in_the_middle_is_done_by_the_next_start(
     assert output.read_text() == "text\n"
     assert open_parts(output, PLAN, 1) is None
     assert names(tmp_path) == {"out", "out.plan.json"}
+
+
+def test_a_folder_half_removed_is_nobodys_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "out"
+    parts = opened(output, 1)
+    parts.write(0, ["text"])
+    with monkeypatch.context() as patched:  # dies before it removes a file
+        patched.setattr(file_parts.shutil, "rmtree", lambda *_, **__: None)
+        assert parts.join()
+    assert names(tmp_path) == {"out", "out.plan.json", ".out.parts.old"}
+    output.unlink()
+    assert opened(output, 1).num_done() == 0
+    assert names(tmp_path) == {"out.parts"}
 
 
 def make_part_and_join(output: Path, chunk: int) -> None:
@@ -156,3 +227,26 @@ def test_what_is_no_text_is_told_by_file_and_line(tmp_path: Path) -> None:
     for read in (digest_and_lines, lambda path: LineReader(path).read(0, 1)):
         with pytest.raises(UserError, match="absent: cannot be read: No such file"):
             read(tmp_path / "absent")
+
+
+@pytest.mark.parametrize("cut", [b"\xff\n", b"\xc3\n\xa4", b"\xe2\x82"])
+def test_a_line_that_is_not_utf8_is_told_before_anything_is_translated(
+    cut: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "text"
+    path.write_bytes("zwölf €\n".encode() * 3)
+    monkeypatch.setattr(file_parts, "READ_BYTES", 1)  # characters lie across what is read at once
+    digest, num_lines = digest_and_lines(path)
+    assert num_lines == 3
+    assert digest == digest_of(path)
+    with path.open("ab") as file:
+        file.write(cut)
+    with pytest.raises(UserError, match="text, line 4: not valid UTF-8"):
+        digest_and_lines(path)
+
+
+def test_a_pipe_is_not_read_twice(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match="pipe: is a pipe or a device, but it is read more than once"):
+        digest_and_lines(pipe)

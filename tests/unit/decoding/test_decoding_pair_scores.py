@@ -51,7 +51,9 @@ def test_a_sentence_longer_than_the_positions_is_refused_by_its_number(
 ) -> None:
     monkeypatch.setattr(pair_scores, "CHUNK_LINES", 1)
     model = make_random_model(len(WORDS), positions="learned", max_positions=4)
-    scored = score_pairs([model], WordTokenizer(), [("one", "two"), ("one", "one two three four")], CPU)
-    next(scored)
-    with pytest.raises(UserError, match="line 2: 5 tokens, but the model has only 4 positions"):
+    pairs = [("one", "two"), ("one", "one two three four")]
+    for most, limit in ((2048, r"the model has only 4 positions"), (3, r"at most 3 are scored at once")):
+        scored = score_pairs([model], WordTokenizer(), pairs, CPU, most)
         next(scored)
+        with pytest.raises(UserError, match=f"line 2: 5 tokens, but {limit}"):
+            next(scored)

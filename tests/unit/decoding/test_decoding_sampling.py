@@ -40,6 +40,10 @@ def test_each_token_is_drawn_as_often_as_it_is_likely(temperature: float) -> Non
     assert shares(temperature=temperature) == pytest.approx(expected, abs=2 / GRID)
 
 
+def test_a_temperature_near_zero_draws_the_likeliest() -> None:
+    assert shares(temperature=1e-40) == [0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
+
+
 @pytest.mark.parametrize(("top_k", "kept"), [(1, [4]), (2, [0, 4]), (3, [0, 2, 4]), (100, [0, 1, 2, 4, 5])])
 def test_top_k_draws_from_the_likeliest_in_their_proportions(top_k: int, kept: list[int]) -> None:
     probability = torch.zeros(len(LOGITS)).index_put((torch.tensor(kept),), LOGITS.exp()[kept])

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from word_tokenizer import WORDS, WordTokenizer
 
 from dist_transformer.config.models import DecodingConfig
 from dist_transformer.decoding import translate
+from dist_transformer.decoding.beam import length_penalty
 from dist_transformer.decoding.search import TorchSearcher, pad_together
 from dist_transformer.decoding.translate import Translation, token_batches, translate_lines, translate_together
 from dist_transformer.errors import UserError
@@ -230,3 +232,29 @@ def test_a_line_that_is_too_long_is_refused_by_its_number(
         next(translations)
     with pytest.raises(UserError, match=rf"line 4: 6 tokens, but at most 5 are translated at once \({limit}\)"):
         next(translations)
+
+
+def test_a_prefix_beyond_the_positions_and_a_character_beyond_the_limit_are_refused_by_the_line() -> None:
+    class Narrow(Shouting):
+        max_positions = 5  # type: ignore[assignment]
+
+    searcher, lines = Narrow(), ["one", "one two three four"]
+    with pytest.raises(
+        UserError, match="line 2: its prefix has 5 tokens, but a translation of this model has at most 4"
+    ):
+        next(translate_lines(searcher, WordTokenizer(), lines, DecodingConfig(), ["two", "one one one one one"]))
+    assert not searcher.asked, "the longest line, which is fine, would be searched for first"
+
+    class Letters(WordTokenizer):
+        def encode_source(self, sentences: list[str]) -> list[list[int]]:
+            return [[3] * 9 * len(sentence) + [2] for sentence in sentences]
+
+    config = DecodingConfig(max_source_tokens=4, too_long="split")
+    with pytest.raises(UserError, match="line 2: “o”: 10 tokens, and cannot be cut into parts of at most 4"):
+        next(translate_lines(searcher, Letters(), ["", "one"], config))
+
+
+def test_a_length_penalty_beyond_what_numbers_hold_is_refused() -> None:
+    assert float(length_penalty(10_000, DecodingConfig(length_penalty=10).length_penalty)) < float("inf")
+    with pytest.raises(ValidationError, match="less than or equal to 10"):
+        DecodingConfig(length_penalty=1e5)

@@ -161,12 +161,11 @@ def test_a_trained_model_is_searched_as_we_search_it(copying: tuple[LoadedModel,
     held_out = words(200, seed=1000)
     ours, theirs = searchers(*copying, beam_size=beam_size)
     expected, found = ours.search(inputs(held_out)), theirs.search(inputs(held_out))
-    num_equal = sum(a == b for a, b in zip(tokens(expected), tokens(found), strict=True))
-    assert num_equal == 200 if beam_size == 1 else num_equal >= 196
+    assert sum(a == b for a, b in zip(tokens(expected), tokens(found), strict=True)) == 200
     assert sum(best.tokens == ids[:-1] for (best,), ids in zip(found, held_out, strict=True)) > 150
     for (ours_best,), (theirs_best,) in zip(expected, found, strict=True):
-        # Ours goes on while a better one can come; begin and padding, left out there, have a little probability here.
-        assert theirs_best.score < ours_best.score + 0.03
+        # Begin and padding, left out there, have a little probability here.
+        assert math.isclose(theirs_best.score, ours_best.score, abs_tol=0.01)
 
 
 @pytest.mark.slow
@@ -191,7 +190,7 @@ def test_a_prefix_is_kept_and_counted_and_several_translations_are_ordered(copyi
     prefixes = [ids[: number % 3] for number, ids in enumerate(held_out)]
     ours, theirs = searchers(*copying, n_best=3, length_penalty=0.9)
     expected, found = (each.search(inputs(held_out, prefixes)) for each in (ours, theirs))
-    assert sum(a[0].tokens == b[0].tokens for a, b in zip(expected, found, strict=True)) >= 38
+    assert sum(a[0].tokens == b[0].tokens for a, b in zip(expected, found, strict=True)) >= 39
     for ids, prefix, hypotheses in zip(held_out, prefixes, found, strict=True):
         assert len(hypotheses) == 3
         assert [h.score for h in hypotheses] == sorted((h.score for h in hypotheses), reverse=True)

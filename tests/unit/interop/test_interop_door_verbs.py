@@ -14,9 +14,14 @@ from test_interop_torch_transformer import HEADS, assert_equal_logits, make_mode
 from tokenised_models import demo_tokenizers, make_model_folder
 from typer.testing import CliRunner
 
+from dist_transformer.cli.loaded_model import model_folder_of
 from dist_transformer.cli.main import app
+from dist_transformer.cli.vocabulary_sizes import with_counted_pieces
+from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
 from dist_transformer.interop.ctranslate2_export import load_exported
+from dist_transformer.interop.model_folder import load_model_folder
+from dist_transformer.planning.memory import vocabulary_sizes
 
 
 def run(*arguments: object) -> str:
@@ -25,18 +30,35 @@ def run(*arguments: object) -> str:
     return result.output
 
 
+def goes_on_from(folder: Path, said: str) -> None:
+    """The sections that `import` prints are a configuration of this model, with its vocabularies."""
+    _, *sections = said.splitlines()
+    path = folder.parent / "fine.yaml"
+    path.write_text("\n".join(["data: {train: {demo: train}}", *sections, ""]), encoding="utf-8")
+    config, loaded = load_config(path), load_model_folder(folder)
+    assert config.model == loaded.config
+    assert config.training.init_from == str(folder)
+    sizes = (loaded.information.source_vocabulary, loaded.information.target_vocabulary)
+    assert vocabulary_sizes(with_counted_pieces(config)) == sizes
+
+
 @pytest.mark.slow
 def test_a_marian_folder_goes_in_and_out_to_both_programs(tmp_path: Path):
     make_marian_folder(tmp_path / "theirs")
-    assert (
-        run("import", tmp_path / "theirs", tmp_path / "ours", "--from", "marian")
-        == f"{tmp_path}/ours: a model folder\n"
-    )
+    said = run("import", tmp_path / "theirs", tmp_path / "ours", "--from", "marian")
+    assert said.startswith(f"{tmp_path}/ours: a model folder. To train it further")
+    goes_on_from(tmp_path / "ours", said)
+    with pytest.raises(
+        UserError, match=r"theirs: a MarianMTModel of Hugging Face, .* import .*theirs OUT --from marian"
+    ):
+        load_model_folder(model_folder_of(tmp_path / "theirs"))
     assert "written for marian" in run("export", tmp_path / "ours", tmp_path / "back", "--to", "marian")
     first, second = (json.loads((tmp_path / name / "vocab.json").read_text()) for name in ("theirs", "back"))
     assert {text: second[text] for text in first} == first
     arguments = ("--to", "ctranslate2", "--quantization", "int8")
     assert "written for ctranslate2" in run("export", tmp_path / "ours", tmp_path / "fast", *arguments)
+    with pytest.raises(UserError, match=r"fast: a model exported to CTranslate2, .* --engine ctranslate2"):
+        model_folder_of(tmp_path / "fast")
     exported = load_exported(tmp_path / "fast")
     assert (exported.information.source_language, exported.information.target_language) == ("en", "de")
 
@@ -69,8 +91,13 @@ def test_a_file_of_weights_of_torch_comes_in(tmp_path: Path):
     model, tokenizer = make_model(files)
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     tokenizers = ("--source-model", files.source, "--target-model", files.target)
-    run("import", tmp_path / "weights.pt", tmp_path / "ours", "--from", "torch", *tokenizers, "--heads", HEADS)
+    languages = ("--source-language", "en", "--target-language", "de")
+    options = ("--from", "torch", *tokenizers, "--heads", HEADS, *languages)
+    said = run("import", tmp_path / "weights.pt", tmp_path / "ours", *options)
+    goes_on_from(tmp_path / "ours", said)
     assert_equal_logits(tmp_path / "ours", model, tokenizer.pad_id)
+    information = load_model_folder(tmp_path / "ours").information
+    assert (information.source_language, information.target_language) == ("en", "de")
 
 
 def test_what_the_options_cannot_mean_is_refused(tmp_path: Path):
@@ -79,6 +106,12 @@ def test_what_the_options_cannot_mean_is_refused(tmp_path: Path):
         run("export", tmp_path / "ours", tmp_path / "out", "--to", "marian", "--quantization", "int8")
     with pytest.raises(UserError, match="--from torch needs --source-model and --heads"):
         run("import", tmp_path / "weights.pt", tmp_path / "out", "--from", "torch")
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises(UserError, match="file: expected the folder of a MarianMTModel, found a file or nothing"):
+        run("import", tmp_path / "file", tmp_path / "out", "--from", "marian")
+    given = ("--heads", 4, "--norm", "post", "--source-language", "en")
+    with pytest.raises(UserError, match=r"--heads, --norm, --source-language: of --from torch; .* leave out"):
+        run("import", tmp_path / "ours", tmp_path / "out", "--from", "marian", *given)
     for verb, option in (("export", ("--to", "marian")), ("import", ("--from", "marian"))):
         with pytest.raises(UserError, match=f"{tmp_path}/ours: exists already, expected a new path"):
             run(verb, tmp_path / "ours", tmp_path / "ours", *option)

@@ -95,6 +95,9 @@ def test_an_imported_model_has_torchs_logits(tmp_path, described, given, is_shar
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     import_torch(tmp_path / "weights.pt", tmp_path / "ours", TorchModel(HEADS, **described), files, ("en", "de"))
     assert_equal_logits(tmp_path / "ours", model, tokenizer.pad_id)
+    torch.save(nn.DataParallel(model).state_dict(), tmp_path / "wrapped.pt")
+    import_torch(tmp_path / "wrapped.pt", tmp_path / "wrapped", TorchModel(HEADS, **described), files)
+    assert_equal_logits(tmp_path / "wrapped", model, tokenizer.pad_id)
     information = load_model_folder(tmp_path / "ours").information
     assert (information.source_language, information.target_language) == ("en", "de")
 
@@ -154,3 +157,10 @@ def test_a_file_of_anything_but_tensors_is_refused(tmp_path):
         import_torch(tmp_path / "nested.pt", tmp_path / "ours", TorchModel(HEADS), files)
     with pytest.raises(CheckpointError, match=r"gone.pt: no such file, expected weights"):
         import_torch(tmp_path / "gone.pt", tmp_path / "ours", TorchModel(HEADS), files)
+    torch.save(nn.Linear(2, 2), tmp_path / "whole.pt")
+    with pytest.raises(CheckpointError) as refused:
+        import_torch(tmp_path / "whole.pt", tmp_path / "ours", TorchModel(HEADS), files)
+    said = "holds a pickled model, not its weights; save model.state_dict()"
+    assert str(refused.value) == f"{tmp_path}/whole.pt: {said}"
+    with pytest.raises(CheckpointError, match=r"is a folder, expected a file of weights"):
+        import_torch(tmp_path, tmp_path / "ours", TorchModel(HEADS), files)

@@ -159,7 +159,8 @@ def test_pieces_come_from_a_file_too_and_the_settings_to_go_on_with_are_printed(
     sentencepiece_models: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = model_folder(tmp_path / "old", sentencepiece_models[0])
-    (tmp_path / "words").write_text("\n".join(["<a>", "", *(f"Wort{number}x" for number in range(30))]) + "\n")
+    words = ["<a>", "", *(f"Wort{number}x" for number in range(30))]
+    (tmp_path / "words").write_text("\n".join(words) + "\n", encoding="utf-8-sig")
     extend_vocabulary_command(folder, tmp_path / "new", None, tmp_path / "words", "both")
     said = capsys.readouterr().out
     assert "31 new pieces: <a> Wort0x " in said
@@ -173,6 +174,8 @@ def test_pieces_come_from_a_file_too_and_the_settings_to_go_on_with_are_printed(
     [
         ([], "both", "there is no piece to add: give --pieces"),
         (["a b"], "both", "cannot be a piece: expected text without spaces"),
+        (["a\u2028b"], "both", "cannot be a piece: expected .* without characters that cannot be seen"),
+        (["\ufeff<bt>"], "both", "cannot be a piece: expected .* without characters that cannot be seen"),
         (["<s>"], "both", "the vocabulary has all of <s> already"),
         (["<bt>"], "source", "has one vocabulary for both sides; leave --side out"),
     ],
@@ -186,6 +189,13 @@ def test_what_cannot_be_added_is_refused_and_nothing_is_written(
     assert not (tmp_path / "new").exists()
 
 
+def test_a_place_that_cannot_be_written_to_is_told(sentencepiece_models: tuple[Path, Path], tmp_path: Path) -> None:
+    folder = model_folder(tmp_path / "old", sentencepiece_models[0])
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/new: cannot be written \(.*File exists"):
+        extend(folder, tmp_path / "file" / "new", "<bt>")
+
+
 def test_a_folder_that_is_there_is_not_written_over(sentencepiece_models: tuple[Path, Path], tmp_path: Path) -> None:
     folder = model_folder(tmp_path / "old", sentencepiece_models[0])
     with pytest.raises(UserError, match="old is there already: give another folder"):
@@ -193,5 +203,5 @@ def test_a_folder_that_is_there_is_not_written_over(sentencepiece_models: tuple[
 
 
 def test_a_file_of_pieces_that_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=f"--pieces-file {tmp_path}/none cannot be read"):
+    with pytest.raises(UserError, match=f"{tmp_path}/none: cannot be read: No such file"):
         extend_vocabulary_command(tmp_path, tmp_path / "new", None, tmp_path / "none", "both")

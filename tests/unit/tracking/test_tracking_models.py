@@ -21,7 +21,7 @@ from tracking_helpers import run_id_of, settings_of, store_of, train
 
 from dist_transformer.config.data_models import TokenizerConfig
 from dist_transformer.config.loading import to_yaml
-from dist_transformer.config.models import Config, ModelConfig, TrackingConfig
+from dist_transformer.config.models import Config, DecodingConfig, ModelConfig, TrackingConfig
 from dist_transformer.data.demo_corpus import demo_pairs
 from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
 from dist_transformer.errors import UserError
@@ -126,7 +126,7 @@ def test_a_model_is_logged_once_with_signature_example_scores_and_a_link_to_its_
 def test_a_loaded_model_translates_as_the_run_is_configured(finished: RunDir, client: MlflowClient) -> None:
     model = only_model(client, deliver(finished))
     loaded = mlflow.pyfunc.load_model(model.model_uri)
-    assert loaded.model_config == DECODING
+    assert loaded.model_config == DecodingConfig(**DECODING).model_dump(mode="json")
     sentences = ["It is nine o'clock.", "", "twenty-one"]
     answers = loaded.predict(sentences)
     assert len(answers) == 3

@@ -87,6 +87,12 @@ def test_a_person_is_told_what_a_signal_does_and_by_one_rank_only(start, environ
     assert [line.partition(";")[0] for line in lines] == said
 
 
+def test_a_person_is_told_what_the_process_does_which_need_not_save(capfd, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    StopRequest(answer="stopping after this batch")._end_if_repeated(signal.SIGTERM, 0.0)
+    assert capfd.readouterr().err.startswith("SIGTERM: stopping after this batch; the same signal again within 10 s")
+
+
 def test_an_end_does_not_wait_for_a_reader_of_what_is_said(start):
     """A pipe that is full, such as that of a pager."""
     fills = (

@@ -1,0 +1,21 @@
+"""How many pieces a run will have, before anything is prepared: tokenizers that are given are looked into."""
+
+from pathlib import Path
+
+from dist_transformer.config.models import Config
+from dist_transformer.planning.memory import with_vocabularies
+
+
+def with_counted_pieces(config: Config) -> Config:
+    """With the pieces of `tokenizer.source_model` and `target_model`, for a plan and its counts.
+
+    Where they are not given, or gone, as a run folder may outlive them, `tokenizer.vocabulary_size` counts.
+    Raises DataError: a file is no sentencepiece model.
+    """
+    source, target = config.tokenizer.source_model, config.tokenizer.target_model
+    if source is None or not all(Path(path).exists() for path in (source, target) if path):
+        return config
+    from dist_transformer.data.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(Path(source), Path(target) if target else None)
+    return with_vocabularies(config, tokenizer.source_vocabulary, tokenizer.target_vocabulary)
