@@ -35,7 +35,8 @@ from dist_transformer.distributed import Ranks
 from dist_transformer.launching import start_local_ranks
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.planning.activations import Shape
-from dist_transformer.planning.memory import memory_of_rank, vocabulary_sizes
+from dist_transformer.planning.memory import memory_of_rank
+from dist_transformer.planning.vocabularies import vocabulary_sizes
 from dist_transformer.training.engine import Engine
 from dist_transformer.training.objective import Objective
 

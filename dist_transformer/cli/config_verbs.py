@@ -11,7 +11,7 @@ from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.config.models import Config
 from dist_transformer.errors import ConfigError
-from dist_transformer.planning.memory import count_parameters
+from dist_transformer.planning.vocabularies import count_parameters
 
 app = typer.Typer(help="Check, show or describe a configuration.", no_args_is_help=True)
 

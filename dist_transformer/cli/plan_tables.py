@@ -10,9 +10,10 @@ from rich.table import Table
 
 from dist_transformer.config.models import Config
 from dist_transformer.planning.hardware import Hardware
-from dist_transformer.planning.memory import CHECKPOINT_BYTES, USABLE_SHARE, count_parameters
+from dist_transformer.planning.memory import CHECKPOINT_BYTES, USABLE_SHARE
 from dist_transformer.planning.plan import Row
 from dist_transformer.planning.step_time import FILLED_SHARE, MEAN_TOKENS
+from dist_transformer.planning.vocabularies import count_parameters
 
 TIMES = (
     "nodes",

@@ -17,7 +17,7 @@ from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.models import Config
 from dist_transformer.config.slurm_models import SlurmConfig
 from dist_transformer.errors import UserError
-from dist_transformer.planning.memory import count_parameters, memory_problem
+from dist_transformer.planning.vocabularies import count_parameters
 
 _VERBS = [
     ("watch:", "dist-transformer status FOLDER"),
@@ -94,6 +94,8 @@ def memory_problems(config: Config) -> list[str]:
     slurm = config.slurm
     if slurm.gpu_memory_gb is None or not slurm.gpus_per_node:
         return []
+    from dist_transformer.planning.memory import memory_problem
+
     problem = memory_problem(with_counted_pieces(config), slurm.nodes * slurm.ranks_per_node, slurm.gpu_memory_gb)
     return [] if problem is None else [f"slurm.gpu_memory_gb: {problem}"]
 

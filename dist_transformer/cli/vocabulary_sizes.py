@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dist_transformer.config.models import Config
-from dist_transformer.planning.memory import with_vocabularies
+from dist_transformer.planning.vocabularies import with_vocabularies
 
 
 def with_counted_pieces(config: Config) -> Config:

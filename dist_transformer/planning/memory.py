@@ -7,17 +7,16 @@ holds at each of them was measured on 1 and 2 ranks, and is held to it by benchm
 
 from dataclasses import dataclass
 
-from dist_transformer.config.data_models import TokenizerConfig
 from dist_transformer.config.models import Config, TrainingConfig
 from dist_transformer.config.sizes import (
     REDUCED_AT_ONCE,
     bytes_of_optimizer,
     bytes_of_weight,
     offloaded_bytes,
-    parameter_count,
     snapshot_bytes,
 )
 from dist_transformer.planning.activations import Activations, Shape, activations, largest_shape, token_bytes
+from dist_transformer.planning.vocabularies import count_parameters, vocabulary_sizes
 
 USABLE_SHARE = 0.9
 """Of a GPU's memory, as training/memory.py has it: the rest is for communication and what fragmentation loses."""
@@ -51,33 +50,6 @@ class RankMemory:
     @property
     def fullest(self) -> str:
         return max(self.moments, key=lambda moment: self.moments[moment])
-
-
-class CountedTokenizer(TokenizerConfig):
-    """A tokenizer whose pieces are known: they are in files already."""
-
-    source_vocabulary: int
-    target_vocabulary: int
-
-
-def with_vocabularies(config: Config, source: int, target: int) -> Config:
-    """`config` to plan with, with so many pieces of each side."""
-    sizes = {"source_vocabulary": source, "target_vocabulary": target}
-    counted = CountedTokenizer.model_construct(**{**dict(config.tokenizer), **sizes})
-    return config.model_copy(update={"tokenizer": counted})
-
-
-def vocabulary_sizes(config: Config) -> tuple[int, int]:
-    """Pieces of the source and of the target: as `with_vocabularies` has them, else as `prepare` makes them."""
-    tokenizer = config.tokenizer
-    if isinstance(tokenizer, CountedTokenizer):
-        return tokenizer.source_vocabulary, tokenizer.target_vocabulary
-    size = -(-tokenizer.vocabulary_size // 8) * 8
-    return size, size
-
-
-def count_parameters(config: Config) -> int:
-    return parameter_count(config.model, *vocabulary_sizes(config))
 
 
 def memory_of_rank(

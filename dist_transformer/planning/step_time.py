@@ -15,7 +15,7 @@ from dist_transformer.config.models import Config
 from dist_transformer.config.sizes import REDUCED_AT_ONCE, bytes_of_weight, feed_forward_matrices
 from dist_transformer.planning.activations import projected_width, sum_of_matrices
 from dist_transformer.planning.hardware import Hardware
-from dist_transformer.planning.memory import count_parameters, vocabulary_sizes
+from dist_transformer.planning.vocabularies import count_parameters, vocabulary_sizes
 
 FILLED_SHARE = 0.93
 """Of data.max_tokens, real tokens; the rest is padding and room. Assumed; `padding_share` in the log is that of a run."""

@@ -19,7 +19,8 @@ def imports_of(folder, *arguments: str) -> set[str]:
     return set(re.findall(r"^import time:.*\| +(\S+)$", ran.stderr, re.MULTILINE))
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 3])
 def test_a_run_to_its_model_folder_imports_neither_a_compiler_nor_what_only_others_use(command, stage):
     command("prepare", "small.yaml")  # which needs some of them
     arguments = ("train", "small.yaml", f"run.name=imports_{stage}", f"training.zero_stage={stage}")

@@ -30,6 +30,8 @@ from dist_transformer.interop.model_folder import ModelInformation, TokenizerFil
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.stop_request import StopRequest
 
+pytestmark = pytest.mark.slow
+
 SIZES: dict[str, Any] = dict(d_model=32, d_ff=64, num_heads=2, num_encoder_layers=1, num_decoder_layers=2)
 SETTINGS = DecodingConfig(beam_size=2, max_extra_tokens=5)
 SOURCES = [source for _, (source, _) in zip(range(600), demo_pairs("train"), strict=False)]
@@ -318,7 +320,6 @@ def test_scores_refuse_longer_lines_than_asked_for(model: Path, tmp_path: Path) 
     assert "at most 3 are scored at once" in refused("score", model, *pair, "--max-source-tokens", 3)
 
 
-@pytest.mark.slow
 def test_a_full_disk_and_a_rank_alone_are_told_without_a_traceback(model: Path, tmp_path: Path) -> None:
     command = Command(tmp_path)
     with Path("/dev/full").open("w") as full:
@@ -338,7 +339,6 @@ def test_a_full_disk_and_a_rank_alone_are_told_without_a_traceback(model: Path, 
     assert "absent: cannot be read: No such file" in said
 
 
-@pytest.mark.slow
 def test_ranks_that_are_stopped_end_with_75_and_the_same_command_goes_on(model: Path, tmp_path: Path) -> None:
     (tmp_path / "source").write_text("".join(f"{line}\n" for line in [*SOURCES, *SOURCES[:300]]), encoding="utf-8")
     command = Command(tmp_path)

@@ -21,7 +21,7 @@ from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
 from dist_transformer.interop.ctranslate2_export import load_exported
 from dist_transformer.interop.model_folder import load_model_folder
-from dist_transformer.planning.memory import vocabulary_sizes
+from dist_transformer.planning.vocabularies import vocabulary_sizes
 
 
 def run(*arguments: object) -> str:

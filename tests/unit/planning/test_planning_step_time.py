@@ -19,9 +19,9 @@ from dist_transformer.planning.hardware import (
     calibrated,
     hardware_of,
 )
-from dist_transformer.planning.memory import count_parameters
 from dist_transformer.planning.plan import plan_row
 from dist_transformer.planning.step_time import MEAN_TOKENS, micro_batch_flops, step_time
+from dist_transformer.planning.vocabularies import count_parameters
 
 H200 = HARDWARE["h200-141g"]
 
