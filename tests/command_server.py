@@ -75,6 +75,8 @@ def _answer(connection, main) -> None:
         for number, file in enumerate(files):
             os.dup2(file, number)
             os.close(file)
+        # Those of the server remember what kind of file they were opened on.
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", errors="backslashreplace")  # noqa: SIM115
         os.chdir(folder)
         os.environ.clear()
         os.environ.update(environment)
