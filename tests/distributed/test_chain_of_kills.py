@@ -99,7 +99,7 @@ def undisturbed(train_small) -> Path:
     return train_small("chain-undisturbed", *SETTINGS)
 
 
-@pytest.mark.parametrize(("victim", "num_strikes"), [("rank", 8), ("loader process", 4)])
+@pytest.mark.parametrize(("victim", "num_strikes"), [("rank", 4), ("loader process", 4)])
 def test_killed_again_and_again_on_1_2_3_and_4_ranks_in_turn_a_run_sees_the_same_batches_and_each_row_once(
     command: Command, undisturbed, victim, num_strikes
 ):
