@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dist_transformer.cli.arguments import read_run
-from dist_transformer.cli.search_options import BeamOption, PenaltyOption, decoding
+from dist_transformer.cli.search_options import BeamOption, PenaltyOption, search_settings
 from dist_transformer.config.data_models import CorpusConfig, DataConfig
 from dist_transformer.config.models import Config
 from dist_transformer.errors import UserError
@@ -58,7 +58,7 @@ def evaluate_command(
         raise UserError(f"{run} is not a run folder: nothing to score; give --source and --target")
     scorer = CometScorer(comet) if comet is not None else None
     sources, references = read_pairs(corpus, data)
-    settings = decoding(beam, length_penalty, config.decoding if config else None)
+    settings = search_settings(run, beam_size=beam, length_penalty=length_penalty, n_best=1)
     translator = LoadedTranslator(folder, settings)
     translations = list(translator.translate(sources))
     measured = corpus_scores(translations, references, translator.information.target_language)

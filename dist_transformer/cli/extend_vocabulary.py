@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dist_transformer.cli.arguments import write_utf8
-from dist_transformer.decoding.file_parts import numbered_lines
 from dist_transformer.errors import UserError
 
 if TYPE_CHECKING:  # at run time it would import torch for every command
@@ -51,6 +50,8 @@ def extend_vocabulary_command(
 
 
 def _lines(path: Path) -> list[str]:
+    from dist_transformer.decoding.file_parts import numbered_lines
+
     lines = (line.removeprefix(BYTE_ORDER_MARK).strip() for line in numbered_lines(path))
     return [line for line in lines if line]
 

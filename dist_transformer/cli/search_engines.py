@@ -9,9 +9,9 @@ from dist_transformer.cli.search_options import Engine
 from dist_transformer.config.models import DecodingConfig
 from dist_transformer.data.tokenizer import Tokenizer
 from dist_transformer.errors import UserError
-from dist_transformer.interop.ctranslate2_export import is_exported, load_exported
+from dist_transformer.interop.ctranslate2_export import is_exported
 from dist_transformer.interop.ctranslate2_search import CTranslate2Searcher
-from dist_transformer.interop.model_folder import load_model_folder
+from dist_transformer.interop.model_folder import tokenizer_files
 from dist_transformer.model.hypothesis import Searcher
 from dist_transformer.model.transformer import Transformer
 
@@ -50,7 +50,7 @@ def open_search(engine: Engine, folders: Sequence[Path], settings: DecodingConfi
         loaded = load_models(folders)
         return Search(loaded.searcher(settings), loaded.tokenizer, loaded.models)
     (folder,) = folders
-    files = (load_exported(folder) if is_exported(folder) else load_model_folder(folder)).tokenizer_files
+    files = tokenizer_files(folder)
     tokenizer = Tokenizer.load(files.source, files.target)
     ids = {name: getattr(tokenizer, name) for name in ("bos_id", "eos_id", "pad_id")}
     return Search(CTranslate2Searcher(folder, **ids, config=settings, device=device_of_rank()), tokenizer, [])

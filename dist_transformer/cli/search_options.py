@@ -56,13 +56,6 @@ MaxTokensOption = Annotated[
 ]
 
 
-def decoding(beam: int | None, length_penalty: float | None, base: DecodingConfig | None = None) -> DecodingConfig:
-    """The settings of a search that gives one translation a line, with what the command line gives over `base`."""
-    given = {"beam_size": beam, "length_penalty": length_penalty, "n_best": 1}
-    settings = base or DecodingConfig()
-    return settings.model_copy(update={key: value for key, value in given.items() if value is not None})
-
-
 def search_settings(model: Path, **given: Any) -> DecodingConfig:
     """Those of the run of `model`, where it is a run folder, with what is given and not None in their place.
 

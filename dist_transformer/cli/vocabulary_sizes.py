@@ -1,5 +1,6 @@
 """How many pieces a run will have, before anything is prepared: tokenizers that are given are looked into."""
 
+import functools
 from pathlib import Path
 
 from dist_transformer.config.models import Config
@@ -15,7 +16,12 @@ def with_counted_pieces(config: Config) -> Config:
     source, target = config.tokenizer.source_model, config.tokenizer.target_model
     if source is None or not all(Path(path).exists() for path in (source, target) if path):
         return config
+    return with_vocabularies(config, *_sizes(Path(source), Path(target) if target else None))
+
+
+@functools.cache  # the points of a sweep have one tokenizer
+def _sizes(source: Path, target: Path | None) -> tuple[int, int]:
     from dist_transformer.data.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(Path(source), Path(target) if target else None)
-    return with_vocabularies(config, tokenizer.source_vocabulary, tokenizer.target_vocabulary)
+    tokenizer = Tokenizer.load(source, target)
+    return tokenizer.source_vocabulary, tokenizer.target_vocabulary

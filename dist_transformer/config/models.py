@@ -273,6 +273,11 @@ class DecodingConfig(Section):
         "refuse", description="A longer line ends the command, or is cut between sentences or words and joined again."
     )
 
+    @property
+    def rows_per_sentence(self) -> int:
+        """Hypotheses of a sentence that are decoded at once."""
+        return self.n_best if self.sampling else self.beam_size
+
 
 class TrackingConfig(Section):
     """MLflow."""

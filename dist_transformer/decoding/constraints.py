@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from dist_transformer.config.models import DecodingConfig
-from dist_transformer.errors import UserError
-from dist_transformer.model.hypothesis import SearchInput
+from dist_transformer.model.hypothesis import SearchInput, longest_output
 
 IMPOSSIBLE = float("-inf")
 
@@ -26,11 +25,7 @@ class SpecialIds:
 
 
 class Constraints:
-    """What each sentence of a batch must follow.
-
-    The longest output, eos included, is the source's length plus `config.max_extra_tokens`, or what the prefix needs, and
-    no more than the models have positions.
-    """
+    """What each sentence of a batch must follow."""
 
     def __init__(
         self,
@@ -43,7 +38,7 @@ class Constraints:
         """Raises UserError: a prefix leaves no position for the end of the translation."""
         self.rows_per_sentence, self.ids, self.ngram_size = rows_per_sentence, ids, config.no_repeat_ngram_size
         self.prefixes = [sentence.prefix for sentence in batch]
-        self.longest = [_longest(sentence, max_positions, config) for sentence in batch]
+        self.longest = [longest_output(sentence, max_positions, config) for sentence in batch]
 
     def apply(self, value_BV: Tensor, token_BT: Tensor) -> None:
         """Sets to -inf, in place, what may not follow the tokens so far: bos, padding, and what breaks a constraint.
@@ -87,14 +82,3 @@ def forbid_repeats(value_BV: Tensor, token_BT: Tensor, ngram_size: int) -> None:
     repeats_BW = (ngram_BWn[..., :-1] == newest_Bn[:, None]).all(-1)
     limit_BW = torch.where(repeats_BW, IMPOSSIBLE, -IMPOSSIBLE).to(value_BV.dtype)
     value_BV.scatter_reduce_(1, ngram_BWn[..., -1], limit_BW, "amin")
-
-
-def _longest(sentence: SearchInput, max_positions: int | None, config: DecodingConfig) -> int:
-    needed = len(sentence.prefix) + 1
-    if max_positions is not None and needed > max_positions:
-        raise UserError(
-            f"line {sentence.number + 1}: its prefix has {len(sentence.prefix)} tokens, but a translation of this model has "
-            f"at most {max_positions - 1} (model.max_positions): give a shorter prefix"
-        )
-    longest = max(len(sentence.source) + config.max_extra_tokens, needed)
-    return longest if max_positions is None else min(longest, max_positions)

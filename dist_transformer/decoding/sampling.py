@@ -35,7 +35,8 @@ def sample(
 
 def draws(seed: int, sentence: int, sample: int, count: int) -> list[float]:
     """The numbers in [0, 1) of the first `count` positions of one sample of one sentence."""
-    return np.random.default_rng([seed, sentence, sample]).random(count).tolist()  # type: ignore[no-any-return]
+    drawn: list[float] = np.random.default_rng([seed, sentence, sample]).random(count).tolist()
+    return drawn
 
 
 def choose(logits_BV: Tensor, draw_B: Tensor, config: DecodingConfig) -> Tensor:

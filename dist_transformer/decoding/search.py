@@ -35,7 +35,6 @@ class TorchSearcher:
         assert models, "a search needs a model"
         self.models, self.config, self.device = models, config, device
         self.ids = SpecialIds(bos_id, eos_id, pad_id)
-        self.rows_per_sentence = config.n_best if config.sampling else config.beam_size
 
     @property
     def max_positions(self) -> int | None:
@@ -50,9 +49,9 @@ class TorchSearcher:
         """
         if not batch:
             return []
-        constraints = Constraints(batch, self.rows_per_sentence, self.ids, self.max_positions, self.config)
+        constraints = Constraints(batch, self.config.rows_per_sentence, self.ids, self.max_positions, self.config)
         source_BS = pad_together([sentence.source for sentence in batch], self.ids.pad).to(self.device)
-        ensemble = Ensemble(self.models, source_BS, self.rows_per_sentence)
+        ensemble = Ensemble(self.models, source_BS, self.config.rows_per_sentence)
         if self.config.sampling:
             return sample(ensemble, constraints, batch, self.ids, self.config)
         return beam_search(ensemble, constraints, self.ids, self.config)

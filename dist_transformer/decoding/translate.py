@@ -12,7 +12,7 @@ from dist_transformer.config.models import DecodingConfig
 from dist_transformer.decoding.long_lines import cut_line, join_parts
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import UserError
-from dist_transformer.model.hypothesis import Searcher, SearchInput
+from dist_transformer.model.hypothesis import Searcher, SearchInput, check_prefix
 
 CHUNK_LINES = 2048
 """Lines read, sorted by length and translated together: enough for full batches, little enough to stream."""
@@ -135,10 +135,9 @@ def token_batches(lengths: Sequence[int], config: DecodingConfig) -> Iterator[li
     Longest first, so that a batch that does not fit in memory shows at once. What is too long alone goes alone.
     """
     batch: list[int] = []
-    rows = config.n_best if config.sampling else config.beam_size
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         longest = lengths[batch[0]] if batch else 0
-        if batch and (len(batch) + 1) * longest * rows > config.max_tokens:
+        if batch and (len(batch) + 1) * longest * config.rows_per_sentence > config.max_tokens:
             yield batch
             batch = []
         batch.append(index)
@@ -191,20 +190,11 @@ def _parts(
         # Nothing but the end of sentence: a blank line, or characters that normalisation takes away.
         if len(source) < 2:
             continue
-        _check_prefix(line, start, max_positions)
+        check_prefix(max(len(start) - 1, 0), line, max_positions)  # a search would say it too, but batch by batch
         cut = [source] if len(source) <= most else _cut(tokenizer, line, text, len(source), most, config)
         # Without its end, a prefix can go on; the later parts of a line begin anew.
         parts += [_Part(line, n, ids, start[:-1] if n == 0 else []) for n, ids in enumerate(cut)]
     return parts
-
-
-def _check_prefix(line: int, start: Sequence[int], max_positions: int | None) -> None:
-    """`start`: the prefix and the end of sentence, which must have positions. Searches say it too, but batch by batch."""
-    if max_positions is not None and len(start) > max_positions:
-        raise UserError(
-            f"line {line + 1}: its prefix has {len(start) - 1} tokens, but a translation of this model has at most "
-            f"{max_positions - 1} (model.max_positions): give a shorter prefix"
-        )
 
 
 def _cut(
@@ -226,7 +216,6 @@ def _cut(
 
 def _search(searcher: Searcher, tokenizer: TranslationTokenizer, batch: Sequence[_Part]) -> Iterator[list[Translation]]:
     """The translations of each part, the best first."""
-
     for hypotheses in searcher.search([part.input for part in batch]):
         yield [
             Translation(_text(tokenizer, found.tokens), found.tokens, found.score, found.log_probability)

@@ -22,7 +22,6 @@ from dist_transformer.interop.model_folder import (
     TARGET_MODEL,
     LoadedModel,
     ModelInformation,
-    TokenizerFiles,
 )
 from dist_transformer.interop.whole_folder import whole_folder
 from dist_transformer.model.layers import AddAndNorm, FeedForward, sinusoids
@@ -39,7 +38,6 @@ QUANTIZATIONS = ("int8", "int16", "float16", "bfloat16")
 class ExportedModel:
     """What lies beside CTranslate2's files."""
 
-    tokenizer_files: TokenizerFiles
     information: ModelInformation
     max_positions: int | None
     """Longest source and translation in tokens; None: any."""
@@ -77,9 +75,7 @@ def load_exported(folder: Path) -> ExportedModel:
         raise CheckpointError(
             f"{path}: missing or damaged ({error}), expected what `dist-transformer export --to ctranslate2` writes"
         ) from error
-    target = folder / TARGET_MODEL
-    files = TokenizerFiles(folder / SOURCE_MODEL, target if target.is_file() else None)
-    return ExportedModel(files, information, max_positions)
+    return ExportedModel(information, max_positions)
 
 
 def is_exported(folder: Path) -> bool:

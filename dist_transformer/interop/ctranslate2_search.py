@@ -22,7 +22,7 @@ from dist_transformer.interop.ctranslate2_export import (
     load_exported,
 )
 from dist_transformer.interop.model_folder import load_model_folder
-from dist_transformer.model.hypothesis import Hypothesis, SearchInput
+from dist_transformer.model.hypothesis import Hypothesis, SearchInput, longest_output
 from dist_transformer.run_dir import read_json
 
 IMPOSSIBLE = -1e9
@@ -71,7 +71,7 @@ class CTranslate2Searcher:
 
         Raises UserError: a prefix leaves no position for the end of the translation.
         """
-        longest = [self._longest(sentence) for sentence in batch]
+        longest = [longest_output(sentence, self._max_positions, self.config) for sentence in batch]
         found = self._translate(batch, max(longest, default=1))
         for place, limit in enumerate(longest):
             # The others' longest length counted for this one: what lives on beyond its own is searched for again.
@@ -161,17 +161,6 @@ class CTranslate2Searcher:
             for each in found
         ]
         return sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)[: self.config.n_best]
-
-    def _longest(self, sentence: SearchInput) -> int:
-        """Tokens of its translation, the end included; as in our own search."""
-        needed, limit = len(sentence.prefix) + 1, self._max_positions
-        if limit is not None and needed > limit:
-            raise UserError(
-                f"line {sentence.number + 1}: its prefix has {len(sentence.prefix)} tokens, but a translation of this model "
-                f"has at most {limit - 1}: give a shorter prefix"
-            )
-        longest = max(len(sentence.source) + self.config.max_extra_tokens, needed)
-        return longest if limit is None else min(longest, limit)
 
     def _source(self, ids: Sequence[int]) -> list[str]:
         return [self._source_tokens[number] for number in ids]

@@ -102,8 +102,7 @@ def _save_weights(weights: dict[str, Tensor], path: Path) -> None:
 def load_model_folder(folder: Path) -> LoadedModel:
     """Loads a folder that `save_model_folder` wrote. CheckpointError names what is missing, damaged or does not fit."""
     config, information = read_config(folder)
-    source_model = _existing(folder / SOURCE_MODEL, folder)
-    target_model = folder / TARGET_MODEL
+    files = tokenizer_files(folder)
     model = _model_of(config, information)
     weights_path = _existing(folder / WEIGHTS, folder)
     with open_safetensors(weights_path) as file:
@@ -111,8 +110,13 @@ def load_model_folder(folder: Path) -> LoadedModel:
     _check_weights(weights, model, str(weights_path))
     # Not strict, since a tied parameter has two names in the module and one in the file; all names were just checked.
     model.load_state_dict(weights, strict=False, assign=True)
-    files = TokenizerFiles(source_model, target_model if target_model.exists() else None)
     return LoadedModel(model.eval(), files, config, information)
+
+
+def tokenizer_files(folder: Path) -> TokenizerFiles:
+    """The sentencepiece models of a model folder, or of one exported to CTranslate2. CheckpointError: there are none."""
+    target = folder / TARGET_MODEL
+    return TokenizerFiles(_existing(folder / SOURCE_MODEL, folder), target if target.is_file() else None)
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, ModelInformation]:

@@ -69,7 +69,8 @@ def on_terminal(folder: Path, *arguments: str) -> str:
 def test_a_terminal_shows_how_far_the_run_is_how_fast_and_when_it_saves(command: Command) -> None:
     shown = on_terminal(command.folder, *RUN, "run.name=bar")
     assert "4/4" in shown
-    for text in ("tokens/s", "loss ", "(step 3)", "save in 1", "finished at step"):
+    # The bar is drawn some times a second, so that a step may be over before it was seen.
+    for text in ("tokens/s", "loss ", "(step 3)", "save in ", "finished at step"):
         assert text in shown, f"{text!r} is not shown"
 
 
