@@ -9,7 +9,7 @@ was made on. (The process's own size would add libraries and what malloc keeps; 
 gradients nor what lives for a moment only.) Garbage in reference cycles is collected between the parts of the step, as a
 long run does now and then. After each collective this thread waits until gloo's has let go of the tensors: what a thread
 of gloo releases is not reported, and would count for ever. On CPUs attention takes the flash kernel of
-`scaled_dot_product_attention`, dropout keeps a mask of numbers, fp16 is multiplied as fp32 and Adam takes a temporary copy:
+`scaled_dot_product_attention` on fp32 copies, fp16 is multiplied as fp32 in the loss and Adam takes a temporary copy:
 the plan knows these, and leaves them out for GPUs.
 """
 
@@ -75,7 +75,7 @@ def measured(config: Config, shape: Shape, ranks: Ranks) -> Figures:
         engine = _step(config, shape, ranks)
     engine.close()
     moment, in_use, unseen, peaks, sizes = "", 0, 0, {}, {}
-    for event in sorted(_all_events(recorded), key=lambda event: event.start_time_ns):
+    for event in sorted(all_events(recorded), key=lambda event: event.start_time_ns):
         if event.tag != _EventType.Allocation:
             moment = event.name.removeprefix(MARK) if event.name.startswith(MARK) else moment
             continue
@@ -91,8 +91,8 @@ def measured(config: Config, shape: Shape, ranks: Ranks) -> Figures:
     return {**peaks, "peak": max(peaks.values()), "unseen": unseen}
 
 
-def _all_events(recorded: profile) -> list[Any]:
-    """In their order where times are equal."""
+def all_events(recorded: profile) -> list[Any]:
+    """What was recorded, in its order where times are equal."""
     found, waiting = [], recorded.profiler.kineto_results.experimental_event_tree()[::-1]
     while waiting:
         found.append(waiting.pop())

@@ -67,9 +67,7 @@ class SelfAttention(nn.Module):
         """Causal layers take no mask: padding is at the end, so no real position sees it, and CUDA's flash kernel,
         which refuses masks, stays usable."""
         query_BHTK, key_BHTK, value_BHTV = self._project(input_BTD)
-        attended_BHTV = F.scaled_dot_product_attention(
-            query_BHTK, key_BHTK, value_BHTV, attn_mask=may_attend_B11T, is_causal=self.is_causal
-        )
+        attended_BHTV = attend(query_BHTK, KeysValues(key_BHTK, value_BHTV), may_attend_B11T, self.is_causal)
         return self.output(merge_heads(attended_BHTV))  # type: ignore[no-any-return]
 
     def packed_rows(self, gain: float) -> dict[nn.Module, list[tuple[int, float]]]:
@@ -81,8 +79,7 @@ class SelfAttention(nn.Module):
         """Attention of the newest position over itself and `past`, to which it is appended."""
         query_BH1K, key_BH1K, value_BH1V = self._project(input_B1D, start=past.key_BHSK.shape[2])
         past.append(KeysValues(key_BH1K, value_BH1V))
-        attended_BH1V = F.scaled_dot_product_attention(query_BH1K, past.key_BHSK, past.value_BHSV)
-        return self.output(merge_heads(attended_BH1V))  # type: ignore[no-any-return]
+        return self.output(merge_heads(attend(query_BH1K, past)))  # type: ignore[no-any-return]
 
     def weights(self, input_BTD: Tensor, may_attend_B11T: Tensor | None = None) -> Tensor:
         """The attention weights `forward` uses on the same arguments: (B, H, T, T), fp32, rows sum to 1."""
@@ -129,15 +126,28 @@ class CrossAttention(nn.Module):
     def attend(self, input_BTD: Tensor, memory: KeysValues, mask_B11S: Tensor | None) -> Tensor:
         """`mask_B11S` is boolean, or is added to the scores; none: all may be attended to."""
         (query_BHTK,) = split_heads(self.query(input_BTD), self.widths[:1], self.num_heads)
-        attended_BHTV = F.scaled_dot_product_attention(
-            query_BHTK, memory.key_BHSK, memory.value_BHSV, attn_mask=mask_B11S
-        )
-        return self.output(merge_heads(attended_BHTV))  # type: ignore[no-any-return]
+        return self.output(merge_heads(attend(query_BHTK, memory, mask_B11S)))  # type: ignore[no-any-return]
 
     def weights(self, input_BTD: Tensor, memory_BSD: Tensor, may_attend_B11S: Tensor) -> Tensor:
         """The attention weights `forward` uses on the same arguments: (B, H, T, S), fp32, rows sum to 1."""
         (query_BHTK,) = split_heads(self.query(input_BTD), self.widths[:1], self.num_heads)
         return attention_weights(query_BHTK, self.project(memory_BSD).key_BHSK, may_attend_B11S)
+
+
+def attend(query_BHTK: Tensor, past: KeysValues, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+    """Equation 1: (B, H, T, V). `mask` is boolean, or is added to the scores; none: all may be attended to.
+
+    On CPUs a training step attends in fp32 whatever the precision: the backward pass of torch's kernel there takes several
+    times as long in 16-bit types.
+    """
+    key_BHSK, value_BHSV = past.key_BHSK, past.value_BHSV
+    if not (query_BHTK.is_cpu and query_BHTK.requires_grad and query_BHTK.itemsize == 2):
+        return F.scaled_dot_product_attention(query_BHTK, key_BHSK, value_BHSV, attn_mask=mask, is_causal=is_causal)
+    with torch.autocast("cpu", enabled=False):
+        attended_BHTV = F.scaled_dot_product_attention(
+            query_BHTK.float(), key_BHSK.float(), value_BHSV.float(), attn_mask=mask, is_causal=is_causal
+        )
+    return attended_BHTV.to(query_BHTK.dtype)
 
 
 def split_heads(projected_BTP: Tensor, widths: list[int], num_heads: int) -> list[Tensor]:

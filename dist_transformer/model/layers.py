@@ -5,9 +5,11 @@ Axes: B batch, S source, T target, D model, F feed-forward.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from dist_transformer.config.models import ModelConfig
@@ -16,6 +18,43 @@ from dist_transformer.model.attention import CrossAttention, KeysValues, SelfAtt
 
 RMS_EPSILON = 1e-6
 """Added to the mean square; that of layer norm is torch's 1e-5."""
+
+
+class Dropout(nn.Module):
+    """Dropout (Srivastava et al., 2014): in training, zeroes with a probability and scales the rest to keep the mean.
+
+    On GPUs it is torch's. On CPUs that one draws its masks several times slower than everything else here multiplies
+    them, so a mask takes 16 random bits an element from torch's generator: the probability is then a multiple of 1/65,536.
+    """
+
+    def __init__(self, probability: float) -> None:
+        super().__init__()
+        self.probability = probability
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not (self.training and self.probability):
+            return input
+        if input.is_cpu:
+            return _CpuDropout.apply(input, self.probability)  # type: ignore[no-any-return, no-untyped-call]
+        return F.dropout(input, self.probability)
+
+
+class _CpuDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, probability: float) -> Tensor:
+        values = 1 << 16
+        num_zeroed = min(round(probability * values), values - 1)
+        words = torch.empty(-(-input.numel() // 4), dtype=torch.int64).random_(-(1 << 63), (1 << 63) - 1)
+        is_kept = (words.view(torch.int16)[: input.numel()] >= num_zeroed - values // 2).view(input.shape)
+        ctx.save_for_backward(is_kept)
+        ctx.scale = values / (values - num_zeroed)
+        return torch.ops.aten.native_dropout_backward(input, is_kept, ctx.scale)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (is_kept,) = ctx.saved_tensors
+        return torch.ops.aten.native_dropout_backward(gradient, is_kept, ctx.scale), None
 
 
 class AddAndNorm(nn.Module):
@@ -30,7 +69,7 @@ class AddAndNorm(nn.Module):
         self.is_pre_norm = config.norm == "pre"
         self.alpha = alpha
         self.norm = make_norm(config)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = Dropout(config.dropout)
 
     def forward(self, input_BTD: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         if self.is_pre_norm:

@@ -18,6 +18,7 @@ from dist_transformer.model.layers import (
     DecoderLayer,
     DecoderLayerCache,
     DeepNorm,
+    Dropout,
     EncoderLayer,
     LearnedPositions,
     NoPositions,
@@ -96,7 +97,7 @@ class Transformer(nn.Module):
         self.max_positions = config.max_positions
         self.source_positions = _positions(config)
         self.target_positions = _positions(config) if config.positions == "learned" else self.source_positions
-        self.embedding_dropout = nn.Dropout(config.dropout)
+        self.embedding_dropout = Dropout(config.dropout)
         self.layer_drop = config.layer_drop
         rotary = SinusoidalPositions(head_sizes(config)[0]) if config.positions == "rotary" else None
         self.encoder_layers = nn.ModuleList(EncoderLayer(config, rotary) for _ in range(config.num_encoder_layers))

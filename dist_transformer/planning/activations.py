@@ -3,10 +3,10 @@
 Counted from model/: a linear layer keeps its input, attention its queries, keys, values, result and one number a head
 and token (those that rotary positions turned, beside those they were), a norm its input, dropout its mask, ReLU its result,
 GELU and SiLU their input too, SwiGLU both its factors and the gate's input; the loss its gradients. On CPUs an RMS norm keeps
-what it normalised besides, in fp32. Attention weights are never
-kept: on CPUs `scaled_dot_product_attention` takes the flash kernel where keys and values are of one size (measured), and
-on GPUs the flash and the memory-efficient ones are assumed. bf16 is autocast: the residual sums are fp32, and each linear
-layer keeps a bf16 copy of its input and of its weight; but in ZeRO 3 DeepSpeed's own, which keeps them as they are.
+what it normalised besides, in fp32, and attention keeps everything in fp32. Attention weights are never kept: on CPUs
+`scaled_dot_product_attention` takes the flash kernel where keys and values are of one size (measured), and on GPUs the
+flash and the memory-efficient ones are assumed. bf16 is autocast: the residual sums are fp32, and each linear layer keeps
+a bf16 copy of its input and of its weight; but in ZeRO 3 DeepSpeed's own, which keeps them as they are.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from dist_transformer.config.data_models import DataConfig
 from dist_transformer.config.models import Config, ModelConfig
 from dist_transformer.config.sizes import feed_forward_matrices, has_final_norm, head_sizes
 
-CHUNK_TOKENS = 1024
-"""Target tokens whose logits exist at once: that of model/loss.py."""
+CHUNK_TOKENS, CPU_CHUNK_TOKENS = 1024, 256
+"""Target tokens whose logits exist at once, on GPUs and CPUs: those of model/loss.py."""
 RATIO_FREE_TOKENS = 10
 """Pairs whose longer side is under this pass the length ratio: that of data/filters.py."""
 KEPT_INNER = {"relu": 1, "gelu": 2, "silu": 2, "swiglu": 4}
@@ -60,15 +60,15 @@ class Activations:
 
 @dataclass(frozen=True)
 class _Widths:
-    """Bytes of an element: of what matrix products give, of the normed inputs that linear layers keep, of the residual
-    sums, of dropout masks; and bytes of a token that a norm keeps."""
+    """Bytes of an element: of what matrix products give, of what attention keeps, of the normed inputs that linear layers
+    keep, of the residual sums, of dropout masks; and bytes of a token that a norm keeps."""
 
     product: int
+    attention: int
     input: int
     residual: int
     norm: int
     mask: int
-    residual_mask: int
 
     @classmethod
     def of(cls, config: Config, on_gpu: bool) -> "_Widths":
@@ -76,11 +76,8 @@ class _Widths:
         product, residual = 4 if precision == "fp32" else 2, 2 if precision == "fp16" else 4
         kept = product if _copies_to_bf16(config) else residual
         norm = _norm_bytes(config.model, residual, on_gpu)
-        if not config.model.dropout:
-            return cls(product, kept, residual, norm, 0, 0)
-        return cls(
-            product, kept, residual, norm, *((1, 1) if on_gpu else (product, residual))
-        )  # CPUs' masks are numbers
+        attention = product if on_gpu else 4
+        return cls(product, attention, kept, residual, norm, mask=1 if config.model.dropout else 0)
 
 
 def _norm_bytes(model: ModelConfig, residual: int, on_gpu: bool) -> int:
@@ -119,7 +116,7 @@ def token_bytes(config: Config, on_gpu: bool) -> tuple[int, int]:
     num_encoder, num_decoder = model.num_encoder_layers, model.num_decoder_layers
     stream = model.d_model * widths.residual
     ends = widths.norm if has_final_norm(model) else 0  # of each side
-    source, target = 8 + model.d_model * widths.residual_mask, 16 + model.d_model * (widths.residual_mask + 4)
+    source, target = 8 + model.d_model * widths.mask, 16 + model.d_model * (widths.mask + 4)
     if config.training.activation_checkpointing:  # the input of each layer, and the memory
         return source + (num_encoder + 1) * stream + ends, target + num_decoder * stream + ends
     memory = 0 if _copies_to_bf16(config) else model.d_model * widths.input
@@ -132,7 +129,9 @@ def _encoder_bytes(model: ModelConfig, widths: _Widths) -> int:
     """Of a layer, for a token: 2 norms; inputs of 2 sub-layers, 3 projections, what was attended, inner activations."""
     return (
         2 * (widths.norm + model.d_model * (widths.mask + widths.input))
-        + (2 * projected_width(model) + _turned_width(model) + _inner_width(model, widths)) * widths.product
+        + 2 * projected_width(model) * widths.attention
+        + _attended_bytes(model, widths)
+        + _inner_width(model, widths) * widths.product
         + 4 * model.num_heads
     )
 
@@ -141,14 +140,19 @@ def _decoder_bytes(model: ModelConfig, widths: _Widths) -> int:
     """Of a layer, for a target token: a third sub-layer, whose queries only are the decoder's."""
     return (
         3 * (widths.norm + model.d_model * (widths.mask + widths.input))
-        + (3 * projected_width(model) + _turned_width(model) + _inner_width(model, widths)) * widths.product
+        + 3 * projected_width(model) * widths.attention
+        + _attended_bytes(model, widths, attentions=2)
+        + _inner_width(model, widths) * widths.product
         + 8 * model.num_heads
     )
 
 
-def _turned_width(model: ModelConfig) -> int:
-    """Of the queries and keys that rotary positions give."""
-    return 2 * model.num_heads * head_sizes(model)[0] if model.positions == "rotary" else 0
+def _attended_bytes(model: ModelConfig, widths: _Widths, attentions: int = 1) -> int:
+    """Of what is kept twice: with copies of another type the results of all attentions, else what positions turned."""
+    key_size, value_size = head_sizes(model)
+    if widths.attention != widths.product:
+        return attentions * model.num_heads * value_size * widths.product
+    return 2 * model.num_heads * key_size * widths.product if model.positions == "rotary" else 0
 
 
 def _inner_width(model: ModelConfig, widths: _Widths) -> int:
@@ -160,7 +164,7 @@ def _inner_width(model: ModelConfig, widths: _Widths) -> int:
 def _memory_bytes(model: ModelConfig, widths: _Widths) -> int:
     """Of a decoder layer, for a source token: keys and values; autocast copies the memory for each layer."""
     copy = model.d_model if widths.input < widths.residual else 0
-    return (projected_width(model) + copy) * widths.product
+    return projected_width(model) * widths.attention + copy * widths.product
 
 
 def _decoder_layer_bytes(model: ModelConfig, widths: _Widths, source: int, target: int) -> int:
@@ -185,17 +189,16 @@ def projected_width(model: ModelConfig) -> int:
 
 
 def _loss_bytes(config: Config, vocabulary: int, target: int, on_gpu: bool) -> int:
-    """The largest of: logits of a chunk beside those of the one before, gradient of the weight, of the hidden states."""
+    """The largest of: logits of a chunk beside what is multiplied or added, gradient of the weight, of the hidden states."""
     d_model, precision = config.model.d_model, config.training.precision
     is_half = precision == "bf16" or (precision == "fp16" and on_gpu)  # CPUs multiply fp16 as fp32
-    logits = 4 * min(CHUNK_TOKENS, target) * vocabulary
+    logits = 4 * min(CHUNK_TOKENS if on_gpu else CPU_CHUNK_TOKENS, target) * vocabulary
     rounded = logits // 2 if is_half else 0
     weight, hidden = vocabulary * d_model, target * d_model
     stand_by = hidden * ((2 if is_half else 4) + (2 if precision == "fp16" else 4))
     stand_by += 0 if precision == "fp32" or (precision == "fp16" and on_gpu) else weight * (2 if is_half else 4)
-    chunk = (3 if target > CHUNK_TOKENS else 2) * logits
-    product = logits + rounded + weight * (6 if is_half and not on_gpu else 4)
-    return stand_by + max(chunk, product, logits + rounded + 4 * hidden)
+    product = weight * ((0 if precision == "fp32" else 4) if on_gpu else (2 if is_half else 0))
+    return stand_by + 4 * weight + 4 * hidden + logits + rounded + product
 
 
 def largest_shape(data: DataConfig, max_tokens: int, source_bytes: int, target_bytes: int) -> Shape:

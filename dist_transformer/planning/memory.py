@@ -66,7 +66,7 @@ def memory_of_rank(
     batch = activations(config, vocabulary, shape, on_gpu)
     state = _State.of(parameters, config.training, num_ranks)
     is_repeated = (micro_batches or -(-config.data.lanes // num_ranks)) > 1
-    moments = _moments(state, batch, config.training, is_repeated, on_gpu)
+    moments = _moments(state, batch, config.training, is_repeated)
     cpu = offloaded_bytes(parameters, config.training, num_ranks) + snapshot_bytes(
         parameters, config.training, num_ranks
     )
@@ -117,9 +117,7 @@ class _State:
         )
 
 
-def _moments(
-    state: _State, batch: Activations, training: TrainingConfig, is_repeated: bool, on_gpu: bool
-) -> dict[str, int]:
+def _moments(state: _State, batch: Activations, training: TrainingConfig, is_repeated: bool) -> dict[str, int]:
     stage = training.zero_stage
     always = state.weights + state.optimizer + (state.gradients + state.buffer if stage == 3 else 0)
     # What earlier micro-batches of the step leave: stage 1 reduces once a step, and its buffer stays until then.
@@ -129,8 +127,12 @@ def _moments(
     reducing = _bytes_while_reducing(state, stage)
     first_reduced = round((1 - state.share_reduced_at_once) * (kept + state.gathered)) if stage > 1 else 0
     taken_over = left if stage == 2 else 0
-    # Of a rank's part in fp32: gradients, a flat copy of them, on CPUs a third for Adam, which is one kernel on GPUs.
-    update = (2 if on_gpu else 3) * state.flat if stage else state.gradients + state.flat
+    # Beside the gradients in the weights' type: stages 1 and 2 have them in fp32, and a flat copy; stage 3 has them in
+    # fp32, and a copy in fp16; stage 0 one flat copy. Adam is one kernel, which takes nothing.
+    update = {
+        0: state.gradients + state.flat,
+        3: state.flat + (state.flat // 2 if training.precision == "fp16" else 0),
+    }.get(stage, 2 * state.flat)
     # The buffer of what was gathered last goes with the last layer that takes its weights from it, before the logits come.
     return {
         "forward": always + left + kept + state.gathered + max(batch.logits, state.fetched),

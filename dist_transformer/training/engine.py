@@ -88,7 +88,7 @@ class Engine:
         freeze(module, training.freeze)
         self._parameters = parameter_names(module)
         call_as_not_compiled([*vars(torch.optim.Optimizer).values(), *vars(PartitionedParameterCoordinator).values()])
-        updates = adam(module, optimizer, ranks.device)
+        updates = adam(module, optimizer)
         step_as_not_compiled(updates)
         with not_compiling(compiler):
             self._engine, *_ = deepspeed.initialize(

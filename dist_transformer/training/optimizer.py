@@ -40,7 +40,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
         ).agreed()
 
 
-def adam(module: nn.Module, settings: OptimizerConfig, device: torch.device) -> torch.optim.AdamW:
+def adam(module: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
     """Adam as torch has it: DeepSpeed's own are compiled at start. Vectors (norms, biases) do not decay.
 
     Raises:
@@ -61,7 +61,7 @@ def adam(module: nn.Module, settings: OptimizerConfig, device: torch.device) -> 
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,
         weight_decay=settings.weight_decay,
-        fused=device.type == "cuda",  # also of offloaded state: torch has a fused kernel for CPU tensors too
+        fused=True,  # on CPUs too: one pass over weights and moments
     )
 
 
@@ -71,7 +71,7 @@ def make_state(optimizer: torch.optim.Optimizer, masters: Iterable[Tensor], with
     The moving average lies beside the moments: sharded and offloaded as they are, and left alone by Adam.
     """
     for master in masters:
-        count = torch.zeros((), device=master.device if optimizer.defaults.get("fused") else "cpu")
+        count = torch.zeros((), device=master.device)
         optimizer.state[master] = {"step": count, **{key: torch.zeros_like(master.detach()) for key in MOMENTS}}
         if with_average:
             optimizer.state[master]["ema"] = master.detach().clone()

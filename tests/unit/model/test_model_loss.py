@@ -156,7 +156,8 @@ def test_bf16_autocast_multiplies_in_bf16_and_sums_in_fp32() -> None:
     logits = hidden.bfloat16() @ weight.bfloat16().T
     theirs = F.cross_entropy(logits.float(), target, label_smoothing=0.1, reduction="sum", ignore_index=PAD)
     assert ours.dtype == torch.float32
-    torch.testing.assert_close(ours, theirs)
+    # The mean of the logits is that of unrounded ones.
+    torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=0)
     for mine, other in zip(gradients(ours, hidden, weight), gradients(theirs, hidden, weight), strict=True):
         assert mine.dtype == torch.float32
         assert (mine - other).norm() < 1e-2 * other.norm()

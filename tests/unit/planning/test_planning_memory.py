@@ -149,12 +149,15 @@ def test_stage_3_keeps_no_copies_in_bf16(monkeypatch, norm):
     assert found.weight_copies == 0
 
 
-def test_masks_of_dropout_are_a_byte_on_gpus_and_chosen_sides_count_for_themselves():
-    config = config_of(SMALL_MODEL, precision="fp32")
-    on_cpu, on_gpu = (token_bytes(config, on_gpu=where) for where in (False, True))
+def test_masks_of_dropout_are_a_byte_and_cpus_attend_in_fp32():
+    with_dropout, without = (token_bytes(config_of({**SMALL_MODEL, "dropout": p}), on_gpu=False) for p in (0.1, 0.0))
     d_model, encoder, decoder = 32, 2, 3
-    assert on_cpu[0] - on_gpu[0] == 3 * d_model * (2 * encoder + 1)
-    assert on_cpu[1] - on_gpu[1] == 3 * d_model * (3 * decoder + 1)
+    assert with_dropout[0] - without[0] == d_model * (2 * encoder + 1)
+    assert with_dropout[1] - without[1] == d_model * (3 * decoder + 1)
+    config = config_of(SMALL_MODEL, precision="bf16")
+    on_cpu, on_gpu = (token_bytes(config, on_gpu=where) for where in (False, True))
+    assert on_cpu[0] - on_gpu[0] == encoder * d_model * (4 * 2 + 2) + decoder * d_model * 2 * 2
+    assert on_cpu[1] - on_gpu[1] == decoder * d_model * (6 * 2 + 2 * 2)
 
 
 def test_the_paper_s_models_are_as_large_as_the_paper_says():
@@ -168,6 +171,7 @@ def test_the_paper_s_models_are_as_large_as_the_paper_says():
 def test_what_is_said_twice_is_the_same():
     """planning/ may not import these floors."""
     assert plan_activations.CHUNK_TOKENS == loss_module.CHUNK_TOKENS
+    assert plan_activations.CPU_CHUNK_TOKENS == loss_module.CPU_CHUNK_TOKENS
     assert plan_activations.RATIO_FREE_TOKENS == RATIO_FREE_TOKENS
     assert plan_memory.USABLE_SHARE == training_memory.GPU_SHARE
 
