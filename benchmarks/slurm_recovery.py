@@ -64,12 +64,12 @@ class Cluster:
 class Run:
     """One submitted run."""
 
-    def __init__(self, cluster: Cluster, folder: Path, name: str) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, name: str, *overrides: str) -> None:
         self.cluster, self.run_dir = cluster, RunDir(folder / name)
         config = folder / "config.yaml"
         config.write_text(CONFIG, encoding="utf-8")
         submit = [sys.executable, "-m", "dist_transformer", "submit", str(config)]
-        cluster.run(*submit, f"run.root={folder}", f"run.name={name}")
+        cluster.run(*submit, f"run.root={folder}", f"run.name={name}", *overrides)
         self.job_id = str(read_json(self.run_dir.job)["job_id"])
 
     def records(self, path: Path) -> list[dict[str, Any]]:
@@ -80,6 +80,10 @@ class Run:
 
     def attempts(self) -> list[dict[str, Any]]:
         return [record for record in self.records(self.run_dir.attempts) if record["event"] == "began"]
+
+    def ends(self) -> list[dict[str, Any]]:
+        """Of attempts whose batch script lived to say it."""
+        return [record for record in self.records(self.run_dir.attempts) if record["event"] == "ended"]
 
     def is_pending(self) -> bool:
         return "PENDING" in self.cluster.run("squeue", "--noheader", f"--jobs={self.job_id}", "--format=%T")

@@ -8,8 +8,8 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -178,6 +178,22 @@ def join(timeout_seconds: int) -> Ranks:
     control = dist.new_group(backend="gloo", timeout=timeout)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", "1"))
     return Ranks(rank, num_ranks, rank_of_node, ranks_per_node, device, control, timeout)
+
+
+@contextmanager
+def around_waits(entered: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
+    """As long as the block lasts, this process waits for collectives inside of `entered()`: that a profile sees them."""
+    wait = dist.Work.wait
+
+    def waiting(work: dist.Work, *arguments: Any, **named: Any) -> bool:
+        with entered():
+            return bool(wait(work, *arguments, **named))
+
+    dist.Work.wait = waiting  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        dist.Work.wait = wait  # type: ignore[method-assign]
 
 
 _CAUSES = (

@@ -1,6 +1,7 @@
 """Starts the ranks of one machine: a process each, that finds its place in RANK, WORLD_SIZE, MASTER_ADDR ...
 
-exit_code = start_local_ranks(["configs/demo.yaml", "run.name=first"], num_ranks=2)
+exit_code = start_local_ranks(["configs/demo.yaml", "run.name=first"], num_ranks=2)     # each imports for itself
+exit_code = fork_local_ranks(train, num_ranks=2)                   # what this process has imported, they need not
 """
 
 import os
@@ -11,9 +12,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import FrameType
+from typing import NoReturn
 
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
 
@@ -28,6 +32,42 @@ _FORWARDED_AS = {
     # A closed terminal; the ranks, in sessions of their own, would not hear of it.
     signal.SIGHUP: signal.SIGTERM,
 }
+
+
+class Forked:
+    """A process forked from this one, which runs `work` and ends as a program does, with its SystemExit for an exit code.
+
+    It has a session of its own. To be used as a `subprocess.Popen`, with `poll` for the main thread alone.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _work_and_leave(work)
+
+    def poll(self) -> int | None:
+        """The exit code, -N after signal N; None while it runs."""
+        with suppress(ChildProcessError):  # a signal's handler has asked meanwhile
+            pid, status = (0, 0) if self.returncode is not None else os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self) -> None:
+        """Until it has ended. Its number stays its own until `poll`: a signal can reach no other process."""
+        with suppress(ChildProcessError):  # it was polled
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+Process = subprocess.Popen[bytes] | Forked
 
 
 def start_local_ranks(
@@ -45,24 +85,71 @@ def start_local_ranks(
         The exit code of the first rank that failed (1 if a signal ended it), else that of rank 0.
     """
     command = [*(program or (sys.executable, "-m", "dist_transformer", "train")), *arguments]
-    ranks: list[subprocess.Popen[bytes]] = []
-    port = _free_port()
-    with _forwarding_signals(ranks):
+
+    def start(ranks: list[Process], environment: dict[str, str]) -> None:
+        # A session of its own: Ctrl-C would else reach it from the terminal too, and count twice.
+        ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
+
+    return _run(start, num_ranks, grace_seconds)
+
+
+def fork_local_ranks(work: Callable[[], object], num_ranks: int, *, grace_seconds: float = GRACE_SECONDS) -> int:
+    """As `start_local_ranks`, with ranks forked from this process: see `may_fork`.
+
+    Args:
+        work: of each rank, in its own environment. Stop signals wait for its `StopRequest.listen`.
+    """
+
+    def rank(environment: dict[str, str]) -> None:
+        os.environ.update(environment)
+        work()
+
+    def start(ranks: list[Process], environment: dict[str, str]) -> None:
+        _fork(ranks, partial(rank, environment))
+
+    return _run(start, num_ranks, grace_seconds)
+
+
+def fork_and_wait(work: Callable[[], object], meanwhile: Callable[[], None]) -> int:
+    """Runs `work` in a process forked from this one, and `meanwhile` in this one; the exit code of `work`.
+
+    Signals reach `work` as they do ranks. EXIT_REQUEUE where one came and it ended well all the same.
+    """
+    processes: list[Process] = []
+    with _forwarding_signals(processes) as heard:
         try:
-            for rank in range(num_ranks):
-                # A session of its own: Ctrl-C would else reach it from the terminal too, and count twice.
-                environment = rank_environment(rank, num_ranks, port)
-                ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
-            return _wait_for_all(ranks, grace_seconds)
+            _fork(processes, work)
+            meanwhile()
+            processes[0].wait()
+            code = processes[0].poll()
         finally:
-            _kill(ranks)
+            _kill(processes)
+    if code is None or code < 0:
+        return EXIT_FAILED if code is None else _named_failure("the process that prepares the corpus", code)
+    if heard and code == EXIT_DONE:
+        print("stopped before the first step; the same command goes on", file=sys.stderr, flush=True)
+        return EXIT_REQUEUE
+    return code
+
+
+def may_fork() -> bool:
+    """Whether this process is forked whole: it has no thread but this one. A lock that another held would stay held."""
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:  # not Linux
+        return False
+
+
+def threads_per_rank(num_ranks: int) -> int:
+    """This machine's cores shared by its ranks, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // num_ranks)
 
 
 def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     """The environment of one rank of this machine."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
-        "OMP_NUM_THREADS": str(max(1, cores // num_ranks)),
+        "OMP_NUM_THREADS": str(threads_per_rank(num_ranks)),
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -73,27 +160,69 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _wait_for_all(ranks: list[subprocess.Popen[bytes]], grace_seconds: float) -> int:
+def _fork(processes: list[Process], work: Callable[[], object]) -> None:
+    """Signals wait until it is among the processes that get them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED_AS)
+    try:
+        processes.append(Forked(work))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _run(start: Callable[[list[Process], dict[str, str]], None], num_ranks: int, grace_seconds: float) -> int:
+    ranks: list[Process] = []
+    port = _free_port()
+    with _forwarding_signals(ranks):
+        try:
+            for rank in range(num_ranks):
+                start(ranks, rank_environment(rank, num_ranks, port))
+            return _wait_for_all(ranks, grace_seconds)
+        finally:
+            _kill(ranks)
+
+
+def _work_and_leave(work: Callable[[], object]) -> NoReturn:
+    """Nothing of the process that it was forked from may run on in it: no `finally`, no end of its `with`s."""
+    code = EXIT_FAILED
+    try:
+        os.setsid()  # Ctrl-C would else reach it from the terminal too, and count twice
+        work()
+        code = EXIT_DONE
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else EXIT_DONE if end.code is None else EXIT_FAILED
+    except BaseException:  # noqa: BLE001  (what the interpreter does with one at its end)
+        traceback.print_exc()
+    finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _wait_for_all(ranks: list[Process], grace_seconds: float) -> int:
     ended: queue.Queue[int] = queue.Queue()
     for rank, process in enumerate(ranks):
         threading.Thread(target=_report_end, args=(rank, process, ended), daemon=True).start()
+    codes: dict[int, int] = {}
     first_failure: int | None = None
     deadline: float | None = None
     for _ in ranks:
         rank = _next_to_end(ended, deadline, ranks)
-        code = ranks[rank].returncode
+        code = ranks[rank].poll()
+        assert code is not None
+        codes[rank] = code
         if code not in (EXIT_DONE, EXIT_REQUEUE) and first_failure is None:
-            first_failure = _named_failure(rank, code)
+            first_failure = _named_failure(f"rank {rank}", code)
             deadline = time.monotonic() + grace_seconds
-    return ranks[0].returncode if first_failure is None else first_failure
+    return codes[0] if first_failure is None else first_failure
 
 
-def _report_end(rank: int, process: subprocess.Popen[bytes], ended: queue.Queue[int]) -> None:
+def _report_end(rank: int, process: Process, ended: queue.Queue[int]) -> None:
     process.wait()
     ended.put(rank)
 
 
-def _next_to_end(ended: queue.Queue[int], deadline: float | None, ranks: list[subprocess.Popen[bytes]]) -> int:
+def _next_to_end(ended: queue.Queue[int], deadline: float | None, ranks: list[Process]) -> int:
     if deadline is not None:
         try:
             return ended.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -102,14 +231,14 @@ def _next_to_end(ended: queue.Queue[int], deadline: float | None, ranks: list[su
     return ended.get()
 
 
-def _named_failure(rank: int, code: int) -> int:
+def _named_failure(who: str, code: int) -> int:
     if code < 0:
-        print(f"rank {rank} was ended by signal {signal.Signals(-code).name}", file=sys.stderr, flush=True)
+        print(f"{who} was ended by signal {signal.Signals(-code).name}", file=sys.stderr, flush=True)
         return EXIT_FAILED
     return code
 
 
-def _kill(ranks: list[subprocess.Popen[bytes]]) -> None:
+def _kill(ranks: list[Process]) -> None:
     """Ends the ranks that still run, their loader processes included."""
     for process in ranks:
         if process.poll() is None:
@@ -118,8 +247,12 @@ def _kill(ranks: list[subprocess.Popen[bytes]]) -> None:
 
 
 @contextmanager
-def _forwarding_signals(ranks: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+def _forwarding_signals(ranks: list[Process]) -> Iterator[list[int]]:
+    """Gives the signals that have come."""
+    came: list[int] = []
+
     def forward(number: int, frame: FrameType | None) -> None:
+        came.append(number)
         for process in ranks:
             process.send_signal(_FORWARDED_AS[signal.Signals(number)])
 
@@ -127,7 +260,7 @@ def _forwarding_signals(ranks: list[subprocess.Popen[bytes]]) -> Iterator[None]:
     heard = [number for number in _FORWARDED_AS if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, forward) for number in heard}
     try:
-        yield
+        yield came
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

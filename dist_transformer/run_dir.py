@@ -170,6 +170,11 @@ class RunDir:
         return self.path / "crash"
 
     @property
+    def profile(self) -> Path:
+        """What `train --profile` found: profile.md, and a trace of each rank."""
+        return self.path / "profile"
+
+    @property
     def evaluation(self) -> Path:
         return self.path / "evaluation"
 

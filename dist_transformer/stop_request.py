@@ -51,8 +51,10 @@ class StopRequest:
         """Installs the handlers; call in the main thread, as early as possible. A SIGHUP that nohup ignores stays so.
 
         The process that loader workers are forked from is started first, with the signals ignored: they inherit that.
+        Signals that a launcher has held back until now are heard.
         """
         is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        held_back = signal.sigpending() & set(STOP_SIGNALS)
         ignore_stop_signals()
         multiprocessing.forkserver.ensure_running()
         reader, writer = os.pipe()
@@ -62,6 +64,9 @@ class StopRequest:
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or not is_ignored:
                 signal.signal(number, self._note)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        for number in held_back:
+            signal.raise_signal(number)
         if (end := _end_time(os.environ.get(END_TIME_VARIABLE, ""))) is not None:
             self.end_at(end, "end of the Slurm job")
 

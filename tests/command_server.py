@@ -7,6 +7,7 @@ exit code that comes back. Only the imports are shared: each start is a process 
 """
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -51,9 +52,13 @@ def quick_command(folder: Path, environment: dict[str, str]) -> Iterator[str]:
 
 def serve(listener: socket.socket) -> None:
     """A process for each connection, for ever."""
-    from dist_transformer.cli import loaded_model, main, train_rank  # noqa: F401  # to have them imported
-    from dist_transformer.training import engine  # noqa: F401
+    # To have them imported: what commands import in their turn, too. DeepSpeed comes with the ranks, before mlflow.
+    import matplotlib.figure  # noqa: F401
 
+    from dist_transformer.cli import loaded_model, main, train_rank  # noqa: F401
+    from dist_transformer.tracking import mlflow_door  # noqa: F401
+
+    gc.freeze()  # else each command would look through all of it at its end
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for a command
     while True:
         connection, _ = listener.accept()

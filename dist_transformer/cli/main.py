@@ -1,8 +1,10 @@
 """The command `dist-transformer`. An error the user can mend is one message and exit code 2, never a traceback."""
 
 import errno
+import gc
 import os
 import sys
+from collections.abc import Callable
 
 import typer
 
@@ -23,6 +25,7 @@ from dist_transformer.cli import (
     prepare,
     report,
     score,
+    simulate,
     status,
     submit,
     sweep,
@@ -46,6 +49,7 @@ app.add_typer(data_verbs.app, name="data")
 app.command("prepare")(prepare.prepare_command)
 app.command("train")(train.train_command)
 app.command("plan")(plan.plan_command)
+app.command("simulate")(simulate.simulate_command)
 app.command("submit")(submit.submit_command)
 app.add_typer(sweep.app, name="sweep")
 app.command("preflight")(preflight.preflight_command)
@@ -85,10 +89,10 @@ def options(
     """Trains the encoder-decoder Transformer on Slurm clusters: one YAML file, one command, exact resume."""
 
 
-def main() -> None:
-    """Runs the command; ends the process with the exit code of errors.py."""
+def main(run: Callable[[], object] = app) -> None:
+    """Runs the command, or another thing as the command; ends the process with the exit code of errors.py."""
     try:
-        app()
+        run()
     except DistTransformerError as error:
         if not error.is_agreed or os.environ.get("RANK", "0") == "0":
             print(f"dist-transformer: {error}", file=sys.stderr, flush=True)
@@ -105,6 +109,8 @@ def main() -> None:
         )
         _drop_output()
         _leave(EXIT_FAILED)
+    finally:
+        gc.freeze()  # the end of the interpreter would look through all that torch is made of, for half a second
 
 
 def _drop_output() -> None:

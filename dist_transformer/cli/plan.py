@@ -1,45 +1,57 @@
 """plan: what a run will take on each number of nodes, before it is submitted. Arithmetic: nothing is started."""
 
 import json
+import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
 from dist_transformer.cluster.profiles import fill_from_profile
+from dist_transformer.config.models import Config
 from dist_transformer.errors import UserError
 
+if TYPE_CHECKING:
+    from dist_transformer.planning.hardware import Hardware
+
 MOST_NODES = 100_000
+
+Gpu = Annotated[str, typer.Option(help="Kind of GPU: h200-141g, a100-80g, ..., cpu; a wrong one names all.")]
+GpusPerNode = Annotated[
+    int | None, typer.Option(min=1, max=64, help="GPUs, and so ranks, of each node; else slurm.ranks_per_node.")
+]
+Calibrate = Annotated[
+    Path | None, typer.Option(help="A preflight's report.json, whose medians replace the table's figures.")
+]
+TokensPerSecond = Annotated[
+    float | None, typer.Option(min=1e-3, help="Measured: real target tokens/s of one rank that trains alone.")
+]
+AllReduce = Annotated[
+    float | None,
+    typer.Option("--all-reduce-gb-per-second", min=1e-6, help="Measured between nodes, as preflight prints it."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def plan_command(
     run: RunArgument,
     overrides: Overrides = None,
     nodes: Annotated[str, typer.Option(help="Numbers of nodes: 1,2,4,8.")] = "1,2,4,8",
-    gpu: Annotated[
-        str, typer.Option(help="Kind of GPU: h200-141g, a100-80g, ...; a wrong one names all.")
-    ] = "h200-141g",
-    gpus_per_node: Annotated[
-        int | None, typer.Option(min=1, max=64, help="GPUs, and so ranks, of each node; else slurm.ranks_per_node.")
-    ] = None,
-    calibrate: Annotated[
-        Path | None, typer.Option(help="A preflight's report.json, whose medians replace the table's figures.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    gpu: Gpu = "h200-141g",
+    gpus_per_node: GpusPerNode = None,
+    calibrate: Calibrate = None,
+    tokens_per_second: TokensPerSecond = None,
+    all_reduce: AllReduce = None,
+    as_json: AsJson = False,
 ) -> None:
     """Memory per GPU, step time and hours of a run on each number of nodes, and which settings fit."""
     from dist_transformer.cli.plan_tables import as_values, print_plan
-    from dist_transformer.cli.vocabulary_sizes import with_counted_pieces
-    from dist_transformer.planning.hardware import calibrated, hardware_of
     from dist_transformer.planning.plan import plan_row
 
-    hardware = hardware_of(gpu)
-    if calibrate is not None:
-        hardware = calibrated(hardware, calibrate)
-    counts = _numbers_of_nodes(nodes)
-    config = with_counted_pieces(fill_from_profile(read_run(run, overrides, check_files=False)[0]))
-    ranks_per_node = gpus_per_node or config.slurm.ranks_per_node
+    counts = numbers_of_nodes(nodes)
+    config, ranks_per_node = configured(run, overrides, gpus_per_node)
+    hardware = measured_hardware(config, ranks_per_node, gpu, calibrate, tokens_per_second, all_reduce)
     rows = [plan_row(config, count, ranks_per_node, hardware) for count in counts]
     if as_json:
         print(json.dumps(as_values(config, gpu, ranks_per_node, hardware, rows), indent=2))
@@ -47,7 +59,52 @@ def plan_command(
         print_plan(config, gpu, ranks_per_node, hardware, rows)
 
 
-def _numbers_of_nodes(text: str) -> list[int]:
+def configured(run: Path, overrides: list[str] | None, gpus_per_node: int | None) -> tuple[Config, int]:
+    """What is planned for: the configuration with its vocabulary counted, and the ranks of a node."""
+    from dist_transformer.cli.vocabulary_sizes import with_counted_pieces
+
+    config = with_counted_pieces(fill_from_profile(read_run(run, overrides, check_files=False)[0]))
+    return config, gpus_per_node or config.slurm.ranks_per_node
+
+
+def measured_hardware(
+    config: Config,
+    ranks_per_node: int,
+    gpu: str,
+    calibrate: Path | None,
+    tokens_per_second: float | None,
+    all_reduce_gb_per_second: float | None,
+) -> "Hardware":
+    """The table's row of `gpu`, with what a preflight and a person have measured in its place.
+
+    Raises:
+        UserError: the table has no such kind, `calibrate` is no report of it, or a figure is no number.
+    """
+    from dist_transformer.planning.hardware import calibrated, hardware_of
+    from dist_transformer.planning.step_time import with_given_rates
+
+    must_be_finite(tokens_per_second=tokens_per_second, all_reduce_gb_per_second=all_reduce_gb_per_second)
+    hardware = hardware_of(gpu)
+    if calibrate is not None:
+        hardware = calibrated(hardware, calibrate)
+    return with_given_rates(hardware, config, ranks_per_node, tokens_per_second, all_reduce_gb_per_second)
+
+
+def must_be_finite(**options: float | None) -> None:
+    """
+    Raises:
+        UserError: one is `inf` or `nan`.
+    """
+    for name, value in options.items():
+        if value is not None and not math.isfinite(value):
+            raise UserError(f"--{name.replace('_', '-')}: expected a finite number; got {value}")
+
+
+def numbers_of_nodes(text: str) -> list[int]:
+    """
+    Raises:
+        UserError: it is no list of whole numbers from 1 on.
+    """
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= MOST_NODES for word in words):
         raise UserError(f"--nodes: expected whole numbers from 1 on with commas between them, as 1,2,4,8; got {text!r}")

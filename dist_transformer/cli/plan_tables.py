@@ -24,6 +24,7 @@ TIMES = (
     "target tokens/s",
     "step s",
     "communication",
+    "efficiency",
     "hours",
     "node-h",
 )
@@ -83,6 +84,7 @@ def _row_values(row: Row) -> dict[str, Any]:
         "communication_seconds": time and time.communication_seconds,
         "update_seconds": time and time.update_seconds,
         "idle_share": time and time.idle_share,
+        "efficiency": time and time.efficiency,
         "hours": row.hours,
         "node_hours": row.node_hours,
     }
@@ -96,13 +98,13 @@ def print_plan(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware,
         f"{config.data.lanes} lanes; {gpus_per_node} x {gpu} a node; a checkpoint is "
         f"{_gigabytes(CHECKPOINT_BYTES * parameters)} GB"
     )
-    _print_table(TIMES, [_time_cells(row, _fits(row, hardware)) for row in rows])
+    print_table(TIMES, [_time_cells(row, _fits(row, hardware)) for row in rows])
     print("memory of a GPU for each ZeRO stage, GB; of the CPU for each rank (offloaded state, copy for checkpoints)")
-    _print_table(MEMORY, [_memory_cells(row) for row in rows])
+    print_table(MEMORY, [_memory_cells(row) for row in rows])
     for row in rows:
         for text in [*filter(None, [row.problem]), *row.warnings]:
             print(f"{row.nodes} {'node' if row.nodes == 1 else 'nodes'}: {text}")
-    _print_sources(hardware)
+    print_sources(hardware)
 
 
 def _fits(row: Row, hardware: Hardware) -> str:
@@ -117,10 +119,11 @@ def _time_cells(row: Row, fits: str) -> list[str]:
     begin = [str(row.nodes), str(row.num_ranks), str(row.max_tokens), _gigabytes(row.memory.peak_bytes)]
     begin.append(fits)
     if row.time is None:
-        return [*begin, *[NOTHING] * 5]
+        return [*begin, *[NOTHING] * 6]
     time = row.time
     hours = [NOTHING if value is None else f"{value:,.1f}" for value in (row.hours, row.node_hours)]
-    return [*begin, f"{time.tokens_per_second:,.0f}", f"{time.seconds:.3f}", f"{time.communication_share:.0%}", *hours]
+    shares = [f"{share:.0%}" for share in (time.communication_share, time.efficiency)]
+    return [*begin, f"{time.tokens_per_second:,.0f}", f"{time.seconds:.3f}", *shares, *hours]
 
 
 def _memory_cells(row: Row) -> list[str]:
@@ -128,7 +131,8 @@ def _memory_cells(row: Row) -> list[str]:
     return [str(row.nodes), *stages, _gigabytes(row.memory.cpu_bytes), row.memory.fullest]
 
 
-def _print_sources(hardware: Hardware) -> None:
+def print_sources(hardware: Hardware) -> None:
+    """Every figure that a plan rests on, by where it comes from."""
     by_source: dict[str, list[str]] = {}
     for name, constant in hardware.constants().items():
         by_source.setdefault(constant.source, []).append(f"{name} {constant.value:g}")
@@ -139,7 +143,7 @@ def _print_sources(hardware: Hardware) -> None:
     print(CHECKED)
 
 
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Lines on a terminal, columns of words elsewhere."""
     if sys.stdout.isatty():
         table = Table(box=SIMPLE)

@@ -77,7 +77,11 @@ def open_records(
         if tracker is not None and corpora:
             tracker.samples_written(step)
 
-    return Journal(metrics, audit, checkpoint_saved, samples_written), tracker
+    def profile_written(table: Path) -> None:
+        if tracker is not None:
+            tracker.profile_written(table)
+
+    return Journal(metrics, audit, checkpoint_saved, samples_written, profile_written), tracker
 
 
 def newest_steps(run_dir: RunDir) -> dict[str, int]:

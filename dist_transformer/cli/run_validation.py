@@ -14,7 +14,6 @@ from dist_transformer.data.prepare_start import load_tokenizer
 from dist_transformer.data.text_batches import refuse_longer, text_batches
 from dist_transformer.data.tokenizer import Tokenizer
 from dist_transformer.decoding.comet import CometScorer
-from dist_transformer.decoding.score import corpus_scores
 from dist_transformer.decoding.search import TorchSearcher
 from dist_transformer.decoding.translate import translate_together
 from dist_transformer.distributed import Ranks
@@ -102,6 +101,8 @@ def _comet(config: Config, ranks: Ranks, heard: Callable[[str], None]) -> CometS
 def _translator(
     config: Config, data: RunData, tokenizer: Tokenizer, engine: Engine, ranks: Ranks, comet: CometScorer | None
 ) -> Translate:
+    from dist_transformer.decoding.score import corpus_scores
+
     # The one best translation of each line; and a long line must not end a run, as it could with `decoding.too_long`.
     own = {"beam_size": config.validation.beam_size, "n_best": 1, "sampling": False, "too_long": "split"}
     search = config.decoding.model_copy(update=own)

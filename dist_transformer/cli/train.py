@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -9,7 +11,10 @@ import typer
 
 from dist_transformer import stacks
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
+from dist_transformer.cli.local_ranks import quick_imports, run_local_ranks
+from dist_transformer.config.models import Config
 from dist_transformer.errors import ConfigError, UserError
+from dist_transformer.run_dir import RunDir
 from dist_transformer.stop_request import StopRequest
 
 
@@ -20,6 +25,10 @@ def train_command(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print warnings and errors only.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print each record of metrics.jsonl on standard output too.")
+    ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option("--profile", help="Show where a step goes: profile/ in the run folder has a table and traces."),
     ] = False,
     replay_crash: Annotated[
         bool, typer.Option("--replay-crash", help="Do once more, on one rank, what a rank of this run failed on.")
@@ -34,29 +43,43 @@ def train_command(
     """
     if replay_crash or crash_rank is not None:
         _replay_crash(run, overrides, crash_rank)
-    stop = StopRequest()
-    stop.listen()  # before the slow imports: a signal in the first seconds is a request too
     is_rank = "RANK" in os.environ
     num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else ranks
+    stop = StopRequest()
+    if is_rank or num_ranks == 1:
+        stop.listen()  # before the slow imports: a signal in the first seconds is a request too
     config, run_dir = read_run(run, overrides, check_files=not is_rank or os.environ["RANK"] == "0")
     if num_ranks > config.data.lanes:
         raise ConfigError(
             [f"{num_ranks} ranks, but data.lanes is {config.data.lanes}: each rank needs a lane; use fewer ranks"]
         )
+    given = {"--quiet": quiet, "--json": as_json, "--profile": profile}
+    train = partial(_train_as_rank, config, run_dir, stop, *given.values())
     if is_rank or num_ranks == 1:
-        stacks.register()
+        train()
+    from dist_transformer.cli.main import main  # which imports this module
+    from dist_transformer.cli.prepare import prepare_with_progress
+
+    def listening(work: Callable[[], object]) -> None:
+        stop.listen()
+        main(work)
+
+    arguments = [*(flag for flag, is_given in given.items() if is_given), str(run), *(overrides or [])]
+    prepare = partial(prepare_with_progress, config, stop)
+    sys.exit(run_local_ranks(partial(listening, prepare), partial(listening, train), arguments, num_ranks))
+
+
+def _train_as_rank(
+    config: Config, run_dir: RunDir, stop: StopRequest, quiet: bool, as_json: bool, profile: bool
+) -> NoReturn:
+    stacks.register()
+    with quick_imports():
         from dist_transformer.cli.train_rank import train_rank
         from dist_transformer.training.report import Terminal
 
-        code = train_rank(config, run_dir, stop, Terminal(quiet, as_json))
-        sys.stdout.flush()
-        os._exit(code)  # all is written and closed; a loader process that hangs must not hold up the end
-    from dist_transformer.cli.prepare import prepare_with_progress
-    from dist_transformer.launching import start_local_ranks
-
-    prepare_with_progress(config, stop)
-    flags = [flag for flag, is_given in (("--quiet", quiet), ("--json", as_json)) if is_given]
-    sys.exit(start_local_ranks([*flags, str(run), *(overrides or [])], num_ranks))
+    code = train_rank(config, run_dir, stop, Terminal(quiet, as_json, profile))
+    sys.stdout.flush()
+    os._exit(code)  # all is written and closed; a loader process that hangs must not hold up the end
 
 
 def _replay_crash(run: Path, overrides: list[str] | None, rank: int | None) -> NoReturn:

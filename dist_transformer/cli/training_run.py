@@ -3,8 +3,9 @@
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -36,12 +37,14 @@ from dist_transformer.training.largest_batch import dry_run, find_max_tokens, la
 from dist_transformer.training.loop import Outcome, Trainer
 from dist_transformer.training.memory import telling_out_of_memory
 from dist_transformer.training.objective import Objective
+from dist_transformer.training.profiling import Job, Watched, profiling
 from dist_transformer.training.records import Journal, Progress
 from dist_transformer.training.report import ProgressBar, Terminal, log_outlook
 from dist_transformer.training.reporter import Reporter
 from dist_transformer.training.saver import Saver
 from dist_transformer.training.schedule import learning_rate
 from dist_transformer.training.system_metrics import NodeSampler
+from dist_transformer.training.utilisation import Peak, Utilisation, flops_of_batches, peak_of
 from dist_transformer.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -141,7 +144,9 @@ def _train(
     validator = open_validator(config, data, engine, ranks, watchdog.progress)
     stopping = EarlyStopping(config.validation, checkpoint.state.get("early_stopping") if checkpoint else None)
     sampler = NodeSampler(ranks) if config.tracking.system_metrics else None
-    reporter = Reporter(config, ranks, engine, validator, stopping, sampler, journal, recorded)
+    peak = peak_of(ranks.device, config.training.precision, run.terminal.profile)
+    mfu = Utilisation(config.model, data.manifest.target_vocabulary, _sum(ranks, peak.flops_per_second)).of
+    reporter = Reporter(config, ranks, engine, validator, stopping, sampler, journal, recorded, mfu)
     monitor = LossMonitor(config.divergence, checkpoint.state["loss_monitor"] if checkpoint else None)
     saver = Saver(run.run_dir, ranks, config.checkpoints, watchdog.progress)
     factor = run.recovery.learning_rate_factor
@@ -153,6 +158,7 @@ def _train(
         trainer.restore(checkpoint.state)
     note(run.run_dir, ranks, "running", progress.step)
     log_outlook(config, data.manifest, ranks.num_ranks)
+    log.info("peak       %s; mfu is the share of it", peak.text())
     log.info("start      step %d%s", progress.step, f", resumed from {checkpoint.path}" if checkpoint else "")
     with telling_out_of_memory("the copy of the state for checkpoints", ranks.device):
         saver.reserve(engine)
@@ -165,11 +171,27 @@ def _train(
         sampler or nullcontext(),
         _crash_records(run, trainer),
     ):
-        outcome = trainer.run(_feed(run, trainer), bar, watchdog)
+        feed = _feed(run, trainer)
+        with _profile(run, peak, journal, Watched(engine, feed, reporter, saver, bar)):
+            outcome = trainer.run(feed, bar, watchdog)
     early_stop = stopping.reason() or "" if outcome is Outcome.FINISHED else ""
     if early_stop:
         log.info("early stop %s", early_stop)
     return outcome, early_stop
+
+
+def _profile(run: Run, peak: Peak, journal: Journal | None, watched: Watched) -> AbstractContextManager[None]:
+    if not run.terminal.profile:
+        return nullcontext()
+    told = journal.profile_written if journal else None
+    config, vocabulary = run.config, run.manifest.target_vocabulary
+    job = Job(run.ranks, run.run_dir.profile, config.training.precision, peak, run.watchdog.progress, told)
+    return profiling(watched, job, partial(flops_of_batches, config.model, vocabulary))
+
+
+def _sum(ranks: Ranks, value: float) -> float:
+    """Over the ranks (collective)."""
+    return float(ranks.sum(torch.tensor([value], dtype=torch.float64)))
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from importlib.metadata import version
 from typing import Literal
 
 from sacrebleu.metrics import BLEU, CHRF
-from sacremoses import MosesTokenizer
 
 from dist_transformer.errors import DataError
 
@@ -60,6 +59,8 @@ def tokenised_scores(
     """
     _check_lines(hypotheses, references)
     if words == "moses":
+        from sacremoses import MosesTokenizer  # compiles hundreds of expressions: about half a second of a processor
+
         language = _main_language(target_language) or "en"
         moses = MosesTokenizer(language)
         hypotheses, references = (

@@ -12,7 +12,7 @@ from typing import Any
 
 from dist_transformer.errors import UserError
 
-DATA_SHEET, ASSUMED, MEASURED = "vendor's data sheet", "assumed", "measured by preflight"
+DATA_SHEET, ASSUMED, MEASURED, GIVEN = "vendor's data sheet", "assumed", "measured by preflight", "given"
 
 
 @dataclass(frozen=True)

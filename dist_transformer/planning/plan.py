@@ -46,8 +46,7 @@ def plan_row(config: Config, nodes: int, gpus_per_node: int, hardware: Hardware)
     """`hardware` is that of each rank; a rank has one GPU."""
     num_ranks, memory_gb = nodes * gpus_per_node, hardware.memory_gb.value
     usable = memory_gb * 1e9 * USABLE_SHARE
-    if config.data.max_tokens == "auto":
-        config = with_tokens(config, most_tokens(config, num_ranks, usable) or 2 * config.data.filters.max_tokens)
+    config = settled(config, num_ranks, hardware)
     memory = memory_of_rank(config, num_ranks)
     by_stage = {stage: memory_of_rank(_at_stage(config, stage), num_ranks).peak_bytes for stage in range(4)}
     has_lanes = num_ranks <= config.data.lanes
@@ -73,6 +72,14 @@ def plan_row(config: Config, nodes: int, gpus_per_node: int, hardware: Hardware)
         problem=problem,
         warnings=tuple(_warnings(config, time)) if time else (),
     )
+
+
+def settled(config: Config, num_ranks: int, hardware: Hardware) -> Config:
+    """With a number for `data.max_tokens: auto`: the most that fit, or the smallest there is where nothing fits."""
+    if config.data.max_tokens != "auto":
+        return config
+    tokens = most_tokens(config, num_ranks, hardware.memory_gb.value * 1e9 * USABLE_SHARE)
+    return with_tokens(config, tokens or 2 * config.data.filters.max_tokens)
 
 
 def _at_stage(config: Config, stage: int) -> Config:

@@ -9,12 +9,12 @@
 Nothing is hidden behind arithmetic: training sets `overlap_comm: false`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dist_transformer.config.models import Config
-from dist_transformer.config.sizes import REDUCED_AT_ONCE, bytes_of_weight, feed_forward_matrices
-from dist_transformer.planning.activations import projected_width, sum_of_matrices
-from dist_transformer.planning.hardware import Hardware
+from dist_transformer.config.sizes import REDUCED_AT_ONCE, bytes_of_weight
+from dist_transformer.planning.flops import model_flops
+from dist_transformer.planning.hardware import GIVEN, Constant, Hardware
 from dist_transformer.planning.vocabularies import count_parameters, vocabulary_sizes
 
 FILLED_SHARE = 0.93
@@ -50,6 +50,11 @@ class StepTime:
         return self.communication_seconds / self.seconds
 
     @property
+    def efficiency(self) -> float:
+        """Of the ranks' time, what goes into micro-batches with tokens."""
+        return self.compute_seconds * (1 - self.idle_share) / self.seconds
+
+    @property
     def tokens_per_second(self) -> float:
         return self.target_tokens / self.seconds
 
@@ -70,20 +75,35 @@ def step_time(config: Config, num_ranks: int, ranks_per_node: int, hardware: Har
     )
 
 
+def with_given_rates(
+    hardware: Hardware,
+    config: Config,
+    ranks_per_node: int,
+    tokens_per_second: float | None,
+    all_reduce_gb_per_second: float | None,
+) -> Hardware:
+    """With what a person has measured; None: as `hardware` has it.
+
+    Args:
+        tokens_per_second: real target tokens of one rank that has no other to wait for, as its log says them.
+        all_reduce_gb_per_second: between nodes, as preflight prints it: 2 (n - 1) / n x bytes / seconds.
+    """
+    if tokens_per_second is not None:
+        tflops = tokens_per_second * micro_batch_flops(config, 1, 1) / FILLED_SHARE / 1e12
+        rate, whole = Constant(tflops, GIVEN), Constant(1.0, GIVEN)
+        hardware = replace(hardware, half_tflops=rate, single_tflops=rate, matmul_share=whole, model_share=whole)
+    if all_reduce_gb_per_second is not None:  # the ranks of a node share its network
+        network = Constant(all_reduce_gb_per_second / ranks_per_node, GIVEN)
+        hardware = replace(hardware, network_gb_per_second=network)
+    return hardware
+
+
 def micro_batch_flops(config: Config, source_tokens: float, target_tokens: float) -> float:
     """Forward and backward pass, padding counted: it is multiplied like any token."""
-    model = config.model
-    projected = projected_width(model)
-    square, feed_forward = model.d_model * projected, feed_forward_matrices(model) * model.d_model * model.d_ff
-    encoder = model.num_encoder_layers * (2 * square + feed_forward)
-    decoder = model.num_decoder_layers * (3 * square + feed_forward)
-    memory = model.num_decoder_layers * square  # keys and values of the cross-attention are the source's
-    assert encoder + decoder + memory == sum_of_matrices(model)
-    passes = 8 if config.training.activation_checkpointing else 6
-    of_layers = (encoder + memory) * source_tokens + decoder * target_tokens
-    scores = MEAN_TOKENS * projected  # queries times keys, weights times values
-    of_layers += scores * (model.num_encoder_layers * source_tokens + 2 * model.num_decoder_layers * target_tokens)
-    return passes * of_layers + 6 * vocabulary_sizes(config)[1] * model.d_model * target_tokens
+    pairs = source_tokens / MEAN_TOKENS
+    flops = model_flops(config.model, vocabulary_sizes(config)[1], pairs, source_tokens, target_tokens)
+    again = 8 / 6 if config.training.activation_checkpointing else 1.0
+    return again * (flops.attention + flops.feed_forward) + flops.output
 
 
 def _communication_seconds(

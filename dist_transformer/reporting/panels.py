@@ -151,7 +151,7 @@ def _score_panels(curves: Curves) -> list[Panel]:
 def _drawn(curves: Curves, event: str, name: str) -> Curve | None:
     """A curve as it is drawn: what is a share, in per cent."""
     curve = curves.of(event, name)
-    is_share = name.rpartition("/")[2] in ("token_accuracy", *SHARES.values())
+    is_share = name.rpartition("/")[2] in ("token_accuracy", "mfu", *SHARES.values())
     return Curve(curve.steps, 100 * curve.values) if curve and is_share else curve
 
 
@@ -173,6 +173,7 @@ def _training_panels(curves: Curves) -> list[Panel]:
         *_panel("learning-rate", "Learning rate", "", one("learning_rate")),
         *_from_zero(_panel("speed", "Speed", "target tokens/s", one("tokens_per_second"))),
         *_panel("waste", "Padding and data wait", "%", shares),
+        *_panel("mfu", "Share of the peak arithmetic (MFU)", "%", {"training": _drawn(curves, "train", "mfu")}),
         *_from_zero(_as_log(_panel("gradient-norm", "Gradient norm", "", one("gradient_norm")))),
         *_as_log(_panel("loss-scale", "Loss scale", "", {"training": scale}) if _varies(scale) else []),
         *(_panel("skipped", "Updates skipped so far", "updates", {"training": skipped}) if _varies(skipped) else []),

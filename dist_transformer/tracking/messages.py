@@ -4,6 +4,7 @@ metrics.jsonl  {"event": "train", "step": 50, "loss": 9.01}   the point (50, 9.0
 the spool      start        status RUNNING, tags, description, parameters, the file config.yaml, the corpora
                checkpoint   a logged model that is only a reference: path, step, scores; which is best, which are gone
                samples      the table samples.json: all of samples.jsonl
+               profile      the file profile.md
                figures      the files of figures/, and report.html
                model        a logged model that MLflow can serve, registered if asked
                evaluation   points evaluation/<corpus>/<measure>
@@ -32,6 +33,7 @@ _LANES_OF = {
     "start": ("words", "files"),
     "checkpoint": ("words",),
     "samples": ("files",),
+    "profile": ("files",),
     "figures": ("figures",),
     "model": ("model",),
     "evaluation": ("words",),
@@ -111,6 +113,8 @@ def send_event(run: "TrackedRun", event: Mapping[str, Any], lane: str, run_dir: 
             run.log_long_parameters(event["parameters"])
         case "files", "samples":
             run.log_table(sample_rows(run_dir.samples), SAMPLE_COLUMNS, SAMPLES)
+        case "files", "profile":
+            run.log_file(run_dir.path / event["path"])
         case "figures", "figures":
             _send_figures(run, run_dir.path / event["path"], run_dir.report)
         case "model", "model":

@@ -99,6 +99,10 @@ class Tracker:
         """samples.jsonl has grown."""
         self._add("samples", step=step)
 
+    def profile_written(self, table: Path) -> None:
+        """Where a step goes, of `train --profile`: the table only, traces stay where they are."""
+        self._add("profile", path=_within(self._run_dir, table))
+
     def figures_written(self, folder: Path) -> None:
         """The pictures of the run, and the report if there is one, were drawn anew."""
         self._add("figures", path=_within(self._run_dir, folder))

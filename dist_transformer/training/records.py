@@ -62,12 +62,14 @@ class Interval:
 @dataclass(frozen=True)
 class Journal:
     """Where rank 0 writes what happens; `checkpoint_saved` is told of each whole checkpoint, `samples_written` of the
-    sample translations of each validation: the step, and for each corpus its name and its `sentences`."""
+    sample translations of each validation: the step, and for each corpus its name and its `sentences`; `profile_written` of
+    a profile's table."""
 
     metrics: MetricsLog
     audit: MetricsLog | None
     checkpoint_saved: Callable[[int, Path], None]
     samples_written: Callable[[int, list[dict[str, Any]]], None]
+    profile_written: Callable[[Path], None]
 
 
 def dropout_seed(seed: int, batches: int, lane: int) -> int:

@@ -102,24 +102,26 @@ def log_interval(step: int, values: Mapping[str, float | int | str]) -> None:
     """The one line of a log step."""
     log.info(
         "step %7d  epoch %3d  loss %7.4f  nll %7.4f  lr %.3e  norm %7.3f  scale %g  "
-        "%7.0f tokens/s  pad %4.1f%%  wait %4.1f%%",
+        "%7.0f tokens/s  pad %4.1f%%  wait %4.1f%%  mfu %4.1f%%",
         step, values["epoch"], values["loss"], values["nll"], values["learning_rate"], values["gradient_norm"],
         values["loss_scale"], values["tokens_per_second"], 100 * float(values["padding_share"]),
-        100 * float(values["data_wait_share"]),
+        100 * float(values["data_wait_share"]), 100 * float(values["mfu"]),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Terminal:
-    """What a start of training prints, whatever its files say.
+    """What a start of training tells, whatever its files say.
 
     Attributes:
         quiet: warnings and errors only.
         as_json: each record of metrics.jsonl on standard output too.
+        profile: where some of the first steps go.
     """
 
     quiet: bool = False
     as_json: bool = False
+    profile: bool = False
 
 
 class ProgressBar:

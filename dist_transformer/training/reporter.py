@@ -31,6 +31,7 @@ class Reporter:
         sampler: how busy the nodes are, noted with a log line every SYSTEM_SECONDS; None: not wanted.
         journal: None on all ranks but the first.
         recorded: newest step of each event ("train", "validation") in metrics.jsonl, the same on every rank.
+        mfu: of an interval and its seconds, `Utilisation.of`.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class Reporter:
         sampler: NodeSampler | None,
         journal: Journal | None,
         recorded: dict[str, int],
+        mfu: Callable[[Interval, float], float],
     ) -> None:
-        self._config, self._ranks, self._engine = config, ranks, engine
+        self._config, self._ranks, self._engine, self._mfu = config, ranks, engine, mfu
         self._validator, self.journal, self._recorded = validator, journal, dict(recorded)
         self.early_stopping, self._sampler = early_stopping, sampler
         self.interval = self._new_interval()
@@ -102,6 +104,7 @@ class Reporter:
             "total_target_tokens": progress.total_target_tokens,
             "quarantined_row_groups": len(progress.position.left_out),
             **interval_values(interval, seconds),
+            "mfu": self._mfu(interval, seconds),
             "batch_digest": last.digest,
         }
         if self.journal:

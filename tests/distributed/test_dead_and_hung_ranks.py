@@ -9,6 +9,7 @@ import pytest
 from running import Command, records, wait_for_step
 
 from dist_transformer.errors import EXIT_FAILED, EXIT_HANG
+from dist_transformer.stacks import rank_processes
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +33,9 @@ def start_and_strike(command: Command, name: str, number: signal.Signals, stage:
 
 
 def rank_of(launcher: int, rank: int) -> psutil.Process:
-    return next(child for child in psutil.Process(launcher).children() if child.environ().get("RANK") == str(rank))
+    """By what it says of itself: its environment, as seen from outside, is that of the launcher."""
+    children = {child.pid: child for child in psutil.Process(launcher).children()}
+    return next(children[found.pid] for found in rank_processes() if found.pid in children and found.rank == rank)
 
 
 def test_when_a_rank_dies_the_other_leaves_at_once_and_says_so(command):

@@ -69,17 +69,45 @@ def test_the_plan_benchmark_plans_every_pair(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_step_benchmark_compares_networks_of_one_size(tmp_path: Path) -> None:
-    sizes = ["--preset", "tiny", "--vocabulary", "200", "--max-tokens", "256", "--steps", "1"]
-    printed, figures = run("step.py", tmp_path / "step.json", *sizes)
-    assert printed.count("| --- |") == 1
+def test_the_step_benchmark_compares_networks_of_one_size_and_judges_a_real_run(tmp_path: Path) -> None:
+    sizes = ["--preset", "tiny", "--vocabulary", "200", "--max-tokens", "512", "--steps", "1", "--stages", "0", "2"]
+    of_run = ["--run-steps", "30", "--run-pairs", "500", "--loss-tokens", "2048"]
+    printed, figures = run("step.py", tmp_path / "step.json", *sizes, *of_run)
+    assert printed.count("\n| --- |") == 2
+    budgets = figures["budgets"]
+    assert len(budgets) == 6
+    for what in ("waiting for data, of a step", "padding, of the tokens", "tracking and logging, of the time"):
+        assert 0 < budgets[what]["figure"] < 1
+    assert budgets["checkpoints, one in 10 minutes"]["figure"] > 0
+    assert budgets["memory of the loss"]["budget"] == 2048 * 200 * 4
     assert len(set(figures["parameters"].values())) == 1
     plain = ["torch.nn.Transformer", "torch.nn.Transformer, our dropout"]
-    stages = [*plain, "ours, ZeRO 0", "ours, ZeRO 1", "ours, ZeRO 2"]
+    stages = [*plain, "ours, ZeRO 0", "ours, ZeRO 2"]
     assert sorted(figures["steps"]) == sorted(f"{name}, {p}" for name in stages for p in ("fp32", "bf16"))
     for (sample,) in figures["steps"].values():
         phases = sum(sample[phase] for phase in ("forward", "backward", "update"))
         assert 0 < phases <= sample["cpu_seconds"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_ranks_gives_both_sides_the_same_tokens(tmp_path: Path) -> None:
+    sizes = ["--preset", "tiny", "--vocabulary", "200", "--max-tokens", "128", "--steps", "1", "--stages", "1"]
+    printed, figures = run("ranks.py", tmp_path / "ranks.json", *sizes)
+    assert printed.count("| --- |") == 1
+    samples = [sample for (sample,) in figures["ZeRO 1"].values()]
+    assert len({sample["target_tokens"] for sample in samples}) == 1
+    assert all(0 < sample["update"] < sample["wall_seconds"] for sample in samples)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_a_gpu_gives_figures_on_a_cpu_too(tmp_path: Path) -> None:
+    sizes = ["--device", "cpu", "--presets", "tiny", "--precisions", "bf16", "--levers", "--vocabulary", "200"]
+    sizes += ["--max-tokens", "256", "--batches", "1", "--pairs", "200", "--output", str(tmp_path / "gpu.md")]
+    _, figures = run("gpu.py", tmp_path / "gpu.json", *sizes)
+    ((name, found),) = figures.items()
+    assert name == "`tiny`, bf16, as trained"
+    assert found["slowest"] == found["tokens_per_second"] == found["fastest"] > 0
+    assert f"| {name} | {found['tokens_per_second']:,.0f} |" in (tmp_path / "gpu.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ ROW_KEYS = {
     *("nodes", "ranks", "fits", "problem", "warnings", "max_tokens", "largest_micro_batch", "memory_bytes"),
     *("memory_parts_bytes", "memory_moments_bytes", "memory_bytes_by_zero_stage", "cpu_memory_bytes"),
     *("micro_batches_per_rank", "tokens_per_second", "step_seconds", "compute_seconds", "communication_seconds"),
-    *("update_seconds", "idle_share", "hours", "node_hours"),
+    *("update_seconds", "idle_share", "efficiency", "hours", "node_hours"),
 }
 
 
@@ -88,6 +88,18 @@ def test_a_calibrated_plan_says_what_was_measured(config, tmp_path):
     report.write_text(json.dumps(values), encoding="utf-8")
     printed = plan(config, "--calibrate", str(report)).stdout
     assert "measured by preflight: half_tflops 123" in printed
+
+
+def test_what_a_person_measured_is_planned_with_and_said(config):
+    options = ("--nodes", "1,2", "--tokens-per-second", "2000", "--all-reduce-gb-per-second", "4")
+    values = json.loads(plan(config, *options, "--json", "training.precision=fp32").stdout)
+    assert values["hardware"]["network_gb_per_second"] == {"value": 0.5, "source": "given"}
+    one, two = values["plans"]
+    step_tokens = one["tokens_per_second"] * one["step_seconds"]
+    assert one["compute_seconds"] == pytest.approx(step_tokens / (8 * 2000))
+    assert two["communication_seconds"] > 10 * one["communication_seconds"]
+    assert one["efficiency"] == pytest.approx(one["compute_seconds"] / one["step_seconds"])
+    assert any(line.startswith("given: half_tflops") for line in plan(config, *options).stdout.splitlines())
 
 
 def test_overrides_change_the_plan(config):

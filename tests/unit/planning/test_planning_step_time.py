@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from flop_counting import flop_counter
 
 from dist_transformer.config.models import Config
 from dist_transformer.errors import UserError
@@ -42,7 +42,7 @@ def counted_flops(config, checkpointing):
     size = 64
     model = Transformer(config.model, size, size, 0, activation_checkpointing=checkpointing).train()
     ids = torch.full((3, MEAN_TOKENS), 5)
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         model.loss(ids, ids, ids, 0.1)[0].backward()
     return counter.get_total_flops()
 

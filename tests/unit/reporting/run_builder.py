@@ -64,7 +64,8 @@ def train_record(step: int) -> dict[str, Any]:
         "learning_rate": 0.01 * min(step / 100, (100 / step) ** 0.5), "gradient_norm": 3 * math.exp(0.5 * noise),
         "loss_scale": 2.0 ** (10 + min(6, step // 120)), "skipped_updates": step // 170, "total_target_tokens": 900 * step,
         "target_tokens": 4500, "tokens_per_second": 3600 + 90 * noise, "padding_share": 0.06 + 0.004 * noise,
-        "straggler_ratio": 1.02, "data_wait_share": 0.004, "save_seconds": 0.0, "batch_digest": "0123456789abcdef",
+        "straggler_ratio": 1.02, "data_wait_share": 0.004, "save_seconds": 0.0, "mfu": 0.3 + 0.01 * noise,
+        "batch_digest": "0123456789abcdef",
     }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ def drawn(panel: Panel, marks: Marks):
 def test_a_run_has_a_picture_of_each_thing_that_it_recorded(tmp_path):
     panels = {panel.name: panel for panel in panels_of(read_story(write_run(tmp_path / "run")))}
     assert set(panels) == {
-        "loss", "nll", "bleu", "chrf", "token-accuracy", "learning-rate", "speed", "waste", "gradient-norm", "loss-scale",
+        "loss", "nll", "bleu", "chrf", "token-accuracy", "learning-rate", "speed", "waste", "mfu", "gradient-norm", "loss-scale",
         "skipped",
     }  # fmt: skip
     assert [line.label for line in panels["loss"].lines] == ["training", "validation", "newstest"]
@@ -38,7 +38,7 @@ def test_a_run_has_a_picture_of_each_thing_that_it_recorded(tmp_path):
     assert panels["loss"].best is None
     assert panels["token-accuracy"].lines[0].curve.last == pytest.approx(70)  # percent
     assert {name for name, panel in panels.items() if panel.from_zero} == {
-        "token-accuracy", "speed", "waste", "gradient-norm",
+        "token-accuracy", "speed", "waste", "mfu", "gradient-norm",
     }  # fmt: skip
     assert (panels["loss"].title, panels["nll"].title) == ("loss (labels smoothed)", "nll (negative log-likelihood)")
     padding = panels["waste"].lines[0].curve.values

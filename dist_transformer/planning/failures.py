@@ -1,0 +1,202 @@
+"""How much of its time a job keeps that fails now and then: closed form, best save interval, and simulated runs.
+
+An attempt begins with `restart_seconds` and then trains; every `interval` seconds of training it stands still for
+`save_seconds`, and the copy is a whole checkpoint `write_seconds` later. Failures come at random with the mean M of the
+job, also while it starts. A failure loses what no whole checkpoint holds. Its nodes are held until it is noticed; then the
+job waits in the queue, without nodes. At `limit_seconds` the attempt is told to save, and loses nothing.
+
+With period P = interval + save, an attempt without limit keeps on average interval x exp(-(restart + write) / M) /
+(exp(P / M) - 1) and takes M: with write, detect and requeue 0 this is the complete model of Daly (2006).
+
+    J. W. Young: A first order approximation to the optimum checkpoint interval. CACM 17 (1974)
+    J. T. Daly: A higher order estimate of the optimum checkpoint interval for restart dumps. FGCS 22 (2006)
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+MOST_ATTEMPTS = 2000
+"""Of a simulated run: one that needs more is cut short, and its time taken in proportion."""
+SLIGHT_LOSS = 0.001
+"""Of node-hours: what another interval than the best one may cost."""
+INTERVALS_LOOKED_AT = 400
+
+Numbers = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Of one job; all in seconds, and what each is of stands at the top of this file.
+
+    Attributes:
+        between_failures_seconds: mean, of the whole job: that of a node divided by the nodes.
+        requeue_seconds: from the moment that the nodes are free to the next attempt.
+        limit_seconds: from the beginning of an attempt to the request to save and stop; inf: none.
+    """
+
+    between_failures_seconds: float
+    detect_seconds: float
+    requeue_seconds: float
+    restart_seconds: float
+    save_seconds: float
+    write_seconds: float
+    limit_seconds: float = math.inf
+
+    def period_seconds(self, interval: float) -> float:
+        """From save to save; only one is in flight, so that the next one waits for it."""
+        return max(interval + self.save_seconds, self.write_seconds)
+
+    @property
+    def end_seconds(self) -> float:
+        """Of an attempt that meets its limit: its last checkpoint is waited for."""
+        return self.limit_seconds + self.save_seconds + self.write_seconds
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What an attempt comes to on average, in seconds: of training that is kept, with nodes, and with the wait after it."""
+
+    kept: float
+    held: float
+    wall: float
+
+    @property
+    def kept_share(self) -> float:
+        """Of node-hours."""
+        return self.kept / self.held
+
+
+def young_interval(conditions: Conditions) -> float:
+    """Young (1974): sqrt(2 x save x M) seconds of training between saves."""
+    return math.sqrt(2 * conditions.save_seconds * conditions.between_failures_seconds)
+
+
+def daly_interval(conditions: Conditions) -> float:
+    """Daly (2006), equation 37: Young's with two terms more, and without the save itself; M where saves take 2 M."""
+    save, mean = conditions.save_seconds, conditions.between_failures_seconds
+    if save >= 2 * mean:
+        return mean
+    root = math.sqrt(save / (2 * mean))
+    return young_interval(conditions) * (1 + root / 3 + root**2 / 9) - save
+
+
+def expected_attempt(conditions: Conditions, interval: float) -> Attempt:
+    """The closed form, for `interval` seconds of training between saves."""
+    mean, period = conditions.between_failures_seconds, conditions.period_seconds(interval)
+    at_end = math.exp(-conditions.end_seconds / mean)
+    each, first = math.exp(-period / mean), math.exp(-(conditions.restart_seconds + conditions.write_seconds) / mean)
+    all_saves = interval * first * each / -math.expm1(-period / mean)
+    training = max(0.0, conditions.limit_seconds - conditions.restart_seconds)
+    if math.isinf(training):
+        kept = all_saves
+    else:  # saves up to the limit, of attempts that fail; all of it, of those that do not
+        saves = math.floor(training / period)
+        kept = all_saves * -math.expm1(-saves * period / mean) - saves * interval * at_end
+        kept += at_end * (saves * interval + min(training - saves * period, interval))
+    fails = 1 - at_end
+    held = fails * (mean + conditions.detect_seconds)
+    return Attempt(kept, held, held + conditions.requeue_seconds)
+
+
+@dataclass(frozen=True)
+class SaveInterval:
+    """In steps: the best one, and the shortest and longest that cost next to nothing more (SLIGHT_LOSS)."""
+
+    least_steps: int
+    best_steps: int
+    most_steps: int
+
+
+def best_interval(conditions: Conditions, step_seconds: float) -> SaveInterval:
+    """By the closed form, which unlike Young's and Daly's knows the write, the limit and whole steps."""
+    longest = 30 * max(young_interval(conditions), conditions.write_seconds, step_seconds)
+    ratio = (longest / step_seconds) ** (1 / INTERVALS_LOOKED_AT)
+    steps = sorted({round(ratio**power) for power in range(INTERVALS_LOOKED_AT + 1)})
+    shares = {count: expected_attempt(conditions, count * step_seconds).kept_share for count in steps}
+    best = max(steps, key=lambda count: shares[count])
+    good = [count for count in steps if shares[count] >= shares[best] - SLIGHT_LOSS]
+    return SaveInterval(good[0], best, good[-1])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of simulated runs.
+
+    Attributes:
+        kept_share: of all node-hours of all runs, spent on training that stayed.
+        wall_seconds: of a run, on average.
+        late_seconds: nine of ten runs take at most so long.
+        gave_up_share: of the runs, those with `patience` attempts in a row that made no checkpoint.
+    """
+
+    kept_share: float
+    wall_seconds: float
+    late_seconds: float
+    attempts: float
+    gave_up_share: float
+
+
+def simulated_runs(
+    conditions: Conditions,
+    interval: float,
+    work_seconds: float,
+    num_runs: int,
+    patience: int,
+    generator: np.random.Generator,
+) -> Outcome:
+    """Runs of `work_seconds` of training from their first start to their end, attempt by attempt.
+
+    A run that would have been given up goes on, as when a person submits it again at once.
+    """
+    expected = expected_attempt(conditions, interval).kept
+    if expected * 1e9 <= work_seconds:
+        return Outcome(0.0, math.inf, math.inf, math.inf, 1.0)
+    cut = max(1.0, work_seconds / (MOST_ATTEMPTS * expected))
+    left = np.full(num_runs, work_seconds / cut)
+    held, wall, attempts, barren, gave_up = (np.zeros(num_runs) for _ in range(5))
+    while (open_runs := np.flatnonzero(left > 0)).size:
+        life = generator.exponential(conditions.between_failures_seconds, open_runs.size)
+        kept, seconds, failed = simulated_attempts(conditions, interval, left[open_runs], life)
+        seconds += np.where(failed, conditions.detect_seconds, 0.0)
+        left[open_runs] -= kept
+        held[open_runs] += seconds
+        wall[open_runs] += seconds + np.where(left[open_runs] > 0, conditions.requeue_seconds, 0.0)
+        attempts[open_runs] += 1
+        barren[open_runs] = np.where(kept > 0, 0, barren[open_runs] + 1)
+        gave_up = np.maximum(gave_up, barren >= patience)
+    return Outcome(
+        kept_share=float(work_seconds / cut * num_runs / held.sum()),
+        wall_seconds=float(wall.mean()) * cut,
+        late_seconds=float(np.quantile(wall, 0.9)) * cut,
+        attempts=float(attempts.mean()) * cut,
+        gave_up_share=float(gave_up.mean()),
+    )
+
+
+def simulated_attempts(
+    conditions: Conditions, interval: float, left: Numbers, life: Numbers
+) -> tuple[Numbers, Numbers, NDArray[np.bool_]]:
+    """One attempt of each run: seconds of training kept, seconds that it took, whether it failed.
+
+    Args:
+        left: seconds of training to the end of each run.
+        life: seconds until each fails, if it is not over before.
+    """
+    period, restart = conditions.period_seconds(interval), conditions.restart_seconds
+    saves_to_end = np.maximum(np.ceil(left / interval) - 1, 0)
+    finish = restart + left + saves_to_end * (period - interval) + conditions.save_seconds + conditions.write_seconds
+    is_last = finish <= conditions.end_seconds
+    end = np.where(is_last, finish, conditions.end_seconds)
+    most_saves, by_limit = saves_to_end, left
+    if not math.isinf(conditions.limit_seconds):
+        training = max(0.0, conditions.limit_seconds - restart)
+        saves = math.floor(training / period)
+        most_saves = np.minimum(saves_to_end, saves)
+        by_limit = np.minimum(left, saves * interval + min(training - saves * period, interval))
+    failed = life < end
+    whole = np.clip(np.floor((life - restart - conditions.write_seconds) / period), 0, most_saves)
+    kept = np.where(failed, whole * interval, np.where(is_last, left, by_limit))
+    return kept, np.minimum(life, end), failed

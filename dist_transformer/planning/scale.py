@@ -1,0 +1,180 @@
+"""What a run keeps of its node-hours on each number of nodes: collectives, ranks that wait for each other, failures.
+
+    a step = slowest rank's micro-batches + collectives + update (step_time.py)
+    efficiency = a rank's micro-batches / a step;   useful share of node-hours = efficiency x kept share (failures.py)
+
+The times of micro-batches are taken to be log-normal around their mean, each independent of the others: a rank with many
+lanes is steadier than one with few, and the slowest of n ranks is E[max] = integral of z-quantiles x d(Phi(z)^n). The sum of
+a rank's lanes is taken as log-normal of the same mean and variance (Fenton 1960), which the simulation does without.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dist_transformer.config.models import Config
+from dist_transformer.planning.failures import (
+    Conditions,
+    Outcome,
+    SaveInterval,
+    best_interval,
+    daly_interval,
+    expected_attempt,
+    simulated_runs,
+    young_interval,
+)
+from dist_transformer.planning.hardware import Hardware
+from dist_transformer.planning.memory import CHECKPOINT_BYTES
+from dist_transformer.planning.plan import settled
+from dist_transformer.planning.step_time import StepTime, step_time
+from dist_transformer.planning.vocabularies import count_parameters
+
+COPY_GB_PER_SECOND = 8.0
+"""Of a rank's part of a checkpoint into memory. Measured on a CPU: benchmarks/checkpoint.py."""
+WRITE_GB_PER_SECOND, DISK_GB_PER_SECOND = 0.2, 2.0
+"""Of a rank with checksums, measured on a CPU; of the disk that all ranks write to, assumed."""
+NUM_RUNS = 500
+NUM_STEPS, NUM_DRAWS = 10_000, 2_000_000
+"""Steps drawn for each number of nodes, where that takes no more micro-batches."""
+NUM_ATTEMPTS = 200
+"""Of each simulated run, where its own start and end are not to count."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a cluster and a person say of failures; None: as the size of a checkpoint has it.
+
+    Attributes:
+        lane_spread: standard deviation of the time of a micro-batch, as a share of its mean.
+        limit_seconds: of an attempt, until it is told to save; inf: none.
+    """
+
+    node_hours_between_failures: float
+    detect_seconds: float
+    requeue_seconds: float
+    restart_seconds: float
+    save_seconds: float | None
+    write_seconds: float | None
+    lane_spread: float
+    limit_seconds: float
+
+
+@dataclass(frozen=True)
+class ScaleRow:
+    """What is foretold of one number of nodes.
+
+    Attributes:
+        lanes: data.lanes, or one for each rank where there are more ranks: the recipe of another run.
+        time: of a step whose slowest rank is waited for.
+        stragglers: time of the slowest rank's micro-batches over that of a rank alone; simulated beside it.
+        interval: of checkpoints, and what Young and Daly advise, in seconds of training.
+        kept_share: of node-hours, with the best interval; `set_share` with checkpoints.every_steps as it is.
+        useful_share: of node-hours, spent on micro-batches whose step stayed.
+        simulated: of runs of many attempts, beside `kept_share`.
+        run: of this one, from its first start to its end; None where it has no number of steps.
+    """
+
+    nodes: int
+    num_ranks: int
+    lanes: int
+    time: StepTime
+    stragglers: float
+    simulated_stragglers: float
+    efficiency: float
+    conditions: Conditions
+    young_seconds: float
+    daly_seconds: float
+    interval: SaveInterval
+    kept_share: float
+    set_share: float
+    useful_share: float
+    simulated: Outcome
+    run: Outcome | None
+
+
+def scale_row(config: Config, nodes: int, ranks_per_node: int, hardware: Hardware, site: Site) -> ScaleRow:
+    """The closed form and the simulation; the latter is the same in every call."""
+    num_ranks = nodes * ranks_per_node
+    config = settled(config, num_ranks, hardware)
+    lanes, tokens = max(config.data.lanes, num_ranks), config.data.lanes
+    config = config.model_copy(update={"data": config.data.model_copy(update={"lanes": lanes})})
+    alone = step_time(config, num_ranks, ranks_per_node, hardware)
+    stragglers = straggler_factor(num_ranks, alone.micro_batches, site.lane_spread)
+    time = replace(alone, compute_seconds=alone.compute_seconds * stragglers)
+    efficiency = alone.compute_seconds * (1 - alone.idle_share) / time.seconds
+    conditions = conditions_of(site, nodes, num_ranks, count_parameters(config))
+    interval = best_interval(conditions, time.seconds)
+    best = expected_attempt(conditions, interval.best_steps * time.seconds)
+    as_set = expected_attempt(conditions, config.checkpoints.every_steps * time.seconds)
+    steps = config.training.max_steps
+    # As many tokens as the run was to see: fewer steps where its steps became larger.
+    work = None if steps is None else max(1.0, steps * tokens / lanes) * time.seconds
+    generator = np.random.default_rng(nodes)
+    patience = config.slurm.max_restarts_without_progress
+
+    def simulated(seconds: float) -> Outcome:
+        every = interval.best_steps * time.seconds
+        return simulated_runs(conditions, every, seconds, NUM_RUNS, patience, generator)
+
+    return ScaleRow(
+        nodes=nodes,
+        num_ranks=num_ranks,
+        lanes=lanes,
+        time=time,
+        stragglers=stragglers,
+        simulated_stragglers=simulated_stragglers(num_ranks, alone.micro_batches, site.lane_spread, generator),
+        efficiency=efficiency,
+        conditions=conditions,
+        young_seconds=young_interval(conditions),
+        daly_seconds=daly_interval(conditions),
+        interval=interval,
+        kept_share=best.kept_share,
+        set_share=as_set.kept_share,
+        useful_share=efficiency * best.kept_share,
+        simulated=simulated(NUM_ATTEMPTS * best.kept),
+        run=None if work is None else simulated(work),
+    )
+
+
+def conditions_of(site: Site, nodes: int, num_ranks: int, parameters: int) -> Conditions:
+    """Of a job on so many nodes; each rank copies and writes its part of a checkpoint."""
+    gigabytes = CHECKPOINT_BYTES * parameters / 1e9
+    save, write = site.save_seconds, site.write_seconds
+    return Conditions(
+        between_failures_seconds=site.node_hours_between_failures * 3600 / nodes,
+        detect_seconds=site.detect_seconds,
+        requeue_seconds=site.requeue_seconds,
+        restart_seconds=site.restart_seconds,
+        save_seconds=gigabytes / num_ranks / COPY_GB_PER_SECOND if save is None else save,
+        write_seconds=gigabytes / min(num_ranks * WRITE_GB_PER_SECOND, DISK_GB_PER_SECOND) if write is None else write,
+        limit_seconds=site.limit_seconds,
+    )
+
+
+def straggler_factor(num_ranks: int, micro_batches: int, lane_spread: float) -> float:
+    """Expected time of the slowest of `num_ranks` ranks over the mean, each with so many micro-batches in a step."""
+    variance = math.log1p(lane_spread**2 / micro_batches)
+    deviation, width = math.sqrt(variance), 0.01
+    total = 0.0
+    for place in range(-900, 901):
+        z = place * width
+        share_below = math.erfc(-z / math.sqrt(2)) / 2
+        density = num_ranks * share_below ** (num_ranks - 1) * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
+        total += width * density * math.exp(deviation * z - variance / 2)
+    return total
+
+
+def simulated_stragglers(
+    num_ranks: int, micro_batches: int, lane_spread: float, generator: np.random.Generator
+) -> float:
+    """The same from drawn micro-batches: mean over steps of the slowest rank's sum."""
+    variance = math.log1p(lane_spread**2)
+    lanes = num_ranks * micro_batches
+    at_once = max(1, NUM_DRAWS // (8 * lanes))
+    blocks = -(-min(NUM_STEPS, max(1, NUM_DRAWS // lanes)) // at_once)
+    means = []
+    for _ in range(blocks):
+        drawn = generator.lognormal(-variance / 2, math.sqrt(variance), (at_once, num_ranks, micro_batches))
+        means.append(drawn.mean(axis=2).max(axis=1).mean())
+    return float(np.mean(means))

@@ -1,0 +1,137 @@
+"""Failures: Young's and Daly's published formulas, the closed form against simulated runs, properties of both."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dist_transformer.planning.failures import (
+    SLIGHT_LOSS,
+    Conditions,
+    best_interval,
+    daly_interval,
+    expected_attempt,
+    simulated_runs,
+    young_interval,
+)
+
+HOUR = 3600.0
+CALM = Conditions(1e12, 0, 0, 0, 0, 0)
+BUSY = Conditions(
+    between_failures_seconds=6 * HOUR,
+    detect_seconds=300,
+    requeue_seconds=120,
+    restart_seconds=90,
+    save_seconds=2,
+    write_seconds=40,
+)
+
+
+def simulate(conditions, interval, work, runs=200, patience=3, seed=1):
+    return simulated_runs(conditions, interval, work, runs, patience, np.random.default_rng(seed))
+
+
+def dalys_wall_seconds(conditions, interval):
+    """Of a second of training: the complete model of Daly (2006), equation 20."""
+    mean, save, restart = conditions.between_failures_seconds, conditions.save_seconds, conditions.restart_seconds
+    return mean * math.exp(restart / mean) * math.expm1((interval + save) / mean) / interval
+
+
+@pytest.mark.parametrize(("hours", "minutes"), [(24, 117), (6, 57), (0.25, 9.1)])
+def test_dalys_interval_is_that_of_his_figures_3_to_5(hours, minutes):
+    conditions = replace(CALM, between_failures_seconds=hours * HOUR, save_seconds=300)
+    assert daly_interval(conditions) / 60 == pytest.approx(minutes, rel=0.01)
+
+
+def test_youngs_interval_is_the_root_and_dalys_comes_near_it_where_saves_are_cheap():
+    conditions = replace(CALM, between_failures_seconds=1e6, save_seconds=0.02)
+    assert young_interval(conditions) == pytest.approx(200)
+    assert daly_interval(conditions) == pytest.approx(200, rel=1e-3)
+    assert daly_interval(replace(conditions, save_seconds=3e6)) == 1e6
+
+
+@pytest.mark.parametrize("interval", [60.0, 600.0, 7200.0, 90000.0])
+@pytest.mark.parametrize("mean", [900.0, 6 * HOUR])
+def test_without_write_limit_and_wait_the_closed_form_is_dalys_complete_model(interval, mean):
+    conditions = Conditions(mean, 0, 0, restart_seconds=600, save_seconds=300, write_seconds=0)
+    share = expected_attempt(conditions, interval).kept_share
+    assert 1 / share == pytest.approx(dalys_wall_seconds(conditions, interval))
+
+
+def test_without_failures_only_saves_and_the_restarts_at_the_limit_cost_something():
+    conditions = replace(CALM, save_seconds=3, write_seconds=20)
+    assert expected_attempt(conditions, 57).kept_share == pytest.approx(57 / 60)
+    assert expected_attempt(replace(conditions, write_seconds=75), 57).kept_share == pytest.approx(57 / 75)
+    limited = replace(conditions, restart_seconds=100, limit_seconds=700)
+    assert expected_attempt(limited, 57).kept_share == pytest.approx(570 / (700 + 3 + 20))
+    done = simulate(replace(conditions, restart_seconds=100), 57, work=570, runs=3)
+    assert done.wall_seconds == pytest.approx(100 + 570 + 9 * 3 + 3 + 20)
+    assert (done.attempts, done.gave_up_share) == (1, 0)
+
+
+def test_more_failures_longer_outages_and_slower_saves_each_leave_less():
+    def kept(**changes):
+        return expected_attempt(replace(BUSY, **changes), 600).kept_share
+
+    worse = ("detect_seconds", "restart_seconds", "save_seconds", "write_seconds")
+    assert all(kept(**{name: 2 * getattr(BUSY, name)}) < kept() for name in worse)
+    means = [kept(between_failures_seconds=hours * HOUR) for hours in (0.1, 1, 10, 100)]
+    assert means == sorted(means)
+    assert kept(requeue_seconds=1e4) == kept()  # the nodes are others' meanwhile
+    assert expected_attempt(BUSY, 600).wall == pytest.approx(expected_attempt(BUSY, 600).held + 120)
+
+
+@pytest.mark.parametrize("mean", [1200.0, 6 * HOUR, 100 * HOUR])
+@pytest.mark.parametrize("limit", [math.inf, 4 * HOUR])
+@pytest.mark.parametrize("write", [0.0, 40.0, 900.0])
+def test_simulated_runs_keep_what_the_closed_form_says(mean, limit, write):
+    conditions = replace(BUSY, between_failures_seconds=mean, limit_seconds=limit, write_seconds=write)
+    expected = expected_attempt(conditions, 600)
+    found = simulate(conditions, 600, work=400 * expected.kept)
+    assert found.kept_share == pytest.approx(expected.kept_share, rel=0.01)
+    assert found.wall_seconds == pytest.approx(400 * expected.wall, rel=0.01)
+    assert found.attempts == pytest.approx(400, rel=0.02)  # of the last one only a part is needed
+
+
+def test_a_cut_simulation_tells_of_the_whole_run():
+    conditions = replace(BUSY, between_failures_seconds=1200.0)
+    expected = expected_attempt(conditions, 600)
+    long, longer = (simulate(conditions, 600, count * expected.kept, runs=50) for count in (2000, 20_000))
+    assert longer.wall_seconds == pytest.approx(10 * long.wall_seconds)
+    assert longer.kept_share == long.kept_share
+
+
+def test_a_job_that_fails_before_its_first_checkpoint_never_ends_and_is_given_up():
+    hopeless = replace(BUSY, between_failures_seconds=20.0)
+    found = simulate(hopeless, 3600, work=1e6)
+    assert (found.kept_share, found.wall_seconds, found.gave_up_share) == (0, math.inf, 1)
+    assert simulate(BUSY, 600, work=1e6).gave_up_share == 0
+    assert simulate(replace(BUSY, limit_seconds=50), 600, work=1e6).kept_share == 0
+
+
+def test_late_runs_are_later_than_the_mean_and_three_bad_attempts_in_a_row_are_counted():
+    conditions = replace(BUSY, between_failures_seconds=1000.0)
+    found = simulate(conditions, 600, work=1e5, runs=400)
+    assert found.late_seconds > found.wall_seconds
+    # An attempt makes a checkpoint with p: three without one in a row come in nearly every run of so many.
+    assert found.gave_up_share > 0.99
+    assert simulate(conditions, 600, work=1e5, runs=400, patience=1000).gave_up_share == 0
+
+
+@pytest.mark.parametrize("mean", [0.5 * HOUR, 6 * HOUR, 1000 * HOUR])
+@pytest.mark.parametrize("write", [1.0, 300.0])
+def test_no_other_interval_keeps_more_than_the_best(mean, write):
+    conditions = replace(BUSY, between_failures_seconds=mean, write_seconds=write)
+    found = best_interval(conditions, 0.5)
+    best = expected_attempt(conditions, found.best_steps * 0.5).kept_share
+    for interval in (*np.geomspace(1, 10 * mean, 300), young_interval(conditions), daly_interval(conditions)):
+        assert expected_attempt(conditions, interval).kept_share < best + 1e-5
+    for steps in (found.least_steps, found.most_steps):
+        assert best - SLIGHT_LOSS <= expected_attempt(conditions, steps * 0.5).kept_share
+    assert expected_attempt(conditions, 1.2 * found.most_steps * 0.5).kept_share < best - SLIGHT_LOSS
+
+
+def test_where_saves_are_the_only_cost_the_best_interval_is_dalys():
+    conditions = replace(CALM, between_failures_seconds=6 * HOUR, save_seconds=300)
+    assert best_interval(conditions, 1.0).best_steps == pytest.approx(daly_interval(conditions), rel=0.02)

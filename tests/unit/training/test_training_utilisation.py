@@ -1,0 +1,57 @@
+"""The peak of a device, and the share of it that is said to be reached."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from dist_transformer.config.models import ModelConfig
+from dist_transformer.data.loader import MicroBatch
+from dist_transformer.data.window import BatchShape
+from dist_transformer.planning.flops import add_flops, model_flops
+from dist_transformer.training.records import Interval
+from dist_transformer.training.utilisation import Peak, Utilisation, flops_of_batches, peak_of
+
+MODEL = ModelConfig(preset="tiny")
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_cpu_has_the_peak_that_is_measured_and_the_random_state_stays(precision):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    peak = peak_of(CPU, precision, is_profiled=False)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert peak.published is None
+    assert peak.flops_per_second == peak.measured
+    assert 1e7 < peak.flops_per_second < 1e15
+    assert peak.text().endswith("TFLOP/s a rank, measured")
+
+
+def test_a_gpu_of_the_table_is_not_measured_but_for_a_profile(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H200")
+    peak = peak_of(torch.device("cuda"), "bf16", is_profiled=False)
+    assert (peak.published, peak.measured) == (pytest.approx(989e12), None)
+    assert peak.text() == "989 TFLOP/s a rank, published"
+    assert Peak(989e12, 700e12).flops_per_second == 989e12
+
+
+def test_mfu_is_the_model_flops_of_the_real_tokens_over_what_all_ranks_could_have_done():
+    interval = Interval(torch.zeros(2), target_tokens=700, source_tokens=900, padded_tokens=5000)
+    interval.pairs_by_corpus = Counter(news=20, talks=10)
+    flops = model_flops(MODEL, 500, 30, 900, 700).total
+    assert Utilisation(MODEL, 500, 2 * 3e9).of(interval, 4.0) == pytest.approx(flops / (4 * 6e9))
+    doubled = Interval(torch.zeros(2), target_tokens=1400, source_tokens=1800)
+    doubled.pairs_by_corpus = Counter(news=60)
+    assert Utilisation(MODEL, 500, 6e9).of(doubled, 8.0) == pytest.approx(flops / (4 * 6e9))
+
+
+def test_of_micro_batches_only_the_real_tokens_count_and_a_lane_without_rows_not_at_all():
+    empty = torch.zeros(0)
+    batches = [
+        MicroBatch(lane, shape, empty, empty, empty, empty)
+        for lane, shape in enumerate((BatchShape(8, 20, 20, 4, 60, 50), BatchShape(8, 10, 10, 8, 70, 65)))
+    ]
+    expected = add_flops(model_flops(MODEL, 500, 4, 60, 50), model_flops(MODEL, 500, 8, 70, 65))
+    assert flops_of_batches(MODEL, 500, [batches[0], None, batches[1]]).total == pytest.approx(expected.total)
+    assert flops_of_batches(MODEL, 500, [None]).total == 0
