@@ -3,7 +3,7 @@
     python benchmarks/loader.py                     # 200,000 pairs, three rounds
     python benchmarks/loader.py --pairs 2000000 --json loader.json --peers litdata
 
-Beside it, in the same rounds, other loaders hand out the same rows one by one (peers.py); ours come shuffled, bucketed by
+Beside it, in the same rounds, other loaders hand out the same rows one by one (loader_peers.py); ours come shuffled, bucketed by
 length and padded into tensors.
 """
 
@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import mean
 
 import common
+import loader_peers
 import numpy as np
-import peers
 from common import Figures, Rounds, Stopwatch
 from synthetic_corpus import PAD_ID, Corpus, write_tokens
 from synthetic_text import prepare_text
@@ -85,7 +85,7 @@ def _batching_figures(corpus: Corpus, arguments: argparse.Namespace) -> dict[str
             run = corpus.run_data(arguments.lanes, arguments.max_tokens, window_rows, layout)
             figures[layout][str(window_rows)] = _padded(run)
         run = corpus.run_data(arguments.lanes, arguments.max_tokens, window_rows)
-        figures["packed"][str(window_rows)] = _packed(run, corpus)
+        figures["packed"][str(window_rows)] = packed_figures(run, corpus)
     return figures
 
 
@@ -105,8 +105,8 @@ def _padded(run: RunData) -> Figures:
     }
 
 
-def _packed(run: RunData, corpus: Corpus) -> Figures:
-    """All micro-batches have one shape: no straggler."""
+def packed_figures(run: RunData, corpus: Corpus) -> Figures:
+    """Padding of an epoch laid end to end. All micro-batches have one shape: no straggler."""
     split = corpus.split
     shape = packed_shape(run.config.data.max_tokens, split.rows, split.source_tokens, split.target_tokens)
     reader = RowReader(corpus.folder, corpus.manifest, run.config.data, 0.0, run.config.run.seed)
@@ -135,13 +135,13 @@ def _throughput_cases(
         f"{PREPARED}, {IN_PROCESS}": partial(_epoch, runs[PREPARED], 0),
         f"{PREPARED}, {ONE_WORKER}": partial(_epoch, runs[PREPARED], 1),
         f"{ON_THE_FLY}, {ONE_WORKER}": partial(_epoch, runs[ON_THE_FLY], 1),
-        DATASETS: partial(peers.datasets_rows, files, prepared.folder / "cache", peer_rows),
+        DATASETS: partial(loader_peers.datasets_rows, files, prepared.folder / "cache", peer_rows),
     }
     if "litdata" in arguments.peers:
         folder = prepared.folder / "litdata"
-        peers.write_litdata(files, folder)
-        cases[f"{LITDATA} {IN_PROCESS}"] = partial(peers.litdata_rows, folder, peer_rows, 0)
-        cases[f"{LITDATA} {ONE_WORKER}"] = partial(peers.litdata_rows, folder, peer_rows, 1)
+        loader_peers.write_litdata(files, folder)
+        cases[f"{LITDATA} {IN_PROCESS}"] = partial(loader_peers.litdata_rows, folder, peer_rows, 0)
+        cases[f"{LITDATA} {ONE_WORKER}"] = partial(loader_peers.litdata_rows, folder, peer_rows, 1)
     return cases
 
 
@@ -264,7 +264,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--peer-rows", type=int, default=20_000, help="most rows that another loader hands out in a round"
     )
-    parser.add_argument("--peers", nargs="*", choices=("litdata",), default=["litdata"] if peers.has_litdata() else [])
+    parser.add_argument(
+        "--peers", nargs="*", choices=("litdata",), default=["litdata"] if loader_peers.has_litdata() else []
+    )
     return common.arguments_of(parser, rounds=3)
 
 

@@ -1,7 +1,12 @@
-"""Where a training step goes: forward, backward and update of one rank, against a plain torch.nn.Transformer loop.
+"""Where a training step goes: what is lost to all that is not the model, and the model against a plain torch loop.
 
     python benchmarks/step.py                                   # `small`, vocabulary 8000, fp32 and bf16
-    python benchmarks/step.py --preset base --vocabulary 37000 --max-tokens 8192 --precisions bf16
+    python benchmarks/step.py --only budgets
+    python benchmarks/step.py --only speed --preset base --vocabulary 37000 --max-tokens 8192 --precisions bf16
+
+*Budgets*: data wait, padding, logging, checkpoints and memory of the loss in a real run of the command (budgets.py).
+
+*Speed*: forward, backward and update of one rank, against a plain torch.nn.Transformer loop.
 
 Both sides train networks of the same parameters on the same micro-batches with the same threads, in one process, taking
 turns. Ours is the real engine under DeepSpeed for each ZeRO stage; the plain one is what a careful person writes with
@@ -14,8 +19,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+import budgets
 import common
 import torch
 from common import Figures, Rounds, Stopwatch
@@ -36,6 +42,7 @@ SEED = 1
 LABEL_SMOOTHING = 0.1
 LEARNING_RATE = 1e-4
 BUDGET_RATIO = 1.3
+PARTS = ("budgets", "speed")
 PHASES = ("forward", "backward", "update")
 PLAIN = "torch.nn.Transformer"
 SAME_DROPOUT = "torch.nn.Transformer, our dropout"
@@ -146,20 +153,31 @@ def _drop_as_the_paper_does(network: nn.Transformer) -> None:
 def main() -> None:
     arguments = _arguments()
     found = common.begin(arguments.threads)
+    figures: dict[str, Any] = {}
+    if "budgets" in arguments.only:
+        rows = budgets.measure(arguments)
+        figures["budgets"] = {row.what: vars(row) for row in rows}
+        print("\n" + budgets.description(arguments) + "\n\n" + budgets.table(rows), flush=True)
+    if "speed" in arguments.only:
+        figures |= _speed(arguments)
+    common.finish(arguments, found, figures)
+
+
+def _speed(arguments: argparse.Namespace) -> dict[str, Any]:
     ranks = distributed.join(600)
     config = ModelConfig(preset=arguments.preset)
     batches = _batches(arguments, ranks.device)
     trainees = _trainees(arguments, config, ranks)
     sizes = {name: trainee.num_parameters for name, trainee in trainees.items()}
     assert len(set(sizes.values())) == 1, sizes
-    print(_description(arguments, next(iter(sizes.values())), batches), flush=True)
+    print("\n" + _description(arguments, next(iter(sizes.values())), batches), flush=True)
     for trainee in trainees.values():
         timed_steps(trainee, batches[:1])  # allocates Adam's moments and chooses kernels
     cases: dict[str, Callable[[], Figures]] = {n: partial(timed_steps, t, batches) for n, t in trainees.items()}
     rounds = common.interleaved(cases, arguments.rounds)
     print("\n" + _table(rounds, arguments))
-    common.finish(arguments, found, {"parameters": sizes, "steps": rounds})
     distributed.leave()
+    return {"parameters": sizes, "steps": rounds}
 
 
 def timed_steps(trainee: Trainee, batches: Sequence[MicroBatch]) -> Figures:
@@ -267,6 +285,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--stages", type=int, nargs="+", choices=(0, 1, 2), default=[0, 1, 2])
     parser.add_argument("--precisions", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument(
+        "--run-steps", type=int, default=60, help="of the real run; a log line each 10, a checkpoint each 20"
+    )
+    parser.add_argument("--run-pairs", type=int, default=60_000, help="of the real run's corpus")
+    parser.add_argument("--loss-tokens", type=int, default=8192, help="target tokens for the memory of the loss")
     return common.arguments_of(parser, rounds=3)
 
 

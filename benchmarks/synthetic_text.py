@@ -21,22 +21,27 @@ SYLLABLE_LETTERS = ("bdfghklmnprstvwz", "aeiou", "lmnrst")
 
 
 def prepare_text(folder: Path, num_pairs: int, vocabulary: int, row_group_rows: int) -> Corpus:
-    """`text.parquet` in `folder`, with a BPE model trained on it."""
-    random = np.random.default_rng(SEED)
-    sides = [_sentences(lengths, random) for lengths in pair_lengths(num_pairs, random)]
-    pq.write_table(pa.table({"en": sides[0], "de": sides[1]}), folder / "text.parquet", row_group_size=row_group_rows)
+    """The text of `write_text`, with a BPE model trained on it."""
+    write_text(folder, num_pairs, row_group_rows)
     tokenizer = {"vocabulary_size": vocabulary, "training_sentences": TRAINING_SENTENCES}
     config = synthetic_config(folder, {"on_the_fly": True}, tokenizer)
     return Corpus(folder / "prepared", prepare(config, folder / "prepared"))
 
 
+def write_text(folder: Path, num_pairs: int, row_group_rows: int) -> None:
+    """`text.parquet` in `folder`, with the columns `en` and `de`; the same arguments give the same file."""
+    random = np.random.default_rng(SEED)
+    sides = [_sentences(lengths, random) for lengths in pair_lengths(num_pairs, random)]
+    pq.write_table(pa.table({"en": sides[0], "de": sides[1]}), folder / "text.parquet", row_group_size=row_group_rows)
+
+
 def _sentences(lengths: NDArray[np.int64], random: np.random.Generator) -> list[str]:
     ends = np.cumsum(np.maximum(1, np.rint((lengths - 1) / TOKENS_OF_WORD).astype(np.int64)))
-    words = np.array([_word(rank) for rank in range(WORDS)], dtype=object)[zipf_ranks(WORDS, int(ends[-1]), random)]
+    words = np.array([word(rank) for rank in range(WORDS)], dtype=object)[zipf_ranks(WORDS, int(ends[-1]), random)]
     return [" ".join(words[first:last]) for first, last in zip([0, *ends[:-1]], ends, strict=True)]
 
 
-def _word(rank: int) -> str:
+def word(rank: int) -> str:
     """A word of one syllable for each of the first ranks, of two for the next, ..."""
     letters = []
     while True:

@@ -1,0 +1,243 @@
+"""What a step loses to all that is not the model: data, padding, logging, checkpoints, the memory of the loss. For step.py.
+
+One real run of `dist-transformer train` on text in an invented language, with its loader process, its log, MLflow in sqlite
+and checkpoints, in a process of its own. Figures are what the run wrote into metrics.jsonl, and those of clocks
+(timed_train.py) where it writes none. Two of them are bounds: each window is taken to be waited for in full, though
+the loader process has it long before; and CPU-seconds of threads in the background are taken to hold up training, as they do
+on a machine without a free core.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from loader import packed_figures
+from memory_plan import all_events
+from synthetic_corpus import PAD_ID, Corpus, synthetic_config
+from synthetic_text import TRAINING_SENTENCES, write_text
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+
+from dist_transformer.cli.run_data import RunData
+from dist_transformer.config.data_models import DataConfig
+from dist_transformer.config.loading import to_yaml
+from dist_transformer.config.models import Config, ModelConfig
+from dist_transformer.data.manifest import Manifest
+from dist_transformer.model.loss import label_smoothed_cross_entropy
+from dist_transformer.tracking.metrics_log import read_records
+
+PREPARED = "prepared"
+LOG_EVERY_STEPS = 10
+CHECKPOINT_EVERY_STEPS = 20
+SAVE_SECONDS = 600.0
+"""Between two checkpoints, for their budget."""
+BYTES_OF_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the report; `figure` and `budget` in the same unit: shares, but for the loss, which is in bytes."""
+
+    what: str
+    figure: float
+    budget: float
+    note: str
+
+    @property
+    def verdict(self) -> str:
+        return "kept" if self.figure < self.budget else "missed"
+
+    def cells(self) -> list[str]:
+        unit = "{:,.1f} MB" if self.budget > 1 else "{:.2%}"
+        scale = 1e6 if self.budget > 1 else 1
+        figure, budget = (unit.format(value / scale) for value in (self.figure, self.budget))
+        return [self.what, figure, f"under {budget}", self.verdict, self.note]
+
+
+@dataclass(frozen=True)
+class RealRun:
+    """A run that has ended: its "train" records, its clocks at the same log lines, its data."""
+
+    records: list[dict[str, Any]]
+    clocks: list[dict[str, float]]
+    data: RunData
+
+    @property
+    def seconds(self) -> float:
+        """Of training, checkpoints left out."""
+        return sum(record["target_tokens"] / record["tokens_per_second"] for record in self.records)
+
+    @property
+    def target_tokens(self) -> int:
+        return sum(int(record["target_tokens"]) for record in self.records)
+
+    def share_of_seconds(self, name: str) -> float:
+        """The mean of a record's value, each by its seconds."""
+        weights = [record["target_tokens"] / record["tokens_per_second"] for record in self.records]
+        return sum(w * record[name] for w, record in zip(weights, self.records, strict=True)) / self.seconds
+
+
+def measure(arguments: argparse.Namespace) -> list[Row]:
+    """All rows; the run is made in a temporary folder."""
+    with tempfile.TemporaryDirectory() as name:
+        run = _train(Path(name), arguments)
+        rows = [_data_wait(run), *_padding(run), _logging(run), _checkpoints(run)]
+    return [*rows, _loss_memory(arguments)]
+
+
+def description(arguments: argparse.Namespace) -> str:
+    return (
+        f"One run of `dist-transformer train`: `{arguments.preset}`, vocabulary {arguments.vocabulary:,}, fp32, ZeRO 1, "
+        f"one rank, threads: {arguments.threads}; {arguments.run_steps} steps of one micro-batch of at most "
+        f"{arguments.max_tokens:,} tokens, one loader process"
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    header = ["what", "measured", "budget", "verdict", "how"]
+    lines = common.markdown_table(header, [row.cells() for row in rows]).splitlines()
+    return "\n".join([lines[0], "| --- | ---: | ---: | --- | --- |", *lines[2:]])
+
+
+def _train(folder: Path, arguments: argparse.Namespace) -> RealRun:
+    write_text(folder, arguments.run_pairs, 4096)
+    config = _config(folder, arguments)
+    file, clocks = folder / "run.yaml", folder / "clocks.json"
+    file.write_text(to_yaml(config), encoding="utf-8")
+    script = Path(__file__).with_name("timed_train.py")
+    environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
+    done = subprocess.run(
+        [sys.executable, str(script), str(clocks), str(file)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    records = [r for r in read_records(folder / "runs" / "benchmark" / "metrics.jsonl") if r["event"] == "train"]
+    manifest = Manifest.load(folder / PREPARED)
+    return RealRun(
+        records, json.loads(clocks.read_text(encoding="utf-8")), RunData(config, folder / PREPARED, manifest)
+    )
+
+
+def _config(folder: Path, arguments: argparse.Namespace) -> Config:
+    data = {"prepared": str(folder / PREPARED), "lanes": 1, "max_tokens": arguments.max_tokens}
+    tokenizer = {"vocabulary_size": arguments.vocabulary, "training_sentences": TRAINING_SENTENCES}
+    values = synthetic_config(folder, data, tokenizer).model_dump(mode="json")
+    values["model"] = {"preset": arguments.preset}
+    values["training"] = {
+        "precision": "fp32",
+        "max_steps": arguments.run_steps,
+        "threads_per_rank": arguments.threads,
+        "log_every_steps": LOG_EVERY_STEPS,
+    }
+    values["optimizer"], values["schedule"] = {"learning_rate": 1e-4}, {"warmup_steps": arguments.run_steps}
+    values["checkpoints"] = {"every_steps": CHECKPOINT_EVERY_STEPS}
+    return Config.model_validate(values)
+
+
+def _data_wait(run: RealRun) -> Row:
+    """What was waited within a window, and what a window would take if nothing made it ahead."""
+    data = run.data.config.data
+    began = time.perf_counter()
+    run.data.loader(run.data.start(), 0, 0, 1, 0).next_step()
+    build_seconds = time.perf_counter() - began
+    split = run.data.manifest.splits["train"]
+    tokens_of_window = min(split.rows, data.window_rows) * split.target_tokens / split.rows
+    in_windows = run.share_of_seconds("data_wait_share")
+    between = build_seconds * run.target_tokens / run.seconds / tokens_of_window
+    note = (
+        f"data_wait_share in metrics.jsonl {in_windows:.3%}; and {between:.3%} if each window of {data.window_rows:,} rows were "
+        f"made ({build_seconds:.2f} s) while training waits"
+    )
+    return Row("waiting for data, of a step", in_windows + between, 0.01, note)
+
+
+def _padding(run: RealRun) -> list[Row]:
+    """Padding of the run's own batches; and of the same corpus packed, into batches of the usual size."""
+    padded = run.share_of_seconds("padding_share")
+    usual = DataConfig().max_tokens
+    config = run.data.config.model_copy(update={"data": run.data.config.data.model_copy(update={"max_tokens": usual})})
+    data = RunData(config, run.data.folder, run.data.manifest)
+    packed = packed_figures(data, Corpus(data.folder, data.manifest))["padding"]
+    rows = f"windows of {config.data.window_rows:,} rows"
+    how = f"an epoch through the loader, {usual:,} tokens a batch; the model does not train on them"
+    return [
+        Row("padding, of the tokens", padded, 0.07, f"padding_share in metrics.jsonl, {rows}"),
+        Row("padding of packed batches", packed, 0.03, how),
+    ]
+
+
+def _logging(run: RealRun) -> Row:
+    """Between the first log line after MLflow's run was made and the last one."""
+    samples = [sample for sample in run.clocks if sample["tracked"]]
+    assert len(samples) > 1, "the run ended before its MLflow run was made: give it more steps (--run-steps)"
+    wall, held, followers = (samples[-1][name] - samples[0][name] for name in ("wall", "logging", "followers"))
+    note = (
+        f"a line each {LOG_EVERY_STEPS} steps: {held / wall:.3%} in the training thread, {followers / wall:.3%} CPU of the "
+        f"threads that send to MLflow (sqlite) and sample the machine; over {len(samples) - 1} lines"
+    )
+    return Row("tracking and logging, of the time", (held + followers) / wall, 0.01, note)
+
+
+def _checkpoints(run: RealRun) -> Row:
+    """Each save stands still twice (copy, commit), and its thread computes checksums in between."""
+    saves = (run.records[-1]["step"] - 1) // CHECKPOINT_EVERY_STEPS
+    still = sum(record["save_seconds"] for record in run.records) / saves
+    last = run.clocks[-1]
+    writing = last["writing"] / last["writing, times"]
+    note = (
+        f"{still:.2f} s stands still for each (save_seconds), {writing:.2f} s CPU of the writing thread; {saves} saves"
+    )
+    return Row("checkpoints, one in 10 minutes", (still + writing) / SAVE_SECONDS, 0.02, note)
+
+
+def _loss_memory(arguments: argparse.Namespace) -> Row:
+    """The peak of the loss and its backward pass, gradients included: below a single tensor of all logits in fp32."""
+    d_model, vocabulary, tokens = (
+        ModelConfig(preset=arguments.preset).d_model,
+        arguments.vocabulary,
+        arguments.loss_tokens,
+    )
+    random = torch.Generator().manual_seed(1)
+    hidden_ND = torch.randn(tokens, d_model, generator=random).requires_grad_()
+    weight_VD = torch.randn(vocabulary, d_model, generator=random).requires_grad_()
+    target_N = torch.randint(PAD_ID + 1, vocabulary, (tokens,), generator=random)
+
+    def chunked() -> None:
+        label_smoothed_cross_entropy(hidden_ND, weight_VD, target_N, 0.1, PAD_ID)[0].backward()
+
+    def whole() -> None:
+        logits_NV = hidden_ND @ weight_VD.T
+        torch.nn.functional.cross_entropy(logits_NV, target_N, label_smoothing=0.1, reduction="sum").backward()
+
+    (peak, largest), (plain_peak, _) = allocated(chunked), allocated(whole)
+    logits = tokens * vocabulary * BYTES_OF_FP32
+    note = (
+        f"peak of forward and backward, gradients included, against all logits of {tokens:,} target tokens x {vocabulary:,} "
+        f"pieces in fp32; the largest tensor {largest / 1e6:,.1f} MB; peak of F.cross_entropy {plain_peak / 1e6:,.1f} MB"
+    )
+    return Row("memory of the loss", peak, logits, note)
+
+
+def allocated(work: Callable[[], None]) -> tuple[int, int]:
+    """Bytes in tensors on the CPU that `work` takes beyond those before it: the peak, and the largest single tensor."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as recorded:
+        work()
+    in_use = peak = largest = 0
+    for event in sorted(all_events(recorded), key=lambda event: event.start_time_ns):
+        if event.tag == _EventType.Allocation:
+            in_use += event.extra_fields.alloc_size
+            peak, largest = max(peak, in_use), max(largest, event.extra_fields.alloc_size)
+    return peak, largest

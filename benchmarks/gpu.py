@@ -1,0 +1,306 @@
+"""What one GPU trains: real target tokens per second, MFU and memory, and what each lever gains. On an H200 in ten minutes.
+
+    python benchmarks/gpu.py                            # writes benchmarks/results/<date>-gpu.md
+    python benchmarks/gpu.py --presets big --precisions fp16 --seconds 200
+    python benchmarks/gpu.py --device cpu --presets tiny --vocabulary 500 --max-tokens 256 --batches 2 --output gpu.md
+
+`base` and `big` in fp16 and bf16 as they are trained, then each lever alone on bf16, the largest model first. A case is a
+process of its own with a time limit: one that fails or takes too long is a row that says so, and when the time is up the
+rest are rows too. Without a GPU the file says "not measured".
+
+A step is the training loop's: a micro-batch from the loader, copied to the GPU, forward and backward pass, update, the loss
+read. The corpus is synthetic, of random ids with lengths like those of English-German news.
+"""
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import common
+import torch
+from common import Figures
+from synthetic_corpus import PAD_ID, SEED, Corpus, write_tokens
+
+from dist_transformer import distributed
+from dist_transformer.config.models import ModelConfig, OptimizerConfig, TrainingConfig
+from dist_transformer.data.loader import MicroBatch
+from dist_transformer.data.manifest import Manifest
+from dist_transformer.distributed import Ranks
+from dist_transformer.model.transformer import Transformer
+from dist_transformer.planning.flops import ModelFlops, add_flops, model_flops, published_flops
+from dist_transformer.training import engine as engine_module
+from dist_transformer.training.objective import Objective
+from dist_transformer.training.records import dropout_seed
+from dist_transformer.training.validation import forward
+
+CASE = "--as-case"
+AS_TRAINED = "as trained"
+COMPILED = "layers compiled (torch.compile, dynamic shapes)"
+MORE_TOKENS = "3 times the tokens in a micro-batch"
+STAGE_0 = "ZeRO 0"
+LOOPED_ADAM = "Adam by torch's foreach, not fused"
+NO_FLASH = "without flash and cuDNN attention"
+MATRICES = "attention by matrix products"
+LEVERS = (COMPILED, MORE_TOKENS, STAGE_0, LOOPED_ADAM, NO_FLASH, MATRICES)
+NOT_BUILT = {"packed batches, attention by cumulative lengths": "the model does not train on them", "CUDA graphs": ""}
+LEVERS_PRECISION = "bf16"
+TIMES_THE_TOKENS = 3
+GOALS = {"big": (230_000, 300_000)}
+"""Real target tokens per second on one H200: 30 % and 40 % MFU."""
+PUBLISHED = "NVIDIA's figure for `big` on one A100 with mixed precision: 82,059 real target tokens/s"
+WINDOW_ROWS = 20_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one process measures."""
+
+    preset: str
+    precision: str
+    lever: str
+    max_tokens: int
+    vocabulary: int
+    num_batches: int
+    num_passes: int
+    """Over the same micro-batches, timed; one more before them compiles, chooses kernels and fills the allocator."""
+    device: str
+    folder: str
+
+
+def main() -> None:
+    if sys.argv[1:2] == [CASE]:
+        _be_a_case(Case(**json.loads(sys.argv[2])))
+        return
+    arguments = _arguments()
+    found = common.begin(1)
+    output = arguments.output or Path(__file__).parent / "results" / f"{date.today().isoformat()}-gpu.md"
+    command = f"# What one GPU trains\n\n    python benchmarks/gpu.py {' '.join(sys.argv[1:])}".rstrip()
+    head = f"{command}\n\n{common.machine_line(found)}\n\n"
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("not measured: no CUDA device")
+        output.write_text(head + _not_measured(arguments), encoding="utf-8")
+        return
+    results: list[tuple[Case, Figures | str]] = []
+    text = ""
+    for case, outcome in _measured_cases(arguments):
+        results.append((case, outcome))
+        text = f"{_description(arguments)}\n\n{_table(results)}\n"
+        output.write_text(head + text, encoding="utf-8")  # after each case: what is killed leaves what it has
+    print("\n" + text)
+    common.finish(arguments, found, {_name(case): outcome for case, outcome in results})
+
+
+def _measured_cases(arguments: argparse.Namespace) -> Iterator[tuple[Case, Figures | str]]:
+    """The figures of each case, or why there are none."""
+    deadline = time.monotonic() + arguments.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokens(Path(folder), arguments.pairs, arguments.vocabulary, 4096)
+        for case in _cases(arguments, folder):
+            limit = min(arguments.case_seconds, deadline - time.monotonic())
+            outcome = _measured(case, limit) if limit > 0 else f"not reached in the {arguments.seconds:.0f} s of all"
+            print(f"{_name(case)}: {outcome}", file=sys.stderr, flush=True)
+            yield case, outcome
+
+
+def _cases(arguments: argparse.Namespace, folder: str) -> Iterator[Case]:
+    """What is asked first comes first, levers last; the largest model first."""
+    sizes = (arguments.vocabulary, arguments.batches, arguments.rounds, arguments.device, folder)
+    for preset in arguments.presets:
+        for precision in arguments.precisions:
+            yield Case(preset, precision, AS_TRAINED, arguments.max_tokens, *sizes)
+    for preset in arguments.presets if LEVERS_PRECISION in arguments.precisions else ():
+        for lever in arguments.levers:
+            tokens = arguments.max_tokens * (TIMES_THE_TOKENS if lever == MORE_TOKENS else 1)
+            yield Case(preset, LEVERS_PRECISION, lever, tokens, *sizes)
+
+
+def _measured(case: Case, limit_seconds: float) -> Figures | str:
+    """The answer of the case's process; when it takes too long, it and what it has started are killed."""
+    environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if case.device == "cpu" else {})}
+    process = subprocess.Popen(
+        [sys.executable, __file__, CASE, json.dumps(asdict(case))], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, errors = process.communicate(timeout=limit_seconds)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        return f"no figure after {limit_seconds:.0f} s"
+    answers = [line for line in out.splitlines() if line.startswith("{")]
+    if process.returncode or not answers:
+        last = errors.strip().splitlines()[-1:] or ["no word"]
+        return f"failed with exit code {process.returncode}: {last[0][:200]}"
+    figures: Figures = json.loads(answers[-1])
+    return figures
+
+
+def _be_a_case(case: Case) -> None:
+    """Prints the case's figures as JSON."""
+    logging.disable(logging.WARNING)
+    began = time.perf_counter()
+    ranks = distributed.join(600)
+    engine = _engine(case, ranks)
+    batches = _batches(case)
+    _pass_seconds(engine, batches, ranks)
+    started = time.perf_counter() - began
+    seconds = [_pass_seconds(engine, batches, ranks) for _ in range(case.num_passes)]
+    print(json.dumps({**_figures(case, batches, seconds, ranks), "start_seconds": started}), flush=True)
+    distributed.leave()
+
+
+def _engine(case: Case, ranks: Ranks) -> engine_module.Engine:
+    torch.manual_seed(SEED)
+    model = Transformer(ModelConfig(preset=case.preset), case.vocabulary, case.vocabulary, PAD_ID).to(ranks.device)
+    if case.lever == COMPILED:
+        for layer in (*model.encoder_layers, *model.decoder_layers):
+            layer.compile(dynamic=True)
+    if case.lever in (NO_FLASH, MATRICES):
+        torch.backends.cuda.enable_flash_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_mem_efficient_sdp(case.lever == NO_FLASH)
+    if case.lever == LOOPED_ADAM:
+        engine_module.adam = _unfused(engine_module.adam)
+    stage = 0 if case.lever == STAGE_0 else 1
+    training = TrainingConfig(precision=case.precision, zero_stage=stage)
+    objective = Objective(model, training.label_smoothing, training.precision)
+    engine = engine_module.Engine(objective, training, OptimizerConfig(), ranks)
+    engine.train()
+    return engine
+
+
+def _unfused(adam: Callable[..., torch.optim.AdamW]) -> Callable[..., torch.optim.AdamW]:
+    def made(*arguments: Any) -> torch.optim.AdamW:
+        optimizer = adam(*arguments)
+        for settings in (optimizer.defaults, *optimizer.param_groups):
+            settings.update(fused=False, foreach=True)
+        return optimizer
+
+    return made
+
+
+def _batches(case: Case) -> list[MicroBatch]:
+    """The first micro-batches of a shuffled epoch, on the CPU as the loader gives them."""
+    folder = Path(case.folder)
+    data = Corpus(folder, Manifest.load(folder)).run_data(1, case.max_tokens, WINDOW_ROWS)
+    loader = data.loader(data.start(), 0, 0, 1, 0)
+    found = [loader.next_step().batches[0] for _ in range(case.num_batches)]
+    return [batch for batch in found if batch is not None]
+
+
+def _pass_seconds(engine: engine_module.Engine, batches: Sequence[MicroBatch], ranks: Ranks) -> float:
+    """An optimizer step on each micro-batch."""
+    began = time.perf_counter()
+    for number, batch in enumerate(batches):
+        torch.manual_seed(dropout_seed(SEED, number, batch.lane))
+        loss, _ = forward(engine, batch, ranks.device)
+        engine.backward(loss, batch.shape.target_tokens)
+        engine.step(1e-4)
+        float(loss.detach())  # as the training loop does, and waits for the step with it
+    if ranks.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def _figures(case: Case, batches: Sequence[MicroBatch], seconds: Sequence[float], ranks: Ranks) -> Figures:
+    shapes, model = [batch.shape for batch in batches], ModelConfig(preset=case.preset)
+    target, source = (sum(getattr(s, f"{side}_tokens") for s in shapes) for side in ("target", "source"))
+    flops = ModelFlops(0.0, 0.0, 0.0, 0.0)
+    for s in shapes:
+        flops = add_flops(flops, model_flops(model, case.vocabulary, s.pairs, s.source_tokens, s.target_tokens))
+    on_gpu = ranks.device.type == "cuda"
+    peak = published_flops(torch.cuda.get_device_name(), case.precision) if on_gpu else None
+    median = statistics.median(seconds)
+    return {
+        "tokens_per_second": target / median,
+        "slowest": target / max(seconds),
+        "fastest": target / min(seconds),
+        "target_tokens_a_step": target / len(shapes),
+        "flops_a_target_token": flops.total / target,
+        "flops_per_second": flops.total / median,
+        **({"mfu": flops.total / median / peak} if peak else {}),
+        **({"peak_bytes": torch.cuda.max_memory_allocated()} if on_gpu else {}),
+        "padding": 1 - (source + target) / sum(s.padded_tokens for s in shapes),
+    }
+
+
+def _not_measured(arguments: argparse.Namespace) -> str:
+    """The file where there is no GPU: what the command would measure, and that it did not."""
+    rows = [[_name(case), "not measured: no CUDA device"] for case in _cases(arguments, "")]
+    return f"**not measured**: no CUDA device.\n\n{common.markdown_table(['case', 'real target tokens/s'], rows)}\n"
+
+
+def _name(case: Case) -> str:
+    return f"`{case.preset}`, {case.precision}, {case.lever}"
+
+
+def _description(arguments: argparse.Namespace) -> str:
+    return (
+        f"One rank, ZeRO 1 but where it says 0; vocabulary {arguments.vocabulary:,}; one micro-batch a step of at most "
+        f"{arguments.max_tokens:,} tokens, both sides, padding counted. {arguments.batches} micro-batches, gone through "
+        f"{arguments.rounds} times: the median, and the slowest and fastest pass. MFU: FLOPs of real tokens over the data "
+        f"sheet's. Gain: to the same model and precision {AS_TRAINED}. {PUBLISHED}."
+    )
+
+
+def _table(results: Sequence[tuple[Case, Figures | str]]) -> str:
+    header = ["case", "real target tokens/s", "slowest to fastest", "gain", "MFU", "TFLOP/s", "peak memory", "padding",
+              "target tokens a step", "GFLOP a target token", "goal"]  # fmt: skip
+    plain = {(c.preset, c.precision): found for c, found in results if c.lever == AS_TRAINED}
+    rows = []
+    for case, outcome in results:
+        blanks = [""] * (len(header) - 2)
+        reference = plain[case.preset, case.precision]
+        cells = [outcome, *blanks] if isinstance(outcome, str) else _cells(case, outcome, reference)
+        rows.append([_name(case), *cells])
+    rows += [
+        [what, f"not built{': ' if why else ''}{why}", *[""] * (len(header) - 2)] for what, why in NOT_BUILT.items()
+    ]
+    return common.markdown_table(header, rows)
+
+
+def _cells(case: Case, found: Figures, reference: Figures | str) -> list[str]:
+    rate = found["tokens_per_second"]
+    gain = "" if isinstance(reference, str) else f"{rate / reference['tokens_per_second']:.2f}"
+    first, second = GOALS.get(case.preset, (None, None))
+    goal = f"{first:,}, then {second:,}: {rate / first:.0%}" if first and found.get("mfu") else ""
+    return [
+        f"{rate:,.0f}", f"{found['slowest']:,.0f} to {found['fastest']:,.0f}", gain,
+        f"{found['mfu']:.1%}" if "mfu" in found else "", f"{found['flops_per_second'] / 1e12:,.2f}",
+        f"{found['peak_bytes'] / 1e9:,.1f} GB" if "peak_bytes" in found else "", f"{found['padding']:.1%}",
+        f"{found['target_tokens_a_step']:,.0f}", f"{found['flops_a_target_token'] / 1e9:.3f}", goal,
+    ]  # fmt: skip
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--presets", nargs="+", choices=("tiny", "small", "base", "big"), default=["big", "base"])
+    parser.add_argument("--precisions", nargs="+", choices=("fp16", "bf16", "fp32"), default=["fp16", "bf16"])
+    parser.add_argument("--levers", nargs="*", choices=LEVERS, default=LEVERS)
+    parser.add_argument("--vocabulary", type=int, default=37_000)
+    parser.add_argument("--max-tokens", type=int, default=20_480, help="of a micro-batch: both sides, padding counted")
+    parser.add_argument("--batches", type=int, default=40, help="micro-batches that a pass goes through")
+    parser.add_argument("--pairs", type=int, default=60_000, help="of the corpus")
+    parser.add_argument("--case-seconds", type=float, default=90, help="limit of one case")
+    parser.add_argument("--seconds", type=float, default=560, help="limit of all together")
+    parser.add_argument("--output", type=Path, help="markdown file; default: results/<date>-gpu.md")
+    return common.arguments_of(parser, rounds=3)
+
+
+if __name__ == "__main__":
+    main()
