@@ -110,9 +110,7 @@ def test_fp16_updates_keep_their_size_while_the_loss_scale_grows(make_engine, ba
     """With SGD an update is the gradient: DeepSpeed 0.19.8 halves it at each growth (facts behind `delay_scale_growth`)."""
     from dist_transformer.training import engine as engine_module
 
-    monkeypatch.setattr(
-        engine_module, "adam", lambda module, settings, device: torch.optim.SGD(module.parameters(), lr=1.0)
-    )
+    monkeypatch.setattr(engine_module, "adam", lambda module, settings: torch.optim.SGD(module.parameters(), lr=1.0))
     engine = make_engine(zero_stage=stage, precision="fp16", initial_loss_scale=64, loss_scale_window=2)
     scales = []
     for _ in range(7):
