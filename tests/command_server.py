@@ -52,12 +52,15 @@ def quick_command(folder: Path, environment: dict[str, str]) -> Iterator[str]:
 
 def serve(listener: socket.socket) -> None:
     """A process for each connection, for ever."""
+    given = dict(os.environ)
     # To have them imported: what commands import in their turn, too. DeepSpeed comes with the ranks, before mlflow.
     import matplotlib.figure  # noqa: F401
 
     from dist_transformer.cli import loaded_model, main, train_rank  # noqa: F401
     from dist_transformer.tracking import mlflow_door  # noqa: F401
 
+    # Modules set variables when they are imported; a command that finds them imported has these, too.
+    defaults = {name: value for name, value in os.environ.items() if given.get(name) != value}
     gc.freeze()  # else each command would look through all of it at its end
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for a command
     while True:
@@ -65,11 +68,11 @@ def serve(listener: socket.socket) -> None:
         if os.fork() == 0:
             listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _answer(connection, main.main)
+            _answer(connection, main.main, defaults)
         connection.close()
 
 
-def _answer(connection, main) -> None:
+def _answer(connection, main, defaults) -> None:
     """Runs one command in a process of its own, tells its exit code, and ends this process."""
     length, files, _, _ = socket.recv_fds(connection, 4, 3)
     with connection.makefile("rb") as reader:
@@ -84,7 +87,7 @@ def _answer(connection, main) -> None:
         sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", errors="backslashreplace")  # noqa: SIM115
         os.chdir(folder)
         os.environ.clear()
-        os.environ.update(environment)
+        os.environ.update({**defaults, **environment})
         sys.argv = arguments
         main()
         sys.exit()
