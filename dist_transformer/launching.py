@@ -86,9 +86,14 @@ def start_local_ranks(
     """
     command = [*(program or (sys.executable, "-m", "dist_transformer", "train")), *arguments]
 
-    def start(ranks: list[Process], environment: dict[str, str]) -> None:
+    def start(ranks: list[Process], environment: dict[str, str], came: list[int]) -> None:
+        heard = len(came)
         # A session of its own: Ctrl-C would else reach it from the terminal too, and count twice.
-        ranks.append(subprocess.Popen(command, env=environment, start_new_session=True))
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+        with _holding_signals():
+            ranks.append(process)
+            for number in came[heard:]:  # while it was started, and forwarded to those before it only
+                process.send_signal(_FORWARDED_AS[signal.Signals(number)])
 
     return _run(start, num_ranks, grace_seconds)
 
@@ -104,7 +109,7 @@ def fork_local_ranks(work: Callable[[], object], num_ranks: int, *, grace_second
         os.environ.update(environment)
         work()
 
-    def start(ranks: list[Process], environment: dict[str, str]) -> None:
+    def start(ranks: list[Process], environment: dict[str, str], _came: list[int]) -> None:
         _fork(ranks, partial(rank, environment))
 
     return _run(start, num_ranks, grace_seconds)
@@ -162,20 +167,28 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 def _fork(processes: list[Process], work: Callable[[], object]) -> None:
     """Signals wait until it is among the processes that get them."""
+    with _holding_signals():
+        processes.append(Forked(work))
+
+
+@contextmanager
+def _holding_signals() -> Iterator[None]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED_AS)
     try:
-        processes.append(Forked(work))
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _run(start: Callable[[list[Process], dict[str, str]], None], num_ranks: int, grace_seconds: float) -> int:
+def _run(
+    start: Callable[[list[Process], dict[str, str], list[int]], None], num_ranks: int, grace_seconds: float
+) -> int:
     ranks: list[Process] = []
     port = _free_port()
-    with _forwarding_signals(ranks):
+    with _forwarding_signals(ranks) as came:
         try:
             for rank in range(num_ranks):
-                start(ranks, rank_environment(rank, num_ranks, port))
+                start(ranks, rank_environment(rank, num_ranks, port), came)
             return _wait_for_all(ranks, grace_seconds)
         finally:
             _kill(ranks)

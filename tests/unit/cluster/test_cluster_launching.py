@@ -141,6 +141,34 @@ sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}]))
     assert [(tmp_path / f"got{rank}").read_text() for rank in range(2)] == [arrives, arrives]
 
 
+def test_a_signal_that_comes_while_a_rank_is_started_reaches_it_too_and_the_others_once(tmp_path: Path) -> None:
+    """The launcher does not have it in its hands yet."""
+    rank = HEAD + textwrap.dedent(f"""
+        got = []
+        signal.signal(signal.SIGTERM, lambda n, f: got.append(n))
+        open(f'{tmp_path}/ready{{rank}}', 'w')
+        until = time.monotonic() + 10
+        while not got and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(0.3)  # for a second one to come, if there is one
+        sys.exit(75 if len(got) == 1 else 3)
+    """)
+    launcher = f"""
+import os, signal, subprocess, sys, time
+from dist_transformer.launching import start_local_ranks
+class Slow(subprocess.Popen):
+    def __init__(self, *arguments, env, **named):
+        super().__init__(*arguments, env=env, **named)
+        while not os.path.exists('{tmp_path}/ready' + env['RANK']):
+            time.sleep(0.02)
+        if env['RANK'] == '1':
+            os.kill(os.getpid(), signal.SIGTERM)
+subprocess.Popen = Slow
+sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}]))
+"""
+    assert subprocess.run([sys.executable, "-c", launcher], timeout=60).returncode == 75
+
+
 def test_a_second_ctrl_c_ends_all_ranks_and_the_launcher_at_once(tmp_path: Path) -> None:
     """The first is a request, here one that the ranks never get to: they hang where Python runs no handler."""
     rank = HEAD + textwrap.dedent(f"""
