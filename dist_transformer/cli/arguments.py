@@ -63,4 +63,7 @@ def with_absolute_paths(config: Config, prepared: Path | None) -> Config:
     training = config.training
     if training.init_from is not None:
         training = training.model_copy(update={"init_from": str(Path(training.init_from).expanduser().absolute())})
-    return config.model_copy(update={"run": run, "data": data, "training": training})
+    models = {key: getattr(config.tokenizer, key) for key in ("source_model", "target_model")}
+    given = {key: str(Path(model).absolute()) for key, model in models.items() if model is not None}
+    tokenizer = config.tokenizer.model_copy(update=given)
+    return config.model_copy(update={"run": run, "data": data, "training": training, "tokenizer": tokenizer})

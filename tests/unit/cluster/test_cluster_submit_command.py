@@ -8,6 +8,7 @@ from cluster_helpers import FakeSlurm, small_snapshot
 from fake_slurm import job_line
 
 from dist_transformer.cli import submit as submit_module
+from dist_transformer.cli.arguments import with_absolute_paths
 from dist_transformer.cli.submit import memory_problems, read_job_ids, read_stages, submit_run
 from dist_transformer.cluster import submit as cluster_submit
 from dist_transformer.config.loading import load_config
@@ -45,6 +46,19 @@ def test_the_job_the_folder_the_log_and_the_commands_to_type_are_printed(
         f"stop:   dist-transformer stop {folder}  # saves first\n"
         f"cancel: dist-transformer cancel {folder}  # at once\n"
     )
+
+
+def test_every_path_of_the_kept_configuration_is_absolute(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = config.parent
+    monkeypatch.chdir(folder)
+    (folder / "pieces.model").touch()
+    overrides = ["run.root=runs", "data.root=text", "data.prepared=corpus", "training.init_from=first"]
+    given = load_config(config, [*overrides, "tokenizer.source_model=pieces.model"], check_files=False)
+    kept = with_absolute_paths(given, None)
+    assert kept.run.root == f"{folder}/runs"
+    assert (kept.data.root, kept.data.prepared) == (f"{folder}/text", f"{folder}/corpus")
+    assert kept.training.init_from == f"{folder}/first"
+    assert (kept.tokenizer.source_model, kept.tokenizer.target_model) == (f"{folder}/pieces.model", None)
 
 
 def test_the_jobs_of_a_chain_are_printed_in_their_order(
