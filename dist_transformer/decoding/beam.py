@@ -11,6 +11,7 @@ likeliest token is the end.
 Axes: N sentences, K beam, C candidates, B = N * K rows, T generated tokens, G groups, g members of one, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -41,9 +42,9 @@ def beam_search(
     return search.results
 
 
-def length_penalty(num_tokens: Tensor | int, alpha: float) -> Tensor:
+def length_penalty(num_tokens: int, alpha: float) -> float:
     """((5 + length) / 6) ** alpha, equation 14 of Wu et al. (2016); the length counts eos."""
-    return ((5.0 + torch.as_tensor(num_tokens)) / 6.0) ** alpha
+    return math.pow((5.0 + num_tokens) / 6.0, alpha)
 
 
 def likeliest(value_BV: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -104,6 +105,8 @@ class _Search:
         num_sentences, beam_size, device = len(constraints.longest), config.beam_size, ensemble.device
         self.ensemble, self.constraints, self.ids, self.config = ensemble, constraints, ids, config
         self.longest_N = torch.tensor(constraints.longest, device=device)
+        penalties = [length_penalty(longest, config.length_penalty) for longest in constraints.longest]
+        self.longest_penalty_N = torch.tensor(penalties, device=device)
         self.length = 0
         self.live_token_NKT = torch.empty(num_sentences, beam_size, 0, dtype=torch.long, device=device)
         # All rows of a sentence begin alike: only the first counts until the first step tells them apart.
@@ -146,13 +149,13 @@ class _Search:
 
     def _finish(self, log_probability_NK: Tensor, ends_NK: Tensor, token_NKT: Tensor) -> None:
         log_probability_NK = log_probability_NK.masked_fill(~ends_NK, IMPOSSIBLE)
-        penalty = length_penalty(self.length, self.config.length_penalty).to(log_probability_NK)
+        penalty = length_penalty(self.length, self.config.length_penalty)
         self.finished.token_NKT = torch.nn.functional.pad(self.finished.token_NKT, (0, 1), value=self.ids.pad)
         self.finished.merge(_Finished(log_probability_NK / penalty, log_probability_NK, token_NKT))
 
     def _is_done(self) -> Tensor:
         """Per sentence. A live hypothesis can at best keep its probability and grow to the longest length."""
-        best_possible_N = self.live_NK[:, 0] / length_penalty(self.longest_N, self.config.length_penalty)
+        best_possible_N = self.live_NK[:, 0] / self.longest_penalty_N
         return (best_possible_N <= self.finished.score_NK[:, -1]) | (self.longest_N == self.length)
 
     def _go_on(self, parent_NK: Tensor, done_N: Tensor) -> None:
@@ -177,7 +180,8 @@ class _Search:
         self.ensemble.select(row_NK[kept_N].flatten())
         self.constraints.select(kept)
         self.finished.select(kept_N)
-        self.longest_N, self.live_NK = self.longest_N[kept_N], self.live_NK[kept_N]
+        self.longest_N, self.longest_penalty_N = self.longest_N[kept_N], self.longest_penalty_N[kept_N]
+        self.live_NK = self.live_NK[kept_N]
         self.live_token_NKT = self.live_token_NKT[kept_N]
 
 

@@ -1,7 +1,9 @@
 """A model whose matrices are laid out for the CPU once, instead of in every product: the same numbers, sooner.
 
 oneDNN multiplies a packed matrix at up to three times the speed of PyTorch's usual library on small batches, where most
-of a product's time is bringing the matrix in. Decoding is made of such products.
+of a product's time is bringing the matrix in. Decoding is made of such products. A single row, one sentence without a
+beam, needs neither library's care for many: a matrix with more outputs than inputs is read fastest input by input, so it
+is kept that way too.
 """
 
 import copy
@@ -21,8 +23,8 @@ SMALL_MATRIX = 2**20
 def packed_for_decoding(model: Transformer) -> Transformer:
     """A twin of `model` for inference with packed matrices, on a CPU and in fp32; anything else comes back as it is.
 
-    The twin shares the weights of the model and has a packed copy of each matrix besides, which does not follow if the
-    model's changes. Results are equal within rounding.
+    The twin shares the weights of the model and has one or two other copies of each matrix besides, which do not follow if
+    the model's changes. Results are equal within rounding.
     """
     if not _can_pack(model.output_weight):
         return model
@@ -43,11 +45,16 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, ROWS_HINT)
-        self.is_small = weight.numel() < SMALL_MATRIX
+        is_wide = weight.shape[0] > weight.shape[1]
+        self.weight_of_one_row: Tensor | None = None
+        if is_wide:
+            self.weight_of_one_row = self.weight.T.contiguous().T
+        elif weight.numel() < SMALL_MATRIX:
+            self.weight_of_one_row = self.weight
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.is_small and input.numel() == input.shape[-1]:
-            return F.linear(input, self.weight, self.bias)
+        if self.weight_of_one_row is not None and input.numel() == input.shape[-1]:
+            return F.linear(input, self.weight_of_one_row, self.bias)
         return torch.ops.mkldnn._linear_pointwise.default(input, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
 
 

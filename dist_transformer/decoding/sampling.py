@@ -116,7 +116,7 @@ class _Sampling:
 
     def _hypothesis(self, tokens: list[int], log_probability: float) -> Hypothesis:
         length = tokens.index(self.ids.eos)
-        penalty = float(length_penalty(length + 1, self.config.length_penalty))
+        penalty = length_penalty(length + 1, self.config.length_penalty)
         return Hypothesis(tokens[:length], log_probability / penalty, log_probability)
 
     def _select(self, kept: list[int]) -> None:

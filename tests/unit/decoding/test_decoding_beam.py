@@ -218,7 +218,7 @@ def test_an_output_of_no_tokens_is_possible(make_unigram_model: MakeModel) -> No
 
 def test_the_length_penalty_is_that_of_wu_et_al() -> None:
     for length, alpha in ((1, 0.6), (7, 0.6), (50, 1.0), (9, 0.0)):
-        assert float(length_penalty(length, alpha)) == pytest.approx((5 + length) ** alpha / 6**alpha)
+        assert length_penalty(length, alpha) == pytest.approx((5 + length) ** alpha / 6**alpha)
 
 
 def test_a_greater_length_penalty_gives_no_shorter_translations(make_random_model: MakeModel) -> None:

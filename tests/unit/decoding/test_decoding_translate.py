@@ -255,6 +255,7 @@ def test_a_prefix_beyond_the_positions_and_a_character_beyond_the_limit_are_refu
 
 
 def test_a_length_penalty_beyond_what_numbers_hold_is_refused() -> None:
-    assert float(length_penalty(10_000, DecodingConfig(length_penalty=10).length_penalty)) < float("inf")
+    greatest = DecodingConfig(length_penalty=10).length_penalty
+    assert length_penalty(10_000, greatest) < torch.finfo(torch.float32).max
     with pytest.raises(ValidationError, match="less than or equal to 10"):
         DecodingConfig(length_penalty=1e5)
