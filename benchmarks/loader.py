@@ -71,6 +71,11 @@ def _open(run: RunData, position: Position, num_workers: int) -> LaneLoader:
     return run.loader(position, 0, 0, 1, num_workers)
 
 
+def epoch_steps(run: RunData) -> Iterator[Step]:
+    """Those of the first epoch, made in this process."""
+    return _steps(_open(run, run.start(), 0))
+
+
 def _steps(loader: LaneLoader) -> Iterator[Step]:
     """The steps of the rest of this epoch; a lane that has ended is left out."""
     while step := [batch for batch in loader.next_step().batches if batch is not None]:
@@ -91,7 +96,7 @@ def _batching_figures(corpus: Corpus, arguments: argparse.Namespace) -> dict[str
 
 def _padded(run: RunData) -> Figures:
     tokens, padded, stragglers, shapes = 0, 0, [], set()
-    for step in _steps(_open(run, run.start(), 0)):
+    for step in epoch_steps(run):
         sizes = [batch.shape.padded_tokens for batch in step]
         tokens += sum(batch.shape.source_tokens + batch.shape.target_tokens for batch in step)
         padded += sum(sizes)

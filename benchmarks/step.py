@@ -166,7 +166,7 @@ def main() -> None:
 def _speed(arguments: argparse.Namespace) -> dict[str, Any]:
     ranks = distributed.join(600)
     config = ModelConfig(preset=arguments.preset)
-    batches = _batches(arguments, ranks.device)
+    batches = batches_of(arguments, ranks.device)
     trainees = _trainees(arguments, config, ranks)
     sizes = {name: trainee.num_parameters for name, trainee in trainees.items()}
     assert len(set(sizes.values())) == 1, sizes
@@ -223,7 +223,7 @@ def _name(what: str, precision: str) -> str:
     return f"{what}, {precision}"
 
 
-def _batches(arguments: argparse.Namespace, device: torch.device) -> list[MicroBatch]:
+def batches_of(arguments: argparse.Namespace, device: torch.device) -> list[MicroBatch]:
     """The first micro-batches of a shuffled epoch of the synthetic corpus."""
     rows_in_all = min(20_000, 40 * arguments.steps * max(1, arguments.max_tokens // 60))
     with tempfile.TemporaryDirectory() as name:

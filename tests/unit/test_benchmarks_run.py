@@ -44,7 +44,6 @@ def test_the_loader_benchmark_loads_every_pair_and_compares_layouts_speed_and_re
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_memory_benchmark_samples_an_epoch_and_draws_it(tmp_path: Path) -> None:
     sizes = ["--pairs", "3000", "--lanes", "2", "--max-tokens", "1024", "--window-rows", "200", "--workers", "1"]
     printed, figures = run("loader_memory.py", tmp_path / "memory.json", *sizes, "--plot", str(tmp_path / "memory.png"))
@@ -87,6 +86,18 @@ def test_the_step_benchmark_compares_networks_of_one_size_and_judges_a_real_run(
     for (sample,) in figures["steps"].values():
         phases = sum(sample[phase] for phase in ("forward", "backward", "update"))
         assert 0 < phases <= sample["cpu_seconds"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_limits_sets_each_part_beside_its_limit(tmp_path: Path) -> None:
+    sizes = ["--preset", "tiny", "--vocabulary", "800", "--max-tokens", "512", "--steps", "1", "--sentences", "2"]
+    sizes += ["--checkpoint-size", "tiny", "--pairs", "1000", "--precisions", "fp32"]
+    printed, figures = run("limits.py", tmp_path / "limits.json", *sizes)
+    assert printed.count("| --- |") == 1
+    assert len(figures["limits"]) == 8
+    for (sample,) in figures["limits"].values():
+        assert sample["share"] == pytest.approx(sample["seconds_at_limit"] / sample["seconds"])
+        assert 0 < sample["share"] < 5  # more than 1 where the limit was measured in a worse moment
 
 
 @pytest.mark.slow
