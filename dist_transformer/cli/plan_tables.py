@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from dist_transformer.config.models import Config
+from dist_transformer.config.sizes import checkpoint_bytes
 from dist_transformer.planning.hardware import Hardware
-from dist_transformer.planning.memory import CHECKPOINT_BYTES, USABLE_SHARE
+from dist_transformer.planning.memory import USABLE_SHARE
 from dist_transformer.planning.plan import Row
 from dist_transformer.planning.step_time import FILLED_SHARE, MEAN_TOKENS
 from dist_transformer.planning.vocabularies import count_parameters
@@ -49,7 +50,7 @@ def as_values(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, 
     parameters = count_parameters(config)
     return {
         "parameters": parameters,
-        "checkpoint_bytes": CHECKPOINT_BYTES * parameters,
+        "checkpoint_bytes": checkpoint_bytes(parameters, config.training),
         "lanes": config.data.lanes,
         "max_steps": config.training.max_steps,
         "zero_stage": config.training.zero_stage,
@@ -96,7 +97,7 @@ def print_plan(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware,
     print(
         f"{config.run.name}: {parameters:,} parameters, {config.training.precision}, ZeRO {config.training.zero_stage}, "
         f"{config.data.lanes} lanes; {gpus_per_node} x {gpu} a node; a checkpoint is "
-        f"{_gigabytes(CHECKPOINT_BYTES * parameters)} GB"
+        f"{_gigabytes(checkpoint_bytes(parameters, config.training))} GB"
     )
     print_table(TIMES, [_time_cells(row, _fits(row, hardware)) for row in rows])
     print("memory of a GPU for each ZeRO stage, GB; of the CPU for each rank (offloaded state, copy for checkpoints)")

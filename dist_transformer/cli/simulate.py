@@ -72,7 +72,7 @@ def simulate_command(
         save_seconds,
         write_seconds,
         lane_spread,
-        limit_seconds=_limit_seconds(config.slurm),
+        limit_seconds=min(_limit_seconds(config.slurm), 3600 * (config.training.max_hours or math.inf)),
     )
     must_be_finite(**{name: value for name, value in vars(site).items() if name != "limit_seconds"})
     rows = [scale_row(config, count, ranks_per_node, hardware, site) for count in counts]

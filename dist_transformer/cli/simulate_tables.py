@@ -6,6 +6,7 @@ from typing import Any
 
 from dist_transformer.cli.plan_tables import print_sources, print_table
 from dist_transformer.config.models import Config
+from dist_transformer.config.slurm_models import LOST_ATTEMPTS
 from dist_transformer.durations import duration
 from dist_transformer.planning.failures import SLIGHT_LOSS
 from dist_transformer.planning.hardware import Hardware
@@ -125,21 +126,23 @@ def _remarks(config: Config, rows: Sequence[ScaleRow]) -> list[str]:
     """What to set for the run's own nodes, or the fewest, and what to look at."""
     row = next((row for row in rows if row.nodes == config.slurm.nodes), rows[0])
     interval, as_it_is = row.interval, config.checkpoints.every_steps
-    is_good = interval.least_steps <= as_it_is <= interval.most_steps
+    is_good = row.set_share >= row.kept_share - SLIGHT_LOSS
     advice = f"every_steps={as_it_is} is good" if is_good else f"set checkpoints.every_steps={interval.best_steps}"
     remarks = [
         f"checkpoints: for {_nodes(row.nodes)} {advice}; with {interval.least_steps} to {interval.most_steps} at most "
         f"{SLIGHT_LOSS:.1%} of the node-hours is lost beside the best, {interval.best_steps}"
+        if row.kept_share >= SLIGHT_LOSS
+        else f"checkpoints: on {_nodes(row.nodes)} no interval keeps anything: a job fails sooner than it starts and saves"
     ]
     if more := [row.nodes for row in rows if row.lanes > config.data.lanes]:
         remarks.append(
             f"from {_nodes(more[0])} on: more ranks than data.lanes={config.data.lanes}; counted with a lane for each "
             "rank, which is another recipe: larger steps, and fewer of them for the same tokens"
         )
-    patience = config.slurm.max_restarts_without_progress
+    patience = LOST_ATTEMPTS * config.slurm.max_restarts_without_progress + 1
     remarks += [
         f"{_nodes(row.nodes)}: {row.run.gave_up_share:.0%} of the simulated runs had {patience} attempts in a row without "
-        "a checkpoint, after which a job is given up (slurm.max_restarts_without_progress)"
+        f"a checkpoint, after which a job is given up ({LOST_ATTEMPTS} times slurm.max_restarts_without_progress)"
         for row in rows
         if row.run is not None and row.run.gave_up_share > MANY_GIVE_UP
     ]

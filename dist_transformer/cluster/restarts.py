@@ -23,14 +23,12 @@ from typing import Any
 
 from dist_transformer.cluster.bad_nodes import exclude, excluded_nodes, reasons_of_preflight
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.slurm_models import SlurmConfig
+from dist_transformer.config.slurm_models import LOST_ATTEMPTS, SlurmConfig
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError, UserError
 from dist_transformer.run_dir import RunDir, read_json, records_of, write_json
 
 EXIT_STOP = 3
 """Of `end`: the job is not to be requeued. Not 1, with which a failing Python ends."""
-LOST_ATTEMPTS = 4
-"""So many times max_restarts_without_progress attempts may end without a word (node failures, pre-emption)."""
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,14 @@ def offloaded_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -
     return round(parameters * (bytes_of_optimizer(training) + gradients + weights) / num_ranks)
 
 
+def checkpoint_bytes(parameters: int, training: TrainingConfig) -> int:
+    """Of the fp32 weights, Adam's two moments and the moving average: the same for every precision and ZeRO stage."""
+    return parameters * (16 if training.ema_decay is not None else 12)
+
+
 def snapshot_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
     """Bytes a rank holds in the CPU's memory for the copy that checkpoints are written from."""
-    return round(parameters * (12 + (4 if training.ema_decay is not None else 0)) / num_ranks)
+    return round(checkpoint_bytes(parameters, training) / num_ranks)
 
 
 def bytes_of_weight(training: TrainingConfig) -> int:

@@ -6,6 +6,9 @@ from pydantic import Field
 
 from dist_transformer.config.section import Number, PositiveInt, Section, Share, Text, Whole
 
+LOST_ATTEMPTS = 4
+"""So many times max_restarts_without_progress attempts may end without a word (node failures, pre-emption)."""
+
 
 class SlurmConfig(Section):
     """How `submit` asks Slurm for the job. What differs between sites lives in slurm/clusters/*.yaml."""

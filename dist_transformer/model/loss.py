@@ -48,8 +48,9 @@ def label_smoothed_cross_entropy(
     device_type = hidden_ND.device.type
     matmul_dtype = _matmul_dtype(hidden_ND.dtype, device_type)
     # Inside a Function gradients always seem off, so it is asked here whether anyone will want them.
-    needs_gradient = torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in (hidden_ND, weight_VD, bias_V) if tensor is not None
+    needs_gradient = tuple(
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+        for tensor in (hidden_ND, weight_VD, bias_V)
     )
     with torch.autocast(device_type, enabled=False):
         loss_sum, nll_sum = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -103,8 +104,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         label_smoothing: float,
         pad_id: int | None,
         matmul_dtype: torch.dtype,
-        needs_gradient: bool,
+        needs_gradient: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor]:
+        """`needs_gradient`: whether hidden states, weight and bias do."""
         wide = _wide_dtype(hidden_ND.dtype)
         real_R = (torch.ones_like(target_N) if pad_id is None else target_N != pad_id).nonzero().squeeze(1)
         hidden_RD, target_R = hidden_ND[real_R].to(matmul_dtype), target_N[real_R]
@@ -114,13 +116,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
         loss_sum, nll_sum = hidden_ND.new_zeros(2, dtype=wide).unbind()
         hidden_gradient_RD, done = torch.empty_like(hidden_RD, dtype=wide), 0
-        weight_gradient_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_gradient else None
-        bias_gradient_V = None if bias_V is None else torch.zeros_like(bias_V, dtype=wide)
+        _, needs_weight, needs_bias = needs_gradient
+        weight_gradient_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
+        bias_gradient_V = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and needs_bias else None
         for hidden_CD, target_C, logits_CV in _chunks(hidden_RD, target_R, multiplied_weight_VD, bias_V, wide):
             mean_logit_C = _mean_logits(hidden_CD, mean_weight_D, bias_V)
             chunk_loss, chunk_nll = _turn_into_probabilities(logits_CV, target_C, mean_logit_C, label_smoothing)
             loss_sum, nll_sum = loss_sum + chunk_loss, nll_sum + chunk_nll
-            if weight_gradient_VD is not None:
+            if any(needs_gradient):
                 logits_CV.scatter_add_(
                     1, target_C[:, None], logits_CV.new_full((len(target_C), 1), label_smoothing - 1)
                 )
@@ -130,11 +133,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 gradient_CV = gradient_CV.to(matmul_dtype)
                 _product_into(hidden_gradient_RD[done : done + len(target_C)], gradient_CV, multiplied_weight_VD)
                 done += len(target_C)
-                _add_product(weight_gradient_VD, gradient_CV.T, hidden_CD)
-        if weight_gradient_VD is not None:
+                if weight_gradient_VD is not None:
+                    _add_product(weight_gradient_VD, gradient_CV.T, hidden_CD)
+        if any(needs_gradient):
             share = label_smoothing * gradient_scale
             hidden_gradient_RD.sub_(mean_weight_D, alpha=share)
-            weight_gradient_VD.sub_(hidden_RD.sum(0, dtype=wide), alpha=share / len(weight_VD))
+            if weight_gradient_VD is not None:
+                weight_gradient_VD.sub_(hidden_RD.sum(0, dtype=wide), alpha=share / len(weight_VD))
             if bias_gradient_V is not None:
                 bias_gradient_V -= len(target_R) * label_smoothing / len(weight_VD)
             ctx.save_for_backward(hidden_gradient_RD, weight_gradient_VD, bias_gradient_V, real_R)
@@ -150,7 +155,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         factor = loss_gradient / ctx.gradient_scale
         hidden_gradient_ND = hidden_gradient_RD.new_zeros(ctx.hidden_shape, dtype=ctx.hidden_dtype)
         hidden_gradient_ND.index_copy_(0, real_R, (hidden_gradient_RD * factor).to(ctx.hidden_dtype))
-        weight_gradient_VD = (weight_gradient_VD * factor).to(ctx.weight_dtype)
+        if weight_gradient_VD is not None:
+            weight_gradient_VD = (weight_gradient_VD * factor).to(ctx.weight_dtype)
         if bias_gradient_V is not None:
             bias_gradient_V = (bias_gradient_V * loss_gradient).to(ctx.weight_dtype)
         return hidden_gradient_ND, weight_gradient_VD, bias_gradient_V, None, None, None, None, None
@@ -182,6 +188,8 @@ def _turn_into_probabilities(
     # The likeliest piece has at least 1 / V: its logarithm tells the normaliser without another pass of exponentials.
     log_normaliser_C = highest_C - logits_CV.amax(1).log()
     nll_C = log_normaliser_C - at_target_C
+    if not label_smoothing:  # the mean logit may be infinite
+        return nll_C.sum(), nll_C.sum()
     loss_C = (1 - label_smoothing) * nll_C + label_smoothing * (log_normaliser_C - mean_logit_C)
     return loss_C.sum(), nll_C.sum()
 

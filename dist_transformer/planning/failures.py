@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 
 MOST_ATTEMPTS = 2000
 """Of a simulated run: one that needs more is cut short, and its time taken in proportion."""
+MOST_ROUNDS = 5 * MOST_ATTEMPTS
+"""After so many the runs that are not done never will be: nearly every attempt of theirs makes no checkpoint."""
 SLIGHT_LOSS = 0.001
 """Of node-hours: what another interval than the best one may cost."""
 INTERVALS_LOOKED_AT = 400
@@ -96,14 +98,14 @@ def expected_attempt(conditions: Conditions, interval: float) -> Attempt:
         saves = math.floor(training / period)
         kept = all_saves * -math.expm1(-saves * period / mean) - saves * interval * at_end
         kept += at_end * (saves * interval + min(training - saves * period, interval))
-    fails = 1 - at_end
+    fails = -math.expm1(-conditions.end_seconds / mean)  # 1 - at_end, to the last digit where failures are rare
     held = fails * (mean + conditions.detect_seconds)
     return Attempt(kept, held, held + conditions.requeue_seconds)
 
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """In steps: the best one, and the shortest and longest that cost next to nothing more (SLIGHT_LOSS)."""
+    """In steps: the best one, and the shortest and longest around it up to which none costs more than SLIGHT_LOSS more."""
 
     least_steps: int
     best_steps: int
@@ -112,18 +114,24 @@ class SaveInterval:
 
 def best_interval(conditions: Conditions, step_seconds: float) -> SaveInterval:
     """By the closed form, which unlike Young's and Daly's knows the write, the limit and whole steps."""
-    longest = 30 * max(young_interval(conditions), conditions.write_seconds, step_seconds)
+    longest = max(
+        30 * max(young_interval(conditions), conditions.write_seconds, step_seconds),
+        conditions.between_failures_seconds,
+    )
     ratio = (longest / step_seconds) ** (1 / INTERVALS_LOOKED_AT)
     steps = sorted({round(ratio**power) for power in range(INTERVALS_LOOKED_AT + 1)})
     shares = {count: expected_attempt(conditions, count * step_seconds).kept_share for count in steps}
     best = max(steps, key=lambda count: shares[count])
-    good = [count for count in steps if shares[count] >= shares[best] - SLIGHT_LOSS]
-    return SaveInterval(good[0], best, good[-1])
+    is_bad = [shares[count] < shares[best] - SLIGHT_LOSS for count in steps]
+    at = steps.index(best)
+    below = next((n for n in range(at, -1, -1) if is_bad[n]), -1)
+    above = next((n for n in range(at, len(steps)) if is_bad[n]), len(steps))
+    return SaveInterval(steps[below + 1], best, steps[above - 1])
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of simulated runs.
+    """Of simulated runs. Times and attempts are infinite where runs come to no end.
 
     Attributes:
         kept_share: of all node-hours of all runs, spent on training that stayed.
@@ -157,7 +165,9 @@ def simulated_runs(
     cut = max(1.0, work_seconds / (MOST_ATTEMPTS * expected))
     left = np.full(num_runs, work_seconds / cut)
     held, wall, attempts, barren, gave_up = (np.zeros(num_runs) for _ in range(5))
-    while (open_runs := np.flatnonzero(left > 0)).size:
+    for _ in range(MOST_ROUNDS):
+        if not (open_runs := np.flatnonzero(left > 0)).size:
+            break
         life = generator.exponential(conditions.between_failures_seconds, open_runs.size)
         kept, seconds, failed = simulated_attempts(conditions, interval, left[open_runs], life)
         seconds += np.where(failed, conditions.detect_seconds, 0.0)
@@ -167,10 +177,12 @@ def simulated_runs(
         attempts[open_runs] += 1
         barren[open_runs] = np.where(kept > 0, 0, barren[open_runs] + 1)
         gave_up = np.maximum(gave_up, barren >= patience)
+    if left.any():
+        wall = attempts = np.full(num_runs, math.inf)
     return Outcome(
-        kept_share=float(work_seconds / cut * num_runs / held.sum()),
+        kept_share=float(max(0.0, work_seconds / cut * num_runs - left.sum()) / held.sum()),
         wall_seconds=float(wall.mean()) * cut,
-        late_seconds=float(np.quantile(wall, 0.9)) * cut,
+        late_seconds=float(wall.max() if left.any() else np.quantile(wall, 0.9)) * cut,
         attempts=float(attempts.mean()) * cut,
         gave_up_share=float(gave_up.mean()),
     )

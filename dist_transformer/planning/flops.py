@@ -79,12 +79,15 @@ def model_flops(
 
 
 def published_flops(device_name: str, precision: str) -> float | None:
-    """Per second, dense, of the data sheet; None for a device or precision that the table of GPUs does not have.
+    """Per second, dense, of the data sheet; None for a device or precision that the table of GPUs does not have, and for
+    a slice of one (MIG).
 
     fp32 is that of fp32 arithmetic: training does not round to TF32.
     """
     kind = next((kind for pattern, kind in _KINDS.items() if re.search(pattern, device_name)), None)
-    if kind is None or (precision == "bf16" and kind.startswith("v100")):  # which has no bf16 units
+    if (
+        kind is None or re.search(r"\bMIG\b", device_name) or (precision == "bf16" and kind.startswith("v100"))
+    ):  # which has no bf16 units
         return None
     gpu = HARDWARE[kind]
     return (gpu.single_tflops if precision == "fp32" else gpu.half_tflops).value * 1e12

@@ -22,8 +22,6 @@ USABLE_SHARE = 0.9
 """Of a GPU's memory, as training/memory.py has it: the rest is for communication and what fragmentation loses."""
 LIVE_AT_ONCE, FETCHED_AT_ONCE = 10**9, 5 * 10**7
 """Weights, in elements, that stage 3 keeps gathered, and gathers with one collective: DeepSpeed's own."""
-CHECKPOINT_BYTES = 12
-"""Of a parameter, in a checkpoint: fp32 weight and both moments."""
 AUTO_MAX_TOKENS, AUTO_MULTIPLE_TOKENS = 65_536, 256
 """Of `data.max_tokens: auto`, as training/largest_batch.py has them."""
 
@@ -197,12 +195,11 @@ def remedy(config: Config, num_ranks: int, memory_gb: float) -> str:
     for change in [*([one] for one in changes), changes]:
         changed = _changed(config, change)
         if memory_of_rank(changed, num_ranks).peak_bytes <= usable:
-            return f"it fits with {' '.join(f'training.{key}={_shown(value)}' for one in change for key, value in one)}"
+            return f"it fits with {_settings(change)}"
     if tokens := most_tokens(config, num_ranks, usable):
         return f"it fits with data.max_tokens={tokens}"
     if tokens := most_tokens(_changed(config, changes), num_ranks, usable):
-        settings = " ".join(f"training.{key}={_shown(value)}" for one in changes for key, value in one)
-        return f"it fits with {settings} data.max_tokens={tokens}"
+        return f"it fits with {_settings(changes)} data.max_tokens={tokens}"
     return "no setting makes it fit: take a smaller model or GPUs of more memory"
 
 
@@ -226,9 +223,16 @@ def _is_more(training: TrainingConfig, change: Change) -> bool:
 
 
 def _changed(config: Config, changes: list[Change]) -> Config:
+    return config.model_copy(update={"training": config.training.model_copy(update=_merged(changes))})
+
+
+def _settings(changes: list[Change]) -> str:
+    return " ".join(f"training.{key}={_shown(value)}" for key, value in _merged(changes).items())
+
+
+def _merged(changes: list[Change]) -> dict[str, object]:
     """Later changes over earlier ones."""
-    update = {key: value for change in changes for key, value in change}
-    return config.model_copy(update={"training": config.training.model_copy(update=update)})
+    return {key: value for change in changes for key, value in change}
 
 
 def _shown(value: object) -> str:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dist_transformer.config.models import Config
+from dist_transformer.config.sizes import checkpoint_bytes
+from dist_transformer.config.slurm_models import LOST_ATTEMPTS
 from dist_transformer.planning.failures import (
     Conditions,
     Outcome,
@@ -25,7 +27,6 @@ from dist_transformer.planning.failures import (
     young_interval,
 )
 from dist_transformer.planning.hardware import Hardware
-from dist_transformer.planning.memory import CHECKPOINT_BYTES
 from dist_transformer.planning.plan import settled
 from dist_transformer.planning.step_time import StepTime, step_time
 from dist_transformer.planning.vocabularies import count_parameters
@@ -103,7 +104,7 @@ def scale_row(config: Config, nodes: int, ranks_per_node: int, hardware: Hardwar
     stragglers = straggler_factor(num_ranks, alone.micro_batches, site.lane_spread)
     time = replace(alone, compute_seconds=alone.compute_seconds * stragglers)
     efficiency = alone.compute_seconds * (1 - alone.idle_share) / time.seconds
-    conditions = conditions_of(site, nodes, num_ranks, count_parameters(config))
+    conditions = conditions_of(site, nodes, num_ranks, checkpoint_bytes(count_parameters(config), config.training))
     interval = best_interval(conditions, time.seconds)
     best = expected_attempt(conditions, interval.best_steps * time.seconds)
     as_set = expected_attempt(conditions, config.checkpoints.every_steps * time.seconds)
@@ -111,7 +112,7 @@ def scale_row(config: Config, nodes: int, ranks_per_node: int, hardware: Hardwar
     # As many tokens as the run was to see: fewer steps where its steps became larger.
     work = None if steps is None else max(1.0, steps * tokens / lanes) * time.seconds
     generator = np.random.default_rng(nodes)
-    patience = config.slurm.max_restarts_without_progress
+    patience = LOST_ATTEMPTS * config.slurm.max_restarts_without_progress + 1
 
     def simulated(seconds: float) -> Outcome:
         every = interval.best_steps * time.seconds
@@ -137,9 +138,9 @@ def scale_row(config: Config, nodes: int, ranks_per_node: int, hardware: Hardwar
     )
 
 
-def conditions_of(site: Site, nodes: int, num_ranks: int, parameters: int) -> Conditions:
-    """Of a job on so many nodes; each rank copies and writes its part of a checkpoint."""
-    gigabytes = CHECKPOINT_BYTES * parameters / 1e9
+def conditions_of(site: Site, nodes: int, num_ranks: int, num_bytes: int) -> Conditions:
+    """Of a job on so many nodes; each rank copies and writes its part of a checkpoint of so many bytes."""
+    gigabytes = num_bytes / 1e9
     save, write = site.save_seconds, site.write_seconds
     return Conditions(
         between_failures_seconds=site.node_hours_between_failures * 3600 / nodes,

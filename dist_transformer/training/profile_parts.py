@@ -93,7 +93,9 @@ class _Place:
         return f"{self.direction}: {self.part}" if self.part in (*SUB_LAYERS, REST) else self.part
 
     def within(self, name: str) -> "_Place":
-        """Inside of our range of this name."""
+        """Inside of our range of this name. A validation's own forward pass and decoding are a part of the validation."""
+        if self.part in (VALIDATION, CHECKPOINT, TRACKING) and name != COMMUNICATION:
+            return self
         if name in (FORWARD, BACKWARD):
             return _Place(name, REST)
         # A layer that is computed again in the backward pass is a part of that pass.

@@ -86,6 +86,26 @@ def test_loss_and_gradients_with_a_bias_equal_cross_entropy(
     assert hits == (logits.argmax(1) == target)[target != PAD].sum()
 
 
+def test_without_smoothing_a_piece_may_be_impossible() -> None:
+    hidden, weight, target = inputs()
+    bias = torch.zeros(VOCABULARY, dtype=torch.float64)
+    bias[3] = -torch.inf
+    target[target == 3] = 4
+    ours, nll = label_smoothed_cross_entropy(hidden, weight, target, 0.0, PAD, bias)
+    theirs = F.cross_entropy(hidden @ weight.T + bias, target, ignore_index=PAD, reduction="sum")
+    torch.testing.assert_close((ours, nll), (theirs, theirs.detach()))
+    torch.testing.assert_close(gradients(ours, hidden, weight), gradients(theirs, hidden, weight))
+
+
+def test_a_frozen_matrix_costs_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden, weight, target = inputs()
+    trained, _ = label_smoothed_cross_entropy(hidden, weight, target, 0.1, PAD)
+    expected, _ = gradients(trained, hidden, weight)
+    monkeypatch.setattr(loss_module, "_add_product", None)
+    frozen, _ = label_smoothed_cross_entropy(hidden, weight.detach(), target, 0.1, PAD)
+    assert torch.equal(torch.autograd.grad(frozen, hidden)[0], expected)
+
+
 def test_a_batch_of_padding_alone_has_no_loss_and_no_gradient() -> None:
     hidden, weight, target = inputs()
     ours, nll = label_smoothed_cross_entropy(hidden, weight, torch.full_like(target, PAD), 0.1, PAD)

@@ -1,5 +1,6 @@
 """Failures: Young's and Daly's published formulas, the closed form against simulated runs, properties of both."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -110,6 +111,23 @@ def test_a_job_that_fails_before_its_first_checkpoint_never_ends_and_is_given_up
     assert simulate(replace(BUSY, limit_seconds=50), 600, work=1e6).kept_share == 0
 
 
+def test_runs_whose_attempts_hardly_ever_make_a_checkpoint_are_not_played_to_their_end():
+    conditions = Conditions(35.0, 300, 120, 900, 0.05, 1.3, 86_220)
+    found = simulate(conditions, 60, 200 * expected_attempt(conditions, 60).kept, runs=50)
+    assert (found.wall_seconds, found.late_seconds, found.attempts, found.gave_up_share) == (*[math.inf] * 3, 1)
+    assert 0 <= found.kept_share < 1e-6
+
+
+@pytest.mark.parametrize("limit", [math.inf, 24 * HOUR])
+def test_the_rarer_failures_are_the_more_is_kept_up_to_all_but_saves_and_restarts(limit):
+    conditions = replace(BUSY, limit_seconds=limit)
+    means = [10.0**power for power in range(4, 31)]
+    shares = [expected_attempt(replace(conditions, between_failures_seconds=mean), 600).kept_share for mean in means]
+    assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(shares))
+    never = 600 / (600 + 2) if math.isinf(limit) else shares[means.index(1e12)]
+    assert shares[-1] == pytest.approx(never, rel=1e-6)
+
+
 def test_late_runs_are_later_than_the_mean_and_three_bad_attempts_in_a_row_are_counted():
     conditions = replace(BUSY, between_failures_seconds=1000.0)
     found = simulate(conditions, 600, work=1e5, runs=400)
@@ -130,6 +148,20 @@ def test_no_other_interval_keeps_more_than_the_best(mean, write):
     for steps in (found.least_steps, found.most_steps):
         assert best - SLIGHT_LOSS <= expected_attempt(conditions, steps * 0.5).kept_share
     assert expected_attempt(conditions, 1.2 * found.most_steps * 0.5).kept_share < best - SLIGHT_LOSS
+
+
+def test_every_interval_between_the_shortest_and_the_longest_good_one_is_good():
+    conditions = Conditions(3 * HOUR, 300, 120, 600, 120, 600, 4 * HOUR)
+    found = best_interval(conditions, 1.0)
+    assert found.least_steps <= found.best_steps <= found.most_steps
+    best = expected_attempt(conditions, found.best_steps).kept_share
+    for steps in range(found.least_steps, found.most_steps + 1):
+        assert expected_attempt(conditions, steps).kept_share >= best - 1.5 * SLIGHT_LOSS
+
+
+def test_where_saves_cost_nothing_long_intervals_are_as_good_as_failures_are_rare():
+    conditions = Conditions(800 * HOUR, 300, 120, 60, 0, 0)
+    assert best_interval(conditions, 0.5).most_steps > 0.9 * 2 * SLIGHT_LOSS * 800 * HOUR / 0.5
 
 
 def test_where_saves_are_the_only_cost_the_best_interval_is_dalys():

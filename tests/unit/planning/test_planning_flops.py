@@ -79,6 +79,9 @@ def test_gpus_of_the_table_have_their_data_sheets_peak(name, precision, tera):
         ("NVIDIA GH200 480GB", "bf16"),
         ("Tesla V100-PCIE-16GB", "fp16"),
         ("Tesla V100-SXM2-32GB", "bf16"),  # which has no units for it
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "fp16"),  # slices of a GPU
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16"),
+        ("NVIDIA H200 MIG 1g.18gb", "fp16"),
         ("cpu", "fp32"),
     ],
 )

@@ -4,6 +4,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -254,6 +255,8 @@ def test_a_run_that_does_not_fit_is_told_a_change_with_which_it_does(memory_gb):
     assert f"of the GPU's {memory_gb:g} GB" in problem
     assert "it fits with" in problem
     changed = config.model_dump()
+    keys = re.findall(r"\S+(?==)", problem.split("it fits with ")[1])
+    assert len(keys) == len(set(keys))
     for setting in problem.split("it fits with ")[1].split():
         key, _, value = setting.partition("=")
         section, _, name = key.partition(".")

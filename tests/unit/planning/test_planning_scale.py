@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -87,7 +88,7 @@ def test_more_ranks_than_lanes_make_larger_steps_and_fewer_of_them():
 
 
 def test_each_rank_copies_its_part_of_a_checkpoint_unless_seconds_are_given():
-    few, many = (conditions_of(SITE, 1, ranks, 10**9) for ranks in (1, 100))
+    few, many = (conditions_of(SITE, 1, ranks, 12 * 10**9) for ranks in (1, 100))
     assert few.save_seconds == pytest.approx(12 / COPY_GB_PER_SECOND)
     assert many.save_seconds == pytest.approx(few.save_seconds / 100)
     assert few.write_seconds == pytest.approx(12 / 0.2)
@@ -150,7 +151,36 @@ def test_the_tables_have_a_line_for_each_number_of_nodes_and_say_what_to_set(yam
 
 def test_a_job_that_will_be_given_up_is_said_to_be(yaml_file):
     hopeless = simulate(yaml_file, "--nodes", "1", "--node-hours-between-failures", "0.05", "--write-seconds", "300")
-    assert "1 node: 100% of the simulated runs had 3 attempts in a row without a checkpoint" in hopeless.stdout
+    said = re.search(
+        r"1 node: (\d+)% of the simulated runs had 13 attempts in a row without a checkpoint", hopeless.stdout
+    )
+    assert said is not None
+    assert int(said[1]) > 90
+    assert "given up (4 times slurm.max_restarts_without_progress)" in hopeless.stdout
+
+
+def test_where_nothing_is_kept_no_interval_is_called_good(yaml_file):
+    said = simulate(yaml_file, "--nodes", "1", "--node-hours-between-failures", "0.03", "--write-seconds", "700").stdout
+    assert "checkpoints: on 1 node no interval keeps anything" in said
+    assert "is good" not in said
+
+
+def test_an_interval_that_costs_next_to_nothing_is_good_however_free_saves_are(yaml_file):
+    free = ["--nodes", "1", "--save-seconds", "0", "--write-seconds", "0", "checkpoints.every_steps=600"]
+    assert "every_steps=600 is good" in simulate(yaml_file, *free).stdout
+
+
+def test_failures_may_be_as_rare_as_never(yaml_file):
+    assert simulate(yaml_file, "--nodes", "1", "--node-hours-between-failures", "1e18").exit_code == 0
+
+
+def test_the_hours_that_an_attempt_may_train_are_a_limit_too(yaml_file):
+    given = ["--nodes", "1", "--restart-seconds", "1800", "--json"]
+    hours, limit = (
+        json.loads(simulate(yaml_file, *given, setting).stdout)["simulations"][0]["kept_share"]
+        for setting in ("training.max_hours=4", "slurm.time_limit='04:03:00'")
+    )
+    assert hours == limit
 
 
 def test_a_limit_that_leaves_no_time_or_is_none_is_refused(yaml_file):

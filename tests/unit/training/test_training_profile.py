@@ -16,7 +16,7 @@ from dist_transformer.model import transformer
 from dist_transformer.planning.flops import ModelFlops
 from dist_transformer.training import profiling as profiling_module
 from dist_transformer.training.engine import Engine
-from dist_transformer.training.profile_parts import BACKWARD_NODE, PREFIX, Span, account
+from dist_transformer.training.profile_parts import BACKWARD_NODE, PARTS, PREFIX, Span, account
 from dist_transformer.training.profile_table import RankProfile, summary_of
 from dist_transformer.training.profiling import PLAIN_STEPS, PROFILED_STEPS, WARM_UP_STEPS, Job, Watched, profiling
 from dist_transformer.training.utilisation import Peak
@@ -79,6 +79,18 @@ def test_a_layer_that_is_computed_again_is_a_part_of_the_backward_pass():
     found = account([*STEP, *again])
     assert found.parts["backward: attention"].operators == 100 + 30
     assert found.parts["forward: attention"].operators == 70
+
+
+def test_what_a_validation_computes_is_a_part_of_it_alone():
+    inside = [
+        ours("validation", 910, 990), ours("forward", 915, 950), ours("attention", 920, 940),
+        operator("aten::linear", 922, 938), ours("attention", 955, 985), operator("aten::mm", 960, 980),
+    ]  # fmt: skip
+    found = account([*STEP, *inside])
+    assert (found.parts["validation"].operators, found.parts["validation"].between) == (16 + 20, 80 - 36)
+    assert found.parts["forward: attention"].operators == 70
+    assert set(found.parts) <= set(PARTS)
+    assert found.microseconds == 1000
 
 
 def test_kernels_of_a_gpu_count_where_they_were_started_also_by_the_thread_of_the_backward_pass():
