@@ -12,66 +12,27 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import FrameType
-from typing import NoReturn
 
+from dist_transformer.child_processes import Forked, Process, Signals, forwarding_signals, holding_signals, kill
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
+from dist_transformer.stop_request import LAUNCHER_VARIABLE, STARTED_VARIABLE
 
 GRACE_SECONDS = 30.0
 """After the first failure, the time for the other ranks to notice it, write their logs and leave."""
 
-_FORWARDED_AS = {
-    signal.SIGUSR1: signal.SIGUSR1,
-    signal.SIGUSR2: signal.SIGUSR2,
-    signal.SIGTERM: signal.SIGTERM,
-    signal.SIGINT: signal.SIGINT,
-    # A closed terminal; the ranks, in sessions of their own, would not hear of it.
-    signal.SIGHUP: signal.SIGTERM,
-}
-
-
-class Forked:
-    """A process forked from this one, which runs `work` and ends as a program does, with its SystemExit for an exit code.
-
-    It has a session of its own. To be used as a `subprocess.Popen`, with `poll` for the main thread alone.
-    """
-
-    def __init__(self, work: Callable[[], object]) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            _work_and_leave(work)
-
-    def poll(self) -> int | None:
-        """The exit code, -N after signal N; None while it runs."""
-        with suppress(ChildProcessError):  # a signal's handler has asked meanwhile
-            pid, status = (0, 0) if self.returncode is not None else os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self) -> None:
-        """Until it has ended. Its number stays its own until `poll`: a signal can reach no other process."""
-        with suppress(ChildProcessError):  # it was polled
-            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-
-Process = subprocess.Popen[bytes] | Forked
-
 
 def start_local_ranks(
-    arguments: list[str], num_ranks: int, *, program: Sequence[str] = (), grace_seconds: float = GRACE_SECONDS
+    arguments: list[str],
+    num_ranks: int,
+    *,
+    program: Sequence[str] = (),
+    grace_seconds: float = GRACE_SECONDS,
+    signals: Signals | None = None,
+    are_held: bool = False,
+    leave_together: bool = False,
 ) -> int:
     """Runs `train ARGUMENTS` as `num_ranks` processes and waits for all of them.
 
@@ -79,27 +40,34 @@ def start_local_ranks(
     have `grace_seconds` to leave, then they are killed. Call it in the main thread.
 
     Args:
-        program: what to run instead of this package, for tests.
+        program: what to run instead of this package.
+        signals: of `forwarding_signals`, where that was called before; none: called here.
+        are_held: signals wait until a rank asks for them (`StopRequest.listen`); else they end one that does not yet.
+        leave_together: ranks wait for each other at their end, so that one which stays after another hangs.
 
     Returns:
         The exit code of the first rank that failed (1 if a signal ended it), else that of rank 0.
     """
     command = [*(program or (sys.executable, "-m", "dist_transformer", "train")), *arguments]
 
-    def start(ranks: list[Process], environment: dict[str, str], came: list[int]) -> None:
-        heard = len(came)
-        # A session of its own: Ctrl-C would else reach it from the terminal too, and count twice.
-        process = subprocess.Popen(command, env=environment, start_new_session=True)
-        with _holding_signals():
-            ranks.append(process)
-            for number in came[heard:]:  # while it was started, and forwarded to those before it only
-                process.send_signal(_FORWARDED_AS[signal.Signals(number)])
+    with nullcontext(signals) if signals else forwarding_signals() as passed_on:
+        of_launcher = {LAUNCHER_VARIABLE: str(os.getpid()), STARTED_VARIABLE: str(passed_on.started)}
 
-    return _run(start, num_ranks, grace_seconds)
+        def start(environment: dict[str, str]) -> Process:
+            # A session of its own: Ctrl-C would else reach it from the terminal too, and count twice.
+            return subprocess.Popen(command, env={**environment, **of_launcher}, start_new_session=True)
+
+        return _run(start, num_ranks, passed_on, are_held, grace_seconds, leave_together)
 
 
-def fork_local_ranks(work: Callable[[], object], num_ranks: int, *, grace_seconds: float = GRACE_SECONDS) -> int:
-    """As `start_local_ranks`, with ranks forked from this process: see `may_fork`.
+def fork_local_ranks(
+    work: Callable[[], object],
+    num_ranks: int,
+    *,
+    grace_seconds: float = GRACE_SECONDS,
+    signals: Signals | None = None,
+) -> int:
+    """As `start_local_ranks`, with ranks that leave together, forked from this process: see `may_fork`.
 
     Args:
         work: of each rank, in its own environment. Stop signals wait for its `StopRequest.listen`.
@@ -109,29 +77,28 @@ def fork_local_ranks(work: Callable[[], object], num_ranks: int, *, grace_second
         os.environ.update(environment)
         work()
 
-    def start(ranks: list[Process], environment: dict[str, str], _came: list[int]) -> None:
-        _fork(ranks, partial(rank, environment))
+    def start(environment: dict[str, str]) -> Process:
+        return Forked(partial(rank, environment))
 
-    return _run(start, num_ranks, grace_seconds)
+    with nullcontext(signals) if signals else forwarding_signals() as passed_on:
+        return _run(start, num_ranks, passed_on, True, grace_seconds, True)
 
 
-def fork_and_wait(work: Callable[[], object], meanwhile: Callable[[], None]) -> int:
+def fork_and_wait(work: Callable[[], object], meanwhile: Callable[[], None], signals: Signals) -> int:
     """Runs `work` in a process forked from this one, and `meanwhile` in this one; the exit code of `work`.
 
     Signals reach `work` as they do ranks. EXIT_REQUEUE where one came and it ended well all the same.
     """
-    processes: list[Process] = []
-    with _forwarding_signals(processes) as heard:
-        try:
-            _fork(processes, work)
-            meanwhile()
-            processes[0].wait()
-            code = processes[0].poll()
-        finally:
-            _kill(processes)
-    if code is None or code < 0:
-        return EXIT_FAILED if code is None else _named_failure("the process that prepares the corpus", code)
-    if heard and code == EXIT_DONE:
+    with _ended_at_the_end(signals):
+        signals.add(partial(Forked, work), is_held=True)
+        meanwhile()
+        [process] = signals.processes
+        process.wait()
+        code = process.poll()
+    assert code is not None
+    if code < 0:
+        return _named_failure("the process that prepares the corpus", code)
+    if signals.came and code == EXIT_DONE:
         print("stopped before the first step; the same command goes on", file=sys.stderr, flush=True)
         return EXIT_REQUEUE
     return code
@@ -165,54 +132,33 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     }
 
 
-def _fork(processes: list[Process], work: Callable[[], object]) -> None:
-    """Signals wait until it is among the processes that get them."""
-    with _holding_signals():
-        processes.append(Forked(work))
+def _run(
+    start: Callable[[dict[str, str]], Process],
+    num_ranks: int,
+    signals: Signals,
+    are_held: bool,
+    grace_seconds: float,
+    leave_together: bool,
+) -> int:
+    port = _free_port()
+    with _ended_at_the_end(signals):
+        for rank in range(num_ranks):
+            signals.add(partial(start, rank_environment(rank, num_ranks, port)), are_held)
+        return _wait_for_all(signals.processes, grace_seconds, leave_together)
 
 
 @contextmanager
-def _holding_signals() -> Iterator[None]:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED_AS)
+def _ended_at_the_end(signals: Signals) -> Iterator[None]:
+    """No process of these lives on; those after them get signals of their own."""
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        kill(signals.processes)
+        with holding_signals():
+            signals.processes = []
 
 
-def _run(
-    start: Callable[[list[Process], dict[str, str], list[int]], None], num_ranks: int, grace_seconds: float
-) -> int:
-    ranks: list[Process] = []
-    port = _free_port()
-    with _forwarding_signals(ranks) as came:
-        try:
-            for rank in range(num_ranks):
-                start(ranks, rank_environment(rank, num_ranks, port), came)
-            return _wait_for_all(ranks, grace_seconds)
-        finally:
-            _kill(ranks)
-
-
-def _work_and_leave(work: Callable[[], object]) -> NoReturn:
-    """Nothing of the process that it was forked from may run on in it: no `finally`, no end of its `with`s."""
-    code = EXIT_FAILED
-    try:
-        os.setsid()  # Ctrl-C would else reach it from the terminal too, and count twice
-        work()
-        code = EXIT_DONE
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else EXIT_DONE if end.code is None else EXIT_FAILED
-    except BaseException:  # noqa: BLE001  (what the interpreter does with one at its end)
-        traceback.print_exc()
-    finally:
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(code)
-
-
-def _wait_for_all(ranks: list[Process], grace_seconds: float) -> int:
+def _wait_for_all(ranks: list[Process], grace_seconds: float, leave_together: bool) -> int:
     ended: queue.Queue[int] = queue.Queue()
     for rank, process in enumerate(ranks):
         threading.Thread(target=_report_end, args=(rank, process, ended), daemon=True).start()
@@ -220,12 +166,23 @@ def _wait_for_all(ranks: list[Process], grace_seconds: float) -> int:
     first_failure: int | None = None
     deadline: float | None = None
     for _ in ranks:
-        rank = _next_to_end(ended, deadline, ranks)
+        rank, was_killed = _next_to_end(ended, deadline, ranks)
         code = ranks[rank].poll()
         assert code is not None
         codes[rank] = code
-        if code not in (EXIT_DONE, EXIT_REQUEUE) and first_failure is None:
+        if first_failure is not None:
+            continue
+        if was_killed:  # nobody has failed: what it was to do, it had done before it let the others go
+            print(
+                f"rank {rank} still ran {grace_seconds:g} s after another had ended; killed",
+                file=sys.stderr,
+                flush=True,
+            )
+            codes[rank] = EXIT_FAILED
+        elif code not in (EXIT_DONE, EXIT_REQUEUE):
             first_failure = _named_failure(f"rank {rank}", code)
+            deadline = time.monotonic() + grace_seconds
+        elif leave_together and deadline is None:
             deadline = time.monotonic() + grace_seconds
     return codes[0] if first_failure is None else first_failure
 
@@ -235,13 +192,14 @@ def _report_end(rank: int, process: Process, ended: queue.Queue[int]) -> None:
     ended.put(rank)
 
 
-def _next_to_end(ended: queue.Queue[int], deadline: float | None, ranks: list[Process]) -> int:
+def _next_to_end(ended: queue.Queue[int], deadline: float | None, ranks: list[Process]) -> tuple[int, bool]:
+    """Its number, and whether it had to be killed."""
     if deadline is not None:
         try:
-            return ended.get(timeout=max(0.0, deadline - time.monotonic()))
+            return ended.get(timeout=max(0.0, deadline - time.monotonic())), False
         except queue.Empty:
-            _kill(ranks)
-    return ended.get()
+            kill(ranks)
+    return ended.get(), deadline is not None
 
 
 def _named_failure(who: str, code: int) -> int:
@@ -249,34 +207,6 @@ def _named_failure(who: str, code: int) -> int:
         print(f"{who} was ended by signal {signal.Signals(-code).name}", file=sys.stderr, flush=True)
         return EXIT_FAILED
     return code
-
-
-def _kill(ranks: list[Process]) -> None:
-    """Ends the ranks that still run, their loader processes included."""
-    for process in ranks:
-        if process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-
-@contextmanager
-def _forwarding_signals(ranks: list[Process]) -> Iterator[list[int]]:
-    """Gives the signals that have come."""
-    came: list[int] = []
-
-    def forward(number: int, frame: FrameType | None) -> None:
-        came.append(number)
-        for process in ranks:
-            process.send_signal(_FORWARDED_AS[signal.Signals(number)])
-
-    # One that is ignored (HUP under nohup) stays ignored.
-    heard = [number for number in _FORWARDED_AS if signal.getsignal(number) != signal.SIG_IGN]
-    previous = {number: signal.signal(number, forward) for number in heard}
-    try:
-        yield came
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 def _free_port() -> int:

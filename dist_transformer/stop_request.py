@@ -4,22 +4,34 @@ Handlers only note the request: saving inside a handler can tear a file or deadl
 signals to every process of a job step, so helper processes ignore them and leave the answer to the training process.
 """
 
+import ctypes
 import math
 import multiprocessing.forkserver
+import multiprocessing.process
+import multiprocessing.resource_tracker
 import os
 import select
+import shutil
 import signal
+import sys
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from dist_transformer.errors import EXIT_FAILED
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 END_TIME_VARIABLE = "DIST_TRANSFORMER_END_TIME"
 """Unix seconds at which to save, because the Slurm job ends soon; set by launch/slurm_task.sh."""
+STARTED_VARIABLE = "DIST_TRANSFORMER_STARTED"
+"""Unix seconds of the start of the command that started this process as one of its ranks."""
+LAUNCHER_VARIABLE = "DIST_TRANSFORMER_LAUNCHER"
+"""The process that started this one as one of its ranks, and passes its signals on."""
+PR_SET_PDEATHSIG = 1
+"""Of prctl(2)."""
 
 
 class StopRequest:
@@ -38,8 +50,8 @@ class StopRequest:
     def __init__(
         self, repeat_seconds: tuple[float, float] = (0.5, 10.0), answer: str = "saving at the end of this step"
     ) -> None:
-        self.started = time.time()
-        """Unix seconds of the start of this process, as far as it matters for time limits."""
+        self.started = float(os.environ.get(STARTED_VARIABLE) or time.time())
+        """Unix seconds of the start of this command, as far as it matters for time limits."""
         self._repeat_seconds = repeat_seconds
         self._answer = answer
         self._signal: signal.Signals | None = None
@@ -50,13 +62,10 @@ class StopRequest:
     def listen(self) -> None:
         """Installs the handlers; call in the main thread, as early as possible. A SIGHUP that nohup ignores stays so.
 
-        The process that loader workers are forked from is started first, with the signals ignored: they inherit that.
-        Signals that a launcher has held back until now are heard.
+        The process that loader workers are forked from is started while the signals are held back: it never gets any.
+        Those that a launcher has held back until now are heard, and the end of that launcher is a SIGUSR2.
         """
         is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        held_back = signal.sigpending() & set(STOP_SIGNALS)
-        ignore_stop_signals()
-        multiprocessing.forkserver.ensure_running()
         reader, writer = os.pipe()
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
@@ -64,9 +73,15 @@ class StopRequest:
         for number in STOP_SIGNALS:
             if number != signal.SIGHUP or not is_ignored:
                 signal.signal(number, self._note)
+        if launcher := os.environ.pop(LAUNCHER_VARIABLE, None):
+            _hear_of_the_end_of(int(launcher))
+        for start_helper in (
+            multiprocessing.resource_tracker.ensure_running,
+            multiprocessing.forkserver.ensure_running,
+        ):
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # each time: the first lets some through at its end
+            start_helper()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        for number in held_back:
-            signal.raise_signal(number)
         if (end := _end_time(os.environ.get(END_TIME_VARIABLE, ""))) is not None:
             self.end_at(end, "end of the Slurm job")
 
@@ -115,6 +130,14 @@ class StopRequest:
             _say(f"{name}: {self._answer}; the same signal again within {longest:g} seconds ends at once")
 
 
+def leave(code: int) -> NoReturn:
+    """Ends this process at once, whatever hangs in it: all that is to be kept has been written and closed."""
+    folder = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+    if folder is not None:  # of the sockets that helpers are asked through; Python's own end would remove it
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(code)
+
+
 def ignore_stop_signals() -> None:
     """For loader workers and other helpers: the training process decides when they end."""
     for number in STOP_SIGNALS:
@@ -131,6 +154,14 @@ def end_with_parent() -> None:
         os._exit(EXIT_FAILED)
 
     threading.Thread(target=end, daemon=True).start()
+
+
+def _hear_of_the_end_of(launcher: int) -> None:
+    """Linux only: elsewhere ranks outlive a launcher that is killed, until they miss each other."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR2)
+        if os.getppid() != launcher:  # it ended before
+            signal.raise_signal(signal.SIGUSR2)
 
 
 def _say(line: str) -> None:

@@ -10,15 +10,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
+from dist_transformer.child_processes import Signals
 from dist_transformer.errors import EXIT_DONE
-from dist_transformer.launching import fork_and_wait, fork_local_ranks, may_fork, start_local_ranks, threads_per_rank
+from dist_transformer.launching import (
+    fork_and_wait,
+    fork_local_ranks,
+    may_fork,
+    start_local_ranks,
+    threads_per_rank,
+)
 
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Of NVIDIA, AMD and Windows' Linux. To ask torch for a GPU can be the beginning of its use."""
 
 
 def run_local_ranks(
-    prepare: Callable[[], object], train: Callable[[], object], arguments: list[str], num_ranks: int
+    prepare: Callable[[], object], train: Callable[[], object], arguments: list[str], num_ranks: int, signals: Signals
 ) -> int:
     """Prepares the corpus in a process of its own, then trains on `num_ranks` ranks; the exit code.
 
@@ -29,12 +36,13 @@ def run_local_ranks(
         arguments: of `train`, for ranks that are no forks.
     """
     has_no_gpu = not any(map(os.path.exists, GPU_DEVICES))
-    code = fork_and_wait(prepare, partial(_import_training, num_ranks) if has_no_gpu else lambda: None)
+    meanwhile = partial(_import_training, num_ranks) if has_no_gpu else lambda: None
+    code = fork_and_wait(prepare, meanwhile, signals)
     if code != EXIT_DONE:
         return code
     if has_no_gpu and may_fork() and not _has_gpu():
-        return fork_local_ranks(train, num_ranks)
-    return start_local_ranks(arguments, num_ranks)
+        return fork_local_ranks(train, num_ranks, signals=signals)
+    return start_local_ranks(arguments, num_ranks, signals=signals, are_held=True, leave_together=True)
 
 
 @contextmanager

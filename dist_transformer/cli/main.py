@@ -35,6 +35,7 @@ from dist_transformer.cli import (
     translate,
 )
 from dist_transformer.errors import EXIT_FAILED, DistTransformerError
+from dist_transformer.stop_request import leave
 
 app = typer.Typer(
     name="dist-transformer",
@@ -122,5 +123,5 @@ def _leave(code: int) -> None:
     """A rank leaves at once: tearing down its group could wait for ranks that wait for it."""
     if "RANK" in os.environ:
         sys.stdout.flush()
-        os._exit(code)
+        leave(code)
     sys.exit(code)

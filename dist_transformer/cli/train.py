@@ -10,12 +10,13 @@ from typing import Annotated, NoReturn
 import typer
 
 from dist_transformer import stacks
+from dist_transformer.child_processes import forwarding_signals
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
 from dist_transformer.cli.local_ranks import quick_imports, run_local_ranks
 from dist_transformer.config.models import Config
 from dist_transformer.errors import ConfigError, UserError
 from dist_transformer.run_dir import RunDir
-from dist_transformer.stop_request import StopRequest
+from dist_transformer.stop_request import StopRequest, leave
 
 
 def train_command(
@@ -45,28 +46,34 @@ def train_command(
         _replay_crash(run, overrides, crash_rank)
     is_rank = "RANK" in os.environ
     num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else ranks
+    given = {"--quiet": quiet, "--json": as_json, "--profile": profile}
     stop = StopRequest()
     if is_rank or num_ranks == 1:
         stop.listen()  # before the slow imports: a signal in the first seconds is a request too
-    config, run_dir = read_run(run, overrides, check_files=not is_rank or os.environ["RANK"] == "0")
+        config, run_dir = _read(run, overrides, num_ranks)
+        _train_as_rank(config, run_dir, stop, *given.values())
+    arguments = [*(flag for flag, is_given in given.items() if is_given), str(run), *(overrides or [])]
+    with forwarding_signals() as signals:  # from here on a stop is for those that are started, as soon as they can hear
+        config, run_dir = _read(run, overrides, num_ranks)
+        from dist_transformer.cli.main import main  # which imports this module
+        from dist_transformer.cli.prepare import prepare_with_progress
+
+        def listening(work: Callable[[], object]) -> None:
+            stop.listen()
+            main(work)
+
+        prepare = partial(prepare_with_progress, config, stop)
+        train = partial(_train_as_rank, config, run_dir, stop, *given.values())
+        sys.exit(run_local_ranks(partial(listening, prepare), partial(listening, train), arguments, num_ranks, signals))
+
+
+def _read(run: Path, overrides: list[str] | None, num_ranks: int) -> tuple[Config, RunDir]:
+    config, run_dir = read_run(run, overrides, check_files=os.environ.get("RANK", "0") == "0")
     if num_ranks > config.data.lanes:
         raise ConfigError(
             [f"{num_ranks} ranks, but data.lanes is {config.data.lanes}: each rank needs a lane; use fewer ranks"]
         )
-    given = {"--quiet": quiet, "--json": as_json, "--profile": profile}
-    train = partial(_train_as_rank, config, run_dir, stop, *given.values())
-    if is_rank or num_ranks == 1:
-        train()
-    from dist_transformer.cli.main import main  # which imports this module
-    from dist_transformer.cli.prepare import prepare_with_progress
-
-    def listening(work: Callable[[], object]) -> None:
-        stop.listen()
-        main(work)
-
-    arguments = [*(flag for flag, is_given in given.items() if is_given), str(run), *(overrides or [])]
-    prepare = partial(prepare_with_progress, config, stop)
-    sys.exit(run_local_ranks(partial(listening, prepare), partial(listening, train), arguments, num_ranks))
+    return config, run_dir
 
 
 def _train_as_rank(
@@ -79,7 +86,7 @@ def _train_as_rank(
 
     code = train_rank(config, run_dir, stop, Terminal(quiet, as_json, profile))
     sys.stdout.flush()
-    os._exit(code)  # all is written and closed; a loader process that hangs must not hold up the end
+    leave(code)
 
 
 def _replay_crash(run: Path, overrides: list[str] | None, rank: int | None) -> NoReturn:

@@ -27,7 +27,7 @@ from dist_transformer.distributed import Ranks
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, DataError, MachineError, UserError
 from dist_transformer.run_dir import RunDir
 from dist_transformer.run_lock import RunLock
-from dist_transformer.stop_request import StopRequest
+from dist_transformer.stop_request import StopRequest, leave
 from dist_transformer.tracking.settle import status_said
 from dist_transformer.tracking.spool import add_event
 from dist_transformer.training import checkpoints
@@ -68,7 +68,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
         print(f"rank {ranks.rank} of {ranks.num_ranks} on {platform.node()} failed: {said}", file=sys.stderr)
         _note_failure(run_dir, ranks, said)
         sys.stderr.flush()
-        os._exit(EXIT_FAILED)
+        leave(EXIT_FAILED)
     lock.release()
     distributed.leave()
     return code

@@ -115,7 +115,8 @@ def _start_ranks(output: Path, num_ranks: int) -> int:
     from dist_transformer.decoding.file_parts import is_whole
     from dist_transformer.launching import start_local_ranks
 
-    code = start_local_ranks(sys.argv[1:], num_ranks, program=[sys.executable, "-m", "dist_transformer"])
+    program = [sys.executable, "-m", "dist_transformer"]
+    code = start_local_ranks(sys.argv[1:], num_ranks, program=program, are_held=True)
     return EXIT_REQUEUE if code == EXIT_DONE and not is_whole(output) else code
 
 

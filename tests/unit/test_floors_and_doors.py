@@ -7,7 +7,18 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "dist_transformer"
 FLOORS = [
-    {"errors", "run_dir", "stop_request", "config", "share_folder", "stacks", "launching", "run_lock", "durations"},
+    {
+        "errors",
+        "run_dir",
+        "stop_request",
+        "config",
+        "share_folder",
+        "stacks",
+        "child_processes",
+        "launching",
+        "run_lock",
+        "durations",
+    },
     {"cluster", "distributed", "planning"},
     {"model", "data", "tracking", "preflight"},
     {"training", "decoding", "interop", "reporting"},
@@ -37,7 +48,14 @@ DOORS = {
     "ctranslate2": {"interop.ctranslate2_export"},
     "yaml": {"config.marks", "config.dialect"},
     "torch.distributed": {"distributed", "training.engine"},
-    "subprocess": {"cluster.slurm", "cluster.snapshot", "launching", "cli.demo", "tracking.pyfunc_folder"},
+    "subprocess": {
+        "child_processes",
+        "cluster.slurm",
+        "cluster.snapshot",
+        "launching",
+        "cli.demo",
+        "tracking.pyfunc_folder",
+    },
 }
 WITHOUT_TORCH = {
     "errors",
@@ -46,6 +64,7 @@ WITHOUT_TORCH = {
     "config",
     "share_folder",
     "stacks",
+    "child_processes",
     "launching",
     "run_lock",
     "durations",

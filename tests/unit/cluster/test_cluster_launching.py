@@ -169,6 +169,33 @@ sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}]))
     assert subprocess.run([sys.executable, "-c", launcher], timeout=60).returncode == 75
 
 
+def test_a_rank_that_is_to_listen_is_not_ended_by_a_signal_before_it_does(tmp_path: Path) -> None:
+    rank = HEAD + textwrap.dedent(f"""
+        open(f'{tmp_path}/ready{{rank}}', 'w')
+        time.sleep(0.5)
+        from dist_transformer.stop_request import StopRequest
+        stop = StopRequest()
+        assert stop.started < {time.time() + 3600} and 'DIST_TRANSFORMER_STARTED' in os.environ
+        stop.listen()
+        while stop.reason() is None:
+            time.sleep(0.01)
+        sys.exit(75 if stop.reason() == 'signal SIGUSR1' else 1)
+    """)
+    launcher = f"""
+import sys
+from dist_transformer.launching import start_local_ranks
+sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}], are_held=True))
+"""
+    process = subprocess.Popen([sys.executable, "-c", launcher], start_new_session=True)
+    deadline = time.monotonic() + 30
+    while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(30) == 75
+
+
 def test_a_second_ctrl_c_ends_all_ranks_and_the_launcher_at_once(tmp_path: Path) -> None:
     """The first is a request, here one that the ranks never get to: they hang where Python runs no handler."""
     rank = HEAD + textwrap.dedent(f"""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from running import without
 
-from dist_transformer.stop_request import END_TIME_VARIABLE, STOP_SIGNALS, StopRequest
+from dist_transformer.stop_request import END_TIME_VARIABLE, STARTED_VARIABLE, STOP_SIGNALS, StopRequest
 
 PROGRAM = """
 import signal, sys
@@ -163,6 +163,19 @@ def test_from_the_time_limit_on_there_is_a_request_that_names_it(monkeypatch):
     assert stop.reason() == "time limit of training.max_hours"
     now = 5000.0 + 10**6
     assert stop.reason() == "time limit of training.max_hours"
+
+
+def test_a_rank_counts_its_time_and_takes_a_stop_file_from_the_start_of_the_command(monkeypatch, tmp_path):
+    (tmp_path / "stop").touch()
+    began = os.stat(tmp_path / "stop").st_mtime
+    for started, is_meant in ((began - 1, True), (began + 1, False)):
+        (tmp_path / "stop").touch()
+        os.utime(tmp_path / "stop", (began, began))
+        monkeypatch.setenv(STARTED_VARIABLE, str(started))
+        stop = StopRequest()
+        stop.watch_file(tmp_path / "stop")
+        assert stop.started == started
+        assert (stop.reason() is not None) == is_meant
 
 
 @pytest.fixture
