@@ -233,6 +233,7 @@ def test_a_signal_while_a_rank_begins_to_listen_is_heard(
 def test_ranks_hear_of_the_end_of_their_launcher(tmp_path: Path, last: signal.Signals) -> None:
     process = start(
         """
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)  # a shell's background commands are started with it ignored
         def rank():
             stop = listening()
             open(f"ready{place()}", "w").write(str(os.getpid()))
