@@ -1,6 +1,6 @@
 """How near the machine's limits a run comes: each part's arithmetic over the peak of products, or its bytes over a bandwidth.
 
-    python benchmarks/limits.py                     # one thread; two minutes
+    python benchmarks/limits.py                     # one thread; up to ten minutes
     python benchmarks/limits.py --preset base --vocabulary 37000 --max-tokens 4096 --precisions bf16
 
 Every round measures the limit and the part just after each other, so that other work on the machine falls on both. A share is the
