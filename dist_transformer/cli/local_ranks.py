@@ -12,13 +12,7 @@ from functools import partial
 
 from dist_transformer.child_processes import Signals
 from dist_transformer.errors import EXIT_DONE
-from dist_transformer.launching import (
-    fork_and_wait,
-    fork_local_ranks,
-    may_fork,
-    start_local_ranks,
-    threads_per_rank,
-)
+from dist_transformer.launching import fork_and_wait, fork_local_ranks, may_fork, start_local_ranks, threads_per_rank
 
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 """Of NVIDIA, AMD and Windows' Linux. To ask torch for a GPU can be the beginning of its use."""

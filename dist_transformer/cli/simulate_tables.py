@@ -10,7 +10,14 @@ from dist_transformer.config.slurm_models import LOST_ATTEMPTS
 from dist_transformer.durations import duration
 from dist_transformer.planning.failures import SLIGHT_LOSS
 from dist_transformer.planning.hardware import Hardware
-from dist_transformer.planning.scale import COPY_GB_PER_SECOND, DISK_GB_PER_SECOND, WRITE_GB_PER_SECOND, ScaleRow, Site
+from dist_transformer.planning.scale import (
+    COPY_GB_PER_SECOND,
+    DISK_GB_PER_SECOND,
+    WRITE_GB_PER_SECOND,
+    ScaleRow,
+    Site,
+    patience,
+)
 from dist_transformer.planning.vocabularies import count_parameters
 
 STEPS = (
@@ -139,9 +146,9 @@ def _remarks(config: Config, rows: Sequence[ScaleRow]) -> list[str]:
             f"from {_nodes(more[0])} on: more ranks than data.lanes={config.data.lanes}; counted with a lane for each "
             "rank, which is another recipe: larger steps, and fewer of them for the same tokens"
         )
-    patience = LOST_ATTEMPTS * config.slurm.max_restarts_without_progress + 1
+    most = patience(config.slurm)
     remarks += [
-        f"{_nodes(row.nodes)}: {row.run.gave_up_share:.0%} of the simulated runs had {patience} attempts in a row without "
+        f"{_nodes(row.nodes)}: {row.run.gave_up_share:.0%} of the simulated runs had {most} attempts in a row without "
         f"a checkpoint, after which a job is given up ({LOST_ATTEMPTS} times slurm.max_restarts_without_progress)"
         for row in rows
         if row.run is not None and row.run.gave_up_share > MANY_GIVE_UP

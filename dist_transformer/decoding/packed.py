@@ -1,8 +1,8 @@
 """A model whose matrices are laid out for the CPU once, instead of in every product: the same numbers, sooner.
 
 oneDNN multiplies a packed matrix at up to three times the speed of PyTorch's usual library on small batches, where most
-of a product's time is bringing the matrix in. Decoding is made of such products. A single row, one sentence without a
-beam, needs neither library's care for many: a matrix with more outputs than inputs is read fastest input by input, so it
+of a product's time is bringing the matrix in. Decoding is made of such products. A single row (one
+sentence without a beam) is multiplied soonest by a matrix that lies input by input, where that has more outputs than inputs: it
 is kept that way too.
 """
 

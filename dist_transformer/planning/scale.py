@@ -15,7 +15,7 @@ import numpy as np
 
 from dist_transformer.config.models import Config
 from dist_transformer.config.sizes import checkpoint_bytes
-from dist_transformer.config.slurm_models import LOST_ATTEMPTS
+from dist_transformer.config.slurm_models import LOST_ATTEMPTS, SlurmConfig
 from dist_transformer.planning.failures import (
     Conditions,
     Outcome,
@@ -112,11 +112,10 @@ def scale_row(config: Config, nodes: int, ranks_per_node: int, hardware: Hardwar
     # As many tokens as the run was to see: fewer steps where its steps became larger.
     work = None if steps is None else max(1.0, steps * tokens / lanes) * time.seconds
     generator = np.random.default_rng(nodes)
-    patience = LOST_ATTEMPTS * config.slurm.max_restarts_without_progress + 1
 
     def simulated(seconds: float) -> Outcome:
         every = interval.best_steps * time.seconds
-        return simulated_runs(conditions, every, seconds, NUM_RUNS, patience, generator)
+        return simulated_runs(conditions, every, seconds, NUM_RUNS, patience(config.slurm), generator)
 
     return ScaleRow(
         nodes=nodes,
@@ -136,6 +135,11 @@ def scale_row(config: Config, nodes: int, ranks_per_node: int, hardware: Hardwar
         simulated=simulated(NUM_ATTEMPTS * best.kept),
         run=None if work is None else simulated(work),
     )
+
+
+def patience(slurm: SlurmConfig) -> int:
+    """After so many attempts in a row that made no checkpoint a job whose nodes fail is given up (cluster/restarts.py)."""
+    return LOST_ATTEMPTS * slurm.max_restarts_without_progress + 1
 
 
 def conditions_of(site: Site, nodes: int, num_ranks: int, num_bytes: int) -> Conditions:

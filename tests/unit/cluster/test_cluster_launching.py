@@ -102,6 +102,14 @@ def test_ranks_that_leave_by_themselves_after_a_failure_are_given_the_time(tmp_p
     assert (tmp_path / "left").exists()
 
 
+def _wait_for(paths: list[Path], process: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + 30
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.02)
+
+
 @pytest.mark.parametrize(
     ("sent", "arrives"),
     [
@@ -131,11 +139,7 @@ from dist_transformer.launching import start_local_ranks
 sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}]))
 """
     process = subprocess.Popen([sys.executable, "-c", launcher], start_new_session=True)
-    deadline = time.monotonic() + 30
-    while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.02)
+    _wait_for([tmp_path / f"ready{rank}" for rank in range(2)], process)
     os.killpg(process.pid, signal.Signals[sent])
     assert process.wait(30) == 75
     assert [(tmp_path / f"got{rank}").read_text() for rank in range(2)] == [arrives, arrives]
@@ -187,11 +191,7 @@ from dist_transformer.launching import start_local_ranks
 sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}], are_held=True))
 """
     process = subprocess.Popen([sys.executable, "-c", launcher], start_new_session=True)
-    deadline = time.monotonic() + 30
-    while not all((tmp_path / f"ready{rank}").exists() for rank in range(2)):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.02)
+    _wait_for([tmp_path / f"ready{rank}" for rank in range(2)], process)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(30) == 75
 
@@ -217,11 +217,7 @@ StopRequest().listen()  # as `train` does before it knows that it will start ran
 sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}]))
 """
     process = subprocess.Popen([sys.executable, "-c", launcher], start_new_session=True)
-    deadline = time.monotonic() + 30
-    while not all((tmp_path / str(rank)).exists() for rank in range(2)):
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.02)
+    _wait_for([tmp_path / str(rank) for rank in range(2)], process)
     os.killpg(process.pid, signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1.0)
