@@ -97,7 +97,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
 
 def description(arguments: argparse.Namespace) -> str:
     return (
-        f"One run of `dist-transformer train`: `{arguments.preset}`, vocabulary {arguments.vocabulary:,}, fp32, ZeRO 1, "
+        f"One run of `dist-transformer train`: `{arguments.preset}`, vocabulary {arguments.vocabulary:,}, fp32, "
         f"one rank, threads: {arguments.threads}; {arguments.run_steps} steps of one micro-batch of at most "
         f"{arguments.max_tokens:,} tokens, one loader process"
     )

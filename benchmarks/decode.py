@@ -4,7 +4,8 @@
     python benchmarks/decode.py --model runs/my --source test.en    # a trained model on real sentences
 
 The model is written as a Marian folder and as a CTranslate2 folder by the package's own doors. Every engine gets the same
-token ids in the same batches; tokenizing is not timed. Length penalty 0, which all three understand alike. With random weights
+token ids in the same batches, in a process of its own: in one process the threads of one slow down those of the others.
+Tokenizing is not timed. Length penalty 0, which all three understand alike. With random weights
 the end of sentence is made impossible, so that every translation has the same length; a trained model's end where they end.
 """
 
@@ -12,7 +13,11 @@ import argparse
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +63,6 @@ Engine = Callable[[Ids], Ids]
 """Source ids of a batch to target ids, without eos."""
 EXTRA_TOKENS = 50
 RANDOM_LENGTH = 24
-OURS, HF, CT2 = "ours", "Hugging Face generate", "CTranslate2"
 
 
 def main() -> None:
@@ -75,7 +79,7 @@ def main() -> None:
     found, figures = begin(arguments.threads), {}
     with tempfile.TemporaryDirectory() as temporary:
         for name, folder in model_folders(arguments, Path(temporary)):
-            figures[name] = measure(name, load_model_folder(folder), arguments, Path(temporary) / f"{name}-exports")
+            figures[name] = measure(name, folder, arguments, Path(temporary) / f"{name}-exports")
     finish(arguments, found, figures)
 
 
@@ -105,26 +109,45 @@ def random_model(preset: str, vocabulary: int, temporary: Path) -> Path:
     return folder
 
 
-def measure(name: str, loaded: LoadedModel, arguments: argparse.Namespace, exports: Path) -> dict[str, Rounds]:
+@dataclass(frozen=True)
+class Case:
+    """What a process needs to know to translate.
+
+    Attributes:
+        folder: of the model.
+        exports: where it lies as a Marian and as a CTranslate2 folder.
+        extra_tokens: how much longer than its source a translation may be.
+    """
+
+    folder: Path
+    exports: Path
+    beam: int
+    extra_tokens: int
+
+
+def measure(name: str, folder: Path, arguments: argparse.Namespace, exports: Path) -> dict[str, Rounds]:
     """Figures of every engine, by batch and beam."""
+    loaded = load_model_folder(folder)
     export_marian(loaded, exports / "marian")
     export_ctranslate2(loaded, exports / "ctranslate2")
     sentences = source_ids(loaded, arguments)
+    extra_tokens = EXTRA_TOKENS if arguments.source is not None else 0
     print(f"\n## {name}: {len(sentences)} sentences, {sum(map(len, sentences)):,} source tokens\n")
     results, rows = {}, []
-    for batch in arguments.batches:
-        batches = in_batches(sentences, batch)
-        for beam in arguments.beams:
-            engines = {
-                OURS: ours(loaded, arguments, beam),
-                HF: hugging_face(exports / "marian", loaded, arguments, beam),
-                CT2: ctranslate2(exports / "ctranslate2", loaded, arguments, beam),
-            }
-            found = {name: translate(engine, batches[:1]) for name, engine in engines.items()}  # warms up, too
-            cases = {name: partial(timed, engine, batches) for name, engine in engines.items()}
-            rounds = interleaved(cases, arguments.rounds)
-            results[f"batch {batch}, beam {beam}"] = rounds
-            rows += table_rows(batch, beam, rounds, found)
+    with ExitStack() as stack:
+        processes = {engine: stack.enter_context(process(arguments.threads)) for engine in ENGINES}
+        for batch in arguments.batches:
+            batches = in_batches(sentences, batch)
+            for beam in arguments.beams:
+                case = Case(folder, exports, beam, extra_tokens)
+                found = {  # warms up, too
+                    engine: own.submit(translate, engine, case, batches[:1]).result()
+                    for engine, own in processes.items()
+                }
+                cases = {engine: partial(_result, own, engine, case, batches) for engine, own in processes.items()}
+                rounds = interleaved(cases, arguments.rounds)
+                results[f"batch {batch}, beam {beam}"] = rounds
+                rows += table_rows(batch, beam, rounds, found)
     header = [
         "batch",
         "beam",
@@ -138,6 +161,14 @@ def measure(name: str, loaded: LoadedModel, arguments: argparse.Namespace, expor
     ]
     print(markdown_table(header, rows), flush=True)
     return results
+
+
+def process(threads: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, get_context("spawn"), torch.set_num_threads, (threads,))
+
+
+def _result(own: ProcessPoolExecutor, engine: str, case: Case, batches: Sequence[Ids]) -> Figures:
+    return own.submit(timed, engine, case, batches).result()
 
 
 def table_rows(batch: int, beam: int, rounds: Rounds, found: dict[str, Ids]) -> list[list[str]]:
@@ -174,9 +205,9 @@ def in_batches(sentences: Ids, size: int) -> list[Ids]:
     return [sentences[first : first + size] for first in range(0, len(sentences), size)]
 
 
-def timed(engine: Engine, batches: Sequence[Ids]) -> Figures:
+def timed(engine: str, case: Case, batches: Sequence[Ids]) -> Figures:
     clock = Stopwatch(with_descendants=False)
-    translations = translate(engine, batches)
+    translations = translate(engine, case, batches)
     wall, cpu = clock.read()
     tokens = sum(len(ids) + 1 for ids in translations)
     return {
@@ -186,28 +217,35 @@ def timed(engine: Engine, batches: Sequence[Ids]) -> Figures:
     }
 
 
-def translate(engine: Engine, batches: Sequence[Ids]) -> Ids:
-    return [ids for batch in batches for ids in engine(batch)]
+def translate(engine: str, case: Case, batches: Sequence[Ids]) -> Ids:
+    search = engine_of(engine, case)
+    return [ids for batch in batches for ids in search(batch)]
 
 
-def decoding_settings(arguments: argparse.Namespace, beam: int) -> DecodingConfig:
-    extra = EXTRA_TOKENS if arguments.source is not None else 0
-    return DecodingConfig(beam_size=beam, length_penalty=0.0, max_extra_tokens=extra)
+@cache
+def engine_of(name: str, case: Case) -> Engine:
+    return ENGINES[name](case)
 
 
-def search_settings(loaded: LoadedModel, arguments: argparse.Namespace, beam: int) -> dict[str, Any]:
-    known, config = loaded.information, decoding_settings(arguments, beam)
+@cache
+def load(folder: Path) -> LoadedModel:
+    return load_model_folder(folder)
+
+
+def search_settings(case: Case) -> dict[str, Any]:
+    known = load(case.folder).information
+    config = DecodingConfig(beam_size=case.beam, length_penalty=0.0, max_extra_tokens=case.extra_tokens)
     ids = {"bos_id": known.bos_id, "eos_id": known.eos_id, "pad_id": known.pad_id}
     return {**ids, "config": config, "device": torch.device("cpu")}
 
 
-def ours(loaded: LoadedModel, arguments: argparse.Namespace, beam: int) -> Engine:
-    model = packed_for_decoding(loaded.model)
-    return _of_searcher(TorchSearcher([model], **search_settings(loaded, arguments, beam)))
+def ours(case: Case) -> Engine:
+    model = packed_for_decoding(load(case.folder).model)
+    return _of_searcher(TorchSearcher([model], **search_settings(case)))
 
 
-def ctranslate2(folder: Path, loaded: LoadedModel, arguments: argparse.Namespace, beam: int) -> Engine:
-    return _of_searcher(CTranslate2Searcher(folder, **search_settings(loaded, arguments, beam)))
+def ctranslate2(case: Case) -> Engine:
+    return _of_searcher(CTranslate2Searcher(case.exports / "ctranslate2", **search_settings(case)))
 
 
 def _of_searcher(searcher: TorchSearcher | CTranslate2Searcher) -> Engine:
@@ -218,11 +256,11 @@ def _of_searcher(searcher: TorchSearcher | CTranslate2Searcher) -> Engine:
     return search
 
 
-def hugging_face(folder: Path, loaded: LoadedModel, arguments: argparse.Namespace, beam: int) -> Engine:
+def hugging_face(case: Case) -> Engine:
     import transformers
 
-    model = transformers.MarianMTModel.from_pretrained(folder).eval()
-    known, extra = loaded.information, decoding_settings(arguments, beam).max_extra_tokens
+    model = transformers.MarianMTModel.from_pretrained(case.exports / "marian").eval()
+    known = load(case.folder).information
 
     @torch.inference_mode()
     def generate(batch: Ids) -> Ids:
@@ -230,16 +268,24 @@ def hugging_face(folder: Path, loaded: LoadedModel, arguments: argparse.Namespac
         found = model.generate(
             input_ids=source_BS,
             attention_mask=source_BS != known.pad_id,
-            num_beams=beam,
+            num_beams=case.beam,
             do_sample=False,
             length_penalty=0.0,
             early_stopping=False,
-            max_new_tokens=source_BS.shape[1] + extra,
+            max_new_tokens=source_BS.shape[1] + case.extra_tokens,
         )
         special = {known.pad_id, known.bos_id, known.eos_id}
         return [[token for token in row if token not in special] for row in found.tolist()]
 
     return generate
+
+
+OURS = "ours"
+ENGINES: dict[str, Callable[[Case], Engine]] = {
+    OURS: ours,
+    "Hugging Face generate": hugging_face,
+    "CTranslate2": ctranslate2,
+}
 
 
 if __name__ == "__main__":

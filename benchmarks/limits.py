@@ -79,7 +79,7 @@ def training(arguments: argparse.Namespace, ranks: Ranks, folder: Path) -> Itera
     batches = step.batches_of(arguments, ranks.device)
     flops = flops_of_batches(config, arguments.vocabulary, batches).total
     for precision in arguments.precisions:
-        ours = step.Ours(config, arguments.vocabulary, precision, 1, ranks)
+        ours = step.Ours(config, arguments.vocabulary, precision, 0, ranks)
         yield Part(
             f"training steps, {precision}",
             f"{flops / 1e9:.0f} GFLOP over the peak of a product in {precision}",
@@ -89,8 +89,8 @@ def training(arguments: argparse.Namespace, ranks: Ranks, folder: Path) -> Itera
     yield Part(
         "the update of them, fp32",
         f"{ADAM_BYTES * ours.num_parameters / 1e6:.0f} MB a step over the rate of a copy",
-        "DeepSpeed's copies between its flat buffers and the weights",
-        partial(_update_seconds, step.Ours(config, arguments.vocabulary, "fp32", 1, ranks), batches),
+        "the norm of the gradient; the start of an operation for each tensor (not measured one by one)",
+        partial(_update_seconds, step.Ours(config, arguments.vocabulary, "fp32", 0, ranks), batches),
     )
 
 
@@ -107,7 +107,8 @@ def _update_seconds(ours: step.Ours, batches: Sequence[MicroBatch]) -> tuple[flo
 
 
 def translating(arguments: argparse.Namespace, ranks: Ranks, folder: Path) -> Iterator[Part]:
-    loaded = load_model_folder(decode.random_model(arguments.preset, arguments.vocabulary, folder))
+    case = decode.Case(decode.random_model(arguments.preset, arguments.vocabulary, folder), folder, 1, 0)
+    loaded = load_model_folder(case.folder)
     sentences, model = decode.source_ids(loaded, arguments), loaded.model
     length = len(sentences[0])
     read_bytes = 4 * (
@@ -119,30 +120,30 @@ def translating(arguments: argparse.Namespace, ranks: Ranks, folder: Path) -> It
         "translating one sentence at a time",
         f"{read_bytes / 1e6:.0f} MB of weights a token over the rate of reading them in one product",
         "the start of many small operations a token; the encoder",
-        partial(_reading_seconds, decode.ours(loaded, arguments, 1), one, read_bytes, length),
+        partial(_reading_seconds, case, one, read_bytes, length),
     )
     vocabulary, tokens = loaded.information.target_vocabulary, len(sentences) * length
     flops = model_flops(loaded.config, vocabulary, len(sentences), tokens, tokens).total / 3  # forward only
     yield Part(
         f"translating {len(sentences)} sentences together",
         f"{flops / 1e9:.0f} GFLOP over the peak of a product in fp32",
-        "attention over the cache, which grows by a copy each token; log-softmax over the pieces",
-        partial(_searching_seconds, decode.ours(loaded, arguments, 1), sentences, flops),
+        "attention over the cache; log-softmax over the pieces",
+        partial(_searching_seconds, case, sentences, flops),
     )
 
 
-def _reading_seconds(engine: decode.Engine, sentences: decode.Ids, num_bytes: int, length: int) -> tuple[float, float]:
+def _reading_seconds(case: decode.Case, sentences: decode.Ids, num_bytes: int, length: int) -> tuple[float, float]:
     columns = 1024
     weight = torch.rand(columns, num_bytes // columns // 4).T
     vector = torch.rand(columns)
     token_seconds = min(_seconds(lambda: weight @ vector) for _ in range(5))
-    taken = _seconds(lambda: decode.translate(engine, [[ids] for ids in sentences]))
+    taken = _seconds(lambda: decode.translate(decode.OURS, case, [[ids] for ids in sentences]))
     return token_seconds * length * len(sentences), taken
 
 
-def _searching_seconds(engine: decode.Engine, sentences: decode.Ids, flops: float) -> tuple[float, float]:
+def _searching_seconds(case: decode.Case, sentences: decode.Ids, flops: float) -> tuple[float, float]:
     peak = measured_flops(torch.device("cpu"), torch.float32, PEAK_SECONDS)
-    return flops / peak, _seconds(lambda: decode.translate(engine, [sentences]))
+    return flops / peak, _seconds(lambda: decode.translate(decode.OURS, case, [sentences]))
 
 
 def saving(arguments: argparse.Namespace, ranks: Ranks, folder: Path) -> Iterator[Part]:

@@ -18,7 +18,7 @@ from dist_transformer.cli.run_validation import open_validator
 from dist_transformer.cli.write_model import write_final_model
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import Config
-from dist_transformer.config.sizes import offloaded_bytes, snapshot_bytes, state_bytes
+from dist_transformer.config.sizes import as_sharded, offloaded_bytes, snapshot_bytes, state_bytes
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import CheckpointError, DistTransformerError, UserError
@@ -79,7 +79,7 @@ def train(run: Run) -> tuple[Outcome, int]:
     checkpoint = by_first_rank(
         ranks, lambda: checkpoints.newest_whole(run.run_dir, run.run_id), _heard(run, "checking")
     )
-    run = replace(run, config=_with_precision(run))
+    run = replace(run, config=as_sharded(_with_precision(run), ranks.num_ranks))
     torch.manual_seed(run.config.run.seed)
     objective = objective_of(run.config, run.manifest)
     origin = _initial_weights(run, objective, checkpoint)

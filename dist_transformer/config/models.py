@@ -128,7 +128,10 @@ class TrainingConfig(Section):
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp16", description="fp16: half weights, fp32 masters, dynamic loss scale. bf16: autocast over fp32 weights."
     )
-    zero_stage: ZeroStage = Field(1, description="DeepSpeed ZeRO stage: what is sharded over the ranks.")
+    zero_stage: ZeroStage = Field(
+        1,
+        description="DeepSpeed ZeRO stage: what is sharded over the ranks. One rank alone: 1 and 2 are 0, but in fp16.",
+    )
     label_smoothing: Share = Field(0.1, description="5.4: 0.1.")
     gradient_clip_norm: Number = Field(
         0.0, ge=0.0, description="Clip the global gradient norm; 0: never (the paper's)."

@@ -1,6 +1,6 @@
 """How large a model is, and what its training state takes: plain arithmetic, so that no command needs torch to tell."""
 
-from dist_transformer.config.models import ModelConfig, TrainingConfig
+from dist_transformer.config.models import Config, ModelConfig, TrainingConfig
 
 REDUCED_AT_ONCE = 2**26
 """Gradients, in elements, that stages 1 to 3 gather into a buffer and reduce together."""
@@ -43,6 +43,15 @@ def parameter_count(config: ModelConfig, source_vocabulary: int, target_vocabula
 def _num_vocabulary_rows(config: ModelConfig, source_vocabulary: int, target_vocabulary: int) -> int:
     embeddings = source_vocabulary if config.shared_embeddings else source_vocabulary + target_vocabulary
     return embeddings if config.tied_output else embeddings + target_vocabulary
+
+
+def as_sharded(config: Config, num_ranks: int) -> Config:
+    """With the ZeRO stage that such a run takes. One rank alone has nothing to shard: stage 0 trains it to the same weights
+    within rounding, without the masters that stages 1 and 2 copy to and from, and sooner. It cannot scale fp16's loss."""
+    training = config.training
+    if num_ranks > 1 or training.zero_stage not in (1, 2) or training.precision == "fp16" or training.offload != "none":
+        return config
+    return config.model_copy(update={"training": training.model_copy(update={"zero_stage": 0})})
 
 
 def state_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:

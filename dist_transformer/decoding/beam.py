@@ -28,7 +28,7 @@ FEW_ROWS = 8
 """With fewer rows, the several operations of that search take longer than sorting."""
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def beam_search(
     ensemble: Ensemble, constraints: Constraints, ids: SpecialIds, config: DecodingConfig
 ) -> list[list[Hypothesis]]:
@@ -55,7 +55,7 @@ def likeliest(value_BV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     vocabulary = value_BV.shape[1]
     num_groups = vocabulary // GROUP
     if value_BV.is_cuda or len(value_BV) < FEW_ROWS or num_groups <= count:
-        return value_BV.topk(count, dim=1)
+        return value_BV.max(1, keepdim=True) if count == 1 else value_BV.topk(count, dim=1)
     grouped_BV, rest_BV = torch.split(value_BV, [num_groups * GROUP, vocabulary % GROUP], dim=1)
     grouped_BGg = grouped_BV.view(-1, num_groups, GROUP)
     group_BC = grouped_BGg.amax(2).topk(count, dim=1).indices
@@ -148,9 +148,12 @@ class _Search:
         return index_NC // of_each_row, token_BC.view(self.num_sentences, -1).gather(1, index_NC), candidate_NC
 
     def _finish(self, log_probability_NK: Tensor, ends_NK: Tensor, token_NKT: Tensor) -> None:
+        if not ends_NK.any():
+            return
         log_probability_NK = log_probability_NK.masked_fill(~ends_NK, IMPOSSIBLE)
         penalty = length_penalty(self.length, self.config.length_penalty)
-        self.finished.token_NKT = torch.nn.functional.pad(self.finished.token_NKT, (0, 1), value=self.ids.pad)
+        num_more = self.length - self.finished.token_NKT.shape[2]
+        self.finished.token_NKT = torch.nn.functional.pad(self.finished.token_NKT, (0, num_more), value=self.ids.pad)
         self.finished.merge(_Finished(log_probability_NK / penalty, log_probability_NK, token_NKT))
 
     def _is_done(self) -> Tensor:
@@ -160,15 +163,16 @@ class _Search:
 
     def _go_on(self, parent_NK: Tensor, done_N: Tensor) -> None:
         """Hands in the results of done sentences; rows of the others continue from their parents."""
-        beam_size = self.config.beam_size
-        row_NK = parent_NK + beam_size * torch.arange(self.num_sentences, device=parent_NK.device)[:, None]
         is_done = done_N.tolist()
-        if not any(is_done):
-            if beam_size > 1:
-                self.ensemble.reorder(row_NK.flatten())
-        else:
-            self._hand_in(row_NK, is_done)
+        if any(is_done):
+            self._hand_in(self._rows(parent_NK), is_done)
+        elif self.config.beam_size > 1:
+            self.ensemble.reorder(self._rows(parent_NK).flatten())
         self.newest_B = self.live_token_NKT[..., -1].flatten()
+
+    def _rows(self, parent_NK: Tensor) -> Tensor:
+        """Places in the beam to rows of the cache."""
+        return parent_NK + self.config.beam_size * torch.arange(self.num_sentences, device=parent_NK.device)[:, None]
 
     def _hand_in(self, row_NK: Tensor, is_done: list[bool]) -> None:
         for sentence, position in enumerate(self.input_position):

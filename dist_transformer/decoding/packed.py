@@ -1,9 +1,8 @@
 """A model whose matrices are laid out for the CPU once, instead of in every product: the same numbers, sooner.
 
-oneDNN multiplies a packed matrix at up to three times the speed of PyTorch's usual library on small batches, where most
-of a product's time is bringing the matrix in. Decoding is made of such products. A single row (one
-sentence without a beam) is multiplied soonest by a matrix that lies input by input, where that has more outputs than inputs: it
-is kept that way too.
+Decoding is made of small products, where most of the time is bringing the matrix in. PyTorch's usual library does them up to
+twice as fast if the matrix lies input by input. Of larger ones oneDNN makes at least as much of a packed matrix, on some
+processors much more, but takes as long to begin as a small product takes.
 """
 
 import copy
@@ -15,16 +14,16 @@ from torch.nn import functional as F
 from dist_transformer.model.transformer import Transformer
 
 ROWS_HINT = 64
-"""The number of rows that the layout is chosen for; it serves 1 and 256 as well."""
-SMALL_MATRIX = 2**20
-"""A single row is multiplied with fewer weights than these in less time than oneDNN takes to begin."""
+"""The number of rows that oneDNN's layout is chosen for; it serves 1 and 256 as well."""
+SMALL_PRODUCT = 2**24
+"""Products of fewer multiplications are done before oneDNN has begun, or as soon."""
 
 
 def packed_for_decoding(model: Transformer) -> Transformer:
     """A twin of `model` for inference with packed matrices, on a CPU and in fp32; anything else comes back as it is.
 
-    The twin shares the weights of the model and has one or two other copies of each matrix besides, which do not follow if
-    the model's changes. Results are equal within rounding.
+    The twin shares the weights of the model and has two other copies of each matrix besides, which do not follow if the
+    model's change. Results are equal within rounding.
     """
     if not _can_pack(model.output_weight):
         return model
@@ -44,17 +43,13 @@ class PackedLinear(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
+        self.num_outputs = len(weight)
+        self.input_by_input = self.weight.T.contiguous().T
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, ROWS_HINT)
-        is_wide = weight.shape[0] > weight.shape[1]
-        self.weight_of_one_row: Tensor | None = None
-        if is_wide:
-            self.weight_of_one_row = self.weight.T.contiguous().T
-        elif weight.numel() < SMALL_MATRIX:
-            self.weight_of_one_row = self.weight
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.weight_of_one_row is not None and input.numel() == input.shape[-1]:
-            return F.linear(input, self.weight_of_one_row, self.bias)
+        if input.numel() * self.num_outputs < SMALL_PRODUCT:
+            return F.linear(input, self.input_by_input, self.bias)
         return torch.ops.mkldnn._linear_pointwise.default(input, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
 
 

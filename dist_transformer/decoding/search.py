@@ -41,7 +41,7 @@ class TorchSearcher:
         """Longest source and translation in tokens, the shortest of the models'; None: any."""
         return min((model.max_positions for model in self.models if model.max_positions is not None), default=None)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
         """For each sentence at least one translation and at most `config.n_best`, best first.
 

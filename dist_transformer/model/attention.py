@@ -1,7 +1,7 @@
 """Multi-head attention (3.2) over the whole sequence, and one token at a time on cached keys and values.
 
 Axes: B batch, S source (or keys), T target (or queries), D model, H heads, K key size, V value size, P projections side
-by side; R pairs of a rotation, half of K.
+by side, L places for positions; R pairs of a rotation, half of K.
 Masks are boolean, True where a query may attend. The projections of one input are one matrix product: the rows of
 `query_key_value.weight` are the query's, the key's and the value's matrices, in this order, as in
 `torch.nn.MultiheadAttention.in_proj_weight`; within each, head h owns rows h * K to (h + 1) * K (of values: V).
@@ -21,24 +21,47 @@ class KeysValues:
     key_BHSK: Tensor
     value_BHSV: Tensor
 
-    def none_yet(self, num_rows: int) -> "KeysValues":
-        """Of `num_rows` batch rows and no position; for the rest as these."""
-        _, num_heads, _, key_size = self.key_BHSK.shape
-        value_size = self.value_BHSV.shape[3]
-        return KeysValues(
-            self.key_BHSK.new_empty(num_rows, num_heads, 0, key_size),
-            self.value_BHSV.new_empty(num_rows, num_heads, 0, value_size),
-        )
-
-    def append(self, newer: "KeysValues") -> None:
-        """Adds positions at the end of the sequence axis."""
-        self.key_BHSK = torch.cat([self.key_BHSK, newer.key_BHSK], dim=2)
-        self.value_BHSV = torch.cat([self.value_BHSV, newer.value_BHSV], dim=2)
-
     def select(self, rows: Tensor) -> None:
         """Keeps the given batch rows, in the given order; rows may repeat."""
         self.key_BHSK = self.key_BHSK.index_select(0, rows)
         self.value_BHSV = self.value_BHSV.index_select(0, rows)
+
+
+class Past:
+    """Keys and values of the positions that one layer has decoded, with places for more: a position is added without
+    copying those before it. Not for training: nothing here has a gradient."""
+
+    FIRST_PLACES = 32
+
+    def __init__(self, like: KeysValues, num_rows: int) -> None:
+        """`num_rows` batch rows and no position yet; for the rest as `like`."""
+        _, self.num_heads, _, key_size = like.key_BHSK.shape
+        self.widths = [self.num_heads * key_size, self.num_heads * like.value_BHSV.shape[3]]
+        self.num_positions = 0
+        self.places_BLP = like.key_BHSK.new_empty(num_rows, self.FIRST_PLACES, sum(self.widths))
+
+    @property
+    def keys_values(self) -> KeysValues:
+        """Views."""
+        return KeysValues(*split_heads(self.places_BLP[:, : self.num_positions], self.widths, self.num_heads))
+
+    def append(self, newer: KeysValues) -> None:
+        """Adds a position."""
+        if self.num_positions == self.places_BLP.shape[1]:
+            self.places_BLP = torch.cat([self.places_BLP, torch.empty_like(self.places_BLP)], 1)
+        place_BP = self.places_BLP[:, self.num_positions]
+        torch.cat([newer.key_BHSK.flatten(1), newer.value_BHSV.flatten(1)], 1, out=place_BP)
+        self.num_positions += 1
+
+    def select(self, rows: Tensor, spare: Tensor | None) -> Tensor:
+        """Keeps the given batch rows, in the given order; rows may repeat. Writes them to `spare`, if that is as large
+        as what there was, and gives back what they were in, to be another layer's spare: so nothing is allocated."""
+        left = self.places_BLP
+        if spare is None or spare.shape != left.shape or len(rows) != len(left):
+            spare = left.new_empty(len(rows), *left.shape[1:])
+        torch.index_select(left[:, : self.num_positions], 0, rows, out=spare[:, : self.num_positions])
+        self.places_BLP = spare
+        return left
 
 
 class SelfAttention(nn.Module):
@@ -75,11 +98,11 @@ class SelfAttention(nn.Module):
         keys, _, values = self.widths
         return {self.query_key_value: [(keys, 1.0), (keys, 1.0), (values, gain)]}
 
-    def step(self, input_B1D: Tensor, past: KeysValues) -> Tensor:
+    def step(self, input_B1D: Tensor, past: Past) -> Tensor:
         """Attention of the newest position over itself and `past`, to which it is appended."""
-        query_BH1K, key_BH1K, value_BH1V = self._project(input_B1D, start=past.key_BHSK.shape[2])
+        query_BH1K, key_BH1K, value_BH1V = self._project(input_B1D, start=past.num_positions)
         past.append(KeysValues(key_BH1K, value_BH1V))
-        return self.output(merge_heads(attend(query_BH1K, past)))  # type: ignore[no-any-return]
+        return self.output(merge_heads(attend(query_BH1K, past.keys_values)))  # type: ignore[no-any-return]
 
     def weights(self, input_BTD: Tensor, may_attend_B11T: Tensor | None = None) -> Tensor:
         """The attention weights `forward` uses on the same arguments: (B, H, T, T), fp32, rows sum to 1."""
@@ -153,7 +176,7 @@ def attend(query_BHTK: Tensor, past: KeysValues, mask: Tensor | None = None, is_
 def split_heads(projected_BTP: Tensor, widths: list[int], num_heads: int) -> list[Tensor]:
     """(B, T, the sum of `widths`) -> for each width a tensor (B, H, T, width / H), a view of the input."""
     batch, length, _ = projected_BTP.shape
-    parts = torch.split(projected_BTP, widths, dim=2)
+    parts = projected_BTP.split_with_sizes(widths, 2)
     return [part_BTP.view(batch, length, num_heads, -1).transpose(1, 2) for part_BTP in parts]
 
 

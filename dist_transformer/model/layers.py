@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dist_transformer.config.models import ModelConfig
 from dist_transformer.config.sizes import head_sizes
-from dist_transformer.model.attention import CrossAttention, KeysValues, SelfAttention
+from dist_transformer.model.attention import CrossAttention, KeysValues, Past, SelfAttention
 
 RMS_EPSILON = 1e-6
 """Added to the mean square; that of layer norm is torch's 1e-5."""
@@ -154,7 +154,7 @@ class EncoderLayer(nn.Module):
 class DecoderLayerCache:
     """What one decoder layer remembers: its own keys and values per row, those of the memory per sentence."""
 
-    past: KeysValues
+    past: Past
     memory: KeysValues
 
 
@@ -184,7 +184,7 @@ class DecoderLayer(nn.Module):
     def start(self, memory_BSD: Tensor, num_rows: int) -> DecoderLayerCache:
         """An empty past for `num_rows` rows, and the memory's keys and values."""
         memory = self.cross_attention.project(memory_BSD)
-        return DecoderLayerCache(memory.none_yet(num_rows), memory)
+        return DecoderLayerCache(Past(memory, num_rows), memory)
 
     def step(self, hidden_B1D: Tensor, cache: DecoderLayerCache, mask_B11S: Tensor | None) -> Tensor:
         """The newest position only. The rows of one sentence (its beam) are adjacent and share one memory: they are
@@ -217,7 +217,8 @@ class SinusoidalPositions(nn.Module):
         end = start + length
         if end > self.table_TD.shape[0] or self.table_TD.device != like.device:
             num_positions = max(256, 1 << (end - 1).bit_length())
-            self.table_TD = sinusoids(num_positions, self.d_model).to(like.device)
+            with torch.inference_mode(False):  # a table made in a search can be trained with
+                self.table_TD = sinusoids(num_positions, self.d_model).to(like.device)
         return self.table_TD[start:end].to(like.dtype)
 
 

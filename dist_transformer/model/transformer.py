@@ -51,11 +51,14 @@ class DecodingCache:
     beam_size: int
     num_positions: int = 0
     """Tokens decoded so far; the same for all rows."""
+    spare: Tensor | None = None
+    """As large as the past of one layer, free to be written to."""
 
+    @torch.no_grad()
     def reorder(self, rows: Tensor) -> None:
         """Row i goes on from row `rows[i]`, which must be of the same sentence (the choice of survivors in a beam)."""
         for layer in self.layers:
-            layer.past.select(rows)
+            self.spare = layer.past.select(rows, self.spare)
 
     def select(self, rows: Tensor) -> None:
         """Keeps the given rows in the given order; rows may repeat. They must be whole sentences: each consecutive
@@ -155,6 +158,7 @@ class Transformer(nn.Module):
             hidden_BSD = self._layer(layer, hidden_BSD, may_attend_B11S)
         return self.encoder_norm(hidden_BSD)  # type: ignore[no-any-return]
 
+    @torch.no_grad()
     def start_decoding(self, memory_BSD: Tensor, source_BS: Tensor, beam_size: int = 1) -> DecodingCache:
         """A cache for `beam_size` rows per sentence of `source_BS`, whose `encode` is `memory_BSD`."""
         num_rows = len(source_BS) * beam_size
@@ -165,6 +169,7 @@ class Transformer(nn.Module):
         )
         return DecodingCache(layers, mask_B11S if is_padding_B11S.any() else None, beam_size)
 
+    @torch.no_grad()
     def decode_step(self, token_B: Tensor, cache: DecodingCache) -> Tensor:
         """Logits (B, V) of the token after `token_B`, which follows those already in `cache` and is added to it."""
         hidden_B1D = self._embed(

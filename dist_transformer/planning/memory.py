@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from dist_transformer.config.models import Config, TrainingConfig
 from dist_transformer.config.sizes import (
     REDUCED_AT_ONCE,
+    as_sharded,
     bytes_of_optimizer,
     bytes_of_weight,
     offloaded_bytes,
@@ -173,7 +174,7 @@ def memory_problem(config: Config, num_ranks: int, memory_gb: float) -> str | No
 
     With `data.max_tokens: auto` it fits when the smallest micro-batch does.
     """
-    usable = memory_gb * 1e9 * USABLE_SHARE
+    config, usable = as_sharded(config, num_ranks), memory_gb * 1e9 * USABLE_SHARE
     if config.data.max_tokens == "auto":
         if most_tokens(config, num_ranks, usable):
             return None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from dist_transformer.config.models import Config
+from dist_transformer.config.sizes import as_sharded
 from dist_transformer.planning.hardware import Hardware
 from dist_transformer.planning.memory import (
     USABLE_SHARE,
@@ -46,9 +47,12 @@ def plan_row(config: Config, nodes: int, gpus_per_node: int, hardware: Hardware)
     """`hardware` is that of each rank; a rank has one GPU."""
     num_ranks, memory_gb = nodes * gpus_per_node, hardware.memory_gb.value
     usable = memory_gb * 1e9 * USABLE_SHARE
-    config = settled(config, num_ranks, hardware)
+    config = settled(as_sharded(config, num_ranks), num_ranks, hardware)
     memory = memory_of_rank(config, num_ranks)
-    by_stage = {stage: memory_of_rank(_at_stage(config, stage), num_ranks).peak_bytes for stage in range(4)}
+    by_stage = {
+        stage: memory_of_rank(as_sharded(_at_stage(config, stage), num_ranks), num_ranks).peak_bytes
+        for stage in range(4)
+    }
     has_lanes = num_ranks <= config.data.lanes
     time = step_time(config, num_ranks, gpus_per_node, hardware) if has_lanes else None
     problem = None

@@ -28,6 +28,8 @@ from dist_transformer.distributed import Ranks
 log = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 5.0
+FIRST_SAMPLE_SECONDS = 0.5
+"""So that a run of seconds has a sample, too."""
 MOST_NODES = 16
 """Of more, the nodes are not told apart: 17 with 8 GPUs each would be 612 curves, and no picture shows so many."""
 GIGABYTE = 1e9
@@ -74,7 +76,9 @@ class NodeSampler:
 
     def _sample_until_ended(self) -> None:
         self._sample()  # the use of processors and network is counted from one call to the next
-        while not self._ended.wait(SAMPLE_SECONDS):
+        seconds = FIRST_SAMPLE_SECONDS
+        while not self._ended.wait(seconds):
+            seconds = SAMPLE_SECONDS
             sample = self._sample()
             with self._lock:
                 for key, value in sample.items():

@@ -61,7 +61,7 @@ def test_two_starts_are_one_run_in_mlflow_with_every_step_once(trained, command)
 
 def test_the_log_says_at_start_what_will_happen(trained):
     log = (trained / "train.log").read_text(encoding="utf-8")
-    for words in ("parameters: 1 + 1 layers", "600 pairs", "4 lanes of 512 tokens", "ZeRO stage 1, 1 ranks", "memory "):
+    for words in ("parameters: 1 + 1 layers", "600 pairs", "4 lanes of 512 tokens", "ZeRO stage 0, 1 ranks", "memory "):
         assert words in log
     assert "start      step 0" in log
     assert "start      step 6, resumed from" in log

@@ -17,9 +17,13 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.parametrize("small_product", [0, 600, 2**24])
 @pytest.mark.parametrize("given", VARIANTS, ids=str)
 @torch.no_grad()
-def test_a_packed_model_is_the_model(given: dict[str, Any], make_random_model: MakeModel) -> None:
+def test_a_packed_model_is_the_model(
+    given: dict[str, Any], small_product: int, make_random_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dist_transformer.decoding.packed.SMALL_PRODUCT", small_product)
     model = make_random_model(300, **given).float()
     if model.output_bias is not None:
         torch.nn.init.normal_(model.output_bias)
@@ -28,7 +32,7 @@ def test_a_packed_model_is_the_model(given: dict[str, Any], make_random_model: M
     source = torch.tensor([[5, 6, 2], [7, 2, 0]])
     target = torch.tensor([[1, 8, 9, 10], [1, 11, 12, 0]])
     torch.testing.assert_close(twin(source, target), model(source, target), rtol=1e-4, atol=1e-4)
-    for rows in (slice(0, 2), slice(0, 1)):  # a single row is multiplied in another way
+    for rows in (slice(0, 2), slice(0, 1)):
         cache = twin.start_decoding(twin.encode(source[rows]), source[rows])
         for column in range(2):
             expected = model(source[rows], target[rows, : column + 1])[:, -1]

@@ -269,6 +269,23 @@ def test_the_package_is_asked_for_where_it_is_missing(tmp_path: Path, monkeypatc
         export_ctranslate2(loaded, tmp_path / "theirs")
 
 
+@pytest.mark.parametrize(("processors", "threads", "expected"), [(1, 1, 1), (2, 2, 1), (8, 8, 7), (8, 4, 4)])
+def test_a_processor_is_left_to_our_own_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processors: int, threads: int, expected: int
+):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _process: set(range(processors)))
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    loaded = make_model_folder(tmp_path / "ours")
+    given: list[int] = []
+    translator = ctranslate2.Translator
+    monkeypatch.setattr(
+        "ctranslate2.Translator",
+        lambda *places, **settings: given.append(settings["intra_threads"]) or translator(*places, **settings),
+    )
+    searchers(loaded, tmp_path / "ours")
+    assert given == [expected]
+
+
 def test_a_damaged_exported_folder_is_named(tmp_path: Path):
     loaded = make_model_folder(tmp_path / "ours")
     export_ctranslate2(loaded, tmp_path / "theirs")

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from dist_transformer.config.models import ModelConfig
 from dist_transformer.config.sizes import has_final_norm, parameter_count
+from dist_transformer.model.attention import Past
 from dist_transformer.model.layers import (
     AddAndNorm,
     DecoderLayer,
@@ -279,6 +280,22 @@ def test_cached_decoding_equals_uncached(given: dict[str, Any], make_model: Make
     cache = model.start_decoding(model.encode(source), source)
     stepwise = [model.decode_step(token, cache) for token in target_in.T]
     torch.testing.assert_close(torch.stack(stepwise, 1), model(source, target_in))
+
+
+def test_cached_decoding_equals_uncached_beyond_the_places_that_there_are_at_first(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Past, "FIRST_PLACES", 2)
+    source, target_in, beam_size = torch.tensor([[5, 6, 2]]), torch.randint(4, 13, (3, 9)), 3
+    target_in[:, 0] = 1
+    model = make_model()
+    cache = model.start_decoding(model.encode(source), source, beam_size)
+    for column in range(9):
+        found = model.decode_step(target_in[:, column], cache)
+        torch.testing.assert_close(found, model(source.expand(3, -1), target_in[:, : column + 1])[:, -1])
+        order = torch.randint(0, 3, (3,))
+        cache.reorder(order)
+        target_in = target_in[order]
 
 
 def test_cached_decoding_follows_rows_that_are_reordered_repeated_and_dropped(

@@ -78,6 +78,16 @@ def test_turning_in_half_precision_rounds_once() -> None:
     assert torch.equal(given, exact.half())
 
 
+def test_a_table_of_positions_that_a_search_made_can_be_trained_with(make_model: MakeModel, batch: Batch) -> None:
+    source, target_in, target_out = batch
+    model = make_model(positions="rotary")
+    with torch.inference_mode():
+        model.encode(source)
+    loss, _ = model.loss(source, target_in, target_out, 0.1)
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_self_attention_with_rotary_positions_is_attention_of_turned_queries_and_keys(is_causal: bool) -> None:
     module = SelfAttention(12, 3, (4, 2), is_causal, SinusoidalPositions(4)).double()

@@ -42,6 +42,12 @@ def test_a_node_says_how_busy_it_is_under_its_name(ranks: Ranks, monkeypatch: py
     assert 0 < means["n1/memory_gb"] <= psutil.virtual_memory().total / 1e9
 
 
+def test_the_first_sample_comes_soon(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system_metrics, "SAMPLE_SECONDS", 3600.0)
+    with NodeSampler(ranks) as sampler:
+        assert first_means(sampler, bool)
+
+
 def test_work_shows_in_the_use_of_the_processors(ranks: Ranks) -> None:
     is_over = threading.Event()
 

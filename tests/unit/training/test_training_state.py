@@ -6,8 +6,8 @@ import pytest
 import torch
 from plain_torch import TINY, VOCABULARY, tokens_of, train_on_plain_torch
 
-from dist_transformer.config.models import OptimizerConfig, TrainingConfig
-from dist_transformer.config.sizes import offloaded_bytes, state_bytes
+from dist_transformer.config.models import Config, OptimizerConfig, TrainingConfig
+from dist_transformer.config.sizes import as_sharded, offloaded_bytes, state_bytes
 from dist_transformer.errors import UserError
 from dist_transformer.model.layers import DecoderLayer, EncoderLayer
 from dist_transformer.model.transformer import Transformer
@@ -273,6 +273,24 @@ def bytes_of_tensors() -> int:
     tensors = [t for t in gc.get_objects() if type(t) in (torch.Tensor, torch.nn.Parameter)]
     tensors += [t.grad for t in tensors if t.is_leaf and t.grad is not None]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+@pytest.mark.parametrize(
+    ("given", "num_ranks", "stage"),
+    [
+        (dict(zero_stage=1, precision="fp32"), 1, 0),
+        (dict(zero_stage=2, precision="bf16"), 1, 0),
+        (dict(zero_stage=1, precision="bf16"), 2, 1),
+        (dict(zero_stage=1, precision="fp16"), 1, 1),
+        (dict(zero_stage=3, precision="fp32"), 1, 3),
+        (dict(zero_stage=2, precision="fp32", offload="optimizer"), 1, 2),
+    ],
+    ids=str,
+)
+def test_one_rank_alone_shards_nothing_where_stage_0_can_do_the_same(given, num_ranks, stage):
+    config = Config.model_validate({"data": {}, "training": given})
+    training = as_sharded(config, num_ranks).training
+    assert training == config.training.model_copy(update={"zero_stage": stage})
 
 
 def test_each_part_of_the_state_is_divided_from_its_stage_on():
