@@ -62,6 +62,12 @@ class ModelConfig(Section):
     final_norm: Truth | None = Field(
         None, description="A norm after the last layer of the encoder and of the decoder; none: with norm pre only."
     )
+    attention_gain: Number = Field(
+        1.0,
+        gt=0.0,
+        description="Factor of the Xavier bounds between which queries, keys and values begin. fairseq's and "
+        "torch.nn.MultiheadAttention's are of 0.7071: steadier at high learning rates.",
+    )
     activation: Literal["relu", "gelu", "silu", "swiglu"] = Field(
         "relu",
         description="Of the feed-forward networks: equation 2's; GELU (Hendrycks and Gimpel, 2016); SiLU, also called swish "

@@ -93,10 +93,10 @@ class SelfAttention(nn.Module):
         attended_BHTV = attend(query_BHTK, KeysValues(key_BHTK, value_BHTV), may_attend_B11T, self.is_causal)
         return self.output(merge_heads(attended_BHTV))  # type: ignore[no-any-return]
 
-    def packed_rows(self, gain: float) -> dict[nn.Module, list[tuple[int, float]]]:
-        """(rows, initial gain) of each matrix in a layer's weight: `gain` is that of values (DeepNorm's beta)."""
+    def packed_rows(self, gain: float, beta: float) -> dict[nn.Module, list[tuple[int, float]]]:
+        """(rows, initial gain) of each matrix in a layer's weight: `beta`, DeepNorm's, is for values only."""
         keys, _, values = self.widths
-        return {self.query_key_value: [(keys, 1.0), (keys, 1.0), (values, gain)]}
+        return {self.query_key_value: [(keys, gain), (keys, gain), (values, gain * beta)]}
 
     def step(self, input_B1D: Tensor, past: Past) -> Tensor:
         """Attention of the newest position over itself and `past`, to which it is appended."""
@@ -137,10 +137,10 @@ class CrossAttention(nn.Module):
     def forward(self, input_BTD: Tensor, memory_BSD: Tensor, may_attend_B11S: Tensor) -> Tensor:
         return self.attend(input_BTD, self.project(memory_BSD), may_attend_B11S)
 
-    def packed_rows(self, gain: float) -> dict[nn.Module, list[tuple[int, float]]]:
+    def packed_rows(self, gain: float, beta: float) -> dict[nn.Module, list[tuple[int, float]]]:
         """As in `SelfAttention`."""
         keys, values = self.widths
-        return {self.query: [(keys, 1.0)], self.key_value: [(keys, 1.0), (values, gain)]}
+        return {self.query: [(keys, gain)], self.key_value: [(keys, gain), (values, gain * beta)]}
 
     def project(self, memory_BSD: Tensor) -> KeysValues:
         """Keys and values of the memory: once per sentence, whatever number of tokens is decoded from it."""

@@ -224,14 +224,15 @@ class Transformer(nn.Module):
         return [layer for layer in self.decoder_layers if isinstance(layer, DecoderLayer)]
 
     def _initialise(self, config: ModelConfig) -> None:
-        """Xavier uniform for each projection and each feed-forward matrix, zero biases; embeddings, learned positions and
-        output with standard deviation D ** -0.5, so that embeddings times sqrt(D) begin with variance 1."""
+        """Xavier uniform for each projection and each feed-forward matrix, with `attention_gain` for queries, keys and
+        values; zero biases; embeddings, learned positions and output with standard deviation D ** -0.5, so that embeddings
+        times sqrt(D) begin with variance 1."""
         gains = dict.fromkeys(self.encoder_layers.modules(), DeepNorm.of_encoder(config).beta)
         gains |= dict.fromkeys(self.decoder_layers.modules(), DeepNorm.of_decoder(config).beta)
         packed: dict[nn.Module, list[tuple[int, float]]] = {}
-        for module, gain in gains.items():
+        for module, beta in gains.items():
             if isinstance(module, SelfAttention | CrossAttention):
-                packed |= module.packed_rows(gain)
+                packed |= module.packed_rows(config.attention_gain, beta)
         for name, module in self.named_modules():
             if isinstance(module, nn.Embedding) or name == "output":
                 nn.init.normal_(module.weight, std=config.d_model**-0.5)
