@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dist_transformer.model.products import Linear
+
 
 @dataclass
 class KeysValues:
@@ -83,8 +85,8 @@ class SelfAttention(nn.Module):
         self.is_causal = is_causal
         self.rotary_positions = rotary_positions
         self.widths = [keys, keys, values]
-        self.query_key_value = nn.Linear(d_model, sum(self.widths))
-        self.output = nn.Linear(values, d_model)
+        self.query_key_value = Linear(d_model, sum(self.widths))
+        self.output = Linear(values, d_model)
 
     def forward(self, input_BTD: Tensor, may_attend_B11T: Tensor | None = None) -> Tensor:
         """Causal layers take no mask: padding is at the end, so no real position sees it, and CUDA's flash kernel,
@@ -130,9 +132,9 @@ class CrossAttention(nn.Module):
         keys, values = (num_heads * size for size in sizes)
         self.num_heads = num_heads
         self.widths = [keys, values]
-        self.query = nn.Linear(d_model, keys)
-        self.key_value = nn.Linear(d_model, sum(self.widths))
-        self.output = nn.Linear(values, d_model)
+        self.query = Linear(d_model, keys)
+        self.key_value = Linear(d_model, sum(self.widths))
+        self.output = Linear(values, d_model)
 
     def forward(self, input_BTD: Tensor, memory_BSD: Tensor, may_attend_B11S: Tensor) -> Tensor:
         return self.attend(input_BTD, self.project(memory_BSD), may_attend_B11S)

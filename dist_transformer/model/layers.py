@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from dist_transformer.config.models import ModelConfig
 from dist_transformer.config.sizes import head_sizes
 from dist_transformer.model.attention import CrossAttention, KeysValues, Past, SelfAttention
+from dist_transformer.model.products import Linear
 
 RMS_EPSILON = 1e-6
 """Added to the mean square; that of layer norm is torch's 1e-5."""
@@ -120,9 +121,9 @@ class FeedForward(nn.Module):
         functions: dict[str, Callable[[Tensor], Tensor]]
         functions = {"relu": F.relu, "gelu": F.gelu, "silu": F.silu, "swiglu": F.silu}
         self.activation = functions[activation]
-        self.inner = nn.Linear(d_model, d_ff)
-        self.outer = nn.Linear(d_ff, d_model)
-        self.gate = nn.Linear(d_model, d_ff) if activation == "swiglu" else None
+        self.inner = Linear(d_model, d_ff)
+        self.outer = Linear(d_ff, d_model)
+        self.gate = Linear(d_model, d_ff) if activation == "swiglu" else None
 
     def forward(self, input_BTD: Tensor) -> Tensor:
         inner_BTF = self.inner(input_BTD)

@@ -26,6 +26,7 @@ from dist_transformer.model.layers import (
     make_norm,
 )
 from dist_transformer.model.loss import label_smoothed_cross_entropy, token_sums
+from dist_transformer.model.products import Linear
 
 
 @dataclass
@@ -107,7 +108,7 @@ class Transformer(nn.Module):
         self.decoder_layers = nn.ModuleList(DecoderLayer(config, rotary) for _ in range(config.num_decoder_layers))
         self.encoder_norm = make_norm(config) if has_final_norm(config) else nn.Identity()
         self.decoder_norm = make_norm(config) if has_final_norm(config) else nn.Identity()
-        self.output = None if config.tied_output else nn.Linear(config.d_model, target_vocabulary, bias=False)
+        self.output = None if config.tied_output else Linear(config.d_model, target_vocabulary, bias=False)
         self.output_bias = nn.Parameter(torch.zeros(target_vocabulary)) if config.output_bias else None
         self._initialise(config)
 

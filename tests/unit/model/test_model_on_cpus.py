@@ -1,12 +1,18 @@
-"""What is computed in another way on CPUs, against torch's own: dropout, and attention in 16-bit types."""
+"""What is computed in another way on CPUs, against torch's own: dropout, attention in 16-bit types, products in fp32."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dist_transformer.model import products
 from dist_transformer.model.attention import KeysValues, attend
 from dist_transformer.model.layers import Dropout
+from dist_transformer.model.products import Linear, faster_products
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.3, 0.5])
@@ -65,3 +71,83 @@ def test_attention_in_16_bits_is_that_of_its_inputs_in_fp32(dtype: torch.dtype, 
         assert mine.grad is not None
         assert other.grad is not None
         assert torch.equal(mine.grad, other.grad.to(dtype))
+
+
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    products._onednn_is_faster.cache_clear()
+    yield
+    products._onednn_is_faster.cache_clear()
+
+
+@pytest.mark.parametrize("shape", [(40, 32), (4, 10, 32), (2, 5, 4, 32), (0, 32)])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_linear_layer_gives_torchs_values_and_gradients_in_fp32(shape: tuple[int, ...], has_bias: bool) -> None:
+    torch.manual_seed(7)
+    ours = Linear(32, 48, bias=has_bias)
+    theirs = nn.Linear(32, 48, bias=has_bias).double()
+    theirs.load_state_dict(ours.state_dict())
+    ours_in = torch.randn(shape).requires_grad_()
+    theirs_in = ours_in.detach().double().requires_grad_()
+    ours_out, theirs_out = ours(ours_in), theirs(theirs_in)
+    weights = torch.randn(48, 48)  # a gradient that is no constant
+    (ours_out @ weights).square().sum().backward()
+    (theirs_out @ weights.double()).square().sum().backward()
+    pairs = [(ours_out, theirs_out), (ours_in.grad, theirs_in.grad)]
+    pairs += [(mine.grad, other.grad) for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True)]
+    for mine, other in pairs:
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4, check_dtype=False)
+
+
+def test_only_what_is_trained_has_a_gradient() -> None:
+    linear, inputs = Linear(32, 48), torch.randn(40, 32)
+    linear.weight.requires_grad_(False)
+    linear(inputs).sum().backward()
+    assert linear.weight.grad is None
+    torch.testing.assert_close(linear.bias.grad, torch.full((48,), 40.0))
+    with torch.no_grad():
+        assert not linear(inputs).requires_grad
+
+
+def test_autocast_multiplies_in_its_own_type() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert Linear(32, 48)(torch.randn(40, 32)).dtype == torch.bfloat16
+
+
+def test_torchs_setting_is_what_it_was_after_a_product_and_after_an_error() -> None:
+    setting = torch.backends.mkldnn.matmul
+    before = setting.fp32_precision
+    with faster_products():
+        assert setting.fp32_precision == "bf16"
+    assert setting.fp32_precision == before
+    with pytest.raises(RuntimeError), faster_products():
+        torch.ones(2, 3) @ torch.ones(2, 3)
+    Linear(32, 48)(torch.randn(40, 32)).sum().backward()
+    assert setting.fp32_precision == before
+
+
+@pytest.mark.usefixtures("asked_anew")
+def test_products_that_are_not_in_fp32_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a processor with tiles for bf16."""
+
+    @contextmanager
+    def in_bf16() -> Iterator[None]:
+        with torch.autocast("cpu", torch.bfloat16):
+            yield
+
+    monkeypatch.setattr(products, "faster_products", in_bf16)
+    monkeypatch.setattr(products, "_is_amd", lambda: True)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert not products.has_faster_products(torch.ones(2))
+
+
+@pytest.mark.usefixtures("asked_anew")
+@pytest.mark.parametrize("manufacturer", ["GenuineIntel", None])
+def test_mkl_is_left_alone_on_other_processors(
+    manufacturer: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "cpuinfo"
+    if manufacturer:
+        file.write_text(f"vendor_id : {manufacturer}\n")
+    monkeypatch.setattr(products, "PROCESSORS", file)
+    assert not products.has_faster_products(torch.ones(2))

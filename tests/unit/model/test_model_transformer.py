@@ -202,10 +202,11 @@ def test_tying_makes_one_matrix_of_three(make_model: MakeModel) -> None:
     assert len(matrices) == 3
 
 
+@pytest.mark.parametrize("gain", [1.0, 0.7071])
 def test_initial_matrices_are_xavier_uniform_one_by_one_and_embeddings_normal(
-    make_config: Callable[..., ModelConfig],
+    make_config: Callable[..., ModelConfig], gain: float
 ) -> None:
-    model = Transformer(make_config(d_model=64, d_ff=128), 1000, 1000, PAD)
+    model = Transformer(make_config(d_model=64, d_ff=128, attention_gain=gain), 1000, 1000, PAD)
     encoder_layer, decoder_layer = model.encoder_layers[0], model.decoder_layers[0]
     assert isinstance(encoder_layer, EncoderLayer)
     assert isinstance(decoder_layer, DecoderLayer)
@@ -213,7 +214,9 @@ def test_initial_matrices_are_xavier_uniform_one_by_one_and_embeddings_normal(
     blocks = [*encoder_layer.self_attention.query_key_value.weight.chunk(3)]
     blocks += [*decoder_layer.cross_attention.key_value.weight.chunk(2), decoder_layer.cross_attention.query.weight]
     for block in blocks:
-        assert 0.95 * square < block.abs().max() <= square
+        assert 0.95 * gain * square < block.abs().max() <= gain * square
+    for output in (encoder_layer.self_attention.output, decoder_layer.cross_attention.output):
+        assert 0.95 * square < output.weight.abs().max() <= square
     inner_bound = (6 / (64 + 128)) ** 0.5
     assert 0.95 * inner_bound < encoder_layer.feed_forward.inner.weight.abs().max() <= inner_bound
     assert float(model.source_embedding.weight.detach().std()) == pytest.approx(64**-0.5, rel=0.02)

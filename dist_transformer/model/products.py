@@ -1,0 +1,95 @@
+"""Matrix products in fp32 by the faster of the two libraries that PyTorch has for CPUs.
+
+PyTorch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processors only. oneDNN, which it takes for bf16, uses
+it on AMD's too: there a product takes half the time (benchmarks/README.md). The only way to it that serves every layout and
+copies nothing is to allow bf16 within fp32 products, which oneDNN makes use of on processors with tiles for it (AMX) alone;
+elsewhere it goes on in fp32. That is tried once, with a product, before anything is multiplied so.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+for variable, capacity in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"), ("LRU_CACHE_CAPACITY", "32")):
+    os.environ.setdefault(variable, capacity)
+"""oneDNN compiles a kernel for each shape of a product, of up to a megabyte, and keeps 1024; PyTorch keeps as many handles to
+them. With sentences of all lengths that is more than a gigabyte, and compiling again costs next to nothing. Both read their
+variable before the first such product, also one in bf16."""
+
+PROCESSORS = Path("/proc/cpuinfo")
+MANUFACTURER = "AuthenticAMD"
+LARGEST_ERROR = 1e-5
+"""Of a product of random numbers, as a share of its largest: between fp32's 1e-6 and bf16's 1e-2."""
+
+
+class Linear(nn.Linear):
+    """x W^T + b."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not has_faster_products(input) or torch.is_autocast_enabled("cpu"):
+            return super().forward(input)
+        return _Linear.apply(input, self.weight, self.bias)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def has_faster_products(tensor: Tensor) -> bool:
+    """Whether `faster_products` is for products with this tensor."""
+    return tensor.is_cpu and tensor.dtype == torch.float32 and _onednn_is_faster()
+
+
+@contextmanager
+def faster_products() -> Iterator[None]:
+    """Products of matrices are oneDNN's. Not for attention, whose many small ones it begins too slowly."""
+    setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = setting.fp32_precision
+    setting.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        setting.fp32_precision = before
+
+
+class _Linear(torch.autograd.Function):
+    """The three products of `F.linear`, forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.has_bias = bias is not None
+        with faster_products():
+            return F.linear(input, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        gradient_NO = gradient.flatten(0, -2)
+        with faster_products():
+            of_input = (gradient_NO @ weight).view(input.shape) if needs_input else None
+            of_weight = gradient_NO.T @ input.flatten(0, -2) if needs_weight else None
+        of_bias = gradient_NO.sum(0) if ctx.has_bias and needs_bias else None
+        return of_input, of_weight, of_bias
+
+
+@cache
+def _onednn_is_faster() -> bool:
+    has_setting = torch.backends.mkldnn.is_available() and hasattr(torch.backends.mkldnn, "matmul")  # type: ignore[no-untyped-call]
+    if not has_setting or torch.backends.cpu.get_cpu_capability() != "AVX512" or not _is_amd():
+        return False
+    matrix = torch.rand(64, 64, generator=torch.Generator().manual_seed(1))
+    exact = matrix.double() @ matrix.double()
+    with faster_products():
+        error = (matrix @ matrix - exact).abs().max() / exact.max()
+    return float(error) < LARGEST_ERROR
+
+
+def _is_amd() -> bool:
+    return PROCESSORS.exists() and MANUFACTURER in PROCESSORS.read_text(encoding="utf-8", errors="replace")
