@@ -63,10 +63,7 @@ class ModelConfig(Section):
         None, description="A norm after the last layer of the encoder and of the decoder; none: with norm pre only."
     )
     attention_gain: Number = Field(
-        1.0,
-        gt=0.0,
-        description="Factor of the Xavier bounds between which queries, keys and values begin. fairseq's and "
-        "torch.nn.MultiheadAttention's are of 0.7071: steadier at high learning rates.",
+        1.0, gt=0.0, description="Gain of the Xavier bounds that queries, keys and values begin in; fairseq's: 0.7071."
     )
     activation: Literal["relu", "gelu", "silu", "swiglu"] = Field(
         "relu",
@@ -238,8 +235,7 @@ class CheckpointConfig(Section):
     keep_last: PositiveInt = Field(5, description="Newest checkpoints kept.")
     keep_best: Whole = Field(0, ge=0, description="Checkpoints that are best by validation.metric kept besides.")
     keep_every_steps: PositiveInt | None = Field(
-        None,
-        description="The checkpoint of every such step is never deleted; none: all are subject to keep_last and keep_best.",
+        None, description="The checkpoint of every such step is never deleted; none: keep_last and keep_best decide."
     )
     average_last: PositiveInt = Field(
         5, description="Checkpoints averaged into the final model folder (6.1: 5 for base, 20 for big)."
@@ -313,9 +309,7 @@ class TrackingConfig(Section):
         pattern=r"^[^/:']+$",
         description="Name in MLflow's model registry under which the final model is registered.",
     )
-    alias: Text | None = Field(
-        None, description="Alias that the registered version gets: champion; needs `register_as`."
-    )
+    alias: Text | None = Field(None, description="Alias that the registered version gets; needs `register_as`.")
 
 
 class Config(Section):
