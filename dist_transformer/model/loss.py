@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dist_transformer.model.products import faster_products, has_faster_products
+from dist_transformer.model.products import faster_products
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at once: 152 MB of fp32 for 37,000 pieces."""
@@ -209,11 +209,9 @@ def _matmul_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
 
 def _product_into(product: Tensor, left: Tensor, right: Tensor) -> None:
     """Matrix product; on CUDA without rounding the fp32 accumulator to a 16-bit type on the way into fp32."""
-    if has_faster_products(left):
-        with faster_products():
+    if left.dtype == product.dtype:
+        with faster_products(left):
             torch.mm(left, right, out=product)
-    elif left.dtype == product.dtype:
-        torch.mm(left, right, out=product)
     elif left.is_cuda:
         torch.mm(left, right, out_dtype=product.dtype, out=product)
     else:
@@ -222,10 +220,8 @@ def _product_into(product: Tensor, left: Tensor, right: Tensor) -> None:
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Adds the matrix product in place, without a tensor for it where the types are the same."""
-    if has_faster_products(left):
-        with faster_products():
+    if left.dtype == total.dtype:
+        with faster_products(left):
             total.addmm_(left, right)
-    elif left.dtype == total.dtype:
-        total.addmm_(left, right)
     else:
         total += torch.mm(left, right, out_dtype=total.dtype) if left.is_cuda else left @ right

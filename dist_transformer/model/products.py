@@ -40,13 +40,23 @@ class Linear(nn.Linear):
 
 
 def has_faster_products(tensor: Tensor) -> bool:
-    """Whether `faster_products` is for products with this tensor."""
+    """Whether `faster_products` changes anything."""
     return tensor.is_cpu and tensor.dtype == torch.float32 and _onednn_is_faster()
 
 
 @contextmanager
-def faster_products() -> Iterator[None]:
-    """Products of matrices are oneDNN's. Not for attention, whose many small ones it begins too slowly."""
+def faster_products(tensor: Tensor) -> Iterator[None]:
+    """Products of matrices like this tensor are done by the library that is faster with them. Not for attention, whose many
+    small ones oneDNN begins too slowly."""
+    if not has_faster_products(tensor):
+        yield
+        return
+    with _by_onednn():
+        yield
+
+
+@contextmanager
+def _by_onednn() -> Iterator[None]:
     setting = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = setting.fp32_precision
     setting.fp32_precision = "bf16"
@@ -63,7 +73,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.has_bias = bias is not None
-        with faster_products():
+        with _by_onednn():
             return F.linear(input, weight, bias)
 
     @staticmethod
@@ -72,7 +82,7 @@ class _Linear(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
         gradient_NO = gradient.flatten(0, -2)
-        with faster_products():
+        with _by_onednn():
             of_input = (gradient_NO @ weight).view(input.shape) if needs_input else None
             of_weight = gradient_NO.T @ input.flatten(0, -2) if needs_weight else None
         of_bias = gradient_NO.sum(0) if ctx.has_bias and needs_bias else None
@@ -86,7 +96,7 @@ def _onednn_is_faster() -> bool:
         return False
     matrix = torch.rand(64, 64, generator=torch.Generator().manual_seed(1))
     exact = matrix.double() @ matrix.double()
-    with faster_products():
+    with _by_onednn():
         error = (matrix @ matrix - exact).abs().max() / exact.max()
     return float(error) < LARGEST_ERROR
 

@@ -117,11 +117,13 @@ def test_autocast_multiplies_in_its_own_type() -> None:
 def test_torchs_setting_is_what_it_was_after_a_product_and_after_an_error() -> None:
     setting = torch.backends.mkldnn.matmul
     before = setting.fp32_precision
-    with faster_products():
-        assert setting.fp32_precision == "bf16"
+    matrix = torch.rand(40, 32)
+    with faster_products(matrix):
+        assert (setting.fp32_precision == "bf16") == products.has_faster_products(matrix)
     assert setting.fp32_precision == before
-    with pytest.raises(RuntimeError), faster_products():
-        torch.ones(2, 3) @ torch.ones(2, 3)
+    with pytest.raises(RuntimeError), faster_products(matrix):
+        matrix @ matrix
+    assert setting.fp32_precision == before
     Linear(32, 48)(torch.randn(40, 32)).sum().backward()
     assert setting.fp32_precision == before
 
@@ -135,7 +137,7 @@ def test_products_that_are_not_in_fp32_are_not_taken(monkeypatch: pytest.MonkeyP
         with torch.autocast("cpu", torch.bfloat16):
             yield
 
-    monkeypatch.setattr(products, "faster_products", in_bf16)
+    monkeypatch.setattr(products, "_by_onednn", in_bf16)
     monkeypatch.setattr(products, "_is_amd", lambda: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     assert not products.has_faster_products(torch.ones(2))
