@@ -161,7 +161,9 @@ def run_as_rank(path: Path) -> None:
     results = [_train(c, ranks) for c in COMBINATIONS if c.runs_on(ranks.num_ranks)]
     if ranks.is_first:
         path.write_text(json.dumps(results), encoding="utf-8")
+    ranks.barrier()
     distributed.leave()
+    os._exit(0)  # as `train` does: threads of gloo's may outlive the interpreter, and abort
 
 
 def _train(combination: Combination, ranks: Any) -> dict[str, Any]:

@@ -104,7 +104,9 @@ def run_as_rank(path: Path) -> None:
     results = [(astuple(case), _train(case, ranks)) for case in CASES]
     if ranks.is_first:
         path.write_text(json.dumps(results), encoding="utf-8")
+    ranks.barrier()
     distributed.leave()
+    os._exit(0)  # as `train` does: threads of gloo's may outlive the interpreter, and abort
 
 
 def _train(case: Case, ranks: Any) -> list[float]:
