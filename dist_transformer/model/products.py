@@ -33,6 +33,10 @@ LARGEST_ERROR = 1e-5
 class Linear(nn.Linear):
     """x W^T + b."""
 
+    def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
+        super().__init__(in_features, out_features, bias)
+        has_faster_products(self.weight)  # which multiplies something: now, and not in a step whose work is counted
+
     def forward(self, input: Tensor) -> Tensor:
         if not has_faster_products(input) or torch.is_autocast_enabled("cpu"):
             return super().forward(input)

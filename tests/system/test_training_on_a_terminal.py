@@ -12,7 +12,10 @@ from running import NOT_INHERITED, Command, without
 
 pytestmark = pytest.mark.slow
 
-RUN = ("small.yaml", "validation.every_steps=3", "validation.translate=false", "training.max_steps=4")
+RUN = (
+    "small.yaml", "validation.every_steps=3", "validation.translate=false", "training.max_steps=4",
+    "tracking.system_metrics=false",
+)  # fmt: skip
 
 
 def streams(command: Command, *arguments: str) -> tuple[str, str]:
