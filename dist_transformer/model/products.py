@@ -1,9 +1,9 @@
 """Matrix products in fp32 by the faster of the two libraries that PyTorch has for CPUs.
 
 PyTorch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processors only. oneDNN, which it takes for bf16, uses
-it on AMD's too: there a product takes half the time (benchmarks/README.md). The only way to it that serves every layout and
-copies nothing is to allow bf16 within fp32 products, which oneDNN makes use of on processors with tiles for it (AMX) alone;
-elsewhere it goes on in fp32. That is tried once, with a product, before anything is multiplied so.
+it on AMD's too: there a product takes as little as half the time (benchmarks/README.md). The only way to it that serves every
+layout and copies nothing is to allow bf16 within fp32 products, which oneDNN makes use of on processors with tiles for it (AMX)
+alone; elsewhere it goes on in fp32. That is tried once, with a product, before anything is multiplied so.
 """
 
 import os
