@@ -128,10 +128,12 @@ def test_the_checkpoint_benchmark_saves_and_resumes_in_both_ways(tmp_path: Path,
     printed, figures = run("checkpoint.py", tmp_path / "checkpoint.json", *sizes, "--folder", str(tmp_path))
     assert printed.count("| --- |") == 1
     ((ours,), (theirs,)) = figures["checkpoint"]["tiny, ZeRO 1"].values()
-    for figure in ("still_seconds", "lost_seconds", "resume_seconds"):
+    for figure in ("still_seconds", "resume_seconds"):
         assert ours[figure] > 0
         assert theirs[figure] > 0
     assert ours["still_seconds"] == pytest.approx(ours["begin_seconds"] + ours["finish_seconds"])
+    # steps beside the writing thread may by chance be the faster ones: what is lost may come out below zero
+    assert ours["lost_seconds"] == pytest.approx(ours["still_seconds"] + ours["slowed_seconds"])
     assert ours["megabytes"] == pytest.approx(figures["parameters"]["tiny"] * 12 / 1e6, rel=0.05)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.json"]
 
