@@ -36,7 +36,7 @@ from dist_transformer.data.manifest import Manifest
 from dist_transformer.model.loss import label_smoothed_cross_entropy
 from dist_transformer.tracking.metrics_log import read_records
 
-PREPARED = "prepared"
+PREPARED, CONFIG = "prepared", "run.yaml"
 LOG_EVERY_STEPS = 10
 CHECKPOINT_EVERY_STEPS = 20
 SAVE_SECONDS = 600.0
@@ -46,21 +46,20 @@ BYTES_OF_FP32 = 4
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the report; `figure` and `budget` in the same unit: shares, but for the loss, which is in bytes."""
+    """A line of the report; `figure` and `budget` are shares, or in the unit that says how a number of them is written."""
 
     what: str
     figure: float
     budget: float
     note: str
+    unit: str = "{:.2%}"
 
     @property
     def verdict(self) -> str:
         return "kept" if self.figure < self.budget else "missed"
 
     def cells(self) -> list[str]:
-        unit = "{:,.1f} MB" if self.budget > 1 else "{:.2%}"
-        scale = 1e6 if self.budget > 1 else 1
-        figure, budget = (unit.format(value / scale) for value in (self.figure, self.budget))
+        figure, budget = (self.unit.format(value) for value in (self.figure, self.budget))
         return [self.what, figure, f"under {budget}", self.verdict, self.note]
 
 
@@ -91,7 +90,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     """All rows; the run is made in a temporary folder."""
     with tempfile.TemporaryDirectory() as name:
         run = _train(Path(name), arguments)
-        rows = [_data_wait(run), *_padding(run), _logging(run), _checkpoints(run)]
+        rows = [_data_wait(run), *_padding(run), _logging(run), _checkpoints(run), _start(Path(name))]
     return [*rows, _loss_memory(arguments)]
 
 
@@ -112,23 +111,26 @@ def table(rows: Sequence[Row]) -> str:
 def _train(folder: Path, arguments: argparse.Namespace) -> RealRun:
     write_text(folder, arguments.run_pairs, 4096)
     config = _config(folder, arguments)
-    file, clocks = folder / "run.yaml", folder / "clocks.json"
-    file.write_text(to_yaml(config), encoding="utf-8")
-    script = Path(__file__).with_name("timed_train.py")
+    (folder / CONFIG).write_text(to_yaml(config), encoding="utf-8")
+    records, clocks = _run(folder, config.run.name)
+    manifest = Manifest.load(folder / PREPARED)
+    return RealRun(records, clocks, RunData(config, folder / PREPARED, manifest))
+
+
+def _run(folder: Path, name: str, *settings: str) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+    """The "train" records and the clocks of a run of the folder's configuration."""
+    clocks, script = folder / "clocks.json", Path(__file__).with_name("timed_train.py")
     environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
     done = subprocess.run(
-        [sys.executable, str(script), str(clocks), str(file)],
+        [sys.executable, str(script), str(clocks), str(folder / CONFIG), f"run.name={name}", *settings],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    records = [r for r in read_records(folder / "runs" / "benchmark" / "metrics.jsonl") if r["event"] == "train"]
-    manifest = Manifest.load(folder / PREPARED)
-    return RealRun(
-        records, json.loads(clocks.read_text(encoding="utf-8")), RunData(config, folder / PREPARED, manifest)
-    )
+    records = [r for r in read_records(folder / "runs" / name / "metrics.jsonl") if r["event"] == "train"]
+    return records, json.loads(clocks.read_text(encoding="utf-8"))
 
 
 def _config(folder: Path, arguments: argparse.Namespace) -> Config:
@@ -203,6 +205,14 @@ def _checkpoints(run: RealRun) -> Row:
     return Row("checkpoints, one in 10 minutes", (still + writing) / SAVE_SECONDS, 0.02, note)
 
 
+def _start(folder: Path) -> Row:
+    """Of another run on the corpus that the first one has prepared; its only step included."""
+    began = time.time()
+    (record,), _ = _run(folder, "start", "training.max_steps=1", "schedule.warmup_steps=1")
+    note = "from the command to the log line of its first step; the corpus is prepared"
+    return Row("start to the first step", record["time"] - began, 15.0, note, "{:.1f} s")
+
+
 def _loss_memory(arguments: argparse.Namespace) -> Row:
     """The peak of the loss and its backward pass, gradients included: below a single tensor of all logits in fp32."""
     d_model, vocabulary, tokens = (
@@ -228,7 +238,7 @@ def _loss_memory(arguments: argparse.Namespace) -> Row:
         f"peak of forward and backward, gradients included, against all logits of {tokens:,} target tokens x {vocabulary:,} "
         f"pieces in fp32; the largest tensor {largest / 1e6:,.1f} MB; peak of F.cross_entropy {plain_peak / 1e6:,.1f} MB"
     )
-    return Row("memory of the loss", peak, logits, note)
+    return Row("memory of the loss", peak / 1e6, logits / 1e6, note, "{:,.1f} MB")
 
 
 def allocated(work: Callable[[], None]) -> tuple[int, int]:

@@ -99,6 +99,7 @@ class Feed:
         self._corpora, self._num_lanes, self._batch = corpora, num_lanes, batch
         self._error: UserError | None = None
         self.begin()
+        self._fetch_seconds = 0.0  # the first windows are read before training begins
 
     def begin(self) -> None:
         """Fetches the next step and starts counting it (collective; waits for other ranks only at a new stage)."""

@@ -1,0 +1,34 @@
+"""The feed says how long training stood still for a batch."""
+
+import time
+from collections import Counter
+from types import SimpleNamespace
+
+from dist_transformer.data.loader import LocalStep
+from dist_transformer.training.feed import Feed, News
+
+SLOW_SECONDS = 0.2
+
+
+class SlowLoader:
+    """A loader that takes its time, and has nothing."""
+
+    segment = SimpleNamespace(epoch=0)
+
+    def must_recut(self, batch: int) -> bool:
+        return False
+
+    def next_step(self) -> LocalStep:
+        time.sleep(SLOW_SECONDS)
+        return LocalStep([None], Counter(), ())
+
+    def lane_positions(self) -> dict[int, tuple[int, int]]:
+        return {0: (0, 0)}
+
+
+def test_the_start_is_no_wait_for_data_and_a_slow_loader_is(ranks):
+    feed = Feed(SlowLoader(), ranks, ("train",), 1, 0, lambda: News(False, False, 0.0))
+    before_training = feed.wait()
+    feed.begin()
+    in_training = feed.wait()
+    assert before_training.wait_seconds < SLOW_SECONDS <= in_training.wait_seconds
