@@ -267,7 +267,7 @@ def test_a_silent_server_stops_neither_training_nor_its_end(
     assert sorted(seconds)[189] < 0.005, "19 of 20 calls are fast; the rest may meet a busy machine"
     began = time.perf_counter()
     tracker.close("FAILED")
-    assert time.perf_counter() - began < 1.5
+    assert time.perf_counter() - began < 2.5
     assert "track sync" in caplog.text
     written = [caplog.text, *(path.read_text() for path in run_dir.path.rglob("*") if path.is_file())]
     assert all("secret" not in text for text in written)

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from dist_transformer.data.loader import LocalStep
 from dist_transformer.training.feed import Feed, News
 
-SLOW_SECONDS = 0.2
+SLOW_SECONDS = 0.5
 
 
 class SlowLoader:
