@@ -164,7 +164,7 @@ def saving(arguments: argparse.Namespace, ranks: Ranks, folder: Path) -> Iterato
     yield Part(
         "a checkpoint: written behind training",
         f"{size} over the rate of the disk, flushed",
-        "checksums; the steps beside it",
+        "fresh pages of the page cache; checksums; the steps beside it",
         partial(seconds, "written_seconds", partial(_written_bytes_per_second, folder)),
     )
     yield Part(
