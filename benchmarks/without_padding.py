@@ -64,12 +64,12 @@ class WithoutPadding(Transformer):
     def _tokens(self, embedding: nn.Module, positions: nn.Module, token_BT: Tensor, rows: Rows) -> Tensor:
         scaled_ND = embedding(token_BT.flatten()[rows.place_N]) * self.embedding_scale
         embedded_ND = scaled_ND + positions(0, rows.longest, scaled_ND)[rows.position_N]
-        return self.embedding_dropout(embedded_ND)  # type: ignore[no-any-return]
+        return self.embedding_dropout(embedded_ND)
 
 
 def _encoded(layer: EncoderLayer, hidden_ND: Tensor, rows: Rows) -> Tensor:
     hidden_ND = layer.self_attention_residual(hidden_ND, lambda x_ND: _attend_to_self(layer.self_attention, x_ND, rows))
-    return layer.feed_forward_residual(hidden_ND, layer.feed_forward)  # type: ignore[no-any-return]
+    return layer.feed_forward_residual(hidden_ND, layer.feed_forward)
 
 
 def _decoded(layer: DecoderLayer, hidden_ND: Tensor, rows: Rows, memory_MD: Tensor, memory_rows: Rows) -> Tensor:
@@ -77,7 +77,7 @@ def _decoded(layer: DecoderLayer, hidden_ND: Tensor, rows: Rows, memory_MD: Tens
     hidden_ND = layer.cross_attention_residual(
         hidden_ND, lambda x_ND: _attend_to_memory(layer.cross_attention, x_ND, rows, memory_MD, memory_rows)
     )
-    return layer.feed_forward_residual(hidden_ND, layer.feed_forward)  # type: ignore[no-any-return]
+    return layer.feed_forward_residual(hidden_ND, layer.feed_forward)
 
 
 def _attend_to_self(attention: SelfAttention, input_ND: Tensor, rows: Rows) -> Tensor:
@@ -85,7 +85,7 @@ def _attend_to_self(attention: SelfAttention, input_ND: Tensor, rows: Rows) -> T
     query, key, value = (
         part.unflatten(1, (attention.num_heads, -1)) for part in projected_NP.split(attention.widths, 1)
     )
-    return attention.output(attend(query, key, value, rows, rows, attention.is_causal).flatten(1))  # type: ignore[no-any-return]
+    return attention.output(attend(query, key, value, rows, rows, attention.is_causal).flatten(1))
 
 
 def _attend_to_memory(
@@ -94,7 +94,7 @@ def _attend_to_memory(
     query = attention.query(input_ND).unflatten(1, (attention.num_heads, -1))
     projected_MP = attention.key_value(memory_MD)
     key, value = (part.unflatten(1, (attention.num_heads, -1)) for part in projected_MP.split(attention.widths, 1))
-    return attention.output(attend(query, key, value, rows, memory_rows, is_causal=False).flatten(1))  # type: ignore[no-any-return]
+    return attention.output(attend(query, key, value, rows, memory_rows, is_causal=False).flatten(1))
 
 
 def attend(query_NHK: Tensor, key_MHK: Tensor, value_MHK: Tensor, queries: Rows, keys: Rows, is_causal: bool) -> Tensor:
@@ -103,7 +103,7 @@ def attend(query_NHK: Tensor, key_MHK: Tensor, value_MHK: Tensor, queries: Rows,
         from torch.nn.attention.varlen import varlen_attn  # since torch 2.10
 
         window, lengths = CAUSAL if is_causal else WHOLE, (queries.longest, keys.longest)
-        return varlen_attn(query_NHK, key_MHK, value_MHK, queries.ends, keys.ends, *lengths, window_size=window)  # type: ignore[return-value]
+        return varlen_attn(query_NHK, key_MHK, value_MHK, queries.ends, keys.ends, *lengths, window_size=window)
     may_attend_NM = queries.row_N[:, None] == keys.row_N
     if is_causal:
         may_attend_NM &= queries.position_N[:, None] >= keys.position_N
