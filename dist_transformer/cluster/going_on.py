@@ -14,9 +14,13 @@ from dist_transformer.config.models import Config
 from dist_transformer.run_dir import RunDir
 
 
+MODEL_FREE = {"preset", "dropout", "layer_drop", "attention_gain"}
+"""Settings of the model that a resume may find changed: how the training of it goes, and how its first weights are drawn."""
+
+
 def recipe_settings(config: Config) -> dict[str, Any]:
     """The settings that a resume must find unchanged, by their keys: the shape of the model and the order of the data."""
-    model = config.model.model_dump(exclude={"preset", "dropout", "layer_drop"})
+    model = config.model.model_dump(exclude=MODEL_FREE)
     data = config.data.model_dump(include={"lanes", "max_tokens", "window_rows", "batch_shapes"})
     return {
         **{f"model.{key}": value for key, value in model.items()},
@@ -27,14 +31,16 @@ def recipe_settings(config: Config) -> dict[str, Any]:
 
 
 def recipe_of_checkpoint(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says it was trained with; settings that are younger than it with what then was the only value."""
+    """What a checkpoint says it was trained with, as far as it is compared; settings that are younger than it with what
+    then was the only value."""
+    free = {f"model.{name}" for name in MODEL_FREE}
     return {
         "model.norm_type": "layer",
         "model.activation": "relu",
         "model.positions": "learned" if recipe.get("model.max_positions") else "sinusoidal",
         "model.output_bias": False,
         "model.final_norm": None,
-        **recipe,
+        **{key: value for key, value in recipe.items() if key not in free},
     }
 
 

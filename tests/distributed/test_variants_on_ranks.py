@@ -39,9 +39,10 @@ def test_a_checkpoint_from_before_these_options_is_gone_on_with(train_small):
     younger = [f"model.{name}" for name in ("norm_type", "final_norm", "activation", "positions", "output_bias")]
     for name in younger:
         del state["recipe"][name]
+    state["recipe"]["model.attention_gain"] = 1.0  # one day's checkpoints named it
     (folder / "state.json").write_text(json.dumps(state))
     size, digest = (folder / "state.json").stat().st_size, file_sha256(folder / "state.json")
     manifest["files"]["state.json"] |= {"bytes": size, "sha256": digest}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    train_small("older", "schedule.warmup_steps=2")
+    train_small("older", "schedule.warmup_steps=2", "model.attention_gain=0.7071")
     assert [record["step"] for record in records(run)] == [1, 2, 3, 4, 5, 6]

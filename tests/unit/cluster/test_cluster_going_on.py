@@ -12,10 +12,10 @@ from fake_slurm import job_line
 from dist_transformer.cli.submit import submit_run
 from dist_transformer.cluster import submit as cluster_submit
 from dist_transformer.cluster.checks import busy_problems, submission_problems
-from dist_transformer.cluster.going_on import recipe_settings
+from dist_transformer.cluster.going_on import MODEL_FREE, recipe_of_checkpoint, recipe_settings
 from dist_transformer.cluster.submit import plan_submission
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.models import Config
+from dist_transformer.config.models import Config, ModelConfig
 from dist_transformer.errors import ConfigError, UserError
 from dist_transformer.run_dir import RunDir, write_json
 from dist_transformer.run_lock import BEAT_SECONDS, STALE_BEATS, RunLock
@@ -83,6 +83,29 @@ def test_a_checkpoint_from_before_a_setting_goes_on_where_the_setting_is_what_it
         changed = config.model_copy(update={"model": config.model.model_copy(update={name: value})})
         [problem] = submission_problems(changed, run_dir, 1)
         assert f"cannot be gone on with: model.{name}: {getattr(config.model, name)} -> {value}; put it back" in problem
+
+
+FIRST = {
+    "d_model", "d_ff", "num_heads", "num_encoder_layers", "num_decoder_layers", "norm", "shared_embeddings", "tied_output"
+}  # fmt: skip
+"""Settings of the model that every checkpoint of this format names."""
+NOT_GIVEN_THEN = {"key_size", "value_size", "max_positions"}
+"""Younger ones without which the model is what it then was: not named and None are the same."""
+
+
+def test_every_setting_of_the_model_is_in_all_checkpoints_or_filled_or_may_change(yaml: Path) -> None:
+    """A setting that is added must be put into one of these, or checkpoints from before it could not be gone on with."""
+    filled = {key.removeprefix("model.") for key in recipe_of_checkpoint({})}
+    assert {*ModelConfig.model_fields} == FIRST | NOT_GIVEN_THEN | filled | MODEL_FREE
+    model = load_config(yaml).model
+    assert all(getattr(model, name) is None for name in NOT_GIVEN_THEN)
+    assert {f"model.{name}": getattr(model, name) for name in filled} == recipe_of_checkpoint({})
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named in the checkpoint", "younger than the checkpoint"])
+def test_how_the_first_weights_were_drawn_may_change(yaml: Path, run_dir: RunDir, named: bool) -> None:
+    _save(run_dir, load_config(yaml), **({"model.attention_gain": 1.0} if named else {}))
+    assert submission_problems(load_config(yaml, ["model.attention_gain=0.7071"]), run_dir, 1) == []
 
 
 def test_all_changes_are_named_and_other_lanes_have_a_remedy_of_their_own(yaml: Path, run_dir: RunDir) -> None:

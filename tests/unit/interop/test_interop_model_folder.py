@@ -45,7 +45,7 @@ def test_a_folder_from_before_the_model_had_variants_is_the_same_model(save_smal
     saved = save_small_model()
     path = saved.folder / "config.json"
     content = json.loads(path.read_text())
-    for name in ("norm_type", "final_norm", "activation", "layer_drop", "output_bias"):
+    for name in ("norm_type", "final_norm", "activation", "layer_drop", "output_bias", "attention_gain", "key_size"):
         del content["model"][name]
     path.write_text(json.dumps(content))
     loaded = load_model_folder(saved.folder)
