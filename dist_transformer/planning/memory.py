@@ -84,7 +84,7 @@ def memory_of_rank(
 
 @dataclass(frozen=True)
 class _State:
-    """Bytes of the training state on the device; `flat`: of all gradients of a rank's part in fp32."""
+    """Bytes of the training state on the device; `flat`: of a copy of all gradients of a rank's part in fp32."""
 
     weights: int
     gradients: int
@@ -104,6 +104,7 @@ class _State:
         optimizer = bytes_of_optimizer(training) * (owned if stage else parameters)
         is_gathered = stage == 3 and (num_ranks > 1 or offload == "optimizer_and_parameters")
         at_once = min(parameters, REDUCED_AT_ONCE)
+        is_copied = offload == "none" and (stage > 0 or num_ranks > 1 or training.precision == "fp16")
         return cls(
             weights=weights,
             gradients=0 if offload != "none" and stage == 3 else gradients,
@@ -111,7 +112,7 @@ class _State:
             buffer=width * at_once if stage else 0,
             gathered=width * min(parameters, LIVE_AT_ONCE) if is_gathered else 0,
             fetched=width * min(parameters, FETCHED_AT_ONCE) if is_gathered else 0,
-            flat=0 if offload != "none" else 4 * (owned if stage else parameters),
+            flat=4 * (owned if stage else parameters) if is_copied else 0,
             share_reduced_at_once=at_once / parameters,
         )
 
@@ -127,7 +128,7 @@ def _moments(state: _State, batch: Activations, training: TrainingConfig, is_rep
     first_reduced = round((1 - state.share_reduced_at_once) * (kept + state.gathered)) if stage > 1 else 0
     taken_over = left if stage == 2 else 0
     # Beside the gradients in the weights' type: stages 1 and 2 have them in fp32, and a flat copy; stage 3 has them in
-    # fp32, and a copy in fp16; stage 0 one flat copy. Adam is one kernel, which takes nothing.
+    # fp32, and a copy in fp16; stage 0 one flat copy, but on one rank. Adam is one kernel, which takes nothing.
     update = {
         0: state.gradients + state.flat,
         3: state.flat + (state.flat // 2 if training.precision == "fp16" else 0),

@@ -100,6 +100,9 @@ class Engine:
         make_state(_inner_optimizer(self._engine), self._masters(), self._ema_decay is not None)
         if self._stage == 0:
             guard_stage_0(self._engine, training.gradient_clip_norm)
+            self._engine.enable_backward_allreduce = (
+                ranks.num_ranks > 1
+            )  # alone it would copy all gradients for nothing
         elif training.precision == "fp16":
             delay_scale_growth(self._engine.optimizer)
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
@@ -258,6 +261,7 @@ def _deepspeed_config(training: TrainingConfig, ranks: Ranks, module: Objective)
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**12,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the device at each forward pass and at each step
     }
     if training.precision == "fp16":
         config["fp16"] = {

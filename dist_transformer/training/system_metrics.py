@@ -5,7 +5,7 @@ The first rank of each node samples in a thread; the means of all nodes come tog
     {"event": "system", "step": 50, "n1/cpu_percent": 81.2, "n1/memory_gb": 20.1, "n1/gpu0/percent": 97.0, ...}
 
 Of many nodes only their spread: "min/cpu_percent", "mean/cpu_percent", "max/gpu/percent". MLflow shows keys that begin with
-`system/` on a page of their own. What GPUs do is asked of NVML, through torch.
+`system/` on a page of their own. What GPUs do is asked of NVML (nvidia-ml-py), through torch.
 """
 
 import logging

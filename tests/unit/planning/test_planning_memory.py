@@ -238,6 +238,12 @@ def test_each_higher_stage_divides_more_of_the_state_among_many_ranks():
         assert shares == pytest.approx([1.0] * first_divided + [1 / 8] * (4 - first_divided), rel=1e-3)
 
 
+def test_stage_0_flattens_its_gradients_only_for_other_ranks():
+    config = config_of(zero_stage=0, precision="fp32")
+    alone, of_two = (memory_of_rank(config, num_ranks) for num_ranks in (1, 2))
+    assert of_two.moments["update"] - alone.moments["update"] == 4 * parameter_count(config.model, 37_000, 37_000)
+
+
 def test_the_most_tokens_fit_and_256_more_do_not():
     config, limit = config_of(data={"max_tokens": "auto"}), 6e9
     tokens = most_tokens(config, 2, limit)
@@ -274,7 +280,7 @@ def test_a_run_that_fits_has_no_problem_and_one_that_never_can_is_told_so():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_ranks", "cases"), [(1, "3,7"), (1, "9,12"), (2, "13,14")])
+@pytest.mark.parametrize(("num_ranks", "cases"), [(1, "0,3,7"), (1, "9,12"), (2, "13,14")])
 def test_the_plan_is_within_a_tenth_of_what_a_real_step_takes(tmp_path, num_ranks, cases):
     """On two ranks stage 2 in fp16 and stage 3 in fp32."""
     raw = tmp_path / "memory.json"

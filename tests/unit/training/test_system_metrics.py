@@ -1,9 +1,13 @@
 """The sampler of a node, on this machine."""
 
+import sys
 import threading
 import time
+import tomllib
+import types
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -16,6 +20,8 @@ from dist_transformer.distributed import Ranks
 from dist_transformer.training import system_metrics
 from dist_transformer.training.reporter import Reporter
 from dist_transformer.training.system_metrics import NodeSampler
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +114,61 @@ def test_gpus_that_cannot_be_measured_are_said_once_and_left_out(
     assert all("cpu_percent" in values and not any("gpu" in key for key in values) for values in found)
     assert len(caplog.records) == 1
     assert "the GPUs of" in caplog.text
+
+
+def fake_nvml(gpus: list[dict[str, int]]) -> types.ModuleType:
+    """NVIDIA's library over so many GPUs, as far as torch asks it."""
+    nvml = types.ModuleType("pynvml")
+    nvml.NVMLError_DriverNotLoaded = OSError  # type: ignore[attr-defined]
+    answers: dict[str, Callable[..., Any]] = {
+        "nvmlInit": lambda: None,
+        "nvmlDeviceGetHandleByIndex": gpus.__getitem__,
+        "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=gpu["percent"]),
+        "nvmlDeviceGetMemoryInfo": lambda gpu: SimpleNamespace(used=gpu["bytes"]),
+        "nvmlDeviceGetPowerUsage": lambda gpu: gpu["milliwatts"],
+        "nvmlDeviceGetTemperature": lambda gpu, sensor: gpu["celsius"] if sensor == 0 else None,
+    }
+    for name, answer in answers.items():
+        setattr(nvml, name, answer)
+    return nvml
+
+
+def test_gpus_are_measured_through_nvml_by_the_numbers_that_this_process_sees(
+    ranks: Ranks, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [dict(percent=n, bytes=n * 10**9, milliwatts=n * 1000, celsius=30 + n) for n in range(4)]
+    nvml = fake_nvml(gpus)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    for name, value in {
+        "_HAS_PYNVML": True,
+        "pynvml": nvml,
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    values = NodeSampler(replace(ranks, device=torch.device("cuda", 0)))._sample()
+    assert {key: value for key, value in values.items() if key.startswith("gpu")} == {
+        "gpu0/percent": 3, "gpu0/memory_gb": 3.0, "gpu0/watts": 3.0, "gpu0/celsius": 33,
+        "gpu1/percent": 1, "gpu1/memory_gb": 1.0, "gpu1/watts": 1.0, "gpu1/celsius": 31,
+    }  # fmt: skip
+    assert not caplog.records
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_nvidias_own_library_answers_for_every_gpu(ranks: Ranks, caplog: pytest.LogCaptureFixture) -> None:
+    values = NodeSampler(replace(ranks, device=torch.device("cuda", 0)))._sample()
+    assert not caplog.records
+    for gpu in range(torch.cuda.device_count()):
+        assert 0 <= values[f"gpu{gpu}/percent"] <= 100
+        assert 0 < values[f"gpu{gpu}/memory_gb"] * 1e9 <= torch.cuda.get_device_properties(gpu).total_memory
+
+
+def test_the_package_asks_for_nvidias_library() -> None:
+    """torch does not: without it no GPU is measured."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert any(needed.startswith("nvidia-ml-py") for needed in project["dependencies"])
 
 
 def test_of_many_nodes_the_spread_is_told_and_of_few_each(ranks: Ranks) -> None:
