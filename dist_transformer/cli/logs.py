@@ -1,5 +1,6 @@
 """logs, stacks: what a run says, and where its ranks stand."""
 
+import time
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -71,7 +72,8 @@ def is_over(target: Target) -> bool:
     slurm = ask_slurm(target.job_id)
     if slurm.was_asked:
         return slurm.job is None or slurm.job.is_over
-    return target.job_id is None and look_at(target.run_dir).state in _ENDED
+    view = look_at(target.run_dir)
+    return target.job_id is None and (view.state in _ENDED or not view.is_alive(time.time()))
 
 
 def _log(target: Target, named: str | None, *, waits: bool) -> Path:

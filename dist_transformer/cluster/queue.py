@@ -11,8 +11,19 @@ from dataclasses import dataclass
 from dist_transformer.cluster.jobs import COMMENT
 from dist_transformer.cluster.slurm import list_accounted_jobs, list_jobs
 
-# Not among them: PREEMPTED and NODE_FAIL, after which our jobs go back to the queue.
-OVER = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "TIMEOUT")
+# A job that goes back to the queue after PREEMPTED or NODE_FAIL is PENDING at once; one that stays so does not come back.
+OVER = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "TIMEOUT",
+)
+WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
 _SQUEUE_FORMAT = "%i|%A|%T|%S|%L|%D|%N|%P|%V|%r|%k"
 _SACCT_FIELDS = "JobID,JobIDRaw,State,Start,NNodes,NodeList,Partition,Submit,ExitCode,Comment"
@@ -106,11 +117,6 @@ def states_of(job_ids: Collection[str]) -> dict[str, str]:
         SlurmError: Slurm cannot be asked.
     """
     return {job_id: job.state for job_id, job in known_jobs(job_ids).items()}
-
-
-def is_job_id(text: str) -> bool:
-    """123 or 123_4."""
-    return re.fullmatch(r"\d+(_\d+)?", text) is not None
 
 
 def _in_queue(job_ids: Sequence[str]) -> list[QueuedJob]:

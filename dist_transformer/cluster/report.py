@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_transformer.cluster.logs import log_of_run
-from dist_transformer.cluster.queue import OVER, QueuedJob, job_now, states_of
+from dist_transformer.cluster.queue import OVER, WAITING, QueuedJob, job_now, states_of
 from dist_transformer.cluster.reasons import exit_code_in_words, waiting_in_words
 from dist_transformer.cluster.restarts import attempts
 from dist_transformer.cluster.run_view import SILENT_SECONDS, RunView, look_at
@@ -28,8 +28,11 @@ def report(target: Target) -> Document:
     slurm = ask_slurm(target.job_id)
     job, said = slurm.job, [slurm.problem] if slurm.problem else []
     is_over = slurm.was_asked and (job is None or job.is_over) and target.job_id == newest_job_id(target.run_dir)
-    attempt = {} if is_over else _attempt_under_way(target.run_dir)
-    view = _without_ended_job(view, target.job_id, job) if is_over else _without_earlier_attempts(view, attempt)
+    waits = job is not None and job.state in WAITING
+    attempt = {} if is_over or waits else _attempt_under_way(target.run_dir)
+    if is_over or waits:
+        view = _without_ended_job(view, target.job_id, job)
+    view = _as_it_waits(view, now) if waits else _without_earlier_attempts(view, attempt)
     log = log_of_run(target.run_dir, target.job_id)
     is_left = is_over and view.state != "finished" and not view.is_alive(now)
     return {
@@ -131,6 +134,12 @@ def _without_earlier_attempts(view: RunView, attempt: Document) -> RunView:
     return view
 
 
+def _as_it_waits(view: RunView, now: float) -> RunView:
+    """Of a job in the queue: what its last attempt could not take back is no sign that it trains. Somebody else may."""
+    is_word_of_a_rank = view.state in ("starting", "running")
+    return replace(view, state="pending") if is_word_of_a_rank and not view.is_alive(now) else view
+
+
 def _without_ended_job(view: RunView, job_id: str | None, job: QueuedJob | None) -> RunView:
     """A rank that Slurm ended has left its heartbeat; that of another job, or of none, is a sign of life."""
     if view.owner.get("job") in {job_id, job.number if job else job_id}:
@@ -218,7 +227,9 @@ def _job_states(job_ids: list[str]) -> dict[str, str]:
 
 
 def _row(view: RunView, job_id: str | None, job_state: str | None) -> Document:
-    attempt = {} if job_state in OVER else _attempt_under_way(view.run_dir)
+    if job_state in WAITING:
+        view = _as_it_waits(_without_ended_job(view, job_id, None), time.time())
+    attempt = {} if job_state in (*OVER, *WAITING) else _attempt_under_way(view.run_dir)
     return {
         "run": view.run_dir.name,
         "folder": str(view.run_dir.path),

@@ -27,7 +27,7 @@ class RunView:
     """One look at a run. Times are unix seconds; None or {}: the run has not written it (yet).
 
     Attributes:
-        state: of run.json: starting, running, stopped, finished, failed.
+        state: of run.json: starting, running, stopped, finished, failed; pending in its place while its job waits.
         newest: the newest record of training in metrics.jsonl.
         seconds_to_last_step: at the speed of the newest records.
         owner: who trains: host, pid, job; its heartbeat is `heartbeat_time`.

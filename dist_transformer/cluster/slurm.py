@@ -1,10 +1,12 @@
 """The only place that calls Slurm's commands. Arguments travel as lists: nothing passes through a shell."""
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from dist_transformer.errors import UserError
+from dist_transformer.errors import MachineError, UserError
 
 STACKS_SECONDS = 60
 """How long the answer of a job's nodes is waited for: a dead node never gives one."""
@@ -22,17 +24,28 @@ def submit_script(arguments: Sequence[str]) -> str:
 
     Raises:
         SlurmError: with sbatch's own words.
+        MachineError: sbatch is content and says no id. The job may exist: what it needs must stay.
     """
     answer = _call(["sbatch", *arguments], clean_environment(os.environ))
-    return answer.strip().split(";")[0]  # --parsable: "id" or "id;cluster"
+    # --parsable: "id" or "id;cluster". A site's wrapper may say more, before it or behind it.
+    found = re.findall(r"^(\d+)(?:;\S+)?$", answer, re.MULTILINE)
+    if len(found) != 1:
+        raise MachineError(
+            f"sbatch took the job, but answered {answer.strip()!r}: expected a job id; look with `squeue --me` whether the "
+            "job is there, end it with scancel, and submit again"
+        )
+    return str(found[0])
 
 
 def list_jobs(job_ids: Sequence[str], format_string: str) -> list[str]:
     """One line of `squeue` for each job and each task of an array, ended ones too; none for those that Slurm has
-    forgotten. Times are unix seconds.
+    forgotten, and for what is no job id. Times are unix seconds.
     """
+    known = [job_id for job_id in job_ids if is_job_id(job_id)]
+    if not known:  # with an empty list squeue would tell of everybody's jobs
+        return []
     # Without --array the tasks that wait together are one line, 12_[3-9], in which none is found by its id.
-    command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(job_ids)}"]
+    command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(known)}"]
     command.append(f"--format={format_string}")
     try:
         return _call(command, _asking_environment()).splitlines()
@@ -47,6 +60,8 @@ def list_accounted_jobs(job_id: str, fields: str) -> list[str]:
 
     None of them where there is no accounting, or where it does not answer: it is a help, and nothing relies on it.
     """
+    if not is_job_id(job_id):
+        return []
     try:
         return _call(
             ["sacct", "--allocations", "--parsable2", "--noheader", f"--jobs={job_id}", f"--format={fields}"],
@@ -63,7 +78,7 @@ def cancel_job(job_id: str) -> None:
         SlurmError: with scancel's own words.
     """
     # No --state=PENDING: with it Slurm 22.05 takes 12_3 for all tasks that wait together with it.
-    _call(["scancel", job_id], _asking_environment())
+    _call(["scancel", _checked(job_id)], _asking_environment())
 
 
 def release_job(job_id: str) -> None:
@@ -72,7 +87,7 @@ def release_job(job_id: str) -> None:
     Raises:
         SlurmError: with scontrol's own words; a job that an administrator holds is not released.
     """
-    _call(["scontrol", "release", job_id], _asking_environment())
+    _call(["scontrol", "release", _checked(job_id)], _asking_environment())
 
 
 def host_names(node_list: str) -> list[str]:
@@ -91,7 +106,7 @@ def run_on_each_node(job_id: str, num_nodes: int, command: Sequence[str], enviro
         SlurmError: with srun's own words, when no line came.
     """
     # Without --overlap the step would wait for the ranks to end; other steps' plugins and bindings are not for it.
-    options = [f"--jobid={job_id}", "--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}"]
+    options = [f"--jobid={_checked(job_id)}", "--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}"]
     options += ["--ntasks-per-node=1", "--cpus-per-task=1", "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0"]
     try:
         return _call(
@@ -103,6 +118,11 @@ def run_on_each_node(job_id: str, num_nodes: int, command: Sequence[str], enviro
         return error.lines
 
 
+def is_job_id(value: Any) -> bool:
+    """123 or 123_4, as text."""
+    return isinstance(value, str) and re.fullmatch(r"\d+(_\d+)?", value, re.ASCII) is not None
+
+
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Without what belongs to the job, node or rank that `submit` happens to run in; the job would inherit it."""
     return {
@@ -110,6 +130,12 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name == "SLURM_CONF" or not (name.startswith(_NOT_FOR_A_JOB) or name in _NOT_FOR_A_RANK)
     }
+
+
+def _checked(job_id: str) -> str:
+    if not is_job_id(job_id):
+        raise SlurmError(f"{job_id!r}: expected a job id, 123 or 123_4; give the one that squeue shows")
+    return job_id
 
 
 def _asking_environment() -> dict[str, str]:

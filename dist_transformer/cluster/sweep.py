@@ -156,7 +156,7 @@ def _grid_problems(marked: Marked) -> Iterator[str]:
 
 def _list_problems(marked: Marked) -> Iterator[str]:
     entries, grid = marked.values.get("list", []), marked.values.get("grid", {})
-    if not isinstance(entries, list):
+    if not isinstance(entries, list) or (not entries and "list" in marked.values):
         yield f"{marked.place(('list',))}: list: expected `- {{section.key: value}}` lines"
         return
     for index, entry in enumerate(entries):

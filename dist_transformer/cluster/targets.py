@@ -6,9 +6,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.cluster.queue import QueuedJob, is_job_id, jobs_of
+from dist_transformer.cluster.queue import QueuedJob, jobs_of
 from dist_transformer.cluster.restarts import attempts
-from dist_transformer.cluster.slurm import SlurmError
+from dist_transformer.cluster.slurm import SlurmError, is_job_id
 from dist_transformer.cluster.sweep_dir import SweepDir
 from dist_transformer.cluster.text_tail import PIECE_BYTES, last_lines
 from dist_transformer.errors import UserError
@@ -104,7 +104,7 @@ def _refuse_sweep(folder: Path) -> None:
 
 def _submission(run_dir: RunDir) -> tuple[float, str | None]:
     note = read_record(run_dir.job)
-    if not {"job_id", "submitted_at"} <= note.keys():
+    if not {"job_id", "submitted_at"} <= note.keys() or not is_job_id(str(note["job_id"])):
         return 0.0, None
     return datetime.fromisoformat(note["submitted_at"]).timestamp(), str(note["job_id"])
 

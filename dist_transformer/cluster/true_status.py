@@ -4,6 +4,7 @@ A rank says FINISHED, FAILED or SCHEDULED (saved, to be started again) when it e
 that is Slurm's and the batch script's matter, so both are asked here: at the end of an attempt, and by `status`.
 """
 
+from dist_transformer.cluster.queue import WAITING
 from dist_transformer.cluster.report import Document
 from dist_transformer.cluster.restarts import attempts
 from dist_transformer.cluster.run_view import SILENT_SECONDS
@@ -43,7 +44,7 @@ def status_found(document: Document, said: str, *, is_by_hand: bool = False) -> 
         return "FAILED" if state == "failed" else "KILLED" if said == "RUNNING" else None
     if document["next"] is not None:  # the job is over, and the run is not finished
         return "FAILED" if document["last_exit_code"] in (EXIT_FAILED, EXIT_USER_ERROR) else "KILLED"
-    waits = job is not None and job["state"] in ("PENDING", "REQUEUED")
+    waits = job is not None and job["state"] in WAITING
     return "SCHEDULED" if waits and said == "RUNNING" else None
 
 

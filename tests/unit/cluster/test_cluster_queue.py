@@ -3,8 +3,8 @@
 import pytest
 from fake_slurm import FakeSlurm, answer, job_line
 
-from dist_transformer.cluster.queue import QueuedJob, is_job_id, job_now, jobs_of, states_of
-from dist_transformer.cluster.slurm import SlurmError
+from dist_transformer.cluster.queue import QueuedJob, job_now, jobs_of, states_of
+from dist_transformer.cluster.slurm import SlurmError, cancel_job, is_job_id, release_job, run_on_each_node
 
 VERSIONS = ("22.05", "23.11", "24.11", "25.05")
 
@@ -154,10 +154,11 @@ def test_squeue_is_asked_for_each_task_that_waits(slurm: FakeSlurm) -> None:
     assert "--array" in slurm.arguments("squeue")
 
 
-def test_a_requeued_job_is_over_once_squeue_has_forgotten_it(slurm: FakeSlurm) -> None:
-    for state in ("PREEMPTED", "NODE_FAIL"):
+def test_a_pre_empted_job_is_over_unless_it_waits_again(slurm: FakeSlurm) -> None:
+    """A real Slurm shows a job that it puts back as PENDING from the first moment on, and as PREEMPTED one that it ends."""
+    for state, is_over in (("PREEMPTED", True), ("NODE_FAIL", True), ("PENDING", False), ("REQUEUE_HOLD", False)):
         slurm.answers("squeue", job_line("5", state))
-        assert [job.is_over for job in jobs_of("5")] == [False]
+        assert [job.is_over for job in jobs_of("5")] == [is_over]
     slurm.has_forgotten()
     slurm.answers("sacct", "5|5|PREEMPTED|1795307143|1|n1|main|1795307143|0:0|")
     assert [job.is_over for job in jobs_of("5")] == [True]
@@ -167,6 +168,21 @@ def test_without_slurm_the_missing_command_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(SlurmError, match="squeue: not found; expected Slurm's commands on PATH"):
         job_now("5")
+
+
+@pytest.mark.parametrize("odd", ["", " ", "None", "12+1", "--all", "12,", "٣"])
+def test_no_command_of_slurm_is_asked_about_what_is_no_job_id(slurm: FakeSlurm, odd: str) -> None:
+    """`squeue --jobs=` tells of everybody's jobs, and scancel would take an option."""
+    for program in ("squeue", "sacct", "scancel", "scontrol", "srun"):
+        slurm.answers(program, job_line("12", "RUNNING"))
+    assert (jobs_of(odd), states_of([odd])) == ([], {})
+    assert slurm.arguments("squeue") == slurm.arguments("sacct") == []
+    assert states_of([odd, "12"]) == {"12": "RUNNING"}
+    assert "--jobs=12" in slurm.arguments("squeue")
+    for ask in (cancel_job, release_job, lambda job_id: run_on_each_node(job_id, 1, ["true"], {})):
+        with pytest.raises(SlurmError, match="expected a job id"):
+            ask(odd)
+    assert slurm.arguments("scancel") == slurm.arguments("scontrol") == slurm.arguments("srun") == []
 
 
 def test_a_job_id_is_a_number_or_a_task_of_an_array() -> None:

@@ -146,6 +146,26 @@ def test_an_attempt_that_has_ended_does_not_start(slurm: FakeSlurm, run_dir: Run
     assert (of(run_dir)["state"], of(run_dir)["attempt"]) == ("stopped", None)
 
 
+@pytest.mark.parametrize("state", ["PENDING", "REQUEUED", "REQUEUE_HOLD"])
+@pytest.mark.parametrize("ends", [(), (attempt("ended", 5, exit_code=1),)])
+def test_a_run_whose_job_went_back_to_the_queue_is_pending_and_not_running(
+    slurm: FakeSlurm, run_dir: RunDir, state: str, ends: tuple[dict[str, Any], ...]
+) -> None:
+    """Its ranks were killed, so that run.json still says running, and the heartbeat is fresh; no end is noted when the
+    node died."""
+    slurm.answers("squeue", job_line("5", state, "BeginTime"))
+    write_json(run_dir.state, {"state": "running", "step": 40, "time": NOW - 8})
+    add_lines(run_dir.attempts, attempt("began", 10), *ends)
+    beat(run_dir, NOW - 2, started=NOW - 9)
+    found = of(run_dir)
+    assert (found["state"], found["attempt"], found["heartbeat_time"]) == ("pending", None, None)
+    assert found["warnings"] == []
+    assert [row["state"] for row in report_all(run_dir.path.parent)] == ["pending"]
+    beat(run_dir, NOW - 2, job=None)  # somebody trains it by hand meanwhile
+    assert of(run_dir)["state"] == "running"
+    assert [row["state"] for row in report_all(run_dir.path.parent)] == ["running"]
+
+
 def test_a_job_that_is_over_has_no_heartbeat_and_one_that_trains_by_hand_has(slurm: FakeSlurm, run_dir: RunDir) -> None:
     slurm.answers("squeue", job_line("5", "TIMEOUT"))
     beat(run_dir, NOW - 2)

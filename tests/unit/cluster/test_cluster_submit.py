@@ -11,7 +11,7 @@ from fake_slurm import job_line
 from dist_transformer.cluster.jobs import STAGES
 from dist_transformer.cluster.slurm import SlurmError, clean_environment
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
-from dist_transformer.errors import ConfigError
+from dist_transformer.errors import ConfigError, MachineError
 from dist_transformer.run_dir import RunDir, read_json, write_json
 from dist_transformer.share_folder import share_folder
 
@@ -220,6 +220,24 @@ def test_what_sbatch_says_against_a_job_is_what_the_user_reads(run_dir: RunDir, 
     with pytest.raises(SlurmError, match="sbatch refused: sbatch: error: invalid partition specified: gup\n  command:"):
         submit(_plan(run_dir))
     assert not run_dir.job.exists()
+
+
+@pytest.mark.parametrize("said", ["", "Submitted batch job 5", "5 jobs", "error", "5;a b", "5\\n6"])
+def test_an_answer_of_sbatch_that_is_no_job_id_is_not_taken_for_one(
+    run_dir: RunDir, fake_slurm: FakeSlurm, said: str
+) -> None:
+    """The job may be there: its files stay, and no job is noted."""
+    fake_slurm.program("sbatch", f"printf '{said}'")
+    with pytest.raises(MachineError, match="expected a job id; look with `squeue --me`"):
+        submit(_plan(run_dir))
+    assert run_dir.submitted_script.is_file()
+    assert not run_dir.job.exists()
+
+
+@pytest.mark.parametrize("said", ["5", "5;cluster", "Dear user: welcome\\n5;cluster\\n"])
+def test_the_id_is_found_behind_what_a_site_prints(run_dir: RunDir, fake_slurm: FakeSlurm, said: str) -> None:
+    fake_slurm.program("sbatch", f"printf '{said}'")
+    assert submit(_plan(run_dir)) == {"train": "5"}
 
 
 def test_a_run_folder_on_which_a_job_works_is_refused(run_dir: RunDir, fake_slurm: FakeSlurm) -> None:

@@ -104,6 +104,8 @@ def test_a_list_is_crossed_with_the_grid_and_either_stands_alone(config: Path) -
         ("grid: {run.seed: []}", "sweep.yaml:1: grid: run.seed: expected a list of values, got []"),
         ("grid:\n\n  seed: [1]", "sweep.yaml:3: grid: seed: expected section.key"),
         ("list: {run.seed: 1}", "sweep.yaml:1: list: expected `- {section.key: value}` lines"),
+        ("list: []", "sweep.yaml:1: a sweep needs `grid` or `list`"),
+        ("grid: {run.seed: [1]}\nlist: []", "sweep.yaml:2: list: expected `- {section.key: value}` lines"),
         ("list:\n- 5", "sweep.yaml:2: list: expected {section.key: value}, got '5'"),
         ("list:\n- run.name: a", "sweep.yaml:2: list: run.name: is the same for all points"),
         ("grid: {slurm.nodes: [1, 2]}", "sweep.yaml:1: grid: slurm.nodes: is the same for all points"),

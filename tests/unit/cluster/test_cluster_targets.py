@@ -8,7 +8,7 @@ from watched_run import NOW, add_lines, make_run
 
 from dist_transformer.cluster.targets import Target, find_target, newest_job_id
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, write_json
+from dist_transformer.run_dir import RunDir, read_json, write_json
 
 
 @pytest.fixture
@@ -127,6 +127,13 @@ def test_a_run_folder_that_was_moved_is_said(slurm: FakeSlurm, tmp_path: Path) -
     slurm.answers("squeue", job_line("5", "RUNNING", comment="dist-transformer:/gone/away"))
     with pytest.raises(UserError, match="job 5: its run folder /gone/away is not there; was it moved or removed"):
         find_target("5", tmp_path)
+
+
+@pytest.mark.parametrize("job_id", ["", None, "12;x", [5]])
+def test_a_note_without_a_job_id_is_as_none(tmp_path: Path, job_id: object) -> None:
+    run_dir = make_run(tmp_path / "a", job_id="5")
+    write_json(run_dir.job, {**read_json(run_dir.job), "job_id": job_id})
+    assert find_target(str(run_dir.path), tmp_path).job_id is None
 
 
 def test_a_damaged_note_of_the_job_is_as_none(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from dist_transformer.cli import jobs as jobs_module
 from dist_transformer.cli import logs as logs_module
 from dist_transformer.cli.main import app
 from dist_transformer.cluster.restarts import decide
+from dist_transformer.cluster.targets import Target
 from dist_transformer.durations import duration
 from dist_transformer.run_dir import RunDir
 
@@ -203,6 +205,16 @@ def test_following_a_run_without_a_job_ends_by_its_own_word(tmp_path: Path) -> N
     run_dir = make_run(tmp_path / "a", state="stopped")
     run_dir.log.write_text("a\n")
     assert call("logs", run_dir.path, "-f").stdout == "a\n"
+
+
+def test_following_a_run_without_a_job_ends_when_it_was_killed(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "a", state="running")
+    run_dir.log.write_text("a\n")
+    beat(run_dir, NOW - 10**9, job=None)
+    assert call("logs", run_dir.path, "-f").stdout == "a\n"
+    for beats, is_over in ((time.time(), False), (time.time() - 3600, True)):
+        beat(run_dir, beats, job=None)
+        assert logs_module.is_over(Target(run_dir, None)) is is_over
 
 
 def test_stacks_asks_each_node_beside_the_ranks(slurm: FakeSlurm, run_dir: RunDir) -> None:
