@@ -13,8 +13,10 @@ from typing import Any
 
 from dist_transformer.cli.search_engines import Search, folders_of, open_search
 from dist_transformer.cli.translation_lines import Task, written
+from dist_transformer.config.slurm_models import SlurmConfig
 from dist_transformer.decoding.file_parts import (
     LineReader,
+    Parts,
     chunk_lines,
     digest_and_lines,
     digest_of,
@@ -26,6 +28,7 @@ from dist_transformer.model.hypothesis import Hypothesis, Searcher, SearchInput
 from dist_transformer.stop_request import StopRequest
 
 TELL_SECONDS = 30
+_MAX_RESTARTS = SlurmConfig.model_validate({}).max_restarts_without_progress
 FILES_OF_A_MODEL = (".json", ".safetensors", ".model", ".bin")
 
 
@@ -33,7 +36,8 @@ def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) ->
     """This rank's chunks that are not done; and, with the last of all, the output. A stop request ends it with 75.
 
     Raises:
-        UserError: a file cannot be read or changes, a line cannot be translated, or the output is of something else.
+        UserError: a file cannot be read or changes, a line cannot be translated, the output is of something else, or a
+            job that was restarted often is stopped before any part is done.
         MachineError: the disk is full, or fails.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -46,7 +50,7 @@ def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) ->
             print(f"{output}: is there already", file=sys.stderr)
         return
     search = open_search(task.engine, folders, task.settings)
-    search = replace(search, searcher=_StoppableSearcher(search.searcher, stop))
+    search = replace(search, searcher=_StoppableSearcher(search.searcher, stop, parts))
     readers = [(path, LineReader(path)) for path in (source, task.prefix) if path is not None]
     told = time.monotonic()
     for chunk in range(rank, parts.num_chunks, num_ranks):
@@ -110,10 +114,14 @@ def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, 
 
 
 class _StoppableSearcher:
-    """A searcher that ends the process between two batches when it was asked to stop; the chunk is done anew later."""
+    """A searcher that ends the process between two batches when it was asked to stop; the chunk is done anew later.
 
-    def __init__(self, searcher: Searcher, stop: StopRequest) -> None:
-        self._searcher, self._stop = searcher, stop
+    A Slurm job that was put back into the queue some times ends when no rank has done a part since this start: else a part
+    that takes longer than the job's time limit would bring it back for ever.
+    """
+
+    def __init__(self, searcher: Searcher, stop: StopRequest, parts: Parts) -> None:
+        self._searcher, self._stop, self._parts, self._num_before = searcher, stop, parts, parts.num_done()
 
     @property
     def max_positions(self) -> int | None:
@@ -121,6 +129,13 @@ class _StoppableSearcher:
 
     def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
         if (reason := self._stop.reason()) is not None:
+            restarts, parts = int(os.environ.get("SLURM_RESTART_COUNT", "0")), self._parts
+            if restarts >= _MAX_RESTARTS and parts.num_done() == self._num_before:
+                raise UserError(
+                    f"{parts.output}: stopped ({reason}) after {restarts} restarts of its job, and no part was done since the "
+                    f"last: {self._num_before} of {parts.num_chunks} are; give the job more time (--time) or more tasks, and "
+                    "submit it again: what is done is kept"
+                )
             print(f"stopped while translating ({reason}); the same command goes on", file=sys.stderr, flush=True)
             sys.exit(EXIT_REQUEUE)
         return self._searcher.search(batch)

@@ -136,8 +136,14 @@ def _process_without_job(run_dir: RunDir) -> Iterator[str]:
 
 def _name_problems(run_dir: RunDir) -> Iterator[str]:
     yield from (message for _, message in run_name_problems(run_dir.name))
-    if re.search(r"[\n\\]", str(run_dir.path)):
-        yield f"run.root: {str(run_dir.path)!r}: sbatch cannot write logs below a path with a backslash or line break"
+    path = str(run_dir.path.absolute())
+    if re.search(r"[\n\\]", path):
+        yield f"run.root: {path!r}: sbatch cannot write logs below a path with a backslash or line break"
+    if ":" in path:
+        yield (
+            f"run.root: {path!r}: the job finds its code, which lies in the run folder, by PYTHONPATH, and that ends a path "
+            "at ':'; choose a folder without it (an existing run folder can be moved)"
+        )
 
 
 def _folder_problems(folder: Path, needed_bytes: int) -> Iterator[str]:

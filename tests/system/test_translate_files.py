@@ -203,10 +203,10 @@ class Ranks:
     monkeypatch: pytest.MonkeyPatch
     source: Path
 
-    def run(self, task: Task, output: Path, rank: int, num_ranks: int) -> None:
+    def run(self, task: Task, output: Path, rank: int, num_ranks: int, stop: StopRequest | None = None) -> None:
         for name, value in (("RANK", rank), ("WORLD_SIZE", num_ranks)):
             self.monkeypatch.setenv(name, str(value))
-        translate_file(task, self.source, output, StopRequest())
+        translate_file(task, self.source, output, stop or StopRequest())
 
 
 @pytest.fixture
@@ -230,6 +230,41 @@ def test_a_file_on_any_ranks_is_what_the_stream_gives(ranks: Ranks, model: Path,
         assert [line[:2] for line in found] == [line[:2] for line in expected]
         # Other batches, other sums in the last bits.
         assert [float(line[3]) for line in found] == pytest.approx([float(line[3]) for line in expected], abs=0.01)
+
+
+@pytest.mark.parametrize(("restarts", "comes_back"), [(0, True), (2, True), (3, False), (9, False)])
+def test_a_job_that_is_stopped_before_any_part_is_done_does_not_come_back_for_ever(
+    restarts: int, comes_back: bool, ranks: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that takes longer than the job's time limit is begun anew by each attempt."""
+    task, output = Task([model], SETTINGS, "torch", Form(False, False, False), None), tmp_path / "out"
+    ranks.run(task, output, 1, 3)  # some parts are done already
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
+    stop = StopRequest()
+    stop.end_at(0.0)
+    if comes_back:
+        with pytest.raises(SystemExit) as stopped:
+            ranks.run(task, output, 0, 3, stop)
+        assert stopped.value.code == EXIT_REQUEUE
+    else:
+        with pytest.raises(UserError, match=r"no part was done since the last: 3 of 9 are; give the job more time"):
+            ranks.run(task, output, 0, 3, stop)
+
+
+def test_a_job_that_was_restarted_often_comes_back_as_long_as_parts_get_done(
+    ranks: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "9")
+    stop, write = StopRequest(), file_parts.Parts.write
+
+    def write_and_be_stopped(parts: file_parts.Parts, chunk: int, lines: list[str]) -> None:
+        write(parts, chunk, lines)
+        stop.end_at(0.0)
+
+    monkeypatch.setattr(file_parts.Parts, "write", write_and_be_stopped)
+    with pytest.raises(SystemExit) as stopped:
+        ranks.run(Task([model], SETTINGS, "torch", Form(False, False, False), None), tmp_path / "out", 0, 2, stop)
+    assert stopped.value.code == EXIT_REQUEUE
 
 
 def test_a_new_start_on_other_ranks_makes_only_what_is_missing(

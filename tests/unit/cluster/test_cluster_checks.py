@@ -56,6 +56,15 @@ def test_a_path_that_sbatch_cannot_write_its_log_to_is_refused(tmp_path: Path) -
     assert "sbatch cannot write logs below a path with a backslash" in problem
 
 
+def test_a_path_that_pythonpath_would_split_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the job would run other code than the snapshot in its run folder."""
+    (tmp_path / "a:b").mkdir()
+    monkeypatch.chdir(tmp_path / "a:b")
+    for path in (tmp_path / "a:b" / "run", Path("run")):
+        [problem] = _problems(RunDir(path))
+        assert "PYTHONPATH, and that ends a path at ':'; choose a folder without it" in problem
+
+
 def test_more_ranks_than_lanes_are_refused(run_dir: RunDir) -> None:
     [problem] = _problems(run_dir, lanes=7, nodes=2, ranks_per_node=4)
     assert problem.startswith("slurm: 2 nodes x 4 ranks = 8 ranks, more than data.lanes 7")
@@ -228,9 +237,9 @@ def test_mounts_may_be_renamed_and_read_only(run_dir: RunDir, mount: str) -> Non
 
 
 def test_a_run_folder_that_no_container_can_be_shown_is_refused(tmp_path: Path) -> None:
-    run_dir = RunDir(tmp_path / "a:b" / "run")
+    run_dir = RunDir(tmp_path / "a,b" / "run")
     [problem] = _problems(run_dir, container_image="i")
-    assert problem.startswith(f"slurm.container_image: '{tmp_path}/a:b' must be seen inside")
+    assert problem.startswith(f"slurm.container_image: '{tmp_path}/a,b' must be seen inside")
     assert _problems(run_dir) == []
 
 

@@ -170,6 +170,20 @@ def _prepare(folder: Path, programs: dict[str, str], code: Path | None = None) -
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.parametrize(
+    "name", [name for name in SCRIPTS if "PYTHONPATH" in (share_folder("slurm") / name).read_text()]
+)
+def test_code_in_a_folder_that_pythonpath_would_split_is_refused_by_hand_too(tmp_path: Path, name: str) -> None:
+    code = tmp_path / "a:b"
+    (code / "dist_transformer").mkdir(parents=True)
+    script = render_script(name, _slurm(), Code(code))
+    command = ["bash", "-c", script, "script", "run"]
+    environment = _fake_srun(tmp_path, 0)
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, f"{code}: ':' splits PYTHONPATH; move it\n")
+    assert not (tmp_path / "argv").exists()
+
+
 def _calls(folder: Path, name: str) -> list[str]:
     return [line for line in (folder / "calls").read_text().splitlines() if line.split()[0] == name]
 
