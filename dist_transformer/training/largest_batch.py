@@ -122,8 +122,9 @@ def find_max_tokens(module: Objective, state_bytes: int, data: DataConfig, ranks
     found = allowance(ranks)
     for_activations = Allowance(found.bytes + held - state_bytes, found.limited_by)
     ranks.barrier()  # no rank fills memory before all have seen how much there is
-    growth = _growth(module, data, ranks.device, precision, for_activations.bytes)
-    give_back(ranks.device)
+    with telling_out_of_memory("the search for the largest data.max_tokens", ranks.device):  # a GPU may not recover
+        growth = _growth(module, data, ranks.device, precision, for_activations.bytes)
+        give_back(ranks.device)
     answers = ranks.gather((growth.most_tokens(for_activations.bytes), growth, for_activations))
     tokens, growth, limit = min(answers, key=lambda answer: answer[0])
     total = f"{as_text(limit.bytes + state_bytes)} ({limit.limited_by})"

@@ -27,6 +27,11 @@ RESERVED_ADDRESS_BYTES = 1_500_000_000
 CGROUPS = Path("/sys/fs/cgroup")
 
 _TRIED = re.compile(r"tried to allocate ([\d.]+) ?(\w+)", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(
+    "out of memory|_STATUS_ALLOC_FAILED|failed to CUDA (host )?[cm]?alloc|can(no|')t allocate memory|bad_alloc",
+    re.IGNORECASE,
+)
+"""Said by torch for CPUs and, beside its own allocator, by CUDA, cuBLAS, cuDNN and NCCL."""
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _ADVICE = (
     "Lower data.max_tokens (auto finds the largest that fits), or set training.activation_checkpointing=true, a higher "
@@ -135,10 +140,9 @@ def telling_out_of_memory(doing: str, device: torch.device) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch has a class of its own for GPUs only."""
-    words = ("can't allocate memory", "bad_alloc", "Cannot allocate memory")
+    """torch has a class of its own only for what its allocator of a GPU finds no room for."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in words)
+        isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
     )
 
 
@@ -154,9 +158,12 @@ def _wanted(error: BaseException) -> str:
 
 def _in_use(device: torch.device) -> str:
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        used = torch.cuda.memory_allocated(device)
-        return f"{as_text(used)} are in use by this rank, {as_text(free)} of the GPU's {as_text(total)} are free"
+        used = f"{as_text(torch.cuda.memory_allocated(device))} are in use by this rank"
+        try:
+            free, total = torch.cuda.mem_get_info(device)
+        except RuntimeError as error:  # there may be no memory for the answer either
+            return f"{used}; how much is free, the GPU does not say: {str(error).splitlines()[0]}"
+        return f"{used}, {as_text(free)} of the GPU's {as_text(total)} are free"
     least = min([*_left_to_all(), *_left_to_process()], key=lambda left: left.bytes)
     used = int(psutil.Process().memory_info().rss)
     return f"{as_text(used)} are in use by this rank, {as_text(least.bytes)} are left ({least.limited_by})"

@@ -21,6 +21,7 @@ from dist_transformer.data.filters import filter_lengths
 from dist_transformer.errors import UserError
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.planning.activations import Shape
+from dist_transformer.training import largest_batch
 from dist_transformer.training.engine import Engine
 from dist_transformer.training.largest_batch import (
     AUTO_MAX_TOKENS,
@@ -250,6 +251,36 @@ def test_the_search_leaves_weights_and_gradients_as_they_were_and_says_what_it_f
     assert gradients_of(objective) == {}
     assert all(torch.equal(value, before[name]) for name, value in objective.state_dict().items())
     assert pickle.dumps(found) == pickle.dumps(int(found))  # a plain number: it goes into JSON
+
+
+def failing_above(most_tokens, error):
+    """An objective whose products fail as a GPU's do that has no memory left beside torch's allocator."""
+
+    class Failing(Objective):
+        def forward(self, source, *others):
+            if source.numel() > most_tokens:
+                raise error
+            return super().forward(source, *others)
+
+    torch.manual_seed(1)
+    return Failing(Transformer(TINY, VOCABULARY, VOCABULARY, 0), 0.1, "fp32")
+
+
+OUT_OF_MEMORY = torch.AcceleratorError("CUDA error: out of memory")
+
+
+def test_the_search_takes_a_library_that_is_out_of_memory_for_too_large_a_size(ranks):
+    found = find_max_tokens(failing_above(600, OUT_OF_MEMORY), 0, data_of("auto", 16), ranks, "fp32")
+    assert 32 <= found < 2048
+
+
+def test_a_device_that_is_out_of_memory_for_good_ends_the_search_with_advice(ranks, monkeypatch):
+    def broken(device):
+        raise OUT_OF_MEMORY
+
+    monkeypatch.setattr(largest_batch, "give_back", broken)
+    with pytest.raises(UserError, match="^out of memory in the search for the largest data.max_tokens"):
+        find_max_tokens(failing_above(600, OUT_OF_MEMORY), 0, data_of("auto", 16), ranks, "fp32")
 
 
 def test_a_state_larger_than_memory_is_refused_with_the_sizes_and_the_ways_out(ranks):

@@ -118,6 +118,39 @@ def test_a_memory_error_without_a_size_and_one_of_the_allocator_itself_are_told_
             raise error
 
 
+BESIDE_TORCHS_ALLOCATOR = [
+    torch.AcceleratorError(
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported at some other API call"
+    ),
+    RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+    torch.distributed.DistBackendError(
+        "NCCL error in: /pytorch/torch/csrc/distributed/c10d/NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27.5\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"
+    ),
+    torch.distributed.DistBackendError("ncclUnhandledCudaError\nLast error:\nFailed to CUDA calloc async 608 bytes"),
+]
+"""Messages as torch and NVIDIA's libraries write them when they find no memory for themselves."""
+
+
+@pytest.mark.parametrize("error", BESIDE_TORCHS_ALLOCATOR, ids=lambda error: str(error).splitlines()[-1][:30])
+def test_libraries_of_a_gpu_that_are_out_of_memory_are_told_like_torchs_allocator(error):
+    with pytest.raises(UserError, match=r"^out of memory in x: .*data\.max_tokens"), telling_out_of_memory("x", CPU):
+        raise error
+
+
+def test_a_gpu_that_answers_nothing_any_more_hides_no_advice(monkeypatch):
+    def broken(device):
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", broken)
+    with (
+        pytest.raises(UserError, match=r"^out of memory in x: .*data\.max_tokens"),
+        telling_out_of_memory("x", torch.device("cuda", 0)),
+    ):
+        raise BESIDE_TORCHS_ALLOCATOR[0]
+
+
 def test_other_errors_pass_unchanged():
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     assert not is_out_of_memory(error)
