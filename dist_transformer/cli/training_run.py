@@ -21,7 +21,7 @@ from dist_transformer.config.models import Config
 from dist_transformer.config.sizes import as_sharded, offloaded_bytes, snapshot_bytes, state_bytes
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import Ranks
-from dist_transformer.errors import CheckpointError, DistTransformerError, UserError
+from dist_transformer.errors import CheckpointError, DistTransformerError, MachineError, UserError
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.run_dir import RunDir
 from dist_transformer.stop_request import StopRequest
@@ -207,7 +207,9 @@ def _crash_records(run: Run, trainer: Trainer) -> Iterator[None]:
         raise  # of the machine; there is nothing to replay
     except Exception as error:
         write_crash(run.run_dir, run.ranks, error, run.config, trainer.progress, trainer.current_batch)
-        raise
+        where = f"step {trainer.progress.step + 1} of rank {run.ranks.rank}"
+        with telling_out_of_memory(where, run.ranks.device, MachineError):  # it went well before: again it may
+            raise
 
 
 def objective_of(config: Config, manifest: Manifest) -> Objective:

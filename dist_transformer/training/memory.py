@@ -129,14 +129,14 @@ def give_back(device: torch.device) -> None:
 
 
 @contextmanager
-def telling_out_of_memory(doing: str, device: torch.device) -> Iterator[None]:
-    """What runs inside and is out of memory raises a UserError that says how much was wanted, and what to do."""
+def telling_out_of_memory(doing: str, device: torch.device, kind: type[UserError] = UserError) -> Iterator[None]:
+    """What runs inside and is out of memory raises an error of `kind` that says how much was wanted, and what to do."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        raise UserError(f"out of memory in {doing}: {_wanted(error)}{_in_use(device)}. {_ADVICE}") from error
+        raise kind(f"out of memory in {doing}: {_wanted(error)}{_in_use(device)}. {_ADVICE}") from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:
