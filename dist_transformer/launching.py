@@ -17,7 +17,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 
 from dist_transformer.child_processes import Forked, Process, Signals, forwarding_signals, holding_signals, kill
-from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UserError
 from dist_transformer.stop_request import LAUNCHER_VARIABLE, STARTED_VARIABLE
 
 GRACE_SECONDS = 30.0
@@ -130,6 +130,30 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+
+
+def num_ranks_given(addresses: Sequence[str] = ("MASTER_ADDR", "MASTER_PORT")) -> int | None:
+    """WORLD_SIZE, where the environment names this process as one rank of a group; None where it has no RANK.
+
+    Args:
+        addresses: what it must say beside numbers; none where the ranks of this command do not talk to each other.
+
+    Raises:
+        UserError: it names it in part only, or with what are no numbers of ranks.
+    """
+    if "RANK" not in os.environ:
+        return None
+    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *addresses)}
+    numbers = {name: int(text) if text.isdecimal() else -1 for name, text in given.items() if name != "MASTER_ADDR"}
+    is_whole = all(given.values()) and min(numbers.values()) >= 0
+    if not is_whole or max(numbers["RANK"], numbers["LOCAL_RANK"]) >= numbers["WORLD_SIZE"]:
+        raise UserError(
+            "the environment has RANK, so this process is one rank of a group: expected RANK and LOCAL_RANK (its number on "
+            f"this machine), both from 0 to WORLD_SIZE - 1{''.join(f', {name}' for name in addresses)}; got "
+            + ", ".join(f"{name}={text}" if text else f"no {name}" for name, text in given.items())
+            + ". --ranks N, launch/torchrun.sh and launch/slurm_task.sh set them all; without RANK it works alone"
+        )
+    return numbers["WORLD_SIZE"]
 
 
 def _run(

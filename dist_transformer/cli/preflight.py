@@ -30,9 +30,10 @@ def preflight_command(
 
     Exit codes: 0 nothing stands out, 3 nodes to exclude, 1 it could not be measured.
     """
-    if "RANK" in os.environ:
+    from dist_transformer.launching import num_ranks_given, start_local_ranks
+
+    if num_ranks_given():
         _measure_as_rank(folder, run_folder or folder, seconds)
-    from dist_transformer.launching import start_local_ranks
     from dist_transformer.preflight.report import main
 
     for old in folder.glob("rank_*.json"):

@@ -15,6 +15,7 @@ from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
 from dist_transformer.cli.local_ranks import quick_imports, run_local_ranks
 from dist_transformer.config.models import Config
 from dist_transformer.errors import ConfigError, UserError
+from dist_transformer.launching import num_ranks_given
 from dist_transformer.run_dir import RunDir
 from dist_transformer.stop_request import StopRequest, leave
 
@@ -44,11 +45,11 @@ def train_command(
     """
     if replay_crash or crash_rank is not None:
         _replay_crash(run, overrides, crash_rank)
-    is_rank = "RANK" in os.environ
-    num_ranks = int(os.environ["WORLD_SIZE"]) if is_rank else ranks
+    of_group = num_ranks_given()
+    num_ranks = of_group or ranks
     given = {"--quiet": quiet, "--json": as_json, "--profile": profile}
     stop = StopRequest()
-    if is_rank or num_ranks == 1:
+    if of_group or num_ranks == 1:
         stop.listen()  # before the slow imports: a signal in the first seconds is a request too
         config, run_dir = _read(run, overrides, num_ranks)
         _train_as_rank(config, run_dir, stop, *given.values())

@@ -154,8 +154,8 @@ def _set_up_logging(run_dir: RunDir, ranks: Ranks, terminal: Terminal) -> None:
 
 def _default_threads(ranks: Ranks) -> int:
     """What the launcher or the batch script gave each rank, else this rank's share of the cores it may use."""
-    given = int(os.environ.get("OMP_NUM_THREADS") or 0)
-    return given or max(1, len(os.sched_getaffinity(0)) // ranks.ranks_per_node)
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": of nested regions, too
+    return (int(given) if given.isdecimal() else 0) or max(1, len(os.sched_getaffinity(0)) // ranks.ranks_per_node)
 
 
 def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:

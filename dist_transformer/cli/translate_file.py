@@ -24,6 +24,7 @@ from dist_transformer.decoding.file_parts import (
 )
 from dist_transformer.decoding.translate import translate_lines
 from dist_transformer.errors import EXIT_REQUEUE, UserError
+from dist_transformer.launching import num_ranks_given
 from dist_transformer.model.hypothesis import Hypothesis, Searcher, SearchInput
 from dist_transformer.stop_request import StopRequest
 
@@ -40,7 +41,8 @@ def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) ->
             job that was restarted often is stopped before any part is done.
         MachineError: the disk is full, or fails.
     """
-    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    num_ranks = num_ranks_given(()) or 1
+    rank = int(os.environ.get("RANK", "0"))
     folders = folders_of(task.engine, task.models)
     plan, num_lines = _plan(task, folders, source)
     lines_of_chunk = chunk_lines(num_lines)

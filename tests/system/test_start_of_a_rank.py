@@ -19,6 +19,14 @@ def imports_of(folder, *arguments: str) -> set[str]:
     return set(re.findall(r"^import time:.*\| +(\S+)$", ran.stderr, re.MULTILINE))
 
 
+def test_a_rank_that_is_named_in_part_ends_with_one_message(command):
+    for verb in (("train", "small.yaml"), ("preflight",)):
+        said = command(*verb, RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29400", code=2)
+        assert "got RANK=0, WORLD_SIZE=1, no LOCAL_RANK, MASTER_ADDR=127.0.0.1" in said
+        assert "Traceback" not in said
+    assert not (command.folder / "runs").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_run_to_its_model_folder_imports_neither_a_compiler_nor_what_only_others_use(command, stage):

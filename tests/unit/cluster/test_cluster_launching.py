@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_transformer.launching import rank_environment, start_local_ranks
+from dist_transformer.errors import UserError
+from dist_transformer.launching import num_ranks_given, rank_environment, start_local_ranks
 from dist_transformer.share_folder import share_folder
 
 HEAD = "import os, sys, signal, time, json\nrank = int(os.environ['RANK'])\n"
@@ -33,6 +34,44 @@ def test_each_rank_finds_its_place_and_the_arguments(tmp_path: Path) -> None:
     assert all(arguments == ["config.yaml", "run.name=a b"] for arguments, _ in found)
     [port] = {places[-1] for _, places in found}
     assert [places for _, places in found] == [[str(r), str(r), "3", "3", "127.0.0.1", port] for r in range(3)]
+
+
+WHOLE = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "n1", "MASTER_PORT": "29400"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        *(({name: None}, f"no {name}") for name in WHOLE if name != "RANK"),
+        *(({name: ""}, f"no {name}") for name in WHOLE),
+        *(({name: text}, f"{name}={text}") for name in WHOLE if name != "MASTER_ADDR" for text in ("-1", "two", "0x1")),
+        ({"RANK": "2"}, "RANK=2, WORLD_SIZE=2"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+    ],
+    ids=str,
+)
+def test_an_environment_that_names_a_rank_in_part_or_wrongly_is_refused_with_all_that_it_has(
+    changed: dict[str, str | None], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in {**WHOLE, **changed}.items():
+        monkeypatch.delenv(name, raising=False) if text is None else monkeypatch.setenv(name, text)
+    with pytest.raises(UserError, match=f"got .*{says}") as refused:
+        num_ranks_given()
+    assert refused.value.exit_code == 2
+
+
+def test_a_whole_environment_of_a_rank_names_the_number_of_ranks_and_one_without_rank_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, text in WHOLE.items():
+        monkeypatch.setenv(name, text)
+    assert num_ranks_given() == 2
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name)
+    assert num_ranks_given(()) == 2  # of ranks that do not talk to each other
+    monkeypatch.delenv("RANK")
+    assert num_ranks_given() is None
 
 
 def test_the_cores_are_shared_unless_the_user_has_decided(monkeypatch: pytest.MonkeyPatch) -> None:
