@@ -3,7 +3,9 @@
 import errno
 import json
 import os
+import secrets
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ MISPLACED = (
     errno.EOPNOTSUPP,
 )
 """Errors of a path, or of a disk that cannot do it at all; the others come and go."""
+CLOCK_SECONDS = 0.1
+"""File times are those of the kernel's last tick: a difference of less says nothing."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +248,26 @@ def writing(path: Path) -> Iterator[None]:
 def _are_near(other: Path, path: Path) -> bool:
     """Whether `other` is `path`, beside or below it, or a folder above it."""
     return other.is_relative_to(path.parent) or path.is_relative_to(other)
+
+
+def file_clock(folder: Path) -> float:
+    """Unix seconds by the clock that times the files of this folder: a file server's may differ from this machine's."""
+    probe = folder / f".clock.{secrets.token_hex(8)}"
+    try:
+        probe.touch()
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def modified(path: Path) -> float:
+    """When a file was changed, in unix seconds by this machine's clock, as far as its folder lets its clock be asked."""
+    changed = path.stat().st_mtime
+    try:
+        ahead = file_clock(path.parent) - time.time()
+    except OSError:
+        return changed
+    return changed - ahead if abs(ahead) > CLOCK_SECONDS else changed
 
 
 def share_as_folder(path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import filelock
 
 from dist_transformer.errors import EXIT_USER_ERROR, MachineError, UserError
-from dist_transformer.run_dir import RunDir, read_json, write_json
+from dist_transformer.run_dir import RunDir, file_clock, read_json, write_json
 
 BEAT_SECONDS = 5.0
 STALE_BEATS = 6
@@ -39,6 +39,7 @@ class RunLock:
         self._lock = filelock.FileLock(run_dir.lock, fallback_to_soft=False)
         self._record = {**_who(), "token": secrets.token_hex(8), "started": round(time.time(), 3)}
         self._released = threading.Event()
+        self._beating = threading.Lock()
 
     def acquire(self) -> None:
         """Takes the lock and begins the heartbeat.
@@ -62,10 +63,11 @@ class RunLock:
 
     def release(self) -> None:
         """At an orderly end: the folder is free for the next."""
-        self._released.set()
-        if self._holder().get("token") in (None, self._record["token"]):  # else it was taken over
-            with suppress(OSError):
-                self._owner.unlink(missing_ok=True)
+        with self._beating:
+            self._released.set()
+            if self._holder().get("token") in (None, self._record["token"]):  # else it was taken over
+                with suppress(OSError):
+                    self._owner.unlink(missing_ok=True)
         self._lock.release()
 
     def has_fresh_owner_elsewhere(self) -> bool:
@@ -76,11 +78,18 @@ class RunLock:
 
     def _beat(self) -> None:
         while not self._released.wait(self._beat_seconds):
-            with suppress(OSError, ValueError):  # a disk that is away; the next beat tries again
-                holder = self._holder()
-                if holder and holder["token"] != self._record["token"] and not self._released.is_set():
-                    _leave(f"{self._folder}: {_name(holder)} has taken over this run folder")
-                os.utime(self._owner)
+            with self._beating, suppress(OSError):  # a disk that is away; the next beat tries again
+                if not self._released.is_set():
+                    self._touch(self._read())
+
+    def _touch(self, holder: dict[str, Any]) -> None:
+        """A sign of life. A file that was removed or damaged is written again: without it nobody seems to work here."""
+        if not holder and self._folder.is_dir():  # a folder that is gone is not made anew, maybe below a lost mount
+            write_json(self._owner, self._record)
+        elif holder and holder["token"] != self._record["token"]:
+            _leave(f"{self._folder}: {_name(holder)} has taken over this run folder")
+        else:
+            os.utime(self._owner)
 
     def _is_held_from_elsewhere(self) -> bool:
         """Whether a process on another machine is alive that the file system's lock did not keep out."""
@@ -117,20 +126,24 @@ class RunLock:
 
     def _holder(self) -> dict[str, Any]:
         try:
-            return dict(read_json(self._owner))
-        except (OSError, ValueError):
+            return self._read()
+        except OSError:
             return {}
+
+    def _read(self) -> dict[str, Any]:
+        """The record of the holder; empty where there is none, or nothing of ours."""
+        try:
+            record = read_json(self._owner)
+        except (FileNotFoundError, ValueError):
+            return {}
+        return record if isinstance(record, dict) and self._record.keys() <= record.keys() else {}
 
     def _seconds_since_beat(self) -> float | None:
         """By the clock of the file system, as those of two machines may differ; None without a holder."""
-        probe = self._folder / f".clock.{self._record['token']}"
         try:
-            probe.touch()
-            return probe.stat().st_mtime - self._owner.stat().st_mtime
+            return file_clock(self._folder) - self._owner.stat().st_mtime
         except FileNotFoundError:
             return None
-        finally:
-            probe.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from types import FrameType
 from typing import NoReturn
 
 from dist_transformer.errors import EXIT_FAILED
+from dist_transformer.run_dir import modified
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 END_TIME_VARIABLE = "DIST_TRANSFORMER_END_TIME"
@@ -94,8 +95,9 @@ class StopRequest:
         removed, unless DIST_TRANSFORMER_KEEP_STOP is set: a batch job may have been asked while it waited.
         """
         is_kept = "DIST_TRANSFORMER_KEEP_STOP" in os.environ
-        if not is_kept and stop_file.exists() and stop_file.stat().st_mtime < self.started:
-            stop_file.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            if not is_kept and modified(stop_file) < self.started:
+                stop_file.unlink()
         self._stop_file = stop_file
 
     def reason(self) -> str | None:

@@ -18,7 +18,7 @@ from dist_transformer.cluster.targets import json_lines, newest_job_id, read_rec
 from dist_transformer.config.checks import file_problems, run_name_problems, secret_problems
 from dist_transformer.config.models import Config
 from dist_transformer.config.slurm_models import SlurmConfig
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run_dir import RunDir, modified
 from dist_transformer.run_lock import BEAT_SECONDS, STALE_BEATS
 
 SIGNAL_EARLY_SECONDS = 60
@@ -130,7 +130,7 @@ def _process_without_job(run_dir: RunDir) -> Iterator[str]:
     if not owner or owner.get("job") is not None:
         return
     with suppress(FileNotFoundError):  # it has just ended
-        if time.time() - run_dir.owner.stat().st_mtime < STALE_BEATS * BEAT_SECONDS:
+        if time.time() - modified(run_dir.owner) < STALE_BEATS * BEAT_SECONDS:
             yield f"process {owner.get('pid')} on {owner.get('host')} already works on it, without a job"
 
 

@@ -1,4 +1,4 @@
-"""What a run says of itself in its files, read while it works; never writes, and needs no Slurm."""
+"""What a run says of itself in its files, read while it works; changes nothing, and needs no Slurm."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import Config
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.run_dir import RunDir, modified, read_json
 
 SILENT_SECONDS = 60
 """A heartbeat comes every 5 seconds; one older than this means that nobody works on the run, or that its disk is away."""
@@ -101,9 +101,9 @@ def _seconds_to_end(records: Sequence[dict[str, Any]], step: int, max_steps: int
 
 
 def _mtime(path: Path) -> float | None:
-    """None: the run has removed it since it was found."""
+    """By this machine's clock, which ages are told by. None: the run has removed it since it was found."""
     try:
-        return path.stat().st_mtime
+        return modified(path)
     except OSError:
         return None
 

@@ -172,6 +172,42 @@ def test_a_disk_that_goes_away_and_comes_back_ends_no_heartbeat(run_dir: RunDir)
     lock.release()
 
 
+@pytest.mark.parametrize("content", [None, b"", b"{", b"{}", b"[]", b'{"pid": 7}', b"\xff"], ids=str)
+def test_a_record_that_was_removed_or_damaged_comes_back_with_the_next_beat(
+    run_dir: RunDir, content: bytes | None
+) -> None:
+    lock = _lock(run_dir)
+    lock.acquire()
+    mine = run_dir.owner.read_bytes()
+    if content is None:
+        run_dir.owner.unlink()
+    else:
+        run_dir.owner.write_bytes(content)
+    _until(lambda: run_dir.owner.exists() and run_dir.owner.read_bytes() == mine)
+    lock.release()
+    assert not run_dir.owner.exists()
+
+
+def test_a_damaged_record_of_a_dead_holder_keeps_nobody_from_starting(run_dir: RunDir) -> None:
+    run_dir.owner.write_text('{"host": "far"}')
+    lock = _lock(run_dir)
+    lock.acquire()
+    assert read_json(run_dir.owner)["pid"] == os.getpid()
+    lock.release()
+
+
+def test_a_run_folder_that_is_gone_is_not_made_anew_by_its_holder(run_dir: RunDir) -> None:
+    folder = run_dir.path / "run"
+    folder.mkdir()
+    lock = _lock(RunDir(folder))
+    lock.acquire()
+    folder.rename(folder.with_name("moved"))
+    with pytest.raises(FileNotFoundError):  # a beat of the heart, whose thread tries again with the next
+        lock._touch({})
+    assert not folder.exists()
+    lock.release()
+
+
 def test_one_that_was_taken_over_leaves_the_new_holders_record_alone(run_dir: RunDir) -> None:
     lock = RunLock(run_dir, beat_seconds=60)
     lock.acquire()

@@ -13,6 +13,7 @@ from dist_transformer.cli.submit import submit_run
 from dist_transformer.cluster import submit as cluster_submit
 from dist_transformer.cluster.checks import busy_problems, submission_problems
 from dist_transformer.cluster.going_on import MODEL_FREE, recipe_of_checkpoint, recipe_settings
+from dist_transformer.cluster.run_view import look_at
 from dist_transformer.cluster.submit import plan_submission
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import Config, ModelConfig
@@ -196,6 +197,21 @@ def test_a_process_without_a_job_works_on_the_run_folder_while_its_heart_beats(
     old = time.time() - STALE_BEATS * BEAT_SECONDS - 1
     os.utime(run_dir.owner, (old, old))
     assert busy_problems(run_dir) == []
+
+
+@pytest.mark.parametrize("ahead", [-300.0, 300.0])
+def test_a_heartbeat_is_timed_by_the_clock_of_the_file_system(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, ahead: float
+) -> None:
+    of_server = time.time
+    monkeypatch.setattr(time, "time", lambda: of_server() - ahead)
+    write_json(run_dir.owner, {"host": "n1", "pid": 7, "job": None})
+    assert len(busy_problems(run_dir)) == 1
+    assert look_at(run_dir).is_alive(time.time())
+    old = of_server() - 200
+    os.utime(run_dir.owner, (old, old))
+    assert busy_problems(run_dir) == []
+    assert not look_at(run_dir).is_alive(time.time())
 
 
 def test_a_profile_for_a_run_folder_is_refused_as_it_would_fill_nothing(

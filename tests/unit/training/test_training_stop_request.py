@@ -178,6 +178,21 @@ def test_a_rank_counts_its_time_and_takes_a_stop_file_from_the_start_of_the_comm
         assert (stop.reason() is not None) == is_meant
 
 
+@pytest.mark.parametrize("ahead", [-300.0, 300.0])
+def test_the_age_of_a_stop_file_is_by_the_clock_of_its_file_system(monkeypatch, tmp_path, ahead):
+    """A file server whose clock is ahead of this machine's would else answer an old request at every start."""
+    monkeypatch.delenv(STARTED_VARIABLE, raising=False)
+    of_server = time.time
+    monkeypatch.setattr(time, "time", lambda: of_server() - ahead)
+    for seconds, is_meant in ((-60, False), (60, True)):
+        stop = StopRequest()
+        (tmp_path / "stop").touch()
+        os.utime(tmp_path / "stop", (of_server() + seconds, of_server() + seconds))
+        stop.watch_file(tmp_path / "stop")
+        assert (stop.reason() is not None) == is_meant
+        assert [path.name for path in tmp_path.iterdir()] == ["stop"] * is_meant
+
+
 @pytest.fixture
 def listening(monkeypatch) -> Iterator[Callable[[str], StopRequest]]:
     """A request that listens in this process, with an end time in the environment; handlers are put back."""
