@@ -161,6 +161,7 @@ def join(timeout_seconds: int) -> Ranks:
 
     Collectives that last longer than `timeout_seconds` end with an error on every rank (promise P7).
     """
+    _let_segments_grow()
     if "RANK" not in os.environ:
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -178,6 +179,16 @@ def join(timeout_seconds: int) -> Ranks:
     control = dist.new_group(backend="gloo", timeout=timeout)
     ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE", "1"))
     return Ranks(rank, num_ranks, rank_of_node, ranks_per_node, device, control, timeout)
+
+
+def _let_segments_grow() -> None:
+    """Memory of GPUs in segments that grow: batches of ever other shapes otherwise cut it into pieces that none fits into.
+
+    torch reads it when it first asks a GPU for memory; what a person has set stays.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is torch's before 2.9, and warned of since
+    if not any(name in os.environ for name in names):
+        os.environ[names[torch.__version__ < "2.9"]] = "expandable_segments:True"
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """The validation of a run: its corpora read and tokenized, translated with the weights of the moment, scored."""
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -7,7 +9,7 @@ from functools import partial
 from dist_transformer.cli.first_rank import by_first_rank
 from dist_transformer.cli.run_data import RunData
 from dist_transformer.config.data_models import CorpusConfig
-from dist_transformer.config.models import Config
+from dist_transformer.config.models import Config, DecodingConfig
 from dist_transformer.data.kept_text import Pairs, kept_pairs, texts_to_keep
 from dist_transformer.data.loader import MicroBatch
 from dist_transformer.data.prepare_start import load_tokenizer
@@ -15,15 +17,17 @@ from dist_transformer.data.text_batches import refuse_longer, text_batches
 from dist_transformer.data.tokenizer import Tokenizer
 from dist_transformer.decoding.comet import CometScorer
 from dist_transformer.decoding.search import TorchSearcher
-from dist_transformer.decoding.translate import translate_together
+from dist_transformer.decoding.translate import first_batch, translate_together
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import DataError
 from dist_transformer.interop.model_folder import empty_model
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.training.engine import Engine
-from dist_transformer.training.memory import telling_out_of_memory
+from dist_transformer.training.memory import as_text, begin_peak, give_back, peak, telling_out_of_memory
 from dist_transformer.training.validation import Progress, Translate, Translated, ValidationSet
 from dist_transformer.training.validator import Validator
+
+log = logging.getLogger(__name__)
 
 
 def open_validator(
@@ -46,6 +50,34 @@ def open_validator(
     if config.validation.translate and sets:
         translate = _translator(config, data, tokenizer, engine, ranks, _comet(config, ranks, heard))
     return Validator(config.validation, config.run.seed, sets, engine, ranks, translate)
+
+
+def dry_run_of_validation(
+    validator: Validator, config: Config, data: RunData, ranks: Ranks, heard: Callable[[str], None]
+) -> None:
+    """Of each corpus its largest micro-batches, and the search of its longest lines (collective); nothing is recorded.
+
+    Raises:
+        UserError: this rank is out of memory.
+    """
+    tokenizer, search = load_tokenizer(data.folder, data.manifest.tokenizer), _search(config)
+    doing, started = "the dry run of the largest batches of a validation", time.monotonic()
+    sets = [
+        ValidationSet(each.name, _largest(each.batches), first_batch(tokenizer, each.sources, search))
+        for each in validator.sets
+    ]
+    begin_peak(ranks.device)
+    with telling_out_of_memory(doing, ranks.device):
+        validator.dry_run(sets, lambda: heard(doing))
+    seconds = time.monotonic() - started
+    log.info("dry run    of a validation: %s at most, %.1f s", as_text(peak(ranks.device)), seconds)
+    give_back(ranks.device)
+
+
+def _largest(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The one of most tokens, padding counted, and the one of the longest side: a pair above the budget goes alone."""
+    longest = max(batches, key=lambda batch: max(batch.shape.source_length, batch.shape.target_length))
+    return [max(batches, key=lambda batch: batch.shape.padded_tokens), longest]
 
 
 def _main_set(
@@ -103,9 +135,7 @@ def _translator(
 ) -> Translate:
     from dist_transformer.decoding.score import corpus_scores
 
-    # The one best translation of each line; and a long line must not end a run, as it could with `decoding.too_long`.
-    own = {"beam_size": config.validation.beam_size, "n_best": 1, "sampling": False, "too_long": "split"}
-    search = config.decoding.model_copy(update=own)
+    search = _search(config)
     ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
 
     def scores(each: ValidationSet, translations: Sequence[str]) -> dict[str, float | str]:
@@ -121,9 +151,16 @@ def _translator(
             for each in sets:
                 with engine.objective.autocast(ranks.device):
                     lines = translate_together(searcher, tokenizer, each.sources, search, ranks, progress)
-                yield Translated(lines, by_first_rank(ranks, partial(scores, each, lines), progress))
+                found = by_first_rank(ranks, partial(scores, each, lines), progress) if each.references else {}
+                yield Translated(lines, found)
 
     return translate
+
+
+def _search(config: Config) -> DecodingConfig:
+    """The one best translation of each line; and a long line must not end a run, as it could with `decoding.too_long`."""
+    own = {"beam_size": config.validation.beam_size, "n_best": 1, "sampling": False, "too_long": "split"}
+    return config.decoding.model_copy(update=own)
 
 
 WHOLE_COPY = "the copy of the whole model that a validation translates with (validation.translate=false needs none)"

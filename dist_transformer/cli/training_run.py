@@ -14,7 +14,7 @@ from dist_transformer.cli.initial_weights import initialise
 from dist_transformer.cli.run_data import RunData
 from dist_transformer.cli.run_end import RunEnd
 from dist_transformer.cli.run_records import newest_steps, note, open_records
-from dist_transformer.cli.run_validation import open_validator
+from dist_transformer.cli.run_validation import dry_run_of_validation, open_validator
 from dist_transformer.cli.write_model import write_final_model
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import Config
@@ -164,6 +164,8 @@ def _train(
         saver.reserve(engine)
     if config.training.dry_run:
         dry_run(engine, largest_shapes(config.data), ranks, data.manifest.eos_id, watchdog.progress)
+        if ranks.device.type == "cuda":  # on CPUs a search takes long, and there is mostly memory to swap
+            dry_run_of_validation(validator, config, data, ranks, watchdog.progress)
     watchdog.progress("reading the first windows")
     every_steps, quiet = config.checkpoints.every_steps, run.terminal.quiet
     with (

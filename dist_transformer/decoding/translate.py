@@ -128,6 +128,13 @@ def translate_together(
     return [join_parts(of_line) for of_line in texts]
 
 
+def first_batch(tokenizer: TranslationTokenizer, lines: Sequence[str], config: DecodingConfig) -> list[str]:
+    """The lines that `translate_together` translates first, as one batch: the longest ones."""
+    chunk = list(lines[:CHUNK_LINES])
+    lengths = [len(ids) for ids in tokenizer.encode_source(chunk)]
+    return [chunk[index] for index in next(token_batches(lengths, config), [])]
+
+
 def token_batches(lengths: Sequence[int], config: DecodingConfig) -> Iterator[list[int]]:
     """Indices of `lengths`, longest first, in batches of at most `config.max_tokens` padded source tokens times the
     hypotheses that each sentence has at once.

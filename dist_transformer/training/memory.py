@@ -158,12 +158,12 @@ def _wanted(error: BaseException) -> str:
 
 def _in_use(device: torch.device) -> str:
     if device.type == "cuda":
-        used = f"{as_text(torch.cuda.memory_allocated(device))} are in use by this rank"
+        in_use = f"{as_text(torch.cuda.memory_allocated(device))} are in use by this rank"
         try:
             free, total = torch.cuda.mem_get_info(device)
         except RuntimeError as error:  # there may be no memory for the answer either
-            return f"{used}; how much is free, the GPU does not say: {str(error).splitlines()[0]}"
-        return f"{used}, {as_text(free)} of the GPU's {as_text(total)} are free"
+            return f"{in_use}; how much is free, the GPU does not say: {str(error).splitlines()[0]}"
+        return f"{in_use}, {as_text(free)} of the GPU's {as_text(total)} are free"
     least = min([*_left_to_all(), *_left_to_process()], key=lambda left: left.bytes)
     used = int(psutil.Process().memory_info().rss)
     return f"{as_text(used)} are in use by this rank, {as_text(least.bytes)} are left ({least.limited_by})"

@@ -18,7 +18,7 @@ class ValidationSet:
     Attributes:
         name: as records have it; that of data.validation is "validation", and its measures have no name in front.
         batches: all of its text in micro-batches.
-        sources, references: its first pairs, the ones to translate.
+        sources, references: its first pairs, the ones to translate; without references no translation is scored.
     """
 
     name: str

@@ -69,7 +69,8 @@ class Validator:
         values: dict[str, float | str] = {}
         samples = []
         started = time.monotonic()
-        for each, (tokens, seconds), translated in zip(self.sets, measured, self._translated(progress), strict=True):
+        translations = self._translated(self.sets, progress)
+        for each, (tokens, seconds), translated in zip(self.sets, measured, translations, strict=True):
             found = {**tokens.metrics(), **translated.scores}
             _log(step, each, found, seconds + time.monotonic() - started)
             values |= {each.prefix + name: value for name, value in found.items()}
@@ -78,14 +79,21 @@ class Validator:
             started = time.monotonic()
         return Validated(values, samples)
 
+    def dry_run(self, sets: Sequence[ValidationSet], progress: Progress) -> None:
+        """Does with `sets` what is done with the corpora, and forgets what it finds (collective)."""
+        for each in sets:
+            self._measure(each, progress)
+        for _ in self._translated(sets, progress):
+            pass
+
     def _measure(self, each: ValidationSet, progress: Progress) -> tuple[TokenMeasures, float]:
         started = time.monotonic()
         return measure_tokens(self._engine, each.batches, self._ranks, progress), time.monotonic() - started
 
-    def _translated(self, progress: Progress) -> Iterable[Translated]:
+    def _translated(self, sets: Sequence[ValidationSet], progress: Progress) -> Iterable[Translated]:
         if self._translate is None:
-            return [NOT_TRANSLATED] * len(self.sets)
-        return self._translate(self.sets, progress)
+            return [NOT_TRANSLATED] * len(sets)
+        return self._translate(sets, progress)
 
     def _samples(self, step: int, each: ValidationSet, translated: Translated) -> list[dict[str, Any]]:
         num_lines = len(translated.translations)

@@ -85,6 +85,8 @@ def test_every_stage_on_any_number_of_ranks_gives_the_same_translations_and_scor
         assert not result["differs"], "between ranks"
         assert not result["random_state_moved"]
         assert result["is_training"]
+        # A dry run before it, of at most two micro-batches and one batch of the search of each corpus, is not to be seen.
+        assert 6 <= result["dry_run"] <= 9 + 3
         assert len({*result["progress"]}) == 1
         assert result["progress"][0] > 6
         if combination.endswith("fp32"):

@@ -31,7 +31,7 @@ def run_as_rank(run: Path, results: Path) -> None:
 
     from dist_transformer import distributed
     from dist_transformer.cli.run_data import open_run_data
-    from dist_transformer.cli.run_validation import open_validator
+    from dist_transformer.cli.run_validation import dry_run_of_validation, open_validator
     from dist_transformer.cli.training_run import objective_of
     from dist_transformer.config.loading import load_config
     from dist_transformer.data.manifest import Manifest
@@ -53,8 +53,11 @@ def run_as_rank(run: Path, results: Path) -> None:
         assert checkpoint is not None
         checkpoints.load(checkpoint, engine)
         progress: list[int] = []
-        validator = open_validator(config, open_run_data(config, folder, manifest), engine, ranks, lambda doing: None)
+        data = open_run_data(config, folder, manifest)
+        validator = open_validator(config, data, engine, ranks, lambda doing: None)
         random_state = torch.random.get_rng_state()
+        heard: list[str] = []
+        dry_run_of_validation(validator, config, data, ranks, heard.append)
         validated = validator.validate(checkpoint.step, lambda calls=progress: calls.append(1))
         found[f"{stage} {precision}"] = {
             "values": validated.values,
@@ -64,6 +67,7 @@ def run_as_rank(run: Path, results: Path) -> None:
             "random_state_moved": not torch.equal(torch.random.get_rng_state(), random_state),
             "differs": len({json.dumps(other) for other in ranks.gather([validated.values, validated.samples])}) > 1,
             "is_training": engine.objective.training,
+            "dry_run": len(heard),
             "progress": ranks.gather(len(progress)),
         }
         engine.close()

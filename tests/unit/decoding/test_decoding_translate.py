@@ -14,7 +14,13 @@ from dist_transformer.config.models import DecodingConfig
 from dist_transformer.decoding import translate
 from dist_transformer.decoding.beam import length_penalty
 from dist_transformer.decoding.search import TorchSearcher, pad_together
-from dist_transformer.decoding.translate import Translation, token_batches, translate_lines, translate_together
+from dist_transformer.decoding.translate import (
+    Translation,
+    first_batch,
+    token_batches,
+    translate_lines,
+    translate_together,
+)
 from dist_transformer.errors import UserError
 from dist_transformer.model.hypothesis import Hypothesis, SearchInput
 from dist_transformer.model.transformer import Transformer
@@ -193,6 +199,15 @@ def test_over_any_number_of_ranks_each_line_is_translated_once_as_by_one(
     assert [dict(found).get((line, 0), "") for line in range(len(LINES))] == expected
     assert len({len(calls) for calls in moved}) == 1  # every rank hears of every batch
     assert len(moved[0]) > 3
+
+
+def test_the_first_batch_is_known_beforehand() -> None:
+    config, searcher = DecodingConfig(**SETTINGS, max_tokens=14), Shouting()
+    alone = first_batch(WordTokenizer(), LINES, config)
+    translate_together(searcher, WordTokenizer(), LINES, config, LonelyRank(0, 1), list)  # type: ignore[arg-type]
+    assert WordTokenizer().encode_source(alone) == [each.source for each in searcher.asked[: len(alone)]]
+    assert alone == [LINES[4]]
+    assert first_batch(WordTokenizer(), [], config) == []
 
 
 def test_together_parts_of_a_long_line_are_joined_in_order() -> None:

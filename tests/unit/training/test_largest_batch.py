@@ -279,7 +279,7 @@ def test_a_device_that_is_out_of_memory_for_good_ends_the_search_with_advice(ran
         raise OUT_OF_MEMORY
 
     monkeypatch.setattr(largest_batch, "give_back", broken)
-    with pytest.raises(UserError, match="^out of memory in the search for the largest data.max_tokens"):
+    with pytest.raises(UserError, match=r"^out of memory in the search for the largest data\.max_tokens"):
         find_max_tokens(failing_above(600, OUT_OF_MEMORY), 0, data_of("auto", 16), ranks, "fp32")
 
 

@@ -172,3 +172,29 @@ def test_begin_and_end_are_both_told(monkeypatch, ranks):
         assert ranks.last.text() == f"in collective {number} (gather) for 10 s"
     now = 171.0
     assert ranks.last.text() == f"last collective: {number} (gather), ended 61 s ago"
+
+
+SEGMENTS = """
+import torch
+from dist_transformer import distributed
+distributed.join(60)
+print(torch._C._accelerator_getAllocatorSettings())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}, "expandable_segments:False"),
+    ],
+)
+def test_memory_of_gpus_is_taken_in_segments_that_grow_unless_a_person_says_otherwise(given, found):
+    """torch itself is asked what it has read."""
+    environment = {**without([*NOT_INHERITED, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"]), **given}
+    done = subprocess.run(
+        [sys.executable, "-c", SEGMENTS], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == found, done.stderr

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_torch import ragged_batches
 
+from dist_transformer.cli import run_validation
 from dist_transformer.data.loader import MicroBatch
 from dist_transformer.data.window import BatchShape
 from dist_transformer.training.validation import ValidationSet, measure_tokens
@@ -67,6 +68,15 @@ def test_copied_weights_are_whole(make_engine, settings):
     for name, parameter in plain.named_parameters():
         expected = parameter.data.half().float() if settings["precision"] == "fp16" else parameter.data
         assert torch.equal(into[name], expected), name
+
+
+def test_the_dry_run_of_a_validation_takes_the_most_tokens_and_a_pair_above_the_budget():
+    tokens = torch.ones(1, 1, dtype=torch.int64)
+    shapes = [(8, 10, 10), (9, 9, 9), (1, 30, 90), (2, 30, 30)]
+    batches = [
+        MicroBatch(0, BatchShape(*shape, shape[0], 1, 1), tokens, tokens, tokens, torch.arange(1)) for shape in shapes
+    ]
+    assert run_validation._largest(batches) == [batches[1], batches[2]]
 
 
 @given(st.integers(0, 60), st.integers(0, 12), st.integers(0, 5), st.integers(0, 10**6))
