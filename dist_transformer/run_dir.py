@@ -183,9 +183,13 @@ class RunDir:
         return self.path / "evaluation"
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replace `path` by `text` in one rename; a reader sees the old file or the new one, never a part."""
+def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Replace `path` by `text` in one rename; a reader sees the old file or the new one, never a part.
+
+    `mode`: of the file, less what the umask takes.
+    """
     with replacing(path) as temporary:
+        temporary.touch(mode)
         temporary.write_text(text, encoding="utf-8")
 
 

@@ -15,8 +15,9 @@ from dist_transformer.cluster.going_on import checkpoint_problems
 from dist_transformer.cluster.queue import known_jobs
 from dist_transformer.cluster.script import needed_folders
 from dist_transformer.cluster.targets import json_lines, newest_job_id, read_record
-from dist_transformer.config.checks import file_problems, run_name_problems, secret_problems
+from dist_transformer.config.checks import file_problems, run_name_problems
 from dist_transformer.config.models import Config
+from dist_transformer.config.secret_checks import secret_problems
 from dist_transformer.config.slurm_models import SlurmConfig
 from dist_transformer.run_dir import RunDir, modified
 from dist_transformer.run_lock import BEAT_SECONDS, STALE_BEATS
@@ -262,7 +263,7 @@ def _container_problems(slurm: SlurmConfig, folders: list[Path]) -> Iterator[str
 
 def _environment_problems(slurm: SlurmConfig) -> Iterator[str]:
     # Asked again here, because a cluster profile adds variables of its own.
-    yield from (message for _, message in secret_problems(slurm))
+    yield from (message for _, message in secret_problems({"slurm": slurm}))
     for name, value in slurm.environment.items():
         where = f"slurm.environment.{name}"
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):

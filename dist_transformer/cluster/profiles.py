@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from dist_transformer.config.loading import value_problem
 from dist_transformer.config.marks import Marked, dotted, read_yaml
 from dist_transformer.config.models import Config
+from dist_transformer.config.secret_checks import secret_problems
 from dist_transformer.config.slurm_models import SlurmConfig
 from dist_transformer.errors import ConfigError
 from dist_transformer.share_folder import share_folder
@@ -67,13 +68,13 @@ def _unknown_keys(marked: Marked) -> list[str]:
 def _bad_values(marked: Marked) -> list[str]:
     known = {key: value for key, value in marked.values.items() if key in SlurmConfig.model_fields}
     try:
-        SlurmConfig.model_validate(known)
+        found = secret_problems({"slurm": SlurmConfig.model_validate(known)})
+        return [f"{marked.place(path[1:])}: {message}" for path, message in found]
     except ValidationError as error:
         return [
-            f"{marked.place(found['loc'])}: {dotted(found['loc'])}: {value_problem(('slurm', *found['loc']), found)}"
-            for found in error.errors()
+            f"{marked.place(wrong['loc'])}: {dotted(wrong['loc'])}: {value_problem(('slurm', *wrong['loc']), wrong)}"
+            for wrong in error.errors()
         ]
-    return []
 
 
 def _suggest(word: str, known: list[str]) -> str:

@@ -38,4 +38,5 @@ def _put_back(path: Path, old: bytes | None) -> None:
         path.unlink(missing_ok=True)
     elif not path.is_file() or path.read_bytes() != old:
         with replacing(path) as temporary:
+            temporary.touch(0o600 if path.suffix == ".sbatch" else 0o666)
             temporary.write_bytes(old)

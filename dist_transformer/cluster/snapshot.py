@@ -21,6 +21,7 @@ def take_snapshot(folder: Path, package: Path = _PACKAGE) -> None:
         if not (package / "share").is_dir():
             shutil.copytree(package.parent / name, temporary / name)
     for name, text in _git_state(package.parent).items():
+        (temporary / name).touch(0o600)  # a difference that is in no commit may be for nobody else
         (temporary / name).write_text(text, encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)

@@ -108,8 +108,9 @@ def submit(submission: Submission) -> dict[str, str]:
 
 
 def write_files(files: Mapping[Path, str]) -> None:
+    """A script is for its owner alone: people put into `slurm.setup` what is nobody else's business. sbatch copies it."""
     for path, text in files.items():
-        write_text(path, text)
+        write_text(path, text, mode=0o600 if path.suffix == ".sbatch" else 0o666)
 
 
 def begin_anew(run_dir: RunDir) -> None:

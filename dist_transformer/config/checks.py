@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dist_transformer.config.credentials import is_secret_name, without_credentials
+from dist_transformer.config.credentials import holds_secret, without_credentials
 from dist_transformer.config.data_checks import (
     Problem,
     check_corpora,
@@ -18,7 +18,7 @@ from dist_transformer.config.data_checks import (
 from dist_transformer.config.data_models import DataConfig, TokenizerConfig
 from dist_transformer.config.measures import corpus_and_measure
 from dist_transformer.config.model_checks import check_decoding, check_model, check_positions, check_vocabulary
-from dist_transformer.config.slurm_models import SlurmConfig
+from dist_transformer.config.secret_checks import secret_problems
 from dist_transformer.config.validation_checks import check_validation
 
 RESERVED_NAMES = ("prepared", "mlartifacts", "mlflow.db")
@@ -29,7 +29,7 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 def cross_problems(sections: dict[str, Any]) -> list[Problem]:
     """Problems between settings. A check whose sections did not validate is left out: they have their own problems."""
-    problems: list[Problem] = []
+    problems: list[Problem] = [*secret_problems(sections)]
     for needed, check in _CHECKS:
         if all(name in sections for name in needed):
             problems += check(*(sections[name] for name in needed))
@@ -57,16 +57,6 @@ def run_name_problems(name: str) -> Iterator[Problem]:
         )
 
 
-def secret_problems(slurm: SlurmConfig) -> Iterator[Problem]:
-    """Variables whose values would stand in config.yaml, the batch script and MLflow."""
-    for name in filter(is_secret_name, slurm.environment):
-        yield (
-            ("slurm", "environment", name),
-            f"slurm.environment.{name}: looks like a secret, and would be written into the run folder; remove it here "
-            "and `export` it in the shell that calls train or submit: the job inherits it",
-        )
-
-
 def _model_file_problems(tokenizer: TokenizerConfig) -> Iterator[Problem]:
     for key in ("source_model", "target_model"):
         given = getattr(tokenizer, key)
@@ -86,7 +76,7 @@ _TRACKING_ADDRESS = r"(https?|sqlite|(postgresql|mysql|mssql)(\+\w+)?)://.|datab
 
 def _check_tracking(tracking: Any) -> Iterator[Problem]:
     # What the records of a run leave out must not be in the setting: a run that goes on from them would miss it.
-    if tracking.uri and without_credentials(tracking.uri) != tracking.uri:
+    if tracking.uri and (without_credentials(tracking.uri) != tracking.uri or holds_secret(tracking.uri)):
         yield (
             ("tracking", "uri"),
             "tracking.uri: holds a user or password, and would be written into the run folder; for a server, `export` "
@@ -253,5 +243,4 @@ _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
     (("validation", "data"), check_validation),
     (("training", "divergence"), _check_divergence),
     (("tracking",), _check_tracking),
-    (("slurm",), secret_problems),
 ]

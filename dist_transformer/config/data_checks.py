@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.data_models import CorpusConfig, DataConfig, MixtureConfig
 from dist_transformer.config.locations import is_address, is_pattern, local_files, located
 from dist_transformer.config.marks import KeyPath, dotted
@@ -17,7 +16,6 @@ RESERVED_NAMES = ("train", *SPLIT_NAMES)
 """Names that mean one of the corpora of `data` itself."""
 
 _CORPUS_NAME = re.compile(r"[A-Za-z0-9_.-]+")
-_USER_WITHOUT_PASSWORD = re.compile(r"(?<=://)[^/@:\s]+@")
 
 
 def check_training_corpora(data: DataConfig) -> Iterator[Problem]:
@@ -36,9 +34,6 @@ def check_corpora(data: DataConfig) -> Iterator[Problem]:
     for path, corpus in _corpora(data):
         yield from _kind_problems(path, corpus)
         yield from _tag_problems(path, corpus)
-        names = {key: getattr(corpus, key) for key in ("source", "target", "path")}
-        yield from _password_problems(path, {key: name for key, name in names.items() if name})
-    yield from _password_problems(("data",), {"root": data.root})
 
 
 def check_mixture(data: DataConfig) -> Iterator[Problem]:
@@ -140,19 +135,6 @@ def _kind_problems(path: KeyPath, corpus: CorpusConfig) -> Iterator[Problem]:
     for key in ("subset", "revision"):
         if getattr(corpus, key) and kinds != ["hub"]:
             yield (*path, key), f"{where}.{key}: is for a dataset of the Hub (`hub`); remove it"
-
-
-def _password_problems(path: KeyPath, addresses: dict[str, str]) -> Iterator[Problem]:
-    """What a run folder keeps is the address that the text was read from."""
-    for key, address in addresses.items():
-        name = _USER_WITHOUT_PASSWORD.sub("", address)
-        if without_credentials(name) != name:
-            yield (
-                (*path, key),
-                f"{dotted((*path, key))}: holds a password or token, and would be written into the run folder; give it "
-                "to the filesystem by its own files or variables (~/.aws/credentials, HF_TOKEN, "
-                "FSSPEC_<PROTOCOL>_<OPTION>) and remove it here",
-            )
 
 
 def _tag_problems(path: KeyPath, corpus: CorpusConfig) -> Iterator[Problem]:

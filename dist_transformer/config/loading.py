@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from dist_transformer.config.checks import cross_problems, file_problems
-from dist_transformer.config.credentials import shown_override, without_credentials
+from dist_transformer.config.credentials import holds_secret, shown_override, without_credentials
 from dist_transformer.config.dialect import WrittenFloat, WrittenInt, as_written, dump
 from dist_transformer.config.marks import KeyPath, Marked, dotted, merge, parse_yaml, read_yaml
 from dist_transformer.config.models import Config
@@ -123,7 +123,7 @@ def value_problem(path: KeyPath, error: Mapping[str, Any]) -> str:
     kind: str = error["type"]
     pattern = _PATTERNS.get(path[:2]) if kind == "string_pattern_mismatch" else None
     message = pattern or _EXPECTED.get(kind) or error["msg"][0].lower() + error["msg"][1:]
-    if path[:2] in _NEVER_SHOWN:
+    if path[:2] in _NEVER_SHOWN or holds_secret(str(error["input"])):
         return message
     return f"{message}; got {_shown(error['input'])}{_remedy(kind, error['input'])}"
 
@@ -142,7 +142,7 @@ _PATTERNS: dict[KeyPath, str] = {
     ("slurm", "memory"): "expected a number with K, M, G or T: 120G",
     ("tracking", "register_as"): "expected a name without / : '",
 }
-_NEVER_SHOWN = (("tracking", "uri"), ("slurm", "environment"))
+_NEVER_SHOWN = (("tracking", "uri"), ("slurm", "environment"), ("slurm", "setup"))
 
 
 def _shown(value: Any) -> str:

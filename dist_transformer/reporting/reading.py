@@ -11,7 +11,7 @@ from typing import Any
 from dist_transformer.cluster.restarts import attempts
 from dist_transformer.cluster.run_view import RunView, look_at
 from dist_transformer.cluster.targets import read_record
-from dist_transformer.config.credentials import is_secret_name, without_credentials
+from dist_transformer.config.credentials import holds_secret, is_secret, without_credentials
 from dist_transformer.config.data_models import CorpusConfig
 from dist_transformer.config.marks import read_yaml
 from dist_transformer.config.models import Config, ModelConfig
@@ -215,8 +215,10 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _without_secret(key: str, value: Any) -> Any:
-    if key.startswith("slurm.environment.") and is_secret_name(key.rpartition(".")[2]):
+    if key.startswith("slurm.environment.") and is_secret(key.rpartition(".")[2], str(value)):
         return "***"
+    if key in ("slurm.setup", "slurm.extra_srun", "slurm.extra_sbatch") and holds_secret(str(value)):
+        return "***"  # of a version that let it through
     return without_credentials(value) if isinstance(value, str) else value
 
 

@@ -159,3 +159,19 @@ def test_an_odd_folder_of_runs_is_quoted_everywhere(slurm_cluster: SlurmCluster,
     assert "finished" in say(slurm_cluster, "status", str(run.run_dir.path))
     assert not list(tmp_path.rglob("owned"))
     assert MAX_STEPS > max(run.steps()) == 6
+
+
+def test_what_is_exported_before_submit_reaches_each_attempt_and_is_written_nowhere(
+    slurm_cluster: SlurmCluster, tmp_path: Path
+) -> None:
+    """The batch script, which nobody else may read, runs all the same: sbatch has a copy of it."""
+    seen = tmp_path / "seen"
+    again = '[ "${SLURM_RESTART_COUNT:-0}" = 1 ] || { scontrol requeue "$SLURM_JOB_ID"; sleep 60; }'
+    setup = json.dumps([f'printf "%s\\n" "$PGPASSWORD" >> {seen}', again, "exit 0"])
+    cluster = SlurmCluster(slurm_cluster.folder, {**slurm_cluster.environment, "PGPASSWORD": "of-the-shell"})
+    run = submit(cluster, tmp_path / "runs", "secret", f"slurm.setup={setup}", "slurm.nodes=1")
+    wait_until(lambda: is_over(cluster, run.job_id), 120, run.log)
+    assert seen.read_text() == "of-the-shell\n" * 2
+    files = [path for path in run.run_dir.path.rglob("*") if path.is_file()]
+    assert run.run_dir.submitted_script in files
+    assert [path for path in files if b"of-the-shell" in path.read_bytes()] == []

@@ -79,6 +79,16 @@ def test_a_profile_never_shows_the_value_of_a_variable(tmp_path: Path) -> None:
     assert "s3cret" not in str(caught.value)
 
 
+def test_a_secret_in_a_profile_is_refused_with_its_line_and_not_printed(tmp_path: Path) -> None:
+    site = _profile(tmp_path, "nodes: 2\nenvironment:\n  PGPASSWORD: s3cret\nsetup: [export TOKEN=s3cret]\n")
+    with pytest.raises(ConfigError) as caught:
+        load_profile(site)
+    variable, line = sorted(caught.value.problems)
+    assert variable.startswith(f"{site}:3: slurm.environment.PGPASSWORD: looks like a secret")
+    assert line.startswith(f"{site}:4: slurm.setup.0: looks like a secret")
+    assert "s3cret" not in str(caught.value)
+
+
 def test_config_check_looks_at_the_profile_and_at_the_ranks_that_it_asks_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

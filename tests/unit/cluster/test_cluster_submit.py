@@ -8,6 +8,7 @@ import pytest
 from cluster_helpers import FakeSlurm, config_of
 from fake_slurm import job_line
 
+from dist_transformer import run_dir as run_dir_module
 from dist_transformer.cluster.jobs import STAGES
 from dist_transformer.cluster.slurm import SlurmError, clean_environment
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
@@ -194,6 +195,26 @@ def test_submitting_writes_the_run_folder_and_calls_sbatch_with_exactly_the_plan
     assert (job["job_id"], job["command"], "stages" in job) == ("4711", submission.commands[0], False)
     assert not run_dir.restarts.exists()
     assert not run_dir.stop_file.exists()
+
+
+def test_a_script_is_for_its_owner_alone_from_the_first_moment_on(
+    run_dir: RunDir, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modes, flush = list[tuple[str, int]](), run_dir_module.flush_to_disk
+
+    def looked_at(path: Path) -> None:
+        modes.append((path.name.strip("."), path.stat().st_mode & 0o777))
+        flush(path)
+
+    monkeypatch.setattr(run_dir_module, "flush_to_disk", looked_at)
+    submit(_plan(run_dir))
+    assert {mode for name, mode in modes if name.startswith("train.sbatch")} == {0o600}
+    assert run_dir.submitted_script.stat().st_mode & 0o777 == 0o600
+    assert (run_dir.snapshot / "slurm").is_dir()
+    fake_slurm.program("sbatch", "exit 1")
+    with pytest.raises(SlurmError):
+        submit(_plan(run_dir, setup=["module load x"]))
+    assert run_dir.submitted_script.stat().st_mode & 0o777 == 0o600, "the old one was put back"
 
 
 def test_a_job_does_not_inherit_the_job_or_rank_it_was_submitted_from(

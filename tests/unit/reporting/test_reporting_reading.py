@@ -131,7 +131,8 @@ def test_only_settings_that_are_not_the_defaults_differ(tmp_path):
 
 def test_secrets_are_not_in_the_story(tmp_path):
     run_dir = write_run(tmp_path / "run", num_steps=50)
-    secrets = "slurm: {environment: {HF_TOKEN: hidden1, NAME: shown}}\ntracking: {uri: 'http://me:hidden2@host'}\n"
+    slurm = "{environment: {HF_TOKEN: hidden1, PGPASSWORD: hidden4, NAME: shown}, setup: [export TOKEN=hidden5]}"
+    secrets = f"slurm: {slurm}\ntracking: {{uri: 'http://me:hidden2@host'}}\n"
     run_dir.config.write_text(secrets, encoding="utf-8")
     write_json(run_dir.tracking, {"run_id": "77", "uri": "http://me:hidden3@host:5000/x"})
     page = run_page(read_story(run_dir))
