@@ -12,6 +12,7 @@ from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.config.models import Config
 from dist_transformer.errors import ConfigError
 from dist_transformer.planning.vocabularies import count_parameters
+from dist_transformer.tracking.tracker import address_of
 
 app = typer.Typer(help="Check, show or describe a configuration.", no_args_is_help=True)
 
@@ -22,6 +23,8 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     checked = fill_from_profile(load_config(config, overrides))
     if problems := [*rank_problems(checked)]:
         raise ConfigError(problems)
+    if checked.tracking.enabled:
+        address_of(checked.tracking)  # refuses a variable that holds none
     parameters = count_parameters(with_counted_pieces(checked))
     num_ranks = checked.slurm.nodes * checked.slurm.ranks_per_node
     print(

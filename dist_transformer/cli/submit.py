@@ -18,6 +18,7 @@ from dist_transformer.config.models import Config
 from dist_transformer.config.slurm_models import SlurmConfig
 from dist_transformer.errors import UserError
 from dist_transformer.planning.vocabularies import count_parameters
+from dist_transformer.tracking.tracker import VARIABLE, address_of
 
 _VERBS = [
     ("watch:", "dist-transformer status FOLDER"),
@@ -72,6 +73,10 @@ def submit_run(
     """
     config, run_dir = read_run(run, overrides)
     config = fill_from_profile(config)
+    if config.tracking.enabled and not any(
+        VARIABLE in line for line in (*config.slurm.setup, *config.slurm.environment)
+    ):
+        address_of(config.tracking)  # the job inherits the variable: refused where it holds no address
     text = to_yaml(with_absolute_paths(config, None))
     submission = plan_submission(
         config, text, run_dir, num_parameters_of(config), stages=stages, after=after,

@@ -18,6 +18,7 @@ from dist_transformer.errors import ConfigError, UserError
 from dist_transformer.launching import num_ranks_given
 from dist_transformer.run_dir import RunDir
 from dist_transformer.stop_request import StopRequest, leave
+from dist_transformer.tracking.tracker import address_of
 
 
 def train_command(
@@ -74,6 +75,8 @@ def _read(run: Path, overrides: list[str] | None, num_ranks: int) -> tuple[Confi
         raise ConfigError(
             [f"{num_ranks} ranks, but data.lanes is {config.data.lanes}: each rank needs a lane; use fewer ranks"]
         )
+    if config.tracking.enabled:
+        address_of(config.tracking)  # refuses a variable that holds none
     return config, run_dir
 
 

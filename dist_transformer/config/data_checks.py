@@ -15,7 +15,7 @@ SPLIT_NAMES = ("validation", "test")
 RESERVED_NAMES = ("train", *SPLIT_NAMES)
 """Names that mean one of the corpora of `data` itself."""
 
-_CORPUS_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+_CORPUS_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9_.-]+")
 
 
 def check_training_corpora(data: DataConfig) -> Iterator[Problem]:
@@ -160,7 +160,7 @@ def _spelling_problems(path: KeyPath, name: str) -> Iterator[Problem]:
     if not _CORPUS_NAME.fullmatch(name):
         yield (
             path,
-            f"{dotted(path)}: {name!r}: expected letters, digits, '.', '_' and '-': it names figures and files; "
+            f"{dotted(path)}: {name!r}: expected letters, digits, '.', '_' and '-', not dots alone: it names figures and files; "
             "rename the corpus",
         )
 

@@ -294,7 +294,7 @@ class TrackingConfig(Section):
         "<run.root>/mlflow.db. A user and password belong into MLFLOW_TRACKING_USERNAME and "
         "MLFLOW_TRACKING_PASSWORD: they are never written into a run folder.",
     )
-    experiment: Text = Field("dist-transformer", min_length=1, description="MLflow experiment name.")
+    experiment: Text = Field("dist-transformer", min_length=1, max_length=500, description="MLflow experiment name.")
     close_seconds: PositiveInt = Field(10, description="At the end, how long to wait for the server to take the rest.")
     system_metrics: Truth = Field(
         True,
@@ -309,7 +309,9 @@ class TrackingConfig(Section):
         pattern=r"^[^/:']+$",
         description="Name in MLflow's model registry under which the final model is registered.",
     )
-    alias: Text | None = Field(None, description="Alias that the registered version gets; needs `register_as`.")
+    alias: Text | None = Field(
+        None, pattern=r"^[\w-]+$", description="Alias that the registered version gets; needs `register_as`."
+    )
 
 
 class Config(Section):

@@ -14,7 +14,7 @@ A path in the spool is relative to the run folder where it lies in there, since 
 """
 
 import hashlib
-import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,7 +87,7 @@ def points_of(record: Mapping[str, Any]) -> list[Point]:
     numbers = {
         key: float(value)
         for key, value in record.items()
-        if key not in ("step", "time") and isinstance(value, int | float) and math.isfinite(value)
+        if key not in ("step", "time") and isinstance(value, int | float) and abs(value) <= sys.float_info.max
     }
     return _points(record["event"], numbers, record)
 

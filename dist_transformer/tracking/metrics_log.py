@@ -117,9 +117,9 @@ def remove_torn_line(path: Path) -> None:
 
 
 def encode(record: Mapping[str, Any]) -> str:
-    """One record as one line."""
+    """One record as one line; of a path that is no UTF-8, a `?` for what no reader could take."""
     plain = {key: _encodable(value) for key, value in record.items()}
-    return json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(plain, ensure_ascii=False, allow_nan=False).encode(errors="replace").decode() + "\n"
 
 
 def _encodable(value: Any) -> Any:

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import re
+import sqlite3
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,8 +21,10 @@ from typing import Any, TypeVar
 from dist_transformer.config.credentials import without_secrets
 from dist_transformer.run_dir import replacing
 from dist_transformer.tracking.messages import Point, files_of
+from dist_transformer.tracking.moved_store import follow_moved_artifacts
 from dist_transformer.tracking.spool import (
     Memory,
+    NotValid,
     ServerRefused,
     ServerTrouble,
     Target,
@@ -29,8 +32,9 @@ from dist_transformer.tracking.spool import (
 )
 
 # By default MLflow tries for 4 minutes (server down) or 20 (frozen) and then raises; the shipper does the waiting.
-os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-os.environ.setdefault(REQUEST_TIMEOUT := "MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+# A variable that is empty says as much as one that is not there.
+os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES") or "0"
+os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT") or "10"
 # Read when mlflow is imported: compute nodes often have no network, and a training run reports to its owner only.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
@@ -54,7 +58,8 @@ RUN_UID_TAG = "dist_transformer.run_uid"
 REPLACES_TAG = "dist_transformer.replaces_run"
 NOTE_TAG, OUR_NOTE_TAG = "mlflow.note.content", "dist_transformer.note_sha256"
 TABLES_TAG = "mlflow.loggedArtifacts"
-REFUSALS = {"INVALID_PARAMETER_VALUE", "ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "RESOURCE_DOES_NOT_EXIST"}
+REFUSALS = ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "RESOURCE_DOES_NOT_EXIST")
+KINDS_OF_ERRORS = {"INVALID_PARAMETER_VALUE": NotValid, **dict.fromkeys(REFUSALS, ServerRefused)}
 REFUSING_STATUSES = {400, 404, 405, 413}
 REMEDIES = {
     "Invalid Host header": "start the server with --allowed-hosts 'NAME,NAME:*', NAME being the host of tracking.uri",
@@ -203,6 +208,7 @@ def open_run(target: Target, memory: Memory) -> TrackedRun:
         if found.info.lifecycle_stage == "deleted":
             logger.warning("MLflow run %s had been deleted on the server and is restored", found.info.run_id)
             client.restore_run(found.info.run_id)
+        follow_moved_artifacts(target, found.info.run_id, found.info.artifact_uri)
         return TrackedRun(client, found)
 
 
@@ -222,12 +228,13 @@ def artifact_errors() -> Iterator[None]:
 @contextmanager
 def patient_requests(seconds: float) -> Iterator[None]:
     """Within it a server may take so long to answer each request: it stores a large file before it does."""
-    before = os.environ[REQUEST_TIMEOUT]
-    os.environ[REQUEST_TIMEOUT] = str(max(int(before), int(seconds)))
+    name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+    before = os.environ[name]
+    os.environ[name] = str(max(int(before), int(seconds)))
     try:
         yield
     finally:
-        os.environ[REQUEST_TIMEOUT] = before
+        os.environ[name] = before
 
 
 @contextmanager
@@ -236,9 +243,9 @@ def translated_errors() -> Iterator[None]:
     try:
         yield
     except MlflowException as error:
-        kind = ServerRefused if error.error_code in REFUSALS else ServerTrouble
+        kind = KINDS_OF_ERRORS.get(error.error_code, ServerTrouble)
         raise kind(explanation(str(error))) from None
-    except (OSError, SQLAlchemyError) as error:
+    except (OSError, SQLAlchemyError, sqlite3.Error) as error:
         # Only uploads end here with a status: other answers of the server are MlflowExceptions.
         status = getattr(getattr(error, "response", None), "status_code", None)
         kind = ServerRefused if status in REFUSING_STATUSES else ServerTrouble
@@ -255,8 +262,10 @@ def explanation(message: str) -> str:
 
 
 def valid_key(key: str) -> str:
-    """A key MLflow accepts: letters, digits, _ - . space : / and at most LONGEST_KEY of them."""
-    return re.sub(r"[^\w\-. :/]", "_", key)[:LONGEST_KEY]
+    """A key MLflow accepts: letters, digits, _ - . space : / and at most LONGEST_KEY of them, no path to another one."""
+    parts = re.sub(r"[^\w\-. :/]", "_", key)[:LONGEST_KEY].rstrip("/").split("/")
+    valid = "/".join(part if part.strip(".") else "_" for part in parts)
+    return f"__{valid[2:]}" if valid.startswith("..") else valid
 
 
 def chunks(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
@@ -286,7 +295,7 @@ def _experiment_id(client: MlflowClient, target: Target) -> str:
     experiment = client.get_experiment_by_name(target.experiment)
     if experiment is None:
         served = target.uri.startswith(("http://", "https://", "databricks"))
-        location = None if served else target.artifact_root.resolve().as_uri()
+        location = None if served else target.artifact_root.as_uri()
         return str(client.create_experiment(target.experiment, artifact_location=location))
     if experiment.lifecycle_stage == "deleted":
         logger.warning("MLflow experiment %r had been deleted on the server: restored", target.experiment)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.models import TrackingConfig
+from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.metrics_log import read_records, read_records_from
 from dist_transformer.tracking.shipper import BackgroundShipper, Shipper
@@ -31,9 +32,12 @@ def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store
     Raises:
         OSError: the run folder cannot be written.
     """
-    target, memory = target_of(settings, default_store), memory_of(run_dir, run_dir.name, uid_of(run_dir))
+    try:
+        target, memory = target_of(settings, run_dir, default_store), memory_of(run_dir, run_dir.name, uid_of(run_dir))
+    except UserError as error:  # of the variable; who asks for something else shall have that
+        return str(error)
     address = without_credentials(target.uri)
-    if memory.uri not in (None, address):
+    if memory.is_followed_elsewhere(address):
         return f"the run is followed at {memory.uri}, and here tracking.uri or MLFLOW_TRACKING_URI name {address}"
     if status_said(run_dir) != status:
         add_event(run_dir.tracking_events, "status", {"status": status})

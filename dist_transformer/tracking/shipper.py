@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -25,6 +25,7 @@ from dist_transformer.tracking.spool import (
     PROMPT_LANES,
     CannotBeSent,
     Memory,
+    NotValid,
     ServerRefused,
     ServerTrouble,
     Target,
@@ -84,6 +85,7 @@ class Shipper:
         self._offset = 0
         self._file: BinaryIO | None = None
         self._refused: tuple[str, int] | None = None
+        self._left_out: set[str] = set()
         self.abandoned = threading.Event()
 
     @property
@@ -148,13 +150,13 @@ class Shipper:
         from dist_transformer.tracking import mlflow_door
 
         memory, address = self._memory, without_credentials(self._target.uri)
-        if memory.uri not in (None, address):
-            logger.warning("tracking moves from %s to %s: the whole history is sent there", memory.uri, address)
-            memory.forget_server()
-        memory.uri = address
+        moves = memory.is_followed_elsewhere(address)
         self._save()  # the tag that finds the run again, before there can be one
-        run = mlflow_door.open_run(self._target, memory)
-        if run.run_id != memory.run_id:
+        run = mlflow_door.open_run(self._target, replace(memory, run_id=None) if moves else memory)
+        if moves:  # not before the new address has answered: it may be a slip
+            logger.warning("tracking moves from %s to %s: the whole history is sent there", memory.uri, address)
+        memory.uri = address
+        if moves or run.run_id != memory.run_id:
             logger.info("MLflow run %s in experiment %r at %s", run.run_id, self._target.experiment, address)
             self._begin_again(run)
         elif any(run.newest_step(event) < step for event, step in memory.sent.items()):
@@ -174,12 +176,26 @@ class Shipper:
         count = 0
         for batch in self._batches():
             self._end_if_abandoned()
-            run.log_points(batch.points)
+            self._log_points(run, batch.points)
             self._memory.sent.update(batch.newest)
             self._save()
             self._offset = batch.end
             count += len(batch.points)
         return count
+
+    def _log_points(self, run: "TrackedRun", points: Sequence[Point]) -> None:
+        """Curves that the server refuses for good are left out, each with one warning; the others go on."""
+        points = [point for point in points if point.key not in self._left_out]
+        try:
+            run.log_points(points)
+        except NotValid as refusal:
+            keys = {point.key for point in points}
+            if len(keys) == 1:
+                self._left_out |= keys
+                logger.warning("MLflow refuses the curve %r, which is left out: %s", points[0].key, refusal)
+            else:
+                for key in sorted(keys):
+                    self._log_points(run, [point for point in points if point.key == key])
 
     def _batches(self) -> Iterator[Batch]:
         """The records beyond the newest step sent of their event: steps only ever grow on the server."""

@@ -10,21 +10,28 @@ An event goes to the server by one lane or by two: the start's configuration fil
 Each lane is in order and remembers how far it came, so that what is quick does not wait for what is slow.
 """
 
+import logging
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from dist_transformer.errors import DistTransformerError
-from dist_transformer.run_dir import read_json, write_json
+from dist_transformer.run_dir import write_json
 from dist_transformer.tracking.metrics_log import encode, remove_torn_line
+
+logger = logging.getLogger(__name__)
 
 PROMPT_LANES = ("words", "files")
 LANES = (*PROMPT_LANES, "figures", "model")
 """The first that has something goes first; those that are not prompt wait for the end of a start, after its status."""
+
+Bytes = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True)
@@ -48,9 +55,15 @@ class CannotBeSent(ServerRefused):
     """What is to be sent is gone or broken on our side: no server was asked, and none would help."""
 
 
+class NotValid(ServerRefused):
+    """Something that was sent breaks the server's rules; what else was sent with it may do."""
+
+
 @dataclass
 class Memory:
     """The content of tracking.json. Before byte `spool_offset` of the spool all has arrived; a lane may be `ahead`."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     run_name: str
     run_uid: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -58,8 +71,8 @@ class Memory:
     uri: str | None = None
     run_id: str | None = None
     sent: dict[str, int] = field(default_factory=dict)
-    spool_offset: int = 0
-    ahead: dict[str, int] = field(default_factory=dict)
+    spool_offset: Bytes = 0
+    ahead: dict[str, Bytes] = field(default_factory=dict)
 
     def offset(self, lane: str) -> int:
         """Before this byte of the spool all that goes by `lane` has arrived."""
@@ -72,6 +85,16 @@ class Memory:
             each: offset - self.spool_offset for each, offset in offsets.items() if offset > self.spool_offset
         }
 
+    def is_followed_elsewhere(self, address: str) -> bool:
+        """Whether the run was begun at another address; a sqlite file that is gone was moved together with its runs."""
+        if self.uri in (None, address):
+            return False
+        old, new = (Path(uri.removeprefix("sqlite:///")) for uri in (str(self.uri), address))
+        was_moved = (
+            new.is_absolute() and new.is_file() and old.is_absolute() and not old.exists() and old.name == new.name
+        )
+        return not was_moved
+
     def forget_server(self) -> None:
         """Nothing has arrived: the whole history will be sent."""
         self.run_id, self.sent, self.spool_offset, self.ahead = None, {}, 0, {}
@@ -80,9 +103,16 @@ class Memory:
         write_json(path, asdict(self))
 
 
-def load_memory(path: Path, run_name: str) -> Memory:
-    """The memory of this run folder; a new one, not yet written, when there is none."""
-    return Memory(**read_json(path)) if path.exists() else Memory(run_name=run_name)
+def load_memory(path: Path, run_name: str, run_uid: str | None = None) -> Memory:
+    """The memory of this run folder; where there is none that can be used, a new one, not yet written, of this run."""
+    try:
+        return TypeAdapter(Memory).validate_json(path.read_bytes())
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:
+        why = f"{error}".replace("\n", " ")[:200]
+        logger.warning("%s: cannot be used, so delivery begins again; MLflow keeps each point once: %s", path, why)
+    return Memory(run_name) if run_uid is None else Memory(run_name, run_uid)
 
 
 def add_event(path: Path, event: str, details: Mapping[str, Any]) -> None:

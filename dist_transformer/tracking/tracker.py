@@ -11,6 +11,7 @@ A start in four calls; between them training appends to metrics.jsonl, which the
 import logging
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from dist_transformer.tracking.description import description, standard_tags
 from dist_transformer.tracking.messages import files_of, send_model
 from dist_transformer.tracking.metrics_log import read_records
 from dist_transformer.tracking.shipper import BackgroundShipper, Delivery, Shipper
-from dist_transformer.tracking.spool import Memory, ServerRefused, ServerTrouble, Target, add_event, load_memory
+from dist_transformer.tracking.spool import LANES, Memory, ServerRefused, ServerTrouble, Target, add_event, load_memory
 from dist_transformer.tracking.sweep_parent import run_name_of, store_folder
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,9 @@ Status = Literal["FINISHED", "FAILED", "KILLED", "SCHEDULED"]
 
 MODEL_SECONDS = 60.0
 """How much longer than `close_seconds` a server that answers may take when there is a model to check and upload."""
+
+VARIABLE = "MLFLOW_TRACKING_URI"
+STORE = "mlflow.db"
 
 SYNC_ATTEMPTS = 3
 SYNC_WAIT_SECONDS = 1.0
@@ -56,7 +60,7 @@ class Tracker:
         self._settings = settings
         self._busy_seconds = 0.0
         self._memory = memory_of(run_dir, run_name, run_uid)
-        self._shipper = BackgroundShipper(Shipper(run_dir, target_of(settings, default_store), self._memory))
+        self._shipper = BackgroundShipper(Shipper(run_dir, target_of(settings, run_dir, default_store), self._memory))
 
     @property
     def run_id(self) -> str | None:
@@ -141,7 +145,7 @@ def sync(run_dir: RunDir, settings: TrackingConfig, default_store: Path) -> Deli
 
     Raises UserError with the server's answer when it does not take it.
     """
-    target = target_of(settings, default_store)
+    target = target_of(settings, run_dir, default_store)
     shipper = Shipper(run_dir, target, memory_of(run_dir, run_dir.name, uid_of(run_dir)))
     return _insisting(shipper.deliver, target, f"the history of {run_dir.path}")
 
@@ -153,7 +157,7 @@ def log_model(
 
     Raises UserError when it is no model folder, is too large, does not translate, or the server does not take it.
     """
-    target, memory = target_of(settings, default_store), memory_of(run_dir, run_dir.name, uid_of(run_dir))
+    target, memory = target_of(settings, run_dir, default_store), memory_of(run_dir, run_dir.name, uid_of(run_dir))
     shipper = Shipper(run_dir, target, memory)
     event = {"time": time.time(), **model_event(run_dir, settings, folder, metrics), "by_hand": True}
     _refuse_too_large(folder, settings.upload_megabytes)
@@ -187,9 +191,10 @@ def model_event(
 
 def memory_of(run_dir: RunDir, run_name: str, run_uid: str | None) -> Memory:
     """What was kept in the run folder; else a new memory, of the run that has this id on the server."""
-    memory = load_memory(run_dir.tracking, run_name_of(run_dir, run_name))
-    if run_uid is not None and not run_dir.tracking.exists():
-        memory.run_uid = run_uid
+    memory = load_memory(run_dir.tracking, run_name_of(run_dir, run_name), run_uid)
+    spooled = run_dir.tracking_events.stat().st_size if run_dir.tracking_events.is_file() else 0
+    if any(memory.offset(lane) > spooled for lane in LANES):  # another, shorter spool: all of it is new
+        memory.spool_offset, memory.ahead = 0, {}
     return memory
 
 
@@ -222,15 +227,41 @@ def _refuse_too_large(folder: Path, limit_megabytes: int) -> None:
         )
 
 
-def target_of(settings: TrackingConfig, default_store: Path) -> Target:
-    """`settings.uri`, or MLflow's own variable (it may hold credentials: it is only used, never written), or sqlite."""
-    uri = settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or store_uri(default_store)
-    return Target(uri, settings.experiment, store_folder(default_store) / "mlartifacts")
+def address_of(settings: TrackingConfig) -> str | None:
+    """`settings.uri`, or MLflow's own variable (it may hold credentials: it is only used, never written); None: sqlite.
+
+    Raises UserError where the variable is there and holds no address: a run that is meant for a server goes to no other.
+    """
+    said = os.environ.get(VARIABLE)
+    if settings.uri or said is None:
+        return settings.uri
+    if re.match(r"[\w+.-]+://.|databricks", said):
+        return said
+    shown = "***" if "@" in said else repr(said)
+    got = shown if said.strip() else "an empty text; was the address to be read from a file that is not there?"
+    raise UserError(
+        f"the variable {VARIABLE}: expected the address of MLflow, http://HOST:PORT, got {got}\n"
+        f"Set it right, or `unset {VARIABLE}` to track in the folder of runs (mlflow.db), or set tracking.uri"
+    )
+
+
+def target_of(settings: TrackingConfig, run_dir: RunDir, default_store: Path) -> Target:
+    """Where the run is followed: at its address, else in the store of its folder of runs.
+
+    That folder may have been moved since the run was begun in `default_store`; a run that was moved out of it stays with
+    the store that it had.
+    """
+    here = run_dir.path.absolute().parent
+    has_moved = (store_folder(here) / STORE).exists() or not default_store.is_dir()
+    root = here if has_moved else default_store
+    return Target(
+        address_of(settings) or store_uri(root), settings.experiment, store_folder(root).resolve() / "mlartifacts"
+    )
 
 
 def store_uri(root: Path) -> str:
     """The store of the runs in `root` that needs no server: one sqlite file."""
-    return f"sqlite:///{store_folder(root).resolve() / 'mlflow.db'}"
+    return f"sqlite:///{store_folder(root).resolve() / STORE}"
 
 
 def ui_command(root: Path) -> list[str]:

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+from running import Command
 from tracking_helpers import curves_in_file, curves_on_server, run_id_of, settings_of, tracker_of, train
 
+from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir, read_json
 from dist_transformer.tracking.metrics_log import MetricsLog
 from dist_transformer.tracking.tracker import store_uri, target_of
@@ -15,12 +17,38 @@ VARIABLE = "MLFLOW_TRACKING_URI"
 def test_the_setting_goes_before_mlflows_variable_and_that_before_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert target_of(settings_of(None), tmp_path).uri == store_uri(tmp_path)
-    monkeypatch.setenv(VARIABLE, "")
-    assert target_of(settings_of(None), tmp_path).uri == store_uri(tmp_path)
+    run_dir = RunDir(tmp_path / "a")
+    assert target_of(settings_of(None), run_dir, tmp_path).uri == store_uri(tmp_path)
     monkeypatch.setenv(VARIABLE, "http://of-the-shell:5000")
-    assert target_of(settings_of(None), tmp_path).uri == "http://of-the-shell:5000"
-    assert target_of(settings_of("http://of-the-file:5000"), tmp_path).uri == "http://of-the-file:5000"
+    assert target_of(settings_of(None), run_dir, tmp_path).uri == "http://of-the-shell:5000"
+    assert target_of(settings_of("http://of-the-file:5000"), run_dir, tmp_path).uri == "http://of-the-file:5000"
+
+
+@pytest.mark.parametrize("value", ["", " ", "mlruns", "node5:5000", "user:pa55word@node5"])
+def test_a_variable_that_holds_no_address_is_refused_and_no_store_is_taken_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, value)
+    with pytest.raises(UserError, match=f"unset {VARIABLE}") as raised:
+        target_of(settings_of(None), RunDir(tmp_path / "a"), tmp_path)
+    assert "pa55word" not in str(raised.value)
+    assert target_of(settings_of("http://of-the-file:5000"), RunDir(tmp_path / "a"), tmp_path).uri
+
+
+@pytest.mark.parametrize("verb", ["train", "config check", "track sync"])
+def test_who_has_an_empty_variable_is_told_before_anything_is_done(command: Command, verb: str) -> None:
+    arguments: list[object] = ["small.yaml", "run.name=x"]
+    if verb == "track sync":
+        target = command.folder / "runs" / "of-an-empty-variable"
+        target.mkdir(parents=True)
+        (target / "config.yaml").write_text((command.folder / "small.yaml").read_text(encoding="utf-8"))
+        arguments = [target]
+    out = command(*verb.split(), *arguments, "tracking.enabled=true", code=2, MLFLOW_TRACKING_URI="")
+    assert "file that is not there" in out
+    assert not (command.folder / "runs" / "x").exists()
+    assert "file that is not there" not in command(
+        "config", "check", "small.yaml", "tracking.uri=http://h:1", MLFLOW_TRACKING_URI=""
+    )
 
 
 def test_a_run_is_tracked_where_mlflows_variable_says(

@@ -1,14 +1,21 @@
+import itertools
+import math
+import os
 import socket
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.utils.validation import _validate_metric_name
 
 from dist_transformer.config.credentials import without_credentials, without_secrets
+from dist_transformer.run_dir import RunDir, write_text
 from dist_transformer.tracking.messages import folder_digest, points_of
 from dist_transformer.tracking.metrics_log import read_records
 from dist_transformer.tracking.mlflow_door import explanation, translated_errors, valid_key
+from dist_transformer.tracking.settle import has_arrived
 from dist_transformer.tracking.spool import Memory, ServerRefused, ServerTrouble, add_event, load_memory
+from dist_transformer.tracking.tracker import memory_of
 
 
 @pytest.mark.parametrize(
@@ -82,6 +89,11 @@ def test_an_event_is_not_glued_to_a_torn_one(tmp_path: Path) -> None:
     assert [event["status"] for event in read_records(spool)] == ["FAILED", "FAILED", "FINISHED"]
 
 
+def test_a_path_that_is_no_utf_8_can_be_spooled(tmp_path: Path) -> None:
+    add_event(tmp_path / "events.jsonl", "start", {"tags": {"command": os.fsdecode(b"train k\xe4se.yaml")}})
+    assert [event["tags"] for event in read_records(tmp_path / "events.jsonl")] == [{"command": "train k?se.yaml"}]
+
+
 def test_numbers_become_points_and_texts_do_not() -> None:
     record = {"event": "train", "step": 5, "time": 12.5, "loss": 2.0, "tokens": 7, "batch_digest": "ab"}
     points = [(point.key, point.value, point.step, point.time_ms) for point in points_of(record)]
@@ -121,3 +133,39 @@ def test_a_refused_host_name_is_answered_with_its_remedy() -> None:
 
 def test_keys_are_made_of_what_mlflow_takes() -> None:
     assert valid_key("train/loss:(nll) per token") == "train/loss:_nll_ per token"
+
+
+UNUSABLE = ["", '{"run_name": "a", "sen', "[]", "null", '{"run_name": "a", "of_a_newer_version": 1}',
+            '{"run_name": "a", "sent": {"train": "many"}}', '{"run_name": "a", "spool_offset": -1}', "[" * 100_000]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", UNUSABLE, ids=lambda text: text[:50])
+def test_a_memory_that_cannot_be_used_is_a_warning_and_delivery_begins_again(
+    run_dir: RunDir, text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_text(run_dir.tracking, text)
+    memory = memory_of(run_dir, "a run", "the-id-in-its-checkpoints")
+    assert memory == Memory("a run", "the-id-in-its-checkpoints", created=memory.created)
+    assert str(run_dir.tracking) in caplog.text
+    assert "begins again" in caplog.text
+
+
+def test_what_a_spool_that_was_replaced_by_a_shorter_one_holds_is_sent(run_dir: RunDir) -> None:
+    add_event(run_dir.tracking_events, "status", {"status": "FAILED"})
+    Memory("a run", spool_offset=1000, ahead={"words": 5}).save(run_dir.tracking)
+    assert not has_arrived(run_dir)
+    assert memory_of(run_dir, "a run", None).offset("words") == 0
+
+
+def test_keys_are_made_that_are_no_other_paths() -> None:
+    """MLflow's own rule is the reference; a key that it takes stays as it is."""
+    parts = ["a", "..", ".", "", ".a", "a.", "...", "ä b:c", "\t", "x" * 249, "-"]
+    for key in ["/".join(parts) for parts in itertools.product(parts, repeat=3)] + parts:
+        _validate_metric_name(valid_key(key))
+    assert valid_key("validation/.dev/bleu") == "validation/.dev/bleu"
+
+
+@pytest.mark.parametrize("value", [10**400, "10", None, [1], math.nan], ids=lambda value: str(value)[:5])
+def test_what_no_server_can_take_becomes_no_point(value: object) -> None:
+    record = {"event": "train", "step": 5, "time": 12.5, "loss": value, "bleu": 3}
+    assert [(point.key, point.value) for point in points_of(record)] == [("train/bleu", 3.0)]

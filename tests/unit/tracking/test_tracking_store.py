@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+from mlflow.tracking._tracking_service.utils import _artifact_repos_cache
 from mlflow_server import wait_until
 from tracking_helpers import (
     curves_in_file,
@@ -27,11 +28,12 @@ from tracking_helpers import (
 
 from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir, read_json, write_json
-from dist_transformer.tracking import shipper
+from dist_transformer.tracking import mlflow_door, shipper
 from dist_transformer.tracking.messages import Point
 from dist_transformer.tracking.metrics_log import MetricsLog
 from dist_transformer.tracking.mlflow_door import TrackedRun
-from dist_transformer.tracking.spool import Memory
+from dist_transformer.tracking.settle import settle
+from dist_transformer.tracking.spool import Memory, add_event
 from dist_transformer.tracking.tracker import Status, Tracker, sync, target_of, ui_command
 
 
@@ -114,7 +116,7 @@ def test_a_rewind_while_the_tracker_runs_repeats_and_loses_nothing(
 
 def test_a_file_set_back_again_and_again_between_two_passes_is_read_anew(stored_run_dir: RunDir) -> None:
     """A new file may get the number that one before it had."""
-    target = target_of(settings_of(None), stored_run_dir.path.parent)
+    target = target_of(settings_of(None), stored_run_dir, stored_run_dir.path.parent)
     memory, log = Memory("a run"), MetricsLog(stored_run_dir.metrics)
     passes = shipper.Shipper(stored_run_dir, target, memory)
     for step in range(1, 21):
@@ -211,6 +213,101 @@ def test_another_address_receives_the_whole_history(
     tracker.close("FINISHED")
     sync(stored_run_dir, settings_of(other), stored_run_dir.path.parent)
     assert curves_on_server(other, run_id_of(stored_run_dir)) == curves_in_file(stored_run_dir)
+
+
+def test_an_address_that_never_answered_is_not_remembered(
+    stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dist_transformer.tracking.tracker.SYNC_WAIT_SECONDS", 0.01)
+    tracker = started(stored_run_dir)
+    train(MetricsLog(stored_run_dir.metrics), range(1, 6))
+    tracker.close("FINISHED")
+    before = stored_run_dir.tracking.read_bytes()
+    with pytest.raises(UserError, match="no server answers"):
+        sync(stored_run_dir, settings_of("http://127.0.0.1:9"), stored_run_dir.path.parent)
+    assert stored_run_dir.tracking.read_bytes() == before
+    sent = sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent)
+    assert (sent.points, sent.events) == (0, 0)
+
+
+def test_a_damaged_memory_ends_neither_training_nor_the_story_on_the_server(
+    stored_run_dir: RunDir, client: MlflowClient
+) -> None:
+    tracker = started(stored_run_dir)
+    log = MetricsLog(stored_run_dir.metrics)
+    train(log, range(1, 6))
+    tracker.close("SCHEDULED")
+    first = run_id_of(stored_run_dir)
+    stored_run_dir.tracking.write_text('{"run_name": "a r')
+    tracker = started(stored_run_dir)
+    train(log, range(6, 11))
+    tracker.close("FINISHED")
+    assert run_id_of(stored_run_dir) == first
+    assert curves_on_server(store_of(stored_run_dir), first) == curves_in_file(stored_run_dir)
+    assert client.get_run(first).info.status == "FINISHED"
+
+
+def test_what_the_server_refuses_of_the_points_is_left_out_with_one_warning_each_and_the_others_go_on(
+    stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(mlflow_door, "valid_key", lambda key: key)  # a rule of the server that we do not know
+    tracker = started(stored_run_dir)
+    log = MetricsLog(stored_run_dir.metrics)
+    for step in range(1, 1001):
+        log.append("train", step, {"loss": 10 / step, "../bleu": 1.0, "a?": 2.0})
+    tracker.close("FINISHED")
+    curves = curves_on_server(store_of(stored_run_dir), run_id_of(stored_run_dir))
+    assert [(step, value) for step, value, _ in curves["train/loss"]] == [(step, 10 / step) for step in range(1, 1001)]
+    assert curves.keys() == {"train/loss"}
+    said = [record.message for record in caplog.records if "left out" in record.message]
+    assert len(said) == 2
+    assert all(key in text for key, text in zip(("'train/../bleu'", "'train/a?'"), sorted(said), strict=True))
+
+
+def test_a_store_that_was_moved_with_its_runs_is_found_and_none_is_made_at_the_old_place(
+    stored_run_dir: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tracker = started(stored_run_dir)
+    log = MetricsLog(stored_run_dir.metrics)
+    train(log, range(1, 6))
+    tracker.close("SCHEDULED")
+    runs, first = stored_run_dir.path.parent, run_id_of(stored_run_dir)
+    moved = RunDir(Path(shutil.move(runs, tmp_path / "elsewhere")) / stored_run_dir.name)
+    add_event(moved.tracking_events, "status", {"status": "FAILED"})
+    assert settle(moved, "KILLED", settings_of(None), runs, 30) is None
+    train(log := MetricsLog(moved.metrics), range(6, 11))
+    log.close()
+    sent = sync(moved, settings_of(None), runs)
+    assert (sent.run_id, sent.points) == (first, 11)
+    assert not runs.exists()
+    assert curves_on_server(store_of(moved), first) == curves_in_file(moved)
+    assert "whole history" not in caplog.text
+
+
+def test_the_files_of_a_run_whose_store_was_moved_go_there_too(stored_run_dir: RunDir, tmp_path: Path) -> None:
+    started(stored_run_dir).close("SCHEDULED")
+    runs = stored_run_dir.path.parent
+    moved = RunDir(Path(shutil.move(runs, tmp_path / "elsewhere")) / stored_run_dir.name)
+    _artifact_repos_cache.clear()  # another process, that is
+    tracker = Tracker(moved, settings_of(None, 30), "a run", runs, "an id that is not asked for")
+    moved.figures.mkdir()
+    (moved.figures / "loss.svg").write_text("<svg/>")
+    tracker.start({}, {}, "model: base\n")
+    tracker.figures_written(moved.figures)
+    tracker.close("FINISHED")
+    assert not runs.exists()
+    client = MlflowClient(tracking_uri=store_of(moved))
+    names = {file.path for file in client.list_artifacts(run_id_of(moved))}
+    assert names == {"config.yaml", "figures"}
+
+
+def test_a_run_that_was_moved_away_from_its_store_stays_with_it(stored_run_dir: RunDir, tmp_path: Path) -> None:
+    started(stored_run_dir).close("FINISHED")
+    runs, first = stored_run_dir.path.parent, run_id_of(stored_run_dir)
+    (tmp_path / "archive").mkdir()
+    moved = RunDir(Path(shutil.move(stored_run_dir.path, tmp_path / "archive")))
+    assert sync(moved, settings_of(None), runs).run_id == first
+    assert not (tmp_path / "archive" / "mlflow.db").exists()
 
 
 def test_one_warning_and_one_line_of_relief_for_an_outage(

@@ -162,4 +162,4 @@ def test_the_runs_of_a_sweep_use_the_store_of_the_folder_that_the_sweep_is_in(sw
     root = sweep.path.parent
     assert store_folder(sweep.path) == root == store_folder(root)
     assert store_uri(sweep.path) == store_uri(root)
-    assert target_of(settings_of(None), sweep.path).artifact_root == root / "mlartifacts"
+    assert target_of(settings_of(None), sweep.task(0), sweep.path).artifact_root == root / "mlartifacts"
