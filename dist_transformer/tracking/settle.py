@@ -7,8 +7,9 @@ from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.models import TrackingConfig
 from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir
+from dist_transformer.tracking.background_shipper import BackgroundShipper
 from dist_transformer.tracking.metrics_log import read_records, read_records_from
-from dist_transformer.tracking.shipper import BackgroundShipper, Shipper
+from dist_transformer.tracking.shipper import Shipper
 from dist_transformer.tracking.spool import add_event
 from dist_transformer.tracking.tracker import memory_of, target_of, uid_of
 

@@ -1,28 +1,24 @@
 """Carries metrics.jsonl and the spool of a run folder to MLflow, in order, as often as it takes.
 
 Words go first (tags, checkpoints, the status), then files; pictures and the model wait for the end of a start. One pass
-of `Shipper.deliver` sends all that is there. `BackgroundShipper` repeats passes in a daemon thread: every POLL_SECONDS
-while the server answers, after 1, 2, 4 ... 60 seconds while it does not. Training never waits for it.
+of `Shipper.deliver` sends all that is there.
 """
 
 import logging
 import os
 import threading
-import time
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dist_transformer.cluster.sweep_dir import sweep_of
-from dist_transformer.config.credentials import without_credentials, without_secrets
+from dist_transformer.config.credentials import without_credentials
 from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.messages import Point, goes_by, points_of, send_event
 from dist_transformer.tracking.metrics_log import read_records_from
 from dist_transformer.tracking.spool import (
     LANES,
-    PROMPT_LANES,
     CannotBeSent,
     Memory,
     NotValid,
@@ -37,14 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 2.0
-FIRST_WAIT_SECONDS = 1.0
-LONGEST_WAIT_SECONDS = 60.0
 POINTS_A_BATCH = 900
 """One request, after which tracking.json remembers what arrived; MLflow takes 1,000."""
 NEVER_SENT = -1
-PREDECESSOR_SECONDS = 15.0
-"""The request in which an abandoned thread hangs is given up after 10."""
 
 
 @dataclass(frozen=True)
@@ -243,92 +234,3 @@ class Shipper:
                 self._refused = here
                 raise
             logger.warning("MLflow refused the event %r, which is left out: %s", event["event"], refusal)
-
-
-class BackgroundShipper:
-    """Repeats `Shipper.deliver` in a daemon thread until closed. The thread logs; it never raises into training."""
-
-    def __init__(self, shipper: Shipper) -> None:
-        self._shipper = shipper
-        self._closing = threading.Event()
-        self._abandoned = shipper.abandoned
-        self._thread = threading.Thread(target=self._run, name=f"tracking {shipper.folder.absolute()}", daemon=True)
-        self._delivered_all = False
-        self._outage = Outage()
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self, seconds: float, busy_seconds: float = 0.0) -> bool:
-        """Try until all is delivered, for at most `seconds`; a server that answers gets `busy_seconds` more.
-
-        False: the rest stays in the run folder.
-        """
-        self._closing.set()
-        self._thread.join(timeout=seconds)
-        deadline = time.monotonic() + busy_seconds
-        while self._thread.is_alive() and not self._outage.lasts and time.monotonic() < deadline:
-            self._thread.join(timeout=FIRST_WAIT_SECONDS)
-        self._abandoned.set()
-        return self._delivered_all
-
-    def _run(self) -> None:
-        try:
-            self._wait_for_predecessors()
-            self._deliver_until_closed()
-        except Abandoned:
-            return
-        except Exception:  # noqa: BLE001 - the end of a thread: a bug in tracking is shown, and training goes on
-            report = without_secrets(traceback.format_exc())
-            logger.error("tracking stopped by an error of ours; training and metrics.jsonl go on\n%s", report)
-
-    def _wait_for_predecessors(self) -> None:
-        """What an abandoned one of this folder was sending must have arrived, or never will, before we look there."""
-        for thread in threading.enumerate():
-            if thread.name == self._thread.name and thread is not self._thread:
-                thread.join(PREDECESSOR_SECONDS)
-
-    def _deliver_until_closed(self) -> None:
-        outage = self._outage
-        while not self._abandoned.is_set():
-            closing = self._closing.is_set()  # read before the pass: all that was spooled before closing is in it
-            try:
-                delivery = self._shipper.deliver(LANES if closing else PROMPT_LANES)
-            except ServerTrouble as trouble:
-                if self._abandoned.is_set():
-                    return
-                outage.note(trouble)
-            else:
-                outage.end(delivery)
-                self._delivered_all = closing
-                if closing:
-                    return
-            # While closing only abandonment may cut the wait short, and the server gets a try each second.
-            seconds = min(outage.wait_seconds, FIRST_WAIT_SECONDS) if closing else outage.wait_seconds
-            (self._abandoned if closing else self._closing).wait(seconds)
-
-
-class Outage:
-    """One warning when the server stops answering, one line when it has caught up, growing waits in between."""
-
-    def __init__(self) -> None:
-        self.wait_seconds = POLL_SECONDS
-        self._began: float | None = None
-
-    @property
-    def lasts(self) -> bool:
-        return self._began is not None
-
-    def note(self, trouble: ServerTrouble) -> None:
-        if self._began is None:
-            self._began, self.wait_seconds = time.monotonic(), FIRST_WAIT_SECONDS
-            logger.warning("MLflow takes no data; training goes on and all is sent later. Its answer: %s", trouble)
-        else:
-            self.wait_seconds = min(2 * self.wait_seconds, LONGEST_WAIT_SECONDS)
-
-    def end(self, delivery: Delivery) -> None:
-        if self._began is not None:
-            seconds = time.monotonic() - self._began
-            counts = f"{delivery.points} points, {delivery.events} events"
-            logger.warning("MLflow caught up after %.0f s: %s", seconds, counts)
-        self._began, self.wait_seconds = None, POLL_SECONDS

@@ -23,10 +23,11 @@ from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import TrackingConfig
 from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.tracking.background_shipper import BackgroundShipper
 from dist_transformer.tracking.description import description, standard_tags
 from dist_transformer.tracking.messages import files_of, send_model
 from dist_transformer.tracking.metrics_log import read_records
-from dist_transformer.tracking.shipper import BackgroundShipper, Delivery, Shipper
+from dist_transformer.tracking.shipper import Delivery, Shipper
 from dist_transformer.tracking.spool import LANES, Memory, ServerRefused, ServerTrouble, Target, add_event, load_memory
 from dist_transformer.tracking.sweep_parent import run_name_of, store_folder
 

@@ -15,7 +15,7 @@ from mlflow_server import wait_until
 from tracking_helpers import curves_in_file, curves_on_server, run_id_of, sent_step, store_of, tracker_of, train
 
 from dist_transformer.run_dir import RunDir, write_json
-from dist_transformer.tracking import mlflow_door, mlflow_models, shipper
+from dist_transformer.tracking import background_shipper, mlflow_door, mlflow_models
 from dist_transformer.tracking.messages import Point
 from dist_transformer.tracking.metrics_log import MetricsLog
 from dist_transformer.tracking.mlflow_door import TrackedRun
@@ -62,7 +62,7 @@ def test_status_points_and_pictures_are_there_before_the_upload_of_the_model_beg
         seen.append(curves_on_server(store_of(stored_run_dir), run.run_id))
         seen.append([file.path for file in client.list_artifacts(run.run_id, "figures")])
 
-    monkeypatch.setattr(shipper, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(background_shipper, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(mlflow_models, "log_model", look_around)
     tracker = trained(stored_run_dir)
     wait_until(lambda: sent_step(stored_run_dir) == 20)  # and so it has looked at the model, long before the end

@@ -28,7 +28,7 @@ from tracking_helpers import (
 
 from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir, read_json, write_json
-from dist_transformer.tracking import mlflow_door, shipper
+from dist_transformer.tracking import background_shipper, mlflow_door, shipper
 from dist_transformer.tracking.messages import Point
 from dist_transformer.tracking.metrics_log import MetricsLog
 from dist_transformer.tracking.mlflow_door import TrackedRun
@@ -102,7 +102,7 @@ def test_after_a_rewind_every_step_stands_once_on_the_server(stored_run_dir: Run
 def test_a_rewind_while_the_tracker_runs_repeats_and_loses_nothing(
     stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shipper, "POLL_SECONDS", 0.05)
+    monkeypatch.setattr(background_shipper, "POLL_SECONDS", 0.05)
     tracker = started(stored_run_dir)
     log = MetricsLog(stored_run_dir.metrics)
     train(log, range(1, 21))
@@ -313,7 +313,7 @@ def test_a_run_that_was_moved_away_from_its_store_stays_with_it(stored_run_dir: 
 def test_one_warning_and_one_line_of_relief_for_an_outage(
     stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(shipper, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(background_shipper, "FIRST_WAIT_SECONDS", 0.01)
     failures = iter(range(4))
     log_points = TrackedRun.log_points
 
