@@ -89,10 +89,11 @@ def _check_tracking(tracking: Any) -> Iterator[Problem]:
             f"tracking.uri: expected http://HOST:PORT, https://HOST, sqlite:////ABSOLUTE/PATH.db or another database's "
             f"address (postgresql+psycopg2://...), or databricks; got {tracking.uri}",
         )
-    if tracking.alias is not None and re.fullmatch(r"latest|v\d+", tracking.alias, re.IGNORECASE):
+    if tracking.alias is not None and not re.fullmatch(r"(?!(latest|v\d+)$)[\w-]+", tracking.alias, re.IGNORECASE):
         yield (
             ("tracking", "alias"),
-            f"tracking.alias: {tracking.alias} is a name that MLflow keeps for itself; champion?",
+            f"tracking.alias: {tracking.alias!r}: expected letters, digits, '_' and '-'; latest, v1, v2 ... are names that "
+            "MLflow keeps for itself; champion?",
         )
     if tracking.alias is not None and tracking.register_as is None:
         yield (

@@ -141,7 +141,6 @@ _PATTERNS: dict[KeyPath, str] = {
     ("slurm", "time_limit"): "expected a time as sbatch takes it: 30 (minutes), 1:00:00 or 2-00:00:00",
     ("slurm", "memory"): "expected a number with K, M, G or T: 120G",
     ("tracking", "register_as"): "expected a name without / : '",
-    ("tracking", "alias"): "expected letters, digits, '_' and '-'",
 }
 _NEVER_SHOWN = (("tracking", "uri"), ("slurm", "environment"), ("slurm", "setup"))
 

@@ -309,9 +309,7 @@ class TrackingConfig(Section):
         pattern=r"^[^/:']+$",
         description="Name in MLflow's model registry under which the final model is registered.",
     )
-    alias: Text | None = Field(
-        None, pattern=r"^[\w-]+$", description="Alias that the registered version gets; needs `register_as`."
-    )
+    alias: Text | None = Field(None, description="Alias that the registered version gets; needs `register_as`.")
 
 
 class Config(Section):

@@ -103,7 +103,7 @@ MORE = "data.more_validation={news: {demo: test}}"
         (["data.more_validation={train: {demo: test}}"], "data.more_validation.train: 'train' is the name of data.train"),
         (["data.more_validation={a/b: {demo: test}}"], "data.more_validation.a/b: 'a/b': expected letters, digits"),
         (["data.more_validation={..: {demo: test}}"], "'..': expected letters, digits, '.', '_' and '-', not dots alone"),
-        (["tracking.register_as=a", "tracking.alias=a b"], "tracking.alias: expected letters, digits, '_' and '-'; got"),
+        (["tracking.register_as=a", "tracking.alias=a b"], "tracking.alias: 'a b': expected letters, digits"),
         (["data.more_validation={news: {path: no.tsv}}"], "data.more_validation.news.path: no such file: ./no.tsv"),
         (["data.more_validation={news: {}}"], "data.more_validation.news: expected one of source+target, path, hub, demo"),
     ],

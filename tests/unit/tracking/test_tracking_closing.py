@@ -15,7 +15,7 @@ from mlflow_server import wait_until
 from tracking_helpers import curves_in_file, curves_on_server, run_id_of, sent_step, store_of, tracker_of, train
 
 from dist_transformer.run_dir import RunDir, write_json
-from dist_transformer.tracking import background_shipper, mlflow_door, mlflow_models
+from dist_transformer.tracking import background_shipper, mlflow_door, mlflow_models, shipper
 from dist_transformer.tracking.messages import Point
 from dist_transformer.tracking.metrics_log import MetricsLog
 from dist_transformer.tracking.mlflow_door import TrackedRun
