@@ -2,18 +2,25 @@
 
 import errno
 import json
+import logging
 import os
 import secrets
+import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dist_transformer.errors import MachineError, UserError
 
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+"""Errors that say what is at a path, or that nothing is: content, whatever the machine does."""
 MISPLACED = (
     errno.ENOENT,
     errno.ENOTDIR,
@@ -29,6 +36,8 @@ MISPLACED = (
     errno.EOPNOTSUPP,
 )
 """Errors of a path, or of a disk that cannot do it at all; the others come and go."""
+PAUSES_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6)
+"""Between the attempts to read what the disk does not give."""
 CLOCK_SECONDS = 0.1
 """File times are those of the kernel's last tick: a difference of less says nothing."""
 
@@ -200,6 +209,38 @@ def write_json(path: Path, value: Any) -> None:
 
 def read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def patiently(path: Path, read: Callable[[], Result], final: Collection[int] = ABSENT) -> Result:
+    """What `read` returns of `path`. What a file system answers for a moment is waited out: a client that was evicted, a
+    server that starts again, too many open files.
+
+    Raises:
+        OSError: with one of the numbers `final`.
+        MachineError: any other, at every attempt.
+    """
+    for pause in (*PAUSES_SECONDS, None):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno in final:
+                raise
+            if pause is None:
+                raise MachineError(
+                    f"{path}: cannot be read now ({error}), after {len(PAUSES_SECONDS) + 1} attempts. Start again when its "
+                    "disk answers"
+                ) from error
+            log.warning("%s: %s; read again in %g s", path, error, pause)
+            time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is a file that can be read, patiently: an error of the machine is none of the file's."""
+    try:
+        return stat.S_ISREG(patiently(path, path.stat).st_mode)
+    except OSError:
+        return False
 
 
 def records_of(lines: Iterable[str]) -> Iterator[dict[str, Any]]:

@@ -9,11 +9,11 @@ from typing import Any
 from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest, file_sha256
 from dist_transformer.distributed import Ranks
-from dist_transformer.errors import CheckpointError, UserError
+from dist_transformer.errors import CheckpointError, MachineError, UserError
 from dist_transformer.interop.initial_weights import Fit, Origin, fit_text, form_of, load_initial_weights
 from dist_transformer.interop.model_folder import CONFIG, WEIGHTS, load_model_folder
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.run_dir import MISPLACED, RunDir, read_json
 from dist_transformer.training import checkpoints
 from dist_transformer.training.state_files import MANIFEST, STATE, Weights
 
@@ -91,7 +91,7 @@ def _found_or_error(path: Path) -> Found | UserError:
     except UserError as error:
         return error
     except OSError as error:
-        return UserError(f"training.init_from: {path} cannot be read: {error}")
+        return _unreadable(path, error)
 
 
 def _load(model: Transformer, found: Found, here: Origin, partially: bool) -> Fit | UserError:
@@ -102,7 +102,12 @@ def _load(model: Transformer, found: Found, here: Origin, partially: bool) -> Fi
     except UserError as error:
         return error
     except OSError as error:
-        return UserError(f"training.init_from: {found.folder} cannot be read: {error}")
+        return _unreadable(found.folder, error)
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    kind = UserError if error.errno in MISPLACED else MachineError
+    return kind(f"training.init_from: {path} cannot be read: {error}")
 
 
 def _of_model(folder: Path) -> tuple[Mapping[str, Any], Origin]:

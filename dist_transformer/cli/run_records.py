@@ -20,7 +20,8 @@ from dist_transformer.config.measures import is_better
 from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import Ranks
-from dist_transformer.run_dir import RunDir, read_json, write_json, write_text
+from dist_transformer.errors import MachineError
+from dist_transformer.run_dir import RunDir, is_file, patiently, read_json, write_json, write_text
 from dist_transformer.tracking.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.tracker import Tracker
 from dist_transformer.training import checkpoints
@@ -158,7 +159,7 @@ def _warned_of_disk(path: Path) -> Iterator[None]:
     """A full disk must not end what goes on in memory, least of all on one rank alone."""
     try:
         yield
-    except OSError as error:
+    except (OSError, MachineError) as error:
         log.warning("%s: %s", path, error)
 
 
@@ -178,7 +179,9 @@ def run_id(run_dir: RunDir) -> str:
 
     A folder without run.json but with checkpoints is a copy made by a person: it goes on under their id.
     """
-    before = read_json(run_dir.state) if run_dir.state.is_file() else {"state": "starting", "starts": 0, "step": 0}
+    before = {"state": "starting", "starts": 0, "step": 0}
+    if is_file(run_dir.state):
+        before = patiently(run_dir.state, lambda: read_json(run_dir.state))
     if "run_id" not in before:
         known = checkpoints.newest_run_id(run_dir)
         before["run_id"] = known or secrets.token_hex(8)

@@ -285,6 +285,8 @@ def _write_model(run: Run, tracker: Tracker | None) -> None:
     def write() -> str:
         try:
             return write_final_model(run.config, run_dir, run.data.folder, run.manifest, run_dir.model)
+        except MachineError as error:
+            raise MachineError(f"{run_dir.model} could not be written: {error}") from error
         except (UserError, OSError) as error:
             raise CheckpointError(f"{run_dir.model} could not be written: {error}") from error
 

@@ -11,6 +11,7 @@ import yaml
 
 from dist_transformer.config.dialect import Loader
 from dist_transformer.errors import ConfigError
+from dist_transformer.run_dir import MISPLACED, patiently
 
 KeyPath = tuple[str | int, ...]
 _TEXT = "tag:yaml.org,2002:str"
@@ -36,9 +37,10 @@ def read_yaml(path: Path) -> Marked:
 
     Raises:
         ConfigError: the file is missing, is not YAML, repeats a key, or is not a mapping.
+        MachineError: its disk does not answer.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = patiently(path, lambda: path.read_text(encoding="utf-8"), MISPLACED)
     except FileNotFoundError:
         raise ConfigError([f"{path}: no such file; give the path of a YAML file"]) from None
     except (OSError, UnicodeDecodeError) as error:

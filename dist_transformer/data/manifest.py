@@ -20,7 +20,7 @@ from typing import Any
 
 from dist_transformer.config.locations import is_address
 from dist_transformer.errors import DataError
-from dist_transformer.run_dir import write_text
+from dist_transformer.run_dir import patiently, read_json, write_text
 
 MANIFEST_VERSION = 2
 MANIFEST_NAME = "manifest.json"
@@ -134,10 +134,13 @@ class Manifest:
 
     @staticmethod
     def load(folder: Path) -> "Manifest":
-        """Reads `<folder>/manifest.json`; DataError when it is missing, damaged or of another version."""
+        """Reads `<folder>/manifest.json`; DataError when it is missing, damaged or of another version.
+
+        MachineError when its disk does not answer: the corpus need not be prepared again for that.
+        """
         path = folder / MANIFEST_NAME
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
+            value = patiently(path, lambda: read_json(path))
         except FileNotFoundError:
             raise DataError(
                 f"{folder}: no complete prepared corpus here ({MANIFEST_NAME} is missing). Run `prepare` first."

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dist_transformer.data.filters import LENGTH_RULES
 from dist_transformer.data.manifest import Shard, Split, TextColumns, TokenizerFiles, split_from_json, split_to_json
 from dist_transformer.errors import DataError
-from dist_transformer.run_dir import read_json, write_json
+from dist_transformer.run_dir import patiently, read_json, write_json
 
 STATE_NAME = "state.json"
 Counts = NDArray[np.int64]
@@ -120,7 +120,7 @@ class PrepareState:
         if not path.exists():
             return None
         try:
-            value = read_json(path)
+            value = patiently(path, lambda: read_json(path))
             return PrepareState(
                 recipe=value["recipe"],
                 scanned=value["scanned"],

@@ -26,7 +26,7 @@ from dist_transformer.config.sizes import head_sizes
 from dist_transformer.errors import CheckpointError, MachineError
 from dist_transformer.interop.whole_folder import whole_folder
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.run_dir import share_as_folder, write_json
+from dist_transformer.run_dir import MISPLACED, patiently, share_as_folder, write_json
 
 LABEL = "dist-transformer"
 FORMAT = 1
@@ -133,8 +133,13 @@ def empty_model(config: ModelConfig, source_vocabulary: int, target_vocabulary: 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
     """The opened file, tensors read when asked for. CheckpointError when it is missing, cut short or something else."""
+
+    def opened() -> Any:
+        path.open("rb").close()  # safetensors says of every file that it cannot open that there is none
+        return safe_open(path, framework="pt")
+
     try:
-        file = safe_open(path, framework="pt")
+        file = patiently(path, opened, MISPLACED)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file, expected safetensors weights.") from error
     except (SafetensorError, OSError) as error:

@@ -11,7 +11,6 @@ A save (`saver.py`) writes into `step_N.tmp` and renames at the very end: a fold
 byte is read against the manifest; a damaged checkpoint is set aside and the newest whole one taken.
 """
 
-import errno
 import logging
 import math
 import os
@@ -26,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 from dist_transformer.config.measures import is_lower_better
 from dist_transformer.config.models import CheckpointConfig
 from dist_transformer.data.manifest import file_sha256
-from dist_transformer.errors import CheckpointError, MachineError
-from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.errors import CheckpointError
+from dist_transformer.run_dir import RunDir, is_file, patiently, read_json
 from dist_transformer.training.state_files import MANIFEST, STATE, VERSION, StateFiles, check_version
 
 if TYPE_CHECKING:  # at run time it would import DeepSpeed for every command that only looks at checkpoints
@@ -37,8 +36,6 @@ log = logging.getLogger(__name__)
 
 JUDGED_LATE_STEPS = 3
 """A step's loss is that of the weights before it, and is judged when the next but one is begun."""
-PASSING_ERRORS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""Those of a machine or a network, which another attempt may not meet."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,12 @@ def step_of(path: Path) -> int:
 
 
 def saved(run_dir: RunDir) -> list[Path]:
-    """Checkpoint folders that carry a manifest, oldest first; whether they are undamaged is not checked."""
-    return [path for path in _named(run_dir) if (path / MANIFEST).is_file()]
+    """Checkpoint folders that carry a manifest, oldest first; whether they are undamaged is not checked.
+
+    Raises:
+        MachineError: as all that looks at checkpoints here: their disk does not answer.
+    """
+    return [path for path in _named(run_dir) if is_file(path / MANIFEST)]
 
 
 def regular(run_dir: RunDir, every_steps: int) -> list[Path]:
@@ -121,19 +122,19 @@ def newest_whole(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
         CheckpointError: there are checkpoints, but none is whole: a run never silently starts again from scratch. Or the
             newest whole one is of another version of the format.
     """
-    for left_over in [*run_dir.checkpoints.glob("step_*.tmp"), *run_dir.checkpoints.glob("step_*.trash")]:
+    for left_over in [*_with_suffix(run_dir, "tmp"), *_with_suffix(run_dir, "trash")]:
         shutil.rmtree(left_over, ignore_errors=True)  # of a save or a deletion that was killed
     candidates = _named(run_dir)
     for path in reversed(candidates):
         problem = damage(path, run_id)
         if problem is None:
-            state = read_json(path / STATE)
+            state = _read(path / STATE)
             check_version(path, state)
             return Checkpoint(path, state)
         aside = set_aside(path, "damaged")
         log.warning("checkpoint %s is damaged (%s): set aside as %s", path.name, problem, aside.name)
-    diverged = sorted(path.name for path in run_dir.checkpoints.glob("step_*.diverged"))
-    if candidates or (not diverged and list(run_dir.checkpoints.glob("step_*.damaged"))):
+    diverged = [path.name for path in _with_suffix(run_dir, "diverged")]
+    if candidates or (not diverged and _with_suffix(run_dir, "damaged")):
         raise CheckpointError(
             f"{run_dir.checkpoints}: has checkpoints, but none is whole. To train again from scratch, choose another "
             "run.name or move this folder away."
@@ -147,7 +148,7 @@ def newest_run_id(run_dir: RunDir) -> str | None:
     """The run that the newest checkpoint with a readable state belongs to; None where there is none."""
     for path in reversed(saved(run_dir)):
         try:
-            run_id = read_json(path / STATE)["run_id"]
+            run_id = _read(path / STATE)["run_id"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
         return str(run_id)
@@ -174,16 +175,19 @@ def damage(path: Path, run_id: str | None = None) -> str | None:
     """What is wrong with a checkpoint folder ("state_0.safetensors: SHA-256 differs ..."), or None: reads every byte.
 
     `run_id`: the run that it must belong to; None: any.
+
+    Raises:
+        MachineError: it cannot be read now, which says nothing of it: it must not be set aside for that.
     """
-    if not (path / MANIFEST).is_file():
+    if not is_file(path / MANIFEST):
         return f"{MANIFEST} is missing, or no file that can be read"
     try:
-        manifest = read_json(path / MANIFEST)
+        manifest = _read(path / MANIFEST)
         files, step, run = manifest["files"], manifest["step"], manifest.get("run_id")
         problem = _wrong_names(path, set(files)) or _wrong_bytes(path, files)
         if problem:
             return problem
-        state = read_json(path / STATE)
+        state = _read(path / STATE)
         # The state is covered by its checksum, the manifest only by what it says twice.
         if (manifest["version"], step, run) != (state["version"], state["step"], state.get("run_id")):
             return f"{MANIFEST} and {STATE} differ in version, step or run"
@@ -197,15 +201,8 @@ def damage(path: Path, run_id: str | None = None) -> str | None:
     except CheckpointError as error:
         return str(error)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        _refuse_if_passing(path, error)
         return f"{MANIFEST}: {type(error).__name__}: {error}"
     return None
-
-
-def _refuse_if_passing(path: Path, error: Exception) -> None:
-    """A filesystem that does not answer says nothing of the checkpoint: it must not be set aside for that."""
-    if isinstance(error, OSError) and error.errno in PASSING_ERRORS:
-        raise MachineError(f"{path} cannot be read now: {error}. Start again when its filesystem answers") from error
 
 
 def load(checkpoint: Checkpoint, engine: "Engine") -> None:
@@ -233,13 +230,29 @@ def file_entry(path: Path) -> dict[str, Any]:
 
 def _named(run_dir: RunDir) -> list[Path]:
     """Everything that has the name of a checkpoint, oldest first."""
-    found = [path for path in run_dir.checkpoints.glob("step_*") if re.fullmatch(r"step_\d{8,}", path.name)]
-    return sorted(found, key=step_of)
+    return sorted(_entries(run_dir, r"step_\d{8,}"), key=step_of)
+
+
+def _with_suffix(run_dir: RunDir, suffix: str) -> list[Path]:
+    return sorted(_entries(run_dir, rf"step_.*\.{suffix}"))
+
+
+def _entries(run_dir: RunDir, pattern: str) -> list[Path]:
+    """Listed by `iterdir`: a `glob` finds nothing where the disk does not answer, and the run would begin from scratch."""
+    folder = run_dir.checkpoints
+    try:
+        return [path for path in patiently(folder, lambda: [*folder.iterdir()]) if re.fullmatch(pattern, path.name)]
+    except OSError:
+        return []  # there is none yet
+
+
+def _read(path: Path) -> Any:
+    return patiently(path, lambda: read_json(path))
 
 
 def _validated(path: Path, metric: str) -> float | None:
     try:
-        value = float(read_json(path / STATE)["validation"][metric])
+        value = float(_read(path / STATE)["validation"][metric])
     except (OSError, ValueError, KeyError, TypeError):  # of a step that was not validated, or damaged
         return None
     return value if math.isfinite(value) else None
@@ -247,7 +260,7 @@ def _validated(path: Path, metric: str) -> float | None:
 
 def _wrong_names(path: Path, expected: set[str]) -> str | None:
     """A file too few or too many. Hidden ones are left aside: network filesystems and file browsers make them."""
-    names = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
+    names = {entry.name for entry in patiently(path, lambda: [*path.iterdir()]) if not entry.name.startswith(".")}
     if STATE not in expected:
         return f"{MANIFEST} does not name {STATE}"
     if missing := sorted(expected - names):
@@ -265,15 +278,14 @@ def _wrong_bytes(path: Path, files: dict[str, Any]) -> str | None:
 
 
 def _wrong_file(path: Path, entry: dict[str, Any]) -> str | None:
-    if not path.is_file():  # a folder, a broken link; a pipe would block
+    if not is_file(path):  # a folder, a broken link; a pipe would block
         return f"{path.name} is no file that can be read"
     try:
-        if (size := path.stat().st_size) != entry["bytes"]:
+        if (size := patiently(path, path.stat).st_size) != entry["bytes"]:
             return f"{path.name} has {size} bytes, the manifest says {entry['bytes']}"
-        if file_sha256(path) != entry["sha256"]:
+        if patiently(path, lambda: file_sha256(path)) != entry["sha256"]:
             return f"{path.name}: SHA-256 differs from the manifest's"
     except OSError as error:
-        _refuse_if_passing(path, error)
         return f"{path.name}: {error}"
     return None
 

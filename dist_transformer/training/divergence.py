@@ -17,7 +17,7 @@ from typing import Any
 
 from dist_transformer.config.models import DivergenceConfig
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, read_json, write_json
+from dist_transformer.run_dir import RunDir, patiently, read_json, write_json
 
 log = logging.getLogger(__name__)
 
@@ -232,13 +232,13 @@ def _recovery(events: list[Event]) -> Recovery:
 
 
 def _read_events(run_dir: RunDir) -> list[Event]:
-    if not run_dir.divergence.exists():
-        return []
     try:
-        values = read_json(run_dir.divergence)
+        values = patiently(run_dir.divergence, lambda: read_json(run_dir.divergence))
         if not isinstance(values, list):
             raise TypeError(f"expected a list, got {type(values).__name__}")
         return [_event(value) for value in values]
+    except FileNotFoundError:
+        return []
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, TypeError, ValueError) as error:
         raise UserError(
             f"{run_dir.divergence}: cannot be read as the record of this run's divergences ({error}). It says with which "

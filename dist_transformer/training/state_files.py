@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dist_transformer.errors import CheckpointError
-from dist_transformer.run_dir import read_json, share_as_folder
+from dist_transformer.run_dir import patiently, read_json, share_as_folder
 
 MANIFEST, STATE = "manifest.json", "state.json"
 """Beside the tensors: what every file must be, and what else the run was at (checkpoints.py)."""
@@ -75,13 +75,14 @@ class StateFiles:
     """The tensors of a checkpoint folder, found over all of its files. Opening it reads headers only.
 
     Raises:
-        CheckpointError: another format's version, a file that cannot be read, or fragments that do not tile their tensors.
+        CheckpointError: another format's version, a damaged file, or fragments that do not tile their tensors.
+        MachineError: the disk does not answer.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            state = read_json(path / STATE)
+            state = patiently(path / STATE, lambda: read_json(path / STATE))
             check_version(path, state)
             self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in state["shapes"].items()}
             files = [path / file_name(rank) for rank in range(state["state_files"])]
@@ -120,7 +121,7 @@ class StateFiles:
 
     def _add(self, file: Path) -> None:
         try:
-            opened: Any = safe_open(file, framework="pt")
+            opened = patiently(file, lambda: _open(file))
             starts = json.loads(opened.metadata()["starts"])
             for key in opened.keys():  # noqa: SIM118  (no mapping)
                 values = opened.get_slice(key)
@@ -147,6 +148,11 @@ class StateFiles:
                     fault = "are missing" if start > end else "are there twice, or beyond its end"
                     between = f"{min(start, end):,} to {max(start, end):,}"
                     raise CheckpointError(f"{self.path}: of the {size:,} elements of {key}, {between} {fault}")
+
+
+def _open(file: Path) -> Any:
+    file.open("rb").close()  # safetensors says of every file that it cannot open that there is none
+    return safe_open(file, framework="pt")
 
 
 class Weights(Mapping[str, Tensor]):

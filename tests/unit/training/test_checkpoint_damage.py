@@ -1,14 +1,27 @@
 """Damage of every kind to every file of a checkpoint: never a silent load; the newest whole one is taken, or none."""
 
+import errno
+import os
 import random
+import resource
 import shutil
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
-from checkpoint_helpers import RUN_ID, contents, rewrite, save
+from checkpoint_helpers import RUN_ID, contents, folders, rewrite, save
 
-from dist_transformer.errors import CheckpointError
+from dist_transformer import run_dir as run_folder
+from dist_transformer.cli import run_records
+from dist_transformer.config.marks import read_yaml
+from dist_transformer.config.models import CheckpointConfig, DivergenceConfig
+from dist_transformer.data.manifest import Manifest
+from dist_transformer.errors import CheckpointError, MachineError
+from dist_transformer.interop.model_folder import open_safetensors
 from dist_transformer.run_dir import RunDir
 from dist_transformer.training import checkpoints
+from dist_transformer.training.divergence import Diverged, read_recovery, recover
+from dist_transformer.training.state_files import StateFiles
 
 FILES = ("state_0.safetensors", "state_1.safetensors", "state.json", "manifest.json")
 NEWEST = "step_00000003"
@@ -170,3 +183,139 @@ def test_checkpoints_of_a_divergence_are_set_aside_and_never_looked_at(run_dir, 
     assert checkpoints.set_aside_from(run_dir, 1) == ["step_00000002"]
     assert checkpoints.newest_whole(run_dir, RUN_ID) is None
     assert "all checkpoints are of steps that diverged" in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------- a disk that stutters
+
+STUTTERS = {
+    *(
+        errno.EIO,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+        errno.EMFILE,
+        errno.ENOMEM,
+        errno.ESHUTDOWN,
+        errno.ENOTCONN,
+        errno.EAGAIN,
+    ),
+    *(errno.EREMOTEIO, errno.EHOSTDOWN, errno.ECONNRESET, errno.EACCES, errno.EPERM, errno.EINTR, errno.ENODEV),
+}
+"""Some of what a file system answers for a moment: a client that was evicted, a server that starts again."""
+
+
+@pytest.fixture
+def stutter(monkeypatch):
+    """In its block, opens, looks at and listings of paths with one of these names fail so many times each."""
+    monkeypatch.setattr(run_folder, "PAUSES_SECONDS", (0.0, 0.0))
+
+    @contextmanager
+    def stuttering(number, names, times=1):
+        left = {}
+
+        def failing(method):
+            def act(path, *arguments, **named):
+                if path.name in names and left.setdefault((path, method), times) > 0:
+                    left[path, method] -= 1
+                    raise OSError(number, os.strerror(number), str(path))
+                return method(path, *arguments, **named)
+
+            return act
+
+        with monkeypatch.context() as patch:
+            for method in ("open", "stat", "iterdir"):
+                patch.setattr(Path, method, failing(getattr(Path, method)))
+            yield
+
+    return stuttering
+
+
+@pytest.mark.parametrize("number", sorted(STUTTERS), ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "names", [{file} for file in FILES] + [{NEWEST}, {"checkpoints"}, {*FILES, "checkpoints"}], ids=str
+)
+def test_a_disk_that_stutters_at_a_start_sets_nothing_aside(run_dir, stutter, number, names):
+    before = contents(run_dir.checkpoints)
+    with stutter(number, names):
+        assert checkpoints.newest_whole(run_dir, RUN_ID).step == 3
+        assert checkpoints.newest_run_id(run_dir) == RUN_ID
+    assert contents(run_dir.checkpoints) == before
+
+
+@pytest.mark.parametrize("name", [*FILES, NEWEST, "checkpoints"])
+def test_a_disk_that_does_not_answer_is_a_fault_of_the_machine_and_changes_nothing(run_dir, stutter, name):
+    before = folders(run_dir)
+    says = rf"{name}.* cannot be read now .*Start again when its disk answers"
+    with stutter(errno.ESHUTDOWN, {name}, times=10**6), pytest.raises(MachineError, match=says) as fault:
+        checkpoints.newest_whole(run_dir, RUN_ID)
+    assert fault.value.exit_code == 1
+    assert sorted(os.listdir(run_dir.checkpoints)) == ["latest", *before]
+
+
+@pytest.mark.parametrize("times", [1, 10**6])
+def test_a_disk_that_stutters_gives_a_run_no_other_id(run_dir, stutter, times):
+    """With another one all its checkpoints would be taken for those of another run."""
+    with stutter(errno.ENOTCONN, {"state.json"}, times):
+        try:
+            assert checkpoints.newest_run_id(run_dir) == RUN_ID
+        except MachineError:
+            assert times > 1
+
+
+@pytest.mark.parametrize("times", [1, 10**6])
+def test_a_disk_that_stutters_lets_no_best_checkpoint_be_deleted(run_dir, stutter, times):
+    for step in range(4, 9):
+        save(run_dir, step, validation={"loss": float(step)})
+    before = folders(run_dir)
+    settings = CheckpointConfig(every_steps=1, keep_last=2, keep_best=2)
+    with stutter(errno.EHOSTDOWN, {"state.json"}, times):
+        try:
+            checkpoints.retain(run_dir, settings, 0, "loss")
+        except MachineError:
+            assert (times, folders(run_dir)) == (10**6, before)
+    assert {"step_00000004", "step_00000005"} <= {*folders(run_dir)}
+
+
+def test_a_disk_that_stutters_loses_no_decision_after_a_divergence(run_dir, stutter):
+    settings = DivergenceConfig(policy="lower_learning_rate")
+    decided = recover(run_dir, settings, Diverged("the loss was above 9", 3), 2)
+    with stutter(errno.ECONNRESET, {"divergence.json"}):
+        assert read_recovery(run_dir) == decided
+    with stutter(errno.ECONNRESET, {"divergence.json"}, times=10**6), pytest.raises(MachineError):
+        read_recovery(run_dir)
+
+
+def test_files_that_cannot_be_opened_for_want_of_descriptors_are_not_damaged(run_dir, monkeypatch):
+    """safetensors calls every file that it cannot open one that is not there."""
+    monkeypatch.setattr(run_folder, "PAUSES_SECONDS", (0.0,))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    kept = StateFiles(run_dir.checkpoints / NEWEST)  # all that is imported for it is open now
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        with pytest.raises(MachineError, match="Too many open files"):
+            checkpoints.newest_whole(run_dir, RUN_ID)
+        with pytest.raises(MachineError, match="Too many open files"):
+            StateFiles(run_dir.checkpoints / NEWEST)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert kept.shapes == StateFiles(run_dir.checkpoints / NEWEST).shapes
+    assert folders(run_dir) == ["step_00000002", NEWEST]
+
+
+READERS = {
+    "config.yaml": lambda run_dir: read_yaml(run_dir.config),
+    "manifest.json": lambda run_dir: Manifest.load(run_dir.path),
+    "model.safetensors": lambda run_dir: open_safetensors(run_dir.path / "model.safetensors").__enter__(),
+    "run.json": run_records.run_id,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_a_start_reads_beside_checkpoints_is_waited_for_and_not_called_damaged(tmp_path, stutter, name):
+    """Nobody is told to prepare again, to copy a model again, or to mend a configuration, for a moment without a disk."""
+    run_dir = RunDir(tmp_path)
+    (tmp_path / name).write_text('{"run_id": "0123"}', encoding="utf-8")
+    with stutter(errno.ESTALE, {name}, times=10**6), pytest.raises(MachineError, match="cannot be read now"):
+        READERS[name](run_dir)
+    if name in ("config.yaml", "run.json"):
+        with stutter(errno.ESTALE, {name}):
+            READERS[name](run_dir)
