@@ -9,6 +9,7 @@ from nothing. A figure is the largest relative difference of a step's loss per t
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -58,7 +59,8 @@ def _losses(case: Case, arguments: argparse.Namespace, folder: Path) -> list[flo
     }  # fmt: skip
     overrides = [f"{key}={value}" for key, value in settings.items()]
     command = [sys.executable, "-m", "dist_transformer", "train", str(DEMO), *overrides, "--ranks", str(num_ranks)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "DIST_TRANSFORMER_FP16_ON_CPU": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"{name}: {done.stderr}")
     lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

@@ -12,6 +12,7 @@ from running import NOT_INHERITED, Command, without
 from dist_transformer.data.demo_corpus import demo_pairs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks of a test share two cores
+os.environ["DIST_TRANSFORMER_FP16_ON_CPU"] = "1"  # what fp16 does in a step is tested without a GPU
 # Started by nohup or in the background, tests inherit ignored signals, and so would the processes they signal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)

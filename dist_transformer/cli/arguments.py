@@ -10,6 +10,7 @@ import typer
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.locations import is_address
 from dist_transformer.config.models import Config
+from dist_transformer.config.sizes import with_precision
 from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir
 
@@ -41,7 +42,10 @@ def read_run(run: Path, overrides: list[str] | None = None, *, check_files: bool
             )
         return load_config(run_dir.config, overrides, check_files=False), run_dir
     config = load_config(run, overrides, check_files=check_files)
-    return config, RunDir(Path(config.run.root) / config.run.name)
+    run_dir = RunDir(Path(config.run.root) / config.run.name)
+    if config.training.precision == "auto" and run_dir.config.is_file():  # a run goes on in what it was begun in
+        config = with_precision(config, load_config(run_dir.config, check_files=False).training.precision)
+    return config, run_dir
 
 
 def write_utf8() -> None:

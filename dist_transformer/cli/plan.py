@@ -10,6 +10,7 @@ import typer
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.config.models import Config
+from dist_transformer.config.sizes import with_precision
 from dist_transformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ def configured(run: Path, overrides: list[str] | None, gpus_per_node: int | None
     from dist_transformer.cli.vocabulary_sizes import with_counted_pieces
 
     config = with_counted_pieces(fill_from_profile(read_run(run, overrides, check_files=False)[0]))
+    config = with_precision(config, "fp16")  # what auto is on a GPU
     return config, gpus_per_node or config.slurm.ranks_per_node
 
 

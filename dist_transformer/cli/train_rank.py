@@ -17,6 +17,7 @@ from dist_transformer import distributed
 from dist_transformer.cli.first_rank import Result, by_first_rank
 from dist_transformer.cli.prepare import prepare_with_progress
 from dist_transformer.cli.run_data import RunData, open_run_data
+from dist_transformer.cli.run_precision import bf16_warning, settled_precision
 from dist_transformer.cli.run_records import add_to_history, note
 from dist_transformer.cli.run_records import run_id as run_id_of
 from dist_transformer.cli.training_run import Run, train
@@ -45,6 +46,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
     Raises:
         UserError: on every rank; the process must then leave without touching its group.
     """
+    config, precision = settled_precision(config, torch.cuda.is_available())
     folder, manifest = prepare_with_progress(config, stop)
     ranks = distributed.join(config.training.hang_seconds)
     torch.set_num_threads(config.training.threads_per_rank or _default_threads(ranks))
@@ -54,6 +56,10 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
     try:
         _refuse_different_corpora(folder, manifest, ranks)
         _set_up_logging(run_dir, ranks, terminal)
+        if precision:
+            log.info("precision  %s", precision)
+        if ranks.is_first and (warning := bf16_warning(config, ranks.device)):
+            log.warning("precision  %s", warning)
         code = _train(config, run_dir, ranks, open_run_data(config, folder, manifest), stop, terminal)
     except UserError as error:
         _note_failure(run_dir, ranks, str(error))

@@ -175,10 +175,13 @@ def _check_schedule(optimizer: Any, schedule: Any, training: Any) -> Iterator[Pr
 
 
 def _check_precision(training: Any) -> Iterator[Problem]:
-    if training.precision == "fp16" and training.zero_stage == 0:
+    if training.precision in ("fp16", "auto") and training.zero_stage == 0:
+        is_given = training.precision == "fp16"
+        which = "fp16" if is_given else "training.precision: auto, which is fp16 on GPUs"
         yield (
             ("training", "zero_stage"),
-            "training.zero_stage: 0 cannot be used with fp16 (DeepSpeed does not scale the loss there); use 1, 2 or 3",
+            f"training.zero_stage: 0 cannot be used with {which} (DeepSpeed does not scale the loss there); use 1, 2 or 3"
+            f"{'' if is_given else ', or fp32 or bf16'}",
         )
     needed_stage = {"none": 0, "optimizer": 1, "optimizer_and_parameters": 3}[training.offload]
     if training.zero_stage < needed_stage:

@@ -128,8 +128,8 @@ class TrainingConfig(Section):
     max_target_tokens: PositiveInt | None = Field(
         None, description="The run ends with the step that brings it to this many target tokens; none: no such limit."
     )
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp16", description="fp16: half weights, fp32 masters, dynamic loss scale. bf16: autocast over fp32 weights."
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="fp16: half weights, fp32 masters. bf16: autocast. auto: fp16 on GPUs, fp32 on CPUs."
     )
     zero_stage: ZeroStage = Field(
         1,

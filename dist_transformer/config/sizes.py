@@ -45,6 +45,13 @@ def _num_vocabulary_rows(config: ModelConfig, source_vocabulary: int, target_voc
     return embeddings if config.tied_output else embeddings + target_vocabulary
 
 
+def with_precision(config: Config, precision: str) -> Config:
+    """With `precision` in place of `training.precision: auto`."""
+    if config.training.precision != "auto":
+        return config
+    return config.model_copy(update={"training": config.training.model_copy(update={"precision": precision})})
+
+
 def as_sharded(config: Config, num_ranks: int) -> Config:
     """With the ZeRO stage that such a run takes. One rank alone has nothing to shard: stage 0 trains it to the same weights
     within rounding, without the masters that stages 1 and 2 copy to and from, and sooner. It cannot scale fp16's loss."""

@@ -15,6 +15,7 @@ from dist_transformer.config.sizes import (
     bytes_of_weight,
     offloaded_bytes,
     snapshot_bytes,
+    with_precision,
 )
 from dist_transformer.planning.activations import Activations, Shape, activations, largest_shape, token_bytes
 from dist_transformer.planning.vocabularies import count_parameters, vocabulary_sizes
@@ -175,7 +176,7 @@ def memory_problem(config: Config, num_ranks: int, memory_gb: float) -> str | No
 
     With `data.max_tokens: auto` it fits when the smallest micro-batch does.
     """
-    config, usable = as_sharded(config, num_ranks), memory_gb * 1e9 * USABLE_SHARE
+    config, usable = as_sharded(with_precision(config, "fp16"), num_ranks), memory_gb * 1e9 * USABLE_SHARE
     if config.data.max_tokens == "auto":
         if most_tokens(config, num_ranks, usable):
             return None

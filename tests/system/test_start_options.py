@@ -11,6 +11,7 @@ from running import NOT_INHERITED, without
 from safetensors.torch import load_file
 
 from dist_transformer.config.data_models import DataConfig
+from dist_transformer.config.loading import load_config
 from dist_transformer.run_dir import RunDir, read_json
 from dist_transformer.training import checkpoints
 from dist_transformer.training.largest_batch import largest_shapes
@@ -128,6 +129,27 @@ def test_a_run_is_the_same_with_and_without_its_dry_run(train_small):
     shapes = ", ".join(map(str, largest_shapes(data)))
     assert f"dry run    of the largest micro-batches, {shapes}: " in (tried / "train.log").read_text()
     assert "dry run" not in (untried / "train.log").read_text()
+
+
+def test_a_run_goes_on_in_the_precision_that_it_began_with_and_config_yaml_says_which(train_small, command):
+    """`auto` is settled at the first start."""
+    for given, expected in (("auto", "fp32"), ("bf16", "bf16")):
+        name = f"began-{given}"
+        run = train_small(name, f"training.precision={given}", "training.max_steps=4")
+        assert load_config(run / "config.yaml", check_files=False).training.precision == expected
+        assert train_small(name, "training.precision=auto", "training.max_steps=6") == run
+        assert load_config(run / "config.yaml", check_files=False).training.precision == expected
+        said = (run / "train.log").read_text()
+        assert (f"precision  {expected}, what training.precision: auto is on CPUs" in said) is (given == "auto")
+        assert read_json(newest(run) / "state.json")["precision"] == expected
+
+
+def test_fp16_without_a_gpu_is_refused_before_the_corpus_is_prepared(command):
+    given = ("run.name=half", "training.precision=fp16", "data.window_rows=61")
+    said = refused(command, *given, DIST_TRANSFORMER_FP16_ON_CPU="")
+    assert "training.precision: expected fp32 or bf16" in said
+    assert "prepar" not in said
+    assert not (command.folder / "runs" / "half").exists()
 
 
 LIMITED = 'ulimit -v {kilobytes} && exec "$0" -m dist_transformer train small.yaml "$@"'

@@ -122,7 +122,8 @@ slrum: {}
         (["schedule.warmup_steps=6000"], "schedule.warmup_steps: 6000 is above training.max_steps 5000"),
         (["training.max_steps=null"], "give max_steps, max_epochs or max_target_tokens, else the run never ends"),
         (["schedule.name=cosine"], "cosine needs optimizer.learning_rate"),
-        (["training.zero_stage=0"], "0 cannot be used with fp16"),
+        (["training.zero_stage=0"], "0 cannot be used with training.precision: auto, which is fp16 on GPUs"),
+        (["training.zero_stage=0", "training.precision=fp16"], "0 cannot be used with fp16"),
         (["training.initial_loss_scale=1000"], "expected a power of 2, got 1000"),
         (
             ["data.max_tokens=100"],

@@ -90,6 +90,12 @@ def test_a_calibrated_plan_says_what_was_measured(config, tmp_path):
     assert "measured by preflight: half_tflops 123" in printed
 
 
+def test_a_precision_that_is_left_open_is_planned_as_that_of_gpus(config):
+    left_open, given = (plan(config, "--json", f"training.precision={name}").stdout for name in ("auto", "fp16"))
+    assert left_open == given
+    assert json.loads(given)["precision"] == "fp16"
+
+
 def test_what_a_person_measured_is_planned_with_and_said(config):
     options = ("--nodes", "1,2", "--tokens-per-second", "2000", "--all-reduce-gb-per-second", "4")
     values = json.loads(plan(config, *options, "--json", "training.precision=fp32").stdout)

@@ -9,6 +9,7 @@ from dist_transformer.config.models import ModelConfig
 from dist_transformer.data.loader import MicroBatch
 from dist_transformer.data.window import BatchShape
 from dist_transformer.planning.flops import add_flops, model_flops
+from dist_transformer.training import utilisation
 from dist_transformer.training.records import Interval
 from dist_transformer.training.utilisation import Peak, Utilisation, flops_of_batches, peak_of
 
@@ -26,6 +27,20 @@ def test_a_cpu_has_the_peak_that_is_measured_and_the_random_state_stays(precisio
     assert peak.flops_per_second == peak.measured
     assert 1e7 < peak.flops_per_second < 1e15
     assert peak.text().endswith("TFLOP/s a rank, measured")
+
+
+def test_the_peak_of_a_cpu_is_that_of_the_fastest_products_of_a_step(monkeypatch):
+    """Parts of a step in a short precision are fp32 there, where few CPUs multiply fp16 as fast."""
+    rates = {torch.float32: 3e9, torch.float16: 1e8, torch.bfloat16: 5e9}
+    monkeypatch.setattr(utilisation, "measured_flops", lambda device, dtype, seconds: rates[dtype])
+    found = {precision: peak_of(CPU, precision, is_profiled=False).measured for precision in ("fp32", "fp16", "bf16")}
+    assert found == {"fp32": 3e9, "fp16": 3e9, "bf16": 5e9}
+
+
+def test_mfu_is_never_above_the_whole():
+    """A peak may be measured in a busy moment."""
+    interval = Interval(torch.zeros(2), target_tokens=700, source_tokens=900)
+    assert Utilisation(MODEL, 500, 1.0).of(interval, 4.0) == 1.0
 
 
 def test_a_gpu_of_the_table_is_not_measured_but_for_a_profile(monkeypatch):
