@@ -210,15 +210,16 @@ def _requests(
 ) -> Iterator[WindowRequest]:
     """Requests for all windows of a lane from `first` on, as if the weights at `batch` held for good.
 
-    Without end, unless the lane has none in a whole epoch.
+    Of few rows a lane may have none in one epoch and some in the next. Without end, unless it has none in any: quotas and
+    what is left over of the streams decide, and come again.
     """
-    has_windows = True
-    while has_windows:
+    empty: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    while (cut := (segment.quotas, tuple(stream.num_pending for stream in segment.streams))) not in empty:
         plan = planner.plan(segment)
+        empty = set() if plan.num_windows(lane) else {*empty, cut}
         for window in range(first, plan.num_windows(lane)):
             yield _excluding(plan.request(lane, window), without)
         segment, first = planner.after_epoch(segment, batch), 0
-        has_windows = planner.plan(segment).num_windows(lane) > 0
 
 
 def _excluding(request: WindowRequest, without: Exclusions) -> WindowRequest:

@@ -4,6 +4,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -73,5 +74,8 @@ class Journal:
 
 
 def dropout_seed(seed: int, batches: int, lane: int) -> int:
-    """Dropout masks are a function of (seed, batch, lane): the same on any number of ranks, and nothing to save."""
-    return ((seed * 1_000_003 + batches) * 65_537 + lane) % 2**63
+    """Dropout masks are a function of (seed, batch, lane): the same on any number of ranks, and nothing to save.
+
+    A hash, since torch's generator on CPUs takes the last 32 bits alone: sums would come again in them.
+    """
+    return int.from_bytes(blake2b(f"{seed} {batches} {lane}".encode(), digest_size=8).digest()) >> 1

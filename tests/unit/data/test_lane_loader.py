@@ -5,6 +5,8 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from lockstep import ALONE, Ranks
 from planned_rows import lane_batches
 from rows_builder import RowsBuilder
@@ -164,6 +166,48 @@ def test_one_window_a_lane_is_read_ahead_however_unevenly_the_lanes_advance():
         pass
     assert loader.lane_positions()[0][0] == 34
     assert stream.most == 2
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), min_size=1, max_size=3).map(tuple),
+    st.data(),
+)
+def test_every_window_that_a_lane_opens_was_asked_for_however_few_rows_a_mixture_has(group_rows, data):
+    weights = st.lists(st.integers(1, 9), min_size=len(group_rows), max_size=len(group_rows)).map(tuple)
+    changes = data.draw(st.lists(st.integers(1, 20), max_size=2, unique=True).map(sorted))
+    stages = tuple(Stage(batch, data.draw(weights)) for batch in (0, *changes))
+    num_lanes = data.draw(st.integers(1, sum(map(sum, group_rows))))
+    planner = Planner(group_rows, num_lanes, data.draw(st.integers(1, 5)), 5, stages)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dist_transformer.data.loader.WindowStream", PromptStream)
+        ranks = ranks_of(data.draw(st.integers(1, num_lanes)), start(planner), 0, planner=planner)
+        for _ in range(30):
+            ranks.step()
+
+
+class PromptStream:
+    """Stands for the loader processes: what was never asked for is never built."""
+
+    def __init__(self, builder: RowsBuilder, here: set[WindowRequest], settings: LoaderSettings) -> None:
+        self._builder, self._there = builder, set(here)
+
+    def ask(self, request: WindowRequest) -> None:
+        self._there.add(request)
+
+    def restart(self) -> None:
+        self._there = set()
+
+    def take(self, request: WindowRequest):
+        self._there.remove(request)
+        return self._builder.build(request)
+
+
+def test_a_mixture_of_few_rows_a_lane_goes_on_with_loader_processes():
+    planner = Planner(((1,), (1,), (1, 1, 1)), 4, 5, 5, (Stage(0, (1, 1, 1)),))
+    ranks = ranks_of(1, start(planner), 0, LoaderSettings(BOS_ID, 1, 60), planner)
+    alone = ranks_of(1, start(planner), 0, planner=planner)
+    assert [ranks.step() for _ in range(20)] == [alone.step() for _ in range(20)]
 
 
 def test_a_lane_without_a_row_in_any_epoch_asks_for_nothing_and_gives_none():

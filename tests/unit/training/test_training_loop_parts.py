@@ -21,9 +21,13 @@ def test_any_seed_gives_a_dropout_seed_that_torch_takes(seed, batches, lane):
     torch.manual_seed(dropout_seed(seed, batches, lane))
 
 
-def test_dropout_seeds_differ_by_batch_and_lane():
-    seeds = {dropout_seed(1, batch, lane) for batch in range(50) for lane in range(50)}
-    assert len(seeds) == 2500
+def test_dropout_masks_differ_by_seed_batch_and_lane_where_torch_takes_32_bits_of_the_seed():
+    names = [(s, b, n) for s in range(3) for b in (*range(15), *range(65_530, 65_545), 2**32) for n in range(10)]
+    torch.manual_seed(5)
+    of_low_bits = torch.rand(4)
+    torch.manual_seed(2**32 + 5)
+    assert torch.equal(torch.rand(4), of_low_bits), "this test looks at the bits that torch takes on CPUs"
+    assert len({dropout_seed(*name) % 2**32 for name in names}) == len(names)
 
 
 @pytest.fixture
