@@ -12,11 +12,12 @@ from dist_transformer.errors import UserError
 
 TAGS = re.compile(r"(?:<[^<>\s]+>\s+)*")
 BREAKS = (
-    re.compile(r"[.!?…]+[\"'”’»)\]]*\s+|[。！？｡]+[」』）】”’]*\s*"),  # noqa: RUF001  (these are full stops)
+    re.compile(r"(?<![.!?…])[.!?…]++[\"'”’»)\]]*+\s+|[。！？｡]+[」』）】”’]*\s*"),  # noqa: RUF001  (these are full stops)
     re.compile(r"\s+"),
     re.compile(r"."),
 )
-"""Where a line may be cut: after a match of the first of these that has one inside the line."""
+"""Where a line may be cut: after a match of the first of these that has one inside the line. A run of signs is looked at
+from its beginning alone: from each of them, a line of full stops would take the square of its length."""
 WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "IDEOGRAPHIC", "FULLWIDTH", "THAI", "LAO", "KHMER", "MYANMAR")
 """First words of the Unicode names of letters and signs between which no space is written."""
 

@@ -202,14 +202,22 @@ def _loss_bytes(config: Config, vocabulary: int, target: int, on_gpu: bool) -> i
 
 
 def largest_shape(data: DataConfig, max_tokens: int, source_bytes: int, target_bytes: int) -> Shape:
-    """The shape of a micro-batch of at most `max_tokens` that takes most, by the bytes of a token of each side."""
-    longest = data.filters.max_tokens
-    source, target = (side.ravel() for side in np.mgrid[2 : longest + 1, 2 : longest + 1])
-    longer, shorter = np.maximum(source, target), np.minimum(source, target)
-    is_bounded = data.batch_shapes == "bounded"
+    """The shape of a micro-batch of at most `max_tokens` that takes most, by the bytes of a token of each side.
+
+    Of all pairs with so many tokens together, it is one of the two most unequal ones that the filters keep.
+    """
+    longest, is_bounded = data.filters.max_tokens, data.batch_shapes == "bounded"
     ratio = min(data.filters.max_length_ratio, BOUNDED_RATIO) if is_bounded else data.filters.max_length_ratio
-    kept = (longer <= ratio * shorter) | ((longer < RATIO_FREE_TOKENS) & (not is_bounded))
-    source, target = source[kept], target[kept]
+    free = 0 if is_bounded else RATIO_FREE_TOKENS - 1
+    shorter = np.arange(2, longest + 1)
+    longer = np.minimum(longest, np.maximum(free, np.floor(ratio * shorter))).astype(np.int64)
+    tokens = np.arange(4, 2 * longest + 1)
+    least = shorter[np.searchsorted(shorter + longer, tokens)]
+    is_kept = 2 * least <= tokens
+    least, most = least[is_kept], (tokens - least)[is_kept]
+    # The largest: of equal ones the first, by source and target.
+    source, target = np.concatenate([least, most]), np.concatenate([most, least])
     rows = np.maximum(1, max_tokens // (source + target))
-    place = int(np.argmax(rows * (source * source_bytes + target * target_bytes)))
+    nbytes = rows.astype(float) * (source * float(source_bytes) + target * float(target_bytes))
+    place = np.lexsort((target, source, -nbytes))[0]
     return Shape(int(rows[place]), int(source[place]), int(target[place]))

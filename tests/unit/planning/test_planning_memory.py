@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import tracemalloc
 import json
 import os
 import re
@@ -192,6 +193,18 @@ def test_the_largest_shape_is_the_largest_of_all_that_pass_the_filters(longest, 
     found = largest_shape(data, budget, *weights)
     assert found.rows * (found.source_length + found.target_length) <= budget
     assert size(*found) == max(sizes)
+
+
+@pytest.mark.parametrize("batch_shapes", ["free", "bounded"])
+def test_the_largest_shape_of_long_sentences_takes_memory_by_their_length_and_not_its_square(batch_shapes):
+    filters = {"max_tokens": 4096}
+    data = config_of(data={"batch_shapes": batch_shapes, "filters": filters, "max_tokens": 2**31 - 1}).data
+    tracemalloc.start()
+    shape = largest_shape(data, data.token_budget(), 10**9, 10**9)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert shape.rows >= 2**31 // (2 * 4096) - 1
+    assert peak_bytes < 1000 * 4096
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (2, 5)])
