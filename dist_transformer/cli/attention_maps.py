@@ -37,8 +37,7 @@ def _of_sentence(model: Transformer, tokenizer: Tokenizer, sentence: str) -> Sen
     most = min(MOST_TOKENS, model.max_positions or MOST_TOKENS)
     if not 1 < len(source) <= most:
         raise UserError(f"“{sentence[:60]}”: {len(source)} tokens; expected 2 to {most}, the end of sentence counted")
-    ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
-    searcher = TorchSearcher([model], **ids, config=DecodingConfig(), device=torch.device("cpu"))
+    searcher = TorchSearcher([model], **tokenizer.search_ids(), config=DecodingConfig(), device=torch.device("cpu"))
     (found,) = searcher.search([SearchInput(source, [], 0)])
     target = [*found[0].tokens, tokenizer.eos_id]
     read = [tokenizer.bos_id, *found[0].tokens]

@@ -32,8 +32,7 @@ class LoadedModels:
 
     def searcher(self, settings: DecodingConfig) -> TorchSearcher:
         """Our own search with these models."""
-        ids = {name: getattr(self.tokenizer, name) for name in ("bos_id", "eos_id", "pad_id")}
-        return TorchSearcher(self.models, **ids, config=settings, device=self.device)
+        return TorchSearcher(self.models, **self.tokenizer.search_ids(), config=settings, device=self.device)
 
 
 def model_folder_of(path: Path) -> Path:

@@ -136,7 +136,6 @@ def _translator(
     from dist_transformer.decoding.score import corpus_scores
 
     search = _search(config)
-    ids = {"bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id}
 
     def scores(each: ValidationSet, translations: Sequence[str]) -> dict[str, float | str]:
         found = corpus_scores(translations, each.references, config.data.target_language)
@@ -147,7 +146,7 @@ def _translator(
 
     def translate(sets: Sequence[ValidationSet], progress: Progress) -> Iterator[Translated]:
         with _whole_model(config, data, engine, ranks) as model:
-            searcher = TorchSearcher([model], **ids, config=search, device=ranks.device)
+            searcher = TorchSearcher([model], **tokenizer.search_ids(), config=search, device=ranks.device)
             for each in sets:
                 with engine.objective.autocast(ranks.device):
                     lines = translate_together(searcher, tokenizer, each.sources, search, ranks, progress)

@@ -52,5 +52,5 @@ def open_search(engine: Engine, folders: Sequence[Path], settings: DecodingConfi
     (folder,) = folders
     files = tokenizer_files(folder)
     tokenizer = Tokenizer.load(files.source, files.target)
-    ids = {name: getattr(tokenizer, name) for name in ("bos_id", "eos_id", "pad_id")}
-    return Search(CTranslate2Searcher(folder, **ids, config=settings, device=device_of_rank()), tokenizer, [])
+    searcher = CTranslate2Searcher(folder, **tokenizer.search_ids(), config=settings, device=device_of_rank())
+    return Search(searcher, tokenizer, [])

@@ -70,7 +70,9 @@ class MixtureConfig(Section):
 class FilterConfig(Section):
     """Which pairs are dropped, rule by rule; each rule is counted by its name."""
 
-    max_tokens: PositiveInt = Field(256, description="Longest side in subword tokens, end of sentence included.")
+    max_tokens: Whole = Field(
+        256, ge=2, le=100_000, description="Longest side in subword tokens, end of sentence included."
+    )
     max_length_ratio: Number = Field(
         9.0, gt=1.0, description="Largest ratio of the longer to the shorter side, in tokens; pairs under 10 pass."
     )

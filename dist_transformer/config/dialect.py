@@ -18,6 +18,10 @@ _KINDS = {  # pattern, first characters
 }
 
 
+MOST_REPEATED = 10_000
+"""Values that the aliases of a file may stand for: a few lines of aliases of aliases would be billions."""
+
+
 class WrittenInt(int):
     """A whole number that knows how it was written, for a setting that wants text: `account: 1_000`."""
 
@@ -36,7 +40,19 @@ def as_written(value: Any) -> Any:
 
 
 class Loader(yaml.SafeLoader):
-    """Reads this dialect; nothing in a file is executed."""
+    """Reads this dialect; nothing in a file is executed, and what aliases repeat is bounded."""
+
+    _num_repeated = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        alias = self.peek_event() if self.check_event(yaml.AliasEvent) else None  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
+        if alias is not None:
+            self._num_repeated += _num_nodes(node)
+            if self._num_repeated > MOST_REPEATED:
+                problem = f"up to the alias *{alias.anchor} aliases repeat over {MOST_REPEATED:,} values; write fewer"
+                raise yaml.composer.ComposerError(None, None, problem, alias.start_mark)
+        return node
 
 
 class Dumper(yaml.SafeDumper):
@@ -46,6 +62,14 @@ class Dumper(yaml.SafeDumper):
 def dump(values: dict[str, Any]) -> str:
     """Plain values as text that reads back as equal ones."""
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def _num_nodes(node: Any) -> int:
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    return 1 + sum(
+        sum(map(_num_nodes, child)) if isinstance(child, tuple) else _num_nodes(child) for child in node.value
+    )
 
 
 def _read_number(loader: Loader, node: yaml.ScalarNode) -> int | float:

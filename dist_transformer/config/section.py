@@ -20,16 +20,18 @@ def _refuse_look_alikes(value: Any) -> Any:
 
 def _refuse_other_than_auto(value: Any) -> Any:
     """One message for both kinds of value; true is no number."""
-    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31):
         return value
-    raise PydanticCustomError("number_or_auto", "Input should be a whole number greater than 0, or auto")
+    raise PydanticCustomError(
+        "number_or_auto", "Input should be a whole number greater than 0 and less than 2147483648, or auto"
+    )
 
 
 Text = Annotated[str, BeforeValidator(as_written)]
 Truth = Annotated[bool, Field(strict=True)]
-Whole = Annotated[int, Field(strict=True)]
+Whole = Annotated[int, Field(lt=2**63, strict=True)]
 Number = Annotated[float, Field(strict=True)]
-PositiveInt = Annotated[int, Field(gt=0, strict=True)]
+PositiveInt = Annotated[int, Field(gt=0, lt=2**31, strict=True)]
 PositiveIntOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_refuse_other_than_auto)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
 ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_refuse_look_alikes)]

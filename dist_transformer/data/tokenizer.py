@@ -100,6 +100,11 @@ class Tokenizer:
                 )
         return Tokenizer(source, target)
 
+    def search_ids(self) -> dict[str, int]:
+        """What a `Searcher` must know of the target's pieces, by its arguments."""
+        pieces: int = self._target.get_piece_size()
+        return {"bos_id": self.bos_id, "eos_id": self.eos_id, "pad_id": self.pad_id, "num_pieces": pieces}
+
     def encode_source(self, sentences: Sequence[str], num_threads: int = 1, sampling: float = 0.0) -> list[list[int]]:
         """Token ids of each sentence, ending with `eos_id`.
 

@@ -17,11 +17,12 @@ IMPOSSIBLE = float("-inf")
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids of the tokens that are no text."""
+    """Ids of the tokens that are no text: these three, and those from `num_pieces` on; None: the model has no such rows."""
 
     bos: int
     eos: int
     pad: int
+    num_pieces: int | None = None
 
 
 class Constraints:
@@ -41,7 +42,7 @@ class Constraints:
         self.longest = [longest_output(sentence, max_positions, config) for sentence in batch]
 
     def apply(self, value_BV: Tensor, token_BT: Tensor) -> None:
-        """Sets to -inf, in place, what may not follow the tokens so far: bos, padding, and what breaks a constraint.
+        """Sets to -inf, in place, what may not follow the tokens so far: bos, padding, what is no piece, what breaks a constraint.
 
         The end of the sentence is never forbidden but by a prefix, so something is always left.
         """
@@ -49,6 +50,8 @@ class Constraints:
         forced = torch.tensor([rows, tokens], device=value_BV.device).unbind() if rows else None
         kept_values = value_BV[forced] if forced else value_BV
         value_BV[:, self.ids.bos] = value_BV[:, self.ids.pad] = IMPOSSIBLE
+        if self.ids.num_pieces is not None:
+            value_BV[:, self.ids.num_pieces :] = IMPOSSIBLE
         if self.ngram_size:
             forbid_repeats(value_BV, token_BT, self.ngram_size)
         if forced:

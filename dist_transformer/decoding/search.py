@@ -29,12 +29,14 @@ class TorchSearcher:
         pad_id: int,
         config: DecodingConfig,
         device: torch.device,
+        num_pieces: int | None = None,
     ) -> None:
         """`models` have the same vocabularies, are on `device` and in eval mode. Several are an ensemble: the search goes
-        by the logarithm of the mean of their probabilities."""
+        by the logarithm of the mean of their probabilities. `num_pieces`: of the target's tokenizer, where the models may have
+        more rows."""
         assert models, "a search needs a model"
         self.models, self.config, self.device = models, config, device
-        self.ids = SpecialIds(bos_id, eos_id, pad_id)
+        self.ids = SpecialIds(bos_id, eos_id, pad_id, num_pieces)
 
     @property
     def max_positions(self) -> int | None:

@@ -40,7 +40,15 @@ class CTranslate2Searcher:
     """A `Searcher`; the order and the company of the sentences change nothing."""
 
     def __init__(
-        self, folder: Path, *, bos_id: int, eos_id: int, pad_id: int, config: DecodingConfig, device: torch.device
+        self,
+        folder: Path,
+        *,
+        bos_id: int,
+        eos_id: int,
+        pad_id: int,
+        config: DecodingConfig,
+        device: torch.device,
+        num_pieces: int | None = None,
     ) -> None:
         """`folder`: a model folder, or what `export_ctranslate2` wrote. The other arguments as of `TorchSearcher`.
 
@@ -60,7 +68,9 @@ class CTranslate2Searcher:
                 exported = Path(temporary) / "exported"
                 export_ctranslate2(load_model_folder(folder), exported)
                 self._load(exported, device)
-        self._never = [[self._target_tokens[number]] for number in sorted({bos_id, pad_id} - {eos_id})]
+        rows = len(self._target_tokens)
+        never = {bos_id, pad_id, *range(rows if num_pieces is None else num_pieces, rows)} - {eos_id}
+        self._never = [[self._target_tokens[number]] for number in sorted(never)]
 
     @property
     def max_positions(self) -> int | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dist_transformer.config.data_models import DataConfig
 from dist_transformer.config.models import Config, ModelConfig
@@ -202,22 +203,26 @@ def _loss_bytes(config: Config, vocabulary: int, target: int, on_gpu: bool) -> i
 
 
 def largest_shape(data: DataConfig, max_tokens: int, source_bytes: int, target_bytes: int) -> Shape:
-    """The shape of a micro-batch of at most `max_tokens` that takes most, by the bytes of a token of each side.
+    """The shape of a micro-batch of at most `max_tokens` that takes most, by the bytes of a token of each side."""
+    shorter, longer = unequal_sides(data)
+    source, target = np.concatenate([shorter, longer]), np.concatenate([longer, shorter])
+    rows = np.maximum(1, max_tokens // (source + target))
+    num_bytes = rows.astype(float) * (source * float(source_bytes) + target * float(target_bytes))
+    place = np.lexsort((target, source, -num_bytes))[0]  # of equal ones the first, by source and target
+    return Shape(int(rows[place]), int(source[place]), int(target[place]))
 
-    Of all pairs with so many tokens together, it is one of the two most unequal ones that the filters keep.
+
+def unequal_sides(data: DataConfig) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Shorter and longer side of the most unequal pair that the filters keep, for each number of tokens of both together.
+
+    What grows evenly with each side is largest for one of these, so that not all pairs, the square, need be looked at.
     """
     longest, is_bounded = data.filters.max_tokens, data.batch_shapes == "bounded"
     ratio = min(data.filters.max_length_ratio, BOUNDED_RATIO) if is_bounded else data.filters.max_length_ratio
-    free = 0 if is_bounded else RATIO_FREE_TOKENS - 1
     shorter = np.arange(2, longest + 1)
-    longer = np.minimum(longest, np.maximum(free, np.floor(ratio * shorter))).astype(np.int64)
+    longer = np.maximum(0 if is_bounded else RATIO_FREE_TOKENS - 1, np.floor(ratio * shorter))
+    longer = np.minimum(longer, longest).astype(np.int64)
     tokens = np.arange(4, 2 * longest + 1)
     least = shorter[np.searchsorted(shorter + longer, tokens)]
     is_kept = 2 * least <= tokens
-    least, most = least[is_kept], (tokens - least)[is_kept]
-    # The largest: of equal ones the first, by source and target.
-    source, target = np.concatenate([least, most]), np.concatenate([most, least])
-    rows = np.maximum(1, max_tokens // (source + target))
-    nbytes = rows.astype(float) * (source * float(source_bytes) + target * float(target_bytes))
-    place = np.lexsort((target, source, -nbytes))[0]
-    return Shape(int(rows[place]), int(source[place]), int(target[place]))
+    return least[is_kept], (tokens - least)[is_kept]

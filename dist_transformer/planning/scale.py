@@ -175,11 +175,13 @@ def simulated_stragglers(
 ) -> float:
     """The same from drawn micro-batches: mean over steps of the slowest rank's sum."""
     variance = math.log1p(lane_spread**2)
-    lanes = num_ranks * micro_batches
+    # Of very many micro-batches a part is drawn: their mean is as much steadier as they are more.
+    drawn_of_rank = min(micro_batches, max(1, NUM_DRAWS // num_ranks))
+    lanes, spread = num_ranks * drawn_of_rank, math.sqrt(drawn_of_rank / micro_batches)
     at_once = max(1, NUM_DRAWS // (8 * lanes))
     blocks = -(-min(NUM_STEPS, max(1, NUM_DRAWS // lanes)) // at_once)
     means = []
     for _ in range(blocks):
-        drawn = generator.lognormal(-variance / 2, math.sqrt(variance), (at_once, num_ranks, micro_batches))
-        means.append(drawn.mean(axis=2).max(axis=1).mean())
+        drawn = generator.lognormal(-variance / 2, math.sqrt(variance), (at_once, num_ranks, drawn_of_rank))
+        means.append(1 + spread * (drawn.mean(axis=2).max(axis=1).mean() - 1))
     return float(np.mean(means))

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from dist_transformer.config.data_models import DataConfig
 from dist_transformer.data.bounded_shapes import bounded_shapes
-from dist_transformer.data.filters import filter_lengths
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import UserError
-from dist_transformer.planning.activations import Shape
+from dist_transformer.planning.activations import Shape, unequal_sides
 from dist_transformer.training.engine import Engine
 from dist_transformer.training.memory import (
     Allowance,
@@ -56,9 +55,10 @@ def largest_shapes(data: DataConfig) -> list[Shape]:
     if data.batch_shapes == "bounded":
         rows, source, target = np.array(bounded_shapes(budget, longest)).T
     else:
-        source, target = (side.ravel() for side in np.mgrid[1 : longest + 1, 1 : longest + 1])
-        kept, _ = filter_lengths(source, target, data.filters)
-        source, target = source[kept], target[kept]
+        shorter, longer = unequal_sides(data)
+        even = (shorter + longer) // 2, -(-(shorter + longer) // 2)  # of the largest product
+        sides = [(shorter, longer), (longer, shorter), even, even[::-1]]
+        source, target = np.unique(np.concatenate(sides, axis=1), axis=1)  # in order
         rows = np.maximum(1, budget // (source + target))
     tokens = rows * (source + target)
     sizes = [

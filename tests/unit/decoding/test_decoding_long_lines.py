@@ -46,7 +46,9 @@ def test_a_sentence_is_cut_between_words_and_a_word_between_characters_only_wher
 def test_a_line_of_nothing_but_full_stops_is_cut_like_any_other() -> None:
     """Looked for from each of them, the end of a sentence would take an hour."""
     line = "." * 200_000
-    assert cut_line(line, num_characters, 1000) == [line[:n] for n in map(len, cut_line("a" * 200_000, num_characters, 1000))]
+    assert cut_line(line, num_characters, 1000) == [
+        line[:n] for n in map(len, cut_line("a" * 200_000, num_characters, 1000))
+    ]
     parts = cut_line(f"One{line} two{line}' three", num_characters, 200_005)
     assert parts == [f"One{line}", f"two{line}'", "three"]
 

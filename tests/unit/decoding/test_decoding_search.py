@@ -25,6 +25,22 @@ def searcher(models: Sequence[Transformer], **settings: Any) -> TorchSearcher:
     return TorchSearcher(models, bos_id=BOS, eos_id=EOS, pad_id=PAD, config=config, device=torch.device("cpu"))
 
 
+@pytest.mark.parametrize(
+    "settings", [{"beam_size": 1}, {"beam_size": 4, "n_best": 4}, {"sampling": True, "n_best": 4}], ids=str
+)
+def test_rows_of_the_model_beyond_the_last_piece_are_never_produced(make_unigram_model, settings):
+    model = make_unigram_model([0.0, 0.0, 0.1, 0.3, 0.2, 0.1, 9.0, 9.0, 9.0])
+    config = DecodingConfig(max_extra_tokens=4, **settings)
+
+    def produced(**given: Any) -> set[int]:
+        ids = dict(bos_id=BOS, eos_id=EOS, pad_id=PAD, **given)
+        found = TorchSearcher([model], **ids, config=config, device=torch.device("cpu")).search(inputs(LINES))
+        return {token for hypotheses in found for hypothesis in hypotheses for token in hypothesis.tokens}
+
+    assert produced() & {6, 7, 8}, "a row that no text trained is as likely as any"
+    assert produced(num_pieces=6) <= {3, 4, 5}
+
+
 def inputs(lines: Sequence[list[int]], prefixes: Sequence[list[int]] | None = None) -> list[SearchInput]:
     pairs = zip(lines, prefixes or [[]] * len(lines), strict=True)
     return [SearchInput(source, prefix, number) for number, (source, prefix) in enumerate(pairs)]

@@ -113,6 +113,23 @@ def test_a_quantized_model_is_smaller_and_near_and_leaves_ours_as_it_was(tmp_pat
     assert sizes[1] < 0.62 * sizes[0]
 
 
+def test_ctranslate2_produces_no_row_beyond_the_last_piece(tmp_path: Path):
+    loaded = make_model_folder(tmp_path / "ours", output_bias=True)
+    pieces = 190
+    with torch.no_grad():
+        loaded.model.output_bias[pieces:] += 100
+    export_ctranslate2(loaded, tmp_path / "theirs")
+
+    def produced(**given: int) -> set[int]:
+        searcher = CTranslate2Searcher(
+            tmp_path / "theirs", **ids_of(loaded), **given, config=DecodingConfig(), device=CPU
+        )
+        return {token for (best,) in searcher.search(inputs(pairs_of(loaded)[0])) for token in best.tokens}
+
+    assert max(produced()) >= pieces
+    assert max(produced(num_pieces=pieces), default=0) < pieces
+
+
 def searchers(loaded: LoadedModel, folder: Path, **given: Any) -> tuple[TorchSearcher, CTranslate2Searcher]:
     config = DecodingConfig(**given)
     ours = TorchSearcher([loaded.model], **ids_of(loaded), config=config, device=CPU)
