@@ -6,6 +6,7 @@ A file may say `extends: other.yaml` (relative to itself): the other file is rea
 """
 
 import difflib
+import os
 import types
 import typing
 from collections.abc import Mapping
@@ -51,7 +52,8 @@ def to_yaml(config: Config) -> str:
 
 
 def _read_extended(path: Path, trail: tuple[Path, ...]) -> Marked:
-    if path.resolve() in trail:
+    real = Path(os.path.realpath(path))  # `resolve` raises where links lead to each other
+    if real in trail:
         raise ConfigError([f"{path}: `extends` leads back to itself: {' -> '.join(map(str, (*trail, path)))}"])
     marked = read_yaml(path)
     extended = marked.values.pop("extends", None)
@@ -61,7 +63,7 @@ def _read_extended(path: Path, trail: tuple[Path, ...]) -> Marked:
         raise ConfigError(
             [f"{marked.place(('extends',))}: extends: expected the path of a YAML file, got {extended!r}"]
         )
-    below = _read_extended(path.parent / extended, (*trail, path.resolve()))
+    below = _read_extended(path.parent / extended, (*trail, real))
     return merge(below, marked)
 
 

@@ -42,7 +42,7 @@ class Constraints:
         self.longest = [longest_output(sentence, max_positions, config) for sentence in batch]
 
     def apply(self, value_BV: Tensor, token_BT: Tensor) -> None:
-        """Sets to -inf, in place, what may not follow the tokens so far: bos, padding, what is no piece, what breaks a constraint.
+        """Sets to -inf, in place, what may not come next: bos, padding, what is no piece, and what breaks a constraint.
 
         The end of the sentence is never forbidden but by a prefix, so something is always left.
         """

@@ -7,9 +7,9 @@ from typing import Any, get_args
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from in_process import must_end_in_a_message
+from in_process import ODD_WORDS, bounded, must_end_in_a_message
 from pydantic import BaseModel
 
 from dist_transformer.config.models import Config
@@ -51,12 +51,7 @@ EXTREMES = [
     "0.999999999",
 ]
 EXTREMES += ["none", "auto", "[]", "{}", "bounded", "fp32", "true", "00:01", "1-0", "x", "[x]", "{x: 1}", "/nowhere"]
-ODD_TEXTS = st.sampled_from(
-    ["", " ", "\0", "a\0b", "..", "../..", "/", "~", "~nobody/x", "x" * 300, "\u2028", "\ud800", "é", "👾", "-", "--", "=", "a=b"]
-    + ["{}", "[]", "[", "{", "'", '"', "*x", "&x", "!!python/object:os.system", "!x y", "<<", "? a", "| ", "%", "@", "`"]
-    + ["nan", ".nan", "inf", "-.inf", "1e999", "-1", "0", "1e400", "0x", "1_", "9" * 400, "9" * 5000, "1e-400", "true", "null", "auto"]
-    + ["s3://", "s3://a:b@c/d", "http://[", "https://x:y@h", "file:///etc", "sqlite:///", "10:00", "99-99:99", "120G", "1" * 30 + "G"]
-)  # fmt: skip
+ODD_TEXTS = st.sampled_from(ODD_WORDS)
 SCALARS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.sampled_from([2**31, 2**63, 2**64, 10**30, 10**400, -1, 0, 1, 2]),
     st.floats(), st.sampled_from([1e308, 5e-324, -0.0]), ODD_TEXTS, st.text(max_size=8),
@@ -74,14 +69,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequ
     os.chdir(folder)
     yield folder
     os.chdir(before)
-
-
-def bounded(examples: int):
-    """The same examples every time, without a limit on their time."""
-    return settings(
-        max_examples=examples, deadline=None, derandomize=True, database=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-    )  # fmt: skip
 
 
 def read_everywhere(*arguments: str) -> None:
@@ -137,14 +124,28 @@ def test_any_damage_to_the_text_of_a_configuration_is_told_in_a_message(folder, 
 
 
 ODD_FILES = {
-    "empty": b"", "bom": b"\xef\xbb\xbfrun: {name: x}\n", "utf-16": "run: {name: x}\n".encode("utf-16"), "zero": b"\0" * 100,
-    "nested lists": b"run: " + b"[" * 5000, "nested mappings": b"{a: " * 5000, "nested by lines": b"- " * 3000 + b"x",
-    "two documents": b"run: {}\n---\nrun: {}\n", "key twice": b"run: {}\nrun: {}\n", "number as key": b"1: 2\n", "tab": b"run:\n\tname: x\n",
-    "tag": b"run: !!python/object/apply:os.system [ls]\n", "no mapping": b"[1, 2]\n", "extends itself": b"extends: extends itself.yaml\n",
-    "extends a folder": b"extends: .\n", "extends a list": b"extends: [a]\n", "extends itself by a name of 300": b"extends: " + b"x" * 300,
-    "long number": b"run: {seed: " + b"9" * 10_000 + b"}\n", "alias of itself": b"run: &a\n  name: *a\n", "no such alias": b"run: *a\n",
-    "deep extends": b"extends: ../../../../../../../../etc/passwd\n",
-}  # fmt: skip
+    "empty": b"",
+    "with a byte order mark": b"\xef\xbb\xbfrun: {name: x}\n",
+    "utf-16": "run: {name: x}\n".encode("utf-16"),
+    "zeros": b"\0" * 100,
+    "nested lists": b"run: " + b"[" * 5000,
+    "nested mappings": b"{a: " * 5000,
+    "nested by lines": b"- " * 3000 + b"x",
+    "two documents": b"run: {}\n---\nrun: {}\n",
+    "a key twice": b"run: {}\nrun: {}\n",
+    "a number as key": b"1: 2\n",
+    "a tab": b"run:\n\tname: x\n",
+    "a tag": b"run: !!python/object/apply:os.system [ls]\n",
+    "no mapping": b"[1, 2]\n",
+    "extends itself": b"extends: extends itself.yaml\n",
+    "extends a folder": b"extends: .\n",
+    "extends a list": b"extends: [a]\n",
+    "extends a name of 300 characters": b"extends: " + b"x" * 300,
+    "extends another kind": b"extends: ../../../../../../../../etc/passwd\n",
+    "a long number": b"run: {seed: " + b"9" * 10_000 + b"}\n",
+    "an alias of itself": b"run: &a\n  name: *a\n",
+    "no such alias": b"run: *a\n",
+}
 
 
 @pytest.mark.parametrize("name", ODD_FILES)

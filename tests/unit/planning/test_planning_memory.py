@@ -2,12 +2,12 @@
 
 import importlib
 import itertools
-import tracemalloc
 import json
 import os
 import re
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
