@@ -126,9 +126,7 @@ class TrainingConfig(Section):
     max_steps: PositiveInt | None = Field(100_000, description="Last step of the run; none: another end is given.")
     max_epochs: PositiveInt | None = Field(None, description="Epochs after which the run ends; none: no such limit.")
     max_target_tokens: Whole | None = Field(
-        None,
-        gt=0,
-        description="The run ends with the step that brings it to this many target tokens; none: no such limit.",
+        None, gt=0, description="The run ends with the step that reaches so many target tokens; none: no such limit."
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto", description="fp16: half weights, fp32 masters. bf16: autocast. auto: fp16 on GPUs, fp32 on CPUs."
