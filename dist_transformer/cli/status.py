@@ -154,6 +154,8 @@ def _progress_rows(document: Document, now: float) -> Iterator[tuple[str, str]]:
         yield "checkpoint", f"{document['checkpoint']}, {duration(document['checkpoint_age_seconds'])} old"
     else:
         yield "checkpoint", "none yet"
+    if document["set_aside"]:
+        yield "set aside", ", ".join(document["set_aside"])
     if document["heartbeat_time"] is not None:
         yield "heartbeat", f"{duration(now - document['heartbeat_time'])} ago, from {document['owner'].get('host')}"
 

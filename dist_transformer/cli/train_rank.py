@@ -32,7 +32,7 @@ from dist_transformer.stop_request import StopRequest, leave
 from dist_transformer.tracking.settle import status_said
 from dist_transformer.tracking.spool import add_event
 from dist_transformer.training import checkpoints
-from dist_transformer.training.divergence import Diverged, Recovery, read_recovery, recover
+from dist_transformer.training.divergence import Diverged, Recovery, first_bad_step, read_recovery, recover
 from dist_transformer.training.loop import Outcome
 from dist_transformer.training.report import Terminal
 from dist_transformer.training.watchdog import Watchdog
@@ -99,8 +99,7 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: S
 def _recover(run: Run, diverged: Diverged) -> Recovery:
     """Sets aside the checkpoints that came after, and decides how the run goes on (rank 0)."""
     add_to_history(run.run_dir, "end", diverged.since_step, {"state": "diverged", "reason": diverged.reason})
-    # The loss of a step is that of the weights before it.
-    checkpoints.set_aside_from(run.run_dir, max(1, diverged.since_step - 1))
+    checkpoints.set_aside_from(run.run_dir, first_bad_step(run.run_dir, run.config.divergence, diverged))
     good = checkpoints.saved(run.run_dir)[-1:]
     return recover(run.run_dir, run.config.divergence, diverged, checkpoints.step_of(good[0]) if good else 0)
 

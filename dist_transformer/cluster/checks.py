@@ -18,15 +18,13 @@ from dist_transformer.cluster.targets import json_lines, newest_job_id, read_rec
 from dist_transformer.config.checks import file_problems, run_name_problems
 from dist_transformer.config.models import Config
 from dist_transformer.config.secret_checks import secret_problems
+from dist_transformer.config.sizes import checkpoint_bytes
 from dist_transformer.config.slurm_models import SlurmConfig
 from dist_transformer.run_dir import RunDir, modified
 from dist_transformer.run_lock import BEAT_SECONDS, STALE_BEATS
 
 SIGNAL_EARLY_SECONDS = 60
 """sbatch(1), --signal: the signal may come up to 60 seconds early."""
-
-BYTES_PER_PARAMETER = 12
-"""A checkpoint holds an fp32 weight and both fp32 moments of Adam for each parameter."""
 
 RECENT_BYTES = 1 << 18
 """Of metrics.jsonl: a few hundred records, from which times are measured."""
@@ -52,7 +50,7 @@ def submission_problems(config: Config, run_dir: RunDir, num_parameters: int) ->
     return [
         *_name_problems(run_dir),
         *rank_problems(config),
-        *_folder_problems(run_dir.path, num_parameters * BYTES_PER_PARAMETER * (config.checkpoints.keep_last + 1)),
+        *_folder_problems(run_dir.path, _checkpoints_bytes(config, num_parameters)),
         *_data_problems(config, run_dir),
         *_time_problems(slurm),
         *checkpoint_problems(config, run_dir),
@@ -145,6 +143,12 @@ def _name_problems(run_dir: RunDir) -> Iterator[str]:
             f"run.root: {path!r}: the job finds its code, which lies in the run folder, by PYTHONPATH, and that ends a path "
             "at ':'; choose a folder without it (an existing run folder can be moved)"
         )
+
+
+def _checkpoints_bytes(config: Config, num_parameters: int) -> int:
+    """Of those that are kept, the one that is being written, and the newest ones that were damaged and that diverged."""
+    kept = config.checkpoints.keep_last + config.checkpoints.keep_best
+    return checkpoint_bytes(num_parameters, config.training) * (kept + 3)
 
 
 def _folder_problems(folder: Path, needed_bytes: int) -> Iterator[str]:

@@ -115,6 +115,7 @@ def _of_checkpoint(view: RunView, now: float) -> Document:
         "checkpoint": view.checkpoint,
         "checkpoint_time": view.checkpoint_time,
         "checkpoint_age_seconds": now - view.checkpoint_time if view.checkpoint_time else None,
+        "set_aside": view.set_aside,
     }
 
 

@@ -1,5 +1,6 @@
 """What a run says of itself in its files, read while it works; changes nothing, and needs no Slurm."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -30,6 +31,7 @@ class RunView:
         state: of run.json: starting, running, stopped, finished, failed; pending in its place while its job waits.
         newest: the newest record of training in metrics.jsonl.
         seconds_to_last_step: at the speed of the newest records.
+        set_aside: names of checkpoints that were damaged, or that diverged.
         owner: who trains: host, pid, job; its heartbeat is `heartbeat_time`.
         last_end: how the newest attempt that has ended did so.
     """
@@ -43,6 +45,7 @@ class RunView:
     seconds_to_last_step: float | None
     checkpoint: str | None
     checkpoint_time: float | None
+    set_aside: list[str]
     owner: dict[str, Any]
     heartbeat_time: float | None
     last_end: dict[str, Any]
@@ -76,6 +79,7 @@ def look_at(run_dir: RunDir) -> RunView:
         seconds_to_last_step=_seconds_to_end(records, step, max_steps),
         checkpoint=checkpoint,
         checkpoint_time=_mtime(run_dir.checkpoints / checkpoint) if checkpoint else None,
+        set_aside=_set_aside(run_dir),
         owner=owner,
         heartbeat_time=_mtime(run_dir.owner) if owner else None,
         last_end=next((r for r in reversed([*attempts(run_dir)]) if r.get("event") == "ended"), {}),
@@ -106,6 +110,14 @@ def _mtime(path: Path) -> float | None:
         return modified(path)
     except OSError:
         return None
+
+
+def _set_aside(run_dir: RunDir) -> list[str]:
+    try:
+        names = [path.name for path in run_dir.checkpoints.iterdir()]
+    except OSError:
+        return []
+    return sorted(name for name in names if re.fullmatch(r"step_\d+\.(damaged|diverged)", name))
 
 
 def _config(run_dir: RunDir) -> Config | None:

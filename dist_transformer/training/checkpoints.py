@@ -5,6 +5,7 @@
                               manifest.json                                      step, run, every file, size, SHA-256
     checkpoints/step_00011000.damaged                                            set aside by a start: not what was written
     checkpoints/step_00013000.diverged                                           set aside after a divergence
+                                                                                 (of each kind the newest is kept)
     checkpoints/latest                                                           the newest one's name
 
 A save (`saver.py`) writes into `step_N.tmp` and renames at the very end: a folder without a suffix is whole. At load every
@@ -125,13 +126,15 @@ def newest_whole(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
     for left_over in [*_with_suffix(run_dir, "tmp"), *_with_suffix(run_dir, "trash")]:
         shutil.rmtree(left_over, ignore_errors=True)  # of a save or a deletion that was killed
     candidates = _named(run_dir)
+    damaged: list[Path] = []
     for path in reversed(candidates):
         problem = damage(path, run_id)
         if problem is None:
             state = _read(path / STATE)
             check_version(path, state)
+            _delete_aside_but(damaged[:1])
             return Checkpoint(path, state)
-        aside = set_aside(path, "damaged")
+        damaged.append(aside := set_aside(path, "damaged"))
         log.warning("checkpoint %s is damaged (%s): set aside as %s", path.name, problem, aside.name)
     diverged = [path.name for path in _with_suffix(run_dir, "diverged")]
     if candidates or (not diverged and _with_suffix(run_dir, "damaged")):
@@ -156,10 +159,15 @@ def newest_run_id(run_dir: RunDir) -> str | None:
 
 
 def set_aside_from(run_dir: RunDir, step: int) -> list[str]:
-    """Renames the checkpoints of `step` and later to `.diverged`; returns their names (rank 0, after a divergence)."""
+    """Renames the checkpoints of `step` and later to `.diverged`; returns their names (rank 0, after a divergence).
+
+    Where there are good ones left, only the newest of them is kept, and none of earlier divergences.
+    """
     later = [path for path in _named(run_dir) if step_of(path) >= step]
-    for path in reversed(later):  # newest first: a kill in between leaves those nearest to the good ones
-        set_aside(path, "diverged")
+    # Newest first: a kill in between leaves those nearest to the good ones.
+    aside = [set_aside(path, "diverged") for path in reversed(later)]
+    if saved(run_dir):
+        _delete_aside_but(aside[:1])
     return [path.name for path in later]
 
 
@@ -169,6 +177,14 @@ def set_aside(path: Path, why: str) -> Path:
     _delete(aside)
     path.rename(aside)
     return aside
+
+
+def _delete_aside_but(newest: list[Path]) -> None:
+    """Deletes what was set aside before for the same reason, or with it; nothing where nothing was set aside now."""
+    for kept in newest:
+        for path in kept.parent.iterdir():
+            if path != kept and re.fullmatch(rf"step_\d{{8,}}\{kept.suffix}", path.name):
+                _delete(path)
 
 
 def damage(path: Path, run_id: str | None = None) -> str | None:

@@ -168,6 +168,20 @@ def record(run_dir: RunDir, event: Event) -> None:
     write_json(run_dir.divergence, [asdict(known) for known in [*_read_events(run_dir), event]])
 
 
+def first_bad_step(run_dir: RunDir, settings: DivergenceConfig, diverged: Diverged) -> int:
+    """The step from which on no checkpoint is to be gone on with.
+
+    A return that did not help goes further back than the one before it: where the run diverges again about where it did,
+    the checkpoint that it went on from was bad already.
+    """
+    bad = diverged.since_step - 1  # the loss of a step is that of the weights before it
+    last = next(reversed(_read_events(run_dir)), None)
+    if last and last.policy != "stop" and diverged.since_step <= last.since_step + settings.patience_steps:
+        log.warning("divergence the return to step %d did not help: this one goes further back", last.went_on_from)
+        bad = min(bad, last.went_on_from)
+    return max(1, bad)
+
+
 def recover(run_dir: RunDir, settings: DivergenceConfig, diverged: Diverged, good_step: int) -> Recovery:
     """Decides how the run goes on, and writes it down (rank 0, after the bad checkpoints were set aside).
 

@@ -1,9 +1,10 @@
 """`dist-transformer train` with a fault on one rank: FAULT RANK CONFIG [overrides] NUM_RANKS.
 
 A fault begins with the sixth global batch. Those of arithmetic end when the run has noticed a divergence, as one that a
-lower learning rate cures would; nothing else of the program is changed.
+lower learning rate cures would, "spike twice" the second one; nothing else of the program is changed.
 """
 
+import json
 import os
 import resource
 import signal
@@ -29,12 +30,12 @@ STEPS_MEANWHILE = 3
 def install(fault: str) -> None:
     """Makes this rank a faulty one."""
     step, backward = Trainer._step, Engine.backward
-    at_work = False
+    at_work, times = False, 2 if fault == "spike twice" else 1
 
     def faulty_step(trainer: Trainer, batch: GlobalBatch) -> bool:
         nonlocal at_work
         number = trainer.progress.batches
-        at_work = number == FIRST_BATCH if fault == "infinity" else number >= FIRST_BATCH and not is_noticed()
+        at_work = number == FIRST_BATCH if fault == "infinity" else number >= FIRST_BATCH and num_noticed() < times
         return step(trainer, batch)
 
     def faulty_backward(engine: Engine, loss_sum: Tensor, global_tokens: int) -> None:
@@ -50,7 +51,7 @@ def install(fault: str) -> None:
     Engine.backward = faulty_backward
     if fault in ("slow disk", "killed while saving"):
         install_disk(fault)
-    if fault == "spike":
+    if fault in ("spike", "spike twice"):
         import dist_transformer.training.loop as loop
 
         forward = loop.forward
@@ -90,9 +91,10 @@ def install_disk(fault: str) -> None:
     Trainer._step, saver.Saver.begin, saver.write_state_file = noted_step, noted_begin, faulty_write
 
 
-def is_noticed() -> bool:
+def num_noticed() -> int:
     name = next(argument for argument in sys.argv if argument.startswith("run.name=")).removeprefix("run.name=")
-    return Path("runs", name, "divergence.json").exists()
+    events = Path("runs", name, "divergence.json")
+    return len(json.loads(events.read_text(encoding="utf-8"))) if events.exists() else 0
 
 
 def take_memory_away() -> None:

@@ -85,7 +85,18 @@ def test_a_spike_of_the_loss_goes_back_to_the_checkpoint_before_it_and_on_with_a
     config = load_config(run / "config.yaml", check_files=False)
     expected = [learning_rate(config, step) * (1.0 if step <= event["went_on_from"] else 0.5) for step in range(1, 25)]
     assert [record["learning_rate"] for record in records(run)] == pytest.approx(expected)
-    assert "step_00000006.diverged" in names_in(run / "checkpoints", "*.diverged")
+    assert len(names_in(run / "checkpoints", "*.diverged")) == 1
+
+
+def test_a_return_that_did_not_help_is_followed_by_one_to_the_checkpoint_before(faulty):
+    code, said, run = faulty("spike twice", "spike-twice", "divergence.policy=lower_learning_rate")
+    assert code == 0, said
+    assert steps_of(run) == list(range(1, 25))
+    events = read_json(run / "divergence.json")
+    assert [event["since_step"] for event in events] == [FIRST_FAULTY_STEP] * 2
+    assert [event["went_on_from"] for event in events] == [FIRST_FAULTY_STEP - 2, FIRST_FAULTY_STEP - 4]
+    assert f"the return to step {FIRST_FAULTY_STEP - 2} did not help: this one goes further back" in said
+    assert len(names_in(run / "checkpoints", "*.diverged")) == 1
 
 
 def test_at_the_floor_of_the_loss_scale_the_run_goes_on_in_bf16_and_so_does_a_resume(faulty, command: Command):

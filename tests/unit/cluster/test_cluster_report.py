@@ -19,7 +19,7 @@ KEYS = [
     *("run", "folder", "time", "state", "step"),
     *("max_steps", "loss", "learning_rate", "tokens_per_second", "record_time"),
     *("seconds_to_last_step", "heartbeat_time", "owner", "checkpoint", "checkpoint_time"),
-    *("checkpoint_age_seconds", "attempt", "last_end_time", "last_exit_code", "last_exit_text"),
+    *("checkpoint_age_seconds", "set_aside", "attempt", "last_end_time", "last_exit_code", "last_exit_text"),
     *("last_end_reason", "last_end_requeued", "starts", "excluded_nodes", "divergences", "last_divergence"),
     *("log", "next"),
     *("mlflow_run_id", "mlflow_uri", "job_id", "job", "warnings"),
@@ -93,8 +93,11 @@ def test_the_newest_checkpoint_has_its_age(slurm: FakeSlurm, run_dir: RunDir) ->
         folder = run_dir.checkpoints / f"step_{step:08d}"
         folder.mkdir(parents=True)
         os.utime(folder, (NOW - 100 + step, NOW - 100 + step))
-    (run_dir.checkpoints / "step_00000050.tmp").mkdir()
+    aside = ["step_00000045.damaged", "step_00000050.diverged"]
+    for name in ("step_00000050.tmp", *aside):
+        (run_dir.checkpoints / name).mkdir()
     found = of(run_dir)
+    assert found["set_aside"] == aside
     assert (found["checkpoint"], found["checkpoint_age_seconds"]) == ("step_00000040", 60)
 
 

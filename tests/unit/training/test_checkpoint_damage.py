@@ -136,6 +136,17 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_from_scratch(run_d
             checkpoints.newest_whole(run_dir, RUN_ID)
 
 
+def test_of_damaged_checkpoints_the_newest_is_kept_once_there_is_a_whole_one(run_dir, caplog):
+    for name in ("step_00000001.damaged", "step_00000001.diverged", "step_00000001.mine", "notes.damaged"):
+        (run_dir.checkpoints / name).mkdir()
+    save(run_dir, 4)
+    for step in (3, 4):
+        flip_a_bit(run_dir.checkpoints / f"step_{step:08d}" / "state.json")
+    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 2
+    kept = {"step_00000002", "step_00000004.damaged", "step_00000001.diverged", "step_00000001.mine", "notes.damaged"}
+    assert {path.name for path in run_dir.checkpoints.iterdir()} == {*kept, "latest"}
+
+
 def test_looking_changes_nothing_in_a_whole_checkpoint(run_dir):
     before = contents(run_dir.checkpoints)
     assert checkpoints.newest_whole(run_dir, RUN_ID).step == 3
@@ -175,10 +186,12 @@ def test_fragments_that_do_not_tile_their_tensors_are_damage_even_with_right_che
 def test_checkpoints_of_a_divergence_are_set_aside_and_never_looked_at(run_dir, caplog):
     save(run_dir, 4)
     assert checkpoints.set_aside_from(run_dir, 3) == [NEWEST, "step_00000004"]
+    assert folders(run_dir) == ["step_00000002", "step_00000004.diverged"]  # of each divergence the newest is kept
     assert checkpoints.newest_whole(run_dir, RUN_ID).step == 2
     save(run_dir, 3, total_target_tokens=7)
     again = contents(run_dir.checkpoints / NEWEST)
-    assert checkpoints.set_aside_from(run_dir, 3) == [NEWEST]  # in place of the older one of that name
+    assert checkpoints.set_aside_from(run_dir, 3) == [NEWEST]
+    assert folders(run_dir) == ["step_00000002", f"{NEWEST}.diverged"]
     assert contents(run_dir.checkpoints / f"{NEWEST}.diverged") == again
     assert checkpoints.set_aside_from(run_dir, 1) == ["step_00000002"]
     assert checkpoints.newest_whole(run_dir, RUN_ID) is None

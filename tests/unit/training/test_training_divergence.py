@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from dist_transformer.config.models import DivergenceConfig
 from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir, read_json, write_json
-from dist_transformer.training.divergence import Diverged, LossMonitor, Recovery, read_recovery, recover
+from dist_transformer.training.divergence import Diverged, LossMonitor, Recovery, first_bad_step, read_recovery, recover
 
 DEFAULTS = DivergenceConfig()
 
@@ -188,6 +189,32 @@ def test_the_reason_says_what_was_usual_and_what_came():
 
 
 # ------------------------------------------------------------------------------------------------ how a run goes on
+
+
+def a_return(run_dir: RunDir, since_step: int, policy: str = "lower_learning_rate", every: int = 10) -> int:
+    """The step that a run with a checkpoint every so many steps goes on from after a divergence."""
+    diverged, settings = (
+        Diverged("the loss was above 9", since_step),
+        DivergenceConfig(patience_steps=5, max_rollbacks=9),
+    )
+    good = (first_bad_step(run_dir, settings, diverged) - 1) // every * every
+    with suppress(UserError):
+        recover(run_dir, settings.model_copy(update={"policy": policy}), diverged, good)
+    return good
+
+
+def test_a_return_that_did_not_help_is_followed_by_one_that_goes_further_back(tmp_path):
+    run_dir = RunDir(tmp_path)
+    assert a_return(run_dir, 70) == 60  # 69 made the loss of step 70
+    assert [a_return(run_dir, step) for step in (70, 66, 71, 75)] == [50, 40, 30, 20]
+    assert a_return(run_dir, 95) == 90  # well beyond: what the last return went on from was good
+    assert [a_return(run_dir, 8) for _ in range(3)] == [0, 0, 0]  # from scratch
+
+
+def test_a_return_after_an_end_goes_to_the_newest_good_checkpoint_as_a_person_was_told(tmp_path):
+    run_dir = RunDir(tmp_path)
+    assert [a_return(run_dir, 70, "stop") for _ in range(3)] == [60, 60, 60]
+
 
 DIVERGED = Diverged("the loss was above 9", 70)
 
