@@ -1,17 +1,20 @@
 """config check | show | schema: look at a configuration without starting anything."""
 
 import json
+from pathlib import Path
 
 import typer
 
 from dist_transformer.cli.arguments import ConfigArgument, Overrides
+from dist_transformer.cli.first_pairs import first_pairs_problems
 from dist_transformer.cli.vocabulary_sizes import with_counted_pieces
-from dist_transformer.cluster.checks import rank_problems
+from dist_transformer.cluster.checks import start_problems
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.config.models import Config
 from dist_transformer.errors import ConfigError
 from dist_transformer.planning.vocabularies import count_parameters
+from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.tracker import address_of
 
 app = typer.Typer(help="Check, show or describe a configuration.", no_args_is_help=True)
@@ -21,7 +24,8 @@ app = typer.Typer(help="Check, show or describe a configuration.", no_args_is_he
 def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     """Report every problem of a configuration at once; exit code 2 if there is one."""
     checked = fill_from_profile(load_config(config, overrides))
-    if problems := [*rank_problems(checked)]:
+    run_dir = RunDir(Path(checked.run.root) / checked.run.name)
+    if problems := [*start_problems(checked, run_dir), *first_pairs_problems(checked)]:
         raise ConfigError(problems)
     if checked.tracking.enabled:
         address_of(checked.tracking)  # refuses a variable that holds none

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run, with_absolute_paths
+from dist_transformer.cli.first_pairs import first_pairs_problems
 from dist_transformer.cli.vocabulary_sizes import with_counted_pieces
 from dist_transformer.cluster.jobs import STAGES, Stage
 from dist_transformer.cluster.profiles import fill_from_profile
@@ -80,7 +81,7 @@ def submit_run(
     text = to_yaml(with_absolute_paths(config, None))
     submission = plan_submission(
         config, text, run_dir, num_parameters_of(config), stages=stages, after=after,
-        problems=memory_problems(config), dry_run=dry_run,
+        problems=[*memory_problems(config), *first_pairs_problems(config)], dry_run=dry_run,
     )  # fmt: skip
     size = _size_in_words(config.slurm) if "train" in stages else ""
     if dry_run:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from dist_transformer.cli.arguments import with_absolute_paths
+from dist_transformer.cli.first_pairs import first_pairs_problems
 from dist_transformer.cli.submit import memory_problems, num_parameters_of, show_commands, show_plan
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.queue import QueuedJob, known_jobs
@@ -58,7 +59,9 @@ def submit_points(
         sweep = replace(sweep, max_running=max_running)
     configs = [fill_from_profile(config) for config in load_points(run, overrides, sweep)]
     folder = SweepDir((Path(configs[0].run.root) / configs[0].run.name).absolute())
-    runs = [_point_run(config, folder, task) for task, config in enumerate(configs)]
+    by_data = {_data_of(config): config for config in configs}  # most often all points have the same
+    of_data = {text: first_pairs_problems(config) for text, config in by_data.items()}
+    runs = [_point_run(config, folder, task, of_data[_data_of(config)]) for task, config in enumerate(configs)]
     submission = plan_sweep(sweep, runs, folder, after=after, dry_run=dry_run)
     if dry_run:
         show_plan([submission.command], submission.files)
@@ -96,11 +99,15 @@ def status_command(
         print("\n".join(_table(rows, state, sort)))
 
 
-def _point_run(config: Config, folder: SweepDir, task: int) -> PointRun:
+def _data_of(config: Config) -> str:
+    return f"{config.data.model_dump_json()} {config.tokenizer.source_model}"
+
+
+def _point_run(config: Config, folder: SweepDir, task: int, problems: Sequence[str]) -> PointRun:
     run = config.run.model_copy(update={"root": str(folder.path), "name": folder.task(task).name})
     config = config.model_copy(update={"run": run})
     text = to_yaml(with_absolute_paths(config, None))
-    return PointRun(config, text, num_parameters_of(config), memory_problems(config))
+    return PointRun(config, text, num_parameters_of(config), [*memory_problems(config), *problems])
 
 
 def _submit(submission: SweepSubmission, max_running: int | None) -> None:

@@ -1,5 +1,6 @@
 """What must hold before a job is submitted. Each check yields messages; `submit` reports all of them at once."""
 
+import importlib.util
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from dist_transformer.cluster.going_on import checkpoint_problems
 from dist_transformer.cluster.queue import known_jobs
+from dist_transformer.cluster.restarts import newest_checkpoint
 from dist_transformer.cluster.script import needed_folders
 from dist_transformer.cluster.targets import json_lines, newest_job_id, read_record
 from dist_transformer.config.checks import file_problems, run_name_problems
@@ -44,21 +46,39 @@ _NODES = re.compile(r"[A-Za-z0-9._-]+(\[[0-9,-]+\][A-Za-z0-9._-]*)*")
 _SET_BY_THE_JOB = re.compile(r"(SLURM_|SRUN_|SBATCH_|MASTER_).*|(LOCAL_)?(RANK|WORLD_SIZE)|PYTHONPATH|PYTHONSAFEPATH")
 
 
-def submission_problems(config: Config, run_dir: RunDir, num_parameters: int) -> list[str]:
-    """Everything that can be known without asking Slurm. Nothing is created."""
-    slurm = config.slurm
+def submission_problems(
+    config: Config, run_dir: RunDir, num_parameters: int, *, is_after_others: bool = False
+) -> list[str]:
+    """Everything that can be known without asking Slurm. Nothing is created.
+
+    `is_after_others`: jobs that come first may still make what is not there.
+    """
     return [
         *_name_problems(run_dir),
-        *rank_problems(config),
         *_folder_problems(run_dir.path, _checkpoints_bytes(config, num_parameters)),
         *_data_problems(config, run_dir),
-        *_time_problems(slurm),
         *checkpoint_problems(config, run_dir),
         *_measured_problems(config, run_dir),
-        *_option_problems(slurm),
-        *_container_problems(slurm, needed_folders(config, run_dir.path.parent)),
-        *_environment_problems(slurm),
+        *([] if is_after_others else _initial_weights_problems(config, run_dir)),
+        *job_problems(config, run_dir),
     ]
+
+
+def job_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
+    """What is wrong with the job that the configuration asks for, whatever there is on the disk."""
+    slurm = config.slurm
+    yield from _rank_problems(config)
+    yield from _time_problems(slurm)
+    yield from _option_problems(slurm)
+    yield from _container_problems(slurm, needed_folders(config, run_dir.path.parent))
+    yield from _environment_problems(slurm)
+    yield from _package_problems(config)
+
+
+def start_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
+    """`job_problems`, and whether the weights to start with are there: for who only looks."""
+    yield from job_problems(config, run_dir)
+    yield from _initial_weights_problems(config, run_dir)
 
 
 def sbatch_problems() -> list[str]:
@@ -98,7 +118,7 @@ def parse_time_limit(text: str) -> int | None:
     return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or None
 
 
-def rank_problems(config: Config) -> Iterator[str]:
+def _rank_problems(config: Config) -> Iterator[str]:
     """Ranks that would have no lane or no GPU, and GPUs that would have no rank."""
     slurm, num_ranks = config.slurm, config.slurm.nodes * config.slurm.ranks_per_node
     if num_ranks > config.data.lanes:
@@ -120,6 +140,32 @@ def rank_problems(config: Config) -> Iterator[str]:
         yield (
             f"slurm.gres: {slurm.gres!r} is given, but slurm.gpus_per_node is 0, which is CPU training; give the number of "
             "GPUs there too"
+        )
+
+
+def _initial_weights_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
+    given = config.training.init_from
+    if given is None or newest_checkpoint(run_dir):  # from which the run goes on
+        return
+    path = Path(given).expanduser()
+    weights = (path / "model.safetensors", path / "manifest.json", RunDir(path).model / "model.safetensors")
+    if not any(file.is_file() for file in weights) and not newest_checkpoint(RunDir(path)):
+        yield (
+            f"training.init_from: {path} {'has no weights' if path.is_dir() else 'is no folder'}; expected a run folder "
+            "with model/ or checkpoints/, one checkpoint, or a model folder"
+        )
+
+
+def _package_problems(config: Config) -> Iterator[str]:
+    """Packages that this Python lacks, where the job runs no other."""
+    slurm = config.slurm
+    is_other = "DIST_TRANSFORMER_PYTHON" in " ".join([*slurm.environment, *slurm.setup, *os.environ])
+    if slurm.container_image or is_other or config.validation.comet is None:
+        return
+    if importlib.util.find_spec("comet") is None:
+        yield (
+            "validation.comet: needs the package unbabel-comet, which this Python does not have: pip install unbabel-comet, "
+            "or leave validation.comet out"
         )
 
 

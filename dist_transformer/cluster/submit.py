@@ -76,7 +76,7 @@ def plan_submission(
     Raises:
         ConfigError: all problems together.
     """
-    found = [*problems, *submission_problems(config, run_dir, num_parameters)]
+    found = [*problems, *submission_problems(config, run_dir, num_parameters, is_after_others=bool(after))]
     found += stage_problems(config, run_dir, stages, after)
     found += [] if dry_run else [*sbatch_problems(), *busy_problems(run_dir)]
     if found:

@@ -78,7 +78,7 @@ def plan_sweep(
     Raises:
         ConfigError: all problems of all points together.
     """
-    found = [*_all_problems(runs, folder), *([] if dry_run else sbatch_problems())]
+    found = [*_all_problems(runs, folder, is_after_others=bool(after)), *([] if dry_run else sbatch_problems())]
     before = read_sweep_state(folder)
     points = [_plain(point.settings) for point in sweep.points]
     found += _folder_problems(folder, before, points)
@@ -128,11 +128,16 @@ def is_finished(run_dir: RunDir) -> bool:
     return run_dir.state.is_file() and read_json(run_dir.state)["state"] == "finished"
 
 
-def _all_problems(runs: Sequence[PointRun], folder: SweepDir) -> list[str]:
+def _all_problems(runs: Sequence[PointRun], folder: SweepDir, *, is_after_others: bool) -> list[str]:
     """All runs share one disk, so that the first one is asked whether all have space on it."""
     num_parameters = sum(run.num_parameters for run in runs)
     by_task = {
-        task: [*run.problems, *submission_problems(run.config, folder.task(task), 0 if task else num_parameters)]
+        task: [
+            *run.problems,
+            *submission_problems(
+                run.config, folder.task(task), 0 if task else num_parameters, is_after_others=is_after_others
+            ),
+        ]
         for task, run in enumerate(runs)
     }
     return told_once(by_task, len(runs))

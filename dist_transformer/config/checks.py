@@ -18,6 +18,7 @@ from dist_transformer.config.data_checks import (
 from dist_transformer.config.data_models import DataConfig, TokenizerConfig
 from dist_transformer.config.measures import corpus_and_measure
 from dist_transformer.config.model_checks import check_decoding, check_model, check_positions, check_vocabulary
+from dist_transformer.config.parameter_names import check_patterns
 from dist_transformer.config.secret_checks import secret_problems
 from dist_transformer.config.validation_checks import check_validation
 
@@ -234,6 +235,7 @@ _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
     (("decoding",), check_decoding),
     (("optimizer", "schedule", "training"), _check_schedule),
     (("training",), _check_precision),
+    (("training", "optimizer", "model"), check_patterns),
     (("data", "slurm"), _check_lanes),
     (("data",), _check_batches),
     (("data",), check_training_corpora),

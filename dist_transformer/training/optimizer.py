@@ -4,20 +4,18 @@ Names are those of the model's parameters: `encoder_layers.0.feed_forward.inner.
 """
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dist_transformer.config.models import OptimizerConfig
+from dist_transformer.config.parameter_names import all_frozen, is_named, unknown_patterns
 from dist_transformer.errors import UserError
 
 PARTS = ("weight", "exp_avg", "exp_avg_sq", "ema")
 """The tensors of a parameter's state: fp32 weight, Adam's two moments, the weight's moving average."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
-NUM_NAMES_SHOWN = 5
 
 
 def parameter_names(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -34,10 +32,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     for parameter in _matching(module, patterns, "training.freeze"):
         parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise UserError(
-            f"training.freeze: {', '.join(patterns)} freeze all {len(parameter_names(module))} parameters, so that there "
-            f"is nothing to train. Parameters are {_some_names(module)}: leave some of them free"
-        ).agreed()
+        raise UserError(all_frozen(patterns, list(parameter_names(module)))).agreed()
 
 
 def adam(module: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
@@ -107,22 +102,9 @@ def deal_out(sizes: dict[str, int], num_ranks: int) -> dict[str, int]:
 def _matching(module: nn.Module, patterns: Sequence[str], key: str) -> list[nn.Parameter]:
     """The parameters that any of the patterns names; a tied one by any of its names."""
     named = [(_model_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name, _ in named):
-            raise UserError(
-                f"{key}: {pattern!r} names no parameter. Parameters are {_some_names(module, pattern)}; "
-                "patterns are those of the shell: '*embedding*'"
-            ).agreed()
-    return [p for name, p in named if any(fnmatchcase(name, pattern) for pattern in patterns)]
-
-
-def _some_names(module: nn.Module, pattern: str = "") -> str:
-    """Those nearest to the pattern, then some from all over the model."""
-    names = list(parameter_names(module))
-    near = get_close_matches(pattern.replace("*", ""), names, NUM_NAMES_SHOWN, cutoff=0.3)
-    others = [name for name in names[:: max(1, len(names) // NUM_NAMES_SHOWN)] if name not in near]
-    shown = [*near, *others][:NUM_NAMES_SHOWN]
-    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
+    for problem in unknown_patterns(key, patterns, [name for name, _ in named]):
+        raise UserError(problem).agreed()
+    return [p for name, p in named if is_named(name, patterns)]
 
 
 def _model_name(name: str) -> str:

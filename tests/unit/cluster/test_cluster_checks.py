@@ -1,5 +1,6 @@
 """What is refused before anything reaches Slurm; all problems are told at once."""
 
+import importlib.util
 import json
 import os
 from pathlib import Path
@@ -263,6 +264,62 @@ def test_a_save_that_took_longer_than_there_is_time_for_is_refused(run_dir: RunD
     assert problem.startswith("slurm.signal_seconds: 180 s before the limit the job is told to save, but a step and a")
     assert "took 185 s in this run" in problem
     assert _problems(run_dir, signal_seconds=185) == []
+
+
+def _initial_weights_problems(run_dir: RunDir, path: Path, *, after: bool = False) -> list[str]:
+    config = config_of()
+    training = config.training.model_copy(update={"init_from": str(path)})
+    return submission_problems(config.model_copy(update={"training": training}), run_dir, 1, is_after_others=after)
+
+
+def test_weights_to_start_with_that_are_not_there_are_refused(run_dir: RunDir, tmp_path: Path) -> None:
+    other = RunDir(tmp_path / "other")
+    [problem] = _initial_weights_problems(run_dir, other.path)
+    assert problem.startswith(f"training.init_from: {other.path} is no folder; expected a run folder with model/ or")
+    assert _initial_weights_problems(run_dir, other.path, after=True) == [], "a job that comes first may make it"
+    other.checkpoints.mkdir(parents=True)
+    assert "has no weights" in _initial_weights_problems(run_dir, other.path)[0]
+
+
+def test_weights_to_start_with_are_found_wherever_training_finds_them(run_dir: RunDir, tmp_path: Path) -> None:
+    other = RunDir(tmp_path / "other")
+    step = other.checkpoints / "step_00000009"
+    step.mkdir(parents=True)
+    (step / "manifest.json").touch()
+    other.model.mkdir()
+    (other.model / "model.safetensors").touch()
+    for path in (other.path, step, other.model):
+        assert _initial_weights_problems(run_dir, path) == []
+
+
+def test_a_run_that_goes_on_needs_no_weights_to_start_with(run_dir: RunDir, tmp_path: Path) -> None:
+    (run_dir.checkpoints / "step_00000009").mkdir(parents=True)
+    assert _initial_weights_problems(run_dir, tmp_path / "gone") == []
+
+
+@pytest.mark.parametrize(
+    "elsewhere",
+    [
+        {"container_image": "i"},
+        {"environment": {"DIST_TRANSFORMER_PYTHON": "p"}},
+        {"setup": ["export DIST_TRANSFORMER_PYTHON=p"]},
+    ],
+)
+def test_a_missing_comet_is_told_where_the_job_runs_this_python(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, elsewhere: dict[str, object]
+) -> None:
+    def problems(**slurm: object) -> list[str]:
+        config = config_of(**slurm)
+        validation = config.validation.model_copy(update={"comet": "Unbabel/wmt22-comet-da"})
+        return submission_problems(config.model_copy(update={"validation": validation}), run_dir, 1)
+
+    monkeypatch.delenv("DIST_TRANSFORMER_PYTHON", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    [problem] = problems()
+    assert problem.startswith("validation.comet: needs the package unbabel-comet")
+    assert problems(**elsewhere) == []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    assert problems() == []
 
 
 def test_a_prepared_corpus_that_is_not_there_needs_a_place_to_be_made_in(

@@ -107,6 +107,22 @@ def test_config_check_looks_at_the_profile_and_at_the_ranks_that_it_asks_for(
         check(path, ["slurm.cluster=infinibant"])
 
 
+def test_config_check_sees_what_submit_would_refuse(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "data: {train: {demo: train}}\ntraining: {init_from: gone}\n"
+        "slurm: {time_limit: '3:00', extra_sbatch: [-N4, --nodes=2], exclude: ['n 1'], container_mounts: [/a],\n"
+        "  environment: {RANK: '0'}}\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        check(path)
+    keys = [problem.split(":")[0] for problem in caught.value.problems]
+    assert sorted(keys) == sorted(
+        ["slurm.time_limit", "slurm.extra_sbatch", "slurm.extra_sbatch", "slurm.exclude", "slurm.container_mounts",
+         "slurm.environment.RANK", "training.init_from"]
+    )  # fmt: skip
+
+
 def test_a_profile_cannot_name_another(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cluster: no such key in a cluster profile"):
         load_profile(_profile(tmp_path, "cluster: lab\n"))

@@ -9,7 +9,9 @@ from fake_slurm import job_line
 
 from dist_transformer.cli import submit as submit_module
 from dist_transformer.cli.arguments import with_absolute_paths
+from dist_transformer.cli.first_pairs import first_pairs_problems
 from dist_transformer.cli.submit import memory_problems, read_job_ids, read_stages, submit_run
+from dist_transformer.cli.sweep import submit_points
 from dist_transformer.cluster import submit as cluster_submit
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import ConfigError, UserError
@@ -139,6 +141,57 @@ def test_the_size_of_the_job_is_told(config: Path, fake_slurm: FakeSlurm, capsys
     RunDir(config.parent / "runs" / "a_run").model.mkdir()
     submit_run(config, several, stages=("evaluate",))  # which is one task
     assert "job:  " not in capsys.readouterr().out
+
+
+GOOD = [f"a word of line {line}" for line in range(30)]
+
+
+def _first_pairs(folder: Path, source: list[str], target: list[str], *overrides: str) -> list[str]:
+    for name, lines in (("train.en", source), ("train.de", target)):
+        (folder / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    path = folder / "files.yaml"
+    path.write_text(f"data: {{root: {folder}, train: {{source: train.en, target: train.de}}}}\n")
+    return first_pairs_problems(load_config(path, list(overrides)))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "overrides", "counts"),
+    [
+        (GOOD, GOOD, ["data.filters.drop_identical=true"], "identical 30"),
+        (GOOD, [""] * 30, [], "empty 30"),
+        (GOOD, ["x " * 99] * 30, ["data.filters.max_tokens=99"], "too_long 30"),
+        (GOOD, [*[""] * 10, *["x " * 99] * 20], ["data.filters.max_tokens=99"], "empty 10, too_long 20"),
+        ([*GOOD, *["a"] * 1970, "good"], [*[""] * 2000, "gut"], [], "empty 2000"),
+    ],
+)
+def test_filters_that_leave_nothing_of_the_first_pairs_are_told_before_the_job_waits(
+    tmp_path: Path, source: list[str], target: list[str], overrides: list[str], counts: str
+) -> None:
+    [problem] = _first_pairs(tmp_path, source, target, *overrides)
+    count = min(len(source), 2000)
+    assert problem.startswith(f"data.filters: all of the first {count} pairs of ")
+    assert f"would be dropped ({counts}); look at the text" in problem
+
+
+def test_filters_that_leave_a_pair_are_none_of_submits_business(tmp_path: Path) -> None:
+    assert _first_pairs(tmp_path, GOOD, ["", *GOOD[1:]]) == []
+    assert _first_pairs(tmp_path, GOOD, ["x " * 98] * 30, "data.filters.max_tokens=99") == []
+    (tmp_path / "prepared").mkdir()
+    (tmp_path / "prepared" / "manifest.json").touch()
+    assert _first_pairs(tmp_path, GOOD, [""] * 30, f"data.prepared={tmp_path}/prepared") == []
+
+
+def test_a_text_that_cannot_be_read_is_told_with_the_other_problems(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
+    [problem] = _first_pairs(tmp_path, GOOD, GOOD[:-1])
+    assert "train.de" in problem
+    with pytest.raises(ConfigError) as caught:
+        submit_run(tmp_path / "files.yaml", ["slurm.time_limit='1:00'", f"run.root={tmp_path}"])
+    assert len(caught.value.problems) == 2
+    sweep = tmp_path / "sweep.yaml"
+    sweep.write_text("grid: {run.seed: [1, 2, 3]}\n")
+    with pytest.raises(ConfigError) as caught:
+        submit_points(tmp_path / "files.yaml", [f"run.root={tmp_path}", "run.name=swept"], sweep, None)
+    assert caught.value.problems == [problem]
 
 
 @pytest.mark.parametrize("given", [["slurm.gpus_per_node=1"], ["slurm.gpu_memory_gb=0.0001"]])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_transformer.config.models import ModelConfig
+from dist_transformer.config.parameter_names import all_parameter_names
 from dist_transformer.config.sizes import parameter_count
 from dist_transformer.model.attention import SelfAttention, turn
 from dist_transformer.model.layers import (
@@ -269,6 +270,20 @@ def test_the_parameter_count_formula_counts_the_parameters_of_variants(
     model = Transformer(config, 32, target_vocabulary, PAD)
     counted = sum(parameter.numel() for parameter in model.parameters())
     assert parameter_count(config, 32, target_vocabulary) == counted
+
+
+@pytest.mark.parametrize("given", [{}, *VARIANTS, {"positions": "learned", "max_positions": 50}], ids=str)
+@pytest.mark.parametrize(
+    "apart", [{}, {"shared_embeddings": False}, {"shared_embeddings": False, "tied_output": False}]
+)
+@pytest.mark.parametrize("ends", [{}, {"output_bias": True, "final_norm": True}, {"final_norm": False, "norm": "pre"}])
+def test_the_names_of_the_parameters_are_known_without_a_model(
+    given: dict[str, Any], apart: dict[str, bool], ends: dict[str, Any], make_config: MakeConfig
+) -> None:
+    config = make_config(**{**given, **apart, **ends})
+    model = Transformer(config, 32, 32, PAD)
+    names = sorted(name for name, _ in model.named_parameters(remove_duplicate=False))
+    assert all_parameter_names(config) == names
 
 
 @pytest.mark.parametrize("given", VARIANTS, ids=str)

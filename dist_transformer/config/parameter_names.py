@@ -1,0 +1,87 @@
+"""The names of a model's parameters, found without torch, and the patterns of the configuration that name some of them:
+`encoder_layers.0.feed_forward.inner.weight`. A test compares them with the model's own.
+"""
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from dist_transformer.config.marks import KeyPath, dotted
+from dist_transformer.config.models import ModelConfig, OptimizerConfig, TrainingConfig
+from dist_transformer.config.sizes import has_final_norm
+
+NUM_NAMES_SHOWN = 5
+_EMBEDDINGS = ["source_embedding.weight", "target_embedding.weight"]
+
+
+def all_parameter_names(config: ModelConfig) -> list[str]:
+    """Every name of every parameter, two of a shared one, sorted."""
+    feed_forward = ["inner", "outer", *(["gate"] if config.activation == "swiglu" else [])]
+    self_attention, cross_attention = ["query_key_value", "output"], ["query", "key_value", "output"]
+    norm = ["weight"] if config.norm_type == "rms" else ["weight", "bias"]
+    encoder = {"self_attention": self_attention, "feed_forward": feed_forward}
+    names = [*_EMBEDDINGS, *(["output_bias"] if config.output_bias else [])]
+    names += [] if config.tied_output else ["output.weight"]
+    if config.positions == "learned":
+        names += ["source_positions.table.weight", "target_positions.table.weight"]
+    if has_final_norm(config):
+        names += [f"{side}_norm.{name}" for side in ("encoder", "decoder") for name in norm]
+    for stack, num_layers, parts in (
+        ("encoder_layers", config.num_encoder_layers, encoder),
+        ("decoder_layers", config.num_decoder_layers, {**encoder, "cross_attention": cross_attention}),
+    ):
+        for layer, part in ((layer, part) for layer in range(num_layers) for part in parts):
+            names += [f"{stack}.{layer}.{part}.{product}.{n}" for product in parts[part] for n in ("weight", "bias")]
+            names += [f"{stack}.{layer}.{part}_residual.norm.{n}" for n in norm]
+    return sorted(names)
+
+
+def check_patterns(
+    training: TrainingConfig, optimizer: OptimizerConfig, model: ModelConfig
+) -> Iterator[tuple[KeyPath, str]]:
+    """Patterns that name no parameter, and freezing of them all."""
+    given: dict[KeyPath, Sequence[str]] = {
+        ("training", "freeze"): training.freeze,
+        ("optimizer", "no_decay"): optimizer.no_decay,
+    }
+    if not any(given.values()):
+        return
+    names = all_parameter_names(model)
+    for key, patterns in given.items():
+        yield from ((key, problem) for problem in unknown_patterns(dotted(key), patterns, names))
+    free = [name for name in names if not is_named(name, training.freeze)]
+    if model.shared_embeddings and not {*_EMBEDDINGS} <= {*free}:
+        free = [name for name in free if name not in _EMBEDDINGS]
+    if training.freeze and not free:
+        yield ("training", "freeze"), all_frozen(training.freeze, names)
+
+
+def is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Whether any of the shell patterns names this parameter."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def unknown_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    """What is wrong with each pattern that names none of these parameters."""
+    for pattern in patterns:
+        if not any(is_named(name, [pattern]) for name in names):
+            yield (
+                f"{key}: {pattern!r} names no parameter. Parameters are {_some(names, pattern)}; patterns are those of the "
+                "shell: '*embedding*'"
+            )
+
+
+def all_frozen(patterns: Sequence[str], names: Sequence[str]) -> str:
+    """What is wrong with patterns that leave nothing to train."""
+    return (
+        f"training.freeze: {', '.join(patterns)} freeze all {len(names)} parameters, so that there is nothing to train. "
+        f"Parameters are {_some(names)}: leave some of them free"
+    )
+
+
+def _some(names: Sequence[str], pattern: str = "") -> str:
+    """Those nearest to the pattern, then some from all over the model."""
+    near = get_close_matches(pattern.replace("*", ""), names, NUM_NAMES_SHOWN, cutoff=0.3)
+    others = [name for name in names[:: max(1, len(names) // NUM_NAMES_SHOWN)] if name not in near]
+    shown = [*near, *others][:NUM_NAMES_SHOWN]
+    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")
