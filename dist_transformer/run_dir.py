@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from dist_transformer.errors import MachineError, UserError
+from dist_transformer.errors import MachineError
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,11 @@ MISPLACED = (
     errno.EROFS,
     errno.ENAMETOOLONG,
     errno.ELOOP,
+    errno.ENXIO,
     errno.ENOSYS,
     errno.EOPNOTSUPP,
 )
-"""Errors of a path, or of a disk that cannot do it at all; the others come and go."""
+"""Errors of a path, or of a disk that cannot do it at all, which a person mends; the others come and go."""
 PAUSES_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6)
 """Between the attempts to read what the disk does not give."""
 CLOCK_SECONDS = 0.1
@@ -243,6 +244,15 @@ def is_file(path: Path) -> bool:
         return False
 
 
+def read_record(path: Path) -> dict[str, Any]:
+    """A JSON file of a run; empty where there is none, or none that can be read."""
+    try:
+        record = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
 def records_of(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
     """The JSON objects of lines; one that is torn, or being written, is left out."""
     for line in lines:
@@ -266,33 +276,6 @@ def replacing(path: Path) -> Iterator[Path]:
         flush_to_disk(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """For what writes `path`: an error of the system in the block becomes one of ours, unless it is of a file elsewhere.
-
-    Raises:
-        UserError: nothing can be written at this path.
-        MachineError: the disk is full, or fails.
-    """
-    try:
-        yield
-    except OSError as error:
-        if error.filename is not None and not _are_near(Path(error.filename), path):
-            raise
-        if error.errno in MISPLACED:
-            raise UserError(
-                f"{path}: cannot be written ({error}): expected a path to write to; give another"
-            ) from error
-        raise MachineError(
-            f"{path}: cannot be written ({error}): make room, or wait for the disk, and start again"
-        ) from error
-
-
-def _are_near(other: Path, path: Path) -> bool:
-    """Whether `other` is `path`, beside or below it, or a folder above it."""
-    return other.is_relative_to(path.parent) or path.is_relative_to(other)
 
 
 def file_clock(folder: Path) -> float:

@@ -7,6 +7,7 @@ import typer
 
 from dist_transformer.cli.arguments import read_run
 from dist_transformer.errors import UserError
+from dist_transformer.outputs import check_output
 
 if TYPE_CHECKING:  # at run time it would import torch for every command
     from dist_transformer.cli.write_model import Averaged
@@ -23,14 +24,17 @@ def average_command(
     from dist_transformer.cli.write_model import write_final_model
     from dist_transformer.data.manifest import Manifest
     from dist_transformer.data.prepare import prepared_folder
+    from dist_transformer.interop.model_folder import MODEL_FOLDER, is_model_folder
 
     choice = _choice(last, best, ema)
     if not run.is_dir():
         raise UserError(f"{run}: no such run folder")
     config, run_dir = read_run(run, None, check_files=False)
+    output = output or run_dir.model
+    check_output(output, MODEL_FOLDER, is_model_folder)
     folder = prepared_folder(config)
-    written = write_final_model(config, run_dir, folder, Manifest.load(folder), output or run_dir.model, choice)
-    print(f"{output or run_dir.model}: {written}")
+    written = write_final_model(config, run_dir, folder, Manifest.load(folder), output, choice)
+    print(f"{output}: {written}")
 
 
 def _choice(last: int | None, best: int | None, ema: bool) -> "Averaged | None":

@@ -6,13 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, DistTransformerError
-from dist_transformer.run_dir import RunDir, write_text
+from dist_transformer.config.marks import read_yaml
+from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, DistTransformerError
+from dist_transformer.outputs import check_output, write_output
+from dist_transformer.run_dir import RunDir
 from dist_transformer.share_folder import share_folder
 
 STOP_AT_STEP = 100
@@ -29,6 +32,7 @@ def demo_command(
 ) -> None:
     """Train on the embedded corpus, stop and resume on the way, score on held-out pairs, translate three sentences."""
     run_dir = RunDir(root / "demo-tour")
+    check_output(run_dir.path, "a run of the demo", _is_demo_run)
     shutil.rmtree(run_dir.path, ignore_errors=True)
     train = _command(
         "train", share_folder("configs") / "demo.yaml", f"run.root={root}", "run.name=demo-tour", "--ranks", ranks
@@ -62,11 +66,36 @@ def demo_corpus_command(folder: Annotated[Path, typer.Argument(help="Where to wr
     """Write the embedded English-German corpus as aligned text files."""
     from dist_transformer.data.demo_corpus import demo_pairs
 
-    for split in ("train", "validation", "test"):
-        source, target = zip(*demo_pairs(split), strict=True)
-        write_text(folder / f"{split}.en", "\n".join(source) + "\n")
-        write_text(folder / f"{split}.de", "\n".join(target) + "\n")
-        print(f"{folder / split}.{{en,de}}: {len(source)} pairs")
+    corpora = {split: [*demo_pairs(split)] for split in ("train", "validation", "test")}
+    texts = {
+        folder / f"{split}.{language}": "".join(f"{pair[side]}\n" for pair in pairs)
+        for split, pairs in corpora.items()
+        for side, language in enumerate(("en", "de"))
+    }
+    for path, text in texts.items():
+        check_output(path, "the same text", partial(_holds, text.encode()))
+    for path, text in texts.items():
+        write_output(path, text)
+    for split, pairs in corpora.items():
+        print(f"{folder / split}.{{en,de}}: {len(pairs)} pairs")
+
+
+def _holds(content: bytes, path: Path) -> bool:
+    return path.read_bytes() == content
+
+
+def _is_demo_run(folder: Path) -> bool:
+    """Whether the demo made the run, or was ended before the run had written its settings."""
+    run_dir = RunDir(folder)
+    if not run_dir.config.exists():
+        return {path.name for path in folder.iterdir()} <= {
+            path.name for path in (run_dir.lock, run_dir.owner, run_dir.log, run_dir.state)
+        }
+    try:
+        settings = read_yaml(run_dir.config).values
+        return bool(settings["run"]["name"] == run_dir.name and settings["data"]["train"]["demo"])
+    except (ConfigError, KeyError, TypeError):
+        return False
 
 
 def _command(*arguments: object) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from dist_transformer.errors import UserError
+from dist_transformer.outputs import check_output
 
 Format = Literal["marian", "ctranslate2"]
 Quantization = Literal["int8", "int16", "float16", "bfloat16"]
@@ -25,11 +26,10 @@ def export_command(
     """Write a model folder in the format of another program, tokenizer included."""
     from dist_transformer.cli.loaded_model import model_folder_of
     from dist_transformer.interop.model_folder import load_model_folder
-    from dist_transformer.interop.whole_folder import refuse_to_overwrite
 
     if quantization is not None and to != "ctranslate2":
         raise UserError(f"--quantization {quantization}: is of --to ctranslate2; drop it, {to} models are fp32")
-    refuse_to_overwrite(out)
+    check_output(out, "a new folder")
     loaded = load_model_folder(model_folder_of(model))
     if to == "marian":
         from dist_transformer.interop.marian import export_marian

@@ -10,6 +10,7 @@ import typer
 
 from dist_transformer.cli.arguments import write_utf8
 from dist_transformer.errors import UserError
+from dist_transformer.outputs import check_output
 
 if TYPE_CHECKING:  # at run time it would import torch for every command
     from dist_transformer.interop.model_folder import LoadedModel, TokenizerFiles
@@ -39,8 +40,7 @@ def extend_vocabulary_command(
         raise UserError(
             "there is no piece to add: give --pieces '<bt>', several times for several, or --pieces-file FILE"
         )
-    if output.exists():
-        raise UserError(f"{output} is there already: give another folder, or remove it first")
+    check_output(output, "a model folder")
     folder = model_folder_of(model)
     loaded = load_model_folder(folder)
     if side != "both" and (loaded.config.shared_embeddings or loaded.tokenizer_files.target is None):

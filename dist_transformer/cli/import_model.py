@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dist_transformer.errors import UserError
+from dist_transformer.outputs import check_output
 
 Source = Literal["marian", "torch"]
 TokenizerOption = Annotated[Path | None, typer.Option(help="Of torch: the sentencepiece model.")]
@@ -38,9 +39,7 @@ def import_command(
     output: Annotated[str, typer.Option(help="Of torch: the name of the last linear layer.")] = "generator",
 ) -> None:
     """Make a model folder of a model of another program, with the same logits and token ids."""
-    from dist_transformer.interop.whole_folder import refuse_to_overwrite
-
-    refuse_to_overwrite(out)
+    check_output(out, "a model folder")
     if of == "marian":
         from dist_transformer.interop.marian import import_marian
 

@@ -35,6 +35,7 @@ from dist_transformer.cli import (
     translate,
 )
 from dist_transformer.errors import EXIT_FAILED, DistTransformerError
+from dist_transformer.outputs import told
 from dist_transformer.stop_request import leave
 
 app = typer.Typer(
@@ -102,8 +103,12 @@ def main(run: Callable[[], object] = app) -> None:
         _drop_output()  # its reader has gone: `| head`
         sys.exit(EXIT_FAILED)
     except OSError as error:
+        if error.filename is not None and error.errno is not None:
+            message = told(error)
+            print(f"dist-transformer: {message}", file=sys.stderr, flush=True)
+            _leave(message.exit_code)
         # Of standard output: what writes files has told which.
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
         print(
             f"dist-transformer: cannot write: {error.strerror}; make room and start again", file=sys.stderr, flush=True

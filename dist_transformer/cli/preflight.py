@@ -34,11 +34,9 @@ def preflight_command(
 
     if num_ranks_given():
         _measure_as_rank(folder, run_folder or folder, seconds)
-    from dist_transformer.preflight.report import main
+    from dist_transformer.preflight.report import begin_anew, main
 
-    for old in folder.glob("rank_*.json"):
-        old.unlink()
-    (folder / "exclude").unlink(missing_ok=True)
+    begin_anew(folder)
     arguments = ["--folder", str(folder), "--run-folder", str(run_folder or folder), "--seconds", str(seconds)]
     start_local_ranks(arguments, ranks, program=[sys.executable, "-m", "dist_transformer", "preflight"])
     sys.exit(main([str(folder), str(tolerance)]))

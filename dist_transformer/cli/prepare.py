@@ -12,7 +12,8 @@ import typer
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
 from dist_transformer.config.models import Config
-from dist_transformer.errors import EXIT_REQUEUE, DistTransformerError, MachineError
+from dist_transformer.errors import EXIT_REQUEUE, DistTransformerError, MachineError, UserError
+from dist_transformer.outputs import is_misplaced
 from dist_transformer.stop_request import StopRequest, end_with_parent, ignore_stop_signals
 
 if TYPE_CHECKING:  # at run time it would import numpy for every command
@@ -86,7 +87,7 @@ def _told_disk_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ArrowException) as error:
-        raise MachineError(
+        raise (UserError if is_misplaced(error) else MachineError)(
             f"{folder}: preparing the corpus failed: {type(error).__name__}: {error}. Is its disk full, closed to this "
             "user, or gone? What is done is kept: start the same command again when it is mended"
         ) from error

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, replacing, write_text
+from dist_transformer.outputs import check_output, write_output, writing
+from dist_transformer.run_dir import RunDir, replacing
 
 if TYPE_CHECKING:  # at run time only where something is drawn
     from dist_transformer.reporting.attention import SentenceAttention
@@ -22,6 +23,7 @@ Runs = Annotated[list[str], typer.Argument(help="Run folders, job ids, or the fo
 RunOrJob = Annotated[str, typer.Argument(help="A run folder, or a job id: 123, 123_4.", show_default=False)]
 Root = Annotated[Path, typer.Option(help="The folder of runs, looked through for a job that Slurm has forgotten.")]
 RUNS = Path("runs")
+PAGE = "a page"
 MOST_SENTENCES = 3
 """Whose attention is drawn."""
 LONGEST_CHARACTERS = 160
@@ -43,9 +45,12 @@ def report_command(
 ) -> None:
     """Write a page about a run: its history, data, scores, samples and pictures, in one file that needs no network."""
     from dist_transformer.cluster.targets import find_target
+    from dist_transformer.reporting.markup import is_own_page
 
     if sentences is not None and no_attention:
         raise UserError("--sentences names what --no-attention leaves out: give one of them")
+    if output is not None:
+        check_output(output, PAGE, is_own_page)
     lines = None if sentences is None else _lines(sentences)
     written = write_run_report(find_target(run, root).run_dir, output, lines, with_attention=not no_attention)
     print(f"written to {written}")
@@ -58,16 +63,15 @@ def compare_command(
 ) -> None:
     """Compare runs: settings that differ, scores, curves and translations side by side."""
     from dist_transformer.reporting.compare import compare_page, named, notes, result_rows, setting_rows
+    from dist_transformer.reporting.markup import is_own_page
     from dist_transformer.reporting.reading import read_story
 
     folders = [folder for run in runs for folder in _run_dirs(run, root)]
     if len({folder.path.resolve() for folder in folders}) < 2:
         raise UserError(f"{' '.join(runs)}: one run; expected at least two: dist-transformer compare RUN RUN ...")
+    check_output(output, PAGE, is_own_page)
     stories = named([read_story(folder) for folder in folders])
-    try:
-        write_text(output, compare_page(stories))
-    except OSError as error:
-        raise _not_written(output, error) from None
+    write_output(output, compare_page(stories))
     results = result_rows(stories)
     _print_rows(stories, [*setting_rows(stories), *results])
     for line in notes(results):
@@ -117,12 +121,10 @@ def write_run_report(
     maps, note = _attention(story, sentences) if with_attention else ([], "Left out with --no-attention.")
     attention = drawn(maps)
     page = run_page(story, attention, note)
-    try:
-        if output is None:
+    if output is None:
+        with writing(run_dir.figures):
             write_figures(story, [data for _, data in attention])
-        write_text(output or run_dir.report, page)
-    except OSError as error:
-        raise _not_written(output or run_dir.report, error) from None
+    write_output(output or run_dir.report, page)
     return output or run_dir.report
 
 
@@ -190,12 +192,6 @@ def _run_dirs(text: str, root: Path) -> list[RunDir]:
         return [find_target(text, root).run_dir]
     points = sorted(folder.glob("task_*"), key=lambda path: (len(path.name), path.name))
     return [RunDir(point.absolute()) for point in points if is_run_folder(point)]
-
-
-def _not_written(output: Path, error: OSError) -> UserError:
-    """A full disk names no file in its error."""
-    place, why = error.filename or output, error.strerror or error
-    return UserError(f"{place}: cannot be written: {why}; give another place with --output")
 
 
 def _write_bytes(path: Path, data: bytes) -> None:

@@ -13,12 +13,12 @@ import typer
 
 from dist_transformer.cluster.reasons import SAID_BY_EXIT_CODE
 from dist_transformer.cluster.report import Document, report, report_all
-from dist_transformer.cluster.targets import find_target, read_record
+from dist_transformer.cluster.targets import find_target
 from dist_transformer.cluster.true_status import is_alive, status_found
 from dist_transformer.config.loading import load_config
 from dist_transformer.durations import duration
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run_dir import RunDir, read_record
 from dist_transformer.run_lock import while_nobody_trains
 from dist_transformer.tracking.settle import has_arrived, settle, status_said
 

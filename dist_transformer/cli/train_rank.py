@@ -1,6 +1,7 @@
 """One rank of a training run, from joining the group to its exit code: the lock, the log, divergences, failures."""
 
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -26,6 +27,8 @@ from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, DataError, MachineError, UserError
+from dist_transformer.interop.model_folder import MODEL_FOLDER, is_model_folder
+from dist_transformer.outputs import check_output, check_run_folder, is_misplaced, writing
 from dist_transformer.run_dir import RunDir
 from dist_transformer.run_lock import RunLock
 from dist_transformer.stop_request import StopRequest, leave
@@ -67,7 +70,9 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
     except OSError as error:
         message = f"{error}. Is the disk of {run_dir.path} or of the prepared corpus full, or gone? Start again when it is mended"
         _note_failure(run_dir, ranks, message)
-        raise MachineError(message) from error
+        # What could be written at the start, and cannot now, is a disk that has gone.
+        is_theirs = is_misplaced(error) and error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
+        raise (UserError if is_theirs else MachineError)(message) from error
     except Exception as error:  # noqa: BLE001  (the last line of defence: say it and leave, so that the other ranks can)
         cause = distributed.explain(error)  # of a rank that only lost another one, whose news this must not bury
         said = without_secrets(traceback.format_exc()) if cause is None else f"{cause} ({ranks.last.text()})"
@@ -118,12 +123,15 @@ def _refuse_different_corpora(folder: Path, manifest: Manifest, ranks: Ranks) ->
 
 def _lock(run_dir: RunDir, ranks: Ranks, stop: StopRequest) -> RunLock:
     """Only one job works on a run folder. Rank 0 holds the lock and looks for the stop file; every rank hears of it."""
-    run_dir.path.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(run_dir)
     refusal: UserError | None = None
+    lock = RunLock(run_dir)
     if ranks.is_first:
         try:
-            lock.acquire()
+            with writing(run_dir.path):
+                run_dir.path.mkdir(parents=True, exist_ok=True)
+                check_run_folder(run_dir)
+                check_output(run_dir.model, MODEL_FOLDER, is_model_folder)  # not only when it is trained
+                lock.acquire()
             stop.watch_file(run_dir.stop_file)
         except UserError as error:
             refusal = error

@@ -13,6 +13,7 @@ import typer
 from dist_transformer.cli import search_options as options
 from dist_transformer.cli.arguments import write_utf8
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError
+from dist_transformer.outputs import check_output
 from dist_transformer.stop_request import StopRequest
 
 if TYPE_CHECKING:  # at run time it would import torch for every command
@@ -92,8 +93,8 @@ def translate_command(
         raise UserError(f"--ranks {ranks}: processes share a file, not standard input; give --input and --output")
     if source is not None and attention is not None:
         raise UserError("--attention: is of standard input; give the lines with < FILE in place of --input")
-    if attention is not None and attention.exists():
-        raise UserError(f"--attention {attention}: is there already: name another file, or remove it")
+    if attention is not None:
+        check_output(attention, "attention maps")
     if output is not None and ranks > 1 and "RANK" not in os.environ:
         sys.exit(_start_ranks(output, ranks))
     stop = StopRequest(answer="stopping after this batch")

@@ -16,13 +16,15 @@ from dist_transformer.cluster.going_on import checkpoint_problems
 from dist_transformer.cluster.queue import known_jobs
 from dist_transformer.cluster.restarts import newest_checkpoint
 from dist_transformer.cluster.script import needed_folders
-from dist_transformer.cluster.targets import json_lines, newest_job_id, read_record
+from dist_transformer.cluster.targets import json_lines, newest_job_id
 from dist_transformer.config.checks import file_problems, run_name_problems
 from dist_transformer.config.models import Config
 from dist_transformer.config.secret_checks import secret_problems
 from dist_transformer.config.sizes import checkpoint_bytes
 from dist_transformer.config.slurm_models import SlurmConfig
-from dist_transformer.run_dir import RunDir, modified
+from dist_transformer.errors import UserError
+from dist_transformer.outputs import check_run_folder
+from dist_transformer.run_dir import RunDir, modified, read_record
 from dist_transformer.run_lock import BEAT_SECONDS, STALE_BEATS
 
 SIGNAL_EARLY_SECONDS = 60
@@ -181,6 +183,10 @@ def _process_without_job(run_dir: RunDir) -> Iterator[str]:
 
 def _name_problems(run_dir: RunDir) -> Iterator[str]:
     yield from (message for _, message in run_name_problems(run_dir.name))
+    try:
+        check_run_folder(run_dir)
+    except UserError as error:
+        yield str(error)
     path = str(run_dir.path.absolute())
     if re.search(r"[\n\\]", path):
         yield f"run.root: {path!r}: sbatch cannot write logs below a path with a backslash or line break"

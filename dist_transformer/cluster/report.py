@@ -16,8 +16,8 @@ from dist_transformer.cluster.reasons import exit_code_in_words, waiting_in_word
 from dist_transformer.cluster.restarts import attempts
 from dist_transformer.cluster.run_view import SILENT_SECONDS, RunView, look_at
 from dist_transformer.cluster.slurm import SlurmError
-from dist_transformer.cluster.targets import Target, is_run_folder, newest_job_id, num_points, read_record
-from dist_transformer.run_dir import RunDir
+from dist_transformer.cluster.targets import Target, is_run_folder, newest_job_id, num_points
+from dist_transformer.run_dir import RunDir, read_record
 
 Document = dict[str, Any]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from dist_transformer.cluster.bad_nodes import excluded_nodes
 from dist_transformer.cluster.restarts import attempts, newest_checkpoint
-from dist_transformer.cluster.targets import json_lines, read_record
+from dist_transformer.cluster.targets import json_lines
 from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import Config
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, modified, read_json
+from dist_transformer.run_dir import RunDir, modified, read_json, read_record
 
 SILENT_SECONDS = 60
 """A heartbeat comes every 5 seconds; one older than this means that nobody works on the run, or that its disk is away."""

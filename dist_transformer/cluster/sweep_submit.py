@@ -81,7 +81,7 @@ def plan_sweep(
     found = [*_all_problems(runs, folder, is_after_others=bool(after)), *([] if dry_run else sbatch_problems())]
     before = read_sweep_state(folder)
     points = [_plain(point.settings) for point in sweep.points]
-    found += _folder_problems(folder, before, points)
+    found += _folder_problems(folder, before, points, sweep.text)
     if found:
         raise ConfigError(found, "cannot submit:")
     left_out = {} if dry_run else _left_out(folder, before)
@@ -143,13 +143,18 @@ def _all_problems(runs: Sequence[PointRun], folder: SweepDir, *, is_after_others
     return told_once(by_task, len(runs))
 
 
-def _folder_problems(folder: SweepDir, before: SweepState | None, points: Sequence[dict[str, Any]]) -> list[str]:
+def _folder_problems(
+    folder: SweepDir, before: SweepState | None, points: Sequence[dict[str, Any]], text: str
+) -> list[str]:
     path = folder.path
     if "%" in str(path):
         return [f"run.root: {str(path)!r}: a job array reads '%' in its arguments as a task number; choose another"]
     if before is None:
-        taken = folder.common.config.exists() or folder.common.state.exists()
-        return [f"{path}: is the folder of a single run; give the sweep another run.name"] if taken else []
+        if folder.common.config.exists() or folder.common.state.exists():
+            return [f"{path}: is the folder of a single run; give the sweep another run.name"]
+        if folder.file.exists() and folder.file.read_bytes() != text.encode():
+            return [f"{folder.file}: is there already, and not of this sweep; give the sweep another run.name"]
+        return []
     if list(before.points) != list(points[: len(before.points)]):
         return [
             f"{path}: holds a sweep of other points ({folder.state}); put them back (new ones may follow them), or give "

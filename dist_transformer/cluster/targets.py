@@ -12,7 +12,7 @@ from dist_transformer.cluster.slurm import SlurmError, is_job_id
 from dist_transformer.cluster.sweep_dir import SweepDir
 from dist_transformer.cluster.text_tail import PIECE_BYTES, last_lines
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, read_json, records_of
+from dist_transformer.run_dir import RunDir, read_record, records_of
 
 
 @dataclass(frozen=True)
@@ -83,15 +83,6 @@ def newest_job_id(run_dir: RunDir) -> str | None:
 def json_lines(path: Path, max_bytes: int = PIECE_BYTES) -> Iterator[dict[str, Any]]:
     """The records at the end of a file of JSON lines, newest first; a line that is being written is left out."""
     return records_of(last_lines(path, max_bytes))
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """A JSON file of a run; empty where there is none, or none that can be read."""
-    try:
-        record = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _refuse_sweep(folder: Path) -> None:

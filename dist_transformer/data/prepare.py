@@ -34,11 +34,12 @@ from dist_transformer.data.manifest import (
     json_digest,
 )
 from dist_transformer.data.prepare_start import ReportProgress, Start, all_corpora, load_tokenizer
-from dist_transformer.data.prepare_state import PrepareState
+from dist_transformer.data.prepare_state import STATE_NAME, PrepareState
 from dist_transformer.data.prepare_units import MadeChunks, Sizes, Units
 from dist_transformer.data.prepare_work import WAITING, WORK_FOLDER, WorkFinishedError
 from dist_transformer.data.recipe import make_recipe, recipe_without_corpora, refuse_other_recipe
 from dist_transformer.data.report_pages import write_report
+from dist_transformer.outputs import check_output
 
 BATCH_ROWS = 8192
 CHUNK_ROWS = 128 * BATCH_ROWS
@@ -73,6 +74,7 @@ def prepare(
     if manifest := _complete_manifest(config, folder):
         return manifest
     recipe = make_recipe(config)
+    check_output(folder, "a prepared corpus", _is_begun)
     threads = threads or len(os.sched_getaffinity(0))
     sizes = Sizes(BATCH_ROWS, CHUNK_ROWS, SHARD_ROWS, SHARD_TOKENS)
     with _only_process(folder, progress):
@@ -109,6 +111,11 @@ def _complete_manifest(config: Config, folder: Path) -> Manifest | None:
     if (folder / WORK_FOLDER).exists():  # the process that completed it was killed
         shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
     return manifest
+
+
+def _is_begun(folder: Path) -> bool:
+    """Whether a preparation was begun in the folder."""
+    return (folder / LOCK_NAME).is_file() or (folder / WORK_FOLDER / STATE_NAME).is_file()
 
 
 @contextmanager

@@ -12,10 +12,9 @@ folder. So a new start finds out what is done, whoever did it.
 
 import codecs
 import hashlib
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,11 +23,13 @@ from typing import Any, BinaryIO
 from filelock import FileLock
 
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import read_json, replacing, write_json, write_text, writing
+from dist_transformer.outputs import check_output, is_stream, writing
+from dist_transformer.run_dir import read_record, replacing, write_json, write_text
 
 SMALLEST_CHUNK_LINES, LARGEST_CHUNK_LINES, MOST_SMALL_CHUNKS = 256, 16_384, 1024
 """A chunk fills batches of sentences of like length; a folder of many thousand files would slow a cluster's disk."""
 PLAN_NAME = "plan.json"
+PART_PATTERN = f"{'[0-9]' * 7}*.txt"
 READ_BYTES = 1 << 20
 
 Plan = Mapping[str, Any]
@@ -85,7 +86,7 @@ class Parts:
         planned = _plan_of(self.output) if is_whole(self.output) else _folder(self.output) / PLAN_NAME
         if not planned.exists():
             raise UserError(f"{planned.parent}: was removed while it was written to; start the same command again")
-        _refuse_other(read_json(planned), self.plan, self.output, _made_of(self.output))
+        _refuse_other(planned, self.plan, self.output)
         return is_whole(self.output)
 
     def _part(self, chunk: int) -> Path:
@@ -100,21 +101,28 @@ def open_parts(output: Path, plan: Plan, num_chunks: int) -> Parts | None:
             written at this path.
         MachineError: the disk is full, or fails.
     """
+    if is_stream(output):
+        raise UserError(
+            f"{output}: is a device or a pipe, but the output is made of parts: name a file, or leave --input and --output out "
+            "and give < FILE"
+        )
+    check_output(output, "a translation", is_whole)  # a lock would be waited for where none can be
     with _locked(output):
         if is_whole(output):
-            _refuse_other(read_json(_plan_of(output)), plan, output, _made_of(output))
+            _refuse_other(_plan_of(output), plan, output)
             _remove_folder(output)  # left by a process that died while it cleared up
             return None
-        if output.exists():
-            raise UserError(
-                f"{output}: is there already, and nothing tells what made it: remove it, or name another file"
-            )
+        check_output(output, "a translation")
+        if (of_before := _plan_of(output)).exists():  # of an output that was removed, or was about to be written
+            _read_plan(of_before)
         if (planned := _folder(output) / PLAN_NAME).exists():
-            _refuse_other(read_json(planned), plan, output, _made_of(output))
+            _refuse_other(planned, plan, output)
         else:
-            _remove_folder(output)  # nobody knows what its parts are of
+            _clear(planned.parent, (f".{PLAN_NAME}.*.tmp",))  # of a process that died before it had begun
+            check_output(planned.parent, "the parts of a translation")
             write_json(planned, plan)
-        _plan_of(output).unlink(missing_ok=True)  # of an output that was removed, or was about to be written
+        of_before.unlink(missing_ok=True)
+        output.unlink(missing_ok=True)  # an empty file: one beside a plan is whole
     return Parts(output, plan, num_chunks)
 
 
@@ -209,7 +217,18 @@ def _opened(path: Path) -> BinaryIO:
         raise UserError(f"{path}: cannot be read: {error.strerror}; expected a text file in UTF-8") from None
 
 
-def _refuse_other(there: Plan, now: Plan, output: Path, made: str) -> None:
+def _read_plan(path: Path) -> Plan:
+    """UserError: it is not what `open_parts` writes, but somebody else's."""
+    plan = read_record(path)
+    if "input" not in plan:
+        raise UserError(
+            f"{path}: is there already, and is no plan of a translation: move it away, or name another output"
+        )
+    return plan
+
+
+def _refuse_other(planned: Path, now: Plan, output: Path) -> None:
+    there = _read_plan(planned)
     differing = [
         f"{name}: {_short(there.get(name))} there, {_short(now.get(name))} now"
         for name in {**there, **now}
@@ -218,7 +237,7 @@ def _refuse_other(there: Plan, now: Plan, output: Path, made: str) -> None:
     if differing:
         raise UserError(
             f"{output}: was begun as another translation ({'; '.join(differing)}): go on as it was begun, name another file, "
-            f"or remove {made}"
+            f"or remove {_made_of(output)}"
         )
 
 
@@ -242,12 +261,16 @@ def _made_of(output: Path) -> str:
 
 
 def _remove_folder(output: Path) -> None:
-    """Renamed first: one that a process dies over is nobody's parts any more."""
-    old = output.with_name(f".{output.name}.parts.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if _folder(output).exists():
-        os.replace(_folder(output), old)
-        shutil.rmtree(old, ignore_errors=True)
+    """The plan last, which says what the rest is of. A folder with files of somebody else's stays."""
+    _clear(_folder(output), (PART_PATTERN, f".{PART_PATTERN}.*.tmp", f".{PLAN_NAME}.*.tmp", PLAN_NAME))
+    with suppress(OSError):
+        _folder(output).rmdir()
+
+
+def _clear(folder: Path, patterns: Sequence[str]) -> None:
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from dist_transformer.decoding.translate import Translation, TranslationTokenizer
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.run_dir import replacing, writing
+from dist_transformer.outputs import writing
+from dist_transformer.run_dir import replacing
 
 Spans = list[tuple[int, int]]
 

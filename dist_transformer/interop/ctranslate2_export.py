@@ -55,7 +55,7 @@ def export_ctranslate2(loaded: LoadedModel, out: Path, quantization: str | None 
     spec.validate()
     spec.optimize(quantization=quantization)
     files = loaded.tokenizer_files
-    with whole_folder(out) as folder:
+    with whole_folder(out, "a CTranslate2 folder") as folder:
         spec.save(str(folder))
         shutil.copyfile(files.source, folder / SOURCE_MODEL)
         if files.target is not None:

@@ -77,7 +77,7 @@ def export_marian(loaded: LoadedModel, out: Path) -> None:
     """
     config, information = loaded.config, loaded.information
     _refuse_what_marian_lacks(config)
-    with whole_folder(out) as folder:
+    with whole_folder(out, "a Marian folder") as folder:
         languages = (information.source_language, information.target_language)
         num_source, num_target = export_vocabulary(folder, loaded.tokenizer_files, config.shared_embeddings, languages)
         tensors = to_marian(dict(loaded.model.named_parameters()), config, num_source, num_target)

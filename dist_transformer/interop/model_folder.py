@@ -26,11 +26,13 @@ from dist_transformer.config.sizes import head_sizes
 from dist_transformer.errors import CheckpointError, MachineError
 from dist_transformer.interop.whole_folder import whole_folder
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.run_dir import MISPLACED, patiently, share_as_folder, write_json
+from dist_transformer.run_dir import MISPLACED, patiently, read_record, share_as_folder, write_json
 
 LABEL = "dist-transformer"
 FORMAT = 1
 WEIGHTS, CONFIG, SOURCE_MODEL, TARGET_MODEL = "model.safetensors", "config.json", "source.model", "target.model"
+FILES = (WEIGHTS, CONFIG, SOURCE_MODEL, TARGET_MODEL)
+MODEL_FOLDER = "a model folder"
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def save_model_folder(
     tokenizer_files: TokenizerFiles,
     information: ModelInformation,
 ) -> None:
-    """Writes the folder whole or not at all, in place of an older one; one process calls it.
+    """Writes the folder whole or not at all, in place of an older model folder; one process calls it.
 
     `weights` are those of `model.named_parameters()`, in any float type. Raises CheckpointError when they are not the
     weights of `config`.
@@ -81,7 +83,7 @@ def save_model_folder(
     _check_weights(weights, _model_of(config, information), f"the weights for {folder}")
     contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
     header = {"label": LABEL, "format": FORMAT}
-    with whole_folder(folder) as temporary:
+    with whole_folder(folder, MODEL_FOLDER, is_model_folder, FILES) as temporary:
         _save_weights(contiguous, temporary / WEIGHTS)
         share_as_folder(temporary / WEIGHTS)
         shutil.copyfile(tokenizer_files.source, temporary / SOURCE_MODEL)
@@ -111,6 +113,11 @@ def load_model_folder(folder: Path) -> LoadedModel:
     # Not strict, since a tied parameter has two names in the module and one in the file; all names were just checked.
     model.load_state_dict(weights, strict=False, assign=True)
     return LoadedModel(model.eval(), files, config, information)
+
+
+def is_model_folder(folder: Path) -> bool:
+    """Whether this program wrote it, in this version or another, as its label says."""
+    return read_record(folder / CONFIG).get("label") == LABEL
 
 
 def tokenizer_files(folder: Path) -> TokenizerFiles:

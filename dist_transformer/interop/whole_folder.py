@@ -2,51 +2,63 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from dist_transformer.errors import UserError
-from dist_transformer.run_dir import flush_to_disk, writing
+from dist_transformer.outputs import check_output, never, writing
+from dist_transformer.run_dir import flush_to_disk
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def whole_folder(
+    folder: Path, kind: str, is_own: Callable[[Path], bool] = never, own_files: Sequence[str] = ()
+) -> Iterator[Path]:
     """Yields an empty folder beside `folder`, which in the end takes its place, and that of an older one, by a rename.
 
     Where the block raises, `folder` stays as it was. The files may lie in it directly only.
 
+    Args:
+        kind, is_own: of check_output, which says what an older one is.
+        own_files: those of an older one that are replaced; others stay in it.
+
     Raises:
-        UserError: nothing can be written at this path.
+        UserError: something else is there, or nothing can be written at this path.
         MachineError: the disk is full, or fails.
     """
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    check_output(folder, kind, is_own)
+    real = Path(os.path.realpath(folder))  # a link stays a link
+    temporary = real.with_name(f".{real.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     with writing(folder):
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
+            real.parent.mkdir(parents=True, exist_ok=True)
             temporary.mkdir()
             yield temporary
             for path in temporary.iterdir():
                 flush_to_disk(path)
             flush_to_disk(temporary)
-            _replace(folder, temporary)
+            check_output(folder, kind, is_own)  # the block may have taken hours
+            _replace(real, temporary, own_files)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def refuse_to_overwrite(folder: Path) -> None:
-    """UserError when there is anything at this path but an empty folder."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: exists already, expected a new path to write to; remove it or give another")
-
-
-def _replace(folder: Path, temporary: Path) -> None:
-    """Renames `temporary` to `folder`; an older folder is renamed away before and deleted after."""
+def _replace(folder: Path, temporary: Path, own_files: Sequence[str]) -> None:
+    """Renames `temporary` to `folder`; of an older folder everything but `own_files` is moved into it."""
+    if folder.is_file():  # an empty one
+        folder.unlink()
+    if not folder.exists() or not any(folder.iterdir()):
+        os.rename(temporary, folder)
+        flush_to_disk(folder.parent)
+        return
     old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.exists():
-        os.rename(folder, old)
+    os.rename(folder, old)
     os.rename(temporary, folder)
     flush_to_disk(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    for path in old.iterdir():
+        if path.name in own_files:
+            path.unlink()
+        else:
+            os.rename(path, folder / path.name)
+    old.rmdir()

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR
+from dist_transformer.outputs import check_output
 from dist_transformer.preflight.judge import DONE, MEASURES, Judgement, Record, judge
-from dist_transformer.run_dir import read_json, write_json, write_text
+from dist_transformer.run_dir import read_json, read_record, write_json, write_text
 
 EXIT_EXCLUDE = 3
 """There are nodes to exclude."""
@@ -22,6 +23,22 @@ EXIT_EXCLUDE = 3
 def rank_file(folder: Path, rank: int) -> Path:
     """Where that rank writes."""
     return folder / f"rank_{rank}.json"
+
+
+def begin_anew(folder: Path) -> None:
+    """Removes what an earlier preflight has written there.
+
+    Raises:
+        UserError: a file of somebody else's has such a name, or nothing can be written there.
+    """
+    ranks = [*folder.glob("rank_*.json")]
+    for path in ranks:
+        check_output(path, "a record", lambda path: read_record(path).keys() >= {"rank", "num_ranks", "together"})
+    report = folder / "report.json"
+    check_output(report, "a report", lambda path: read_record(path).keys() >= {"medians", "outliers", "exclude"})
+    check_output(folder / "exclude", "a list of nodes", lambda _: report.is_file())
+    for path in (*ranks, folder / "exclude"):
+        path.unlink(missing_ok=True)
 
 
 def read_records(folder: Path) -> list[Record]:

@@ -7,6 +7,7 @@ import base64
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
+from pathlib import Path
 
 from dist_transformer.reporting.page_style import STYLE
 
@@ -14,6 +15,9 @@ _NOT_ALLOWED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 _NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?( ?[%a-zA-Z/]{1,8})?|nan|-?inf|-|")
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """Nothing is loaded and nothing runs, wherever the page is opened."""
+LABEL = '<meta name="generator" content="Dist Transformer">'
+FOOTER = " by Dist Transformer "
+"""Of pages that have no label yet."""
 
 
 class Html(str):
@@ -109,11 +113,17 @@ def document(title: str, header: Content, sections: Sequence[tuple[str, str, Htm
         ]
     )
     return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{LABEL}\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         f"<title>{html(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n{body}\n</body>\n</html>\n"
     )
+
+
+def is_own_page(path: Path) -> bool:
+    """Whether this program wrote the page."""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return LABEL in text or (POLICY in text and FOOTER in text)
 
 
 def _kind(cells: list[Html]) -> str:

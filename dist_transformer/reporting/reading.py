@@ -10,7 +10,6 @@ from typing import Any
 
 from dist_transformer.cluster.restarts import attempts
 from dist_transformer.cluster.run_view import RunView, look_at
-from dist_transformer.cluster.targets import read_record
 from dist_transformer.config.credentials import holds_secret, is_secret, without_credentials
 from dist_transformer.config.data_models import CorpusConfig
 from dist_transformer.config.marks import read_yaml
@@ -18,7 +17,7 @@ from dist_transformer.config.models import Config, ModelConfig
 from dist_transformer.config.sizes import parameter_count
 from dist_transformer.errors import ConfigError
 from dist_transformer.reporting.curves import Curves, read_curves
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run_dir import RunDir, read_record
 from dist_transformer.tracking.metrics_log import read_records
 
 Record = dict[str, Any]

@@ -11,7 +11,7 @@ from cluster_helpers import config_of
 from dist_transformer.cluster.checks import parse_time_limit, submission_problems
 from dist_transformer.cluster.submit import plan_submission
 from dist_transformer.errors import ConfigError
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run_dir import RunDir, write_json
 
 
 def _problems(run_dir: RunDir, num_parameters: int = 1000, **settings: object) -> list[str]:
@@ -20,7 +20,7 @@ def _problems(run_dir: RunDir, num_parameters: int = 1000, **settings: object) -
 
 def _record(run_dir: RunDir, seconds_a_step: float, save_seconds: float = 0.0, steps: int = 20) -> None:
     """metrics.jsonl of a run, with a day's pause in the middle and a torn last line."""
-    run_dir.path.mkdir()
+    write_json(run_dir.state, {"state": "stopped"})
     with run_dir.metrics.open("w") as file:
         for step in range(10, 10 * steps, 10):
             time = step * seconds_a_step + (86400 if step > 5 * steps else 0)

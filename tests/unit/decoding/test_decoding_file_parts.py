@@ -76,17 +76,47 @@ def test_what_another_plan_began_or_made_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_of_unknown_origin_is_never_replaced(tmp_path: Path) -> None:
     (tmp_path / "out").write_text("mine")
-    with pytest.raises(UserError, match="is there already, and nothing tells what made it"):
+    with pytest.raises(UserError, match=r"out: is there already \(a file of 4 bytes\)"):
         open_parts(tmp_path / "out", PLAN, 1)
     assert names(tmp_path) == {"out"}
 
 
-def test_parts_without_a_plan_are_nobodys(tmp_path: Path) -> None:
+def test_parts_without_a_plan_are_refused_and_stay(tmp_path: Path) -> None:
     output = tmp_path / "out"
     opened(output).write(0, ["of something else"])
     (tmp_path / "out.parts" / "plan.json").unlink()
-    parts = opened(output)
-    assert parts.num_done() == 0
+    with pytest.raises(UserError, match=r"out\.parts: is there already \(a folder with 0000000\.txt\)"):
+        opened(output)
+    assert names(tmp_path / "out.parts") == {"0000000.txt"}
+
+
+def test_a_folder_and_a_plan_of_somebody_else_are_refused_and_stay(tmp_path: Path) -> None:
+    output, folder, plan = tmp_path / "out", tmp_path / "out.parts", tmp_path / "out.plan.json"
+    folder.mkdir()
+    (folder / "plan.json").write_text('{"rooms": 3}')
+    with pytest.raises(UserError, match=r"out\.parts/plan\.json: is there already, and is no plan of a translation"):
+        opened(output)
+    (folder / "plan.json").rename(plan)
+    with pytest.raises(UserError, match=r"out\.plan\.json: is there already, and is no plan of a translation"):
+        opened(output)
+    assert plan.read_text() == '{"rooms": 3}'
+    assert names(tmp_path) == {"out.parts", "out.plan.json"}
+    assert names(folder) == set()
+
+
+def test_what_somebody_put_among_the_parts_stays(tmp_path: Path) -> None:
+    parts = opened(tmp_path / "out", 1)
+    (tmp_path / "out.parts" / "notes.txt").write_text("mine")
+    parts.write(0, ["text"])
+    assert parts.join()
+    assert names(tmp_path / "out.parts") == {"notes.txt"}
+
+
+def test_an_output_in_parts_cannot_be_a_device() -> None:
+    for path in (Path("/dev/null"), Path("/dev/stdout")):
+        with pytest.raises(UserError, match=f"{path}: is a device or a pipe"):
+            opened(path)
+    assert Path("/dev/null").is_char_device()
 
 
 def test_a_part_that_comes_late_is_not_mixed_with_another_translation(tmp_path: Path) -> None:
@@ -164,17 +194,27 @@ def test_a_join_that_dies_in_the_middle_is_done_by_the_next_start(
     assert names(tmp_path) == {"out", "out.plan.json"}
 
 
-def test_a_folder_half_removed_is_nobodys_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_half_removed_keeps_its_plan_until_the_last_part_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = tmp_path / "out"
-    parts = opened(output, 1)
-    parts.write(0, ["text"])
-    with monkeypatch.context() as patched:  # dies before it removes a file
-        patched.setattr(file_parts.shutil, "rmtree", lambda *_, **__: None)
-        assert parts.join()
-    assert names(tmp_path) == {"out", "out.plan.json", ".out.parts.old"}
+    parts = opened(output, 2)
+    for chunk in range(2):
+        parts.write(chunk, [str(chunk)])
+    unlink = Path.unlink
+
+    def die_at_the_second(path: Path, **options: bool) -> None:
+        if path.name == "0000001.txt":
+            raise OSError(errno.EIO, "Input/output error")
+        unlink(path, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", die_at_the_second)
+        with pytest.raises(MachineError):
+            parts.join()
+    assert names(tmp_path / "out.parts") == {"0000001.txt", "plan.json"}
     output.unlink()
-    assert opened(output, 1).num_done() == 0
-    assert names(tmp_path) == {"out.parts"}
+    assert opened(output, 2).num_done() == 1
 
 
 def make_part_and_join(output: Path, chunk: int) -> None:

@@ -1,0 +1,248 @@
+"""Nothing that a person has is removed or written over: every verb that writes is asked, for every kind of thing there."""
+
+import hashlib
+import os
+import shutil
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+from running import Command
+
+from dist_transformer.cli.main import app
+
+pytestmark = pytest.mark.slow
+
+READ = """
+prepare run, train run, plan run, plan calibrate, simulate run, simulate calibrate, submit run, submit sweep,
+preflight run_folder, status root, list root, logs root, stacks root, stop root, cancel root, resume root,
+average run, extend-vocabulary model, extend-vocabulary pieces_file, export model, import source, import source_model,
+import target_model, translate model, translate source, translate prefix, translate ensemble, score model, score source,
+score target, score ensemble, evaluate run, evaluate source, evaluate target, report sentences, report root, compare root,
+ui root, config check config, config show config, data inspect run, data audit run, sweep status folder, track sync run,
+track model run, track model folder, track end run
+"""
+"""Paths that are only read, and roots under which runs are looked for."""
+WRITTEN: dict[str, tuple[str, ...]] = {
+    "average output": ("average", "runs/first", "--output", "PLACE"),
+    "extend-vocabulary output": ("extend-vocabulary", "runs/first", "PLACE", "--pieces", "<bt>"),
+    "export out": ("export", "runs/first", "PLACE", "--to", "marian"),
+    "import out": ("import", "marian", "PLACE", "--from", "marian"),
+    "translate output": ("translate", "runs/first", "--input", "valid.en", "--output", "PLACE"),
+    "translate attention": ("translate", "runs/first", "--attention", "PLACE"),
+    "report output": ("report", "runs/first", "--no-attention", "--output", "PLACE"),
+    "compare output": ("compare", "runs/first", "runs/second", "--output", "PLACE"),
+}
+"""Paths that are written as one thing: the command, with PLACE for the path."""
+WRITTEN_INTO = {"preflight folder", "demo root", "demo-corpus folder"}
+"""Folders in which some names are written; each has a test of its own."""
+
+
+def paths_of(verbs: typer.Typer, prefix: str = "") -> Iterator[str]:
+    """ "verb parameter" for each path that a verb takes."""
+    for command in verbs.registered_commands:
+        assert command.callback is not None
+        for name, kind in typing.get_type_hints(command.callback).items():
+            kinds = {
+                kind,
+                *typing.get_args(kind),
+                *(k for each in typing.get_args(kind) for k in typing.get_args(each)),
+            }
+            if Path in kinds:
+                yield f"{prefix}{command.name} {name}"
+    for group in verbs.registered_groups:
+        assert group.typer_instance is not None
+        yield from paths_of(group.typer_instance, f"{prefix}{group.name} ")
+
+
+def everything_in(folder: Path) -> dict[str, str]:
+    """Every path below the folder, with what it holds."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        held = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else "folder"
+        found[str(path.relative_to(folder))] = os.readlink(path) if path.is_symlink() else held
+    return found
+
+
+def refused(command: Command, *arguments: object, **environment: str) -> str:
+    said = command(*arguments, code=2, text="A line .\n", **environment)
+    assert "Traceback" not in said
+    return said
+
+
+@pytest.fixture(scope="module")
+def runs(train_small, command: Command) -> Path:
+    """Two runs, and a Marian folder to import."""
+    first = train_small("first", "checkpoints.average_last=1")
+    shutil.copytree(first, first.with_name("second"))
+    command("export", "runs/first", "marian", "--to", "marian")
+    return first
+
+
+def test_every_path_that_a_verb_takes_is_known_to_be_read_or_to_be_written_with_care():
+    given = {*paths_of(app)}
+    assert given == {*READ.replace("\n", " ").strip().split(", ")} | {*WRITTEN} | WRITTEN_INTO
+
+
+@pytest.mark.parametrize("arguments", WRITTEN.values(), ids=[*WRITTEN])
+def test_what_somebody_has_at_the_place_is_refused_and_stays(arguments, command: Command, runs: Path, tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.txt").write_text("years of work")
+    (tmp_path / "file").write_text("years of work")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text('{"label": "of another program"}')
+    before = everything_in(tmp_path)
+    for name in ("folder", "file", "link", "config"):
+        place = tmp_path / name
+        said = refused(command, *(place if argument == "PLACE" else argument for argument in arguments))
+        assert f"{place}: is there already" in said
+    left = {name: held for name, held in everything_in(tmp_path).items() if not name.endswith(".lock")}
+    assert left == before
+
+
+@pytest.mark.parametrize("arguments", WRITTEN.values(), ids=[*WRITTEN])
+def test_a_place_that_cannot_be_written_is_told_before_anything_is_computed(
+    arguments, command: Command, runs: Path, tmp_path: Path
+):
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for place in (
+        tmp_path / "file" / "new",
+        tmp_path / ("n" * 300),
+        tmp_path / "loop",
+        tmp_path / "loop" / "new",
+        "/proc/x",
+    ):
+        said = refused(command, *(place if argument == "PLACE" else argument for argument in arguments))
+        assert f"{place}: cannot be written" in said
+
+
+@pytest.mark.parametrize("place", [".", "checkpoints", "checkpoints/step_00000006", "checkpoints/new", "..", "slurm"])
+def test_a_run_is_not_averaged_over_itself(place: str, command: Command, runs: Path):
+    (runs / "slurm").mkdir(exist_ok=True)
+    (runs / "slurm" / "job.json").write_text("{}")
+    before = everything_in(runs.parent)
+    said = refused(command, "average", "runs/first", "--output", runs / place)
+    assert "is there already" in said or "lies among the checkpoints of a run" in said
+    assert everything_in(runs.parent) == before
+
+
+def test_a_model_folder_is_replaced_and_what_a_person_put_into_it_stays(command: Command, runs: Path, tmp_path: Path):
+    output = tmp_path / "link"
+    shutil.copytree(runs / "model", tmp_path / "model")
+    output.symlink_to("model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"older")
+    (tmp_path / "model" / "README.md").write_text("what it is")
+    (tmp_path / "model" / "source.vocab").mkdir()
+    command("average", "runs/first", "--output", output)
+    assert output.is_symlink()
+    assert {path.name for path in tmp_path.iterdir()} == {"link", "model"}
+    assert (output / "model.safetensors").read_bytes() == (runs / "model" / "model.safetensors").read_bytes()
+    assert (output / "README.md").read_text() == "what it is"
+    assert (output / "source.vocab").is_dir()
+
+
+def test_pages_replace_pages_and_go_to_devices_as_they_are(command: Command, runs: Path, tmp_path: Path):
+    page, old = tmp_path / "page.html", tmp_path / "old.html"
+    command("compare", "runs/first", "runs/second", "--output", page)
+    without_label = page.read_text(encoding="utf-8").replace('<meta name="generator" content="Dist Transformer">\n', "")
+    old.write_text(without_label, encoding="utf-8")
+    for output in (page, old):
+        command("report", "runs/first", "--no-attention", "--output", output)
+        assert "Compared" not in output.read_text(encoding="utf-8")
+    for device in ("/dev/null", "/dev/stdout"):
+        said = command("report", "runs/first", "--no-attention", "--output", device)
+        assert ("<!DOCTYPE html>" in said) == (device == "/dev/stdout")
+    assert Path("/dev/null").is_char_device()
+    assert Path("/dev/stdout").is_symlink()
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDWR)  # so that neither side waits for the other
+    said = refused(command, "translate", "runs/first", "--input", "valid.en", "--output", tmp_path / "pipe")
+    assert "is a device or a pipe" in said
+    os.close(reader)
+
+
+def test_the_embedded_corpus_is_written_beside_files_of_somebody_else_but_not_over_them(
+    command: Command, tmp_path: Path
+):
+    (tmp_path / "train.en").write_text("my corpus\n")
+    (tmp_path / "mine.en").write_text("my corpus\n")
+    before = everything_in(tmp_path)
+    assert f"{tmp_path}/train.en: is there already" in refused(command, "demo-corpus", tmp_path)
+    assert everything_in(tmp_path) == before
+    (tmp_path / "train.en").unlink()
+    for _ in range(2):  # the same text once more changes nothing
+        command("demo-corpus", tmp_path)
+    assert (tmp_path / "mine.en").read_text() == "my corpus\n"
+    assert len([*tmp_path.iterdir()]) == 7
+
+
+def test_the_demo_makes_its_own_run_anew_and_no_other(command: Command, runs: Path, tmp_path: Path):
+    (tmp_path / "demo-tour").mkdir()
+    (tmp_path / "demo-tour" / "thesis.txt").write_text("years of work")
+    before = everything_in(tmp_path)
+    assert "demo-tour: is there already" in refused(command, "demo", "--root", tmp_path)
+    assert everything_in(tmp_path) == before
+    shutil.copytree(runs, tmp_path / "runs" / "demo-tour")
+    assert "demo-tour: is there already" in refused(command, "demo", "--root", tmp_path / "runs")
+    assert everything_in(tmp_path / "runs" / "demo-tour") == everything_in(runs)
+
+
+def test_records_of_a_preflight_are_replaced_and_others_not(command: Command, tmp_path: Path):
+    for name in ("rank_0.json", "report.json", "exclude"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / name).write_text('{"mine": 1}')
+        assert f"{folder / name}: is there already" in refused(command, "preflight", "--folder", folder)
+        assert everything_in(folder) == {name: hashlib.sha256(b'{"mine": 1}').hexdigest()}
+
+
+def test_a_corpus_is_not_prepared_into_a_folder_of_somebody_else(command: Command, tmp_path: Path):
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work" / "thesis.txt").write_text("years of work")
+    before = everything_in(tmp_path)
+    for verb in ("prepare", "train"):
+        said = refused(command, verb, "small.yaml", "run.name=elsewhere", f"data.prepared={tmp_path}")
+        assert f"{tmp_path}: is there already (a folder with work), expected a new path" in said
+    assert everything_in(tmp_path) == before
+
+
+@pytest.mark.parametrize("verb", [("train",), ("submit", "--dry-run")])
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "run.json", "slurm/train.sbatch"])
+def test_a_run_is_not_written_into_a_folder_of_somebody_else(
+    verb, name: str, command: Command, runs: Path, tmp_path: Path
+):
+    mine = tmp_path / "project" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("{}\n")
+    before = everything_in(tmp_path / "project")
+    settings = (
+        f"run.root={tmp_path}",
+        "run.name=project",
+        f"data.prepared={next((runs.parent / 'prepared').iterdir())}",
+    )
+    said = refused(command, *verb, "small.yaml", *settings)
+    assert f"project: holds {name}, but is no run folder" in said
+    assert everything_in(tmp_path / "project") == before
+
+
+def test_a_run_goes_into_a_folder_with_other_files_and_leaves_them(command: Command, runs: Path):
+    folder = runs.with_name("beside")
+    folder.mkdir()
+    (folder / "small.yaml").write_text("mine")
+    command("train", "small.yaml", "run.name=beside")
+    assert (folder / "small.yaml").read_text() == "mine"
+    (folder / "run.json").unlink()
+    command("train", "small.yaml", "run.name=beside")
+
+
+def test_a_final_model_that_has_no_place_is_told_at_the_start(command: Command, runs: Path):
+    model = runs.with_name("taken") / "model"
+    model.mkdir(parents=True)
+    (model / "thesis.txt").write_text("years of work")
+    said = refused(command, "train", "small.yaml", "run.name=taken")
+    assert f"{model}: is there already" in said
+    assert not (runs.with_name("taken") / "metrics.jsonl").exists()
