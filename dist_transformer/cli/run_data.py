@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +45,15 @@ class RunData:
         return Planner(group_rows, num_lanes, data.window_rows, self.config.run.seed, begun)
 
     @cached_property
+    def reader(self) -> RowReader:
+        config = self.config
+        return RowReader(self.folder, self.manifest, config.data, config.tokenizer.sampling, config.run.seed)
+
+    @cached_property
     def builder(self) -> WindowBuilder:
         data, seed = self.config.data, self.config.run.seed
-        reader = RowReader(self.folder, self.manifest, data, self.config.tokenizer.sampling, seed)
         return WindowBuilder(
-            reader, data.token_budget(), data.batch_shapes, data.filters.max_tokens, self.manifest.pad_id,
+            self.reader, data.token_budget(), data.batch_shapes, data.filters.max_tokens, self.manifest.pad_id,
             self.manifest.eos_id, seed,
         )  # fmt: skip
 
@@ -83,6 +88,11 @@ class RunData:
             "prepared corpus": manifest.digest,
         }
 
+    @cached_property
+    def libraries(self) -> dict[str, dict[str, str]]:
+        """Those whose version decides which rows come when: the version, and a digest of what it gives."""
+        return {name: {"version": version(name), "probe": probe} for name, probe in self.reader.probes().items()}
+
     def position_of(self, checkpoint: Checkpoint) -> Position:
         """Where `checkpoint` goes on, cut into other lanes where data.reslice_from allows that.
 
@@ -93,12 +103,26 @@ class RunData:
         lanes_before = len(position.lanes)
         allowed = {"data.lanes"} if lanes_before == self.config.data.reslice_from else set()
         _refuse_changes(checkpoint, self.recipe(), allowed)
+        self._refuse_other_libraries(checkpoint)
         self._refuse_other_shares(checkpoint, position)
         if lanes_before == self.config.data.lanes:
             return position
         batch = checkpoint.state["batches"]
         segment = self.planner_of(lanes_before).recut(position.segment, position.lanes, batch, self.config.data.lanes)
         return replace(position, segment=segment, lanes=Position.start(segment).lanes)
+
+    def _refuse_other_libraries(self, checkpoint: Checkpoint) -> None:
+        """What an older checkpoint does not name is taken to be the same."""
+        before = checkpoint.state.get("libraries", {})
+        changed = [name for name, now in self.libraries.items() if before.get(name, now)["probe"] != now["probe"]]
+        if changed:
+            told = [f"{name} {self.libraries[name]['version']}, not {before[name]['version']}" for name in changed]
+            install = " ".join(f"{name}=={before[name]['version']}" for name in changed)
+            raise CheckpointError(
+                f"{checkpoint.path} cannot be gone on with, since rows would come twice or never: they are put in order and "
+                f"cut into pieces by {' and '.join(told)} with which it was trained, and the two do it differently. Go on "
+                f"with pip install {install}, or give the run another run.name."
+            )
 
     def _refuse_other_shares(self, checkpoint: Checkpoint, position: Position) -> None:
         batches = checkpoint.state["batches"]

@@ -150,8 +150,9 @@ def _train(
     monitor = LossMonitor(config.divergence, checkpoint.state["loss_monitor"] if checkpoint else None)
     saver = Saver(run.run_dir, ranks, config.checkpoints, watchdog.progress)
     factor = run.recovery.learning_rate_factor
+    identity = {"recipe": data.recipe(), "libraries": data.libraries, "run_id": run.run_id}
     trainer = Trainer(
-        config, ranks, engine, saver, reporter, monitor, progress, {"recipe": data.recipe(), "run_id": run.run_id},
+        config, ranks, engine, saver, reporter, monitor, progress, identity,
         lambda step: factor * learning_rate(config, step),
     )  # fmt: skip
     if checkpoint is not None:

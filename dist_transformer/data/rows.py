@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from dist_transformer.config.data_models import DataConfig
 from dist_transformer.data.manifest import Manifest, Split
-from dist_transformer.data.plan import CORPUS_SHIFT, RowSlice, WindowRequest
+from dist_transformer.data.plan import CORPUS_SHIFT, RowSlice, WindowRequest, order_probe
 from dist_transformer.data.row_groups import BadRowGroup, RowGroupPlace, RowGroupTables, SplitPlaces
 from dist_transformer.data.text_rows import Sampler, TextCorpus
 from dist_transformer.data.token_rows import Ints, TokenColumn, TokenCorpus, TokenRows
@@ -79,6 +79,11 @@ class RowReader:
         self._tables = RowGroupTables(data.read_attempts)
         self._sampler = Sampler(folder, manifest.tokenizer, sampling, seed)
         self._corpora = tuple(self._corpus(manifest.splits[name]) for name in manifest.training)
+
+    def probes(self) -> dict[str, str]:
+        """By library, a digest of what its version decides of the rows: the same for the same rows and order."""
+        texts = any(isinstance(corpus, TextCorpus) for corpus in self._corpora)
+        return {"numpy": order_probe(), **({"sentencepiece": self._sampler.probe()} if texts else {})}
 
     def read(self, request: WindowRequest) -> RowsRead:
         """The rows of a window, slice by slice.

@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from dist_transformer.config.data_models import DataConfig
 from dist_transformer.data.filters import filter_lengths, filter_text
-from dist_transformer.data.manifest import TextColumns, TokenizerFiles
+from dist_transformer.data.manifest import TextColumns, TokenizerFiles, json_digest
 from dist_transformer.data.plan import PURPOSE_SAMPLING, WindowKey, random_generator
 from dist_transformer.data.row_groups import BadRowGroup, RowGroupTables, SplitPlaces
 from dist_transformer.data.sources import RawBatch
@@ -54,6 +54,13 @@ class Sampler:
             tokenizer.encode_source(source, num_threads=1, sampling=self.sampling),
             tokenizer.encode_target(target, num_threads=1, sampling=self.sampling),
         )
+
+    def probe(self) -> str:
+        """A digest of how text of the tokenizer's own pieces is cut here: another version of sentencepiece may do it
+        otherwise."""
+        tokenizer = _load(self.folder / self.files.source, self.folder / self.files.target)
+        source, target = tokenizer.text_of_pieces()
+        return json_digest(with_sampling_seed(1, lambda: self.encode([source], [target])))[:16]
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,8 @@ VOCABULARY_MULTIPLE = 8
 TRAINING_THREADS = 4
 """Fixed, not the machine's cores: unigram training sums in an order that depends on it."""
 SAMPLING_SEED = 1
+SPACE = "\u2581"
+"""How pieces write it."""
 ERRORS_ONLY = 2
 """sentencepiece's `minloglevel`: its progress lines do not belong on the user's screen."""
 
@@ -146,6 +148,12 @@ class Tokenizer:
             begin, end = (end, end) if left_out(index) else next(spans)
             found.append((begin, end))
         return found
+
+    def text_of_pieces(self, most: int = 500) -> tuple[str, str]:
+        """The first pieces of each side, one behind the other: a text that it knows, whatever its language."""
+        ids = range(most)
+        sides = "".join(self.source_pieces(ids)), "".join(self.target_pieces(ids))
+        return sides[0].replace(SPACE, " "), sides[1].replace(SPACE, " ")
 
     def can_spell_source(self, sentence: str) -> bool:
         """Whether no part of a source sentence is unknown."""

@@ -43,7 +43,8 @@ class Trainer:
     """One process of a training run.
 
     Args:
-        identity: what every checkpoint says of its run: `run_id`, and the `recipe` that a resume must find unchanged.
+        identity: what every checkpoint says of its run: `run_id`, and the `recipe` and `libraries` that a resume must find
+            unchanged.
         learning_rate: by step, counted from 1.
     """
 

@@ -5,10 +5,18 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from running import Command, records
 
+from dist_transformer.cli.run_data import RunData, open_run_data
+from dist_transformer.config.loading import load_config
+from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.plan import CORPUS_SHIFT
+from dist_transformer.data.tokenizer import Tokenizer
+from dist_transformer.errors import CheckpointError
+from dist_transformer.run_dir import RunDir
+from dist_transformer.training.checkpoints import Checkpoint, newest_whole
 
 pytestmark = pytest.mark.slow
 
@@ -100,6 +108,48 @@ def test_sampled_pieces_are_the_same_after_a_stop_and_on_other_ranks(sampled, tr
 def test_sampling_gives_other_pieces_than_none(sampled, train_small):
     plain = train_small("not-sampled", *ON_THE_FLY, "tokenizer.sampling=0.0", "training.max_steps=2")
     assert records(plain)[0]["target_tokens"] != records(sampled)[0]["target_tokens"]
+
+
+def data_and_checkpoint(run: Path) -> tuple[RunData, Checkpoint]:
+    config = load_config(run / "config.yaml", check_files=False)
+    folder = Path(str(config.data.prepared))
+    checkpoint = newest_whole(RunDir(run), None)
+    assert checkpoint is not None
+    return open_run_data(config, folder, Manifest.load(folder)), checkpoint
+
+
+@pytest.mark.parametrize("fixture", ["mixed", "sampled"])
+def test_a_library_that_draws_other_rows_than_the_run_was_trained_with_is_refused(fixture, request, monkeypatch):
+    data, checkpoint = data_and_checkpoint(request.getfixturevalue(fixture))
+    assert data.position_of(checkpoint) == data.position_of(checkpoint)
+    assert set(data.libraries) == {"numpy"} | ({"sentencepiece"} if fixture == "sampled" else set())
+    trained_with = checkpoint.state["libraries"]["numpy"]
+    trained_with["version"] = "2.0.1"
+    monkeypatch.setattr(np.random, "PCG64", np.random.MT19937)  # another stream from the same seed
+    data, _ = data_and_checkpoint(request.getfixturevalue(fixture))
+    with pytest.raises(
+        CheckpointError, match=rf"twice or never.* numpy {np.__version__}, not 2\.0\.1 .*install numpy==2\.0\.1, or"
+    ):
+        data.position_of(checkpoint)
+
+
+def test_a_library_that_cuts_text_otherwise_is_refused_where_text_is_cut_in_training(sampled, monkeypatch):
+    data, checkpoint = data_and_checkpoint(sampled)
+    encode = Tokenizer.encode_source
+    monkeypatch.setattr(
+        Tokenizer, "encode_source", lambda *given, **settings: [ids[1:] for ids in encode(*given, **settings)]
+    )
+    checkpoint.state["libraries"]["sentencepiece"]["version"] = "0.1.99"
+    with pytest.raises(
+        CheckpointError, match=r"sentencepiece \S+, not 0\.1\.99 .*pip install sentencepiece==0\.1\.99, or"
+    ):
+        data.position_of(checkpoint)
+
+
+def test_a_checkpoint_from_before_libraries_were_written_down_is_gone_on_with(mixed):
+    data, checkpoint = data_and_checkpoint(mixed)
+    del checkpoint.state["libraries"]
+    assert data.position_of(checkpoint).segment.epoch >= 0
 
 
 def test_going_on_with_other_lanes_still_uses_every_row_of_the_epoch_once(train_small, command):

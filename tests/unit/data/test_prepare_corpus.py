@@ -165,7 +165,7 @@ def test_progress_names_the_stages_and_ends_at_the_rows_in_all(tmp_path: Path):
 
 def test_a_corpus_of_which_nothing_is_left_is_refused_with_the_rules(tmp_path: Path):
     write_text(tmp_path)
-    data = {**config_of(tmp_path).data.model_dump(), "filters": {"max_tokens": 1}}
+    data = {**config_of(tmp_path).data.model_dump(), "filters": {"max_tokens": 2}}
     with pytest.raises(DataError, match=r"train\.en .* all of its 500 pairs were dropped \(too_long 500\)"):
         prepare(config_of(tmp_path, data=data))
 

@@ -130,6 +130,6 @@ def test_another_file_in_place_is_another_corpus(tmp_path: Path):
 
 def test_a_corpus_whose_head_is_dropped_is_refused(tmp_path: Path):
     write_parquet(tmp_path / "web.parquet", PAIRS[:300], 100)
-    config = config_in(tmp_path, {"path": "web.parquet"}, filters={"max_tokens": 1})
+    config = config_in(tmp_path, {"path": "web.parquet"}, filters={"max_tokens": 2})
     with pytest.raises(DataError, match=r"web\.parquet: all of its first 300 pairs were dropped \(too_long 300\)"):
         prepare(config)
