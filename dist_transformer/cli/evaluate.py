@@ -1,8 +1,11 @@
-"""evaluate: translate a test set and score it."""
+"""evaluate: translate a test set and score it, or score a given translation."""
 
+import hashlib
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -11,25 +14,58 @@ from dist_transformer.cli.search_options import BeamOption, PenaltyOption, searc
 from dist_transformer.config.data_models import CorpusConfig, DataConfig
 from dist_transformer.config.models import Config
 from dist_transformer.errors import UserError
+from dist_transformer.outputs import check_output
 from dist_transformer.run_dir import RunDir
 
+if TYPE_CHECKING:  # at run time it would import torch for every command
+    from dist_transformer.decoding.comet import CometScorer
+
 TELL_SECONDS = 10
+NAME_CHARACTERS = 50
+"""Of a file's name in the name of its results, for file systems end at 255 bytes."""
+Tokenised = Literal["moses", "spaces"]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Sentences and one or more translations of them, line by line; `sources` may be empty where nothing translates."""
+
+    sources: list[str]
+    references: list[list[str]]
+
+    def digests(self) -> dict[str, Any]:
+        """Which sentences these are, whatever their files are called."""
+        return {
+            "source_sha256": _digest(self.sources),
+            "reference_sha256": [_digest(lines) for lines in self.references],
+        }
 
 
 def evaluate_command(
-    run: Annotated[Path, typer.Argument(help="A run folder, or a model folder with --source.", show_default=False)],
+    run: Annotated[
+        Path | None, typer.Argument(help="A run folder, or a model folder with --source.", show_default=False)
+    ] = None,
     split: Annotated[
         str, typer.Option(help="Which corpus of the run's YAML: test, validation, or a name of data.more_validation.")
     ] = "test",
     source: Annotated[Path | None, typer.Option(help="Source file, in place of the run's.")] = None,
-    target: Annotated[Path | None, typer.Option(help="Reference file, line by line with --source.")] = None,
+    references: Annotated[
+        list[Path] | None,
+        typer.Option("--reference", "--target", help="Reference file, line by line; may be given several times."),
+    ] = None,
+    hypothesis: Annotated[
+        Path | None, typer.Option(help="A file of translations to score, in place of a model, with --reference.")
+    ] = None,
+    language_pair: Annotated[
+        str, typer.Option(help="Of --hypothesis: en-de; decides how zh, ja and ko are cut.", show_default=False)
+    ] = "",
     beam: BeamOption = None,
     length_penalty: PenaltyOption = None,
     comet: Annotated[
         str | None, typer.Option(help="COMET model to score with as well: its name, or a file.", show_default=False)
     ] = None,
     tokenised: Annotated[
-        Literal["moses", "spaces"] | None,
+        Tokenised | None,
         typer.Option(
             help="BLEU as older papers counted it as well: of Moses' tokens (moses), or of text that is tokenised already "
             "(spaces).",
@@ -38,36 +74,37 @@ def evaluate_command(
     ] = None,
 ) -> None:
     """Score a model: sacreBLEU and chrF with their signatures, and the share of exact matches."""
+    _refuse_what_does_not_fit(run, source, references, hypothesis, language_pair, beam, length_penalty, comet)
+    scorer = None if comet is None else _scorer(comet)  # a name that is wrong is told before hours of translating
+    if run is None:
+        assert hypothesis is not None
+        translations, pairs = _given_pairs(hypothesis, source, references or [])
+        print(f"{hypothesis.name}: {len(translations)} lines, {len(pairs.references)} references each")
+        _print_scores(_measured(translations, pairs, language_pair.rpartition("-")[2], tokenised, scorer))
+        return
     from dist_transformer.cli.loaded_model import LoadedTranslator, model_folder_of
     from dist_transformer.data.sources import read_pairs
-    from dist_transformer.decoding.comet import CometScorer
-    from dist_transformer.decoding.score import corpus_scores, tokenised_scores
     from dist_transformer.run_dir import write_json, write_text
 
-    if (source is None) != (target is None):
-        raise UserError("--source and --target belong together: give both, or neither")
     folder = model_folder_of(run)
     is_run = (run / "config.yaml").is_file()
     config, run_dir = read_run(run, None, check_files=False) if is_run else (None, None)
-    if source is not None and target is not None:
-        name, corpus = source.name, CorpusConfig(source=str(source.absolute()), target=str(target.absolute()))
-        data = DataConfig(train=corpus)
+    if source is not None and references:
+        pairs = _read_files(source, references)
+        name = f"{source.name[:NAME_CHARACTERS]}-{_digest([str(pairs.digests())])[:8]}"
     elif config is not None:
-        name, corpus, data = split, _corpus_of(config.data, split, run), config.data
+        sources, lines = read_pairs(_corpus_of(config.data, split, run), config.data)
+        name, pairs = split, Pairs(sources, [lines])
     else:
-        raise UserError(f"{run} is not a run folder: nothing to score; give --source and --target")
-    scorer = CometScorer(comet) if comet is not None else None
-    sources, references = read_pairs(corpus, data)
+        raise UserError(f"{run} is not a run folder: nothing to score; give --source and --reference")
+    if run_dir is not None:
+        _check_writable(run_dir, run)
     settings = search_settings(run, beam_size=beam, length_penalty=length_penalty, n_best=1)
     translator = LoadedTranslator(folder, settings)
-    translations = list(translator.translate(sources))
-    measured = corpus_scores(translations, references, translator.information.target_language)
-    if tokenised is not None:
-        measured |= tokenised_scores(translations, references, tokenised, translator.information.target_language)
-    if scorer is not None:
-        measured |= {"comet": scorer.score(sources, translations, references), "comet_model": str(comet)}
-    scores = {**measured, "pairs": len(references), **settings.model_dump()}
-    print(f"{name}: {len(references)} pairs, beam {settings.beam_size}, length penalty {settings.length_penalty}")
+    translations = list(translator.translate(pairs.sources))
+    measured = _measured(translations, pairs, translator.information.target_language, tokenised, scorer)
+    scores = {**measured, "pairs": len(translations), **pairs.digests(), **settings.model_dump()}
+    print(f"{name}: {len(translations)} pairs, beam {settings.beam_size}, length penalty {settings.length_penalty}")
     _print_scores(scores)
     if run_dir is not None:
         write_json(run_dir.evaluation / f"{name}.json", scores)
@@ -76,6 +113,87 @@ def evaluate_command(
         if config is not None and config.tracking.enabled:
             numbers = {key: value for key, value in measured.items() if isinstance(value, float)}
             _tell_mlflow(config, run_dir, {"name": name, "step": translator.information.step, "metrics": numbers})
+
+
+def _refuse_what_does_not_fit(
+    run: Path | None,
+    source: Path | None,
+    references: list[Path] | None,
+    hypothesis: Path | None,
+    language_pair: str,
+    beam: int | None,
+    length_penalty: float | None,
+    comet: str | None,
+) -> None:
+    if (run is None) == (hypothesis is None):
+        raise UserError("expected a run or model folder to translate with, or --hypothesis FILE: give one of them")
+    if hypothesis is None:
+        if (source is None) != (not references):
+            raise UserError("--source and --reference belong together: give both, or neither")
+        if language_pair:
+            raise UserError(f"--language-pair {language_pair}: is of --hypothesis; a model knows its languages")
+    else:
+        if not references:
+            raise UserError("--hypothesis needs --reference FILE, once for each translation to compare with")
+        if beam is not None or length_penalty is not None:
+            raise UserError("--beam and --length-penalty are of a search: leave them out with --hypothesis")
+        if comet is not None and source is None:
+            raise UserError("--comet reads the source too: give --source FILE")
+    if comet is not None and len(references or []) > 1:
+        raise UserError("--comet compares with one reference: give --reference once")
+
+
+def _read_files(first: Path, others: Sequence[Path]) -> Pairs:
+    """The lines of a file, and of others that have as many.
+
+    Raises:
+        DataError: one is missing or empty, is not UTF-8, or has more or fewer lines than the first.
+    """
+    from dist_transformer.data.sources import read_pairs
+
+    corpora = [CorpusConfig(source=str(first.absolute()), target=str(other.absolute())) for other in others]
+    both = [read_pairs(corpus, DataConfig(train=corpus)) for corpus in corpora]
+    return Pairs(both[0][0], [lines for _, lines in both])
+
+
+def _given_pairs(hypothesis: Path, source: Path | None, references: list[Path]) -> tuple[list[str], Pairs]:
+    read = _read_files(hypothesis, [*references, *([] if source is None else [source])])
+    sources = [] if source is None else read.references.pop()
+    return read.sources, Pairs(sources, read.references)
+
+
+def _measured(
+    translations: list[str], pairs: Pairs, language: str, tokenised: Tokenised | None, scorer: "CometScorer | None"
+) -> dict[str, Any]:
+    from dist_transformer.decoding.score import corpus_scores, tokenised_scores
+
+    reference, *further = pairs.references
+    measured = corpus_scores(translations, reference, language, further)
+    if tokenised is not None:
+        measured |= tokenised_scores(translations, reference, tokenised, language, further)
+    if scorer is not None:
+        measured |= {"comet": scorer.score(pairs.sources, translations, reference), "comet_model": scorer.name}
+    return measured
+
+
+def _scorer(comet: str) -> "CometScorer":
+    from dist_transformer.decoding.comet import CometScorer  # imports torch
+
+    return CometScorer(comet)
+
+
+def _check_writable(run_dir: RunDir, run: Path) -> None:
+    """A run folder that takes no results is told before hours of translating."""
+    try:
+        check_output(run_dir.evaluation, "results", Path.is_dir)
+    except UserError as error:
+        raise UserError(
+            f"{error}; or score without keeping it: evaluate {run}/model --source FILE --reference FILE"
+        ) from None
+
+
+def _digest(lines: Sequence[str]) -> str:
+    return hashlib.sha256("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _print_scores(scores: dict[str, Any]) -> None:
@@ -115,7 +233,7 @@ def _corpus_of(data: DataConfig, split: str, run: Path) -> CorpusConfig:
         there = ", ".join(name for name, found in given.items() if found is not None) or "none"
         where = f"data.{split}" if split in given else f"data.more_validation.{split}"
         raise UserError(
-            f"{where} is not given in {run / 'config.yaml'}: nothing to score; give --source and --target, or one of the "
+            f"{where} is not given in {run / 'config.yaml'}: nothing to score; give --source and --reference, or one of the "
             f"corpora that are there with --split: {there}"
         )
     return corpus

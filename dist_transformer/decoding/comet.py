@@ -40,6 +40,7 @@ class CometScorer:
                 f"the COMET model {name} cannot be loaded ({type(error).__name__}: {error}): expected a name of the "
                 "package's models, such as Unbabel/wmt22-comet-da, or a checkpoint file"
             ) from error
+        self.name = name
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     @torch.no_grad()

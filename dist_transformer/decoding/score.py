@@ -25,28 +25,37 @@ TOKENIZERS = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab"}
 
 
 def corpus_scores(
-    hypotheses: Sequence[str], references: Sequence[str], target_language: str = ""
+    hypotheses: Sequence[str],
+    references: Sequence[str],
+    target_language: str = "",
+    further_references: Sequence[Sequence[str]] = (),
 ) -> dict[str, float | str]:
     """BLEU and chrF (0 to 100) of detokenized text with their signatures, and the share of exact matches (0 to 1).
 
     `target_language` decides BLEU's tokenizer, as in sacreBLEU's command: `zh`, `ja-mecab`, `ko-mecab`, `13a` for others.
+    `further_references` are other translations of the same lines; a match is one with any of them.
 
-    Raises DataError when there is nothing to score or the two sides differ in length.
+    Raises DataError when there is nothing to score or the sides differ in length.
     """
-    _check_lines(hypotheses, references)
+    every = _every_reference(hypotheses, references, further_references)
     bleu, chrf = BLEU(tokenize=_tokenizer(target_language)), CHRF()
-    matches = sum(ours.strip() == theirs.strip() for ours, theirs in zip(hypotheses, references, strict=True))
+    rows = zip(hypotheses, *every, strict=True)
+    matches = sum(ours.strip() in {each.strip() for each in theirs} for ours, *theirs in rows)
     return {
-        "bleu": bleu.corpus_score(list(hypotheses), [list(references)]).score,
+        "bleu": bleu.corpus_score(list(hypotheses), every).score,
         "bleu_signature": str(bleu.get_signature()),
-        "chrf": chrf.corpus_score(list(hypotheses), [list(references)]).score,
+        "chrf": chrf.corpus_score(list(hypotheses), every).score,
         "chrf_signature": str(chrf.get_signature()),
         "exact_match": matches / len(references),
     }
 
 
 def tokenised_scores(
-    hypotheses: Sequence[str], references: Sequence[str], words: Words, target_language: str = ""
+    hypotheses: Sequence[str],
+    references: Sequence[str],
+    words: Words,
+    target_language: str = "",
+    further_references: Sequence[Sequence[str]] = (),
 ) -> dict[str, float | str]:
     """BLEU (0 to 100) as papers counted it before sacreBLEU, with signatures: Moses' multi-bleu.perl on tokenised text.
 
@@ -55,23 +64,23 @@ def tokenised_scores(
     "moses" both sides are tokenised here, by the rules of `target_language` (English ones where Moses has none);
     with "spaces" they are taken as tokenised already.
 
-    Raises DataError when there is nothing to score or the two sides differ in length.
+    Raises DataError when there is nothing to score or the sides differ in length.
     """
-    _check_lines(hypotheses, references)
+    every = _every_reference(hypotheses, references, further_references)
     if words == "moses":
         from sacremoses import MosesTokenizer  # compiles hundreds of expressions: about half a second of a processor
 
         language = _main_language(target_language) or "en"
         moses = MosesTokenizer(language)
-        hypotheses, references = (
-            [moses.tokenize(line, return_str=True) for line in lines] for lines in (hypotheses, references)
+        hypotheses, *every = (
+            [moses.tokenize(line, return_str=True) for line in lines] for lines in (hypotheses, *every)
         )
         name = f"moses-{language}-{version('sacremoses')}"
     else:
         name = "spaces"
-    whole, whole_signature = _multi_bleu(hypotheses, references, name)
+    whole, whole_signature = _multi_bleu(hypotheses, every, name)
     split, split_signature = _multi_bleu(
-        _with_compounds_split(hypotheses), _with_compounds_split(references), f"{name}-compounds"
+        _with_compounds_split(hypotheses), [*map(_with_compounds_split, every)], f"{name}-compounds"
     )
     return {
         "bleu_tokenised": whole,
@@ -81,13 +90,13 @@ def tokenised_scores(
     }
 
 
-def _multi_bleu(hypotheses: Sequence[str], references: Sequence[str], tokens: str) -> tuple[float, str]:
+def _multi_bleu(hypotheses: Sequence[str], references: Sequence[Sequence[str]], tokens: str) -> tuple[float, str]:
     """What multi-bleu.perl prints for words between spaces, not rounded: no smoothing, 0 where no four words match.
 
     The signature is sacreBLEU's, with `tokens` for the name of its tokenizer.
     """
     bleu = BLEU(tokenize="none", smooth_method="none", force=True)  # force: tokenised text is what is asked for
-    score = bleu.corpus_score(list(hypotheses), [list(references)]).score
+    score = bleu.corpus_score(list(hypotheses), references).score
     return score, str(bleu.get_signature()).replace("tok:none", f"tok:{tokens}")
 
 
@@ -96,14 +105,18 @@ def _with_compounds_split(lines: Iterable[str]) -> list[str]:
     return [re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line) for line in lines]
 
 
-def _check_lines(hypotheses: Sequence[str], references: Sequence[str]) -> None:
-    if len(hypotheses) != len(references):
-        raise DataError(
-            f"{len(hypotheses)} translations cannot be scored against {len(references)} references: expected one "
-            "reference a translation. Check that both come from the same lines."
-        )
+def _every_reference(
+    hypotheses: Sequence[str], references: Sequence[str], further: Sequence[Sequence[str]]
+) -> list[list[str]]:
+    for lines in (references, *further):
+        if len(hypotheses) != len(lines):
+            raise DataError(
+                f"{len(hypotheses)} translations cannot be scored against {len(lines)} references: expected one "
+                "reference a translation. Check that both come from the same lines."
+            )
     if not references:
         raise DataError("There are no lines to score: expected at least one translation and its reference.")
+    return [list(lines) for lines in (references, *further)]
 
 
 def _main_language(code: str) -> str:

@@ -1,5 +1,6 @@
 """Which scores of several runs may be called better or worse: those that were measured alike."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ OF_TRANSLATIONS = (
 """What bleu, chrf and comet depend on besides the weights and the corpus."""
 OF_TOKENS = ("tokenizer.type", "tokenizer.vocabulary_size", "tokenizer.shared", "tokenizer.source_model")
 """What the pieces are that loss, nll, perplexity and token accuracy are a mean over."""
-OF_EVALUATION = ("pairs", "beam_size", "length_penalty", "max_extra_tokens")
+OF_EVALUATION = ("source_sha256", "reference_sha256", "pairs", "beam_size", "length_penalty", "max_extra_tokens")
 """Of the files in evaluation/."""
 
 
@@ -33,15 +34,41 @@ def differences(stories: Sequence[RunStory], keys: Iterable[str]) -> list[str]:
 def why_not_alike(stories: Sequence[RunStory], measure: str) -> list[str]:
     """The settings by which a measure of validation is another one from run to run; empty: it may be compared."""
     corpus, key = corpus_and_measure(measure)
-    keys = [f"data.more_validation.{corpus}." if corpus else "data.validation."]
+    found = _other_text(stories, f"data.more_validation.{corpus}" if corpus else "data.validation")
     if key in TRANSLATION_MEASURES:
-        keys += [*OF_TRANSLATIONS, *(["validation.comet"] if key == "comet" else [])]
-    else:
-        keys += [*OF_TOKENS, *(["training.label_smoothing"] if key == "loss" else [])]
-    return differences(stories, keys)
+        return found + differences(stories, [*OF_TRANSLATIONS, *(["validation.comet"] if key == "comet" else [])])
+    smoothing = ["training.label_smoothing"] if key == "loss" else []
+    return found + _other_pieces(stories) + differences(stories, ["data.filters.", *smoothing])
 
 
-def why_evaluated_otherwise(evaluations: Sequence[Mapping[str, Any]], measure: str) -> list[str]:
-    """The same of results of `evaluate`, of which none is empty."""
+def why_evaluated_otherwise(
+    stories: Sequence[RunStory], evaluations: Sequence[Mapping[str, Any]], name: str, measure: str
+) -> list[str]:
+    """The same of results of `evaluate`, of which none is empty, under this name in each of the runs."""
     keys = (*OF_EVALUATION, f"{measure}_signature" if measure != "comet" else "comet_model")
-    return [key for key in keys if any(each.get(key) != evaluations[0].get(key) for each in evaluations)]
+    found = [key for key in keys if any(each.get(key) != evaluations[0].get(key) for each in evaluations)]
+    if all("source_sha256" in each for each in evaluations):
+        return found
+    of_split = f"data.{name}" if name in ("test", "validation") else f"data.more_validation.{name}"
+    return found or _other_text(stories, of_split)  # of a version that did not note what it scored
+
+
+def _other_text(stories: Sequence[RunStory], corpus: str) -> list[str]:
+    """By what the settings `corpus` name another text from run to run; the prepared corpora know the one they have."""
+    known = [story.prepared.validation for story in stories if story.prepared and story.prepared.validation]
+    if corpus == "data.validation" and len(known) == len(stories):
+        return [f"{corpus} (its text)"] if any(each != known[0] for each in known) else []
+    places = [
+        [os.path.join(str(story.settings.get("data.root") or ""), str(story.settings.get(f"{corpus}.{side}")))
+         for side in ("source", "target", "path") if story.settings.get(f"{corpus}.{side}")]
+        for story in stories
+    ]  # fmt: skip
+    found = differences(stories, [f"{corpus}.", "data.normalization"])
+    return found or (["data.root"] if any(each != places[0] for each in places) else [])
+
+
+def _other_pieces(stories: Sequence[RunStory]) -> list[str]:
+    known = [story.prepared.pieces for story in stories if story.prepared and story.prepared.pieces]
+    if known and len(known) == len(stories):
+        return ["the pieces of the tokenizer"] if len(set(known)) > 1 else []
+    return differences(stories, OF_TOKENS)

@@ -2,8 +2,9 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -125,20 +126,36 @@ def _scored(name: str, texts: list[str], best: int | None, why: Sequence[str]) -
 
 def _evaluation_rows(stories: Sequence[Named]) -> Iterator[Row]:
     """The results of `evaluate`: how they were found stands in the row's name, or where that differs beside each."""
-    for name in dict.fromkeys(name for _, story in stories for name in story.evaluations):
+    for name, text in dict.fromkeys(
+        (name, _text_of(scores)) for _, story in stories for name, scores in story.evaluations.items()
+    ):
         for key in EVALUATED:
             scores = [story.evaluations.get(name, {}) for _, story in stories]
+            scores = [each if _text_of(each) == text else {} for each in scores]
             known = [each for each in scores if key in each]
+            having = [story for (_, story), each in zip(stories, scores, strict=True) if key in each]
             if not known:
                 continue
             values, hows = [each.get(key) for each in scores], {evaluation_text(each) for each in known}
-            title = f"evaluated: {name} {measure_name(key)}"
+            title = f"evaluated: {_name_of(name, text, stories)} {measure_name(key)}"
             texts = [measure_text(key, value) for value in values]
             if len(hows) == 1:
                 title = f"{title} {hows.pop()}".strip()
             else:
                 texts = [f"{text} {evaluation_text(each)}".strip() for text, each in zip(texts, scores, strict=True)]
-            yield _scored(title, texts, _best(values, True), why_evaluated_otherwise(known, key))
+            yield _scored(title, texts, _best(values, True), why_evaluated_otherwise(having, known, name, key))
+
+
+def _text_of(scores: Mapping[str, Any]) -> str:
+    """What tells the sentences of a result from others; empty in results of versions that did not note it."""
+    digests = f"{scores['source_sha256']} {scores.get('reference_sha256')}" if "source_sha256" in scores else ""
+    return sha256(digests.encode()).hexdigest() if digests else ""
+
+
+def _name_of(name: str, text: str, stories: Sequence[Named]) -> str:
+    """The name of the corpus, and the beginning of its digest where other sentences have the same."""
+    texts = {_text_of(story.evaluations[name]) for _, story in stories if name in story.evaluations}
+    return name if len(texts) == 1 else f"{name} [{text[:8] or 'text not known'}]"
 
 
 def notes(rows: Sequence[Row]) -> list[str]:

@@ -55,6 +55,8 @@ class PreparedCorpus:
 
     Attributes:
         vocabularies: sizes of the source and the target vocabulary.
+        pieces: what tells its tokenizer from another.
+        validation: what tells its validation corpus from another, wherever the files lie.
     """
 
     folder: Path
@@ -62,6 +64,8 @@ class PreparedCorpus:
     digest: str | None
     picture: bytes | None
     vocabularies: tuple[int, int] | None
+    pieces: tuple[Any, Any] | None
+    validation: Record | None
 
 
 @dataclass(frozen=True)
@@ -257,10 +261,13 @@ def _prepared(folder: Any) -> PreparedCorpus | None:
     path = Path(folder)
     picture, manifest = path / "lengths.png", read_record(path / "manifest.json")
     source, target = (manifest.get(f"{side}_vocabulary") for side in ("source", "target"))
+    models: Record = manifest["tokenizer"] if isinstance(manifest.get("tokenizer"), dict) else {}
     return PreparedCorpus(
         path,
         read_record(path / "report.json"),
         manifest.get("digest"),
         picture.read_bytes() if picture.is_file() else None,
         (source, target) if isinstance(source, int) and isinstance(target, int) else None,
+        (models["source_sha256"], models["target_sha256"]) if "source_sha256" in models else None,
+        manifest["recipe"].get("validation") if isinstance(manifest.get("recipe"), dict) else None,
     )

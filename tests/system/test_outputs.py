@@ -20,7 +20,8 @@ prepare run, train run, plan run, plan calibrate, simulate run, simulate calibra
 preflight run_folder, status root, list root, logs root, stacks root, stop root, cancel root, resume root,
 average run, extend-vocabulary model, extend-vocabulary pieces_file, export model, import source, import source_model,
 import target_model, translate model, translate source, translate prefix, translate ensemble, score model, score source,
-score target, score ensemble, evaluate run, evaluate source, evaluate target, report sentences, report root, compare root,
+score target, score ensemble, evaluate run, evaluate source, evaluate references,
+evaluate hypothesis, report sentences, report root, compare root,
 ui root, config check config, config show config, data inspect run, data audit run, sweep status folder, track sync run,
 track model run, track model folder, track end run
 """

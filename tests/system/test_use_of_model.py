@@ -1,6 +1,9 @@
 """What people do with a trained model: translate, evaluate, average, and see the run in MLflow."""
 
+import hashlib
 import json
+import subprocess
+import sys
 
 import pytest
 from mlflow import MlflowClient
@@ -36,8 +39,73 @@ def test_evaluate_prints_and_keeps_scores_with_their_signatures(command, trained
     assert f"BLEU  {kept['bleu']:.2f}" in command("evaluate", trained / "model", *files)
 
 
+def test_results_of_two_files_of_one_name_lie_side_by_side_and_say_what_was_scored(
+    command, trained, small_corpus, tmp_path
+):
+    before = {path.name: path.read_bytes() for path in (trained / "evaluation").iterdir()}
+    for folder, first in (("a", 0), ("b", 20)):
+        (tmp_path / folder).mkdir()
+        for language in ("en", "de"):
+            lines = (small_corpus / f"valid.{language}").read_text(encoding="utf-8").splitlines(keepends=True)
+            (tmp_path / folder / f"test.{language}").write_text("".join(lines[first : first + 20]), encoding="utf-8")
+        files = ("--source", tmp_path / folder / "test.en", "--target", tmp_path / folder / "test.de")
+        for _ in range(2):  # the same text once more is the same result
+            command("evaluate", trained, *files)
+    made = {path for path in (trained / "evaluation").glob("*.json") if path.name not in before}
+    results = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(made)]
+    assert len(results) == 2
+    assert all(path.name.startswith("test.en-") for path in made)
+    lines = (tmp_path / "a" / "test.en").read_bytes()
+    assert hashlib.sha256(lines).hexdigest() in {result["source_sha256"] for result in results}
+    assert results[0]["reference_sha256"] != results[1]["reference_sha256"]
+    assert {name: (trained / "evaluation" / name).read_bytes() for name in before} == before
+
+
+def test_evaluate_scores_given_translations_against_several_references_as_sacrebleu_does(command, tmp_path):
+    lines = {
+        "ours": ["Das ist ein Haus .", "Er geht heim", "Guten Tag, Welt!"],
+        "one": ["Das ist das Haus .", "Er geht nach Hause", "Guten Tag, Welt!"],
+        "two": ["Dies ist ein Haus .", "Er geht heim", "Hallo Welt"],
+        "zh": ["这是一座房子。", "他回家。", "你好世界。"],
+    }
+    for name, content in lines.items():
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in content), encoding="utf-8")
+    files = {name: tmp_path / name for name in lines}
+    for references, pair in ((["one", "two"], []), (["two"], []), (["zh"], ["--language-pair", "en-zh"])):
+        given = [option for name in references for option in ("--reference", files[name])]
+        said = command("evaluate", "--hypothesis", files["ours"], *given, *pair)
+        program = [sys.executable, "-m", "sacrebleu", *(files[name] for name in references), "-i", files["ours"]]
+        asked = [*program, "-m", "bleu", "chrf", "-w", "4", "-l", pair[1] if pair else "en-de"]
+        theirs = json.loads(subprocess.run(asked, check=True, capture_output=True, text=True).stdout)
+        for name, score in zip(("BLEU", "chrF"), theirs, strict=True):
+            assert f"{name}  {score['score']:.2f}  {score['signature']}" in said
+    assert "exact 66.67 %" in command(
+        "evaluate", "--hypothesis", files["ours"], "--reference", files["one"], "--reference", files["two"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "expected a run or model folder to translate with, or --hypothesis FILE"),
+        (("RUN", "--hypothesis", "a"), "expected a run or model folder to translate with, or --hypothesis FILE"),
+        (("--hypothesis", "a"), "--hypothesis needs --reference FILE"),
+        (("--hypothesis", "a", "--reference", "b", "--beam", 4), "--beam and --length-penalty are of a search"),
+        (("--hypothesis", "a", "--reference", "b", "--comet", "x"), "--comet reads the source too"),
+        (("RUN", "--source", "a"), "--source and --reference belong together"),
+        (("RUN", "--language-pair", "en-de"), "--language-pair en-de: is of --hypothesis"),
+        (("--hypothesis", "valid.en", "--reference", "train.en"), "40"),
+        (("--hypothesis", "gone", "--reference", "valid.en"), "gone"),
+    ],
+)
+def test_what_evaluate_cannot_score_is_told(options, message, command, trained):
+    said = command("evaluate", *(trained if option == "RUN" else option for option in options), code=2)
+    assert message in said
+    assert "Traceback" not in said
+
+
 def test_evaluate_without_a_corpus_says_what_to_give(command, trained):
-    assert "nothing to score; give --source and --target" in command("evaluate", trained / "model", code=2)
+    assert "nothing to score; give --source and --reference" in command("evaluate", trained / "model", code=2)
 
 
 def test_average_writes_a_model_folder_of_the_last_checkpoints(command, trained, tmp_path):

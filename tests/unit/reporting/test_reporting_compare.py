@@ -64,6 +64,58 @@ def test_results_of_other_searches_or_pairs_have_no_best_one(stories, changed, t
     assert why in Page(compare_page(stories)).text
 
 
+def test_results_of_other_sentences_under_one_name_are_never_shown_as_one(stories):
+    for (_, story), digest in zip(stories, ("a", "b"), strict=True):
+        path = story.run_dir.evaluation / "test.json"
+        write_json(path, {**read_json(path), "source_sha256": digest * 64, "reference_sha256": [digest * 64]})
+    stories = [(name, read_story(story.run_dir)) for name, story in stories]
+    rows = {name: row for name, row in rows_of(result_rows(stories)).items() if "BLEU" in name and "evaluated" in name}
+    assert sorted(row for row, _ in rows.values()) == [["-", "33.00"], ["31.25", "-"]]
+    assert {best for _, best in rows.values()} == {None}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("data.test.source", "other.en"), ("data.root", "/other"), ("data.normalization", "NFC")]
+)
+def test_results_that_do_not_say_what_was_scored_are_compared_by_the_settings(tmp_path, setting, value):
+    places = {"data.test.source": "test.en", "data.test.target": "test.de"}
+    first = write_run(tmp_path / "first", num_steps=40, **places)
+    second = write_run(tmp_path / "second", num_steps=40, **{**places, setting: value})
+    write_json(second.evaluation / "test.json", {**read_json(first.evaluation / "test.json"), "bleu": 33.0})
+    rows = result_rows(named([read_story(first), read_story(second)]))
+    (row,) = (row for row in rows if row.name.startswith("evaluated: test BLEU"))
+    assert row.best is None
+    assert setting in row.note
+
+
+def test_losses_are_compared_only_where_the_prepared_corpora_have_the_same_pieces_and_the_same_text(tmp_path):
+    asked = []
+
+    def unmarked(**changed):
+        asked.append(changed)
+        run_dirs = []
+        for name, manifest in (("first", {}), ("second", changed)):
+            run_dir = write_run(tmp_path / f"{len(asked)}-{name}", num_steps=40)
+            prepared = tmp_path / f"prepared-{name}"
+            models = {"source_sha256": "a", "target_sha256": "a", **manifest.get("tokenizer", {})}
+            write_json(prepared / "manifest.json", {
+                "digest": "d", "tokenizer": models, "recipe": {"validation": manifest.get("validation", {"files": [1]})},
+            })  # fmt: skip
+            text = run_dir.config.read_text().replace(str(tmp_path / "prepared"), str(prepared))
+            run_dir.config.write_text(text)
+            run_dirs.append(run_dir)
+        run_dirs[1].metrics.write_text(run_dirs[1].metrics.read_text().replace('"loss": ', '"loss": 1').replace(
+            '"bleu": ', '"bleu": 1'))  # fmt: skip
+        rows = result_rows(named([read_story(run_dir) for run_dir in run_dirs]))
+        return {row.name.split(",")[0]: row.note for row in rows if row.name.startswith("validation") and row.note}
+
+    assert unmarked() == {}
+    pieces = "the runs differ in the pieces of the tokenizer"
+    assert unmarked(tokenizer={"target_sha256": "b"}) == {"validation loss": pieces}
+    text = "the runs differ in data.validation (its text)"
+    assert unmarked(validation={"files": [2]}) == {"validation loss": text, "validation BLEU": text}
+
+
 @pytest.mark.parametrize(
     ("setting", "value", "unmarked"),
     [

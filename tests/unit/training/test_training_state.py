@@ -164,7 +164,10 @@ def test_the_first_averages_forget_quickly(make_engine, batches):
     ("settings", "said"),
     [
         (dict(freeze=("encoder.*",)), r"training\.freeze: 'encoder\.\*' names no parameter.*encoder_layers"),
-        (dict(freeze=("embeddings",)), r"'embeddings' names no parameter\. Parameters are (source|target)_embedding\.weight, "),
+        (
+            dict(freeze=("embeddings",)),
+            r"'embeddings' names no parameter\. Parameters are (source|target)_embedding\.weight, ",
+        ),
         (dict(freeze=("decoder_layer.*.bias",)), r"names no parameter\. Parameters are decoder_layers\.0\.\S*bias, "),
         (dict(freeze=("*",)), r"freeze all \d+ parameters.*leave some of them free"),
         (dict(optimizer=OptimizerConfig(no_decay=("bias",))), r"optimizer\.no_decay: 'bias' names no parameter"),
