@@ -43,7 +43,12 @@ class WithoutPadding(Transformer):
     """A `Transformer` of the paper's options that computes its loss so; all else is inherited, and pads."""
 
     def loss(
-        self, source_BS: Tensor, target_in_BT: Tensor, target_out_BT: Tensor, label_smoothing: float
+        self,
+        source_BS: Tensor,
+        target_in_BT: Tensor,
+        target_out_BT: Tensor,
+        label_smoothing: float,
+        num_targets: int | None = None,
     ) -> tuple[Tensor, Tensor]:
         source, target = Rows.of(source_BS != self.pad_id), Rows.of(target_out_BT != self.pad_id)
         memory_MD = self._tokens(self.source_embedding, self.source_positions, source_BS, source)

@@ -39,11 +39,13 @@ def label_smoothed_cross_entropy(
     label_smoothing: float,
     pad_id: int | None = None,
     bias_V: Tensor | None = None,
+    num_real: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sums over the real targets of (label-smoothed loss, negative log-likelihood): natural logarithm, fp32 scalars.
 
     Equal to `F.cross_entropy(hidden @ weight.T + bias, target, reduction="sum", ignore_index=pad_id,
-    label_smoothing=...)` on fp32 logits. Targets equal to `pad_id` cost nothing. Only the first sum has a gradient. Matrix
+    label_smoothing=...)` on fp32 logits. Targets equal to `pad_id` cost nothing; `num_real` is the number of the others,
+    without which a GPU is waited for to count them. Only the first sum has a gradient. Matrix
     products run in the autocast type where autocast is on, otherwise in the type of `hidden_ND`; all else is fp32 (fp64 for
     fp64).
     """
@@ -56,7 +58,7 @@ def label_smoothed_cross_entropy(
     )
     with torch.autocast(device_type, enabled=False):
         loss_sum, nll_sum = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden_ND, weight_VD, bias_V, target_N, label_smoothing, pad_id, matmul_dtype, needs_gradient
+            hidden_ND, weight_VD, bias_V, target_N, label_smoothing, pad_id, num_real, matmul_dtype, needs_gradient
         )
     return loss_sum, nll_sum
 
@@ -69,13 +71,14 @@ def token_sums(
     label_smoothing: float,
     pad_id: int,
     bias_V: Tensor | None = None,
+    num_real: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sums of `label_smoothed_cross_entropy`, without gradients, and over how many real targets are the likeliest
     token (int64); chunk by chunk too."""
     wide = _wide_dtype(hidden_ND.dtype)
     device_type = hidden_ND.device.type
     matmul_dtype = _matmul_dtype(hidden_ND.dtype, device_type)
-    real_R = (target_N != pad_id).nonzero().squeeze(1)
+    real_R = _real(target_N, pad_id, num_real)
     hidden_RD, target_R = hidden_ND[real_R].to(matmul_dtype), target_N[real_R]
     weight_VD = weight_VD.to(matmul_dtype)
     mean_weight_D = weight_VD.mean(0, dtype=wide)
@@ -105,12 +108,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         target_N: Tensor,
         label_smoothing: float,
         pad_id: int | None,
+        num_real: int | None,
         matmul_dtype: torch.dtype,
         needs_gradient: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor]:
         """`needs_gradient`: whether hidden states, weight and bias do."""
         wide = _wide_dtype(hidden_ND.dtype)
-        real_R = (torch.ones_like(target_N) if pad_id is None else target_N != pad_id).nonzero().squeeze(1)
+        real_R = _real(target_N, pad_id, num_real)
         hidden_RD, target_R = hidden_ND[real_R].to(matmul_dtype), target_N[real_R]
         multiplied_weight_VD = weight_VD.to(matmul_dtype)
         mean_weight_D = multiplied_weight_VD.mean(0, dtype=wide)
@@ -161,7 +165,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             weight_gradient_VD = (weight_gradient_VD * factor).to(ctx.weight_dtype)
         if bias_gradient_V is not None:
             bias_gradient_V = (bias_gradient_V * loss_gradient).to(ctx.weight_dtype)
-        return hidden_gradient_ND, weight_gradient_VD, bias_gradient_V, None, None, None, None, None
+        return hidden_gradient_ND, weight_gradient_VD, bias_gradient_V, *[None] * 6
+
+
+def _real(target_N: Tensor, pad_id: int | None, num_real: int | None) -> Tensor:
+    """(R,) the places of the real targets."""
+    if pad_id is None:
+        return torch.arange(len(target_N), device=target_N.device)
+    is_real_N = target_N != pad_id
+    if num_real is None:
+        return is_real_N.nonzero().squeeze(1)
+    return torch.nonzero_static(is_real_N, size=num_real, fill_value=len(target_N)).squeeze(
+        1
+    )  # one too few is an error
 
 
 def _chunks(

@@ -126,22 +126,33 @@ class Transformer(nn.Module):
         return F.linear(hidden, self.output_weight, self.output_bias)
 
     def loss(
-        self, source_BS: Tensor, target_in_BT: Tensor, target_out_BT: Tensor, label_smoothing: float
+        self,
+        source_BS: Tensor,
+        target_in_BT: Tensor,
+        target_out_BT: Tensor,
+        label_smoothing: float,
+        num_targets: int | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Sums over the real tokens of `target_out_BT` of (label-smoothed loss, negative log-likelihood); fp32."""
-        hidden_ND = self.decode_hidden(source_BS, target_in_BT).flatten(0, 1)
-        return label_smoothed_cross_entropy(
-            hidden_ND, self.output_weight, target_out_BT.flatten(), label_smoothing, self.pad_id, self.output_bias
-        )
+        """Sums over the real tokens of `target_out_BT` of (label-smoothed loss, negative log-likelihood); fp32.
+
+        `num_targets`: how many they are, where the host knows it: then no GPU is waited for.
+        """
+        hidden_ND, target_N = self.decode_hidden(source_BS, target_in_BT).flatten(0, 1), target_out_BT.flatten()
+        about = label_smoothing, self.pad_id, self.output_bias, num_targets
+        return label_smoothed_cross_entropy(hidden_ND, self.output_weight, target_N, *about)
 
     def token_sums(
-        self, source_BS: Tensor, target_in_BT: Tensor, target_out_BT: Tensor, label_smoothing: float
+        self,
+        source_BS: Tensor,
+        target_in_BT: Tensor,
+        target_out_BT: Tensor,
+        label_smoothing: float,
+        num_targets: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The sums of `loss`, and the number of real target tokens that the model finds the likeliest; no gradients."""
-        hidden_ND = self.decode_hidden(source_BS, target_in_BT).flatten(0, 1)
-        return token_sums(
-            hidden_ND, self.output_weight, target_out_BT.flatten(), label_smoothing, self.pad_id, self.output_bias
-        )
+        hidden_ND, target_N = self.decode_hidden(source_BS, target_in_BT).flatten(0, 1), target_out_BT.flatten()
+        about = label_smoothing, self.pad_id, self.output_bias, num_targets
+        return token_sums(hidden_ND, self.output_weight, target_N, *about)
 
     def decode_hidden(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
         """The decoder's last hidden states (B, T, D), before the projection to the vocabulary."""

@@ -107,7 +107,7 @@ class Engine:
             delay_scale_growth(self._engine.optimizer)
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
-    def __call__(self, *inputs: Tensor | bool) -> Any:
+    def __call__(self, *inputs: Tensor | int | None) -> Any:
         """The objective's forward pass."""
         return self._engine(*inputs)
 

@@ -43,6 +43,21 @@ def from_fixed_point(units: int, not_finite: int) -> float:
     return math.nan if not_finite else units * LOSS_UNIT
 
 
+class Fetched:
+    """A number of the device on its way to the host: what is begun after it is not waited for."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        self._number = number.to("cpu", non_blocking=True)  # into page-locked memory
+        self._arrival = torch.cuda.Event() if number.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._arrival is not None:
+            self._arrival.record()
+
+    def value(self) -> float:
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return float(self._number)
+
+
 @dataclass(frozen=True)
 class News:
     """What a rank tells the others along with its batch."""

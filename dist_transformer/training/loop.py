@@ -18,7 +18,7 @@ from dist_transformer.distributed import Ranks
 from dist_transformer.errors import CheckpointError, DataError
 from dist_transformer.training.divergence import Diverged, LossMonitor
 from dist_transformer.training.engine import Engine
-from dist_transformer.training.feed import Feed, GlobalBatch, News, fixed_point, from_fixed_point
+from dist_transformer.training.feed import Feed, Fetched, GlobalBatch, News, fixed_point, from_fixed_point
 from dist_transformer.training.records import Progress, dropout_seed
 from dist_transformer.training.report import ProgressBar
 from dist_transformer.training.reporter import Reporter
@@ -186,14 +186,15 @@ class Trainer:
             loss, nll = forward(self._engine, micro_batch or self._zero_weight, ranks.device)
             self._engine.backward(loss, batch.target_tokens)
             losses += torch.stack([loss.detach(), nll.detach()]).double()
+        loss_sum = Fetched(losses[0])  # before the update, whose end is not waited for then
         applied = self._engine.step(self._learning_rate(progress.step + 1))
-        self._count(batch, applied, losses)
+        self._count(batch, applied, losses, loss_sum.value())
         self.current_batch = None
         return applied
 
-    def _count(self, batch: GlobalBatch, applied: bool, losses: torch.Tensor) -> None:
+    def _count(self, batch: GlobalBatch, applied: bool, losses: torch.Tensor, loss: float) -> None:
         progress = self.progress
-        step, loss = progress.step + 1, float(losses[0])  # the device was waited for in the update
+        step = progress.step + 1
         is_of_other_text = batch.segment.shares != self._segment.shares
         self._untold = _StepLoss(step, batch.target_tokens, loss, is_of_other_text)
         progress.batches += 1

@@ -20,15 +20,21 @@ class Objective(nn.Module):
         self._autocast = precision == "bf16"
 
     def forward(
-        self, source_BS: Tensor, target_in_BT: Tensor, target_out_BT: Tensor, counts_hits: bool = False
+        self,
+        source_BS: Tensor,
+        target_in_BT: Tensor,
+        target_out_BT: Tensor,
+        num_targets: int | None = None,
+        counts_hits: bool = False,
     ) -> tuple[Tensor, ...]:
-        """(label-smoothed loss, negative log-likelihood), each summed over the real target tokens.
+        """(label-smoothed loss, negative log-likelihood), each summed over the real target tokens, of which there are
+        `num_targets`; without it a GPU is waited for to count them.
 
         With `counts_hits` also how many of them are the likeliest token; then without gradients.
         """
         sums = self.model.token_sums if counts_hits else self.model.loss
         with self.autocast(source_BS.device):
-            return sums(source_BS, target_in_BT, target_out_BT, self._label_smoothing)
+            return sums(source_BS, target_in_BT, target_out_BT, self._label_smoothing, num_targets)
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """The precision that the model computes in, for calls of the model itself."""

@@ -78,7 +78,7 @@ def measure_tokens(engine: Engine, batches: Sequence[MicroBatch], ranks: Ranks, 
         for first in range(0, len(batches), ranks.num_ranks):
             mine = first + ranks.rank
             batch = batches[min(mine, len(batches) - 1)]
-            found = [float(value) for value in engine(*_sides(batch, ranks.device), True)]
+            found = [float(value) for value in engine(*_inputs(batch, ranks.device), True)]
             if mine < len(batches):
                 sums += torch.tensor([*found, batch.shape.target_tokens], dtype=torch.float64)
             progress()
@@ -89,10 +89,12 @@ def measure_tokens(engine: Engine, batches: Sequence[MicroBatch], ranks: Ranks, 
 
 def forward(engine: Engine, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss, nll), each summed over the micro-batch's target tokens."""
-    loss, nll = engine(*_sides(batch, device))
+    loss, nll = engine(*_inputs(batch, device))
     return loss, nll
 
 
-def _sides(batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, ...]:
+def _inputs(batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor | int, ...]:
+    """The sides on the device, and what the host knows of them. Only from page-locked memory a GPU copies by itself."""
     sides = (batch.source_BS, batch.target_in_BT, batch.target_out_BT)
-    return tuple(side.to(device, non_blocking=True) for side in sides)
+    held = [side.pin_memory() for side in sides] if device.type == "cuda" else sides
+    return *(side.to(device, non_blocking=True) for side in held), batch.shape.target_tokens

@@ -220,3 +220,15 @@ def test_the_sums_of_validation_are_those_of_training_and_hits_are_counted_over_
     assert hits == ((logits.argmax(1) == target) & (target != PAD)).sum() > 800
     assert not loss.requires_grad
     assert token_sums(hidden, weight, torch.full_like(target, PAD), 0.1, PAD) == (0, 0, 0)
+
+
+def test_a_number_of_targets_that_is_known_changes_no_bit_and_a_wrong_one_is_an_error():
+    hidden, weight, target = inputs()
+    real, found = int((target != PAD).sum()), []
+    for known in (None, real):
+        loss, nll = label_smoothed_cross_entropy(hidden, weight, target, 0.1, PAD, None, known)
+        sums = token_sums(hidden, weight, target, 0.1, PAD, None, known)
+        found.append([loss, nll, *gradients(loss, hidden, weight), *sums])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    with pytest.raises(IndexError, match="out of bounds"):
+        label_smoothed_cross_entropy(hidden, weight, target, 0.1, PAD, None, real + 1)

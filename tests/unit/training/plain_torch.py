@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dist_transformer.config.models import ModelConfig
+from dist_transformer.data import loader
+from dist_transformer.data.window import BatchShape
 from dist_transformer.model.transformer import Transformer
 
 TINY = ModelConfig(
@@ -43,6 +45,16 @@ def ragged_batches(count: int) -> list[MicroBatch]:
         lengths = torch.randint(2, 8, (4, 1), generator=random)
         target = torch.where(torch.arange(7)[None] < lengths, target, 0)
         made.append((source, torch.cat([torch.ones(4, 1, dtype=torch.long), target[:, :-1]], 1), target))
+    return made
+
+
+def micro_batches_of(batches: list[MicroBatch]) -> list[loader.MicroBatch]:
+    """The same as the loader hands them out."""
+    made = []
+    for source, target_in, target_out in batches:
+        tokens = int((target_out != 0).sum())
+        shape = BatchShape(len(source), source.shape[1], target_out.shape[1], len(source), source.numel(), tokens)
+        made.append(loader.MicroBatch(0, shape, source, target_in, target_out, torch.arange(len(source))))
     return made
 
 

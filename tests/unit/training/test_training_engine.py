@@ -2,15 +2,18 @@
 
 import gc
 import warnings
+from collections import Counter
 
 import pytest
 import torch
 from deepspeed import DeepSpeedEngine
 from deepspeed.accelerator import get_accelerator
-from plain_torch import NOTHING, TOLERANCE, tokens_of, train_on_plain_torch
+from plain_torch import NOTHING, TOLERANCE, micro_batches_of, ragged_batches, tokens_of, train_on_plain_torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_transformer.config.models import OptimizerConfig
 from dist_transformer.training.divergence import Diverged
+from dist_transformer.training.validation import forward
 
 STAGES_AND_PRECISIONS = [
     (0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"),
@@ -202,6 +205,36 @@ def test_a_step_never_waits_for_the_whole_device(make_engine, batches, stage, mo
     monkeypatch.setattr(type(get_accelerator()), "synchronize", lambda *_: waits.append(1))
     train(engine, [batches, batches])
     assert not waits
+
+
+class Calls(TorchDispatchMode):
+    """Counts what is called of torch below autograd, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.of = Counter()
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.of[function.overloadpacket.__name__] += 1
+        return function(*arguments, **(keywords or {}))
+
+
+@pytest.mark.parametrize(("stage", "precision"), STAGES_AND_PRECISIONS)
+def test_a_step_asks_a_device_for_numbers_only_in_the_update(make_engine, ranks, stage, precision):
+    """A GPU without work waits for the host to hear what it asked: of DeepSpeed, whether the gradient is finite."""
+    engine = make_engine(zero_stage=stage, precision=precision, dropout=0.1, ema_decay=0.9)
+    batches = micro_batches_of(ragged_batches(3))
+    asking = ("nonzero", "_local_scalar_dense", "masked_select", "equal")
+    for _ in range(2):
+        with Calls() as passes:
+            for batch in batches:
+                loss, _ = forward(engine, batch, ranks.device)
+                engine.backward(loss, 20)
+        with Calls() as update:
+            engine.step(1e-3)
+    assert passes.of["nonzero_static"] == 3
+    assert not any(passes.of[name] for name in asking)
+    assert sum(update.of[name] for name in asking) <= 3
 
 
 def test_stage_0_on_one_rank_copies_no_gradient(make_engine, batches, monkeypatch):

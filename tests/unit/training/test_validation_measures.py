@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from plain_torch import ragged_batches
+from plain_torch import micro_batches_of, ragged_batches
 
 from dist_transformer.cli import run_validation
 from dist_transformer.data.loader import MicroBatch
@@ -15,18 +15,9 @@ from dist_transformer.training.validation import ValidationSet, measure_tokens
 from dist_transformer.training.validator import sample_lines
 
 
-def micro_batches() -> list[MicroBatch]:
-    made = []
-    for source, target_in, target_out in ragged_batches(5):
-        tokens = int((target_out != 0).sum())
-        shape = BatchShape(len(source), source.shape[1], target_out.shape[1], len(source), source.numel(), tokens)
-        made.append(MicroBatch(0, shape, source, target_in, target_out, torch.arange(len(source))))
-    return made
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_measures_are_those_of_all_logits_at_once(make_engine, ranks, stage):
-    engine, batches, calls = make_engine(zero_stage=stage, dropout=0.5), micro_batches(), []
+    engine, batches, calls = make_engine(zero_stage=stage, dropout=0.5), micro_batches_of(ragged_batches(5)), []
     found = measure_tokens(engine, batches, ranks, lambda: calls.append(1))
     whole = make_engine(zero_stage=1).objective.model.eval()  # of the same seed, without dropout
     nll, hits, tokens = 0.0, 0, 0
