@@ -54,7 +54,7 @@ def demo_command(
     translate = _command("translate", run_dir.path)
     lines = subprocess.run(translate, input="\n".join(SENTENCES), check=False, text=True, stdout=subprocess.PIPE)
     _expect(lines.returncode, EXIT_DONE, translate)
-    for source, target in zip(SENTENCES, lines.stdout.splitlines(), strict=True):
+    for source, target in zip(SENTENCES, lines.stdout.removesuffix("\n").split("\n"), strict=True):
         print(f"  {source}\n    -> {target}")
     _say(
         f"Run folder: {run_dir.path}. Its MLflow run is in {root / 'mlflow.db'}; look at it with `make ui` or\n"

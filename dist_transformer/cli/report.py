@@ -175,7 +175,7 @@ def _chosen(story: "RunStory") -> list[str]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").split("\n")]  # at U+2028 no line ends
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: expected a text file in UTF-8, one sentence a line: {error}") from None
     if not any(lines):

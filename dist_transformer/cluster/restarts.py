@@ -54,7 +54,7 @@ def run_folder(arguments: list[str]) -> RunDir:
 def attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
     """The records of attempts.jsonl, oldest first; a line torn by a dying node is left out."""
     if run_dir.attempts.is_file():
-        yield from records_of(run_dir.attempts.read_text(encoding="utf-8", errors="replace").splitlines())
+        yield from records_of(run_dir.attempts.read_text(encoding="utf-8", errors="replace").split("\n"))
 
 
 def begin(run_dir: RunDir, job: str, attempt: int, max_restarts: int) -> None:

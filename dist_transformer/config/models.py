@@ -46,8 +46,8 @@ class ModelConfig(Section):
     value_size: PositiveInt | None = Field(
         None, description="Size of a head's values; none: d_model / num_heads (3.2.2)."
     )
-    num_encoder_layers: PositiveInt = Field(6, description="Layers of the encoder.")
-    num_decoder_layers: PositiveInt = Field(6, description="Layers of the decoder.")
+    num_encoder_layers: PositiveInt = Field(6, le=1000, description="Layers of the encoder.")
+    num_decoder_layers: PositiveInt = Field(6, le=1000, description="Layers of the decoder.")
     dropout: Share = Field(
         0.1, description="5.4: on each sub-layer's output and on the sums of embeddings and positions."
     )

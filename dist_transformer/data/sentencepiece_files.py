@@ -40,8 +40,8 @@ def read_pieces_file(path: Path) -> Any:
         raise DataError(f"{path}: cannot be read ({error.strerror}), expected a sentencepiece model.") from error
     except DecodeError as error:
         raise DataError(f"{path}: not a whole sentencepiece model ({error}). Copy or train it again.") from error
-    if not proto.pieces:
-        raise DataError(f"{path}: not a whole sentencepiece model (it has no pieces). Copy or train it again.")
+    if not proto.pieces or not all(isinstance(text, str) for text in texts(proto)):  # bytes: no UTF-8
+        raise DataError(f"{path}: not a whole sentencepiece model (it has no pieces of text). Copy or train it again.")
     return proto
 
 

@@ -23,8 +23,6 @@ VOCABULARY_MULTIPLE = 8
 TRAINING_THREADS = 4
 """Fixed, not the machine's cores: unigram training sums in an order that depends on it."""
 SAMPLING_SEED = 1
-SPACE = "\u2581"
-"""How pieces write it."""
 ERRORS_ONLY = 2
 """sentencepiece's `minloglevel`: its progress lines do not belong on the user's screen."""
 
@@ -152,8 +150,7 @@ class Tokenizer:
     def text_of_pieces(self, most: int = 500) -> tuple[str, str]:
         """The first pieces of each side, one behind the other: a text that it knows, whatever its language."""
         ids = range(most)
-        sides = "".join(self.source_pieces(ids)), "".join(self.target_pieces(ids))
-        return sides[0].replace(SPACE, " "), sides[1].replace(SPACE, " ")
+        return "".join(self.source_pieces(ids)), "".join(self.target_pieces(ids))
 
     def can_spell_source(self, sentence: str) -> bool:
         """Whether no part of a source sentence is unknown."""

@@ -11,19 +11,27 @@ import torch
 from dist_transformer.errors import UserError
 
 BATCH_SENTENCES = 16
+MAKERS = "Unbabel/"
 
 
 class CometScorer:
     """A COMET model in the CPU's memory; it scores on a GPU where there is one.
 
     Args:
-        name: of the package's models (Unbabel/wmt22-comet-da), or a checkpoint file.
+        name: of a model of the package's makers (Unbabel/wmt22-comet-da), or a checkpoint file. The package unpickles what it
+            loads, which can run anything, so that a name in somebody's YAML must not fetch any other.
 
     Raises:
-        UserError: the package is not there, or the model is not.
+        UserError: the package is not there, or the model is not, or it is of others.
     """
 
     def __init__(self, name: str) -> None:
+        if not (name.startswith(MAKERS) or Path(name).is_file()):
+            raise UserError(
+                f"COMET model {name!r} (validation.comet, --comet): expected a model of the package's makers, such as "
+                f"{MAKERS}wmt22-comet-da, or a checkpoint file that is there: a model is a pickle, which can run anything when "
+                "it is loaded; one of others that you trust, download yourself and give its file"
+            )
         try:
             with _logging_kept():
                 from comet import download_model, load_from_checkpoint

@@ -206,6 +206,14 @@ def _information(content: dict[str, Any]) -> ModelInformation:
 
 def _check_sizes(config: ModelConfig, information: ModelInformation) -> None:
     """ValueError for sizes that no model can have."""
+    rows = min(information.source_vocabulary, information.target_vocabulary)
+    for name in ("pad_id", "bos_id", "eos_id"):
+        if not 0 <= getattr(information, name) < rows:
+            raise ValueError(
+                f"{name} is {getattr(information, name)}, expected an id of both vocabularies, below {rows}"
+            )
+    if max(information.source_vocabulary, information.target_vocabulary) >= 2**31:
+        raise ValueError("a vocabulary of over 2,147,483,647 pieces")
     if config.d_model % config.num_heads and None in (config.key_size, config.value_size):
         raise ValueError(f"num_heads {config.num_heads} does not divide d_model {config.d_model}")
     if (config.positions == "learned") != (config.max_positions is not None):

@@ -113,6 +113,11 @@ def test_each_attempt_leaves_a_record_of_its_beginning_and_its_end(
     ]
 
 
+def test_a_reason_with_an_odd_line_separator_is_still_one_record(run_dir: RunDir) -> None:
+    run_dir.attempts.write_text('{"job": "7", "reason": "one\u2028two\x85three"}\n', encoding="utf-8")
+    assert [record.get("reason") for record in attempts(run_dir)] == ["one\u2028two\x85three"]
+
+
 @pytest.mark.parametrize("code", [1, 75, 143])
 def test_what_a_person_or_slurm_has_ended_is_not_requeued(run_dir: RunDir, code: int) -> None:
     assert main(["end", str(run_dir.path), "12", "0", str(code), "ended"]) == 3
