@@ -9,6 +9,7 @@ import psutil
 
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import UserError
+from dist_transformer.rounds import Stopped, WantsStop
 
 Result = TypeVar("Result")
 LOOK_SECONDS = 0.5
@@ -16,16 +17,22 @@ LOOK_SECONDS = 0.5
 
 
 def by_first_rank(
-    ranks: Ranks, work: Callable[[], Result], progress: Callable[[], None], may_wait_seconds: float = 0.0
+    ranks: Ranks,
+    work: Callable[[], Result],
+    progress: Callable[[], None],
+    may_wait_seconds: float = 0.0,
+    wants_stop: WantsStop | None = None,
 ) -> Result:
     """Rank 0's result of `work`, on every rank (collective).
 
     `work` runs in a thread, so that hashing or copying for longer than training.hang_seconds is no hang; it may not make
     collectives. `progress` is called on every rank while the thread uses the processor: a stalled disk does not. For the
-    first `may_wait_seconds` it is called all the same: of work that waits for others, and not for ever.
+    first `may_wait_seconds` it is called all the same: of work that waits for others, and not for ever. None for
+    `wants_stop`: it is waited for in any case.
 
     Raises:
         UserError: `work` did, on every rank. Any other exception is raised on rank 0 alone.
+        Stopped: a rank wants to stop, on every rank; `work` is left alone, and ends with the process.
     """
     worker = _Worker(work) if ranks.is_first else None
     if worker is not None:
@@ -41,6 +48,8 @@ def by_first_rank(
         if [standing] != before or time.monotonic() < patient_until:
             progress()
         before = [standing]
+        if wants_stop is not None and any(ranks.gather(wants_stop())):
+            raise Stopped
     result: Result | UserError = ranks.from_first(worker.result() if worker is not None else None)
     if isinstance(result, UserError):
         raise result.agreed()

@@ -6,6 +6,7 @@ from dist_transformer.cli.first_rank import by_first_rank
 from dist_transformer.cli.report import report_after_training
 from dist_transformer.config.models import Config
 from dist_transformer.distributed import Ranks
+from dist_transformer.rounds import WantsStop
 from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.tracker import MODEL_SECONDS, Status, Tracker
 from dist_transformer.training.watchdog import Watchdog
@@ -30,15 +31,19 @@ class RunEnd:
         self._tracker = tracker
         self._is_closed = False
 
-    def draw_report(self) -> None:
-        """The pictures and the page, for the run's artifacts (collective). A run that is not tracked gets none."""
+    def draw_report(self, wants_stop: WantsStop) -> None:
+        """The pictures and the page, for the run's artifacts (collective). A run that is not tracked gets none.
+
+        Raises:
+            Stopped: a rank wants to stop, on every rank.
+        """
 
         def draw() -> None:
             if report_after_training(self._run_dir) and self._tracker is not None:
                 self._tracker.figures_written(self._run_dir.figures)
 
         if self._tracking.enabled:
-            self._by_first(draw, "drawing the report", REPORT_SECONDS)
+            self._by_first(draw, "drawing the report", REPORT_SECONDS, wants_stop)
 
     def close(self, status: Status) -> None:
         """Waits for MLflow, all ranks together (collective)."""
@@ -58,5 +63,7 @@ class RunEnd:
             self._watchdog.progress("waiting for MLflow to take the rest")
             self._tracker.close(status)
 
-    def _by_first(self, work: Callable[[], None], doing: str, seconds: float) -> None:
-        by_first_rank(self._ranks, work, lambda: self._watchdog.progress(doing), seconds)
+    def _by_first(
+        self, work: Callable[[], None], doing: str, seconds: float, wants_stop: WantsStop | None = None
+    ) -> None:
+        by_first_rank(self._ranks, work, lambda: self._watchdog.progress(doing), seconds, wants_stop)

@@ -72,25 +72,36 @@ def open_records(
         with _warned_of_disk(path):
             _note_step(run_dir, step)
 
+    def validated_later(step: int, measures: Mapping[str, float]) -> None:
+        path = run_dir.checkpoints / checkpoints.folder_name(step)
+        with _warned_of_disk(path):
+            checkpoints.validated_later(path, measures)
+        if tracker is not None:
+            _tell(tracker, run_dir, path, config.validation.metric)
+
     def samples_written(step: int, corpora: list[dict[str, Any]]) -> None:
         for corpus in corpora:
             samples.append("samples", step, corpus)
         if tracker is not None and corpora:
             tracker.samples_written(step)
 
+    def validation_failed(step: int, reason: str) -> None:
+        add_to_history(run_dir, "failed validation", step, {"reason": without_secrets(reason)})
+
     def profile_written(table: Path) -> None:
         if tracker is not None:
             tracker.profile_written(table)
 
-    return Journal(metrics, audit, checkpoint_saved, samples_written, profile_written), tracker
+    told = (checkpoint_saved, validated_later, samples_written, validation_failed, profile_written)
+    return Journal(metrics, audit, *told), tracker
 
 
-def newest_steps(run_dir: RunDir) -> dict[str, int]:
-    """The newest step of a log line and of a validation in metrics.jsonl; 0 where there is none."""
-    newest = {"train": 0, "validation": 0}
+def newest_records(run_dir: RunDir) -> dict[str, dict[str, Any]]:
+    """The newest record of a log line and of a validation in metrics.jsonl; of step 0 where there is none."""
+    newest: dict[str, dict[str, Any]] = {"train": {"step": 0}, "validation": {"step": 0}}
     for record in read_records(run_dir.metrics):
-        if record["event"] in newest:
-            newest[record["event"]] = max(newest[record["event"]], record["step"])
+        if record["event"] in newest and record["step"] >= newest[record["event"]]["step"]:
+            newest[record["event"]] = record
     return newest
 
 
@@ -141,9 +152,10 @@ def is_best_so_far(state: Mapping[str, Any], metric: str) -> bool:
 
 def _tell(tracker: Tracker, run_dir: RunDir, path: Path, metric: str) -> None:
     with _warned_of_disk(path):
-        state = read_json(path / STATE)
+        measures = checkpoints.validation_of(path)
+        state = {**read_json(path / STATE), "validation": measures}
         kept = [one.name for one in checkpoints.saved(run_dir)]
-        tracker.checkpoint_saved(state["step"], path, state["validation"] or {}, is_best_so_far(state, metric), kept)
+        tracker.checkpoint_saved(state["step"], path, measures, is_best_so_far(state, metric), kept)
 
 
 def _tell_of_untold(tracker: Tracker, run_dir: RunDir, step: int, metric: str) -> None:

@@ -19,21 +19,23 @@ from dist_transformer.decoding.comet import CometScorer
 from dist_transformer.decoding.search import TorchSearcher
 from dist_transformer.decoding.translate import first_batch, translate_together
 from dist_transformer.distributed import Ranks
-from dist_transformer.errors import DataError
+from dist_transformer.errors import DataError, UserError
 from dist_transformer.interop.model_folder import empty_model
 from dist_transformer.model.transformer import Transformer
+from dist_transformer.rounds import Stopped, WantsStop, WorkFailed, failures_named, in_rounds
 from dist_transformer.training.engine import Engine
 from dist_transformer.training.memory import as_text, begin_peak, give_back, peak, telling_out_of_memory
-from dist_transformer.training.validation import Progress, Translate, Translated, ValidationSet
+from dist_transformer.training.validation import LESS_MEMORY, Progress, Translate, Translated, ValidationSet
 from dist_transformer.training.validator import Validator
 
 log = logging.getLogger(__name__)
 
 
 def open_validator(
-    config: Config, data: RunData, engine: Engine, ranks: Ranks, heard: Callable[[str], None]
+    config: Config, data: RunData, engine: Engine, ranks: Ranks, heard: Callable[[str], None], wants_stop: WantsStop
 ) -> Validator:
-    """Reads the corpora (collective). `heard` is told what is done, as long as something moves.
+    """Reads the corpora (collective). `heard` is told what is done, as long as something moves; `wants_stop` is asked in
+    the middle of a validation.
 
     Raises:
         UserError: on every rank: a corpus cannot be read, a line of it is too long, or COMET's package is not there.
@@ -48,8 +50,8 @@ def open_validator(
         sets.append(_further_set(name, texts[f"more_validation.{name}"], config, data, tokenizer))
     translate = None
     if config.validation.translate and sets:
-        translate = _translator(config, data, tokenizer, engine, ranks, _comet(config, ranks, heard))
-    return Validator(config.validation, config.run.seed, sets, engine, ranks, translate)
+        translate = _translator(config, data, tokenizer, engine, ranks, _comet(config, ranks, heard), wants_stop)
+    return Validator(config.validation, config.run.seed, sets, engine, ranks, translate, wants_stop)
 
 
 def dry_run_of_validation(
@@ -58,7 +60,8 @@ def dry_run_of_validation(
     """Of each corpus its largest micro-batches, and the search of its longest lines (collective); nothing is recorded.
 
     Raises:
-        UserError: this rank is out of memory.
+        UserError: a rank is out of memory; raised on every rank. In ZeRO 3, whose measuring is made of collectives, on
+            that rank alone.
     """
     tokenizer, search = load_tokenizer(data.folder, data.manifest.tokenizer), _search(config)
     doing, started = "the dry run of the largest batches of a validation", time.monotonic()
@@ -67,8 +70,12 @@ def dry_run_of_validation(
         for each in validator.sets
     ]
     begin_peak(ranks.device)
-    with telling_out_of_memory(doing, ranks.device):
+    try:
         validator.dry_run(sets, lambda: heard(doing))
+    except Stopped:
+        return  # the first batch brings it up again
+    except WorkFailed as failure:
+        raise UserError(f"{doing} failed: {failure}. {LESS_MEMORY}").agreed() from failure
     seconds = time.monotonic() - started
     log.info("dry run    of a validation: %s at most, %.1f s", as_text(peak(ranks.device)), seconds)
     give_back(ranks.device)
@@ -131,27 +138,37 @@ def _comet(config: Config, ranks: Ranks, heard: Callable[[str], None]) -> CometS
 
 
 def _translator(
-    config: Config, data: RunData, tokenizer: Tokenizer, engine: Engine, ranks: Ranks, comet: CometScorer | None
+    config: Config,
+    data: RunData,
+    tokenizer: Tokenizer,
+    engine: Engine,
+    ranks: Ranks,
+    comet: CometScorer | None,
+    wants_stop: WantsStop,
 ) -> Translate:
     from dist_transformer.decoding.score import corpus_scores
 
     search = _search(config)
 
     def scores(each: ValidationSet, translations: Sequence[str]) -> dict[str, float | str]:
-        found = corpus_scores(translations, each.references, config.data.target_language)
-        del found["exact_match"]
-        if comet is not None:
-            found["comet"] = comet.score(each.sources, translations, each.references)
-        return found
+        with failures_named(ranks):
+            found = corpus_scores(translations, each.references, config.data.target_language)
+            del found["exact_match"]
+            if comet is not None:
+                found["comet"] = comet.score(each.sources, translations, each.references)
+            return found
 
     def translate(sets: Sequence[ValidationSet], progress: Progress) -> Iterator[Translated]:
         with _whole_model(config, data, engine, ranks) as model:
             searcher = TorchSearcher([model], **tokenizer.search_ids(), config=search, device=ranks.device)
+            searcher.each_token = _Look(progress, wants_stop)
             for each in sets:
                 with engine.objective.autocast(ranks.device):
-                    lines = translate_together(searcher, tokenizer, each.sources, search, ranks, progress)
-                found = by_first_rank(ranks, partial(scores, each, lines), progress) if each.references else {}
-                yield Translated(lines, found)
+                    lines = translate_together(searcher, tokenizer, each.sources, search, ranks, progress, wants_stop)
+                scored: dict[str, float | str] = {}
+                if each.references:
+                    scored = by_first_rank(ranks, partial(scores, each, lines), progress, wants_stop=wants_stop)
+                yield Translated(lines, scored)
 
     return translate
 
@@ -162,22 +179,50 @@ def _search(config: Config) -> DecodingConfig:
     return config.decoding.model_copy(update=own)
 
 
+LOOK_SECONDS = 0.5
+"""How often a search is asked whether it is to stop: each time a file is looked for on a shared disk."""
+
+
+class _Look:
+    """Called before each token of a search: says that it moves, and leaves it when a stop is wanted."""
+
+    def __init__(self, progress: Progress, wants_stop: WantsStop) -> None:
+        self._progress, self._wants_stop, self._next = progress, wants_stop, 0.0
+
+    def __call__(self) -> None:
+        self._progress()
+        if time.monotonic() >= self._next:
+            if self._wants_stop():
+                raise Stopped
+            self._next = time.monotonic() + LOOK_SECONDS
+
+
 WHOLE_COPY = "the copy of the whole model that a validation translates with (validation.translate=false needs none)"
 
 
 @contextmanager
 def _whole_model(config: Config, data: RunData, engine: Engine, ranks: Ranks) -> Iterator[Transformer]:
-    """The model in eval mode with all weights on every rank, to be called without collectives (collective)."""
+    """The model in eval mode with all weights on every rank, to be called without collectives (collective).
+
+    Raises:
+        WorkFailed: on every rank: one has no memory for the copy.
+    """
     if engine.has_whole_weights:
         engine.train(False)
-        yield engine.objective.model
-        engine.train()
+        try:
+            yield engine.objective.model
+        finally:
+            engine.train()
         return
     manifest = data.manifest
     model = empty_model(config.model, manifest.source_vocabulary, manifest.target_vocabulary, manifest.pad_id)
     if config.training.precision == "fp16":
         model.half()
-    with telling_out_of_memory(WHOLE_COPY, ranks.device):
-        model.to_empty(device=ranks.device).eval().requires_grad_(False)
-        engine.copy_weights(dict(model.named_parameters()))
+
+    def take_memory(number: int) -> None:
+        with failures_named(ranks), telling_out_of_memory(WHOLE_COPY, ranks.device):
+            model.to_empty(device=ranks.device).eval().requires_grad_(False)
+
+    in_rounds(ranks, 1, take_memory, lambda: False)  # the ranks meet before the first of them waits for the weights
+    engine.copy_weights(dict(model.named_parameters()))
     yield model

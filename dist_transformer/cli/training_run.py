@@ -1,9 +1,10 @@
 """One start of a run within a rank: from its newest whole checkpoint to an outcome. Where the parts of training meet."""
 
 import logging
+import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,7 +14,7 @@ from dist_transformer.cli.first_rank import by_first_rank
 from dist_transformer.cli.initial_weights import initialise
 from dist_transformer.cli.run_data import RunData
 from dist_transformer.cli.run_end import RunEnd
-from dist_transformer.cli.run_records import newest_steps, note, open_records
+from dist_transformer.cli.run_records import newest_records, note, open_records
 from dist_transformer.cli.run_validation import dry_run_of_validation, open_validator
 from dist_transformer.cli.write_model import write_final_model
 from dist_transformer.config.loading import load_config
@@ -23,6 +24,7 @@ from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import CheckpointError, DistTransformerError, MachineError, UserError
 from dist_transformer.model.transformer import Transformer
+from dist_transformer.rounds import Stopped
 from dist_transformer.run_dir import RunDir
 from dist_transformer.stop_request import StopRequest
 from dist_transformer.tracking.tracker import Tracker
@@ -68,6 +70,10 @@ class Run:
     def manifest(self) -> Manifest:
         return self.data.manifest
 
+    def wants_stop(self) -> bool:
+        """Whether this rank was asked to stop."""
+        return self.stop.reason() is not None
+
 
 def train(run: Run) -> tuple[Outcome, int]:
     """Goes on from the newest whole checkpoint until the end, a stop, or a divergence (collective); the last step.
@@ -87,18 +93,18 @@ def train(run: Run) -> tuple[Outcome, int]:
     run = replace(run, config=config, data=replace(run.data, config=config))
     progress = _progress(run.data, checkpoint)
     engine = _engine(run, objective, checkpoint)
-    journal, tracker = None, None
-    if ranks.is_first:
-        kept = config.model_copy(update={"training": given.training})  # as given, not as a divergence left it
-        echo = sys.stdout if run.terminal.as_json else None
-        journal, tracker = open_records(kept, run.run_dir, ranks, run.data.folder, run.manifest, progress, origin, echo)
+    kept = config.model_copy(update={"training": given.training})  # as given, not as a divergence left it
+    journal, tracker = _records(replace(run, config=kept), progress, origin)
     end = RunEnd(config, run.run_dir, ranks, run.watchdog, tracker)
     try:
         outcome, early_stop = _train(run, engine, checkpoint, progress, journal)
-        if outcome is Outcome.FINISHED:
-            _write_model(run, tracker)
-            note(run.run_dir, ranks, "finished", progress.step, early_stop)
-            end.draw_report()
+        with suppress(Stopped):
+            if outcome is Outcome.FINISHED:
+                outcome = Outcome.STOPPED  # as long as there is something to do
+                _write_model(run, tracker)
+                note(run.run_dir, ranks, "finished", progress.step, early_stop)
+                end.draw_report(run.wants_stop)
+                outcome = Outcome.FINISHED
         end.close("FINISHED" if outcome is Outcome.FINISHED else "SCHEDULED")
         return outcome, progress.step
     except Diverged:
@@ -107,6 +113,20 @@ def train(run: Run) -> tuple[Outcome, int]:
         raise
     finally:
         end.close_alone("FAILED")
+
+
+def _records(run: Run, progress: Progress, origin: dict[str, str]) -> tuple[Journal | None, Tracker | None]:
+    """Those of this start, on rank 0; cutting back what an earlier one wrote may take long (collective)."""
+    opened: list[tuple[Journal, Tracker | None]] = []  # it stays on rank 0
+
+    def open_them() -> None:
+        echo = sys.stdout if run.terminal.as_json else None
+        opened.append(
+            open_records(run.config, run.run_dir, run.ranks, run.data.folder, run.manifest, progress, origin, echo)
+        )
+
+    by_first_rank(run.ranks, open_them, lambda: run.watchdog.progress("cutting back the records of an earlier start"))
+    return opened[0] if opened else (None, None)
 
 
 def _heard(run: Run, doing: str) -> Callable[[], None]:
@@ -140,8 +160,10 @@ def _train(
 ) -> tuple[Outcome, str]:
     """How it ended, and why before the last step; "": it did not."""
     config, ranks, data, watchdog = run.config, run.ranks, run.data, run.watchdog
-    recorded = ranks.from_first(newest_steps(run.run_dir) if ranks.is_first else None)
-    validator = open_validator(config, data, engine, ranks, watchdog.progress)
+    recorded = by_first_rank(
+        ranks, lambda: newest_records(run.run_dir), lambda: watchdog.progress("reading the records of an earlier start")
+    )
+    validator = open_validator(config, data, engine, ranks, watchdog.progress, run.wants_stop)
     stopping = EarlyStopping(config.validation, checkpoint.state.get("early_stopping") if checkpoint else None)
     sampler = NodeSampler(ranks) if config.tracking.system_metrics else None
     peak = peak_of(ranks.device, config.training.precision, run.terminal.profile)
@@ -234,7 +256,7 @@ def _feed(run: Run, trainer: Trainer) -> Feed:
     loader = run.data.loader(progress.position, batch, ranks.rank, ranks.num_ranks, settings.loader_workers)
     return Feed(
         loader, ranks, run.manifest.training, settings.lanes, batch,
-        lambda: trainer.news(run.stop.reason() is not None),
+        lambda: trainer.news(run.wants_stop()),
     )  # fmt: skip
 
 
@@ -280,10 +302,14 @@ def _progress(data: RunData, checkpoint: Checkpoint | None) -> Progress:
 
 
 def _write_model(run: Run, tracker: Tracker | None) -> None:
-    """The model folder, by rank 0; a failure is every rank's (collective)."""
+    """The model folder, by rank 0; a failure or a stop is every rank's (collective)."""
     run_dir = run.run_dir
 
     def write() -> str:
+        for left_over in run_dir.path.glob(
+            f".{run_dir.model.name}.*.tmp"
+        ):  # of a start that was stopped or killed here
+            shutil.rmtree(left_over, ignore_errors=True)
         try:
             return write_final_model(run.config, run_dir, run.data.folder, run.manifest, run_dir.model)
         except MachineError as error:
@@ -291,6 +317,7 @@ def _write_model(run: Run, tracker: Tracker | None) -> None:
         except (UserError, OSError) as error:
             raise CheckpointError(f"{run_dir.model} could not be written: {error}") from error
 
-    log.info("model      %s: %s", run_dir.model, by_first_rank(run.ranks, write, _heard(run, "averaging")))
+    made_of = by_first_rank(run.ranks, write, _heard(run, "averaging"), wants_stop=run.wants_stop)
+    log.info("model      %s: %s", run_dir.model, made_of)
     if tracker is not None:
         tracker.model_written(run_dir.model, {})

@@ -4,7 +4,7 @@ Axes: B rows, M models, V vocabulary, S source.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,14 +15,22 @@ from dist_transformer.model.transformer import Transformer
 class Ensemble:
     """The caches of all models for one batch. One model alone is itself, to the bit."""
 
-    def __init__(self, models: Sequence[Transformer], source_BS: Tensor, rows_per_sentence: int) -> None:
-        """`models` share vocabularies, are in eval mode and on the device of `source_BS`."""
+    def __init__(
+        self,
+        models: Sequence[Transformer],
+        source_BS: Tensor,
+        rows_per_sentence: int,
+        each_token: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`models` share vocabularies, are in eval mode and on the device of `source_BS`. `each_token` is called before
+        each step."""
         assert not any(model.training for model in models), "dropout would make the search random: call eval() first"
-        self.models, self.device = models, source_BS.device
+        self.models, self.device, self._each_token = models, source_BS.device, each_token
         self.caches = [model.start_decoding(model.encode(source_BS), source_BS, rows_per_sentence) for model in models]
 
     def step(self, newest_B: Tensor) -> Tensor:
         """Log-probabilities (B, V), fp32 at least, of the token after `newest_B`, which is added to the caches."""
+        self._each_token()
         logits = [model.decode_step(newest_B, cache) for model, cache in zip(self.models, self.caches, strict=True)]
         return log_probabilities(logits)
 

@@ -96,6 +96,7 @@ class _Sampling:
         token_B = token_B.masked_fill(has_ended_B, self.ids.eos)
         chosen_B = log_probability_BV.gather(1, token_B[:, None]).squeeze(1)
         self.log_probability_B += chosen_B.masked_fill(has_ended_B, 0.0)
+        token_B = token_B.masked_fill(self.log_probability_B.isnan(), self.ids.eos)  # it would never be drawn
         self.token_BT = torch.cat([self.token_BT, token_B[:, None]], 1)
         self.newest_B = token_B
         self._hand_in((token_B == self.ids.eos).view(-1, self.config.n_best).all(1))

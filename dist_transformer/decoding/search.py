@@ -3,7 +3,8 @@
 Axes: B sentences, S source.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from dist_transformer.decoding.beam import beam_search
 from dist_transformer.decoding.constraints import Constraints, SpecialIds
 from dist_transformer.decoding.ensemble import Ensemble
 from dist_transformer.decoding.sampling import sample
+from dist_transformer.errors import UserError
 from dist_transformer.model.hypothesis import Hypothesis, SearchInput
 from dist_transformer.model.transformer import Transformer
 
@@ -37,6 +39,8 @@ class TorchSearcher:
         assert models, "a search needs a model"
         self.models, self.config, self.device = models, config, device
         self.ids = SpecialIds(bos_id, eos_id, pad_id, num_pieces)
+        self.each_token: Callable[[], None] = lambda: None
+        """Called before each token of a batch; what it raises ends the search."""
 
     @property
     def max_positions(self) -> int | None:
@@ -47,16 +51,30 @@ class TorchSearcher:
     def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
         """For each sentence at least one translation and at most `config.n_best`, best first.
 
-        Raises UserError: a prefix leaves no position for the end of the translation.
+        Raises UserError: a prefix leaves no position for the end of the translation; or no translation has a score that is
+        a number.
         """
         if not batch:
             return []
         constraints = Constraints(batch, self.config.rows_per_sentence, self.ids, self.max_positions, self.config)
         source_BS = pad_together([sentence.source for sentence in batch], self.ids.pad).to(self.device)
-        ensemble = Ensemble(self.models, source_BS, self.config.rows_per_sentence)
-        if self.config.sampling:
-            return sample(ensemble, constraints, batch, self.ids, self.config)
-        return beam_search(ensemble, constraints, self.ids, self.config)
+        ensemble = Ensemble(self.models, source_BS, self.config.rows_per_sentence, self.each_token)
+        found = (
+            sample(ensemble, constraints, batch, self.ids, self.config)
+            if self.config.sampling
+            else beam_search(ensemble, constraints, self.ids, self.config)
+        )
+        _refuse_nan(found)
+        return found
+
+
+def _refuse_nan(found: Sequence[Sequence[Hypothesis]]) -> None:
+    """A score that is no number is neither better nor worse than another: a search then finds nothing, or anything."""
+    if any(not hypotheses or any(math.isnan(each.score) for each in hypotheses) for hypotheses in found):
+        raise UserError(
+            "the search found a sentence without any translation whose score is a number: the model's weights are not "
+            "finite, or it overflows in fp16. Take an older checkpoint or model, or another precision"
+        )
 
 
 def pad_together(sentences: Sequence[Sequence[int]], pad_id: int) -> Tensor:

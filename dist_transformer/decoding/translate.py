@@ -13,6 +13,7 @@ from dist_transformer.decoding.long_lines import cut_line, join_parts
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import UserError
 from dist_transformer.model.hypothesis import Searcher, SearchInput, check_prefix
+from dist_transformer.rounds import WantsStop, failures_named, in_rounds
 
 CHUNK_LINES = 2048
 """Lines read, sorted by length and translated together: enough for full batches, little enough to stream."""
@@ -101,26 +102,34 @@ def translate_together(
     config: DecodingConfig,
     ranks: Ranks,
     progress: Callable[[], None],
+    wants_stop: WantsStop,
 ) -> list[str]:
     """The best of what `translate_lines` gives, on every rank: its batches are dealt out to the ranks (collective).
 
-    The ranks meet at the end only. `progress` is called for each batch, whoever translates it. `lines` and the model's
-    weights are the same on every rank.
+    No rank waits for another in a search. `progress` is called after each round of one batch a rank. `lines` and the
+    model's weights are the same on every rank.
+
+    Raises:
+        Stopped, WorkFailed: on every rank, as `in_rounds` does.
     """
-    found: dict[tuple[int, int], str] = {}
-    number = 0
+    batches: list[list[_Part]] = []
     for first in range(0, len(lines), CHUNK_LINES):
         chunk = [(line, "") for line in lines[first : first + CHUNK_LINES]]
         parts = _parts(tokenizer, chunk, first, searcher.max_positions, config)
-        for members in token_batches([len(part.source) for part in parts], config):
-            if number % ranks.num_ranks == ranks.rank:
-                batch = [parts[member] for member in members]
-                translated = _search(searcher, tokenizer, batch)
-                found |= {
-                    (part.line, part.number): best.text for part, (best, *_) in zip(batch, translated, strict=True)
-                }
-            number += 1
-            progress()
+        in_batches = token_batches([len(part.source) for part in parts], config)
+        batches += [[parts[member] for member in members] for members in in_batches]
+    found: dict[tuple[int, int], str] = {}
+
+    def search(number: int) -> None:
+        mine = number * ranks.num_ranks + ranks.rank
+        if mine < len(batches):
+            with failures_named(ranks):
+                translated = _search(searcher, tokenizer, batches[mine])
+                for part, (best, *_) in zip(batches[mine], translated, strict=True):
+                    found[part.line, part.number] = best.text
+        progress()
+
+    in_rounds(ranks, -(-len(batches) // ranks.num_ranks), search, wants_stop)
     everyones = {place: text for theirs in ranks.gather(found) for place, text in theirs.items()}
     texts: list[list[str]] = [[] for _ in lines]
     for line, part in sorted(everyones):

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 Value = float | int | str
 BLOCK_BYTES = 1 << 16
+FIELDS = ("event", "step", "time")
+"""Of every record; what else it has are its values."""
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 

@@ -17,7 +17,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +27,8 @@ from dist_transformer.config.measures import is_lower_better
 from dist_transformer.config.models import CheckpointConfig
 from dist_transformer.data.manifest import file_sha256
 from dist_transformer.errors import CheckpointError
-from dist_transformer.run_dir import RunDir, is_file, patiently, read_json
-from dist_transformer.training.state_files import MANIFEST, STATE, VERSION, StateFiles, check_version
+from dist_transformer.run_dir import RunDir, is_file, patiently, read_json, write_json
+from dist_transformer.training.state_files import LATER, MANIFEST, STATE, VERSION, StateFiles, check_version
 
 if TYPE_CHECKING:  # at run time it would import DeepSpeed for every command that only looks at checkpoints
     from dist_transformer.training.engine import Engine
@@ -158,6 +158,16 @@ def newest_run_id(run_dir: RunDir) -> str | None:
     return None
 
 
+def validation_of(path: Path) -> dict[str, float]:
+    """The measures of the checkpoint's step; none where it was not validated. Raises what reading a damaged one does."""
+    return dict(_read(path / LATER) if is_file(path / LATER) else _read(path / STATE)["validation"] or {})
+
+
+def validated_later(path: Path, measures: Mapping[str, float]) -> None:
+    """Adds them to a checkpoint that was committed without (rank 0)."""
+    write_json(path / LATER, measures)
+
+
 def set_aside_from(run_dir: RunDir, step: int) -> list[str]:
     """Renames the checkpoints of `step` and later to `.diverged`; returns their names (rank 0, after a divergence).
 
@@ -268,7 +278,7 @@ def _read(path: Path) -> Any:
 
 def _validated(path: Path, metric: str) -> float | None:
     try:
-        value = float(_read(path / STATE)["validation"][metric])
+        value = float(validation_of(path)[metric])
     except (OSError, ValueError, KeyError, TypeError):  # of a step that was not validated, or damaged
         return None
     return value if math.isfinite(value) else None

@@ -1,10 +1,9 @@
 """The training loop: fetch, step, log, validate, save, stop. Every rank runs the same lines in the same order."""
 
 import logging
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -16,9 +15,11 @@ from dist_transformer.data.position import Quarantined
 from dist_transformer.data.window import BatchShape
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import CheckpointError, DataError
+from dist_transformer.rounds import Stopped
 from dist_transformer.training.divergence import Diverged, LossMonitor
 from dist_transformer.training.engine import Engine
-from dist_transformer.training.feed import Feed, Fetched, GlobalBatch, News, fixed_point, from_fixed_point
+from dist_transformer.training.feed import Feed, Fetched, GlobalBatch, News
+from dist_transformer.training.losses_told import LossesTold, StepLoss
 from dist_transformer.training.records import Progress, dropout_seed
 from dist_transformer.training.report import ProgressBar
 from dist_transformer.training.reporter import Reporter
@@ -69,9 +70,9 @@ class Trainer:
         self._segment = progress.position.segment
         self._saved = self._began_save = -1
         self._skips_in_a_row = 0
+        self._is_validation_due = False  # of the step that was computed last: a regular one, and not done yet
         self._news_of_save = -1
-        self._untold: _StepLoss | None = None  # of the last batch
-        self._told: _StepLoss | None = None  # of the one before, on its way in the feed
+        self._losses = LossesTold(monitor, ranks)
         recipe = identity["recipe"]
         self._zero_weight = _zero_weight(recipe["pad_id"], recipe["eos_id"])
         self.current_batch: GlobalBatch | None = None
@@ -82,30 +83,43 @@ class Trainer:
         Raises:
             Diverged: on every rank, at the same step.
         """
-        config, progress, last_step = self._config, self.progress, self._config.training.max_steps
+        try:
+            outcome = self._train(feed, bar, watchdog)
+        except Stopped:  # in the middle of a validation, which is still due
+            outcome = Outcome.STOPPED
+        self._save(is_last=True)
+        return outcome
+
+    def _train(self, feed: Feed, bar: ProgressBar, watchdog: Watchdog) -> Outcome:
+        """As `run`, but for the last save."""
+        config, progress = self._config, self.progress
         self._reporter.interval.started = time.monotonic()
+        if self._is_validation_due:
+            self._reporter.recall(progress.step)
+            self._validate(bar, watchdog)
+            self._reporter.add_to_checkpoint(progress.step)
         while not self._has_ended():
             watchdog.progress(f"waiting for the batch after step {progress.step}")
             batch = self._next_batch(feed)
             if batch is None:
                 break
             if batch.stop:
-                self._save(is_last=True)
                 return Outcome.STOPPED
             feed.begin()
-            watchdog.progress(f"computing step {progress.step + 1}")
-            if not self._step(batch):
+            if not self._step(batch, watchdog):
                 continue
             if progress.step % config.training.log_every_steps == 0:
                 self._log(bar)
-            if progress.step % config.validation.every_steps == 0:
-                self._validate(bar, watchdog)
-            if progress.step % config.checkpoints.every_steps == 0 and progress.step != last_step:
+            self._is_validation_due = progress.step % config.validation.every_steps == 0
+            # The save first: a validation may take longer than what is left of a job.
+            if progress.step % config.checkpoints.every_steps == 0 or self._has_ended():
                 self._save()
+            if self._is_validation_due:
+                self._validate(bar, watchdog)
             bar.show(progress.step)
         self._log(bar)
+        self._save()
         self._validate(bar, watchdog)
-        self._save(is_last=True)
         return Outcome.FINISHED
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -115,14 +129,13 @@ class Trainer:
             Diverged: the checkpoint was saved while the loss was running away.
         """
         self._reporter.restore(state["interval"])
-        for step, loss, is_of_other_text in state["losses_to_judge"]:
-            self._judge(step, math.nan if loss is None else loss, is_of_other_text)
+        self._is_validation_due = state.get("validation_due", False)
+        self._losses.restore(state["losses_to_judge"])
 
     def news(self, wants_stop: bool) -> News:
         """What the other ranks must hear of this one; asked once for each batch."""
-        untold, self._untold = self._untold, None
-        self._told, self._news_of_save = untold, self._began_save
-        return News(wants_stop, self._saver.is_writing(), untold.loss_sum if untold else 0.0)
+        self._news_of_save = self._began_save
+        return News(wants_stop, self._saver.is_writing(), self._losses.tell())
 
     def end_save(self) -> None:
         """Lets the checkpoint in flight become whole, when a run ends otherwise than planned (collective)."""
@@ -162,24 +175,19 @@ class Trainer:
 
     def _hear(self, batch: GlobalBatch) -> None:
         """What all ranks told along with this batch."""
-        if self._told is not None:
-            told, self._told = self._told, None
-            self._judge(told.step, batch.loss_sum / told.target_tokens, told.is_of_other_text)
+        self._losses.hear(batch.loss_sum)
         # What was told is from before the last step: it may be of an earlier checkpoint than the one in flight.
         if not batch.is_writing and self._news_of_save == self._began_save > self._saved:
             self._finish_save()
 
-    def _judge(self, step: int, loss: float, is_of_other_text: bool) -> None:
-        if is_of_other_text:
-            self._monitor.begin_anew()
-        self._monitor.add(step, loss)
-
-    def _step(self, batch: GlobalBatch) -> bool:
+    def _step(self, batch: GlobalBatch, watchdog: Watchdog) -> bool:
         """Forward, backward and update on one global batch. False: the update was skipped (fp16 overflow)."""
         progress, ranks = self.progress, self._ranks
         self.current_batch = batch
         losses = torch.zeros(2, dtype=torch.float64, device=ranks.device)
-        for slot in range(-(-self._config.data.lanes // ranks.num_ranks)):
+        slots, doing = -(-self._config.data.lanes // ranks.num_ranks), f"computing step {progress.step + 1}"
+        for slot in range(slots):
+            watchdog.progress(f"{doing}, micro-batch {slot + 1} of {slots}")
             micro_batch = batch.micro_batches[slot] if slot < len(batch.micro_batches) else None
             lane = ranks.rank + slot * ranks.num_ranks
             torch.manual_seed(dropout_seed(self._config.run.seed, progress.batches, lane))
@@ -187,6 +195,7 @@ class Trainer:
             self._engine.backward(loss, batch.target_tokens)
             losses += torch.stack([loss.detach(), nll.detach()]).double()
         loss_sum = Fetched(losses[0])  # before the update, whose end is not waited for then
+        watchdog.progress(f"{doing}, the update")
         applied = self._engine.step(self._learning_rate(progress.step + 1))
         self._count(batch, applied, losses, loss_sum.value())
         self.current_batch = None
@@ -196,7 +205,7 @@ class Trainer:
         progress = self.progress
         step = progress.step + 1
         is_of_other_text = batch.segment.shares != self._segment.shares
-        self._untold = _StepLoss(step, batch.target_tokens, loss, is_of_other_text)
+        self._losses.computed(StepLoss(step, batch.target_tokens, loss, is_of_other_text))
         progress.batches += 1
         progress.total_target_tokens += batch.target_tokens
         if applied:
@@ -234,12 +243,18 @@ class Trainer:
         self._reporter.log(self.progress, self._learning_rate(max(1, self.progress.step)), bar)
 
     def _validate(self, bar: ProgressBar, watchdog: Watchdog) -> None:
+        """Measures the validation corpora; a checkpoint of this step that is in flight gets the scores (collective)."""
         step = self.progress.step
         self._reporter.validate(step, bar, lambda: watchdog.progress(f"validating after step {step}"))
+        self._is_validation_due = False
+        if self._began_save == step > self._saved:
+            self._saver.complete(self._state_of_validation())
 
     def _save(self, is_last: bool = False) -> None:
         """Begins a checkpoint of this step, once (collective); the last one of a process is waited for."""
         started, step = time.monotonic(), self.progress.step
+        if self._began_save == step and not is_last:
+            return
         if self._began_save > self._saved:  # at most one is in flight
             self._finish_save(is_last and self._began_save == step)
         if self._began_save != step:
@@ -286,37 +301,22 @@ class Trainer:
             "position": replace(progress.position, segment=self._segment, lanes=lane_positions).to_json(),
             "scaler": self._engine.scaler_state(),
             "loss_monitor": self._monitor.state(),
-            "losses_to_judge": self._losses_to_judge(),
-            "early_stopping": self._reporter.early_stopping.state(),
+            "losses_to_judge": self._losses.state(),
             "interval": self._reporter.state(),
-            "validation": self._reporter.validated(progress.step),
+            **self._state_of_validation(),
             **self._identity,
             "num_ranks": self._ranks.num_ranks,
             "zero_stage": self._config.training.zero_stage,
             "precision": self._config.training.precision,
         }
 
-    def _losses_to_judge(self) -> list[tuple[int, float | None, bool]]:
-        """(step, loss per token, whether its text is another) of the steps that the monitor has not heard of, with None
-        for a loss that is not finite: a run that goes on from here judges them first (collective)."""
-        waiting = [loss for loss in (self._told, self._untold) if loss is not None]
-        sums = self._ranks.sum(torch.tensor([fixed_point(w.loss_sum) for w in waiting], dtype=torch.int64))
-        losses = [from_fixed_point(*pair) for pair in sums.reshape(-1, 2).tolist()]
-        return [
-            (w.step, loss / w.target_tokens if math.isfinite(loss) else None, w.is_of_other_text)
-            for w, loss in zip(waiting, losses, strict=True)
-        ]
-
-
-@dataclass(frozen=True)
-class _StepLoss:
-    """What the monitor of the loss is told of a step; `loss_sum` is this rank's."""
-
-    step: int
-    target_tokens: int
-    loss_sum: float
-    is_of_other_text: bool
-    """The first one of a mixture with other weights: its loss is no measure of what was usual before."""
+    def _state_of_validation(self) -> dict[str, Any]:
+        step = self.progress.step
+        return {
+            "early_stopping": self._reporter.early_stopping.state(),
+            "validation": self._reporter.validated(step),
+            "validation_due": self._is_validation_due and self._reporter.must_validate(step),
+        }
 
 
 def _zero_weight(pad_id: int, eos_id: int) -> MicroBatch:

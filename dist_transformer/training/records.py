@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -62,14 +62,17 @@ class Interval:
 
 @dataclass(frozen=True)
 class Journal:
-    """Where rank 0 writes what happens; `checkpoint_saved` is told of each whole checkpoint, `samples_written` of the
-    sample translations of each validation: the step, and for each corpus its name and its `sentences`; `profile_written` of
-    a profile's table."""
+    """Where rank 0 writes what happens; `checkpoint_saved` is told of each whole checkpoint, `validated_later` of the
+    measures of the one that this start goes on from, where an earlier start could not make them, `samples_written` of the
+    sample translations of each validation: the step, and for each corpus its name and its `sentences`; `validation_failed`
+    of a step without one, and why; `profile_written` of a profile's table."""
 
     metrics: MetricsLog
     audit: MetricsLog | None
     checkpoint_saved: Callable[[int, Path], None]
+    validated_later: Callable[[int, Mapping[str, float]], None]
     samples_written: Callable[[int, list[dict[str, Any]]], None]
+    validation_failed: Callable[[int, str], None]
     profile_written: Callable[[Path], None]
 
 

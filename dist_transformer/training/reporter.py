@@ -2,19 +2,23 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from dist_transformer.config.models import Config
 from dist_transformer.distributed import Ranks
+from dist_transformer.rounds import WorkFailed
+from dist_transformer.tracking.metrics_log import FIELDS
 from dist_transformer.training.early_stopping import EarlyStopping
 from dist_transformer.training.engine import Engine
 from dist_transformer.training.feed import GlobalBatch
+from dist_transformer.training.memory import give_back
 from dist_transformer.training.records import INTERVAL_COUNTS, INTERVAL_SUMS, Interval, Journal, Progress
 from dist_transformer.training.report import ProgressBar, interval_values, log_interval
 from dist_transformer.training.system_metrics import NodeSampler
+from dist_transformer.training.validation import LESS_MEMORY
 from dist_transformer.training.validator import Validated, Validator
 
 SYSTEM_SECONDS = 30.0
@@ -30,7 +34,7 @@ class Reporter:
         early_stopping: hears of every regular validation.
         sampler: how busy the nodes are, noted with a log line every SYSTEM_SECONDS; None: not wanted.
         journal: None on all ranks but the first.
-        recorded: newest step of each event ("train", "validation") in metrics.jsonl, the same on every rank.
+        recorded: newest record of each event ("train", "validation") in metrics.jsonl, the same on every rank.
         mfu: of an interval and its seconds, `Utilisation.of`.
     """
 
@@ -43,15 +47,17 @@ class Reporter:
         early_stopping: EarlyStopping,
         sampler: NodeSampler | None,
         journal: Journal | None,
-        recorded: dict[str, int],
+        recorded: Mapping[str, Mapping[str, Any]],
         mfu: Callable[[Interval, float], float],
     ) -> None:
         self._config, self._ranks, self._engine, self._mfu = config, ranks, engine, mfu
-        self._validator, self.journal, self._recorded = validator, journal, dict(recorded)
+        self._validator, self.journal = validator, journal
+        self._recorded = {event: int(record["step"]) for event, record in recorded.items()}
+        self._newest_validation = recorded["validation"]
         self.early_stopping, self._sampler = early_stopping, sampler
         self.interval = self._new_interval()
         self._last: GlobalBatch | None = None
-        self._validated: tuple[int, Validated] | None = None
+        self._validated: tuple[int, dict[str, float]] | None = None
         self._system_seconds = SYSTEM_SECONDS
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -117,26 +123,65 @@ class Reporter:
             self._log_system(self._sampler.means(), progress.step)
         self.interval = self._new_interval()
 
+    def must_validate(self, step: int) -> bool:
+        """Whether there is what to measure, and none of it was measured at this step or later, or tried to."""
+        return bool(self._validator.sets) and step > self._recorded["validation"]
+
     def validate(self, step: int, bar: ProgressBar, progress: Callable[[], None]) -> None:
-        """Measures the validation corpora, once for a step (collective)."""
-        if not self._validator.sets or step <= self._recorded["validation"]:
+        """Measures the validation corpora, once for a step (collective). One that fails is said, and ends nothing.
+
+        Raises:
+            Stopped: on every rank; it is as if the validation had not begun.
+        """
+        if not self.must_validate(step):
             return
         started = time.monotonic()
-        found = self._validator.validate(step, progress)
-        self._validated, self._recorded["validation"] = (step, found), step
-        if (value := found.numbers.get(metric := self._config.validation.metric)) is not None:
-            bar.show_score(step, metric, value)
-        if step % self._config.validation.every_steps == 0:  # the last one of a run may be at any step
-            self.early_stopping.add(step, found.numbers)
-            log.info("step %7d  %s", step, self.early_stopping.standing())
-        if self.journal:
-            self.journal.metrics.append("validation", step, found.values)
-            self.journal.samples_written(step, found.samples)
-        self.interval.started += time.monotonic() - started
+        try:
+            found = self._validator.validate(step, progress)
+        except WorkFailed as failure:
+            self._fail(step, str(failure))
+        else:
+            self._keep(step, found, bar)
+        finally:
+            self.interval.started += time.monotonic() - started
+
+    def recall(self, step: int) -> None:
+        """Hears of the validation of this step by its record, where the start that made it ended before it was in a
+        checkpoint."""
+        if self._newest_validation["step"] == step:
+            values = {name: value for name, value in self._newest_validation.items() if name not in FIELDS}
+            self._hear(step, Validated(values, []))
+
+    def add_to_checkpoint(self, step: int) -> None:
+        """What was measured at this step, to the checkpoint of it that an earlier start wrote without."""
+        if self.journal and (measures := self.validated(step)):
+            self.journal.validated_later(step, measures)
 
     def validated(self, step: int) -> dict[str, float] | None:
         """What was measured at exactly this step."""
-        return self._validated[1].numbers if self._validated and self._validated[0] == step else None
+        return self._validated[1] if self._validated and self._validated[0] == step else None
+
+    def _keep(self, step: int, found: Validated, bar: ProgressBar) -> None:
+        self._recorded["validation"] = step
+        self._hear(step, found)
+        if (value := found.numbers.get(metric := self._config.validation.metric)) is not None:
+            bar.show_score(step, metric, value)
+        if self.journal:
+            self.journal.metrics.append("validation", step, found.values)
+            self.journal.samples_written(step, found.samples)
+
+    def _hear(self, step: int, found: Validated) -> None:
+        self._validated = (step, found.numbers)
+        if step % self._config.validation.every_steps == 0:  # the last one of a run may be at any step
+            self.early_stopping.add(step, found.numbers)
+            log.info("step %7d  %s", step, self.early_stopping.standing())
+
+    def _fail(self, step: int, reason: str) -> None:
+        self._recorded["validation"] = step  # it would fail again
+        give_back(self._ranks.device)
+        log.error("validation of step %d failed, and training goes on without it: %s. %s", step, reason, LESS_MEMORY)
+        if self.journal:
+            self.journal.validation_failed(step, reason)
 
     def stood_still(self, seconds: float) -> None:
         """Training stood still for a checkpoint; it is no part of the interval's speed."""

@@ -2,6 +2,7 @@
 
     begin    step_N.tmp/ is made, free space is looked at; the fragments are copied; training goes on
     thread   step_N.tmp/state_R.safetensors, fsync, SHA-256
+    complete the scores of a validation that was still to come
     finish   every rank says whether its file is on disk; then state.json, manifest.json, rename to step_N/, `latest`
 
 Nothing but the last rename makes a checkpoint, so a kill at any moment leaves a whole one or none.
@@ -93,6 +94,11 @@ class Saver:
             self._snapshot.take(engine.fragments())
             flight.needed_bytes = sum(self._ranks.gather(self._snapshot.num_bytes))
             self._attempt(flight)
+
+    def complete(self, values: Mapping[str, Any]) -> None:
+        """Replaces values of the state given to `begin`: what was not known yet (not collective)."""
+        assert self._flight is not None, "no save is in flight"
+        self._flight.state |= json.loads(json.dumps(values))
 
     def is_writing(self) -> bool:
         """Whether this rank's file is not on disk yet."""

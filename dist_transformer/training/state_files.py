@@ -25,6 +25,9 @@ from dist_transformer.run_dir import patiently, read_json, share_as_folder
 
 MANIFEST, STATE = "manifest.json", "state.json"
 """Beside the tensors: what every file must be, and what else the run was at (checkpoints.py)."""
+LATER = ".validation.json"
+"""Beside them: the measures of a validation that a stop broke off, and a later start made up for. Hidden: it is no part of
+what was committed."""
 VERSION = 2
 """Of the format. Version 1 held whole tensors."""
 

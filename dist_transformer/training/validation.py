@@ -2,13 +2,21 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 
 from dist_transformer.data.loader import MicroBatch
 from dist_transformer.distributed import Ranks
+from dist_transformer.rounds import WantsStop, failures_named, in_rounds
 from dist_transformer.training.engine import Engine
+from dist_transformer.training.memory import telling_out_of_memory
+
+LESS_MEMORY = (
+    "Where memory was short, lower data.max_tokens, decoding.max_tokens or validation.beam_size, or set "
+    "validation.translate=false"
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +51,7 @@ class Translated:
 Progress = Callable[[], None]
 Translate = Callable[[Sequence[ValidationSet], Progress], Iterator[Translated]]
 """Translates each set with the weights as they are, shared over the ranks, and scores it (collective); the same on every
-rank. Progress is called for each batch."""
+rank. Progress is called whenever something moved. Raises Stopped and WorkFailed on every rank, as `in_rounds` does."""
 
 
 @dataclass(frozen=True)
@@ -66,23 +74,35 @@ class TokenMeasures:
         return {**measures, "token_accuracy": self.token_accuracy}
 
 
-def measure_tokens(engine: Engine, batches: Sequence[MicroBatch], ranks: Ranks, progress: Progress) -> TokenMeasures:
+def measure_tokens(
+    engine: Engine, batches: Sequence[MicroBatch], ranks: Ranks, progress: Progress, wants_stop: WantsStop
+) -> TokenMeasures:
     """Of all of `batches`, without dropout (collective); the same result on every rank.
 
     Rank r takes the micro-batches r, r + W, ...; where W does not divide their number, some ranks compute one more that
     is not counted: ZeRO 3 needs the same number of forward passes everywhere. `progress` is called after each.
+
+    Raises:
+        Stopped, WorkFailed: on every rank, as `in_rounds` does. In ZeRO 3, whose passes are collectives, the rank that
+            fails raises its error alone.
     """
     sums = torch.zeros(4, dtype=torch.float64)
-    engine.train(False)
-    with torch.no_grad():
-        for first in range(0, len(batches), ranks.num_ranks):
-            mine = first + ranks.rank
-            batch = batches[min(mine, len(batches) - 1)]
+
+    def measure(number: int) -> None:
+        mine = number * ranks.num_ranks + ranks.rank
+        batch = batches[min(mine, len(batches) - 1)]
+        told = telling_out_of_memory("the loss of a validation", ranks.device)
+        with failures_named(ranks) if engine.has_whole_weights else nullcontext(), told, torch.no_grad():
             found = [float(value) for value in engine(*_inputs(batch, ranks.device), True)]
-            if mine < len(batches):
-                sums += torch.tensor([*found, batch.shape.target_tokens], dtype=torch.float64)
-            progress()
-    engine.train()
+        if mine < len(batches):
+            sums.add_(torch.tensor([*found, batch.shape.target_tokens], dtype=torch.float64))
+        progress()
+
+    engine.train(False)
+    try:
+        in_rounds(ranks, -(-len(batches) // ranks.num_ranks), measure, wants_stop)
+    finally:
+        engine.train()
     loss_sum, nll_sum, hits, tokens = ranks.sum(sums).tolist()
     return TokenMeasures(loss_sum / tokens, nll_sum / tokens, hits / tokens, int(tokens))
 

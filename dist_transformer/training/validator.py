@@ -9,6 +9,7 @@ from typing import Any
 from dist_transformer.config.models import ValidationConfig
 from dist_transformer.data.plan import PURPOSE_SAMPLES, random_generator
 from dist_transformer.distributed import Ranks
+from dist_transformer.rounds import WantsStop
 from dist_transformer.training.engine import Engine
 from dist_transformer.training.validation import (
     Progress,
@@ -49,6 +50,7 @@ class Validator:
         sets: may be empty.
         seed: of the run; decides which samples are drawn.
         translate: None: the corpora are not translated.
+        wants_stop: whether this rank was asked to stop.
     """
 
     def __init__(
@@ -59,12 +61,17 @@ class Validator:
         engine: Engine,
         ranks: Ranks,
         translate: Translate | None,
+        wants_stop: WantsStop,
     ) -> None:
         self._settings, self._seed, self.sets = settings, seed, sets
-        self._engine, self._ranks, self._translate = engine, ranks, translate
+        self._engine, self._ranks, self._translate, self._wants_stop = engine, ranks, translate, wants_stop
 
     def validate(self, step: int, progress: Progress) -> Validated:
-        """Measures every corpus with the weights as they are (collective). Weights and random states stay as they are."""
+        """Measures every corpus with the weights as they are (collective). Weights and random states stay as they are.
+
+        Raises:
+            Stopped, WorkFailed: on every rank, as `in_rounds` does.
+        """
         measured = [self._measure(each, progress) for each in self.sets]
         values: dict[str, float | str] = {}
         samples = []
@@ -88,7 +95,8 @@ class Validator:
 
     def _measure(self, each: ValidationSet, progress: Progress) -> tuple[TokenMeasures, float]:
         started = time.monotonic()
-        return measure_tokens(self._engine, each.batches, self._ranks, progress), time.monotonic() - started
+        tokens = measure_tokens(self._engine, each.batches, self._ranks, progress, self._wants_stop)
+        return tokens, time.monotonic() - started
 
     def _translated(self, sets: Sequence[ValidationSet], progress: Progress) -> Iterable[Translated]:
         if self._translate is None:

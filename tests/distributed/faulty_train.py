@@ -32,11 +32,11 @@ def install(fault: str) -> None:
     step, backward = Trainer._step, Engine.backward
     at_work, times = False, 2 if fault == "spike twice" else 1
 
-    def faulty_step(trainer: Trainer, batch: GlobalBatch) -> bool:
+    def faulty_step(trainer: Trainer, batch: GlobalBatch, *others: object) -> bool:
         nonlocal at_work
         number = trainer.progress.batches
         at_work = number == FIRST_BATCH if fault == "infinity" else number >= FIRST_BATCH and num_noticed() < times
-        return step(trainer, batch)
+        return step(trainer, batch, *others)
 
     def faulty_backward(engine: Engine, loss_sum: Tensor, global_tokens: int) -> None:
         if at_work and fault == "exception":
@@ -51,6 +51,11 @@ def install(fault: str) -> None:
     Engine.backward = faulty_backward
     if fault in ("slow disk", "killed while saving"):
         install_disk(fault)
+    if fault.startswith("end"):
+        install_end(fault.removeprefix("end "))
+    if fault.startswith("validation"):
+        _, number, where, what = fault.split()
+        install_validation(int(number), where, what)
     if fault in ("spike", "spike twice"):
         import dist_transformer.training.loop as loop
 
@@ -72,9 +77,9 @@ def install_disk(fault: str) -> None:
     saves: list[int] = []
     step = Trainer._step
 
-    def noted_step(trainer: Trainer, batch: GlobalBatch) -> bool:
+    def noted_step(trainer: Trainer, batch: GlobalBatch, *others: object) -> bool:
         trainers[:] = [trainer]
-        return step(trainer, batch)
+        return step(trainer, batch, *others)
 
     def noted_begin(at: saver.Saver, engine: Engine, state: dict[str, int]) -> None:
         saves.append(state["step"])
@@ -89,6 +94,53 @@ def install_disk(fault: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     Trainer._step, saver.Saver.begin, saver.write_state_file = noted_step, noted_begin, faulty_write
+
+
+def install_validation(number: int, where: str, what: str) -> None:
+    """In the measuring, the search or the scoring of the validation of this number: a stop, no memory, or a dead disk."""
+    import dist_transformer.decoding.score as score
+    from dist_transformer.decoding.search import TorchSearcher
+    from dist_transformer.training.validator import Validator
+
+    begun: list[int] = []
+
+    def replaced(owner: object, name: str, place: str) -> None:
+        original = getattr(owner, name)
+
+        def faulty(*arguments: object) -> object:
+            if name == "validate":
+                begun.append(1)
+            elif (where, len(begun)) == (place, number) and (name != "__call__" or arguments[-1] is True):
+                strike(what, where == "scoring")
+            return original(*arguments)
+
+        setattr(owner, name, faulty)
+
+    replaced(Validator, "validate", "")
+    replaced(Engine, "__call__", "measuring")
+    replaced(TorchSearcher, "search", "search")
+    replaced(score, "corpus_scores", "scoring")
+
+
+def install_end(what: str) -> None:
+    """A stop comes while what is done at the end of a run takes longer than anybody waits."""
+    from dist_transformer.cli import run_end, training_run
+
+    owner, name = {
+        "averaging": (training_run, "write_final_model"),
+        "report": (run_end, "report_after_training"),
+    }[what]
+    setattr(owner, name, lambda *arguments: strike("stop", True))
+
+
+def strike(what: str, is_endless: bool) -> None:
+    if what == "memory":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+    if what == "disk":
+        raise OSError(5, "Input/output error")
+    os.kill(os.getpid(), signal.SIGUSR1)
+    if is_endless:  # a score that takes longer than anybody waits
+        threading.Event().wait()
 
 
 def num_noticed() -> int:

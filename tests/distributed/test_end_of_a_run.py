@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from running import NOT_INHERITED, Command, records, without
 
+from dist_transformer.errors import EXIT_REQUEUE
 from dist_transformer.run_dir import read_json
 
 pytestmark = pytest.mark.slow
@@ -37,6 +38,25 @@ def test_a_finished_run_has_finished_on_every_rank(command: Command, waiting: tu
     assert "MLflow did not take everything" in said
     assert "finished at step 6" in said
     assert (run / "report.html").is_file()
+
+
+@pytest.mark.parametrize("work", ["averaging", "report"])
+def test_a_stop_is_heard_after_the_last_step_and_the_next_start_does_the_rest(command: Command, work: str) -> None:
+    name = f"stopped-{work}"
+    run, settings = command.folder / "runs" / name, (f"run.name={name}", "tracking.enabled=true")
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), f"end {work}", "0", "small.yaml", *settings, "2"],
+        cwd=command.folder, env=without(NOT_INHERITED), capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == EXIT_REQUEUE, done.stdout + done.stderr
+    assert read_json(run / "run.json")["state"] == "stopped"
+    assert (run / "model").exists() == (work == "report")
+    before = (run / "metrics.jsonl").read_bytes()
+    command("train", "small.yaml", *settings, "--ranks", 2)
+    assert read_json(run / "run.json")["state"] == "finished"
+    assert (run / "model" / "model.safetensors").is_file()
+    assert (run / "report.html").is_file()
+    assert (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_run_that_diverged_goes_on(command: Command, waiting: tuple[str, ...]) -> None:

@@ -54,7 +54,7 @@ def run_as_rank(run: Path, results: Path) -> None:
         checkpoints.load(checkpoint, engine)
         progress: list[int] = []
         data = open_run_data(config, folder, manifest)
-        validator = open_validator(config, data, engine, ranks, lambda doing: None)
+        validator = open_validator(config, data, engine, ranks, lambda doing: None, lambda: False)
         random_state = torch.random.get_rng_state()
         heard: list[str] = []
         dry_run_of_validation(validator, config, data, ranks, heard.append)

@@ -21,7 +21,7 @@ FLOORS = [
         "outputs",
     },
     {"cluster", "distributed", "planning"},
-    {"model", "data", "tracking", "preflight"},
+    {"model", "data", "tracking", "preflight", "rounds"},
     {"training", "decoding", "interop", "reporting"},
     {"cli", "__main__"},
 ]

@@ -73,6 +73,30 @@ def enumerated(
     return sorted(scored, reverse=True)
 
 
+@pytest.mark.parametrize("settings", [{"beam_size": 1}, {"beam_size": 3}, {"sampling": True, "beam_size": 1}])
+def test_weights_that_are_no_numbers_end_in_one_message(make_random_model: MakeModel, settings: dict[str, Any]) -> None:
+    for value in (math.nan, math.inf):
+        model = make_random_model(9)
+        with torch.no_grad():
+            model.output_weight.fill_(value)
+        with pytest.raises(UserError, match="the model's weights are not finite"):
+            searcher([model], **settings).search(inputs(LINES))
+
+
+def test_each_token_is_announced_and_the_search_can_be_left_there(make_random_model: MakeModel) -> None:
+    def leave() -> None:
+        told.append(1)
+        if len(told) == 3:
+            raise KeyError("enough")
+
+    told: list[int] = []
+    one = searcher([make_random_model(9)], beam_size=2)
+    one.each_token = leave
+    with pytest.raises(KeyError, match="enough"):
+        one.search(inputs(LINES))
+    assert len(told) == 3
+
+
 def has_no_repeat(words: list[int], size: int) -> bool:
     ngrams = [tuple(words[place : place + size]) for place in range(len(words) - size + 1)]
     return len(set(ngrams)) == len(ngrams)

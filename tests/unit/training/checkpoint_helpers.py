@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -81,6 +82,13 @@ class ThreadRanks:
 
     def from_first(self, value: Any) -> Any:
         return self.gather(value)[0]
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values.copy_(torch.stack(self.gather(values)).sum(0))
+
+    def start_sum(self, values: Tensor) -> SimpleNamespace:
+        everyones = self.gather(values)
+        return SimpleNamespace(wait=lambda: values.copy_(torch.stack(everyones).sum(0)))
 
 
 def on_ranks(num_ranks: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_helpers import save
+from checkpoint_helpers import on_ranks, save
 
 from dist_transformer.cli import report, run_records, run_validation
 from dist_transformer.cli.run_records import add_to_history, is_best_so_far, note
 from dist_transformer.config.models import ModelConfig, ValidationConfig
 from dist_transformer.errors import UserError
+from dist_transformer.rounds import WorkFailed
 from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.spool import add_event
@@ -119,9 +120,13 @@ def test_memory_for_the_whole_model_of_a_validation_is_asked_for_by_name():
     config: Any = SimpleNamespace(model=ModelConfig(**shape, num_heads=1), training=SimpleNamespace(precision="bf16"))
     data: Any = SimpleNamespace(manifest=SimpleNamespace(source_vocabulary=8, target_vocabulary=8, pad_id=0))
     engine: Any = SimpleNamespace(has_whole_weights=False)
-    ranks: Any = SimpleNamespace(device=torch.device("cpu"))
-    with (
-        pytest.raises(UserError, match=r"out of memory in the copy of the whole model .*validation\.translate=false"),
-        run_validation._whole_model(config, data, engine, ranks),
-    ):
-        pass
+
+    def attempt(ranks: Any) -> None:
+        ranks.device = torch.device("cpu" if ranks.rank else "meta")  # which has room for everything
+        with (
+            pytest.raises(WorkFailed, match=r"rank 1: out of memory in the copy of the whole model .*translate=false"),
+            run_validation._whole_model(config, data, engine, ranks),
+        ):
+            pass
+
+    on_ranks(2, attempt)

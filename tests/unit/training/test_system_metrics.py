@@ -223,7 +223,7 @@ class Asked:
 
 def reporter_of(group: Group, sampler: Asked) -> Reporter:
     engine = SimpleNamespace(gradient_norm=lambda: 1.0, loss_scale=lambda: 1.0)
-    recorded = {"train": 0, "validation": 0}
+    recorded = {"train": {"step": 0}, "validation": {"step": 0}}
     parts: Any = (None, group, engine, None, None, sampler, None, recorded, lambda *_: 0.5)
     return Reporter(*parts)
 

@@ -18,7 +18,7 @@ from dist_transformer.training.validator import sample_lines
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_measures_are_those_of_all_logits_at_once(make_engine, ranks, stage):
     engine, batches, calls = make_engine(zero_stage=stage, dropout=0.5), micro_batches_of(ragged_batches(5)), []
-    found = measure_tokens(engine, batches, ranks, lambda: calls.append(1))
+    found = measure_tokens(engine, batches, ranks, lambda: calls.append(1), lambda: False)
     whole = make_engine(zero_stage=1).objective.model.eval()  # of the same seed, without dropout
     nll, hits, tokens = 0.0, 0, 0
     with torch.no_grad():

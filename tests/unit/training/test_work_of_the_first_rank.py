@@ -12,6 +12,7 @@ from dist_transformer.cli.first_rank import by_first_rank
 from dist_transformer.cli.run_end import RunEnd
 from dist_transformer.config.models import TrackingConfig
 from dist_transformer.errors import CheckpointError
+from dist_transformer.rounds import Stopped
 from dist_transformer.run_dir import RunDir
 
 
@@ -74,6 +75,22 @@ def test_waiting_of_a_known_length_is_heard_of_on_every_rank():
 
     on_ranks(2, lambda ranks: by_first_rank(ranks, lambda: finished.wait(20), lambda: progress(ranks.rank), 15.0))
     assert min(heard) >= 5
+
+
+def test_a_stop_of_any_rank_leaves_the_work_alone_on_all():
+    finished, left = threading.Event(), []
+
+    def attempt(ranks) -> None:
+        with pytest.raises(Stopped):
+            by_first_rank(ranks, lambda: finished.wait(60), lambda: None, wants_stop=lambda: ranks.rank == 1)
+        left.append(ranks.rank)
+
+    on_ranks(3, attempt)
+    assert sorted(left) == [0, 1, 2]
+    finished.set()
+    assert (
+        on_ranks(2, lambda ranks: by_first_rank(ranks, lambda: "done", print, wants_stop=lambda: False)) == ["done"] * 2
+    )
 
 
 def test_waiting_beyond_its_length_is_no_progress():

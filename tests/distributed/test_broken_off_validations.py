@@ -1,0 +1,105 @@
+"""A validation that is broken off on real ranks: by a stop, after which the run ends as an undisturbed one; by a failure."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import NOT_INHERITED, Command, records, without
+from test_resume import assert_same_run
+
+from dist_transformer.errors import EXIT_REQUEUE
+from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.training import checkpoints
+
+pytestmark = pytest.mark.slow
+
+PROGRAM = Path(__file__).with_name("faulty_train.py")
+SETTINGS = (
+    "data.audit=true",
+    "training.max_steps=10",
+    "validation={every_steps: 2, translate: true, metric: chrf, patience: 40, samples: 3}",
+    "decoding.max_tokens=300",
+    "checkpoints={every_steps: 4, keep_last: 1, keep_best: 1, average_last: 1, final_model: average_best}",
+)
+
+
+@pytest.fixture
+def disturbed(command: Command) -> Callable[..., tuple[int, str, Path]]:
+    """Trains on two ranks with a fault in a validation of one of them: exit code, what was said, the run folder."""
+
+    def train(name: str, fault: str, rank: int, *overrides: str) -> tuple[int, str, Path]:
+        arguments = (fault, str(rank), "small.yaml", f"run.name={name}", *SETTINGS, *overrides, "2")
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM), *arguments],
+            cwd=command.folder, env=without(NOT_INHERITED), capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout + done.stderr, command.folder / "runs" / name
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def undisturbed_in(train_small: Callable[..., Path]) -> Callable[[int], Path]:
+    """The run of a ZeRO stage that nothing disturbs."""
+    return cache(lambda stage: train_small(f"whole-{stage}", *SETTINGS, f"training.zero_stage={stage}", ranks=2))
+
+
+def validations(run: Path) -> list[dict[str, Any]]:
+    """Records of validations and samples, without the times."""
+    found = records(run, "validation") + records(run, "samples", "samples.jsonl")
+    return [{key: value for key, value in record.items() if key != "time"} for record in found]
+
+
+def newest(run: Path) -> dict[str, Any]:
+    state: dict[str, Any] = read_json(checkpoints.saved(RunDir(run))[-1] / "state.json")
+    return state
+
+
+@pytest.mark.parametrize(
+    ("where", "number", "stage"),
+    [("search", 2, 1), ("search", 3, 3), ("measuring", 2, 3), ("measuring", 5, 1), ("scoring", 2, 1)],
+)
+def test_a_stop_leaves_the_validation_saves_and_validates_first_when_it_goes_on(
+    disturbed, train_small, undisturbed_in, where, number, stage
+):
+    name, zero = f"stopped-{where}-{number}-{stage}", f"training.zero_stage={stage}"
+    rank = 0 if where == "scoring" else 1
+    code, said, run = disturbed(name, f"validation {number} {where} stop", rank, zero)
+    assert code == EXIT_REQUEUE, said
+    state = newest(run)
+    assert (state["step"], state["validation"], state["validation_due"]) == (2 * number, None, True)
+    assert [record["step"] for record in records(run, "validation")] == list(range(2, 2 * number, 2))
+    expected = undisturbed_in(stage)
+    assert_same_run(train_small(name, *SETTINGS, zero, ranks=2), expected)
+    assert validations(run) == validations(expected)
+    for key in ("early_stopping", "validation", "validation_due"):
+        assert number == 5 or newest(run)[key] == newest(expected)[key]
+    names = [[path.name for path in checkpoints.saved(RunDir(each))] for each in (run, expected)]
+    assert names[0] == names[1]
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "rank"), [("search", "memory", 1), ("measuring", "memory", 1), ("scoring", "disk", 0)]
+)
+def test_a_validation_that_fails_on_one_rank_is_told_and_training_goes_on_without_it(
+    disturbed, undisturbed_in, where, what, rank
+):
+    code, said, run = disturbed(f"failed-{where}", f"validation 2 {where} {what}", rank, "checkpoints.keep_last=5")
+    assert code == 0, said
+    assert [record["loss"] for record in records(run)] == [record["loss"] for record in records(undisturbed_in(1))]
+    assert [record["step"] for record in records(run, "validation")] == [2, 6, 8, 10]
+    (told,) = records(run, "failed validation", "history.jsonl")
+    assert told["step"] == 4
+    assert f"rank {rank}: " in told["reason"]
+    expected = "Input/output error" if what == "disk" else "out of memory"
+    assert expected in told["reason"]
+    assert "validation of step 4 failed, and training goes on without it" in said
+    states = {checkpoints.step_of(path): read_json(path / "state.json") for path in checkpoints.saved(RunDir(run))}
+    assert states[4]["validation"] is None
+    assert not states[4]["validation_due"]
+    assert states[8]["validation"] is not None
+    assert states[4]["early_stopping"]["num_since"] + bool(states[4]["early_stopping"]["best_step"]) <= 1
