@@ -1,11 +1,12 @@
 """`training.init_from`: finds the weights that a path names, and starts a model with them."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dist_transformer.cli.first_rank import by_first_rank
 from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest, file_sha256
 from dist_transformer.distributed import Ranks
@@ -33,7 +34,9 @@ class Found:
     sha256: str
 
 
-def initialise(model: Transformer, config: Config, manifest: Manifest, ranks: Ranks) -> dict[str, str]:
+def initialise(
+    model: Transformer, config: Config, manifest: Manifest, ranks: Ranks, progress: Callable[[], None]
+) -> dict[str, str]:
     """Puts the weights of `training.init_from` into the fp32 model on the CPU (collective); rank 0 logs what was taken.
 
     Returns what is to be tracked: the folder that was taken, and the SHA-256 of its weights.
@@ -42,9 +45,7 @@ def initialise(model: Transformer, config: Config, manifest: Manifest, ranks: Ra
         UserError: there is no such model, or it does not fit; the same on every rank.
     """
     path = Path(str(config.training.init_from)).expanduser()
-    found = ranks.from_first(_found_or_error(path) if ranks.is_first else None)
-    if isinstance(found, UserError):
-        raise found.agreed()
+    found = by_first_rank(ranks, lambda: _found(path), progress)
     tokenizers = (manifest.tokenizer.source_sha256, manifest.tokenizer.target_sha256)
     here = Origin(config.model.num_heads, tokenizers, form_of(config.model.model_dump()))
     fit = _load(model, found, here, config.training.init_partially)
@@ -85,13 +86,11 @@ def find(path: Path) -> Found:
     )
 
 
-def _found_or_error(path: Path) -> Found | UserError:
+def _found(path: Path) -> Found:
     try:
         return find(path)
-    except UserError as error:
-        return error
     except OSError as error:
-        return _unreadable(path, error)
+        raise _unreadable(path, error) from error
 
 
 def _load(model: Transformer, found: Found, here: Origin, partially: bool) -> Fit | UserError:

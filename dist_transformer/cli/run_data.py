@@ -1,6 +1,6 @@
 """The data of a run: its prepared corpus, the plan of its batches, and where in it a checkpoint goes on."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -57,21 +57,28 @@ class RunData:
             self.manifest.eos_id, seed,
         )  # fmt: skip
 
-    def validation(self) -> list[MicroBatch]:
+    def validation(self) -> Iterator[MicroBatch]:
         """The micro-batches of the validation corpus; none without one."""
-        if "validation" not in self.manifest.splits:
-            return []
-        return list(validation_batches(self.builder, self.manifest.bos_id))
+        if "validation" in self.manifest.splits:
+            yield from validation_batches(self.builder, self.manifest.bos_id)
 
     def start(self) -> Position:
         """Before the first batch."""
         return Position.start(self.planner.first_segment())
 
-    def loader(self, position: Position, batch: int, rank: int, num_ranks: int, num_workers: int) -> LaneLoader:
-        """The loader of one rank; `batch` is the number of the next global batch."""
+    def loader(
+        self,
+        position: Position,
+        batch: int,
+        rank: int,
+        num_ranks: int,
+        num_workers: int,
+        progress: Callable[[], None] = lambda: None,
+    ) -> LaneLoader:
+        """The loader of one rank; `batch` is the number of the next global batch, `progress` called for each window."""
         settings = LoaderSettings(self.manifest.bos_id, num_workers, self.config.data.stall_seconds)
         lanes = range(rank, self.config.data.lanes, num_ranks)
-        return LaneLoader(self.builder, self.planner, position, batch, lanes, settings)
+        return LaneLoader(self.builder, self.planner, position, batch, lanes, settings, progress)
 
     def recipe(self) -> dict[str, Any]:
         """What a resume must find unchanged: the shape of the model, the prepared corpus and the order of the data."""

@@ -26,7 +26,7 @@ from dist_transformer.tracking.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.tracker import Tracker
 from dist_transformer.training import checkpoints
 from dist_transformer.training.records import Journal, Progress
-from dist_transformer.training.state_files import STATE
+from dist_transformer.training.state_files import STATE, add_validation, validation_of
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def open_records(
     def validated_later(step: int, measures: Mapping[str, float]) -> None:
         path = run_dir.checkpoints / checkpoints.folder_name(step)
         with _warned_of_disk(path):
-            checkpoints.validated_later(path, measures)
+            add_validation(path, measures)
         if tracker is not None:
             _tell(tracker, run_dir, path, config.validation.metric)
 
@@ -152,7 +152,7 @@ def is_best_so_far(state: Mapping[str, Any], metric: str) -> bool:
 
 def _tell(tracker: Tracker, run_dir: RunDir, path: Path, metric: str) -> None:
     with _warned_of_disk(path):
-        measures = checkpoints.validation_of(path)
+        measures = validation_of(path)
         state = {**read_json(path / STATE), "validation": measures}
         kept = [one.name for one in checkpoints.saved(run_dir)]
         tracker.checkpoint_saved(state["step"], path, measures, is_best_so_far(state, metric), kept)

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -44,10 +44,10 @@ def open_validator(
     tokenizer = load_tokenizer(data.folder, data.manifest.tokenizer)
     texts = {key: _read(key, *text, data, ranks, heard) for key, text in texts_to_keep(config).items()}
     sets = []
-    if config.data.validation is not None and (batches := data.validation()):
+    if config.data.validation is not None and (batches := _told(data.validation(), "data.validation", heard)):
         sets.append(_main_set(batches, texts.get("validation"), tokenizer, config.model.max_positions))
     for name in config.data.more_validation:
-        sets.append(_further_set(name, texts[f"more_validation.{name}"], config, data, tokenizer))
+        sets.append(_further_set(name, texts[f"more_validation.{name}"], config, data, tokenizer, heard))
     translate = None
     if config.validation.translate and sets:
         translate = _translator(config, data, tokenizer, engine, ranks, _comet(config, ranks, heard), wants_stop)
@@ -99,13 +99,24 @@ def _main_set(
     return ValidationSet("validation", batches, sources, references)
 
 
-def _further_set(name: str, text: Pairs, config: Config, data: RunData, tokenizer: Tokenizer) -> ValidationSet:
+def _further_set(
+    name: str, text: Pairs, config: Config, data: RunData, tokenizer: Tokenizer, heard: Callable[[str], None]
+) -> ValidationSet:
     """One of data.more_validation, every pair of it."""
     place = f"data.more_validation.{name}"
-    batches = list(text_batches(data.builder, tokenizer, *text, config.model.max_positions, place))
+    batches = _told(text_batches(data.builder, tokenizer, *text, config.model.max_positions, place), place, heard)
     most = config.validation.max_sentences
     sources, references = (side[:most] if config.validation.translate else [] for side in text)
     return ValidationSet(name, batches, sources, references)
+
+
+def _told(batches: Iterable[MicroBatch], place: str, heard: Callable[[str], None]) -> list[MicroBatch]:
+    """All of them; each is progress."""
+    found = []
+    for batch in batches:
+        heard(f"cutting {place} into batches")
+        found.append(batch)
+    return found
 
 
 def _read(

@@ -8,14 +8,13 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from dist_transformer import distributed
-from dist_transformer.cli.first_rank import Result, by_first_rank
+from dist_transformer.cli.first_rank import by_first_rank
 from dist_transformer.cli.prepare import prepare_with_progress
 from dist_transformer.cli.run_data import RunData, open_run_data
 from dist_transformer.cli.run_precision import bf16_warning, settled_precision
@@ -87,7 +86,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
 
 def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: StopRequest, terminal: Terminal) -> int:
     """Trains until the end or a stop; after a divergence from the newest good checkpoint again, as the policy says."""
-    run_id, recovery = _by_first(ranks, lambda: (run_id_of(run_dir), read_recovery(run_dir)))
+    run_id, recovery = by_first_rank(ranks, lambda: (run_id_of(run_dir), read_recovery(run_dir)), lambda: None)
     if recovery.learning_rate_factor != 1.0 or recovery.switch_to_bf16:
         log.warning("divergence %s asks for %s", run_dir.divergence, recovery.text())
     with Watchdog(config.training.hang_seconds, ranks) as watchdog:
@@ -98,7 +97,9 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: S
             except Diverged as error:
                 diverged = Diverged(error.reason, error.since_step)  # the first one's traceback holds the engine
             gc.collect()  # the engine that diverged, before there is another
-            recovery = _by_first(ranks, partial(_recover, run, diverged))
+            recovery = by_first_rank(
+                ranks, partial(_recover, run, diverged), run.doing("going back after a divergence")
+            )
 
 
 def _recover(run: Run, diverged: Diverged) -> Recovery:
@@ -107,10 +108,6 @@ def _recover(run: Run, diverged: Diverged) -> Recovery:
     checkpoints.set_aside_from(run.run_dir, first_bad_step(run.run_dir, run.config.divergence, diverged))
     good = checkpoints.saved(run.run_dir)[-1:]
     return recover(run.run_dir, run.config.divergence, diverged, checkpoints.step_of(good[0]) if good else 0)
-
-
-def _by_first(ranks: Ranks, decide: Callable[[], Result]) -> Result:
-    return by_first_rank(ranks, decide, lambda: None)
 
 
 def _refuse_different_corpora(folder: Path, manifest: Manifest, ranks: Ranks) -> None:

@@ -74,6 +74,10 @@ class Run:
         """Whether this rank was asked to stop."""
         return self.stop.reason() is not None
 
+    def doing(self, what: str) -> Callable[[], None]:
+        """Tells the watchdog that this moves."""
+        return lambda: self.watchdog.progress(what)
+
 
 def train(run: Run) -> tuple[Outcome, int]:
     """Goes on from the newest whole checkpoint until the end, a stop, or a divergence (collective); the last step.
@@ -83,7 +87,7 @@ def train(run: Run) -> tuple[Outcome, int]:
     """
     given, ranks = run.config, run.ranks
     checkpoint = by_first_rank(
-        ranks, lambda: checkpoints.newest_whole(run.run_dir, run.run_id), _heard(run, "checking")
+        ranks, lambda: checkpoints.newest_whole(run.run_dir, run.run_id), run.doing("checking the checkpoints")
     )
     run = replace(run, config=as_sharded(_with_precision(run), ranks.num_ranks))
     torch.manual_seed(run.config.run.seed)
@@ -125,12 +129,8 @@ def _records(run: Run, progress: Progress, origin: dict[str, str]) -> tuple[Jour
             open_records(run.config, run.run_dir, run.ranks, run.data.folder, run.manifest, progress, origin, echo)
         )
 
-    by_first_rank(run.ranks, open_them, lambda: run.watchdog.progress("cutting back the records of an earlier start"))
+    by_first_rank(run.ranks, open_them, run.doing("cutting back the records of an earlier start"))
     return opened[0] if opened else (None, None)
-
-
-def _heard(run: Run, doing: str) -> Callable[[], None]:
-    return lambda: run.watchdog.progress(f"{doing} the checkpoints")
 
 
 def _initial_weights(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> dict[str, str]:
@@ -140,8 +140,9 @@ def _initial_weights(run: Run, objective: Objective, checkpoint: Checkpoint | No
     if checkpoint is not None:
         log.info("init_from  not looked at: the run goes on from step %d", checkpoint.step)
         return {}
-    run.watchdog.progress("reading the weights of training.init_from")
-    return initialise(objective.model, run.config, run.manifest, run.ranks)
+    doing = run.doing("reading the weights of training.init_from")
+    doing()
+    return initialise(objective.model, run.config, run.manifest, run.ranks, doing)
 
 
 def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> Engine:
@@ -150,8 +151,7 @@ def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> En
     with telling_out_of_memory("the weights, gradients and optimizer state", run.ranks.device):
         engine = Engine(objective, run.config.training, run.config.optimizer, run.ranks)
     if checkpoint is not None:
-        run.watchdog.progress(f"loading {checkpoint.path.name}")
-        checkpoints.load(checkpoint, engine)
+        checkpoints.load(checkpoint, engine, run.doing(f"loading {checkpoint.path.name}"))
     return engine
 
 
@@ -160,9 +160,8 @@ def _train(
 ) -> tuple[Outcome, str]:
     """How it ended, and why before the last step; "": it did not."""
     config, ranks, data, watchdog = run.config, run.ranks, run.data, run.watchdog
-    recorded = by_first_rank(
-        ranks, lambda: newest_records(run.run_dir), lambda: watchdog.progress("reading the records of an earlier start")
-    )
+    doing = run.doing("reading the records of an earlier start")
+    recorded = by_first_rank(ranks, lambda: newest_records(run.run_dir), doing)
     validator = open_validator(config, data, engine, ranks, watchdog.progress, run.wants_stop)
     stopping = EarlyStopping(config.validation, checkpoint.state.get("early_stopping") if checkpoint else None)
     sampler = NodeSampler(ranks) if config.tracking.system_metrics else None
@@ -253,7 +252,9 @@ def objective_of(config: Config, manifest: Manifest) -> Objective:
 def _feed(run: Run, trainer: Trainer) -> Feed:
     settings, ranks, progress = run.config.data, run.ranks, trainer.progress
     batch = progress.batches
-    loader = run.data.loader(progress.position, batch, ranks.rank, ranks.num_ranks, settings.loader_workers)
+    loader = run.data.loader(
+        progress.position, batch, ranks.rank, ranks.num_ranks, settings.loader_workers, run.doing("reading windows")
+    )
     return Feed(
         loader, ranks, run.manifest.training, settings.lanes, batch,
         lambda: trainer.news(run.wants_stop()),
@@ -276,13 +277,14 @@ def _with_token_budget(run: Run, checkpoint: Checkpoint | None, objective: Objec
     if checkpoint is not None:
         found = checkpoint.state["recipe"]["data.max_tokens"]
     if found is None:
-        run.watchdog.progress("looking for the largest data.max_tokens")
+        doing = run.doing("looking for the largest data.max_tokens")
+        doing()
         parameters = sum(parameter.numel() for parameter in objective.parameters())
         held = state_bytes(parameters, config.training, ranks.num_ranks)
         if ranks.device.type == "cpu":
             held += offloaded_bytes(parameters, config.training, ranks.num_ranks)
             held += snapshot_bytes(parameters, config.training, ranks.num_ranks)
-        found = find_max_tokens(objective, held, config.data, ranks, config.training.precision)
+        found = find_max_tokens(objective, held, config.data, ranks, config.training.precision, doing)
     return config.model_copy(update={"data": config.data.model_copy(update={"max_tokens": found})})
 
 
@@ -317,7 +319,7 @@ def _write_model(run: Run, tracker: Tracker | None) -> None:
         except (UserError, OSError) as error:
             raise CheckpointError(f"{run_dir.model} could not be written: {error}") from error
 
-    made_of = by_first_rank(run.ranks, write, _heard(run, "averaging"), wants_stop=run.wants_stop)
+    made_of = by_first_rank(run.ranks, write, run.doing("averaging the checkpoints"), wants_stop=run.wants_stop)
     log.info("model      %s: %s", run_dir.model, made_of)
     if tracker is not None:
         tracker.model_written(run_dir.model, {})

@@ -10,7 +10,7 @@ the training loop calls on all ranks together once no lane of any rank has rows 
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -83,6 +83,7 @@ class LaneLoader:
         position: of all lanes.
         batch: number of the next global batch.
         lanes: those of this rank, ascending.
+        progress: called for each window that has come.
     """
 
     def __init__(
@@ -93,8 +94,9 @@ class LaneLoader:
         batch: int,
         lanes: Sequence[int],
         settings: LoaderSettings,
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
-        self._planner, self._bos_id = planner, settings.bos_id
+        self._planner, self._bos_id, self._progress = planner, settings.bos_id, progress
         self._segment, self._plan = position.segment, planner.plan(position.segment)
         self._lanes = {lane: position.lanes[lane] for lane in lanes}
         self._current: dict[int, Iterator[MicroBatch]] = {}
@@ -170,6 +172,7 @@ class LaneLoader:
 
     def _open(self, lane: int) -> None:
         window = self._windows.take(self._request(lane))
+        self._progress()
         self._ask(lane)
         emitted = self._lanes[lane][1]
         if emitted:

@@ -17,7 +17,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,10 +27,12 @@ from dist_transformer.config.measures import is_lower_better
 from dist_transformer.config.models import CheckpointConfig
 from dist_transformer.data.manifest import file_sha256
 from dist_transformer.errors import CheckpointError
-from dist_transformer.run_dir import RunDir, is_file, patiently, read_json, write_json
-from dist_transformer.training.state_files import LATER, MANIFEST, STATE, VERSION, StateFiles, check_version
+from dist_transformer.run_dir import RunDir, is_file, patiently, read_json
+from dist_transformer.training.state_files import MANIFEST, STATE, VERSION, StateFiles, check_version, validation_of
 
 if TYPE_CHECKING:  # at run time it would import DeepSpeed for every command that only looks at checkpoints
+    from torch import Tensor
+
     from dist_transformer.training.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -158,16 +160,6 @@ def newest_run_id(run_dir: RunDir) -> str | None:
     return None
 
 
-def validation_of(path: Path) -> dict[str, float]:
-    """The measures of the checkpoint's step; none where it was not validated. Raises what reading a damaged one does."""
-    return dict(_read(path / LATER) if is_file(path / LATER) else _read(path / STATE)["validation"] or {})
-
-
-def validated_later(path: Path, measures: Mapping[str, float]) -> None:
-    """Adds them to a checkpoint that was committed without (rank 0)."""
-    write_json(path / LATER, measures)
-
-
 def set_aside_from(run_dir: RunDir, step: int) -> list[str]:
     """Renames the checkpoints of `step` and later to `.diverged`; returns their names (rank 0, after a divergence).
 
@@ -231,8 +223,9 @@ def damage(path: Path, run_id: str | None = None) -> str | None:
     return None
 
 
-def load(checkpoint: Checkpoint, engine: "Engine") -> None:
-    """Puts weights and optimizer state into the engine (collective); any stage, precision and number of ranks.
+def load(checkpoint: Checkpoint, engine: "Engine", progress: Callable[[], None] = lambda: None) -> None:
+    """Puts weights and optimizer state into the engine (collective); any stage, precision and number of ranks. `progress`
+    is called for each tensor.
 
     Raises:
         CheckpointError: the parameters have other names or shapes than the model's.
@@ -245,7 +238,12 @@ def load(checkpoint: Checkpoint, engine: "Engine") -> None:
             f"{checkpoint.path}: is a checkpoint of another model: {name} has shape {files.shapes.get(name)} there, "
             f"{expected.get(name)} in this run (None: it is not there); {len(set(different))} tensors differ"
         )
-    engine.load(files.read, checkpoint.step)
+
+    def read(part: str, name: str, start: int, stop: int) -> "Tensor | None":
+        progress()
+        return files.read(part, name, start, stop)
+
+    engine.load(read, checkpoint.step)
     engine.set_scaler_state(checkpoint.state.get("scaler", {}))
 
 

@@ -105,7 +105,14 @@ def dry_run(
     give_back(ranks.device)
 
 
-def find_max_tokens(module: Objective, state_bytes: int, data: DataConfig, ranks: Ranks, precision: str) -> int:
+def find_max_tokens(
+    module: Objective,
+    state_bytes: int,
+    data: DataConfig,
+    ranks: Ranks,
+    precision: str,
+    progress: Callable[[], None] = lambda: None,
+) -> int:
     """The largest `data.max_tokens` whose micro-batches fit into the memory of every rank (collective).
 
     Each rank tries growing micro-batches on a copy of the plain module, before there is an engine: nobody waits for a
@@ -113,6 +120,7 @@ def find_max_tokens(module: Objective, state_bytes: int, data: DataConfig, ranks
 
     Args:
         state_bytes: weights, gradients and optimizer state of a rank in training.
+        progress: called before each micro-batch.
 
     Raises:
         UserError: two sentences of data.filters.max_tokens do not fit on some rank; raised on every rank.
@@ -123,7 +131,7 @@ def find_max_tokens(module: Objective, state_bytes: int, data: DataConfig, ranks
     for_activations = Allowance(found.bytes + held - state_bytes, found.limited_by)
     ranks.barrier()  # no rank fills memory before all have seen how much there is
     with telling_out_of_memory("the search for the largest data.max_tokens", ranks.device):  # a GPU may not recover
-        growth = _growth(module, data, ranks.device, precision, for_activations.bytes)
+        growth = _growth(module, data, ranks.device, precision, for_activations.bytes, progress)
         give_back(ranks.device)
     answers = ranks.gather((growth.most_tokens(for_activations.bytes), growth, for_activations))
     tokens, growth, limit = min(answers, key=lambda answer: answer[0])
@@ -208,8 +216,10 @@ def grow(smallest: int, measure: Measure, limit_bytes: int, may_be_slow: bool) -
 class _Probe:
     """A copy of the module, as the engine will have it on the device, with its gradients, to be thrown away."""
 
-    def __init__(self, module: Objective, data: DataConfig, device: torch.device, precision: str) -> None:
-        self._data, self._device = data, device
+    def __init__(
+        self, module: Objective, data: DataConfig, device: torch.device, precision: str, progress: Callable[[], None]
+    ) -> None:
+        self._data, self._device, self._progress = data, device, progress
         self._token_id = int(module.model.pad_id == 0)
         self._module = copy.deepcopy(module).to(device, torch.float16 if precision == "fp16" else None).train()
         for parameter in self._module.parameters():
@@ -222,6 +232,7 @@ class _Probe:
         slowest = 0.0
         try:
             for shape in largest_shapes(self._data.model_copy(update={"max_tokens": budget})):
+                self._progress()
                 started = time.monotonic()
                 loss, _ = self._module(*_tokens(shape, self._token_id, self._device))
                 loss.backward()
@@ -235,12 +246,19 @@ class _Probe:
         return max(0, most - self._before), slowest
 
 
-def _growth(module: Objective, data: DataConfig, device: torch.device, precision: str, limit_bytes: int) -> Growth:
+def _growth(
+    module: Objective,
+    data: DataConfig,
+    device: torch.device,
+    precision: str,
+    limit_bytes: int,
+    progress: Callable[[], None],
+) -> Growth:
     smallest = 2 * data.filters.max_tokens
     if limit_bytes <= 0:
         return Growth(smallest)
     try:
-        probe = _Probe(module, data, device, precision)
+        probe = _Probe(module, data, device, precision, progress)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

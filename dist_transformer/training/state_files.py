@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dist_transformer.errors import CheckpointError
-from dist_transformer.run_dir import patiently, read_json, share_as_folder
+from dist_transformer.run_dir import patiently, read_json, share_as_folder, write_json
 
 MANIFEST, STATE = "manifest.json", "state.json"
 """Beside the tensors: what every file must be, and what else the run was at (checkpoints.py)."""
@@ -72,6 +72,20 @@ class _Piece:
     def read(self, start: int, stop: int) -> Tensor:
         found: Tensor = self.values[max(start, self.start) - self.start : min(stop, self.stop) - self.start]
         return found
+
+
+def validation_of(path: Path) -> dict[str, float]:
+    """The measures of the checkpoint's step; none where it was not validated. Raises what reading a damaged one does."""
+
+    def read() -> dict[str, float]:
+        return dict(read_json(path / LATER) if (path / LATER).exists() else read_json(path / STATE)["validation"] or {})
+
+    return patiently(path, read)
+
+
+def add_validation(path: Path, measures: Mapping[str, float]) -> None:
+    """Adds them to a checkpoint that was committed without (rank 0)."""
+    write_json(path / LATER, measures)
 
 
 class StateFiles:

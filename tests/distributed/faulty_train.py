@@ -1,4 +1,4 @@
-"""`dist-transformer train` with a fault on one rank: FAULT RANK CONFIG [overrides] NUM_RANKS.
+"""`dist-transformer train` with a fault on one rank, or on "all": FAULT RANK CONFIG [overrides] NUM_RANKS.
 
 A fault begins with the sixth global batch. Those of arithmetic end when the run has noticed a divergence, as one that a
 lower learning rate cures would, "spike twice" the second one; nothing else of the program is changed.
@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -51,6 +52,10 @@ def install(fault: str) -> None:
     Engine.backward = faulty_backward
     if fault in ("slow disk", "killed while saving"):
         install_disk(fault)
+    if fault == "needs a word":
+        install_listening()
+    if fault == "long records":
+        install_long_records()
     if fault.startswith("end"):
         install_end(fault.removeprefix("end "))
     if fault.startswith("validation"):
@@ -122,6 +127,63 @@ def install_validation(number: int, where: str, what: str) -> None:
     replaced(score, "corpus_scores", "scoring")
 
 
+def install_listening() -> None:
+    """Work that may take long fails where the watchdog heard nothing since the piece before it."""
+    from dist_transformer.data.window import WindowBuilder
+    from dist_transformer.decoding.ensemble import Ensemble
+    from dist_transformer.training.objective import Objective
+    from dist_transformer.training.state_files import StateFiles
+    from dist_transformer.training.watchdog import Watchdog
+
+    before = ""
+    progress = Watchdog.progress
+
+    def heard(watchdog: Watchdog, doing: str) -> None:
+        nonlocal before
+        before = ""
+        progress(watchdog, doing)
+
+    def replaced(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def silent(*arguments: object) -> object:
+            nonlocal before
+            here, found = f"{owner.__name__}.{name}", original(*arguments)
+            if threading.current_thread() is threading.main_thread():  # of other threads the processor time tells
+                assert not before, f"{before} and {here} without a word between them"
+                before = here
+            return found
+
+        setattr(owner, name, silent)
+
+    Watchdog.progress = heard
+    replaced(Objective, "forward")
+    replaced(WindowBuilder, "build")
+    replaced(Ensemble, "step")
+    replaced(StateFiles, "read")
+
+
+def install_long_records() -> None:
+    """Records are cut back until the other rank's watchdog has heard of it twice."""
+    from dist_transformer.tracking.metrics_log import MetricsLog
+    from dist_transformer.training.watchdog import Watchdog
+
+    rewind, progress, heard = MetricsLog.rewind, Watchdog.progress, Path("heard_of_records")
+
+    def noted(watchdog: Watchdog, doing: str) -> None:
+        if os.environ["RANK"] == "1" and "records" in doing:
+            heard.write_text(heard.read_text() + "." if heard.exists() else ".")
+        progress(watchdog, doing)
+
+    def long_rewind(*arguments: object) -> None:
+        deadline = time.monotonic() + 60
+        while not heard.exists() or len(heard.read_text()) < 2:
+            assert time.monotonic() < deadline, "rank 1 heard nothing"
+        rewind(*arguments)
+
+    Watchdog.progress, MetricsLog.rewind = noted, long_rewind
+
+
 def install_end(what: str) -> None:
     """A stop comes while what is done at the end of a run takes longer than anybody waits."""
     from dist_transformer.cli import run_end, training_run
@@ -162,7 +224,7 @@ if __name__ == "__main__":
     if "RANK" not in os.environ:
         program = (sys.executable, __file__, fault, faulty_rank)
         sys.exit(start_local_ranks(arguments[:-1], int(arguments[-1]), program=program))
-    if os.environ["RANK"] == faulty_rank:
+    if faulty_rank in (os.environ["RANK"], "all"):
         install(fault)
     sys.argv = ["dist-transformer", "train", *arguments]
     main()

@@ -1,12 +1,15 @@
 """P7 on real ranks: when one rank dies or hangs, all leave within a set time, with a named cause."""
 
 import signal
+import subprocess
+import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import psutil
 import pytest
-from running import Command, records, wait_for_step
+from running import NOT_INHERITED, Command, records, wait_for_step, without
 
 from dist_transformer.errors import EXIT_FAILED, EXIT_HANG
 from dist_transformer.stacks import rank_processes
@@ -52,6 +55,29 @@ def test_when_a_rank_hangs_the_other_leaves_within_the_time_limit_in_every_stage
     assert code in (EXIT_FAILED, EXIT_HANG)
     assert "rank 0: no progress for" in said or "failed: a rank did not come to a collective" in said
     assert seconds < 3 * HANG_SECONDS
+
+
+def train_with(command: Command, fault: str, name: str, *overrides: str) -> None:
+    program = [sys.executable, str(Path(__file__).with_name("faulty_train.py")), fault, "all", "small.yaml"]
+    done = subprocess.run(
+        [*program, f"run.name={name}", *overrides, "2"],
+        cwd=command.folder, env=without(NOT_INHERITED), capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_two_pieces_of_work_come_without_progress_between_them(command):
+    """Micro-batches, windows, tokens of a search, tensors of a checkpoint: a step may be longer than the time limit."""
+    settings = ("data.max_tokens=auto", "training.dry_run=true", "data.filters.max_tokens=24", "data.window_rows=20")
+    often = "validation={every_steps: 2, translate: true, max_sentences: 8, beam_size: 2}"
+    for steps in (4, 6):  # from the beginning, and from a checkpoint
+        train_with(command, "needs a word", "told", *settings, often, f"training.max_steps={steps}")
+
+
+def test_all_ranks_hear_that_the_first_one_cuts_back_the_records(command, train_small):
+    train_small("long-records", "training.max_steps=4", "data.audit=true", ranks=2)
+    train_with(command, "long records", "long-records", "training.max_steps=6", "data.audit=true")
+    assert (command.folder / "heard_of_records").read_text(encoding="utf-8").startswith("..")
 
 
 def test_records_of_a_killed_run_are_whole_lines(command):
