@@ -1,5 +1,6 @@
 """The command as a person meets it: quick, light, and clear about what it will do."""
 
+import gzip
 import json
 import os
 import subprocess
@@ -63,7 +64,8 @@ def test_every_shipped_configuration_is_without_a_problem(command, path, tmp_pat
     for corpus in ("train", "validation", "test"):
         for side in ("source", "target"):
             if name := said.get("data", {}).get(corpus, {}).get(side):
-                (tmp_path / name).touch()
+                line = f"a sentence of the {side}\n".encode()
+                (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith(".gz") else line)
     assert "no problem found" in command("config", "check", path, f"data.root={tmp_path}")
 
 
