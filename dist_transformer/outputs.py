@@ -14,7 +14,8 @@ from pathlib import Path
 
 from dist_transformer.config.marks import read_yaml
 from dist_transformer.errors import ConfigError, MachineError, UserError
-from dist_transformer.run_dir import MISPLACED, RunDir, read_record, write_text
+from dist_transformer.json_records import read_record
+from dist_transformer.run_dir import MISPLACED, RunDir, write_text
 
 STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")
 """Names of what is open already, whatever it is: a redirected standard output is a regular file."""

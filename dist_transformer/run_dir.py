@@ -8,7 +8,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,8 +208,17 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
+def parse_json(text: str | bytes) -> Any:
+    """Raises ValueError for what is no JSON, or nested too deeply to be ours."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+    """Raises OSError, and ValueError for what is no JSON."""
+    return parse_json(path.read_text(encoding="utf-8"))
 
 
 def patiently(path: Path, read: Callable[[], Result], final: Collection[int] = ABSENT) -> Result:
@@ -242,26 +251,6 @@ def is_file(path: Path) -> bool:
         return stat.S_ISREG(patiently(path, path.stat).st_mode)
     except OSError:
         return False
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    """A JSON file of a run; empty where there is none, or none that can be read."""
-    try:
-        record = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
-
-
-def records_of(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """The JSON objects of lines; one that is torn, or being written, is left out."""
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield record
 
 
 @contextmanager

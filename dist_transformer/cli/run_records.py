@@ -21,6 +21,7 @@ from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import MachineError
+from dist_transformer.json_records import sound
 from dist_transformer.run_dir import RunDir, is_file, patiently, read_json, write_json, write_text
 from dist_transformer.tracking.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.tracker import Tracker
@@ -100,7 +101,7 @@ def newest_records(run_dir: RunDir) -> dict[str, dict[str, Any]]:
     """The newest record of a log line and of a validation in metrics.jsonl; of step 0 where there is none."""
     newest: dict[str, dict[str, Any]] = {"train": {"step": 0}, "validation": {"step": 0}}
     for record in read_records(run_dir.metrics):
-        if record["event"] in newest and record["step"] >= newest[record["event"]]["step"]:
+        if record["event"] in newest and record.get("step", -1) >= newest[record["event"]]["step"]:
             newest[record["event"]] = record
     return newest
 
@@ -109,7 +110,7 @@ def note(run_dir: RunDir, ranks: Ranks, state: str, step: int | None = None, rea
     """run.json, what people and scripts ask about a run, and its history; without a step the one noted before."""
     if not ranks.is_first:
         return
-    before = read_json(run_dir.state) if run_dir.state.is_file() else {"starts": 0, "step": 0}
+    before = {"starts": 0, "step": 0, **_noted(run_dir)}
     write_json(
         run_dir.state,
         {
@@ -191,9 +192,7 @@ def run_id(run_dir: RunDir) -> str:
 
     A folder without run.json but with checkpoints is a copy made by a person: it goes on under their id.
     """
-    before = {"state": "starting", "starts": 0, "step": 0}
-    if is_file(run_dir.state):
-        before = patiently(run_dir.state, lambda: read_json(run_dir.state))
+    before = {"state": "starting", "starts": 0, "step": 0, **_noted(run_dir)}
     if "run_id" not in before:
         known = checkpoints.newest_run_id(run_dir)
         before["run_id"] = known or secrets.token_hex(8)
@@ -202,4 +201,20 @@ def run_id(run_dir: RunDir) -> str:
 
 
 def _note_step(run_dir: RunDir, step: int) -> None:
-    write_json(run_dir.state, {**read_json(run_dir.state), "step": step, "time": round(time.time(), 3)})
+    write_json(run_dir.state, {**_noted(run_dir), "step": step, "time": round(time.time(), 3)})
+
+
+def _noted(run_dir: RunDir) -> dict[str, Any]:
+    """run.json; empty where there is none, or a damaged one: what it said is in the checkpoints too.
+
+    Raises:
+        MachineError: it cannot be read now.
+    """
+    if not is_file(run_dir.state):
+        return {}
+    try:
+        noted = patiently(run_dir.state, lambda: read_json(run_dir.state))
+    except ValueError as error:
+        log.warning("%s: is damaged (%s), and written anew", run_dir.state, error)
+        return {}
+    return sound(noted) if isinstance(noted, dict) else {}

@@ -13,12 +13,13 @@ import typer
 
 from dist_transformer.cluster.reasons import SAID_BY_EXIT_CODE
 from dist_transformer.cluster.report import Document, report, report_all
-from dist_transformer.cluster.targets import find_target
+from dist_transformer.cluster.targets import find_target, refuse_unreadable
 from dist_transformer.cluster.true_status import is_alive, status_found
 from dist_transformer.config.loading import load_config
 from dist_transformer.durations import duration
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, read_record
+from dist_transformer.json_records import read_record
+from dist_transformer.run_dir import RunDir
 from dist_transformer.run_lock import while_nobody_trains
 from dist_transformer.tracking.settle import has_arrived, settle, status_said
 
@@ -53,6 +54,12 @@ def list_command(
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; expected the folder of runs (run.root)")
     documents = report_all(root)
+    for folder in sorted(root.iterdir()):
+        if folder.is_dir():
+            try:
+                refuse_unreadable(folder)
+            except UserError as error:
+                print(f"left out: {error}", file=sys.stderr)
     if as_json:
         print(json.dumps(documents, ensure_ascii=False, indent=1))
         return

@@ -24,7 +24,8 @@ from dist_transformer.cluster.targets import newest_job_id
 from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.models import Config
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.json_records import read_record
+from dist_transformer.run_dir import RunDir
 
 app = typer.Typer(help="Many runs that differ in some settings; `submit --sweep` starts them.", no_args_is_help=True)
 
@@ -142,7 +143,7 @@ def _code_line(submission: SweepSubmission) -> str | None:
 
 
 def _row(run_dir: RunDir, task: int, sweep: SweepState, event: str, key: str) -> dict[str, Any]:
-    own = read_json(run_dir.state) if run_dir.state.is_file() else {}
+    own = read_record(run_dir.state)
     newest, job_id = _newest(run_dir, event), newest_job_id(run_dir)
     return {
         "task": task,

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dist_transformer.json_records import read_record
 from dist_transformer.run_dir import RunDir, read_json, write_json
 
 
 def excluded_nodes(run_dir: RunDir) -> dict[str, str]:
     """The nodes and the reason for each; none before there was one."""
-    return dict(read_json(run_dir.excluded)) if run_dir.excluded.is_file() else {}
+    return {node: reason for node, reason in read_record(run_dir.excluded).items() if isinstance(reason, str)}
 
 
 def exclude(run_dir: RunDir, found: Mapping[str, str], num_nodes: int, num_spare: int) -> dict[str, str]:

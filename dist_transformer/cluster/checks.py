@@ -16,15 +16,16 @@ from dist_transformer.cluster.going_on import checkpoint_problems
 from dist_transformer.cluster.queue import known_jobs
 from dist_transformer.cluster.restarts import newest_checkpoint
 from dist_transformer.cluster.script import needed_folders
-from dist_transformer.cluster.targets import json_lines, newest_job_id
+from dist_transformer.cluster.targets import newest_job_id, records_of_training
 from dist_transformer.config.checks import file_problems, run_name_problems
 from dist_transformer.config.models import Config
 from dist_transformer.config.secret_checks import secret_problems
 from dist_transformer.config.sizes import checkpoint_bytes
 from dist_transformer.config.slurm_models import SlurmConfig
 from dist_transformer.errors import UserError
+from dist_transformer.json_records import read_record
 from dist_transformer.outputs import check_run_folder
-from dist_transformer.run_dir import RunDir, modified, read_record
+from dist_transformer.run_dir import RunDir, modified
 from dist_transformer.run_lock import BEAT_SECONDS, STALE_BEATS
 
 SIGNAL_EARLY_SECONDS = 60
@@ -251,8 +252,7 @@ def _missing_text(config: Config, run_dir: RunDir) -> Iterator[str]:
 
 def _measured_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
     """What earlier attempts of this run took, against what this one is given."""
-    recent = [*json_lines(run_dir.metrics, RECENT_BYTES)][::-1] if run_dir.metrics.is_file() else []
-    records = [record for record in recent if record.get("event") == "train"]
+    records = [*records_of_training(run_dir.metrics, RECENT_BYTES)][::-1]
     seconds = [(b["time"] - a["time"]) / (b["step"] - a["step"]) for a, b in pairwise(records) if b["step"] > a["step"]]
     if not seconds:
         return

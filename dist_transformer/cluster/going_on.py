@@ -10,7 +10,8 @@ from typing import Any
 from dist_transformer.cluster.jobs import Stage
 from dist_transformer.cluster.restarts import newest_checkpoint
 from dist_transformer.config.models import Config
-from dist_transformer.run_dir import RunDir, read_record
+from dist_transformer.json_records import read_record
+from dist_transformer.run_dir import RunDir
 
 MODEL_FREE = {"preset", "dropout", "layer_drop", "attention_gain"}
 """Settings of the model that a resume may find changed: how the training of it goes, and how its first weights are drawn."""

@@ -16,8 +16,9 @@ from dist_transformer.cluster.reasons import exit_code_in_words, waiting_in_word
 from dist_transformer.cluster.restarts import attempts
 from dist_transformer.cluster.run_view import SILENT_SECONDS, RunView, look_at
 from dist_transformer.cluster.slurm import SlurmError
-from dist_transformer.cluster.targets import Target, is_run_folder, newest_job_id, num_points
-from dist_transformer.run_dir import RunDir, read_record
+from dist_transformer.cluster.targets import Target, is_run_folder, newest_job_id, num_points, refuse_unreadable
+from dist_transformer.json_records import read_record
+from dist_transformer.run_dir import RunDir
 
 Document = dict[str, Any]
 
@@ -56,6 +57,7 @@ def report(target: Target) -> Document:
 
 def report_all(root: Path) -> list[Document]:
     """A short document for each run folder in `root`, the newest record first. Slurm is asked once."""
+    refuse_unreadable(root)
     folders = sorted(path for path in root.iterdir() if path.is_dir() and is_run_folder(path))
     views = [look_at(RunDir(path.absolute())) for path in folders]
     ids = [newest_job_id(view.run_dir) for view in views]

@@ -17,6 +17,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from typing import Any
 from dist_transformer.cluster.bad_nodes import exclude, excluded_nodes, reasons_of_preflight
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.slurm_models import LOST_ATTEMPTS, SlurmConfig
-from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError, UserError
-from dist_transformer.run_dir import RunDir, read_json, records_of, write_json
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError, UserError
+from dist_transformer.json_records import read_record, records_of
+from dist_transformer.run_dir import RunDir, write_json
 
 EXIT_STOP = 3
 """Of `end`: the job is not to be requeued. Not 1, with which a failing Python ends."""
@@ -53,8 +55,9 @@ def run_folder(arguments: list[str]) -> RunDir:
 
 def attempts(run_dir: RunDir) -> Iterator[dict[str, Any]]:
     """The records of attempts.jsonl, oldest first; a line torn by a dying node is left out."""
-    if run_dir.attempts.is_file():
-        yield from records_of(run_dir.attempts.read_text(encoding="utf-8", errors="replace").split("\n"))
+    with suppress(OSError):
+        lines = run_dir.attempts.read_text(encoding="utf-8", errors="replace").split("\n")
+        yield from (record for record in records_of(lines) if {"event", "time", "job"} <= record.keys())
 
 
 def begin(run_dir: RunDir, job: str, attempt: int, max_restarts: int) -> None:
@@ -65,7 +68,7 @@ def begin(run_dir: RunDir, job: str, attempt: int, max_restarts: int) -> None:
             whose node dies each time: Slurm itself would start them for ever.
     """
     newest = newest_checkpoint(run_dir)
-    same = [r for r in attempts(run_dir) if r["event"] == "began" and r["job"] == job and r["newest"] == newest]
+    same = [r for r in attempts(run_dir) if (r["event"], r["job"], r.get("newest")) == ("began", job, newest)]
     if len(same) > LOST_ATTEMPTS * max_restarts:
         raise MachineError(
             f"{run_dir.path}: {len(same)} attempts of job {job} began after checkpoint {newest} and made no other; given "
@@ -82,10 +85,9 @@ def decide(run_dir: RunDir, exit_code: int, max_restarts: int) -> Decision:
     if exit_code == EXIT_REQUEUE and run_dir.stop_file.exists():
         return Decision(False, f"stopped by the file {run_dir.stop_file}")
     newest, without_progress = newest_checkpoint(run_dir), 0
-    if run_dir.restarts.exists():
-        before = read_json(run_dir.restarts)
-        if before["newest_checkpoint"] == newest:
-            without_progress = before["without_progress"]
+    before = read_record(run_dir.restarts)
+    if before and before.get("newest_checkpoint") == newest:
+        without_progress = before.get("without_progress", 0)
     if without_progress >= max_restarts:
         return Decision(False, f"{without_progress} restarts without a new checkpoint after {newest or 'the start'}")
     write_json(run_dir.restarts, {"newest_checkpoint": newest, "without_progress": without_progress + 1})
@@ -96,9 +98,10 @@ def decide(run_dir: RunDir, exit_code: int, max_restarts: int) -> Decision:
 
 def newest_checkpoint(run_dir: RunDir) -> str | None:
     """Name of the newest finished checkpoint; one under work has another name."""
-    if not run_dir.checkpoints.is_dir():
+    try:
+        names = [path.name for path in run_dir.checkpoints.iterdir() if re.fullmatch(r"step_\d{1,15}", path.name)]
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    names = [path.name for path in run_dir.checkpoints.iterdir() if re.fullmatch(r"step_\d+", path.name)]
     return max(names, key=lambda name: int(name.removeprefix("step_")), default=None)
 
 
@@ -174,6 +177,9 @@ def main(arguments: list[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        print(f"the run folder cannot be read or written: {error}", file=sys.stderr)
+        return EXIT_FAILED
     print("expected: begin JOB ATTEMPT CONFIG_OR_RUN_FOLDER [section.key=value ...], end RUN_FOLDER JOB ATTEMPT EXIT_CODE "
           "HOW, exclude RUN_FOLDER PREFLIGHT_FOLDER SPARE, or excluded RUN_FOLDER NODES; "
           f"got: {' '.join(arguments) or 'nothing'}", file=sys.stderr)  # fmt: skip

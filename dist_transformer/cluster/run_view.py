@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 from dist_transformer.cluster.bad_nodes import excluded_nodes
 from dist_transformer.cluster.restarts import attempts, newest_checkpoint
-from dist_transformer.cluster.targets import json_lines
+from dist_transformer.cluster.targets import records_of_training
 from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import Config
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, modified, read_json, read_record
+from dist_transformer.json_records import read_record, sound
+from dist_transformer.run_dir import RunDir, modified, read_json
 
 SILENT_SECONDS = 60
 """A heartbeat comes every 5 seconds; one older than this means that nobody works on the run, or that its disk is away."""
@@ -68,7 +70,9 @@ def look_at(run_dir: RunDir) -> RunView:
     newest = records[0] if records else next(iter(newest_records(run_dir)), {})
     step = max(int(run.get("step", 0)), int(newest.get("step", 0)))
     max_steps = config.training.max_steps if config else None
-    checkpoint = newest_checkpoint(run_dir)
+    checkpoint = None
+    with suppress(OSError):  # one that may not be looked into
+        checkpoint = newest_checkpoint(run_dir)
     return RunView(
         run_dir=run_dir,
         state=run.get("state"),
@@ -92,7 +96,7 @@ def look_at(run_dir: RunDir) -> RunView:
 
 def newest_records(run_dir: RunDir, since: float = 0.0) -> list[dict[str, Any]]:
     """The newest records of training, newest first, not older than `since`."""
-    records = (r for r in json_lines(run_dir.metrics) if r.get("event") == "train" and r.get("time", 0.0) >= since)
+    records = (r for r in records_of_training(run_dir.metrics) if r["time"] >= since)
     return list(islice(records, SPEED_RECORDS))
 
 
@@ -132,4 +136,4 @@ def _divergences(run_dir: RunDir) -> list[dict[str, Any]]:
         events = read_json(run_dir.divergence)
     except (OSError, ValueError):
         return []
-    return events if isinstance(events, list) else []
+    return [sound(event) for event in events if isinstance(event, dict)] if isinstance(events, list) else []

@@ -158,9 +158,10 @@ def _call(command: list[str], environment: Mapping[str, str] | None = None, seco
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, errors="replace", check=False, timeout=seconds
         )
-    except FileNotFoundError:
+    except OSError as error:
+        what = "not found" if isinstance(error, FileNotFoundError) else f"cannot be run ({error.strerror})"
         raise SlurmError(
-            f"{command[0]}: not found; expected Slurm's commands on PATH; run this on a login node of the cluster"
+            f"{command[0]}: {what}; expected Slurm's commands on PATH; run this on a login node of the cluster"
         ) from None
     except subprocess.TimeoutExpired as late:
         said: str | bytes = late.stdout or b""  # bytes, also where text was asked for (cpython #87597)

@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from dist_transformer.cluster.bad_nodes import excluded_nodes
 from dist_transformer.cluster.checks import busy_problems, sbatch_problems, submission_problems
@@ -22,7 +21,8 @@ from dist_transformer.cluster.snapshot import take_snapshot
 from dist_transformer.cluster.sweep_dir import sweep_of
 from dist_transformer.config.models import Config
 from dist_transformer.errors import ConfigError
-from dist_transformer.run_dir import RunDir, read_json, write_json, write_text
+from dist_transformer.json_records import read_record
+from dist_transformer.run_dir import RunDir, write_json, write_text
 
 REFUSED = "change slurm.partition, gpus_per_node or gres, memory, constraint, account or qos; sinfo shows what there is"
 
@@ -121,8 +121,7 @@ def begin_anew(run_dir: RunDir) -> None:
 
 def note_job(run_dir: RunDir, ids: Mapping[str, str], command: str) -> None:
     """job.json: the training job is what the commands that watch look at; the last one where there is none."""
-    before: dict[str, Any] = read_json(run_dir.job) if run_dir.job.exists() else {}
-    job_id = ids.get("train", before.get("job_id", list(ids.values())[-1]))
+    job_id = ids.get("train", read_record(run_dir.job).get("job_id", list(ids.values())[-1]))
     submitted_at = datetime.now(UTC).isoformat(timespec="seconds")
     note = {"job_id": job_id, "submitted_at": submitted_at, "command": command}
     write_json(run_dir.job, note if set(ids) == {"train"} else {**note, "stages": dict(ids)})

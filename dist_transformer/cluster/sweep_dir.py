@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.errors import UserError
+from dist_transformer.json_records import read_record
+from dist_transformer.run_dir import RunDir
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,21 @@ class SweepState:
 
 
 def read_sweep_state(folder: SweepDir) -> SweepState | None:
-    """sweep.json; None when the folder holds no sweep."""
+    """sweep.json; None when the folder holds no sweep.
+
+    Raises:
+        UserError: it is damaged.
+    """
     if not folder.state.is_file():
         return None
-    read = read_json(folder.state)
-    points = read["points"]
-    return SweepState(read["name"], read["uid"], [p["overrides"] for p in points], [p["job_id"] for p in points])
+    read = read_record(folder.state)
+    points = read.get("points", [])
+    if not {"name", "uid", "points"} <= read.keys() or not all("overrides" in point for point in points):
+        raise UserError(
+            f"{folder.state}: is damaged, or of another version: expected name, uid and points of a sweep; put it back from "
+            "a copy, or remove the folder's sweep.json to have its runs as runs of their own"
+        )
+    return SweepState(read["name"], read["uid"], [p["overrides"] for p in points], [p.get("job_id") for p in points])
 
 
 def sweep_of(run_dir: RunDir) -> SweepDir | None:

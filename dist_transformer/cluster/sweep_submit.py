@@ -24,7 +24,8 @@ from dist_transformer.cluster.sweep_dir import SweepDir, SweepState, read_sweep_
 from dist_transformer.cluster.targets import newest_job_id
 from dist_transformer.config.models import Config
 from dist_transformer.errors import ConfigError
-from dist_transformer.run_dir import RunDir, read_json, write_json
+from dist_transformer.json_records import read_record
+from dist_transformer.run_dir import RunDir, write_json
 
 _FINISHED = "finished"
 
@@ -125,7 +126,7 @@ def submit_sweep(submission: SweepSubmission) -> str:
 
 def is_finished(run_dir: RunDir) -> bool:
     """The run has come to its end."""
-    return run_dir.state.is_file() and read_json(run_dir.state)["state"] == "finished"
+    return read_record(run_dir.state).get("state") == "finished"
 
 
 def _all_problems(runs: Sequence[PointRun], folder: SweepDir, *, is_after_others: bool) -> list[str]:

@@ -1,5 +1,6 @@
 """From what a person names, a run folder or a job id, to both."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -12,7 +13,8 @@ from dist_transformer.cluster.slurm import SlurmError, is_job_id
 from dist_transformer.cluster.sweep_dir import SweepDir
 from dist_transformer.cluster.text_tail import PIECE_BYTES, last_lines
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, read_record, records_of
+from dist_transformer.json_records import read_record, records_of
+from dist_transformer.run_dir import RunDir
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ def find_target(text: str, root: Path) -> Target:
     """
     folder = Path(text)
     if folder.is_dir():
+        refuse_unreadable(folder)
         if not is_run_folder(folder):
             raise UserError(f"{folder}: is not a run folder: it has neither config.yaml, run.json nor slurm/job.json")
         _refuse_sweep(folder)
@@ -57,15 +60,24 @@ def find_target(text: str, root: Path) -> Target:
     return Target(RunDir(found), text)
 
 
+def refuse_unreadable(folder: Path) -> None:
+    """Raises UserError for a folder that one may not look into."""
+    try:
+        os.listdir(folder)
+        os.stat(folder / ".")
+    except OSError as error:
+        raise UserError(f"{folder}: you may not look into this folder ({error.strerror}); ask its owner") from None
+
+
 def is_run_folder(folder: Path) -> bool:
     run_dir = RunDir(folder)
-    return any(path.is_file() for path in (run_dir.config, run_dir.state, run_dir.job, run_dir.attempts))
+    return any(map(os.path.isfile, (run_dir.config, run_dir.state, run_dir.job, run_dir.attempts)))
 
 
 def num_points(folder: Path) -> int | None:
     """How many runs the folder of a sweep is for; None of any other folder."""
     state = SweepDir(folder).state
-    return len(read_record(state).get("points", [])) if state.is_file() else None
+    return len(read_record(state).get("points", [])) if os.path.isfile(state) else None
 
 
 def newest_job_id(run_dir: RunDir) -> str | None:
@@ -80,9 +92,10 @@ def newest_job_id(run_dir: RunDir) -> str | None:
     return job_id
 
 
-def json_lines(path: Path, max_bytes: int = PIECE_BYTES) -> Iterator[dict[str, Any]]:
-    """The records at the end of a file of JSON lines, newest first; a line that is being written is left out."""
-    return records_of(last_lines(path, max_bytes))
+def records_of_training(metrics: Path, max_bytes: int = PIECE_BYTES) -> Iterator[dict[str, Any]]:
+    """Those at the end of metrics.jsonl that say when and at which step, newest first."""
+    records = records_of(last_lines(metrics, max_bytes))
+    return (r for r in records if r.get("event") == "train" and {"step", "time"} <= r.keys())
 
 
 def _refuse_sweep(folder: Path) -> None:
@@ -97,7 +110,10 @@ def _submission(run_dir: RunDir) -> tuple[float, str | None]:
     note = read_record(run_dir.job)
     if not {"job_id", "submitted_at"} <= note.keys() or not is_job_id(str(note["job_id"])):
         return 0.0, None
-    return datetime.fromisoformat(note["submitted_at"]).timestamp(), str(note["job_id"])
+    try:
+        return datetime.fromisoformat(note["submitted_at"]).timestamp(), note["job_id"]
+    except (ValueError, OverflowError):
+        return 0.0, note["job_id"]
 
 
 def _folder_by_comment(job_id: str) -> Path | None:

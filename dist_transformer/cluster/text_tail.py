@@ -7,7 +7,7 @@ PIECE_BYTES = 1 << 16
 
 
 def last_lines(path: Path, max_bytes: int = PIECE_BYTES, end: int | None = None) -> Iterator[str]:
-    """The whole lines of a file from the last one back, out of its last `max_bytes`; none where there is no file.
+    """The whole lines of a file from the last one back, out of its last `max_bytes`; none where none can be read.
 
     What stands behind the last line break comes first, also when it is nothing.
 
@@ -27,7 +27,7 @@ def last_lines(path: Path, max_bytes: int = PIECE_BYTES, end: int | None = None)
                 yield from (line.decode(errors="replace") for line in reversed(lines))
             if position == 0:
                 yield rest.decode(errors="replace")
-    except FileNotFoundError:
+    except OSError:
         return
 
 

@@ -14,14 +14,14 @@ from dist_transformer.run_dir import RunDir
 
 def status_after_attempt(run_dir: RunDir, job: str, attempt: int) -> str | None:
     """Of a job whose attempt has just ended, as the batch script noted it; None: nothing is noted."""
-    noted = [r for r in attempts(run_dir) if (r.get("event"), r["job"], r["attempt"]) == ("ended", job, attempt)]
+    noted = [r for r in attempts(run_dir) if (r["event"], r["job"], r.get("attempt")) == ("ended", job, attempt)]
     if not noted:
         return None
     newest = noted[-1]
-    code = newest["exit_code"]
+    code = newest.get("exit_code")
     if code == EXIT_DONE:
         return "FINISHED"
-    if newest["requeued"] or newest.get("how") == "ended":
+    if newest.get("requeued") or newest.get("how") == "ended":
         return "SCHEDULED"
     is_wanted = newest.get("how") == "cancelled" or (code == EXIT_REQUEUE and run_dir.stop_file.exists())
     return "KILLED" if is_wanted else "FAILED"

@@ -24,7 +24,7 @@ from filelock import FileLock
 
 from dist_transformer.errors import UserError
 from dist_transformer.outputs import check_output, is_stream, writing
-from dist_transformer.run_dir import read_record, replacing, write_json, write_text
+from dist_transformer.run_dir import read_json, replacing, write_json, write_text
 
 SMALLEST_CHUNK_LINES, LARGEST_CHUNK_LINES, MOST_SMALL_CHUNKS = 256, 16_384, 1024
 """A chunk fills batches of sentences of like length; a folder of many thousand files would slow a cluster's disk."""
@@ -219,8 +219,11 @@ def _opened(path: Path) -> BinaryIO:
 
 def _read_plan(path: Path) -> Plan:
     """UserError: it is not what `open_parts` writes, but somebody else's."""
-    plan = read_record(path)
-    if "input" not in plan:
+    try:
+        plan = read_json(path)
+    except (OSError, ValueError):
+        plan = None
+    if not isinstance(plan, dict) or "input" not in plan:
         raise UserError(
             f"{path}: is there already, and is no plan of a translation: move it away, or name another output"
         )

@@ -16,8 +16,9 @@ from dist_transformer.config.marks import read_yaml
 from dist_transformer.config.models import Config, ModelConfig
 from dist_transformer.config.sizes import parameter_count
 from dist_transformer.errors import ConfigError
+from dist_transformer.json_records import read_record
 from dist_transformer.reporting.curves import Curves, read_curves
-from dist_transformer.run_dir import RunDir, read_record
+from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.metrics_log import read_records
 
 Record = dict[str, Any]

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from dist_transformer.json_records import records_of
 from dist_transformer.run_dir import replacing
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,9 @@ class MetricsLog:
     def rewind(self, last: int, field: str = "step") -> None:
         """Drop the records beyond `last`: a run that resumes there writes them again, and none is there twice."""
         self.close()
-        if any(record[field] > last for record in read_records(self.path)):
+        if any(record.get(field, 0) > last for record in read_records(self.path)):
             with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as kept:
-                kept.writelines(encode(record) for record in read_records(self.path) if record[field] <= last)
+                kept.writelines(encode(record) for record in read_records(self.path) if record.get(field, 0) <= last)
         self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
@@ -79,14 +80,14 @@ class MetricsLog:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of `path`, oldest first; none when it does not exist. Torn and damaged lines are left out."""
+    """The records of `path`, oldest first; none when it is no file. Torn and damaged lines are left out."""
     for record, _ in read_records_from(path, 0):
         yield record
 
 
 def read_records_from(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
     """The records after byte `offset`, each with the offset behind it: where the next reading may begin."""
-    if not path.exists():
+    if not path.is_file():
         return
     with path.open("rb") as file:
         file.seek(offset)
@@ -131,10 +132,7 @@ def _encodable(value: Any) -> Any:
 
 
 def _decode(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    if not isinstance(record, dict) or "event" not in record or not isinstance(record.get("step", 0), int):
+    record = next(records_of([line]), {})
+    if "event" not in record:
         return None
     return {key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}

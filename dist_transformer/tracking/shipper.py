@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dist_transformer.cluster.sweep_dir import sweep_of
 from dist_transformer.config.credentials import without_credentials
+from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.messages import Point, goes_by, points_of, send_event
 from dist_transformer.tracking.metrics_log import read_records_from
@@ -155,7 +156,10 @@ class Shipper:
             self._begin_again(run)
         self._save()
         if self._sweep is not None:
-            self._parent = join_sweep(run, self._sweep, self._target)
+            try:
+                self._parent = join_sweep(run, self._sweep, self._target)
+            except UserError as error:
+                logger.warning("the run is followed without its sweep: %s", error)
         return run
 
     def _begin_again(self, run: "TrackedRun") -> None:
@@ -193,7 +197,7 @@ class Shipper:
         self._start_over_if_replaced()
         batch = Batch([], dict(self._memory.sent), self._offset)
         for record, end in read_records_from(self._run_dir.metrics, self._offset):
-            if record["step"] > batch.newest.get(record["event"], NEVER_SENT):
+            if {"step", "time"} <= record.keys() and record["step"] > batch.newest.get(record["event"], NEVER_SENT):
                 points = points_of(record)
                 if batch.points and len(batch.points) + len(points) > POINTS_A_BATCH:
                     yield batch

@@ -35,6 +35,7 @@ def join_sweep(run: "TrackedRun", sweep: SweepDir, target: Target) -> "TrackedRu
 
     Raises:
         ServerTrouble: the server, or the lock of the sweep's folder, does not answer: to be tried again.
+        UserError: sweep.json is damaged.
     """
     from dist_transformer.tracking import mlflow_door
 

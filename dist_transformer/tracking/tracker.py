@@ -22,7 +22,8 @@ from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import TrackingConfig
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.json_records import read_record
+from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.background_shipper import BackgroundShipper
 from dist_transformer.tracking.description import description, standard_tags
 from dist_transformer.tracking.messages import files_of, send_model
@@ -201,8 +202,8 @@ def memory_of(run_dir: RunDir, run_name: str, run_uid: str | None) -> Memory:
 
 def uid_of(run_dir: RunDir) -> str | None:
     """The run's own id in run.json; None: it never trained."""
-    state = read_json(run_dir.state) if run_dir.state.is_file() else {}
-    return str(state["run_id"]) if "run_id" in state else None
+    run_id: str | None = read_record(run_dir.state).get("run_id")
+    return run_id
 
 
 def _insisting(send: Callable[[], Delivery], target: Target, what: str) -> Delivery:
@@ -276,10 +277,8 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _step_of(run_dir: RunDir, model: Path) -> int:
     """The step that a model folder says it has been trained to, else the newest one of the run."""
-    said = read_json(model / "config.json").get("step") if (model / "config.json").is_file() else None
-    return int(
-        said if said is not None else max((record["step"] for record in read_records(run_dir.metrics)), default=0)
-    )
+    said: int | None = read_record(model / "config.json").get("step")
+    return said if said is not None else max((r.get("step", 0) for r in read_records(run_dir.metrics)), default=0)
 
 
 def _clean(values: Mapping[str, Any]) -> dict[str, Any]:

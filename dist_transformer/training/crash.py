@@ -27,6 +27,7 @@ from dist_transformer.config.models import Config
 from dist_transformer.data.loader import MicroBatch
 from dist_transformer.distributed import Ranks, explain
 from dist_transformer.errors import UserError
+from dist_transformer.json_records import read_record
 from dist_transformer.run_dir import RunDir, flush_to_disk, read_json, write_json, write_text
 from dist_transformer.training.feed import GlobalBatch
 from dist_transformer.training.records import Progress
@@ -82,7 +83,7 @@ def write_crash(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         micro_batches = [mb for mb in (batch.micro_batches if batch else []) if mb is not None]
-        start = read_json(run_dir.state)["starts"] if run_dir.state.is_file() else 0
+        start = read_record(run_dir.state).get("starts", 0)
         write_json(temporary / "crash.json", {"start": start, **_values(ranks, error, progress, batch, micro_batches)})
         write_text(temporary / "config.yaml", to_yaml(config))
         save_file(_tensors(micro_batches), temporary / "batch.safetensors")

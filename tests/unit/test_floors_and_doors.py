@@ -10,6 +10,7 @@ FLOORS = [
     {
         "errors",
         "run_dir",
+        "json_records",
         "stop_request",
         "config",
         "share_folder",

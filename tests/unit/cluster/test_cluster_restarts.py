@@ -114,7 +114,8 @@ def test_each_attempt_leaves_a_record_of_its_beginning_and_its_end(
 
 
 def test_a_reason_with_an_odd_line_separator_is_still_one_record(run_dir: RunDir) -> None:
-    run_dir.attempts.write_text('{"job": "7", "reason": "one\u2028two\x85three"}\n', encoding="utf-8")
+    record = '{"event": "ended", "time": 1.0, "job": "7", "reason": "one\u2028two\x85three"}'
+    run_dir.attempts.write_text(f"{record}\n", encoding="utf-8")
     assert [record.get("reason") for record in attempts(run_dir)] == ["one\u2028two\x85three"]
 
 
