@@ -2,25 +2,14 @@
 
 import errno
 import json
-import logging
 import os
-import secrets
-import stat
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from dist_transformer.errors import MachineError
-
-log = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
-ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
-"""Errors that say what is at a path, or that nothing is: content, whatever the machine does."""
 MISPLACED = (
     errno.ENOENT,
     errno.ENOTDIR,
@@ -37,10 +26,6 @@ MISPLACED = (
     errno.EOPNOTSUPP,
 )
 """Errors of a path, or of a disk that cannot do it at all, which a person mends; the others come and go."""
-PAUSES_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6)
-"""Between the attempts to read what the disk does not give."""
-CLOCK_SECONDS = 0.1
-"""File times are those of the kernel's last tick: a difference of less says nothing."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +43,10 @@ class RunDir:
         """The resolved configuration of the newest start."""
         return self.path / "config.yaml"
 
+    def config_until(self, step: int) -> Path:
+        """The configuration of the starts up to this step, from which a later one went on with another."""
+        return self.path / f"config.until_step_{step:08d}.yaml"
+
     @property
     def metrics(self) -> Path:
         """One JSON record a line: `event` is "train", "validation" or "system"; steps never repeat."""
@@ -74,7 +63,8 @@ class RunDir:
 
     @property
     def history(self) -> Path:
-        """One JSON record a line of each start of training and of its end: `event` is "start" or "end"."""
+        """One JSON record a line of each start of training, the settings that it changed, and its end: `event` is "start",
+        "changed" or "end"."""
         return self.path / "history.jsonl"
 
     @property
@@ -221,38 +211,6 @@ def read_json(path: Path) -> Any:
     return parse_json(path.read_text(encoding="utf-8"))
 
 
-def patiently(path: Path, read: Callable[[], Result], final: Collection[int] = ABSENT) -> Result:
-    """What `read` returns of `path`. What a file system answers for a moment is waited out: a client that was evicted, a
-    server that starts again, too many open files.
-
-    Raises:
-        OSError: with one of the numbers `final`.
-        MachineError: any other, at every attempt.
-    """
-    for pause in (*PAUSES_SECONDS, None):
-        try:
-            return read()
-        except OSError as error:
-            if error.errno in final:
-                raise
-            if pause is None:
-                raise MachineError(
-                    f"{path}: cannot be read now ({error}), after {len(PAUSES_SECONDS) + 1} attempts. Start again when its "
-                    "disk answers"
-                ) from error
-            log.warning("%s: %s; read again in %g s", path, error, pause)
-            time.sleep(pause)
-    raise AssertionError("the last attempt returns or raises")
-
-
-def is_file(path: Path) -> bool:
-    """Whether it is a file that can be read, patiently: an error of the machine is none of the file's."""
-    try:
-        return stat.S_ISREG(patiently(path, path.stat).st_mode)
-    except OSError:
-        return False
-
-
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path beside `path`; on success it is flushed to disk and renamed over `path`."""
@@ -265,26 +223,6 @@ def replacing(path: Path) -> Iterator[Path]:
         flush_to_disk(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def file_clock(folder: Path) -> float:
-    """Unix seconds by the clock that times the files of this folder: a file server's may differ from this machine's."""
-    probe = folder / f".clock.{secrets.token_hex(8)}"
-    try:
-        probe.touch()
-        return probe.stat().st_mtime
-    finally:
-        probe.unlink(missing_ok=True)
-
-
-def modified(path: Path) -> float:
-    """When a file was changed, in unix seconds by this machine's clock, as far as its folder lets its clock be asked."""
-    changed = path.stat().st_mtime
-    try:
-        ahead = file_clock(path.parent) - time.time()
-    except OSError:
-        return changed
-    return changed - ahead if abs(ahead) > CLOCK_SECONDS else changed
 
 
 def share_as_folder(path: Path) -> None:

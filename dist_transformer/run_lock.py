@@ -18,8 +18,9 @@ from typing import Any
 
 import filelock
 
+from dist_transformer.disk import file_clock
 from dist_transformer.errors import EXIT_USER_ERROR, MachineError, UserError
-from dist_transformer.run_dir import RunDir, file_clock, read_json, write_json
+from dist_transformer.run_dir import RunDir, read_json, write_json
 
 BEAT_SECONDS = 5.0
 STALE_BEATS = 6

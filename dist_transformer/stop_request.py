@@ -21,8 +21,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from dist_transformer.disk import modified
 from dist_transformer.errors import EXIT_FAILED
-from dist_transformer.run_dir import modified
 
 STOP_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 END_TIME_VARIABLE = "DIST_TRANSFORMER_END_TIME"

@@ -19,10 +19,11 @@ from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.measures import is_better
 from dist_transformer.config.models import Config
 from dist_transformer.data.manifest import Manifest
+from dist_transformer.disk import is_file, patiently
 from dist_transformer.distributed import Ranks
 from dist_transformer.errors import MachineError
 from dist_transformer.json_records import sound
-from dist_transformer.run_dir import RunDir, is_file, patiently, read_json, write_json, write_text
+from dist_transformer.run_dir import RunDir, read_json, write_json, write_text
 from dist_transformer.tracking.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.tracker import Tracker
 from dist_transformer.training import checkpoints

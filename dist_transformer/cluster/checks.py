@@ -22,10 +22,11 @@ from dist_transformer.config.models import Config
 from dist_transformer.config.secret_checks import secret_problems
 from dist_transformer.config.sizes import checkpoint_bytes
 from dist_transformer.config.slurm_models import SlurmConfig
+from dist_transformer.disk import modified
 from dist_transformer.errors import UserError
 from dist_transformer.json_records import read_record
 from dist_transformer.outputs import check_run_folder
-from dist_transformer.run_dir import RunDir, modified
+from dist_transformer.run_dir import RunDir
 from dist_transformer.run_lock import BEAT_SECONDS, STALE_BEATS
 
 SIGNAL_EARLY_SECONDS = 60

@@ -14,9 +14,10 @@ from dist_transformer.cluster.targets import records_of_training
 from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import Config
+from dist_transformer.disk import modified
 from dist_transformer.errors import UserError
 from dist_transformer.json_records import read_record, sound
-from dist_transformer.run_dir import RunDir, modified, read_json
+from dist_transformer.run_dir import RunDir, read_json
 
 SILENT_SECONDS = 60
 """A heartbeat comes every 5 seconds; one older than this means that nobody works on the run, or that its disk is away."""

@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 from dist_transformer.config.dialect import Loader
+from dist_transformer.disk import patiently
 from dist_transformer.errors import ConfigError
-from dist_transformer.run_dir import MISPLACED, patiently
+from dist_transformer.run_dir import MISPLACED
 
 KeyPath = tuple[str | int, ...]
 _TEXT = "tag:yaml.org,2002:str"

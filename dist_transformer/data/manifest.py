@@ -19,8 +19,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dist_transformer.config.locations import is_address
+from dist_transformer.disk import patiently
 from dist_transformer.errors import DataError
-from dist_transformer.run_dir import patiently, read_json, write_text
+from dist_transformer.run_dir import read_json, write_text
 
 MANIFEST_VERSION = 2
 MANIFEST_NAME = "manifest.json"

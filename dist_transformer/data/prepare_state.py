@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from dist_transformer.data.filters import LENGTH_RULES
 from dist_transformer.data.manifest import Shard, Split, TextColumns, TokenizerFiles, split_from_json, split_to_json
+from dist_transformer.disk import patiently
 from dist_transformer.errors import DataError
-from dist_transformer.run_dir import patiently, read_json, write_json
+from dist_transformer.run_dir import read_json, write_json
 
 STATE_NAME = "state.json"
 Counts = NDArray[np.int64]

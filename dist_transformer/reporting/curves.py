@@ -34,9 +34,10 @@ class Curve:
         is_finite = np.isfinite(self.values)
         return Curve(self.steps[is_finite], self.values[is_finite]) if is_finite.any() else None
 
-    def best(self, measure: str) -> tuple[int, float] | None:
+    def best(self, measure: str, after_step: int = -1) -> tuple[int, float] | None:
         """Step and value of the first best finite point, of what validation names so: loss, newstest2013/bleu."""
-        finite = self.finite()
+        later = self.steps > after_step
+        finite = Curve(self.steps[later], self.values[later]).finite()
         if finite is None:
             return None
         index = int(np.argmin(finite.values) if is_lower_better(measure) else np.argmax(finite.values))

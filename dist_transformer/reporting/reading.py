@@ -87,6 +87,7 @@ class RunStory:
         run: run.json.
         samples: records of samples.jsonl, oldest first.
         evaluations: the files of evaluation/ by name.
+        measured_since: the step since which validation.metric has been measured in one way; 0: always.
     """
 
     run_dir: RunDir
@@ -102,13 +103,14 @@ class RunStory:
     checkpoints: list[SavedCheckpoint]
     prepared: PreparedCorpus | None
     tracking: Record
+    measured_since: int = 0
 
     @property
     def best(self) -> Best | None:
         wanted = str(self.settings.get("validation.metric", "loss"))
         for measure in (wanted, "loss"):
             curve = self.curves.of("validation", measure)
-            found = curve.best(measure) if curve else None
+            found = curve.best(measure, self.measured_since) if curve else None
             if found:
                 return Best(measure, *found)
         return None
@@ -169,6 +171,7 @@ def read_story(run_dir: RunDir) -> RunStory:
         checkpoints=[*_checkpoints(run_dir)],
         prepared=_prepared(settings.get("data.prepared")),
         tracking=read_record(run_dir.tracking),
+        measured_since=next((int(each["step"]) for each in reversed(records) if each.get("metric_begins_anew")), 0),
     )
 
 

@@ -23,11 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dist_transformer.config.measures import is_lower_better
+from dist_transformer.config.measures import is_lower_better, measured_with
 from dist_transformer.config.models import CheckpointConfig
 from dist_transformer.data.manifest import file_sha256
+from dist_transformer.disk import is_file, patiently
 from dist_transformer.errors import CheckpointError
-from dist_transformer.run_dir import RunDir, is_file, patiently, read_json
+from dist_transformer.run_dir import RunDir, read_json
 from dist_transformer.training.state_files import MANIFEST, STATE, VERSION, StateFiles, check_version, validation_of
 
 if TYPE_CHECKING:  # at run time it would import DeepSpeed for every command that only looks at checkpoints
@@ -86,9 +87,11 @@ def regular(run_dir: RunDir, every_steps: int) -> list[Path]:
 def best(paths: Sequence[Path], count: int, metric: str) -> list[Path]:
     """Those `count` of the checkpoints that are best by a metric of their validation, by step; of equal ones the first.
 
-    Fewer where fewer know it.
+    Fewer where fewer know it. Compared are those that measured it as the newest one did.
     """
-    values = {path: value for path in paths if (value := _validated(path, metric)) is not None}
+    known = {path: found for path in paths if (found := _validated(path, metric)) is not None}
+    kinds = [kind for _, kind in known.values() if kind is not None]
+    values = {path: value for path, (value, kind) in known.items() if kind is None or kind == kinds[-1]}
     sign = 1 if is_lower_better(metric) else -1
     return sorted(sorted(values, key=lambda path: (sign * values[path], step_of(path)))[:count], key=step_of)
 
@@ -274,12 +277,15 @@ def _read(path: Path) -> Any:
     return patiently(path, lambda: read_json(path))
 
 
-def _validated(path: Path, metric: str) -> float | None:
+def _validated(path: Path, metric: str) -> tuple[float, dict[str, Any] | None] | None:
+    """The value, and the settings that it was measured with; None: an older version did not write them."""
     try:
         value = float(validation_of(path)[metric])
+        settings = _read(path / STATE).get("settings")
+        kind = measured_with(settings, metric) if settings else None
     except (OSError, ValueError, KeyError, TypeError):  # of a step that was not validated, or damaged
         return None
-    return value if math.isfinite(value) else None
+    return (value, kind) if math.isfinite(value) else None
 
 
 def _wrong_names(path: Path, expected: set[str]) -> str | None:

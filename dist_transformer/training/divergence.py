@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dist_transformer.config.models import DivergenceConfig
+from dist_transformer.disk import patiently
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, patiently, read_json, write_json
+from dist_transformer.run_dir import RunDir, read_json, write_json
 
 log = logging.getLogger(__name__)
 

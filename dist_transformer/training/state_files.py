@@ -20,8 +20,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dist_transformer.disk import patiently
 from dist_transformer.errors import CheckpointError
-from dist_transformer.run_dir import patiently, read_json, share_as_folder, write_json
+from dist_transformer.run_dir import read_json, share_as_folder, write_json
 
 MANIFEST, STATE = "manifest.json", "state.json"
 """Beside the tensors: what every file must be, and what else the run was at (checkpoints.py)."""

@@ -11,6 +11,7 @@ FLOORS = [
         "errors",
         "run_dir",
         "json_records",
+        "disk",
         "stop_request",
         "config",
         "share_folder",
@@ -62,6 +63,7 @@ DOORS = {
 WITHOUT_TORCH = {
     "errors",
     "run_dir",
+    "disk",
     "stop_request",
     "config",
     "share_folder",

@@ -29,7 +29,7 @@ KEYS = [
 @pytest.fixture(autouse=True)
 def now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.time, "time", lambda: NOW)
-    monkeypatch.setattr("dist_transformer.run_dir.file_clock", lambda folder: NOW)
+    monkeypatch.setattr("dist_transformer.disk.file_clock", lambda folder: NOW)
 
 
 @pytest.fixture

@@ -29,6 +29,14 @@ def test_the_story_of_a_finished_run(tmp_path):
     assert story.num_parameters == parameter_count(ModelConfig(preset="tiny"), 304, 304)
 
 
+def test_values_from_before_the_metric_was_measured_otherwise_are_never_the_best(tmp_path):
+    run_dir = write_run(tmp_path / "run")
+    append(
+        run_dir.history, [{"event": "changed", "step": 300, "time": 0.0, "settings": {}, "metric_begins_anew": True}]
+    )
+    assert read_story(run_dir).best.step == 350
+
+
 def test_the_loss_tells_the_best_where_the_metric_was_never_measured(tmp_path):
     run_dir = write_run(tmp_path / "run")
     write_text(run_dir.config, run_dir.config.read_text().replace("metric: bleu", "metric: elsewhere/comet"))

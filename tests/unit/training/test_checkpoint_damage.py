@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from checkpoint_helpers import RUN_ID, contents, folders, rewrite, save
 
-from dist_transformer import run_dir as run_folder
+from dist_transformer import disk
 from dist_transformer.cli import run_records
 from dist_transformer.config.marks import read_yaml
 from dist_transformer.config.models import CheckpointConfig, DivergenceConfig
@@ -219,7 +219,7 @@ STUTTERS = {
 @pytest.fixture
 def stutter(monkeypatch):
     """In its block, opens, looks at and listings of paths with one of these names fail so many times each."""
-    monkeypatch.setattr(run_folder, "PAUSES_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(disk, "PAUSES_SECONDS", (0.0, 0.0))
 
     @contextmanager
     def stuttering(number, names, times=1):
@@ -299,7 +299,7 @@ def test_a_disk_that_stutters_loses_no_decision_after_a_divergence(run_dir, stut
 
 def test_files_that_cannot_be_opened_for_want_of_descriptors_are_not_damaged(run_dir, monkeypatch):
     """safetensors calls every file that it cannot open one that is not there."""
-    monkeypatch.setattr(run_folder, "PAUSES_SECONDS", (0.0,))
+    monkeypatch.setattr(disk, "PAUSES_SECONDS", (0.0,))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     kept = StateFiles(run_dir.checkpoints / NEWEST)  # all that is imported for it is open now
     try:

@@ -211,6 +211,28 @@ def test_the_best_are_those_of_the_highest_value_where_higher_is_better(run_dir)
     assert kept(run_dir, metric="news/chrf", keep_best=2) == [2, 10, 12]
 
 
+def test_only_checkpoints_that_were_measured_as_the_newest_one_are_compared(run_dir):
+    def settings(smoothing, beam=1):
+        return {
+            "training": {"label_smoothing": smoothing}, "data": {"target_language": "de"},
+            "validation": {"beam_size": beam}, "decoding": {},
+        }  # fmt: skip
+
+    for step, loss, kind in (
+        (1, 1.0, None),
+        (2, 2.0, settings(0.0)),
+        (4, 3.0, settings(0.1)),
+        (6, 4.0, settings(0.1, 4)),
+    ):
+        more = {} if kind is None else {"settings": kind}  # None: an older version wrote it
+        save(run_dir, step, num_ranks=1, validation={"loss": loss, "nll": loss, "bleu": loss}, **more)
+    saved = checkpoints.saved(run_dir)
+    assert names(checkpoints.best(saved, 9, "loss")) == [1, 4, 6]
+    assert names(checkpoints.best(saved, 9, "nll")) == [1, 2, 4, 6]
+    assert names(checkpoints.best(saved, 9, "bleu")) == [1, 6]
+    assert kept(run_dir, keep_best=1) == [4, 6]
+
+
 def test_of_equal_losses_the_first_is_the_best(run_dir):
     a_run(run_dir, {2: 1.0, 4: 1.0, 6: None})
     assert names(checkpoints.best(checkpoints.saved(run_dir), 1, "loss")) == [2]

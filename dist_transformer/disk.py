@@ -1,0 +1,74 @@
+"""Reads of a disk that may not answer at once, and the time of its files by its own clock."""
+
+import errno
+import logging
+import secrets
+import stat
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TypeVar
+
+from dist_transformer.errors import MachineError
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+"""Errors that say what is at a path, or that nothing is: content, whatever the machine does."""
+PAUSES_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6)
+"""Between the attempts to read what the disk does not give."""
+CLOCK_SECONDS = 0.1
+"""File times are those of the kernel's last tick: a difference of less says nothing."""
+
+
+def patiently(path: Path, read: Callable[[], Result], final: Collection[int] = ABSENT) -> Result:
+    """What `read` returns of `path`. What a file system answers for a moment is waited out: a client that was evicted, a
+    server that starts again, too many open files.
+
+    Raises:
+        OSError: with one of the numbers `final`.
+        MachineError: any other, at every attempt.
+    """
+    for pause in (*PAUSES_SECONDS, None):
+        try:
+            return read()
+        except OSError as error:
+            if error.errno in final:
+                raise
+            if pause is None:
+                raise MachineError(
+                    f"{path}: cannot be read now ({error}), after {len(PAUSES_SECONDS) + 1} attempts. Start again when its "
+                    "disk answers"
+                ) from error
+            log.warning("%s: %s; read again in %g s", path, error, pause)
+            time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def is_file(path: Path) -> bool:
+    """Whether it is a file that can be read, patiently: an error of the machine is none of the file's."""
+    try:
+        return stat.S_ISREG(patiently(path, path.stat).st_mode)
+    except OSError:
+        return False
+
+
+def file_clock(folder: Path) -> float:
+    """Unix seconds by the clock that times the files of this folder: a file server's may differ from this machine's."""
+    probe = folder / f".clock.{secrets.token_hex(8)}"
+    try:
+        probe.touch()
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def modified(path: Path) -> float:
+    """When a file was changed, in unix seconds by this machine's clock, as far as its folder lets its clock be asked."""
+    changed = path.stat().st_mtime
+    try:
+        ahead = file_clock(path.parent) - time.time()
+    except OSError:
+        return changed
+    return changed - ahead if abs(ahead) > CLOCK_SECONDS else changed

@@ -1,0 +1,95 @@
+"""A run that goes on with other settings says which, keeps the former, and compares no two kinds of one measure."""
+
+import json
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+from running import records
+
+from dist_transformer.config.loading import load_config
+from dist_transformer.run_dir import RunDir, read_json
+
+pytestmark = pytest.mark.slow
+
+BOTH = ("checkpoints.every_steps=1", "schedule.warmup_steps=2")
+ENOUGH = ("training.max_steps=3", *BOTH)
+LATER = ("training.max_steps=6", *BOTH)
+TRACKED = "tracking={enabled: true, system_metrics: false, close_seconds: 120}"
+
+
+def state_of(run: Path, step: int) -> dict:
+    return read_json(run / "checkpoints" / f"step_{step:08d}" / "state.json")
+
+
+def test_each_changed_setting_is_said_in_log_history_and_mlflow_and_the_former_configuration_is_kept(train_small):
+    run = train_small("told", *ENOUGH, TRACKED)
+    before = load_config(run / "config.yaml", check_files=False)
+    assert not (run / "history.jsonl").read_text().count('"changed"')
+    train_small("told", *LATER, TRACKED, "optimizer.learning_rate=0.005", "slurm.environment={MODE: /key}")
+    texts = ["optimizer.learning_rate: 0.01 -> 0.005", "training.max_steps: 3 -> 6"]
+    said = [line for line in (run / "train.log").read_text().splitlines() if "changed since step 3: " in line]
+    assert [line.partition("changed since step 3: ")[2] for line in said] == texts
+    [changed] = records(run, "changed", "history.jsonl")
+    assert changed["step"] == 3
+    assert changed["settings"] == {"optimizer.learning_rate": [0.01, 0.005], "training.max_steps": [3, 6]}
+    tracked = read_json(run / "tracking.json")
+    tags = MlflowClient(tracking_uri=tracked["uri"]).get_run(tracked["run_id"]).data.tags
+    assert tags["changed_since_step_3"] == "; ".join(texts)
+    assert load_config(run / "config.until_step_00000003.yaml", check_files=False) == before
+    train_small("told", *BOTH, TRACKED, "training.max_steps=8", "optimizer.learning_rate=0.005")
+    assert len(records(run, "changed", "history.jsonl")) == 2
+    assert (run / "config.until_step_00000006.yaml").is_file()
+    assert "/key" not in json.dumps(state_of(run, 6))
+
+
+def test_a_resume_that_changes_nothing_says_and_keeps_nothing(train_small):
+    run = train_small("unchanged", *ENOUGH, "training.max_hours=0.000001", code=75)
+    RunDir(run).config.write_text("{", encoding="utf-8")  # what it was is in the checkpoint
+    train_small("unchanged", *ENOUGH, "training.max_hours=0.000001", code=75)
+    assert records(run, "changed", "history.jsonl") == []
+    assert not list(run.glob("config.until_*"))
+
+
+def test_a_checkpoint_that_does_not_hold_its_settings_is_compared_with_the_configuration_of_its_folder(
+    train_small, command
+):
+    run = train_small("older", *ENOUGH)
+    step_3 = run / "checkpoints" / "step_00000003"
+    state = read_json(step_3 / "state.json")
+    del state["settings"]
+    _write_state(step_3, state)
+    train_small("older", *LATER)
+    [changed] = records(run, "changed", "history.jsonl")
+    assert changed["settings"] == {"training.max_steps": [3, 6]}
+
+
+def _write_state(folder: Path, state: dict) -> None:
+    from dist_transformer.training.checkpoints import file_entry
+
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    manifest = read_json(folder / "manifest.json")
+    manifest["files"]["state.json"] = file_entry(folder / "state.json")
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+
+
+def test_losses_of_another_label_smoothing_are_not_compared_with_those_before(train_small):
+    """Those of the higher smoothing are higher: patience would end the run, and the best would stay the former ones."""
+    validated = (
+        "validation.every_steps=1",
+        "validation.patience=2",
+        "checkpoints.keep_best=1",
+        "checkpoints.keep_last=2",
+    )
+    run = train_small("smoothed", *ENOUGH, *validated, "training.label_smoothing=0.0", ranks=2)
+    lowest = state_of(run, 3)["early_stopping"]["best"]
+    train_small("smoothed", *LATER, *validated, "training.label_smoothing=0.6", ranks=2)
+    found = [record["loss"] for record in records(run, "validation")]
+    assert min(found[3:]) > lowest
+    assert [record["step"] for record in records(run)] == [1, 2, 3, 4, 5, 6]
+    assert state_of(run, 6)["early_stopping"]["best_step"] > 3
+    assert state_of(run, 6)["loss_monitor"]["count"] <= 3
+    assert "the best and the patience begin anew" in (run / "train.log").read_text()
+    assert read_json(run / "run.json")["state"] == "finished"
+    kept = sorted(path.name for path in (run / "checkpoints").glob("step_????????"))
+    assert kept[0] > "step_00000003"
