@@ -20,7 +20,7 @@ from dist_transformer.cluster.targets import newest_job_id, records_of_training
 from dist_transformer.config.checks import file_problems, run_name_problems
 from dist_transformer.config.models import Config
 from dist_transformer.config.secret_checks import secret_problems
-from dist_transformer.config.sizes import checkpoint_bytes
+from dist_transformer.config.sizes import checkpoints_bytes
 from dist_transformer.config.slurm_models import SlurmConfig
 from dist_transformer.disk import modified
 from dist_transformer.errors import UserError
@@ -59,7 +59,7 @@ def submission_problems(
     """
     return [
         *_name_problems(run_dir),
-        *_folder_problems(run_dir.path, _checkpoints_bytes(config, num_parameters)),
+        *_folder_problems(run_dir.path, checkpoints_bytes(config, num_parameters)),
         *_data_problems(config, run_dir),
         *checkpoint_problems(config, run_dir),
         *_measured_problems(config, run_dir),
@@ -197,12 +197,6 @@ def _name_problems(run_dir: RunDir) -> Iterator[str]:
             f"run.root: {path!r}: the job finds its code, which lies in the run folder, by PYTHONPATH, and that ends a path "
             "at ':'; choose a folder without it (an existing run folder can be moved)"
         )
-
-
-def _checkpoints_bytes(config: Config, num_parameters: int) -> int:
-    """Of those that are kept, the one that is being written, and the newest ones that were damaged and that diverged."""
-    kept = config.checkpoints.keep_last + config.checkpoints.keep_best
-    return checkpoint_bytes(num_parameters, config.training) * (kept + 3)
 
 
 def _folder_problems(folder: Path, needed_bytes: int) -> Iterator[str]:

@@ -96,6 +96,12 @@ def checkpoint_bytes(parameters: int, training: TrainingConfig) -> int:
     return parameters * (16 if training.ema_decay is not None else 12)
 
 
+def checkpoints_bytes(config: Config, parameters: int) -> int:
+    """Of those that are kept, the one that is being written, and the newest ones that were damaged and that diverged."""
+    kept = config.checkpoints.keep_last + config.checkpoints.keep_best
+    return checkpoint_bytes(parameters, config.training) * (kept + 3)
+
+
 def snapshot_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
     """Bytes a rank holds in the CPU's memory for the copy that checkpoints are written from."""
     return round(checkpoint_bytes(parameters, training) / num_ranks)
