@@ -20,6 +20,7 @@ from dist_transformer.config.loading import load_config
 from dist_transformer.config.measures import measured_with
 from dist_transformer.config.models import Config
 from dist_transformer.data.recipe import flat
+from dist_transformer.distributed import Ranks
 from dist_transformer.errors import UserError
 from dist_transformer.run_dir import RunDir, write_text
 from dist_transformer.training.checkpoints import Checkpoint
@@ -41,19 +42,26 @@ class Changes:
     metric: str
 
     @property
-    def is_other_loss(self) -> bool:
-        """Whether losses of before and of now are of two kinds."""
-        return LOSS in self.by_key
-
-    @property
     def is_other_metric(self) -> bool:
         """Whether a value of validation.metric of before says nothing of one of now."""
         now = measured_with(self.settings, self.metric)
         return bool(self.by_key) and measured_with(self.former, self.metric) != now
 
+    def early_stopping(self, checkpoint: Checkpoint | None) -> dict[str, Any] | None:
+        """Its state to go on with; None: it begins anew."""
+        return None if checkpoint is None or self.is_other_metric else checkpoint.state.get("early_stopping")
+
+    def loss_monitor(self, checkpoint: Checkpoint | None) -> dict[str, Any] | None:
+        """Its state to go on with; None: it begins anew, as losses of before and of now are of two kinds."""
+        return None if checkpoint is None or LOSS in self.by_key else checkpoint.state["loss_monitor"]
+
     def texts(self) -> list[str]:
         """A line for each setting."""
         return [f"{key}: {then} -> {now}" for key, (then, now) in self.by_key.items()]
+
+    def tags(self) -> dict[str, str]:
+        """What MLflow is told."""
+        return {f"changed_since_step_{self.since_step}": "; ".join(self.texts())} if self.by_key else {}
 
 
 def changes_of(config: Config, prepared: Path, run_dir: RunDir, checkpoint: Checkpoint | None) -> Changes:
@@ -67,10 +75,18 @@ def changes_of(config: Config, prepared: Path, run_dir: RunDir, checkpoint: Chec
     return Changes(settings, checkpoint.step, former, {key: (then.get(key), now.get(key)) for key in keys}, metric)
 
 
-def tell(changes: Changes, run_dir: RunDir) -> dict[str, str]:
-    """Tells of each change and keeps the former configuration (rank 0, before config.yaml is written); tags for MLflow."""
-    if not changes.by_key:
-        return {}
+def compare_and_tell(
+    config: Config, prepared: Path, run_dir: RunDir, checkpoint: Checkpoint | None, ranks: Ranks
+) -> Changes:
+    """`changes_of`, told by rank 0, which keeps the former configuration; before config.yaml is written (collective)."""
+    compared = changes_of(config, prepared, run_dir, checkpoint) if ranks.is_first else None
+    changes: Changes = ranks.from_first(compared)
+    if ranks.is_first and changes.by_key:
+        _tell(changes, run_dir)
+    return changes
+
+
+def _tell(changes: Changes, run_dir: RunDir) -> None:
     step = changes.since_step
     for text in changes.texts():
         log.info("settings   changed since step %d: %s", step, text)
@@ -79,7 +95,6 @@ def tell(changes: Changes, run_dir: RunDir) -> dict[str, str]:
     write_text(run_dir.config_until(step), dump(changes.former))
     values = {"settings": changes.by_key, "metric_begins_anew": changes.is_other_metric}
     add_to_history(run_dir, "changed", step, values)
-    return {f"changed_since_step_{step}": "; ".join(changes.texts())}
 
 
 def settings_of(config: Config, prepared: Path | None) -> dict[str, Any]:

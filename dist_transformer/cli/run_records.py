@@ -26,7 +26,7 @@ from dist_transformer.json_records import sound
 from dist_transformer.run_dir import RunDir, read_json, write_json, write_text
 from dist_transformer.tracking.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.tracker import Tracker
-from dist_transformer.training import checkpoints
+from dist_transformer.training import checkpoints, retention
 from dist_transformer.training.records import Journal, Progress
 from dist_transformer.training.state_files import STATE, add_validation, validation_of
 
@@ -68,7 +68,7 @@ def open_records(
     def checkpoint_saved(step: int, path: Path) -> None:
         metric = config.validation.metric
         with _warned_of_disk(path):
-            checkpoints.retain(run_dir, config.checkpoints, config.divergence.patience_steps, metric)
+            retention.retain(run_dir, config.checkpoints, config.divergence.patience_steps, metric)
         if tracker is not None:
             _tell(tracker, run_dir, path, metric)
         with _warned_of_disk(path):

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from dist_transformer.cli.changed_settings import Changes, changes_of, tell
+from dist_transformer.cli.changed_settings import Changes, compare_and_tell
 from dist_transformer.cli.first_rank import by_first_rank
 from dist_transformer.cli.initial_weights import initialise
 from dist_transformer.cli.run_data import RunData
@@ -99,14 +99,11 @@ def train(run: Run) -> tuple[Outcome, int]:
     progress = _progress(run.data, checkpoint)
     engine = _engine(run, objective, checkpoint)
     kept = config.model_copy(update={"training": given.training})  # as given, not as a divergence left it
-    compared = changes_of(kept, run.data.folder, run.run_dir, checkpoint) if ranks.is_first else None
-    changes: Changes = ranks.from_first(compared)
-    if ranks.is_first:
-        origin |= tell(changes, run.run_dir)
-    journal, tracker = _records(replace(run, config=kept), progress, origin)
+    changes = compare_and_tell(kept, run.data.folder, run.run_dir, checkpoint, ranks)
+    journal, tracker = _records(replace(run, config=kept), progress, origin | changes.tags())
     end = RunEnd(config, run.run_dir, ranks, run.watchdog, tracker)
     try:
-        outcome, early_stop = _train(run, engine, checkpoint, progress, journal, changes)
+        outcome, early_stop = _train(run, engine, checkpoint, changes, progress, journal)
         with suppress(Stopped):
             if outcome is Outcome.FINISHED:
                 outcome = Outcome.STOPPED  # as long as there is something to do
@@ -161,38 +158,27 @@ def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> En
 
 
 def _train(
-    run: Run,
-    engine: Engine,
-    checkpoint: Checkpoint | None,
-    progress: Progress,
-    journal: Journal | None,
-    changes: Changes,
-) -> tuple[Outcome, str]:
+    run: Run, engine: Engine, checkpoint: Checkpoint | None, changes: Changes, progress: Progress, journal: Journal | None,
+) -> tuple[Outcome, str]:  # fmt: skip
     """How it ended, and why before the last step; "": it did not."""
     config, ranks, data, watchdog = run.config, run.ranks, run.data, run.watchdog
-    doing = run.doing("reading the records of an earlier start")
-    recorded = by_first_rank(ranks, lambda: newest_records(run.run_dir), doing)
+    recorded = by_first_rank(ranks, lambda: newest_records(run.run_dir), run.doing("reading the earlier records"))
     validator = open_validator(config, data, engine, ranks, watchdog.progress, run.wants_stop)
-    stopped = checkpoint.state.get("early_stopping") if checkpoint and not changes.is_other_metric else None
-    stopping = EarlyStopping(config.validation, stopped)
+    stopping = EarlyStopping(config.validation, changes.early_stopping(checkpoint))
     sampler = NodeSampler(ranks) if config.tracking.system_metrics else None
     peak = peak_of(ranks.device, config.training.precision, run.terminal.profile)
     mfu = Utilisation(config.model, data.manifest.target_vocabulary, _sum(ranks, peak.flops_per_second)).of
     reporter = Reporter(config, ranks, engine, validator, stopping, sampler, journal, recorded, mfu)
-    monitor = LossMonitor(config.divergence, checkpoint.state["loss_monitor"] if checkpoint else None)
+    monitor = LossMonitor(config.divergence, changes.loss_monitor(checkpoint))
     saver = Saver(run.run_dir, ranks, config.checkpoints, watchdog.progress)
     factor = run.recovery.learning_rate_factor
-    identity = {
-        "recipe": data.recipe(), "libraries": data.libraries, "run_id": run.run_id, "settings": changes.settings,
-    }  # fmt: skip
+    about = {"recipe": data.recipe(), "libraries": data.libraries, "run_id": run.run_id, "settings": changes.settings}
     trainer = Trainer(
-        config, ranks, engine, saver, reporter, monitor, progress, identity,
+        config, ranks, engine, saver, reporter, monitor, progress, about,
         lambda step: factor * learning_rate(config, step),
     )  # fmt: skip
     if checkpoint is not None:
         trainer.restore(checkpoint.state)
-        if changes.is_other_loss:
-            monitor.begin_anew()
     note(run.run_dir, ranks, "running", progress.step)
     log_outlook(config, data.manifest, ranks.num_ranks)
     log.info("peak       %s; mfu is the share of it", peak.text())

@@ -13,7 +13,7 @@ from dist_transformer.errors import CheckpointError
 from dist_transformer.interop.averaging import average_weights
 from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
 from dist_transformer.run_dir import RunDir, read_json
-from dist_transformer.training import checkpoints
+from dist_transformer.training import checkpoints, retention
 from dist_transformer.training.state_files import STATE, Weights
 
 log = logging.getLogger(__name__)
@@ -75,13 +75,13 @@ def write_final_model(
 
 def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged, metric: str) -> list[Path]:
     """The checkpoints to average, oldest first."""
-    regular = checkpoints.regular(run_dir, every_steps)
+    regular = retention.regular(run_dir, every_steps)
     run_id = checkpoints.newest_run_id(run_dir)
     if choice.kind == "ema":
         used = list(islice(_whole(reversed(regular), run_id), 1))
     elif choice.kind == "average_last":
         used = list(_whole(regular[-choice.count :], run_id))
-    elif (known := checkpoints.best(regular, choice.count, metric)) or not regular:
+    elif (known := retention.best(regular, choice.count, metric)) or not regular:
         used = list(_whole(known, run_id))
     else:
         raise CheckpointError(

@@ -13,23 +13,20 @@ byte is read against the manifest; a damaged checkpoint is set aside and the new
 """
 
 import logging
-import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dist_transformer.config.measures import is_lower_better, measured_with
-from dist_transformer.config.models import CheckpointConfig
 from dist_transformer.data.manifest import file_sha256
 from dist_transformer.disk import is_file, patiently
 from dist_transformer.errors import CheckpointError
 from dist_transformer.run_dir import RunDir, read_json
-from dist_transformer.training.state_files import MANIFEST, STATE, VERSION, StateFiles, check_version, validation_of
+from dist_transformer.training.state_files import MANIFEST, STATE, VERSION, StateFiles, check_version
 
 if TYPE_CHECKING:  # at run time it would import DeepSpeed for every command that only looks at checkpoints
     from torch import Tensor
@@ -37,9 +34,6 @@ if TYPE_CHECKING:  # at run time it would import DeepSpeed for every command tha
     from dist_transformer.training.engine import Engine
 
 log = logging.getLogger(__name__)
-
-JUDGED_LATE_STEPS = 3
-"""A step's loss is that of the weights before it, and is judged when the next but one is begun."""
 
 
 @dataclass(frozen=True)
@@ -78,47 +72,6 @@ def saved(run_dir: RunDir) -> list[Path]:
     return [path for path in _named(run_dir) if is_file(path / MANIFEST)]
 
 
-def regular(run_dir: RunDir, every_steps: int) -> list[Path]:
-    """The newest checkpoint and those of every `every_steps` steps, oldest first: what a run without stops has too."""
-    paths = [path for path in saved(run_dir) if step_of(path) > 0]
-    return [path for path in paths if step_of(path) % every_steps == 0 or path == paths[-1]]
-
-
-def best(paths: Sequence[Path], count: int, metric: str) -> list[Path]:
-    """Those `count` of the checkpoints that are best by a metric of their validation, by step; of equal ones the first.
-
-    Fewer where fewer know it. Compared are those that measured it as the newest one did.
-    """
-    known = {path: found for path in paths if (found := _validated(path, metric)) is not None}
-    kinds = [kind for _, kind in known.values() if kind is not None]
-    values = {path: value for path, (value, kind) in known.items() if kind is None or kind == kinds[-1]}
-    sign = 1 if is_lower_better(metric) else -1
-    return sorted(sorted(values, key=lambda path: (sign * values[path], step_of(path)))[:count], key=step_of)
-
-
-def retain(run_dir: RunDir, settings: CheckpointConfig, patience_steps: int, metric: str) -> None:
-    """Deletes what `settings` do not keep (rank 0, after a commit).
-
-    Kept are the newest; the newest one that a divergence noticed now would not set aside, as it is older than the
-    `patience_steps` of the loss's monitor; the newest `keep_last` regular ones; of those of every `every_steps` steps the
-    `keep_best` that are best by `metric`; those of every `keep_every_steps` steps.
-    """
-    if not (paths := saved(run_dir)):
-        return
-    kept = {paths[-1], *regular(run_dir, settings.every_steps)[-settings.keep_last :]}
-    kept |= set(
-        [path for path in paths if step_of(path) < step_of(paths[-1]) - patience_steps - JUDGED_LATE_STEPS][-1:]
-    )
-    if settings.keep_best:  # a stop's does not count: a run without that stop would not have it to push another out
-        of_regular_steps = [path for path in paths if step_of(path) % settings.every_steps == 0]
-        kept |= set(best(of_regular_steps, settings.keep_best, metric))
-    if settings.keep_every_steps:
-        kept |= {path for path in paths if step_of(path) > 0 and step_of(path) % settings.keep_every_steps == 0}
-    for path in paths:
-        if path not in kept:
-            _delete(path)
-
-
 def newest_whole(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
     """The newest undamaged checkpoint of this run, or None where there are none at all. Others are renamed `.damaged`.
 
@@ -135,7 +88,7 @@ def newest_whole(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
     for path in reversed(candidates):
         problem = damage(path, run_id)
         if problem is None:
-            state = _read(path / STATE)
+            state = read_file(path / STATE)
             check_version(path, state)
             _delete_aside_but(damaged[:1])
             return Checkpoint(path, state)
@@ -156,7 +109,7 @@ def newest_run_id(run_dir: RunDir) -> str | None:
     """The run that the newest checkpoint with a readable state belongs to; None where there is none."""
     for path in reversed(saved(run_dir)):
         try:
-            run_id = _read(path / STATE)["run_id"]
+            run_id = read_file(path / STATE)["run_id"]
         except (OSError, ValueError, KeyError, TypeError):
             continue
         return str(run_id)
@@ -179,7 +132,7 @@ def set_aside_from(run_dir: RunDir, step: int) -> list[str]:
 def set_aside(path: Path, why: str) -> Path:
     """Renames a checkpoint so that no start finds it; an older one of that name is deleted."""
     aside = path.with_name(f"{path.name}.{why}")
-    _delete(aside)
+    delete(aside)
     path.rename(aside)
     return aside
 
@@ -189,7 +142,7 @@ def _delete_aside_but(newest: list[Path]) -> None:
     for kept in newest:
         for path in kept.parent.iterdir():
             if path != kept and re.fullmatch(rf"step_\d{{8,}}\{kept.suffix}", path.name):
-                _delete(path)
+                delete(path)
 
 
 def damage(path: Path, run_id: str | None = None) -> str | None:
@@ -203,12 +156,12 @@ def damage(path: Path, run_id: str | None = None) -> str | None:
     if not is_file(path / MANIFEST):
         return f"{MANIFEST} is missing, or no file that can be read"
     try:
-        manifest = _read(path / MANIFEST)
+        manifest = read_file(path / MANIFEST)
         files, step, run = manifest["files"], manifest["step"], manifest.get("run_id")
         problem = _wrong_names(path, set(files)) or _wrong_bytes(path, files)
         if problem:
             return problem
-        state = _read(path / STATE)
+        state = read_file(path / STATE)
         # The state is covered by its checksum, the manifest only by what it says twice.
         if (manifest["version"], step, run) != (state["version"], state["step"], state.get("run_id")):
             return f"{MANIFEST} and {STATE} differ in version, step or run"
@@ -273,19 +226,9 @@ def _entries(run_dir: RunDir, pattern: str) -> list[Path]:
         return []  # there is none yet
 
 
-def _read(path: Path) -> Any:
+def read_file(path: Path) -> Any:
+    """The JSON of one file of a checkpoint, patiently."""
     return patiently(path, lambda: read_json(path))
-
-
-def _validated(path: Path, metric: str) -> tuple[float, dict[str, Any] | None] | None:
-    """The value, and the settings that it was measured with; None: an older version did not write them."""
-    try:
-        value = float(validation_of(path)[metric])
-        settings = _read(path / STATE).get("settings")
-        kind = measured_with(settings, metric) if settings else None
-    except (OSError, ValueError, KeyError, TypeError):  # of a step that was not validated, or damaged
-        return None
-    return (value, kind) if math.isfinite(value) else None
 
 
 def _wrong_names(path: Path, expected: set[str]) -> str | None:
@@ -320,7 +263,7 @@ def _wrong_file(path: Path, entry: dict[str, Any]) -> str | None:
     return None
 
 
-def _delete(path: Path) -> None:
+def delete(path: Path) -> None:
     """In two steps, so that a kill in between leaves no torn folder under a checkpoint's name."""
     if not os.path.lexists(path):
         return

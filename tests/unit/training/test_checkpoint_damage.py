@@ -19,7 +19,7 @@ from dist_transformer.data.manifest import Manifest
 from dist_transformer.errors import CheckpointError, MachineError
 from dist_transformer.interop.model_folder import open_safetensors
 from dist_transformer.run_dir import RunDir
-from dist_transformer.training import checkpoints
+from dist_transformer.training import checkpoints, retention
 from dist_transformer.training.divergence import Diverged, read_recovery, recover
 from dist_transformer.training.state_files import StateFiles
 
@@ -282,7 +282,7 @@ def test_a_disk_that_stutters_lets_no_best_checkpoint_be_deleted(run_dir, stutte
     settings = CheckpointConfig(every_steps=1, keep_last=2, keep_best=2)
     with stutter(errno.EHOSTDOWN, {"state.json"}, times):
         try:
-            checkpoints.retain(run_dir, settings, 0, "loss")
+            retention.retain(run_dir, settings, 0, "loss")
         except MachineError:
             assert (times, folders(run_dir)) == (10**6, before)
     assert {"step_00000004", "step_00000005"} <= {*folders(run_dir)}

@@ -10,7 +10,7 @@ from checkpoint_helpers import RUN_ID, contents, folders, save
 from dist_transformer import run_dir as run_dir_module
 from dist_transformer.config.models import CheckpointConfig
 from dist_transformer.run_dir import RunDir
-from dist_transformer.training import checkpoints, saver
+from dist_transformer.training import checkpoints, retention, saver
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_kill_at_any_moment_of_a_deletion_leaves_whole_checkpoints(run_dir, tm
         save(run_dir, step, num_ranks=1)
     with monkeypatch.context() as patch:
         moments = Snapshots(run_dir, tmp_path / "moments", patch)
-        checkpoints.retain(run_dir, CheckpointConfig(every_steps=1, keep_last=1), 1000, "loss")
+        retention.retain(run_dir, CheckpointConfig(every_steps=1, keep_last=1), 1000, "loss")
         assert checkpoints.set_aside_from(run_dir, 3)
     moments.taken.pop()  # here nothing is left but what diverged
     assert set(moments.found()) == {3}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dist_transformer.config.models import CheckpointConfig
 from dist_transformer.errors import CheckpointError
 from dist_transformer.run_dir import RunDir, write_json
-from dist_transformer.training import checkpoints
+from dist_transformer.training import checkpoints, retention
 from dist_transformer.training.saver import Saver
 from dist_transformer.training.state_files import StateFiles, Weights, file_name, write_state_file
 
@@ -175,7 +175,7 @@ def a_run(run_dir, losses):
 
 def kept(run_dir, patience_steps=1000, metric="loss", **values):
     settings = CheckpointConfig(**{"every_steps": 2, "keep_last": 1, **values})
-    checkpoints.retain(run_dir, settings, patience_steps, metric)
+    retention.retain(run_dir, settings, patience_steps, metric)
     return names(checkpoints.saved(run_dir))
 
 
@@ -198,16 +198,16 @@ def test_one_that_a_divergence_noticed_now_would_leave_is_kept(run_dir):
 
 def test_the_best_are_kept_besides_and_a_loss_that_is_no_number_is_never_best(run_dir):
     a_run(run_dir, LOSSES)
-    assert names(checkpoints.best(checkpoints.saved(run_dir), 2, "loss")) == [3, 4]
-    assert names(checkpoints.best(checkpoints.saved(run_dir), 99, "loss")) == [2, 3, 4, 6, 10]
+    assert names(retention.best(checkpoints.saved(run_dir), 2, "loss")) == [3, 4]
+    assert names(retention.best(checkpoints.saved(run_dir), 99, "loss")) == [2, 3, 4, 6, 10]
     assert kept(run_dir, keep_best=2) == [4, 6, 12]  # 3 was a stop
 
 
 def test_the_best_are_those_of_the_highest_value_where_higher_is_better(run_dir):
     for step, loss in LOSSES.items():
         save(run_dir, step, num_ranks=1, validation=None if loss is None else {"loss": 0.0, "news/chrf": loss})
-    assert names(checkpoints.best(checkpoints.saved(run_dir), 2, "news/chrf")) == [2, 10]
-    assert names(checkpoints.best(checkpoints.saved(run_dir), 2, "chrf")) == []
+    assert names(retention.best(checkpoints.saved(run_dir), 2, "news/chrf")) == [2, 10]
+    assert names(retention.best(checkpoints.saved(run_dir), 2, "chrf")) == []
     assert kept(run_dir, metric="news/chrf", keep_best=2) == [2, 10, 12]
 
 
@@ -227,15 +227,15 @@ def test_only_checkpoints_that_were_measured_as_the_newest_one_are_compared(run_
         more = {} if kind is None else {"settings": kind}  # None: an older version wrote it
         save(run_dir, step, num_ranks=1, validation={"loss": loss, "nll": loss, "bleu": loss}, **more)
     saved = checkpoints.saved(run_dir)
-    assert names(checkpoints.best(saved, 9, "loss")) == [1, 4, 6]
-    assert names(checkpoints.best(saved, 9, "nll")) == [1, 2, 4, 6]
-    assert names(checkpoints.best(saved, 9, "bleu")) == [1, 6]
+    assert names(retention.best(saved, 9, "loss")) == [1, 4, 6]
+    assert names(retention.best(saved, 9, "nll")) == [1, 2, 4, 6]
+    assert names(retention.best(saved, 9, "bleu")) == [1, 6]
     assert kept(run_dir, keep_best=1) == [4, 6]
 
 
 def test_of_equal_losses_the_first_is_the_best(run_dir):
     a_run(run_dir, {2: 1.0, 4: 1.0, 6: None})
-    assert names(checkpoints.best(checkpoints.saved(run_dir), 1, "loss")) == [2]
+    assert names(retention.best(checkpoints.saved(run_dir), 1, "loss")) == [2]
 
 
 def test_those_of_every_so_many_steps_are_kept_for_good(run_dir):
