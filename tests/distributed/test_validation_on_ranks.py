@@ -45,9 +45,10 @@ def evaluated(command: Command, validated: Path) -> dict[str, Any]:
     command("evaluate", validated, "--split", "short", "--beam", 2)
     command("evaluate", validated, "--source", f"{held}.en", "--target", f"{held}.de", "--beam", 2)
     found = {}
-    for corpus, name in {"validation": "validation", "short": "short", "held": "held.en"}.items():
-        lines = (validated / "evaluation" / f"{name}.translations").read_text(encoding="utf-8").splitlines()
-        found[corpus] = {**read_json(validated / "evaluation" / f"{name}.json"), "translations": lines}
+    for corpus, name in {"validation": "validation", "short": "short", "held": "held.en-*"}.items():
+        (path,) = (validated / "evaluation").glob(f"{name}.translations")
+        lines = path.read_text(encoding="utf-8").splitlines()
+        found[corpus] = {**read_json(path.with_suffix(".json")), "translations": lines}
     found["validation"]["said"] = said
     return found
 
