@@ -102,7 +102,8 @@ def install_disk(fault: str) -> None:
 
 
 def install_validation(number: int, where: str, what: str) -> None:
-    """In the measuring, the search or the scoring of the validation of this number: a stop, no memory, or a dead disk."""
+    """In the measuring, the search or the scoring of the validation of this number, or in the step after it: a stop, a
+    kill, no memory, or a dead disk."""
     import dist_transformer.decoding.score as score
     from dist_transformer.decoding.search import TorchSearcher
     from dist_transformer.training.validator import Validator
@@ -123,6 +124,7 @@ def install_validation(number: int, where: str, what: str) -> None:
 
     replaced(Validator, "validate", "")
     replaced(Engine, "__call__", "measuring")
+    replaced(Engine, "backward", "step")
     replaced(TorchSearcher, "search", "search")
     replaced(score, "corpus_scores", "scoring")
 
@@ -200,7 +202,7 @@ def strike(what: str, is_endless: bool) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
     if what == "disk":
         raise OSError(5, "Input/output error")
-    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGKILL if what == "kill" else signal.SIGUSR1)
     if is_endless:  # a score that takes longer than anybody waits
         threading.Event().wait()
 

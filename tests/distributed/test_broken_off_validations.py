@@ -11,7 +11,7 @@ import pytest
 from running import NOT_INHERITED, Command, records, without
 from test_resume import assert_same_run
 
-from dist_transformer.errors import EXIT_REQUEUE
+from dist_transformer.errors import EXIT_FAILED, EXIT_REQUEUE
 from dist_transformer.run_dir import RunDir, read_json
 from dist_transformer.training import checkpoints
 
@@ -80,6 +80,20 @@ def test_a_stop_leaves_the_validation_saves_and_validates_first_when_it_goes_on(
         assert number == 5 or newest(run)[key] == newest(expected)[key]
     names = [[path.name for path in checkpoints.saved(RunDir(each))] for each in (run, expected)]
     assert names[0] == names[1]
+
+
+def test_a_kill_after_the_validation_was_made_up_for_does_not_make_it_twice(disturbed, train_small, undisturbed_in):
+    code, said, run = disturbed("killed-later", "validation 2 search stop", 1)
+    assert code == EXIT_REQUEUE, said
+    code, said, run = disturbed("killed-later", "validation 1 step kill", 1)
+    assert code == EXIT_FAILED, said
+    assert newest(run)["validation_due"]
+    before = records(run, "validation")
+    assert [record["step"] for record in before] == [2, 4]
+    assert_same_run(train_small("killed-later", *SETTINGS, ranks=2), undisturbed_in(1))
+    assert validations(run) == validations(undisturbed_in(1))
+    assert records(run, "validation")[:2] == before
+    assert newest(run)["early_stopping"] == newest(undisturbed_in(1))["early_stopping"]
 
 
 @pytest.mark.parametrize(
