@@ -127,8 +127,10 @@ def check_run_folder(run_dir: RunDir) -> None:
     """Refuses a folder that a run would be written into, and which holds such files of somebody else's.
 
     Raises:
-        UserError: something there would be written over, and nothing tells that it is a run's.
+        UserError: something there would be written over, and nothing tells that it is a run's; or has no room for the run.
     """
+    if os.path.exists(run_dir.checkpoints) and not run_dir.checkpoints.is_dir():
+        raise UserError(f"{run_dir.checkpoints}: is a file, expected the folder of checkpoints: move it away")
     changed = [run_dir.config, run_dir.state, run_dir.metrics, run_dir.samples, run_dir.audit, run_dir.divergence]
     changed += [run_dir.submitted_script, run_dir.job, run_dir.snapshot]
     there = [str(path.relative_to(run_dir.path)) for path in changed if path.exists() and path.stat().st_size]
@@ -174,4 +176,5 @@ def _refuse_among_checkpoints(path: Path) -> None:
 
 def _are_near(other: Path, path: Path) -> bool:
     """Whether `other` is `path`, beside or below it, or a folder above it."""
+    other, path = Path(os.path.abspath(other)), Path(os.path.abspath(path))  # without ".."
     return other.is_relative_to(path.parent) or path.is_relative_to(other)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from running import Command
+from running import PROGRAM, Command
 
 from dist_transformer.cli.main import app
 
@@ -37,6 +37,10 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "compare output": ("compare", "runs/first", "runs/second", "--output", "PLACE"),
 }
 """Paths that are written as one thing: the command, with PLACE for the path."""
+ROOTS_PRIVILEGES = "-dac_override,-dac_read_search"
+WITHOUT_PRIVILEGES = (
+    ["setpriv", f"--bounding-set={ROOTS_PRIVILEGES}", f"--inh-caps={ROOTS_PRIVILEGES}"] if os.geteuid() == 0 else []
+)
 WRITTEN_INTO = {"preflight folder", "demo root", "demo-corpus folder"}
 """Folders in which some names are written; each has a test of its own."""
 
@@ -238,6 +242,51 @@ def test_a_run_goes_into_a_folder_with_other_files_and_leaves_them(command: Comm
     assert (folder / "small.yaml").read_text() == "mine"
     (folder / "run.json").unlink()
     command("train", "small.yaml", "run.name=beside")
+
+
+@pytest.fixture
+def bound_by_permissions(command: Command) -> Command:
+    """The command, for which a folder that is closed is closed, as root too."""
+
+    class Bound(Command):
+        def __call__(self, *arguments: object, code: int = 0, **_: str) -> str:
+            process = self._start([*WITHOUT_PRIVILEGES, *PROGRAM], arguments, {})
+            out, err = process.communicate(timeout=300)
+            assert process.returncode == code, out + err
+            return out + err
+
+    return Bound(command.folder)
+
+
+def test_folders_that_are_closed_are_told_before_anything_is_computed(
+    bound_by_permissions: Command, runs: Path, tmp_path: Path
+):
+    run, closed = tmp_path / "run", tmp_path / "closed"
+    shutil.copytree(runs, run)
+    closed.mkdir()
+    for folder in (*(path for path in run.rglob("*") if path.is_dir()), run, closed):
+        folder.chmod(0o555)
+    before = everything_in(tmp_path)
+    said = refused(bound_by_permissions, "evaluate", run)
+    assert f"{run}/evaluation: cannot be written" in said
+    assert f"or score without keeping it: evaluate {run}/model" in said
+    assert "BLEU" not in said
+    assert f"{run}/model: cannot be written" in refused(bound_by_permissions, "average", run)
+    for ranks in (1, 2):
+        said = refused(bound_by_permissions, "train", "small.yaml", f"run.root={closed}", "--ranks", ranks)
+        assert f"{closed}/prepared" in said
+        prepared = next((runs.parent / "prepared").iterdir())
+        settings = (f"run.root={closed}", f"data.prepared={prepared}", "--ranks", ranks)
+        assert f"{closed}/small: cannot be written" in refused(bound_by_permissions, "train", "small.yaml", *settings)
+    relative = os.path.relpath(closed / "page.html", bound_by_permissions.folder)
+    said = refused(bound_by_permissions, "report", runs, "--no-attention", "--output", relative)
+    assert f"{relative}: cannot be written" in said
+    closed.chmod(0o000)
+    assert f"{closed}" in refused(bound_by_permissions, "status", closed)
+    closed.chmod(0o555)
+    assert everything_in(tmp_path) == before
+    for folder in (run, closed, *(path for path in run.rglob("*") if path.is_dir())):
+        folder.chmod(0o755)
 
 
 def test_a_final_model_that_has_no_place_is_told_at_the_start(command: Command, runs: Path):

@@ -1,0 +1,85 @@
+"""What stands at a path decides whether it is written; an error of the system ends as a message with the right exit code."""
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from dist_transformer.cli.main import main
+from dist_transformer.errors import EXIT_FAILED, EXIT_USER_ERROR, MachineError, UserError
+from dist_transformer.outputs import check_output, check_run_folder, is_stream, write_output, writing
+from dist_transformer.run_dir import RunDir
+
+OF_PATHS = ("ENOENT", "EACCES", "EPERM", "ENAMETOOLONG", "ELOOP", "ENOTDIR", "EISDIR", "EROFS", "EEXIST", "ENOTEMPTY")
+OF_MACHINES = ("EIO", "ESTALE", "ENOSPC", "EDQUOT", "ETIMEDOUT", "EMFILE", "ENFILE", "ENOMEM", "EAGAIN", "ENOTCONN")
+
+
+def of_system(name: str, path: Path) -> OSError:
+    return OSError(getattr(errno, name), os.strerror(getattr(errno, name)), str(path))
+
+
+@pytest.mark.parametrize(
+    ("names", "code"), [(OF_PATHS, EXIT_USER_ERROR), (OF_MACHINES, EXIT_FAILED)], ids=["paths", "machines"]
+)
+def test_an_error_that_names_a_file_is_a_message_and_its_kind_decides_the_exit_code(
+    names: tuple[str, ...], code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in names:
+
+        def fail(name: str = name) -> None:
+            raise of_system(name, tmp_path / "file")
+
+        with pytest.raises(SystemExit) as end:
+            main(fail)
+        assert end.value.code == code, name
+        said = capsys.readouterr().err
+        assert said.startswith(f"dist-transformer: {tmp_path}/file: {os.strerror(getattr(errno, name))}: ")
+        assert said.count("\n") == 1
+
+
+def test_an_error_of_a_relative_path_is_told_with_the_path_that_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for names, kind in ((OF_PATHS, UserError), (OF_MACHINES, MachineError)):
+        for name in names:
+            with pytest.raises(UserError, match=r"^out/page: cannot be written") as told, writing(Path("out/page")):
+                raise of_system(name, tmp_path / "out")
+            assert type(told.value) is kind, name
+    with pytest.raises(OSError, match="elsewhere"), writing(Path("out/page")):
+        raise of_system("EACCES", Path("/elsewhere/source"))
+
+
+def test_what_is_free_is_a_new_path_an_empty_folder_and_an_empty_file(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to("nothing")
+    for name in ("new", "new/below", "folder", "file", "dangling"):
+        check_output(tmp_path / name, "a page")
+    (tmp_path / "folder" / "hidden").mkdir()
+    (tmp_path / "file").write_text("text")
+    for name in ("folder", "file"):
+        with pytest.raises(UserError, match=f"{name}: is there already"):
+            check_output(tmp_path / name, "a page")
+        check_output(tmp_path / name, "a page", lambda path: path.exists())
+    assert {path.name for path in tmp_path.iterdir()} == {"folder", "file", "dangling"}
+
+
+def test_a_page_goes_through_a_link_and_into_an_open_file(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("page")
+    write_output(tmp_path / "link", "one")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "page").read_text() == "one"
+    with (tmp_path / "open").open("w") as file:
+        open_already = Path(f"/dev/fd/{file.fileno()}")
+        assert is_stream(open_already)
+        write_output(open_already, "two")
+        assert os.fstat(file.fileno()).st_ino == (tmp_path / "open").stat().st_ino, "not replaced"
+    assert (tmp_path / "open").read_text() == "two"
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_told_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("x")
+    with pytest.raises(UserError, match="checkpoints: is a file, expected the folder"):
+        check_run_folder(RunDir(tmp_path))
