@@ -25,8 +25,8 @@ from torch import Tensor
 
 from dist_transformer.config.models import CheckpointConfig
 from dist_transformer.distributed import Ranks
-from dist_transformer.errors import CheckpointError
-from dist_transformer.run_dir import RunDir, flush_to_disk, read_json, write_json, write_text
+from dist_transformer.errors import CheckpointError, MachineError
+from dist_transformer.run_dir import RunDir, flush_to_disk, write_json, write_text
 from dist_transformer.training import checkpoints
 from dist_transformer.training.checkpoints import file_entry
 from dist_transformer.training.state_files import MANIFEST, STATE, VERSION, StateFiles, file_name, write_state_file
@@ -272,9 +272,9 @@ class _Writer(threading.Thread):
 def _is_there(final: Path, state: Mapping[str, Any]) -> bool:
     """Whether an earlier start of this run has written this checkpoint; that start's or this one's load verified it."""
     try:
-        manifest = read_json(final / MANIFEST)
+        manifest = checkpoints.read_file(final / MANIFEST)
         return bool((manifest["step"], manifest.get("run_id")) == (state["step"], state.get("run_id")))
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, MachineError, ValueError, KeyError, TypeError):
         return False
 
 

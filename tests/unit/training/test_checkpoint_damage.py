@@ -274,6 +274,13 @@ def test_a_disk_that_stutters_gives_a_run_no_other_id(run_dir, stutter, times):
             assert times > 1
 
 
+def test_a_disk_that_stutters_sets_no_checkpoint_aside_that_is_saved_again(run_dir, stutter):
+    before = contents(run_dir.checkpoints)
+    with stutter(errno.EAGAIN, {"manifest.json"}):
+        assert all(saved.was_there for saved in save(run_dir, 3))
+    assert contents(run_dir.checkpoints) == before
+
+
 @pytest.mark.parametrize("times", [1, 10**6])
 def test_a_disk_that_stutters_lets_no_best_checkpoint_be_deleted(run_dir, stutter, times):
     for step in range(4, 9):
