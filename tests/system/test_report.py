@@ -183,10 +183,12 @@ def test_what_cannot_be_reported_on_is_said_in_one_message(command, trained, cop
     assert "expected at least two" in command("compare", trained, trained, code=2)
     (tmp_path / "in_the_way").write_text("", encoding="utf-8")
     elsewhere = tmp_path / "in_the_way" / "page.html"
-    assert "give another place with --output" in command(
+    assert "expected a path to write to; give another" in command(
         "report", trained, "--no-attention", "--output", elsewhere, code=2
     )
-    assert "give another place with --output" in command("compare", trained, copied, "--output", elsewhere, code=2)
+    assert "expected a path to write to; give another" in command(
+        "compare", trained, copied, "--output", elsewhere, code=2
+    )
     shutil.rmtree(copied / "model")
     (tmp_path / "one.txt").write_text("One.\n", encoding="utf-8")
     assert "dist-transformer average" in command("report", copied, "--sentences", tmp_path / "one.txt", code=2)
