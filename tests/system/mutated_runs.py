@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 import typer
+import yaml
 
 from dist_transformer.cli.main import app, main
 from dist_transformer.cluster import restarts
@@ -72,8 +73,8 @@ def whole_file_mutations(path: Path) -> Iterator[Mutation]:
 
 
 def field_mutations(path: Path, draw: random.Random, num: int) -> Iterator[Mutation]:
-    """Fields of other types, fields that are missing, records of another kind: of JSON, and of JSON lines."""
-    if path.suffix not in (".json", ".jsonl"):
+    """Fields of other types, fields that are missing, records of another kind: of JSON, JSON lines and YAML."""
+    if path.suffix not in (".json", ".jsonl", ".yaml"):
         return
     for number in range(num):
         yield f"field {number}", partial(_change_fields, seed=draw.random())
@@ -81,6 +82,9 @@ def field_mutations(path: Path, draw: random.Random, num: int) -> Iterator[Mutat
 
 def _change_fields(file: Path, seed: float) -> None:
     draw = random.Random(seed)
+    if file.suffix == ".yaml":
+        file.write_text(yaml.safe_dump(_changed(yaml.safe_load(file.read_text("utf-8")), draw)), encoding="utf-8")
+        return
     lines = file.read_text(encoding="utf-8").splitlines() if file.suffix == ".jsonl" else [file.read_text("utf-8")]
     chosen = range(len(lines)) if draw.random() < 0.3 else [draw.randrange(len(lines))] if lines else []
     same = draw.random()

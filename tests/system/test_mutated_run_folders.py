@@ -4,19 +4,21 @@ import os
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from mlflow import MlflowClient
 from mutated_runs import Mutation, ask, copy_of, field_mutations, whole_file_mutations, write_run
 
 from dist_transformer.cluster import restarts
 from dist_transformer.config.loading import load_config, to_yaml
-from dist_transformer.run_dir import RunDir, write_json, write_text
+from dist_transformer.run_dir import RunDir, read_json, write_json, write_text
+from dist_transformer.tracking.mlflow_door import RUN_UID_TAG
 
 NOBODY = 65534
-QUICK_MUTATIONS, SLOW_MUTATIONS = 25, 250
+QUICK_MUTATIONS, SLOW_MUTATIONS = 25, 30
 SETTINGS = ["schedule.warmup_steps=1", "training.max_steps=9", "model.preset=tiny", "data.lanes=64",
             "tracking.enabled=false"]  # fmt: skip
 
@@ -168,3 +170,27 @@ def test_a_sweep_whose_files_are_mutated_is_answered(run: Path, tmp_path: Path) 
             ("list", sweep),
         ):
             assert_answers(f"sweep.json, seed {seed}", *arguments)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "content", [b'{"run_id": "a1", "sta', b"[[1]]\n", b"\xff\xfe\x00\x01\n"], ids=["torn", "list", "bytes"]
+)
+def test_training_goes_on_over_damaged_records_and_tells_mlflow(
+    train_small: Callable[..., Path], content: bytes
+) -> None:
+    """What only tells of a run keeps none from going on; what checkpoints hold is the truth."""
+    arguments = ("damaged", "tracking.enabled=true")
+    run_dir = RunDir(train_small(*arguments))
+    before = read_json(run_dir.state)
+    told = (run_dir.state, run_dir.metrics, run_dir.samples, run_dir.history, run_dir.tracking, run_dir.tracking_events)
+    for path in (*told, run_dir.evaluation / "test.json", run_dir.owner):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content)
+    train_small(*arguments, f"training.max_steps={before['step'] + 1}")
+    after = read_json(run_dir.state)
+    assert (after["run_id"], after["state"], after["step"]) == (before["run_id"], "finished", before["step"] + 1)
+    memory = read_json(run_dir.tracking)
+    tracked = MlflowClient(tracking_uri=memory["uri"]).get_run(memory["run_id"])
+    assert tracked.info.status == "FINISHED"
+    assert tracked.data.tags[RUN_UID_TAG] == before["run_id"]
