@@ -47,6 +47,10 @@ def _is_list_of_mappings(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_mapping, value))
 
 
+def _is_list_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_text, value))
+
+
 def _maps_to(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, dict) and all(map(is_one, value.values()))
 
@@ -73,6 +77,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("tags", "parameters", "stages"), _maps_to(_is_text)),
     "metrics": _maps_to(_is_number),
     **dict.fromkeys(_LISTS, _is_list_of_mappings),
+    "kept": _is_list_of_texts,
 }  # fmt: skip
 
 

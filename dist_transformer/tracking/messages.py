@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from dist_transformer.config.models import TrackingConfig
 from dist_transformer.run_dir import RunDir
 from dist_transformer.tracking.metrics_log import read_records
-from dist_transformer.tracking.spool import local_files_refused
+from dist_transformer.tracking.spool import CannotBeSent, local_files_refused
 
 if TYPE_CHECKING:
     from dist_transformer.tracking.mlflow_door import TrackedRun
@@ -39,6 +39,17 @@ _LANES_OF = {
     "evaluation": ("words",),
     "status": ("words",),
 }
+_NEEDED: dict[str, set[str]] = {
+    "start": {"time", "tags", "parameters", "config"},
+    "checkpoint": {"time", "path", "step", "metrics"},
+    "samples": set(),
+    "profile": {"path"},
+    "figures": {"path"},
+    "model": {"time", "path", "step", "metrics"},
+    "evaluation": {"time", "name", "step", "metrics"},
+    "status": {"time", "status"},
+}
+STATUSES = ("RUNNING", "SCHEDULED", "FINISHED", "FAILED", "KILLED")
 SAMPLE_COLUMNS = ("step", "corpus", "number", "fixed", "source", "reference", "translation")
 
 
@@ -98,7 +109,12 @@ def goes_by(event: Mapping[str, Any], lane: str) -> bool:
 
 
 def send_event(run: "TrackedRun", event: Mapping[str, Any], lane: str, run_dir: RunDir) -> None:
-    """Deliver what of one record of the spool goes by `lane`. All may be delivered twice with the result of once."""
+    """Deliver what of one record of the spool goes by `lane`. All may be delivered twice with the result of once.
+
+    Raises ServerTrouble; CannotBeSent for a record that is damaged.
+    """
+    if not _NEEDED[event["event"]] <= event.keys() or event.get("status", "RUNNING") not in STATUSES:
+        raise CannotBeSent("its record is damaged")
     match lane, event["event"]:
         case "words", "start":
             _send_start(run, event)
@@ -177,7 +193,7 @@ def send_model(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> 
 
 def sample_rows(samples: Path) -> Iterator[list[Any]]:
     """The sentences of samples.jsonl, one a row of SAMPLE_COLUMNS, in the order of the file."""
-    for record in read_records(samples):
+    for record in (r for r in read_records(samples) if {"step", "corpus", "sentences"} <= r.keys()):
         for sentence in record["sentences"]:
             yield [record["step"], record["corpus"], *(sentence.get(column) for column in SAMPLE_COLUMNS[2:])]
 

@@ -18,7 +18,8 @@ def log_datasets(run: TrackedRun, datasets: Sequence[Mapping[str, Any]]) -> None
 
     The server knows a corpus by name and digest: logged again, it is there once.
     """
-    inputs = [DatasetInput(_dataset(values), [InputTag(CONTEXT_TAG, values["context"])]) for values in datasets]
+    whole = (values for values in datasets if {"name", "digest", "source", "context"} <= values.keys())
+    inputs = [DatasetInput(_dataset(values), [InputTag(CONTEXT_TAG, values["context"])]) for values in whole]
     if inputs:
         with translated_errors():
             run.client.log_inputs(run.run_id, datasets=inputs)

@@ -230,6 +230,36 @@ def test_an_address_that_never_answered_is_not_remembered(
     assert (sent.points, sent.events) == (0, 0)
 
 
+@pytest.mark.parametrize(
+    "damage", [{}, {"tags": [], "metrics": {"loss": "x"}, "status": "text", "kept": [1], "path": 5}]
+)
+def test_records_of_the_spool_that_are_damaged_are_left_out_and_the_others_arrive(
+    stored_run_dir: RunDir, client: MlflowClient, damage: dict[str, object]
+) -> None:
+    for event in (
+        "start",
+        "checkpoint",
+        "samples",
+        "profile",
+        "figures",
+        "model",
+        "evaluation",
+        "status",
+        "of a newer version",
+    ):
+        add_event(stored_run_dir.tracking_events, event, damage)
+    corpus = {"name": "train", "context": "training", "digest": "00", "source": "/text"}
+    start = {"tags": {"a": "b"}, "parameters": {}, "config": "", "datasets": [{"name": 5}, corpus]}
+    add_event(stored_run_dir.tracking_events, "start", start)
+    add_event(stored_run_dir.tracking_events, "status", {"status": "KILLED"})
+    train(MetricsLog(stored_run_dir.metrics), range(1, 6))
+    stored_run_dir.samples.write_text('{"event": "samples", "step": 5, "sentences": "x"}\n')
+    run = client.get_run(sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent).run_id)
+    assert (run.info.status, run.data.tags["a"]) == ("KILLED", "b")
+    assert [each.dataset.name for each in run.inputs.dataset_inputs] == ["train"]
+    assert curves_on_server(store_of(stored_run_dir), run.info.run_id) == curves_in_file(stored_run_dir)
+
+
 def test_a_damaged_memory_ends_neither_training_nor_the_story_on_the_server(
     stored_run_dir: RunDir, client: MlflowClient
 ) -> None:
