@@ -29,12 +29,13 @@ def never(_: Path) -> bool:
     return False
 
 
-def check_output(path: Path, kind: str, is_own: Callable[[Path], bool] = never) -> None:
+def check_output(path: Path, kind: str, is_own: Callable[[Path], bool] = never, *, is_file: bool = False) -> None:
     """Refuses a path that may not be written, before anything is computed for it.
 
     Args:
         kind: what is to be written, as "a model folder".
         is_own: whether what is there is known by its label as such a thing of this program.
+        is_file: whether a file is written, for which a folder is no place; else a folder is.
 
     Raises:
         UserError: something else is there, it lies among the checkpoints of a run, or nothing can be written there.
@@ -45,7 +46,7 @@ def check_output(path: Path, kind: str, is_own: Callable[[Path], bool] = never) 
             found = path.stat()
         except FileNotFoundError:
             found = None
-        if found is not None and not is_stream(path) and not _is_empty(path, found) and not is_own(path):
+        if found is not None and not is_stream(path) and not _is_free(path, found, is_file) and not is_own(path):
             own = "" if is_own is never else f", an empty one or {kind} of this program"
             raise UserError(
                 f"{path}: is there already ({_what_is_there(path, found)}), expected a new path{own}: it is not written "
@@ -153,8 +154,11 @@ def is_own_run(run_dir: RunDir) -> bool:
         return False
 
 
-def _is_empty(path: Path, found: os.stat_result) -> bool:
-    return not any(path.iterdir()) if stat.S_ISDIR(found.st_mode) else found.st_size == 0
+def _is_free(path: Path, found: os.stat_result, is_file: bool) -> bool:
+    """Whether it is empty, and of the right kind."""
+    if stat.S_ISDIR(found.st_mode):
+        return not is_file and not any(path.iterdir())
+    return is_file and found.st_size == 0
 
 
 def _what_is_there(path: Path, found: os.stat_result) -> str:

@@ -73,7 +73,7 @@ def demo_corpus_command(folder: Annotated[Path, typer.Argument(help="Where to wr
         for side, language in enumerate(("en", "de"))
     }
     for path, text in texts.items():
-        check_output(path, "the same text", partial(_holds, text.encode()))
+        check_output(path, "the same text", partial(_holds, text.encode()), is_file=True)
     for path, text in texts.items():
         write_output(path, text)
     for split, pairs in corpora.items():

@@ -50,7 +50,7 @@ def report_command(
     if sentences is not None and no_attention:
         raise UserError("--sentences names what --no-attention leaves out: give one of them")
     if output is not None:
-        check_output(output, PAGE, is_own_page)
+        check_output(output, PAGE, is_own_page, is_file=True)
     lines = None if sentences is None else _lines(sentences)
     written = write_run_report(find_target(run, root).run_dir, output, lines, with_attention=not no_attention)
     print(f"written to {written}")
@@ -69,7 +69,7 @@ def compare_command(
     folders = [folder for run in runs for folder in _run_dirs(run, root)]
     if len({folder.path.resolve() for folder in folders}) < 2:
         raise UserError(f"{' '.join(runs)}: one run; expected at least two: dist-transformer compare RUN RUN ...")
-    check_output(output, PAGE, is_own_page)
+    check_output(output, PAGE, is_own_page, is_file=True)
     stories = named([read_story(folder) for folder in folders])
     write_output(output, compare_page(stories))
     results = result_rows(stories)

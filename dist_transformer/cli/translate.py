@@ -94,7 +94,7 @@ def translate_command(
     if source is not None and attention is not None:
         raise UserError("--attention: is of standard input; give the lines with < FILE in place of --input")
     if attention is not None:
-        check_output(attention, "attention maps")
+        check_output(attention, "attention maps", is_file=True)
     if output is not None and ranks > 1 and "RANK" not in os.environ:
         sys.exit(_start_ranks(output, ranks))
     stop = StopRequest(answer="stopping after this batch")

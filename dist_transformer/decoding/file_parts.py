@@ -106,13 +106,13 @@ def open_parts(output: Path, plan: Plan, num_chunks: int) -> Parts | None:
             f"{output}: is a device or a pipe, but the output is made of parts: name a file, or leave --input and --output out "
             "and give < FILE"
         )
-    check_output(output, "a translation", is_whole)  # a lock would be waited for where none can be
+    check_output(output, "a translation", is_whole, is_file=True)  # a lock would be waited for where none can be
     with _locked(output):
         if is_whole(output):
             _refuse_other(_plan_of(output), plan, output)
             _remove_folder(output)  # left by a process that died while it cleared up
             return None
-        check_output(output, "a translation")
+        check_output(output, "a translation", is_file=True)
         if (of_before := _plan_of(output)).exists():  # of an output that was removed, or was about to be written
             _read_plan(of_before)
         if (planned := _folder(output) / PLAN_NAME).exists():

@@ -46,8 +46,6 @@ def whole_folder(
 
 def _replace(folder: Path, temporary: Path, own_files: Sequence[str]) -> None:
     """Renames `temporary` to `folder`; of an older folder everything but `own_files` is moved into it."""
-    if folder.is_file():  # an empty one
-        folder.unlink()
     if not folder.exists() or not any(folder.iterdir()):
         os.rename(temporary, folder)
         flush_to_disk(folder.parent)

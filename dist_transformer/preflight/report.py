@@ -34,10 +34,14 @@ def begin_anew(folder: Path) -> None:
     """
     ranks = [*folder.glob("rank_*.json")]
     for path in ranks:
-        check_output(path, "a record", lambda path: read_record(path).keys() >= {"rank", "num_ranks", "together"})
+        check_output(
+            path, "a record", lambda path: read_record(path).keys() >= {"rank", "num_ranks", "together"}, is_file=True
+        )
     report = folder / "report.json"
-    check_output(report, "a report", lambda path: read_record(path).keys() >= {"medians", "outliers", "exclude"})
-    check_output(folder / "exclude", "a list of nodes", lambda _: report.is_file())
+    check_output(
+        report, "a report", lambda path: read_record(path).keys() >= {"medians", "outliers", "exclude"}, is_file=True
+    )
+    check_output(folder / "exclude", "a list of nodes", lambda _: report.is_file(), is_file=True)
     for path in (*ranks, folder / "exclude"):
         path.unlink(missing_ok=True)
 

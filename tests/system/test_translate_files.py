@@ -204,7 +204,7 @@ class Ranks:
     source: Path
 
     def run(self, task: Task, output: Path, rank: int, num_ranks: int, stop: StopRequest | None = None) -> None:
-        for name, value in (("RANK", rank), ("WORLD_SIZE", num_ranks)):
+        for name, value in (("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", num_ranks)):
             self.monkeypatch.setenv(name, str(value))
         translate_file(task, self.source, output, stop or StopRequest())
 
@@ -370,7 +370,7 @@ def test_a_full_disk_and_a_rank_alone_are_told_without_a_traceback(model: Path, 
     assert process.returncode == 1
     assert process.stderr == "dist-transformer: cannot write: No space left on device; make room and start again\n"
     options = ("--input", "absent", "--output", "out")
-    said = command("translate", model, *options, code=2, RANK="1", WORLD_SIZE="2")
+    said = command("translate", model, *options, code=2, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2")
     assert "absent: cannot be read: No such file" in said
 
 

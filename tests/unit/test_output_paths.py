@@ -55,8 +55,14 @@ def test_what_is_free_is_a_new_path_an_empty_folder_and_an_empty_file(tmp_path: 
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to("nothing")
-    for name in ("new", "new/below", "folder", "file", "dangling"):
-        check_output(tmp_path / name, "a page")
+    for name in ("new", "new/below", "dangling"):
+        check_output(tmp_path / name, "a page", is_file=True)
+        check_output(tmp_path / name, "a model folder")
+    check_output(tmp_path / "file", "a page", is_file=True)
+    check_output(tmp_path / "folder", "a model folder")
+    for name in ("folder", "file"):
+        with pytest.raises(UserError, match=f"{name}: is there already"):
+            check_output(tmp_path / name, "another kind", is_file=name == "folder")
     (tmp_path / "folder" / "hidden").mkdir()
     (tmp_path / "file").write_text("text")
     for name in ("folder", "file"):
