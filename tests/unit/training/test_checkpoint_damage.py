@@ -244,7 +244,9 @@ def stutter(monkeypatch):
 
 @pytest.mark.parametrize("number", sorted(STUTTERS), ids=errno.errorcode.get)
 @pytest.mark.parametrize(
-    "names", [{file} for file in FILES] + [{NEWEST}, {"checkpoints"}, {*FILES, "checkpoints"}], ids=str
+    "names",
+    [{file} for file in FILES] + [{NEWEST}, {"checkpoints"}, {*FILES, "checkpoints"}],
+    ids=lambda n: "+".join(sorted(n)),
 )
 def test_a_disk_that_stutters_at_a_start_sets_nothing_aside(run_dir, stutter, number, names):
     before = contents(run_dir.checkpoints)
