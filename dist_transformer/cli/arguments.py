@@ -51,7 +51,7 @@ def read_run(run: Path, overrides: list[str] | None = None, *, check_files: bool
 def write_utf8() -> None:
     """Standard output in UTF-8, as text files are, whatever the terminal's language."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(encoding="utf-8")
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
 
 
 def with_absolute_paths(config: Config, prepared: Path | None) -> Config:

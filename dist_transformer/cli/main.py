@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import io
 import os
 import sys
 from collections.abc import Callable
@@ -93,6 +94,8 @@ def options(
 
 def main(run: Callable[[], object] = app) -> None:
     """Runs the command, or another thing as the command; ends the process with the exit code of errors.py."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file may be no text
     try:
         run()
     except DistTransformerError as error:

@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable
 from unittest import mock
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from dist_transformer.cli.main import app, main
 
@@ -68,7 +68,7 @@ ODD_WORDS = [
 def bounded(examples: int) -> settings:
     """The same examples every time, without a limit on their time."""
     return settings(
-        max_examples=examples, deadline=None, derandomize=True, database=None,
+        max_examples=examples, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )  # fmt: skip
 

@@ -1,7 +1,9 @@
 """The loaders of all ranks in one process, advanced together as the feed of training does."""
 
+from dataclasses import replace
+
 from dist_transformer.data.loader import LaneLoader, LoaderSettings
-from dist_transformer.data.position import Position
+from dist_transformer.data.position import Position, Quarantined
 from dist_transformer.data.segments import Planner
 from dist_transformer.data.window import WindowBuilder
 
@@ -27,15 +29,18 @@ class Ranks:
     def step(self) -> dict[int, list[int]]:
         """Rows by lane of the next global batch; the position after it is kept."""
         lanes: dict[int, list[int]] = {}
+        left_out: list[Quarantined] = []
         while not lanes:
             self._recut_where_due()
             steps = [loader.next_step() for loader in self.loaders]
+            left_out += [row_group for step in steps for row_group in step.quarantined]
             lanes = {b.lane: b.row_ids.tolist() for step in steps for b in step.batches if b is not None}
             if not lanes:
                 for loader in self.loaders:
                     loader.start_epoch(self.batch)
         self.batch += 1
-        self.position = Position(self.loaders[0].segment, tuple(self._positions()))
+        now = replace(self.position, segment=self.loaders[0].segment, lanes=tuple(self._positions()))
+        self.position = now.leaving_out(left_out) if left_out else now
         return lanes
 
     def _recut_where_due(self) -> None:

@@ -1,6 +1,7 @@
 """The loader: the lanes' order on any ranks, from any position, with and without loader processes."""
 
 import itertools
+import json
 from collections import Counter
 from dataclasses import replace
 
@@ -8,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lockstep import ALONE, Ranks
-from planned_rows import lane_batches
+from planned_rows import lane_batches, row_ids
 from rows_builder import RowsBuilder
 
 from dist_transformer.data.loader import LaneLoader, LoaderSettings
-from dist_transformer.data.plan import WindowRequest
-from dist_transformer.data.position import Position, Quarantined
+from dist_transformer.data.plan import CORPUS_SHIFT, WindowRequest
+from dist_transformer.data.position import Position, Quarantined, position_from_json
 from dist_transformer.data.rows import LostRowGroup
 from dist_transformer.data.segments import Planner, Stage
 from dist_transformer.errors import DataError
@@ -116,6 +117,62 @@ def test_what_a_window_lost_is_told_once_with_the_step_that_begins_it_and_left_o
     assert isinstance(entry, Quarantined)
     assert {request.key: request.without for request in builder.asked}[entry.key] == ((0, 1),)
     assert entry not in again.quarantined
+
+
+class FailingDisk(RowsBuilder):
+    """Row groups that cannot be read are left out of the windows that begin; which ones they are changes."""
+
+    def __init__(self, planner: Planner, unreadable: set[tuple[int, int]]) -> None:
+        super().__init__(planner)
+        self._unreadable = unreadable
+
+    def build(self, request):
+        hit = {(piece.corpus, piece.row_group) for piece in request.slices} & {*self._unreadable, *request.without}
+        kept = tuple(piece for piece in request.slices if (piece.corpus, piece.row_group) not in hit)
+        lost = tuple(LostRowGroup(*group, "a row group", "OSError") for group in sorted(hit))
+        return replace(super().build(replace(request, slices=kept)), request=request, lost=lost)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6).map(tuple), min_size=1, max_size=3).map(tuple),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(1, 6), st.sets(st.integers(0, 8), max_size=3)), max_size=6),
+    st.data(),
+)
+def test_in_any_chain_of_stops_on_a_failing_disk_every_row_is_used_once_or_told_to_be_left_out(
+    group_rows, starts, data
+):
+    """Each start: so many ranks, the steps until it stops, and the row groups that it cannot read."""
+    groups = [(corpus, number) for corpus, rows in enumerate(group_rows) for number in range(len(rows))]
+    num_lanes = data.draw(st.integers(1, min(5, sum(map(sum, group_rows)))))
+    planner = Planner(group_rows, num_lanes, data.draw(st.integers(1, 12)), 5)
+    position, batch, used = start(planner), 0, Counter()
+    for num_ranks, steps, unreadable in [*starts, (1, 10_000, set())]:
+        disk = FailingDisk(planner, {groups[number] for number in unreadable if number < len(groups) - 1})
+        ranks = Ranks(disk, planner, min(num_ranks, num_lanes), position, batch)
+        for _ in range(steps):
+            try:
+                rows = ranks.step()
+            except DataError:  # one that was begun with what cannot be read now: the next start finds it mended
+                break
+            if ranks.position.segment.epoch > 0:
+                break
+            used.update(row for lane in rows.values() for row in lane)
+            position, batch = (
+                position_from_json(json.loads(json.dumps(ranks.position.to_json())), "state.json"),
+                ranks.batch,
+            )
+    told = {
+        (entry.key, entry.corpus, entry.row_group) for entry in (*position.quarantined, *ranks.position.quarantined)
+    }
+    left_out = Counter()
+    for key, corpus, row_group in told:
+        if key.epoch == 0:
+            request = planner.plan(planner.first_segment()).request(key.lane, key.window)
+            slices = tuple(piece for piece in request.slices if (piece.corpus, piece.row_group) == (corpus, row_group))
+            left_out.update(row_ids(planner, replace(request, slices=slices)))
+    rows = ((c << CORPUS_SHIFT) + row for c, count in enumerate(planner.rows) for row in range(count))
+    assert used + left_out == Counter(rows)
 
 
 def test_a_window_that_was_begun_with_a_row_group_is_not_gone_on_with_without_it():
