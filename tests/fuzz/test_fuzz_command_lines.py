@@ -8,11 +8,13 @@ from unittest import mock
 
 import pytest
 import typer
+from forked_command import bounded, must_end_in_a_message
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process import bounded, must_end_in_a_message
 
 from dist_transformer.cli.main import app
+
+pytestmark = pytest.mark.slow
 
 NOT_RUN = ("demo", "ui", "preflight")
 """What would train, serve or measure, given anything that it takes."""

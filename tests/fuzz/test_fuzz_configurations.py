@@ -7,12 +7,14 @@ from typing import Any, get_args
 
 import pytest
 import yaml
+from forked_command import ODD_WORDS, bounded, must_end_in_a_message
 from hypothesis import given
 from hypothesis import strategies as st
-from in_process import ODD_WORDS, bounded, must_end_in_a_message
 from pydantic import BaseModel
 
 from dist_transformer.config.models import Config
+
+pytestmark = pytest.mark.slow
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SHIPPED = sorted(CONFIGS.glob("*.yaml"))

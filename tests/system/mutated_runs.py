@@ -1,21 +1,15 @@
 """Run folders whose files are damaged in every way that disks, people and other versions have, and the verbs asked of them."""
 
-import contextlib
-import io
 import json
 import random
 import shutil
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import click
-import typer
 import yaml
 
-from dist_transformer.cli.main import app, main
 from dist_transformer.cluster import restarts
 from dist_transformer.cluster.bad_nodes import exclude
 from dist_transformer.cluster.submit import note_job
@@ -114,23 +108,6 @@ def _to_folder(file: Path) -> None:
 def _to_loop(file: Path) -> None:
     file.unlink()
     file.symlink_to(file.name)
-
-
-def ask(*arguments: object) -> tuple[int, str]:
-    """The exit code of a command run in this process, with what it said; a traceback where it did not end in order."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        try:
-            main(partial(app, [str(argument) for argument in arguments], standalone_mode=False))
-        except SystemExit as exit_:
-            return int(exit_.code or 0), said.getvalue()
-        except (typer.Exit, click.exceptions.Exit) as exit_:
-            return exit_.exit_code, said.getvalue()
-        except click.ClickException as error:
-            return 2, f"{said.getvalue()}{error.message}"
-        except Exception:  # noqa: BLE001
-            return -1, f"{said.getvalue()}{traceback.format_exc()}"
-    return 0, said.getvalue()
 
 
 def copy_of(run: Path, place: Path) -> Path:

@@ -300,7 +300,7 @@ def test_each_part_of_the_state_is_divided_from_its_stage_on():
     """Rajbhandari et al. (2020), table 1: 2 + 2 + 12 bytes a parameter in fp16; beside it 2 of the buffer."""
 
     def bytes_in(stage: int, num_ranks: int = 4, **settings: object) -> int:
-        return state_bytes(1000, TrainingConfig(**{"zero_stage": stage, **settings}), num_ranks)
+        return state_bytes(1000, TrainingConfig(**{"zero_stage": stage, "precision": "fp16", **settings}), num_ranks)
 
     assert [bytes_in(stage) - 2000 for stage in (1, 2, 3)] == [4000 + 3000, 2000 + 500 + 3000, 4000]
     assert bytes_in(0, precision="fp32") == 16_000
