@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import matplotlib.figure  # noqa: F401  to have it imported, and the next two: else each fork would
 from hypothesis import HealthCheck, Phase, settings
+from running import NOT_INHERITED
 
 from dist_transformer.cli import loaded_model, train_rank  # noqa: F401
 from dist_transformer.cli.main import app, main
@@ -96,6 +97,8 @@ def run_command(*arguments: object, text: str = "") -> tuple[int, str]:
 def _run_and_leave(arguments: list[str], given: int, both: int) -> NoReturn:
     code: object = 1
     try:
+        for name in NOT_INHERITED:
+            os.environ.pop(name, None)
         for number, file in enumerate((given, both, both)):
             os.dup2(file, number)
         sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115

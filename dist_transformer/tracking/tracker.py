@@ -22,8 +22,8 @@ from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.models import TrackingConfig
 from dist_transformer.errors import UserError
-from dist_transformer.json_records import read_record
-from dist_transformer.run_dir import RunDir
+from dist_transformer.json_records import read_record, sound
+from dist_transformer.run_dir import RunDir, read_json
 from dist_transformer.tracking.background_shipper import BackgroundShipper
 from dist_transformer.tracking.description import description, standard_tags
 from dist_transformer.tracking.messages import files_of, send_model
@@ -276,8 +276,14 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _step_of(run_dir: RunDir, model: Path) -> int:
-    """The step that a model folder says it has been trained to, else the newest one of the run."""
-    said: int | None = read_record(model / "config.json").get("step")
+    """The step that a model folder says it has been trained to, else the newest one of the run.
+
+    Raises ValueError for a model folder whose config.json is no JSON object.
+    """
+    config = read_json(model / "config.json") if (model / "config.json").is_file() else {}
+    if not isinstance(config, dict):
+        raise ValueError(f"{model}/config.json: expected a JSON object")
+    said: int | None = sound(config).get("step")
     return said if said is not None else max((r.get("step", 0) for r in read_records(run_dir.metrics)), default=0)
 
 

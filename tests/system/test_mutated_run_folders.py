@@ -18,8 +18,9 @@ from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.run_dir import RunDir, read_json, write_json, write_text
 from dist_transformer.tracking.mlflow_door import RUN_UID_TAG
 
+pytestmark = pytest.mark.slow
 NOBODY = 65534
-QUICK_MUTATIONS, SLOW_MUTATIONS = 8, 30
+NUM_MUTATIONS = 30
 SETTINGS = ["schedule.warmup_steps=1", "training.max_steps=9", "model.preset=tiny", "data.lanes=64",
             "tracking.enabled=false"]  # fmt: skip
 
@@ -94,7 +95,7 @@ def test_a_whole_folder_is_answered_without_a_problem(run: Path, place: Path) ->
 
 
 def test_whoever_looks_at_a_mutated_folder_is_answered(run: Path, place: Path) -> None:
-    for file, (name, mutate) in mutations(run, 3, QUICK_MUTATIONS):
+    for file, (name, mutate) in mutations(run, 3, NUM_MUTATIONS):
         folder = copy_of(run, place)
         mutate(folder / file)
         for arguments in looks(folder):
@@ -102,7 +103,7 @@ def test_whoever_looks_at_a_mutated_folder_is_answered(run: Path, place: Path) -
 
 
 def test_the_batch_script_is_answered_about_a_mutated_folder(run: Path, place: Path) -> None:
-    for file, (name, mutate) in mutations(run, 3, QUICK_MUTATIONS):
+    for file, (name, mutate) in mutations(run, 3, NUM_MUTATIONS):
         folder = copy_of(run, place)
         mutate(folder / file)
         for arguments in (["begin", "5", "1", str(folder)], ["end", str(folder), "5", "1", "1", "decide"],
@@ -110,9 +111,8 @@ def test_the_batch_script_is_answered_about_a_mutated_folder(run: Path, place: P
             assert restarts.main(arguments) in (0, 1, 2, 3), f"{file}: {name}: {arguments}"
 
 
-@pytest.mark.slow
 def test_pages_plans_and_syncs_of_a_mutated_folder_end_in_order(run: Path, place: Path, tmp_path: Path) -> None:
-    for file, (name, mutate) in mutations(run, 8, SLOW_MUTATIONS):
+    for file, (name, mutate) in mutations(run, 8, NUM_MUTATIONS):
         folder = copy_of(run, place)
         mutate(folder / file)
         for arguments in pages(folder, run, tmp_path / "page.html"):
@@ -174,7 +174,6 @@ def test_a_sweep_whose_files_are_mutated_is_answered(run: Path, tmp_path: Path) 
             assert_answers(f"sweep.json, seed {seed}", *arguments)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "content", [b'{"run_id": "a1", "sta', b"[[1]]\n", b"\xff\xfe\x00\x01\n"], ids=["torn", "list", "bytes"]
 )

@@ -16,6 +16,8 @@ from dist_transformer.data.prepare import load_tokenizer, prepare, prepared_fold
 from dist_transformer.data.shards import token_table, write_shard
 from dist_transformer.errors import DataError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

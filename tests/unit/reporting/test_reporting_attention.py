@@ -11,6 +11,8 @@ from matplotlib.image import imread
 
 from dist_transformer.reporting.attention import SentenceAttention, attention_png, composed, gap_of, shown_pieces
 
+pytestmark = pytest.mark.slow
+
 
 def random_maps(num_layers: int, num_heads: int, rows: int, columns: int) -> list[np.ndarray]:
     drawn = np.random.default_rng(5).random((num_layers, num_heads, rows, columns))

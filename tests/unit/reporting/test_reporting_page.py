@@ -19,6 +19,8 @@ from dist_transformer.reporting.samples import changes
 from dist_transformer.reporting.words import measure_name, moment
 from dist_transformer.run_dir import RunDir, write_json
 
+pytestmark = pytest.mark.slow
+
 NASTY = "</td><script>alert('x')</script>\"&amp; \x00\udc80 <img src=http://evil/x onerror=a>"
 
 

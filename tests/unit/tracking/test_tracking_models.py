@@ -35,6 +35,8 @@ from dist_transformer.tracking.pyfunc_folder import REQUIREMENTS
 from dist_transformer.tracking.spool import ServerRefused
 from dist_transformer.tracking.tracker import MODEL_SECONDS, Tracker, log_model, sync
 
+pytestmark = pytest.mark.slow
+
 UID = "id of this run"
 DECODING = {"beam_size": 2, "length_penalty": 0.5, "max_extra_tokens": 5, "max_tokens": 512}
 
@@ -157,7 +159,6 @@ def packages_imported_by(file: Path) -> set[str]:
     return {name.split(".")[0] for name in whole | parts}
 
 
-@pytest.mark.slow
 def test_a_model_is_registered_once_with_its_alias_which_a_person_may_move(
     finished: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +176,6 @@ def test_a_model_is_registered_once_with_its_alias_which_a_person_may_move(
     assert only_model(client, run_id).model_id == model.model_id
 
 
-@pytest.mark.slow
 def test_a_crash_between_version_and_alias_is_made_good(
     finished: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +226,6 @@ def forbidden(*arguments: object) -> None:
     raise AssertionError("this was not to happen again")
 
 
-@pytest.mark.slow
 def test_a_model_that_cannot_translate_is_neither_registered_nor_uploaded(
     finished: RunDir, client: MlflowClient, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -262,7 +261,6 @@ def log_by_hand(finished: RunDir) -> Callable[..., str]:
     return log
 
 
-@pytest.mark.slow
 def test_another_model_of_a_run_is_registered_by_hand_and_gets_the_alias(
     finished: RunDir, client: MlflowClient, log_by_hand: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -288,7 +286,6 @@ def test_a_model_logged_by_hand_that_is_too_large_is_refused(log_by_hand: Callab
         log_by_hand(finished.model, upload_megabytes=0)
 
 
-@pytest.mark.slow
 def test_a_broken_model_logged_by_hand_is_refused_with_the_cause(
     log_by_hand: Callable[..., str], finished: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,7 +329,6 @@ def test_a_server_that_does_not_answer_gets_no_more_time_for_a_model(finished: R
     assert time.monotonic() - began < MODEL_SECONDS / 2
 
 
-@pytest.mark.slow
 def test_a_server_gets_corpora_checkpoints_samples_and_a_registered_model_once(
     finished: RunDir, sqlite_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

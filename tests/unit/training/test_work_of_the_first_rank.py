@@ -15,6 +15,8 @@ from dist_transformer.errors import CheckpointError
 from dist_transformer.rounds import Stopped
 from dist_transformer.run_dir import RunDir
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_rank_has_the_result_of_work_that_only_the_first_did():
     done_by = []
