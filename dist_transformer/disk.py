@@ -2,10 +2,12 @@
 
 import errno
 import logging
+import os
 import secrets
 import stat
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -55,7 +57,16 @@ def is_file(path: Path) -> bool:
 
 
 def file_clock(folder: Path) -> float:
-    """Unix seconds by the clock that times the files of this folder: a file server's may differ from this machine's."""
+    """Unix seconds by the clock that times the files of this folder: a file server's may differ from this machine's.
+
+    Asked with a file that never has a name where the file system has such, so that the folder stays as it was.
+    """
+    with suppress(OSError):
+        unnamed = os.open(folder, os.O_TMPFILE | os.O_WRONLY)
+        try:
+            return os.fstat(unnamed).st_mtime
+        finally:
+            os.close(unnamed)
     probe = folder / f".clock.{secrets.token_hex(8)}"
     try:
         probe.touch()

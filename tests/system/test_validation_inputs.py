@@ -47,8 +47,8 @@ def test_a_line_that_the_positions_cannot_take_is_named_before_the_first_step(co
 
 
 def test_comet_without_its_package_or_its_model_is_refused_before_the_first_step(command):
-    given = ("run.name=comet", "validation.translate=true", "validation.comet=no/such-model")
+    given = ("run.name=comet", "validation.translate=true", "validation.comet=Unbabel/no-such-model")
     said = command("train", "small.yaml", *given, "--ranks", 2, code=2)
-    assert "pip install unbabel-comet" in said or "the COMET model no/such-model cannot be loaded" in said
+    assert "pip install unbabel-comet" in said or "the COMET model Unbabel/no-such-model cannot be loaded" in said
     assert "Traceback" not in said
     assert not (command.folder / "runs" / "comet" / "checkpoints").exists()
