@@ -28,13 +28,13 @@ from synthetic_text import TRAINING_SENTENCES, write_text
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from dist_transformer.cli.run_data import RunData
-from dist_transformer.config.data_models import DataConfig
+from dist_transformer.config.data_schema import DataConfig
 from dist_transformer.config.loading import to_yaml
-from dist_transformer.config.models import Config, ModelConfig
+from dist_transformer.config.schema import Config, ModelConfig
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.model.loss import label_smoothed_cross_entropy
-from dist_transformer.tracking.metrics_log import read_records
+from dist_transformer.run.metrics_log import read_records
+from dist_transformer.training.run_data import RunData
 
 PREPARED, CONFIG = "prepared", "run.yaml"
 LOG_EVERY_STEPS = 10

@@ -29,16 +29,16 @@ import common
 import torch
 from common import Figures, Rounds
 
-from dist_transformer import distributed
-from dist_transformer.config.models import CheckpointConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from dist_transformer.distributed import Ranks
-from dist_transformer.launching import start_local_ranks
+from dist_transformer.config.schema import CheckpointConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from dist_transformer.distributed import group
+from dist_transformer.distributed.group import Ranks
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.run_dir import RunDir
-from dist_transformer.training import checkpoints
-from dist_transformer.training.engine import Engine
-from dist_transformer.training.objective import Objective
-from dist_transformer.training.saver import Saver
+from dist_transformer.processes.launching import start_local_ranks
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.checkpoint import checkpoints
+from dist_transformer.training.checkpoint.async_writer import Saver
+from dist_transformer.training.engine.engine import Engine
+from dist_transformer.training.engine.objective import Objective
 
 SIZES = {"tiny": ("tiny", 500), "60M": ("base", 32_000), "200M": ("big", 24_000)}
 """Preset and vocabulary of each size."""
@@ -152,7 +152,7 @@ def main() -> None:
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
         found = common.begin(arguments.threads)
         logging.disable(logging.ERROR)
-        ranks = distributed.join(1800)
+        ranks = group.join(1800)
         name = tempfile.mkdtemp(dir=arguments.folder) if ranks.is_first else None
         folder = Path(ranks.from_first(name))
         try:
@@ -163,7 +163,7 @@ def main() -> None:
         print(_description(arguments, parameters) + "\n\n" + _table(rounds))
         if ranks.is_first:
             common.finish(arguments, found, {"parameters": parameters, "checkpoint": rounds})
-    distributed.leave()
+    group.leave()
 
 
 def _measure(arguments: argparse.Namespace, ranks: Ranks, folder: Path) -> tuple[dict[str, Rounds], dict[str, int]]:

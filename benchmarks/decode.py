@@ -39,14 +39,14 @@ from common import (
     ratio_range,
 )
 
-from dist_transformer.config.data_models import TokenizerConfig
-from dist_transformer.config.models import DecodingConfig, ModelConfig
-from dist_transformer.data.demo_corpus import demo_pairs
-from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
-from dist_transformer.decoding.packed import packed_for_decoding
+from dist_transformer.config.data_schema import TokenizerConfig
+from dist_transformer.config.schema import DecodingConfig, ModelConfig
+from dist_transformer.data.sources.demo_corpus import demo_pairs
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.decoding.cpu_packed import packed_for_decoding
+from dist_transformer.decoding.ctranslate2_search import CTranslate2Searcher
 from dist_transformer.decoding.search import TorchSearcher, pad_together
 from dist_transformer.interop.ctranslate2_export import export_ctranslate2
-from dist_transformer.interop.ctranslate2_search import CTranslate2Searcher
 from dist_transformer.interop.marian import export_marian
 from dist_transformer.interop.model_folder import (
     LoadedModel,
@@ -55,7 +55,7 @@ from dist_transformer.interop.model_folder import (
     load_model_folder,
     save_model_folder,
 )
-from dist_transformer.model.hypothesis import SearchInput
+from dist_transformer.model.search_interface import SearchInput
 from dist_transformer.model.transformer import Transformer
 
 Ids = list[list[int]]

@@ -35,17 +35,17 @@ from common import Figures
 from synthetic_corpus import PAD_ID, SEED, Corpus, write_tokens
 from without_padding import WithoutPadding
 
-from dist_transformer import distributed
-from dist_transformer.config.models import ModelConfig, OptimizerConfig, TrainingConfig
-from dist_transformer.data.loader import MicroBatch
+from dist_transformer.config.schema import ModelConfig, OptimizerConfig, TrainingConfig
+from dist_transformer.data.loader.loader import MicroBatch
 from dist_transformer.data.manifest import Manifest
-from dist_transformer.distributed import Ranks
+from dist_transformer.distributed import group
+from dist_transformer.distributed.group import Ranks
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.planning.flops import ModelFlops, add_flops, model_flops, published_flops
-from dist_transformer.training import engine as engine_module
-from dist_transformer.training.objective import Objective
-from dist_transformer.training.records import dropout_seed
-from dist_transformer.training.validation import forward
+from dist_transformer.training.engine import engine as engine_module
+from dist_transformer.training.engine.objective import Objective
+from dist_transformer.training.train_state import dropout_seed
+from dist_transformer.training.validation.token_metrics import forward
 
 CASE = "--as-case"
 AS_TRAINED = "as trained"
@@ -155,14 +155,14 @@ def _be_a_case(case: Case) -> None:
     """Prints the case's figures as JSON."""
     logging.disable(logging.WARNING)
     began = time.perf_counter()
-    ranks = distributed.join(600)
+    ranks = group.join(600)
     engine = _engine(case, ranks)
     batches = _batches(case)
     _pass_seconds(engine, batches, ranks)
     started = time.perf_counter() - began
     seconds = [_pass_seconds(engine, batches, ranks) for _ in range(case.num_passes)]
     print(json.dumps({**_figures(case, batches, seconds, ranks), "start_seconds": started}), flush=True)
-    distributed.leave()
+    group.leave()
 
 
 def _engine(case: Case, ranks: Ranks) -> engine_module.Engine:

@@ -27,13 +27,13 @@ import torch
 from common import Figures
 from synthetic_corpus import write_tokens
 
-from dist_transformer import distributed
-from dist_transformer.config.models import ModelConfig
-from dist_transformer.data.loader import MicroBatch
-from dist_transformer.distributed import Ranks
+from dist_transformer.config.schema import ModelConfig
+from dist_transformer.data.loader.loader import MicroBatch
+from dist_transformer.distributed import group
+from dist_transformer.distributed.group import Ranks
 from dist_transformer.interop.model_folder import load_model_folder
 from dist_transformer.planning.flops import model_flops
-from dist_transformer.training.utilisation import DTYPES, flops_of_batches, measured_flops
+from dist_transformer.training.metrics.mfu import DTYPES, flops_of_batches, measured_flops
 
 ADAM_BYTES = 7 * 4
 """Of a parameter in fp32: weight, gradient and two moments are read, weight and moments are written."""
@@ -62,7 +62,7 @@ class Part:
 def main() -> None:
     arguments = _arguments()
     found = common.begin(arguments.threads)
-    ranks = distributed.join(600)
+    ranks = group.join(600)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         parts = [part for parts in PARTS for part in parts(arguments, ranks, Path(name))]
         for part in parts:
@@ -70,7 +70,7 @@ def main() -> None:
         cases = {part.what: partial(_figures, part) for part in parts}
         rounds = common.interleaved(cases, arguments.rounds)
     print("\n" + _table(parts, rounds))
-    distributed.leave()
+    group.leave()
     common.finish(arguments, found, {"limits": rounds})
 
 

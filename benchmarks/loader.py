@@ -21,13 +21,13 @@ from common import Figures, Rounds, Stopwatch
 from synthetic_corpus import PAD_ID, Corpus, write_tokens
 from synthetic_text import prepare_text
 
-from dist_transformer.cli.run_data import RunData
-from dist_transformer.data.batching import straggler_ratio
-from dist_transformer.data.loader import LaneLoader, MicroBatch
-from dist_transformer.data.packing import pack, packed_shape
-from dist_transformer.data.plan import WindowRequest
-from dist_transformer.data.position import Position
-from dist_transformer.data.rows import RowReader
+from dist_transformer.data.loader.batching import straggler_ratio
+from dist_transformer.data.loader.loader import LaneLoader, MicroBatch
+from dist_transformer.data.loader.packing import pack, packed_shape
+from dist_transformer.data.loader.position import Position
+from dist_transformer.data.loader.rows import RowReader
+from dist_transformer.data.loader.window_request import WindowRequest
+from dist_transformer.training.run_data import RunData
 
 VOCABULARY = 32_000
 TEXT_VOCABULARY = 8_000

@@ -19,7 +19,7 @@ from common import Figures
 from matplotlib.figure import Figure
 from synthetic_corpus import Corpus, write_tokens
 
-from dist_transformer.cli.run_data import RunData
+from dist_transformer.training.run_data import RunData
 
 VOCABULARY = 32_000
 NUM_SAMPLES = 100

@@ -29,16 +29,16 @@ from torch._C._distributed_c10d import Work
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dist_transformer import distributed
-from dist_transformer.config.models import Config, OptimizerConfig
-from dist_transformer.distributed import Ranks
-from dist_transformer.launching import start_local_ranks
+from dist_transformer.config.schema import Config, OptimizerConfig
+from dist_transformer.distributed import group
+from dist_transformer.distributed.group import Ranks
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.planning.activations import Shape
 from dist_transformer.planning.memory import memory_of_rank
 from dist_transformer.planning.vocabularies import vocabulary_sizes
-from dist_transformer.training.engine import Engine
-from dist_transformer.training.objective import Objective
+from dist_transformer.processes.launching import start_local_ranks
+from dist_transformer.training.engine.engine import Engine
+from dist_transformer.training.engine.objective import Objective
 
 MARK = "moment: "
 NUM_MICRO_BATCHES = 2
@@ -149,7 +149,7 @@ def main() -> None:
     arguments = _arguments()
     if arguments.ranks > 1 and "RANK" not in os.environ:
         sys.exit(start_local_ranks(sys.argv[1:], arguments.ranks, program=[sys.executable, __file__]))
-    ranks = distributed.join(600)
+    ranks = group.join(600)
     logging.disable(logging.WARNING)
     _release_in_this_thread()
     found = common.begin(1) if ranks.is_first else {}
@@ -169,7 +169,7 @@ def main() -> None:
             f"\nplanned to measured: {min(ratios):.3f} to {max(ratios):.3f}; released unseen: {unseen / 1e6:.1f} MB at most"
         )
         common.finish(arguments, found, {"memory": figures})
-    distributed.leave()
+    group.leave()
 
 
 def _row(name: str, plan: Figures, real: Figures) -> list[str]:

@@ -28,17 +28,17 @@ import torch
 from common import Figures, Rounds, Stopwatch
 from synthetic_corpus import PAD_ID, SEED, TRAINING, Corpus, write_tokens
 
-from dist_transformer import distributed
-from dist_transformer.config.models import ModelConfig, OptimizerConfig, TrainingConfig
+from dist_transformer.config.schema import ModelConfig, OptimizerConfig, TrainingConfig
 from dist_transformer.data.manifest import Manifest
-from dist_transformer.distributed import Ranks
-from dist_transformer.launching import rank_environment
+from dist_transformer.distributed import group
+from dist_transformer.distributed.group import Ranks
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.training.engine import Engine
-from dist_transformer.training.feed import Feed, News
-from dist_transformer.training.objective import Objective
-from dist_transformer.training.records import dropout_seed
-from dist_transformer.training.validation import forward
+from dist_transformer.processes.launching import rank_environment
+from dist_transformer.training.engine.engine import Engine
+from dist_transformer.training.engine.objective import Objective
+from dist_transformer.training.global_batch import Feed, News
+from dist_transformer.training.train_state import dropout_seed
+from dist_transformer.training.validation.token_metrics import forward
 
 MEMBER = "--as-rank"
 BUDGET = 0.9
@@ -113,7 +113,7 @@ def _be_a_rank(settings: dict[str, Any]) -> None:
     """Answers each number of steps on standard input with the figures of so many steps, a line of JSON."""
     torch.set_num_threads(settings["threads"])
     logging.disable(logging.WARNING)
-    ranks = distributed.join(600)
+    ranks = group.join(600)
     folder, lanes = Path(settings["folder"]), settings["lanes"]
     torch.manual_seed(SEED)
     model = Transformer(ModelConfig(preset=settings["preset"]), settings["vocabulary"], settings["vocabulary"], PAD_ID)
@@ -128,7 +128,7 @@ def _be_a_rank(settings: dict[str, Any]) -> None:
     for line in sys.stdin:
         print(json.dumps(_steps(engine, feed, ranks, range(done, done + int(line)))), flush=True)
         done += int(line)
-    distributed.leave()
+    group.leave()
 
 
 def _steps(engine: Engine, feed: Feed, ranks: Ranks, numbers: range) -> Figures:

@@ -30,8 +30,8 @@ import common
 import numpy as np
 from slurm_recovery import Cluster, Run, until
 
-from dist_transformer.cluster.restarts import newest_checkpoint
 from dist_transformer.planning.failures import Conditions, expected_attempt, simulated_attempts
+from dist_transformer.run.attempts import newest_checkpoint
 
 ENDLESS = 1e9
 NUM_SERIES = 2000

@@ -24,7 +24,8 @@ from typing import Any
 import common
 from common import Figures
 
-from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
 
 TESTS = Path(__file__).resolve().parents[1] / "tests" / "slurm"
 CONFIG = """

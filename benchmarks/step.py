@@ -29,14 +29,14 @@ from synthetic_corpus import PAD_ID, write_tokens
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_transformer import distributed
-from dist_transformer.config.models import ModelConfig, OptimizerConfig, TrainingConfig
-from dist_transformer.data.loader import MicroBatch
-from dist_transformer.distributed import Ranks
+from dist_transformer.config.schema import ModelConfig, OptimizerConfig, TrainingConfig
+from dist_transformer.data.loader.loader import MicroBatch
+from dist_transformer.distributed import group
+from dist_transformer.distributed.group import Ranks
 from dist_transformer.model.layers import SinusoidalPositions
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.training.engine import Engine
-from dist_transformer.training.objective import Objective
+from dist_transformer.training.engine.engine import Engine
+from dist_transformer.training.engine.objective import Objective
 
 SEED = 1
 LABEL_SMOOTHING = 0.1
@@ -164,7 +164,7 @@ def main() -> None:
 
 
 def _speed(arguments: argparse.Namespace) -> dict[str, Any]:
-    ranks = distributed.join(600)
+    ranks = group.join(600)
     config = ModelConfig(preset=arguments.preset)
     batches = batches_of(arguments, ranks.device)
     trainees = _trainees(arguments, config, ranks)
@@ -176,7 +176,7 @@ def _speed(arguments: argparse.Namespace) -> dict[str, Any]:
     cases: dict[str, Callable[[], Figures]] = {n: partial(timed_steps, t, batches) for n, t in trainees.items()}
     rounds = common.interleaved(cases, arguments.rounds)
     print("\n" + _table(rounds, arguments))
-    distributed.leave()
+    group.leave()
     return {"parameters": sizes, "steps": rounds}
 
 

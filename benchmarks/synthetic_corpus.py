@@ -12,8 +12,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dist_transformer.cli.run_data import RunData
-from dist_transformer.config.models import Config
+from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import (
     SHARD_FOLDER,
     Manifest,
@@ -23,7 +22,8 @@ from dist_transformer.data.manifest import (
     TokenizerFiles,
     content_digest,
 )
-from dist_transformer.data.shards import LARGEST_UINT16_VOCABULARY, write_shard
+from dist_transformer.data.prepare.shards import LARGEST_UINT16_VOCABULARY, write_shard
+from dist_transformer.training.run_data import RunData
 
 PAD_ID, BOS_ID, EOS_ID, FIRST_WORD_ID = 0, 1, 2, 4
 MEAN_SOURCE_TOKENS, MEAN_TARGET_TOKENS = 29.0, 31.0

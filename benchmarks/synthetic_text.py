@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 from synthetic_corpus import SEED, Corpus, pair_lengths, synthetic_config, zipf_ranks
 
-from dist_transformer.data.prepare import prepare
+from dist_transformer.data.prepare.preparation import prepare
 
 WORDS = 60_000
 TOKENS_OF_WORD = 1.2

@@ -66,16 +66,16 @@ class Clocks:
 
 
 def main() -> None:
-    from dist_transformer.cli import train_rank
     from dist_transformer.cli.main import main as command
-    from dist_transformer.training import saver
-    from dist_transformer.training.report import ProgressBar
-    from dist_transformer.training.reporter import Reporter
+    from dist_transformer.training import rank
+    from dist_transformer.training.checkpoint import async_writer
+    from dist_transformer.training.metrics.console import ProgressBar
+    from dist_transformer.training.metrics.logger import Reporter
 
-    clocks, file, train = Clocks(), Path(sys.argv[1]), train_rank.train_rank
+    clocks, file, train = Clocks(), Path(sys.argv[1]), rank.train_rank
     for owner, name in ((Reporter, "count"), (Reporter, "log"), (ProgressBar, "show")):
         clocks.time(owner, name)
-    clocks.time_thread(saver._Writer, "run", "writing")
+    clocks.time_thread(async_writer._Writer, "run", "writing")
     clocks.sample_after(Reporter, "log", lambda reporter: _run_dir(reporter._config).tracking.exists())
 
     def train_and_write(*arguments: Any) -> int:
@@ -83,13 +83,13 @@ def main() -> None:
         file.write_text(json.dumps(clocks.samples), encoding="utf-8")
         return code
 
-    train_rank.train_rank = train_and_write  # type: ignore[assignment]
+    rank.train_rank = train_and_write  # type: ignore[assignment]
     sys.argv[1:] = ["train", *sys.argv[2:]]
     command()
 
 
 def _run_dir(config: Any) -> Any:
-    from dist_transformer.run_dir import RunDir
+    from dist_transformer.run.folder import RunDir
 
     return RunDir(Path(config.run.root) / config.run.name)
 

@@ -34,9 +34,10 @@ import common
 import torch
 from common import Figures
 
-from dist_transformer.config.models import TrackingConfig, TrainingConfig
-from dist_transformer.run_dir import RunDir, read_json
-from dist_transformer.tracking.metrics_log import MetricsLog
+from dist_transformer.config.schema import TrackingConfig, TrainingConfig
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking.tracker import Tracker
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))

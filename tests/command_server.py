@@ -56,8 +56,10 @@ def serve(listener: socket.socket) -> None:
     # To have them imported: what commands import in their turn, too. DeepSpeed comes with the ranks, before mlflow.
     import matplotlib.figure  # noqa: F401
 
-    from dist_transformer.cli import loaded_model, main, train_rank  # noqa: F401
-    from dist_transformer.tracking import mlflow_door  # noqa: F401
+    from dist_transformer.cli import main
+    from dist_transformer.decoding import loaded_model  # noqa: F401
+    from dist_transformer.tracking import mlflow_client  # noqa: F401
+    from dist_transformer.training import rank  # noqa: F401
 
     # Modules set variables when they are imported; a command that finds them imported has these, too.
     defaults = {name: value for name, value in os.environ.items() if given.get(name) != value}

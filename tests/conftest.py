@@ -9,7 +9,7 @@ import pytest
 from command_server import quick_command
 from running import NOT_INHERITED, Command, without
 
-from dist_transformer.data.demo_corpus import demo_pairs
+from dist_transformer.data.sources.demo_corpus import demo_pairs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks of a test share two cores
 os.environ["DIST_TRANSFORMER_FP16_ON_CPU"] = "1"  # what fp16 does in a step is tested without a GPU

@@ -14,9 +14,11 @@ import matplotlib.figure  # noqa: F401  to have it imported, and the next two: e
 from hypothesis import HealthCheck, Phase, settings
 from running import NOT_INHERITED
 
-from dist_transformer.cli import loaded_model, train_rank  # noqa: F401
-from dist_transformer.cli.main import app, main
-from dist_transformer.tracking import mlflow_door  # noqa: F401
+from dist_transformer.cli.end import run_as_command
+from dist_transformer.cli.main import app
+from dist_transformer.decoding import loaded_model  # noqa: F401
+from dist_transformer.tracking import mlflow_client  # noqa: F401
+from dist_transformer.training import rank  # noqa: F401
 
 DONE_OR_TOLD = (0, 2)
 ODD_WORDS = [
@@ -104,7 +106,7 @@ def _run_and_leave(arguments: list[str], given: int, both: int) -> NoReturn:
         sys.stdin = open(0, encoding="utf-8")  # noqa: SIM115
         sys.stdout = open(1, "w", encoding="utf-8")  # noqa: SIM115
         sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1)  # noqa: SIM115
-        main(lambda: app(arguments))
+        run_as_command(lambda: app(arguments))
         code = 0
     except SystemExit as end:
         code = end.code or 0

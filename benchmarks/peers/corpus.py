@@ -15,8 +15,8 @@ import sentencepiece
 from synthetic_corpus import SEED, pair_lengths, zipf_ranks
 from synthetic_text import TOKENS_OF_WORD, WORDS, word
 
-from dist_transformer.config.data_models import TokenizerConfig
-from dist_transformer.data.tokenizer import UNKNOWN_ID, train_tokenizer
+from dist_transformer.config.data_schema import TokenizerConfig
+from dist_transformer.data.tokenizer.tokenizer import UNKNOWN_ID, train_tokenizer
 
 SIDES = ("source", "target")
 LONGEST_PIECES = 120

@@ -25,7 +25,7 @@ from measure import Failed, Reading, run, speed
 from protocol import DROPOUT, LABEL_SMOOTHING, Task
 from toolkits import TOOLKITS
 
-from dist_transformer.config.models import PRESETS
+from dist_transformer.config.schema import PRESETS
 
 ALL = {peer.name: peer for peer in (*PEERS, *TOOLKITS)}
 BUDGETS = {"Marian": 1.0}

@@ -8,11 +8,10 @@ from typing import Annotated
 import typer
 
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.locations import is_address
-from dist_transformer.config.models import Config
-from dist_transformer.config.sizes import with_precision
+from dist_transformer.config.model_size import with_precision
+from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run.folder import RunDir
 
 ConfigArgument = Annotated[Path, typer.Argument(help="A YAML file.", show_default=False)]
 RunArgument = Annotated[Path, typer.Argument(help="A YAML file, or a run folder to go on with.", show_default=False)]
@@ -52,22 +51,3 @@ def write_utf8() -> None:
     """Standard output in UTF-8, as text files are, whatever the terminal's language."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
-
-
-def with_absolute_paths(config: Config, prepared: Path | None) -> Config:
-    """The configuration as it is kept in the run folder, which can be gone on with from any folder.
-
-    `prepared`: the folder of the prepared corpus where it is known, so that the text itself is no longer needed.
-    """
-    run = config.run.model_copy(update={"root": str(Path(config.run.root).absolute())})
-    root = config.data.root if is_address(config.data.root) else str(Path(config.data.root).expanduser().absolute())
-    data = config.data.model_copy(update={"root": root})
-    if prepared is not None or data.prepared is not None:
-        data = data.model_copy(update={"prepared": str((prepared or Path(str(data.prepared))).absolute())})
-    training = config.training
-    if training.init_from is not None:
-        training = training.model_copy(update={"init_from": str(Path(training.init_from).expanduser().absolute())})
-    models = {key: getattr(config.tokenizer, key) for key in ("source_model", "target_model")}
-    given = {key: str(Path(model).absolute()) for key, model in models.items() if model is not None}
-    tokenizer = config.tokenizer.model_copy(update=given)
-    return config.model_copy(update={"run": run, "data": data, "training": training, "tokenizer": tokenizer})

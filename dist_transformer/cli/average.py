@@ -7,10 +7,10 @@ import typer
 
 from dist_transformer.cli.arguments import read_run
 from dist_transformer.errors import UserError
-from dist_transformer.outputs import check_output
+from dist_transformer.run.outputs import check_output
 
 if TYPE_CHECKING:  # at run time it would import torch for every command
-    from dist_transformer.cli.write_model import Averaged
+    from dist_transformer.training.checkpoint.final_model import Averaged
 
 
 def average_command(
@@ -21,10 +21,10 @@ def average_command(
     ema: Annotated[bool, typer.Option("--ema", help="Take the moving average of training.ema_decay.")] = False,
 ) -> None:
     """Make a model folder of a run's checkpoints; without an option: what checkpoints.final_model says."""
-    from dist_transformer.cli.write_model import write_final_model
     from dist_transformer.data.manifest import Manifest
-    from dist_transformer.data.prepare import prepared_folder
+    from dist_transformer.data.prepare.preparation import prepared_folder
     from dist_transformer.interop.model_folder import MODEL_FOLDER, is_model_folder
+    from dist_transformer.training.checkpoint.final_model import write_final_model
 
     choice = _choice(last, best, ema)
     if not run.is_dir():
@@ -39,7 +39,7 @@ def average_command(
 
 def _choice(last: int | None, best: int | None, ema: bool) -> "Averaged | None":
     """What the options ask for; None: the configuration says it."""
-    from dist_transformer.cli.write_model import Averaged
+    from dist_transformer.training.checkpoint.final_model import Averaged
 
     given = [name for name, value in (("--last", last), ("--best", best), ("--ema", ema)) if value]
     if len(given) > 1:

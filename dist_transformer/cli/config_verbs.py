@@ -6,15 +6,15 @@ from pathlib import Path
 import typer
 
 from dist_transformer.cli.arguments import ConfigArgument, Overrides
-from dist_transformer.cli.first_pairs import first_pairs_problems
-from dist_transformer.cli.vocabulary_sizes import with_counted_pieces
 from dist_transformer.cluster.checks import start_problems
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.config.loading import load_config, to_yaml
-from dist_transformer.config.models import Config
+from dist_transformer.config.schema import Config
+from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.errors import ConfigError
 from dist_transformer.planning.vocabularies import count_parameters
-from dist_transformer.run_dir import RunDir
+from dist_transformer.planning.vocabulary_sizes import with_counted_pieces
+from dist_transformer.run.folder import RunDir
 from dist_transformer.tracking.tracker import address_of
 
 app = typer.Typer(help="Check, show or describe a configuration.", no_args_is_help=True)

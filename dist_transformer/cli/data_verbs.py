@@ -37,11 +37,11 @@ def inspect_command(
     A run folder is read from its newest checkpoint before the step, a YAML file from the first step on. Prepares the
     corpus first where it is not prepared yet. The digest is the one in metrics.jsonl, on any number of ranks.
     """
-    from dist_transformer.cli.batch_tables import print_batch, print_rows
-    from dist_transformer.cli.inspect_batch import batch_of_step
-    from dist_transformer.cli.prepare import prepare_with_progress
-    from dist_transformer.cli.run_data import open_run_data
-    from dist_transformer.data.prepare_start import load_tokenizer
+    from dist_transformer.data.prepare.progress import prepare_with_progress
+    from dist_transformer.data.prepare.scan import load_tokenizer
+    from dist_transformer.training.batch_tables import print_batch, print_rows
+    from dist_transformer.training.inspect_batch import batch_of_step
+    from dist_transformer.training.run_data import open_run_data
 
     config, run_dir = read_run(run, overrides)
     if lane is not None and lane >= config.data.lanes:
@@ -62,7 +62,7 @@ def audit_command(run: RunArgument) -> None:
     Batches up to the newest checkpoint are checked: every row must have been used as often as the plan says, through
     stops, mixtures and cuts. What filters drop on the fly, or quarantine, is not missed.
     """
-    from dist_transformer.cli.audit_run import audit_run
+    from dist_transformer.training.audit_run import audit_run
 
     config, run_dir = read_run(run, check_files=False)
     audit_run(config, run_dir)

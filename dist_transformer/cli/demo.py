@@ -12,11 +12,11 @@ from typing import Annotated
 
 import typer
 
-from dist_transformer.config.marks import read_yaml
+from dist_transformer.config.yaml_positions import read_yaml
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, DistTransformerError
-from dist_transformer.outputs import check_output, write_output
-from dist_transformer.run_dir import RunDir
-from dist_transformer.share_folder import share_folder
+from dist_transformer.package_data import share_folder
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.outputs import check_output, write_output
 
 STOP_AT_STEP = 100
 SENTENCES = (
@@ -64,7 +64,7 @@ def demo_command(
 
 def demo_corpus_command(folder: Annotated[Path, typer.Argument(help="Where to write train.en, train.de, ...")]) -> None:
     """Write the embedded English-German corpus as aligned text files."""
-    from dist_transformer.data.demo_corpus import demo_pairs
+    from dist_transformer.data.sources.demo_corpus import demo_pairs
 
     corpora = {split: [*demo_pairs(split)] for split in ("train", "validation", "test")}
     texts = {

@@ -11,11 +11,11 @@ import typer
 
 from dist_transformer.cli.arguments import read_run
 from dist_transformer.cli.search_options import BeamOption, PenaltyOption, search_settings
-from dist_transformer.config.data_models import CorpusConfig, DataConfig
-from dist_transformer.config.models import Config
+from dist_transformer.config.data_schema import CorpusConfig, DataConfig
+from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
-from dist_transformer.outputs import check_output
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.outputs import check_output
 
 if TYPE_CHECKING:  # at run time it would import torch for every command
     from dist_transformer.decoding.comet import CometScorer
@@ -82,9 +82,9 @@ def evaluate_command(
         print(f"{hypothesis.name}: {len(translations)} lines, {len(pairs.references)} references each")
         _print_scores(_measured(translations, pairs, language_pair.rpartition("-")[2], tokenised, scorer))
         return
-    from dist_transformer.cli.loaded_model import LoadedTranslator, model_folder_of
-    from dist_transformer.data.sources import read_pairs
-    from dist_transformer.run_dir import write_json, write_text
+    from dist_transformer.data.sources.corpus import read_pairs
+    from dist_transformer.decoding.loaded_model import LoadedTranslator, model_folder_of
+    from dist_transformer.files import write_json, write_text
 
     folder = model_folder_of(run)
     is_run = (run / "config.yaml").is_file()
@@ -149,7 +149,7 @@ def _read_files(first: Path, others: Sequence[Path]) -> Pairs:
     Raises:
         DataError: one is missing or empty, is not UTF-8, or has more or fewer lines than the first.
     """
-    from dist_transformer.data.sources import read_pairs
+    from dist_transformer.data.sources.corpus import read_pairs
 
     corpora = [CorpusConfig(source=str(first.absolute()), target=str(other.absolute())) for other in others]
     both = [read_pairs(corpus, DataConfig(train=corpus)) for corpus in corpora]
@@ -165,7 +165,7 @@ def _given_pairs(hypothesis: Path, source: Path | None, references: list[Path]) 
 def _measured(
     translations: list[str], pairs: Pairs, language: str, tokenised: Tokenised | None, scorer: "CometScorer | None"
 ) -> dict[str, Any]:
-    from dist_transformer.decoding.score import corpus_scores, tokenised_scores
+    from dist_transformer.decoding.metrics import corpus_scores, tokenised_scores
 
     reference, *further = pairs.references
     measured = corpus_scores(translations, reference, language, further)
@@ -212,9 +212,9 @@ def _print_scores(scores: dict[str, Any]) -> None:
 
 def _tell_mlflow(config: Config, run_dir: RunDir, scores: dict[str, Any]) -> None:
     """The scores as `evaluation/<name>/bleu` ... of the run, if MLflow follows it and nobody trains it now."""
-    from dist_transformer.run_lock import while_nobody_trains
-    from dist_transformer.tracking.settle import settle, status_said
-    from dist_transformer.tracking.spool import add_event
+    from dist_transformer.run.lock import while_nobody_trains
+    from dist_transformer.tracking.final_status import settle, status_said
+    from dist_transformer.tracking.outbox import add_event
 
     status = status_said(run_dir)
     with while_nobody_trains(run_dir) as is_free:

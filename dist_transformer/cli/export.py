@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from dist_transformer.errors import UserError
-from dist_transformer.outputs import check_output
+from dist_transformer.run.outputs import check_output
 
 Format = Literal["marian", "ctranslate2"]
 Quantization = Literal["int8", "int16", "float16", "bfloat16"]
@@ -24,7 +24,7 @@ def export_command(
     ] = None,
 ) -> None:
     """Write a model folder in the format of another program, tokenizer included."""
-    from dist_transformer.cli.loaded_model import model_folder_of
+    from dist_transformer.decoding.loaded_model import model_folder_of
     from dist_transformer.interop.model_folder import load_model_folder
 
     if quantization is not None and to != "ctranslate2":

@@ -10,7 +10,7 @@ import typer
 
 from dist_transformer.cli.arguments import write_utf8
 from dist_transformer.errors import UserError
-from dist_transformer.outputs import check_output
+from dist_transformer.run.outputs import check_output
 
 if TYPE_CHECKING:  # at run time it would import torch for every command
     from dist_transformer.interop.model_folder import LoadedModel, TokenizerFiles
@@ -32,7 +32,7 @@ def extend_vocabulary_command(
     side: Annotated[Side, typer.Option(help="Which of two separate vocabularies.")] = "both",
 ) -> None:
     """Add pieces to the vocabulary of a trained model, each with the mean of the rows of what it was cut into before."""
-    from dist_transformer.cli.loaded_model import model_folder_of
+    from dist_transformer.decoding.loaded_model import model_folder_of
     from dist_transformer.interop.model_folder import load_model_folder
 
     asked = [*(pieces or []), *(_lines(pieces_file) if pieces_file is not None else [])]
@@ -50,7 +50,7 @@ def extend_vocabulary_command(
 
 
 def _lines(path: Path) -> list[str]:
-    from dist_transformer.decoding.file_parts import numbered_lines
+    from dist_transformer.decoding.sharded_files import numbered_lines
 
     lines = (line.removeprefix(BYTE_ORDER_MARK).strip() for line in numbered_lines(path))
     return [line for line in lines if line]
@@ -60,8 +60,8 @@ def _extend(loaded: "LoadedModel", asked: Sequence[str], side: Side, output: Pat
     """Writes the new folder; returns the pieces that the model did not have."""
     from dataclasses import replace
 
-    from dist_transformer.data.new_pieces import missing_pieces
-    from dist_transformer.data.tokenizer import Tokenizer
+    from dist_transformer.data.tokenizer.extension import missing_pieces
+    from dist_transformer.data.tokenizer.tokenizer import Tokenizer
     from dist_transformer.interop.model_folder import save_model_folder
     from dist_transformer.interop.vocabulary_extension import extended_weights
 
@@ -92,7 +92,7 @@ def _extend(loaded: "LoadedModel", asked: Sequence[str], side: Side, output: Pat
 def _new_models(
     files: "TokenizerFiles", of_source: Sequence[str], of_target: Sequence[str], folder: Path
 ) -> "TokenizerFiles":
-    from dist_transformer.data.new_pieces import add_pieces
+    from dist_transformer.data.tokenizer.extension import add_pieces
     from dist_transformer.interop.model_folder import SOURCE_MODEL, TARGET_MODEL, TokenizerFiles
 
     add_pieces(files.source, of_source, folder / SOURCE_MODEL)
@@ -103,7 +103,7 @@ def _new_models(
 
 
 def _growth(old: Path, pieces: Sequence[str], vocabulary: int, pad_id: int) -> "Growth":
-    from dist_transformer.data.new_pieces import cuts, num_pieces
+    from dist_transformer.data.tokenizer.extension import cuts, num_pieces
     from dist_transformer.interop.vocabulary_extension import Growth
 
     return Growth(num_pieces(old), tuple(tuple(cut) for cut in cuts(old, pieces)), vocabulary, pad_id)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from dist_transformer.errors import UserError
-from dist_transformer.outputs import check_output
+from dist_transformer.run.outputs import check_output
 
 Source = Literal["marian", "torch"]
 TokenizerOption = Annotated[Path | None, typer.Option(help="Of torch: the sentencepiece model.")]
@@ -77,7 +77,7 @@ def _refuse_options_of_torch(context: typer.Context) -> None:
 
 def _sections(folder: Path) -> Iterator[str]:
     """The lines of a run's YAML that go on from this model; the sizes that are not the defaults."""
-    from dist_transformer.config.models import ModelConfig
+    from dist_transformer.config.schema import ModelConfig
     from dist_transformer.interop.model_folder import SOURCE_MODEL, TARGET_MODEL, read_config
 
     config, _ = read_config(folder)

@@ -5,13 +5,13 @@ import typer
 from dist_transformer.cli.arguments import Overrides
 from dist_transformer.cli.status import RUNS, Root, RunOrJob
 from dist_transformer.cli.submit import submit_run
+from dist_transformer.cluster.job_status import ask_slurm
 from dist_transformer.cluster.queue import QueuedJob, job_now
 from dist_transformer.cluster.reasons import is_held, waiting_in_words
-from dist_transformer.cluster.report import ask_slurm
-from dist_transformer.cluster.run_view import look_at
+from dist_transformer.cluster.run_ref import find_target
 from dist_transformer.cluster.slurm import cancel_job, release_job
-from dist_transformer.cluster.targets import find_target
 from dist_transformer.errors import UserError
+from dist_transformer.run.status import look_at
 
 
 def stop_command(run: RunOrJob, root: Root = RUNS) -> None:

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from dist_transformer.cli.status import RUNS, Root, RunOrJob
+from dist_transformer.cluster.job_status import ask_slurm
 from dist_transformer.cluster.logs import follow, last_hang, log_of_job, log_of_run, newest_log, tail, wait_for_log
 from dist_transformer.cluster.rank_stacks import NodeStacks, stacks_here, stacks_of_job
 from dist_transformer.cluster.reasons import waiting_in_words
-from dist_transformer.cluster.report import ask_slurm
-from dist_transformer.cluster.run_view import look_at
-from dist_transformer.cluster.targets import Target, find_target
+from dist_transformer.cluster.run_ref import Target, find_target
 from dist_transformer.errors import UserError
+from dist_transformer.run.status import look_at
 
 _ENDED = ("finished", "stopped", "failed")
 

@@ -9,8 +9,8 @@ import typer
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
 from dist_transformer.cluster.profiles import fill_from_profile
-from dist_transformer.config.models import Config
-from dist_transformer.config.sizes import with_precision
+from dist_transformer.config.model_size import with_precision
+from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ def plan_command(
     as_json: AsJson = False,
 ) -> None:
     """Memory per GPU, step time and hours of a run on each number of nodes, and which settings fit."""
-    from dist_transformer.cli.plan_tables import as_values, print_plan
     from dist_transformer.planning.plan import plan_row
+    from dist_transformer.planning.tables import as_values, print_plan
 
     counts = numbers_of_nodes(nodes)
     config, ranks_per_node = configured(run, overrides, gpus_per_node)
@@ -62,7 +62,7 @@ def plan_command(
 
 def configured(run: Path, overrides: list[str] | None, gpus_per_node: int | None) -> tuple[Config, int]:
     """What is planned for: the configuration with its vocabulary counted, and the ranks of a node."""
-    from dist_transformer.cli.vocabulary_sizes import with_counted_pieces
+    from dist_transformer.planning.vocabulary_sizes import with_counted_pieces
 
     config = with_counted_pieces(fill_from_profile(read_run(run, overrides, check_files=False)[0]))
     config = with_precision(config, "fp16")  # what auto is on a GPU

@@ -10,7 +10,7 @@ import typer
 
 from dist_transformer.cli.arguments import read_run
 from dist_transformer.config.credentials import without_credentials
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run.folder import RunDir
 
 SECONDS_TO_ANSWER = 5.0
 
@@ -30,7 +30,7 @@ def preflight_command(
 
     Exit codes: 0 nothing stands out, 3 nodes to exclude, 1 it could not be measured.
     """
-    from dist_transformer.launching import num_ranks_given, start_local_ranks
+    from dist_transformer.processes.launching import num_ranks_given, start_local_ranks
 
     if num_ranks_given():
         _measure_as_rank(folder, run_folder or folder, seconds)

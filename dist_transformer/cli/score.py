@@ -32,9 +32,9 @@ def score_command(
 
     The text is cut into tokens as in training, which may not be the tokens that a search found the same text with.
     """
-    from dist_transformer.cli.loaded_model import load_models, model_folder_of
-    from dist_transformer.decoding.file_parts import digest_and_lines
-    from dist_transformer.decoding.pair_scores import score_pairs
+    from dist_transformer.decoding.loaded_model import load_models, model_folder_of
+    from dist_transformer.decoding.scoring import score_pairs
+    from dist_transformer.decoding.sharded_files import digest_and_lines
 
     (_, num_sources), (_, num_targets) = digest_and_lines(source), digest_and_lines(target)
     if num_sources != num_targets:
@@ -63,7 +63,7 @@ def score_command(
 
 def _pairs(source: Path, target: Path, num_pairs: int) -> Iterator[tuple[str, str]]:
     """The lines of both; UserError where there are fewer by now."""
-    from dist_transformer.decoding.file_parts import numbered_lines
+    from dist_transformer.decoding.sharded_files import numbered_lines
 
     lines, translations = numbered_lines(source), numbered_lines(target)
     for number in range(num_pairs):

@@ -8,11 +8,10 @@ from pydantic import ValidationError
 
 from dist_transformer.cli.arguments import read_run
 from dist_transformer.config.model_checks import check_decoding
-from dist_transformer.config.models import DecodingConfig
+from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.errors import ConfigError
 
 PANEL = "Search (default: as the run's configuration says)"
-Engine = Literal["torch", "ctranslate2"]
 ModelArgument = Annotated[Path, typer.Argument(help="A model folder, or a run folder.", show_default=False)]
 EnsembleOption = Annotated[
     list[Path] | None,

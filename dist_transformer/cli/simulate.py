@@ -20,7 +20,7 @@ from dist_transformer.cli.plan import (
     numbers_of_nodes,
 )
 from dist_transformer.cluster.checks import parse_time_limit
-from dist_transformer.config.slurm_models import SlurmConfig
+from dist_transformer.config.slurm_schema import SlurmConfig
 from dist_transformer.errors import UserError
 
 
@@ -58,8 +58,8 @@ def simulate_command(
     as_json: AsJson = False,
 ) -> None:
     """How much of its node-hours a run keeps on each number of nodes that fail, and how often to save."""
-    from dist_transformer.cli.simulate_tables import as_values, print_simulation
     from dist_transformer.planning.scale import Site, scale_row
+    from dist_transformer.planning.simulation_tables import as_values, print_simulation
 
     counts = numbers_of_nodes(nodes)
     config, ranks_per_node = configured(run, overrides, gpus_per_node)

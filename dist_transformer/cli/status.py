@@ -11,17 +11,17 @@ from typing import Annotated, Any
 
 import typer
 
+from dist_transformer.cluster.final_status import is_alive, status_found
+from dist_transformer.cluster.job_status import Document, report, report_all
 from dist_transformer.cluster.reasons import SAID_BY_EXIT_CODE
-from dist_transformer.cluster.report import Document, report, report_all
-from dist_transformer.cluster.targets import find_target, refuse_unreadable
-from dist_transformer.cluster.true_status import is_alive, status_found
+from dist_transformer.cluster.run_ref import find_target, refuse_unreadable
 from dist_transformer.config.loading import load_config
-from dist_transformer.durations import duration
 from dist_transformer.errors import UserError
-from dist_transformer.json_records import read_record
-from dist_transformer.run_dir import RunDir
-from dist_transformer.run_lock import while_nobody_trains
-from dist_transformer.tracking.settle import has_arrived, settle, status_said
+from dist_transformer.format import duration
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.lock import while_nobody_trains
+from dist_transformer.run.records import read_record
+from dist_transformer.tracking.final_status import has_arrived, settle, status_said
 
 RunOrJob = Annotated[str, typer.Argument(help="A run folder, or a job id: 123, 123_4.", show_default=False)]
 Root = Annotated[Path, typer.Option(help="The folder of runs, looked through for a job that Slurm has forgotten.")]

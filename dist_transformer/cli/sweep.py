@@ -11,21 +11,20 @@ from typing import Annotated, Any
 
 import typer
 
-from dist_transformer.cli.arguments import with_absolute_paths
-from dist_transformer.cli.first_pairs import first_pairs_problems
-from dist_transformer.cli.submit import memory_problems, num_parameters_of, show_commands, show_plan
+from dist_transformer.cli.submission import memory_problems, num_parameters_of, show_commands, show_plan
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.queue import QueuedJob, known_jobs
+from dist_transformer.cluster.run_ref import newest_job_id
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.cluster.sweep import load_points, ranges, read_sweep
-from dist_transformer.cluster.sweep_dir import SweepDir, SweepState, read_sweep_state
 from dist_transformer.cluster.sweep_submit import PointRun, SweepSubmission, plan_sweep, submit_sweep
-from dist_transformer.cluster.targets import newest_job_id
-from dist_transformer.config.loading import to_yaml
-from dist_transformer.config.models import Config
+from dist_transformer.config.loading import to_yaml, with_absolute_paths
+from dist_transformer.config.schema import Config
+from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.errors import UserError
-from dist_transformer.json_records import read_record
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.records import read_record
+from dist_transformer.run.sweep_folder import SweepDir, SweepState, read_sweep_state
 
 app = typer.Typer(help="Many runs that differ in some settings; `submit --sweep` starts them.", no_args_is_help=True)
 
@@ -160,7 +159,7 @@ def _row(run_dir: RunDir, task: int, sweep: SweepState, event: str, key: str) ->
 
 def _newest(run_dir: RunDir, event: str) -> dict[str, dict[str, Any]]:
     """The newest record of each event that the table shows."""
-    from dist_transformer.tracking.metrics_log import read_records
+    from dist_transformer.run.metrics_log import read_records
 
     return {r["event"]: r for r in read_records(run_dir.metrics) if r["event"] in ("train", "validation", event)}
 

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from dist_transformer.cluster.true_status import status_after_attempt
+from dist_transformer.cluster.final_status import status_after_attempt
 from dist_transformer.config.loading import load_config
-from dist_transformer.run_dir import RunDir
-from dist_transformer.run_lock import while_nobody_trains
-from dist_transformer.tracking.settle import settle, status_said
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.lock import while_nobody_trains
+from dist_transformer.tracking.final_status import settle, status_said
 
 SECONDS = 10
 

@@ -41,7 +41,7 @@ def model_command(
     alias: Annotated[str | None, typer.Option(help="Alias of that version: champion.", show_default=False)] = None,
 ) -> None:
     """Upload a model folder of a run, such as one that `average` made, so that MLflow can serve it."""
-    from dist_transformer.cli.loaded_model import model_folder_of
+    from dist_transformer.decoding.loaded_model import model_folder_of
     from dist_transformer.tracking.tracker import log_model
 
     if alias is not None and register_as is None:

@@ -9,16 +9,16 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from dist_transformer import stacks
-from dist_transformer.child_processes import forwarding_signals
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
-from dist_transformer.cli.local_ranks import quick_imports, run_local_ranks
-from dist_transformer.config.models import Config
+from dist_transformer.config.schema import Config
 from dist_transformer.errors import ConfigError, UserError
-from dist_transformer.launching import num_ranks_given
-from dist_transformer.run_dir import RunDir
-from dist_transformer.stop_request import StopRequest, leave
+from dist_transformer.processes import stacks
+from dist_transformer.processes.children import forwarding_signals
+from dist_transformer.processes.launching import num_ranks_given
+from dist_transformer.processes.stop_request import StopRequest, leave
+from dist_transformer.run.folder import RunDir
 from dist_transformer.tracking.tracker import address_of
+from dist_transformer.training.forked_ranks import quick_imports, run_local_ranks
 
 
 def train_command(
@@ -57,12 +57,12 @@ def train_command(
     arguments = [*(flag for flag, is_given in given.items() if is_given), str(run), *(overrides or [])]
     with forwarding_signals() as signals:  # from here on a stop is for those that are started, as soon as they can hear
         config, run_dir = _read(run, overrides, num_ranks)
-        from dist_transformer.cli.main import main  # which imports this module
-        from dist_transformer.cli.prepare import prepare_with_progress
+        from dist_transformer.cli.end import run_as_command
+        from dist_transformer.data.prepare.progress import prepare_with_progress
 
         def listening(work: Callable[[], object]) -> None:
             stop.listen()
-            main(work)
+            run_as_command(work)
 
         prepare = partial(prepare_with_progress, config, stop)
         train = partial(_train_as_rank, config, run_dir, stop, *given.values())
@@ -85,8 +85,8 @@ def _train_as_rank(
 ) -> NoReturn:
     stacks.register()
     with quick_imports():
-        from dist_transformer.cli.train_rank import train_rank
-        from dist_transformer.training.report import Terminal
+        from dist_transformer.training.metrics.console import Terminal
+        from dist_transformer.training.rank import train_rank
 
     code = train_rank(config, run_dir, stop, Terminal(quiet, as_json, profile))
     sys.stdout.flush()
@@ -94,7 +94,7 @@ def _train_as_rank(
 
 
 def _replay_crash(run: Path, overrides: list[str] | None, rank: int | None) -> NoReturn:
-    from dist_transformer.cli.replay_crash import replay_crash
+    from dist_transformer.training.replay import replay_crash
 
     if not run.is_dir():  # a YAML file has a run name of its own, whatever the overrides say
         raise UserError(

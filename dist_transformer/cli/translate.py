@@ -13,11 +13,12 @@ import typer
 from dist_transformer.cli import search_options as options
 from dist_transformer.cli.arguments import write_utf8
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError
-from dist_transformer.outputs import check_output
-from dist_transformer.stop_request import StopRequest
+from dist_transformer.model.search_interface import Engine
+from dist_transformer.processes.stop_request import StopRequest
+from dist_transformer.run.outputs import check_output
 
 if TYPE_CHECKING:  # at run time it would import torch for every command
-    from dist_transformer.cli.translation_lines import Task
+    from dist_transformer.decoding.translation_lines import Task
 
 FILES = "Files"
 FORM = "What is written"
@@ -39,7 +40,7 @@ def translate_command(
         typer.Option(help="A file: for each line, what its translations begin with.", rich_help_panel=FILES),
     ] = None,
     ensemble: options.EnsembleOption = None,
-    engine: Annotated[options.Engine, typer.Option(help="Who searches: ctranslate2 needs that package.")] = "torch",
+    engine: Annotated[Engine, typer.Option(help="Who searches: ctranslate2 needs that package.")] = "torch",
     beam: options.BeamOption = None,
     length_penalty: options.PenaltyOption = None,
     n_best: options.NBestOption = None,
@@ -100,8 +101,8 @@ def translate_command(
     stop = StopRequest(answer="stopping after this batch")
     if output is not None:
         stop.listen()  # before the slow imports
-    from dist_transformer.cli.translate_file import translate_file
-    from dist_transformer.cli.translation_lines import Form, Task
+    from dist_transformer.decoding.translate_file import translate_file
+    from dist_transformer.decoding.translation_lines import Form, Task
 
     form = Form(settings.n_best > 1, alignment, as_json)
     task = Task([model, *(ensemble or [])], settings, engine, form, prefix)
@@ -113,8 +114,8 @@ def translate_command(
 
 def _start_ranks(output: Path, num_ranks: int) -> int:
     """Runs this command as so many processes; the exit code. EXIT_REQUEUE: one was stopped, start it again."""
-    from dist_transformer.decoding.file_parts import is_whole
-    from dist_transformer.launching import start_local_ranks
+    from dist_transformer.decoding.sharded_files import is_whole
+    from dist_transformer.processes.launching import start_local_ranks
 
     program = [sys.executable, "-m", "dist_transformer"]
     code = start_local_ranks(sys.argv[1:], num_ranks, program=program, are_held=True)
@@ -123,10 +124,10 @@ def _start_ranks(output: Path, num_ranks: int) -> int:
 
 def _translate_stream(task: "Task", attention: Path | None) -> None:
     """Standard input to standard output."""
-    from dist_transformer.cli.search_engines import folders_of, open_search
-    from dist_transformer.cli.translation_lines import written
-    from dist_transformer.decoding.file_parts import decoded_lines, numbered_lines
+    from dist_transformer.decoding.engines import folders_of, open_search
+    from dist_transformer.decoding.sharded_files import decoded_lines, numbered_lines
     from dist_transformer.decoding.translate import translate_lines
+    from dist_transformer.decoding.translation_lines import written
     from dist_transformer.decoding.word_alignment import attention_file
 
     write_utf8()

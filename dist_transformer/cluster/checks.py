@@ -12,22 +12,22 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from dist_transformer.cluster.going_on import checkpoint_problems
 from dist_transformer.cluster.queue import known_jobs
-from dist_transformer.cluster.restarts import newest_checkpoint
+from dist_transformer.cluster.run_ref import newest_job_id
 from dist_transformer.cluster.script import needed_folders
-from dist_transformer.cluster.targets import newest_job_id, records_of_training
 from dist_transformer.config.checks import file_problems, run_name_problems
-from dist_transformer.config.models import Config
+from dist_transformer.config.model_size import checkpoints_bytes
+from dist_transformer.config.schema import Config
 from dist_transformer.config.secret_checks import secret_problems
-from dist_transformer.config.sizes import checkpoints_bytes
-from dist_transformer.config.slurm_models import SlurmConfig
-from dist_transformer.disk import modified
+from dist_transformer.config.slurm_schema import SlurmConfig
 from dist_transformer.errors import UserError
-from dist_transformer.json_records import read_record
-from dist_transformer.outputs import check_run_folder
-from dist_transformer.run_dir import RunDir
-from dist_transformer.run_lock import BEAT_SECONDS, STALE_BEATS
+from dist_transformer.files import modified
+from dist_transformer.run.attempts import newest_checkpoint
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.lock import BEAT_SECONDS, STALE_BEATS
+from dist_transformer.run.outputs import check_run_folder
+from dist_transformer.run.records import read_record, records_of_training
+from dist_transformer.run.resume_checks import checkpoint_problems
 
 SIGNAL_EARLY_SECONDS = 60
 """sbatch(1), --signal: the signal may come up to 60 seconds early."""

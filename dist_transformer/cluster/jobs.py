@@ -9,13 +9,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-from dist_transformer.config.slurm_models import SlurmConfig
-from dist_transformer.run_dir import RunDir
+from dist_transformer.config.slurm_schema import SlurmConfig, Stage
+from dist_transformer.run.folder import RunDir
 
-Stage = Literal["prepare", "train", "average", "evaluate"]
-STAGES: tuple[Stage, ...] = get_args(Stage)
 COMMENT = "dist-transformer:"
 """Before the run folder in a job's comment, by which the jobs of this program are found."""
 

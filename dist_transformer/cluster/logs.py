@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from dist_transformer.cluster.text_tail import GrowingFile, end_of_last_line, last_lines
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.tail import GrowingFile, end_of_last_line, last_lines
 
 MAX_TAIL_BYTES = 16 << 20
 """How far back lines are looked for: those of one rank may be few."""

@@ -10,12 +10,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from dist_transformer.config.loading import value_problem
-from dist_transformer.config.marks import Marked, dotted, read_yaml
-from dist_transformer.config.models import Config
+from dist_transformer.config.schema import Config
 from dist_transformer.config.secret_checks import secret_problems
-from dist_transformer.config.slurm_models import SlurmConfig
+from dist_transformer.config.slurm_schema import SlurmConfig
+from dist_transformer.config.yaml_positions import Marked, dotted, read_yaml
 from dist_transformer.errors import ConfigError
-from dist_transformer.share_folder import share_folder
+from dist_transformer.package_data import share_folder
 
 
 def load_profile(name_or_path: str) -> dict[str, Any]:

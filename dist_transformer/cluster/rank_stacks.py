@@ -11,8 +11,8 @@ from typing import Any
 from dist_transformer.cluster.queue import QueuedJob
 from dist_transformer.cluster.slurm import host_names, run_on_each_node
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir
-from dist_transformer.stacks import Dump, dump_local, rank_processes
+from dist_transformer.processes.stacks import Dump, dump_local, rank_processes
+from dist_transformer.run.folder import RunDir
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ def stacks_of_job(run_dir: RunDir, job: QueuedJob) -> list[NodeStacks]:
         SlurmError: Slurm could not start it, and no node answered.
     """
     code = run_dir.snapshot if run_dir.snapshot.is_dir() else Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-m", "dist_transformer.stacks", job.number]
+    is_old = (code / "dist_transformer" / "stacks.py").is_file()  # a snapshot of version 0.1
+    module = "dist_transformer.stacks" if is_old else "dist_transformer.processes.stacks"
+    command = [sys.executable, "-m", module, job.number]
     environment = {"PYTHONPATH": str(code), "PYTHONSAFEPATH": "1"}
     lines = run_on_each_node(job.number, job.num_nodes, command, environment)
     return by_node(host_names(job.nodes), lines)

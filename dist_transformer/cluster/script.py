@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dist_transformer.config.locations import is_address
-from dist_transformer.config.models import Config
-from dist_transformer.config.slurm_models import SlurmConfig
-from dist_transformer.share_folder import share_folder
+from dist_transformer.config.paths import is_address
+from dist_transformer.config.schema import Config
+from dist_transformer.config.slurm_schema import SlurmConfig
+from dist_transformer.package_data import share_folder
 
 _SETTINGS_BEGIN = "# --- settings"
 _SETTINGS_END = "# --- end of settings"

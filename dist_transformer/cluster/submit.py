@@ -10,19 +10,21 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from dist_transformer.cluster.bad_nodes import excluded_nodes
 from dist_transformer.cluster.checks import busy_problems, sbatch_problems, submission_problems
-from dist_transformer.cluster.going_on import stage_problems
-from dist_transformer.cluster.jobs import Job, Stage, job_of, script_name
-from dist_transformer.cluster.put_back import put_back_if_refused
+from dist_transformer.cluster.jobs import Job, job_of, script_name
+from dist_transformer.cluster.rollback import put_back_if_refused
 from dist_transformer.cluster.script import Code, needed_folders, render_script
 from dist_transformer.cluster.slurm import SlurmError, submit_script
-from dist_transformer.cluster.snapshot import take_snapshot
-from dist_transformer.cluster.sweep_dir import sweep_of
-from dist_transformer.config.models import Config
+from dist_transformer.config.schema import Config
+from dist_transformer.config.slurm_schema import Stage
 from dist_transformer.errors import ConfigError
-from dist_transformer.json_records import read_record
-from dist_transformer.run_dir import RunDir, write_json, write_text
+from dist_transformer.files import write_json, write_text
+from dist_transformer.run.excluded_nodes import excluded_nodes
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.records import read_record
+from dist_transformer.run.resume_checks import stage_problems
+from dist_transformer.run.snapshot import take_snapshot
+from dist_transformer.run.sweep_folder import sweep_of
 
 REFUSED = "change slurm.partition, gpus_per_node or gres, memory, constraint, account or qos; sinfo shows what there is"
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.config.dialect import WrittenFloat, WrittenInt, as_written
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.marks import Marked, read_yaml
-from dist_transformer.config.models import Config
+from dist_transformer.config.schema import Config
+from dist_transformer.config.yaml12 import WrittenFloat, WrittenInt, as_written
+from dist_transformer.config.yaml_positions import Marked, read_yaml
 from dist_transformer.errors import ConfigError
 
 MOST_POINTS = 1000

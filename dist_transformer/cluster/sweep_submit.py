@@ -11,21 +11,22 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.cluster.bad_nodes import excluded_nodes
 from dist_transformer.cluster.checks import sbatch_problems, submission_problems
 from dist_transformer.cluster.jobs import Job, array_job
 from dist_transformer.cluster.queue import known_jobs
+from dist_transformer.cluster.run_ref import newest_job_id
 from dist_transformer.cluster.script import Code, needed_folders, render_script
 from dist_transformer.cluster.slurm import submit_script
-from dist_transformer.cluster.snapshot import take_snapshot
 from dist_transformer.cluster.submit import begin_anew, command_text, note_job, write_files
 from dist_transformer.cluster.sweep import Sweep, ranges, told_once
-from dist_transformer.cluster.sweep_dir import SweepDir, SweepState, read_sweep_state
-from dist_transformer.cluster.targets import newest_job_id
-from dist_transformer.config.models import Config
+from dist_transformer.config.schema import Config
 from dist_transformer.errors import ConfigError
-from dist_transformer.json_records import read_record
-from dist_transformer.run_dir import RunDir, write_json
+from dist_transformer.files import write_json
+from dist_transformer.run.excluded_nodes import excluded_nodes
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.records import read_record
+from dist_transformer.run.snapshot import take_snapshot
+from dist_transformer.run.sweep_folder import SweepDir, SweepState, read_sweep_state
 
 _FINISHED = "finished"
 

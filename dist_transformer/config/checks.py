@@ -15,8 +15,8 @@ from dist_transformer.config.data_checks import (
     check_training_corpora,
     corpus_file_problems,
 )
-from dist_transformer.config.data_models import DataConfig, TokenizerConfig
-from dist_transformer.config.measures import corpus_and_measure
+from dist_transformer.config.data_schema import DataConfig, TokenizerConfig
+from dist_transformer.config.metrics import corpus_and_measure
 from dist_transformer.config.model_checks import check_decoding, check_model, check_positions, check_vocabulary
 from dist_transformer.config.parameter_names import check_patterns
 from dist_transformer.config.secret_checks import secret_problems

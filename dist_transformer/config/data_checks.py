@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from dist_transformer.config.data_models import CorpusConfig, DataConfig, MixtureConfig
-from dist_transformer.config.locations import is_address, is_pattern, local_files, located
-from dist_transformer.config.marks import KeyPath, dotted
+from dist_transformer.config.data_schema import CorpusConfig, DataConfig, MixtureConfig
+from dist_transformer.config.paths import is_address, is_pattern, local_files, located
+from dist_transformer.config.yaml_positions import KeyPath, dotted
 
 Problem = tuple[KeyPath, str]
 

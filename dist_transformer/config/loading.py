@@ -18,9 +18,10 @@ from pydantic.fields import FieldInfo
 
 from dist_transformer.config.checks import cross_problems, file_problems
 from dist_transformer.config.credentials import holds_secret, shown_override, without_credentials
-from dist_transformer.config.dialect import WrittenFloat, WrittenInt, as_written, dump
-from dist_transformer.config.marks import KeyPath, Marked, dotted, merge, parse_yaml, read_yaml
-from dist_transformer.config.models import Config
+from dist_transformer.config.paths import is_address
+from dist_transformer.config.schema import Config
+from dist_transformer.config.yaml12 import WrittenFloat, WrittenInt, as_written, dump
+from dist_transformer.config.yaml_positions import KeyPath, Marked, dotted, merge, parse_yaml, read_yaml
 from dist_transformer.errors import ConfigError
 
 
@@ -203,3 +204,22 @@ def _is_model(annotation: Any) -> bool:
 def _suggest(key: str, model: type[BaseModel]) -> str:
     close = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.6)
     return f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(model.model_fields)}"
+
+
+def with_absolute_paths(config: Config, prepared: Path | None) -> Config:
+    """The configuration as it is kept in the run folder, which can be gone on with from any folder.
+
+    `prepared`: the folder of the prepared corpus where it is known, so that the text itself is no longer needed.
+    """
+    run = config.run.model_copy(update={"root": str(Path(config.run.root).absolute())})
+    root = config.data.root if is_address(config.data.root) else str(Path(config.data.root).expanduser().absolute())
+    data = config.data.model_copy(update={"root": root})
+    if prepared is not None or data.prepared is not None:
+        data = data.model_copy(update={"prepared": str((prepared or Path(str(data.prepared))).absolute())})
+    training = config.training
+    if training.init_from is not None:
+        training = training.model_copy(update={"init_from": str(Path(training.init_from).expanduser().absolute())})
+    models = {key: getattr(config.tokenizer, key) for key in ("source_model", "target_model")}
+    given = {key: str(Path(model).absolute()) for key, model in models.items() if model is not None}
+    tokenizer = config.tokenizer.model_copy(update=given)
+    return config.model_copy(update={"run": run, "data": data, "training": training, "tokenizer": tokenizer})

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from dist_transformer.config.marks import KeyPath, dotted
-from dist_transformer.config.models import ModelConfig, OptimizerConfig, TrainingConfig
-from dist_transformer.config.sizes import has_final_norm
+from dist_transformer.config.model_size import has_final_norm
+from dist_transformer.config.schema import ModelConfig, OptimizerConfig, TrainingConfig
+from dist_transformer.config.yaml_positions import KeyPath, dotted
 
 NUM_NAMES_SHOWN = 5
 _EMBEDDINGS = ["source_embedding.weight", "target_embedding.weight"]

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dist_transformer.config.credentials import holds_secret, is_secret
-from dist_transformer.config.marks import KeyPath, dotted
 from dist_transformer.config.section import Section
+from dist_transformer.config.yaml_positions import KeyPath, dotted
 
 _CHECKED_APART = ("tracking", "uri")
 """Takes no user either."""

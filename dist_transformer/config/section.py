@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from dist_transformer.config.dialect import as_written
+from dist_transformer.config.yaml12 import as_written
 
 
 def _refuse_look_alikes(value: Any) -> Any:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 
 from dist_transformer.config.data_checks import Problem
-from dist_transformer.config.data_models import DataConfig
-from dist_transformer.config.measures import TOKEN_MEASURES, TRANSLATION_MEASURES, corpus_and_measure
-from dist_transformer.config.models import ValidationConfig
+from dist_transformer.config.data_schema import DataConfig
+from dist_transformer.config.metrics import TOKEN_MEASURES, TRANSLATION_MEASURES, corpus_and_measure
+from dist_transformer.config.schema import ValidationConfig
 
 
 def check_validation(validation: ValidationConfig, data: DataConfig) -> Iterator[Problem]:

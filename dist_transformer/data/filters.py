@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from dist_transformer.config.data_models import FilterConfig
-from dist_transformer.data.sources import RawBatch
+from dist_transformer.config.data_schema import FilterConfig
+from dist_transformer.data.sources.corpus import RawBatch
 
 RULES = ("bad_encoding", "empty", "identical", "too_long", "length_ratio")
 LENGTH_RULES = RULES[3:]

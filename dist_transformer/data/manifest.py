@@ -18,10 +18,9 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dist_transformer.config.locations import is_address
-from dist_transformer.disk import patiently
+from dist_transformer.config.paths import is_address
 from dist_transformer.errors import DataError
-from dist_transformer.run_dir import read_json, write_text
+from dist_transformer.files import patiently, read_json, write_text
 
 MANIFEST_VERSION = 2
 MANIFEST_NAME = "manifest.json"

@@ -7,10 +7,10 @@ folder made by another recipe is refused with the settings that differ.
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.config.data_models import TokenizerConfig
-from dist_transformer.config.models import Config
-from dist_transformer.data.corpus_files import corpus_fingerprint
+from dist_transformer.config.data_schema import TokenizerConfig
+from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import file_sha256
+from dist_transformer.data.sources.files import corpus_fingerprint
 from dist_transformer.errors import DataError
 
 PREPARED_FORMAT = 2

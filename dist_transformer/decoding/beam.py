@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dist_transformer.config.models import DecodingConfig
+from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.decoding.constraints import IMPOSSIBLE, Constraints, SpecialIds
 from dist_transformer.decoding.ensemble import Ensemble
-from dist_transformer.model.hypothesis import Hypothesis
+from dist_transformer.model.search_interface import Hypothesis
 
 GROUP = 128
 """Tokens of which only the greatest is looked at first, in the search for a row's likeliest."""

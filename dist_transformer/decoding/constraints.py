@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dist_transformer.config.models import DecodingConfig
-from dist_transformer.model.hypothesis import SearchInput, longest_output
+from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.model.search_interface import SearchInput, longest_output
 
 IMPOSSIBLE = float("-inf")
 

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dist_transformer.config.models import DecodingConfig
+from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.decoding.beam import length_penalty
 from dist_transformer.decoding.constraints import Constraints, SpecialIds
 from dist_transformer.decoding.ensemble import Ensemble
-from dist_transformer.model.hypothesis import Hypothesis, SearchInput
+from dist_transformer.model.search_interface import Hypothesis, SearchInput
 
 
 @torch.no_grad()

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dist_transformer.config.models import DecodingConfig
+from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.decoding.beam import beam_search
 from dist_transformer.decoding.constraints import Constraints, SpecialIds
 from dist_transformer.decoding.ensemble import Ensemble
 from dist_transformer.decoding.sampling import sample
 from dist_transformer.errors import UserError
-from dist_transformer.model.hypothesis import Hypothesis, SearchInput
+from dist_transformer.model.search_interface import Hypothesis, SearchInput
 from dist_transformer.model.transformer import Transformer
 
 

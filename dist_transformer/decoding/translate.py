@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from itertools import islice, zip_longest
 from typing import Protocol
 
-from dist_transformer.config.models import DecodingConfig
+from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.decoding.long_lines import cut_line, join_parts
-from dist_transformer.distributed import Ranks
+from dist_transformer.distributed.group import Ranks
+from dist_transformer.distributed.rounds import WantsStop, failures_named, in_rounds
 from dist_transformer.errors import UserError
-from dist_transformer.model.hypothesis import Searcher, SearchInput, check_prefix
-from dist_transformer.rounds import WantsStop, failures_named, in_rounds
+from dist_transformer.model.search_interface import Searcher, SearchInput, check_prefix
 
 CHUNK_LINES = 2048
 """Lines read, sorted by length and translated together: enough for full batches, little enough to stream."""

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from dist_transformer.decoding.translate import Translation, TranslationTokenizer
+from dist_transformer.files import replacing
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.outputs import writing
-from dist_transformer.run_dir import replacing
+from dist_transformer.run.outputs import writing
 
 Spans = list[tuple[int, int]]
 

@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dist_transformer.config.models import ModelConfig
-from dist_transformer.config.sizes import has_final_norm, head_sizes
-from dist_transformer.data.sentencepiece_files import read_pieces_file, texts
+from dist_transformer.config.model_size import has_final_norm, head_sizes
+from dist_transformer.config.schema import ModelConfig
+from dist_transformer.data.tokenizer.model_file import read_pieces_file, texts
 from dist_transformer.errors import CheckpointError, UserError
+from dist_transformer.files import read_json, write_json
+from dist_transformer.interop.complete_folder import whole_folder
 from dist_transformer.interop.model_folder import (
     SOURCE_MODEL,
     TARGET_MODEL,
     LoadedModel,
     ModelInformation,
 )
-from dist_transformer.interop.whole_folder import whole_folder
 from dist_transformer.model.layers import AddAndNorm, FeedForward, sinusoids
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.run_dir import read_json, write_json
 
 INFORMATION = "dist_transformer.json"
 LONGEST_TOKENS = 4096

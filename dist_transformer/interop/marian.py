@@ -7,9 +7,11 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dist_transformer.config.models import DecodingConfig, ModelConfig
-from dist_transformer.config.sizes import has_final_norm, head_sizes
+from dist_transformer.config.model_size import has_final_norm, head_sizes
+from dist_transformer.config.schema import DecodingConfig, ModelConfig
 from dist_transformer.errors import CheckpointError, UserError
+from dist_transformer.files import share_as_folder, write_json
+from dist_transformer.interop.complete_folder import whole_folder
 from dist_transformer.interop.foreign_weights import read_tensors
 from dist_transformer.interop.marian_settings import ACTIVATIONS, read_settings
 from dist_transformer.interop.marian_vocabulary import (
@@ -25,8 +27,6 @@ from dist_transformer.interop.model_folder import (
     TokenizerFiles,
     save_model_folder,
 )
-from dist_transformer.interop.whole_folder import whole_folder
-from dist_transformer.run_dir import share_as_folder, write_json
 
 CONFIG, GENERATION, WEIGHTS, PICKLED_WEIGHTS = (
     "config.json",

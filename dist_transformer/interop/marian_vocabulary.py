@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.data.sentencepiece_files import (
+from dist_transformer.data.tokenizer.model_file import (
     BLANK,
     SpecialPieces,
     never_produced,
@@ -25,11 +25,11 @@ from dist_transformer.data.sentencepiece_files import (
     texts,
     without,
 )
-from dist_transformer.data.tokenizer import Tokenizer, round_up
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer, round_up
 from dist_transformer.errors import DataError, UserError
+from dist_transformer.files import write_json
 from dist_transformer.interop.model_folder import TokenizerFiles
 from dist_transformer.interop.vocabulary_rows import Rows
-from dist_transformer.run_dir import write_json
 
 SOURCE, TARGET, VOCABULARY, TARGET_VOCABULARY = "source.spm", "target.spm", "vocab.json", "target_vocab.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dist_transformer.config.models import ModelConfig
+from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import CheckpointError
 from dist_transformer.interop.vocabulary_rows import UNREACHABLE, Rows, filled
 from dist_transformer.model.layers import sinusoids

@@ -21,14 +21,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dist_transformer.config.models import ModelConfig
-from dist_transformer.config.sizes import head_sizes
-from dist_transformer.disk import patiently
+from dist_transformer.config.model_size import head_sizes
+from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import CheckpointError, MachineError
-from dist_transformer.interop.whole_folder import whole_folder
-from dist_transformer.json_records import read_record
+from dist_transformer.files import MISPLACED, patiently, share_as_folder, write_json
+from dist_transformer.interop.complete_folder import whole_folder
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.run_dir import MISPLACED, share_as_folder, write_json
+from dist_transformer.run.records import read_record
 
 LABEL = "dist-transformer"
 FORMAT = 1

@@ -13,8 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dist_transformer.config.models import ModelConfig
-from dist_transformer.data.tokenizer import Tokenizer
+from dist_transformer.config.schema import ModelConfig
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.interop.foreign_weights import read_tensors
 from dist_transformer.interop.model_folder import (

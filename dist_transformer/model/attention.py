@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_transformer.model.products import Linear
+from dist_transformer.model.cpu_kernels import Linear
 
 
 @dataclass

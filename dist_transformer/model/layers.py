@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from dist_transformer.config.models import ModelConfig
-from dist_transformer.config.sizes import head_sizes
+from dist_transformer.config.model_size import head_sizes
+from dist_transformer.config.schema import ModelConfig
 from dist_transformer.model.attention import CrossAttention, KeysValues, Past, SelfAttention
-from dist_transformer.model.products import Linear
+from dist_transformer.model.cpu_kernels import Linear
 
 RMS_EPSILON = 1e-6
 """Added to the mean square; that of layer norm is torch's 1e-5."""

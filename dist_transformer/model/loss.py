@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dist_transformer.model.products import faster_products
+from dist_transformer.model.cpu_kernels import faster_products
 
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at once: 152 MB of fp32 for 37,000 pieces."""

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from dist_transformer.config.models import ModelConfig
-from dist_transformer.config.sizes import has_final_norm, head_sizes
+from dist_transformer.config.model_size import has_final_norm, head_sizes
+from dist_transformer.config.schema import ModelConfig
 from dist_transformer.model.attention import CrossAttention, SelfAttention
+from dist_transformer.model.cpu_kernels import Linear
 from dist_transformer.model.layers import (
     DecoderLayer,
     DecoderLayerCache,
@@ -26,7 +27,6 @@ from dist_transformer.model.layers import (
     make_norm,
 )
 from dist_transformer.model.loss import label_smoothed_cross_entropy, token_sums
-from dist_transformer.model.products import Linear
 
 
 @dataclass

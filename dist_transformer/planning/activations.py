@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dist_transformer.config.data_models import DataConfig
-from dist_transformer.config.models import Config, ModelConfig
-from dist_transformer.config.sizes import feed_forward_matrices, has_final_norm, head_sizes
+from dist_transformer.config.data_schema import DataConfig
+from dist_transformer.config.model_size import feed_forward_matrices, has_final_norm, head_sizes
+from dist_transformer.config.schema import Config, ModelConfig
 
 CHUNK_TOKENS, CPU_CHUNK_TOKENS = 1024, 256
 """Target tokens whose logits exist at once, on GPUs and CPUs: those of model/loss.py."""

@@ -10,8 +10,8 @@ pass. That is the model FLOPs of MFU in Chowdhery et al. (2022), "PaLM", appendi
 import re
 from dataclasses import dataclass
 
-from dist_transformer.config.models import ModelConfig
-from dist_transformer.config.sizes import feed_forward_matrices
+from dist_transformer.config.model_size import feed_forward_matrices
+from dist_transformer.config.schema import ModelConfig
 from dist_transformer.planning.activations import projected_width
 from dist_transformer.planning.hardware import HARDWARE
 

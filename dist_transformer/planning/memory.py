@@ -7,8 +7,7 @@ holds at each of them was measured on 1 and 2 ranks, and is held to it by benchm
 
 from dataclasses import dataclass
 
-from dist_transformer.config.models import Config, TrainingConfig
-from dist_transformer.config.sizes import (
+from dist_transformer.config.model_size import (
     REDUCED_AT_ONCE,
     as_sharded,
     bytes_of_optimizer,
@@ -17,6 +16,7 @@ from dist_transformer.config.sizes import (
     snapshot_bytes,
     with_precision,
 )
+from dist_transformer.config.schema import Config, TrainingConfig
 from dist_transformer.planning.activations import Activations, Shape, activations, largest_shape, token_bytes
 from dist_transformer.planning.vocabularies import count_parameters, vocabulary_sizes
 
@@ -25,7 +25,7 @@ USABLE_SHARE = 0.9
 LIVE_AT_ONCE, FETCHED_AT_ONCE = 10**9, 5 * 10**7
 """Weights, in elements, that stage 3 keeps gathered, and gathers with one collective: DeepSpeed's own."""
 AUTO_MAX_TOKENS, AUTO_MULTIPLE_TOKENS = 65_536, 256
-"""Of `data.max_tokens: auto`, as training/largest_batch.py has them."""
+"""Of `data.max_tokens: auto`, as training/batch_size_finder.py has them."""
 
 
 @dataclass(frozen=True)

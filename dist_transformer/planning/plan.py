@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from dist_transformer.config.models import Config
-from dist_transformer.config.sizes import as_sharded
+from dist_transformer.config.model_size import as_sharded
+from dist_transformer.config.schema import Config
 from dist_transformer.planning.hardware import Hardware
 from dist_transformer.planning.memory import (
     USABLE_SHARE,

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dist_transformer.config.models import Config
-from dist_transformer.config.sizes import checkpoint_bytes
-from dist_transformer.config.slurm_models import LOST_ATTEMPTS, SlurmConfig
+from dist_transformer.config.model_size import checkpoint_bytes
+from dist_transformer.config.schema import Config
+from dist_transformer.config.slurm_schema import LOST_ATTEMPTS, SlurmConfig
 from dist_transformer.planning.failures import (
     Conditions,
     Outcome,
@@ -138,7 +138,7 @@ def scale_row(config: Config, nodes: int, ranks_per_node: int, hardware: Hardwar
 
 
 def patience(slurm: SlurmConfig) -> int:
-    """After so many attempts in a row that made no checkpoint a job whose nodes fail is given up (cluster/restarts.py)."""
+    """After so many attempts in a row that made no checkpoint a job whose nodes fail is given up (cluster/requeue.py)."""
     return LOST_ATTEMPTS * slurm.max_restarts_without_progress + 1
 
 

@@ -11,8 +11,8 @@ Nothing is hidden behind arithmetic: training sets `overlap_comm: false`.
 
 from dataclasses import dataclass, replace
 
-from dist_transformer.config.models import Config
-from dist_transformer.config.sizes import REDUCED_AT_ONCE, bytes_of_weight
+from dist_transformer.config.model_size import REDUCED_AT_ONCE, bytes_of_weight
+from dist_transformer.config.schema import Config
 from dist_transformer.planning.flops import model_flops
 from dist_transformer.planning.hardware import GIVEN, Constant, Hardware
 from dist_transformer.planning.vocabularies import count_parameters, vocabulary_sizes

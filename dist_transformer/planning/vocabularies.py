@@ -1,8 +1,8 @@
 """How many pieces and parameters a run will have: what `config check` and `submit` ask, so nothing heavy is imported."""
 
-from dist_transformer.config.data_models import TokenizerConfig
-from dist_transformer.config.models import Config
-from dist_transformer.config.sizes import parameter_count
+from dist_transformer.config.data_schema import TokenizerConfig
+from dist_transformer.config.model_size import parameter_count
+from dist_transformer.config.schema import Config
 
 
 class CountedTokenizer(TokenizerConfig):

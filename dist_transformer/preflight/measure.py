@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
-from dist_transformer.distributed import Ranks, join, leave
+from dist_transformer.distributed.group import Ranks, join, leave
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, UserError
-from dist_transformer.preflight import alone, together
-from dist_transformer.preflight.judge import DONE, REACHES_FIRST
+from dist_transformer.files import write_json
+from dist_transformer.preflight import network_benchmarks, node_benchmarks
+from dist_transformer.preflight.outliers import DONE, REACHES_FIRST
 from dist_transformer.preflight.report import rank_file
-from dist_transformer.run_dir import write_json
-from dist_transformer.stacks import host_name
+from dist_transformer.processes.stacks import host_name
 
 
 @dataclass
@@ -51,7 +51,7 @@ def measure(folder: Path, run_folder: Path, end: float, warn: Callable[[], list[
         warn: further checks, made by the first rank of each node: what there is to warn of.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    device = alone.device_of_rank()
+    device = node_benchmarks.device_of_rank()
     record = RankRecord(
         rank=int(os.environ.get("RANK", "0")),
         node=host_name(),
@@ -60,10 +60,14 @@ def measure(folder: Path, run_folder: Path, end: float, warn: Callable[[], list[
         device=_name(device),
     )
     path = rank_file(folder, record.rank)
-    record.versions = alone.versions()
-    record.measures |= {**alone.counts(), **alone.memory(device), "matmul_tflops": alone.matmul_tflops(device)}
+    record.versions = node_benchmarks.versions()
+    record.measures |= {
+        **node_benchmarks.counts(),
+        **node_benchmarks.memory(device),
+        "matmul_tflops": node_benchmarks.matmul_tflops(device),
+    }
     if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a node at once would measure each other
-        measures, warnings = alone.disk(run_folder)
+        measures, warnings = node_benchmarks.disk(run_folder)
         record.measures |= measures
         record.warnings += warnings + warn()
     if record.num_ranks == 1:
@@ -81,9 +85,9 @@ def _measure_together(record: RankRecord, path: Path, end: float) -> int:
         record.versions[REACHES_FIRST] = "yes"
         nodes = _ranks_of_nodes(ranks, record.node)
         steps: dict[str, Callable[[], dict[str, float]]] = {
-            "the all-reduce": lambda: together.all_reduce(ranks),
-            "the exchange": lambda: together.exchange(ranks, nodes),
-            "the clocks": lambda: together.clock(ranks, [own[0] for own in nodes]),
+            "the all-reduce": lambda: network_benchmarks.all_reduce(ranks),
+            "the exchange": lambda: network_benchmarks.exchange(ranks, nodes),
+            "the clocks": lambda: network_benchmarks.clock(ranks, [own[0] for own in nodes]),
         }
         for name, step in steps.items():
             record.together = f"was not done with {name} within the time limit"

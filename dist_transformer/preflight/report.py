@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR
-from dist_transformer.json_records import read_record
-from dist_transformer.outputs import check_output
-from dist_transformer.preflight.judge import DONE, MEASURES, Judgement, Record, judge
-from dist_transformer.run_dir import read_json, write_json, write_text
+from dist_transformer.files import read_json, write_json, write_text
+from dist_transformer.preflight.outliers import DONE, MEASURES, Judgement, Record, judge
+from dist_transformer.run.outputs import check_output
+from dist_transformer.run.records import read_record
 
 EXIT_EXCLUDE = 3
 """There are nodes to exclude."""

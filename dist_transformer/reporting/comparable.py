@@ -4,8 +4,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from dist_transformer.config.measures import TRANSLATION_MEASURES, corpus_and_measure
-from dist_transformer.reporting.reading import RunStory, settings_that_differ
+from dist_transformer.config.metrics import TRANSLATION_MEASURES, corpus_and_measure
+from dist_transformer.reporting.run_history import RunStory, settings_that_differ
 
 OF_TRANSLATIONS = (
     "validation.beam_size",

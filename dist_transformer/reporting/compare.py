@@ -9,16 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from dist_transformer.config.measures import TRANSLATION_MEASURES, is_lower_better
-from dist_transformer.durations import duration
+from dist_transformer.config.metrics import TRANSLATION_MEASURES, is_lower_better
+from dist_transformer.format import duration
+from dist_transformer.reporting.charts import Marks, compared_panels
 from dist_transformer.reporting.comparable import differences, why_evaluated_otherwise, why_not_alike
-from dist_transformer.reporting.markup import Content, Html, document, table, tag, together
-from dist_transformer.reporting.page import footer, pictures
-from dist_transformer.reporting.panels import Marks, compared_panels
-from dist_transformer.reporting.reading import RunStory, settings_that_differ
-from dist_transformer.reporting.samples import fixed_sentences, languages, words
-from dist_transformer.reporting.scores import EVALUATED, MEASURES
-from dist_transformer.reporting.words import (
+from dist_transformer.reporting.formatting import (
     NOTHING,
     evaluation_text,
     measure_name,
@@ -29,6 +24,11 @@ from dist_transformer.reporting.words import (
     state_text,
     steps_text,
 )
+from dist_transformer.reporting.html import Content, Html, document, table, tag, together
+from dist_transformer.reporting.page import footer, pictures
+from dist_transformer.reporting.run_history import RunStory, settings_that_differ
+from dist_transformer.reporting.samples import fixed_sentences, languages, words
+from dist_transformer.reporting.scores import EVALUATED, MEASURES
 
 Named = tuple[str, RunStory]
 OF_SAMPLES = (

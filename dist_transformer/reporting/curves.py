@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dist_transformer.config.measures import is_lower_better
-from dist_transformer.tracking.metrics_log import read_records
+from dist_transformer.config.metrics import is_lower_better
+from dist_transformer.run.metrics_log import read_records
 
 Floats = NDArray[np.float64]
 

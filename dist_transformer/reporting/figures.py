@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from dist_transformer.files import replacing
+from dist_transformer.reporting.charts import WARM_UP_SHARE, Line, Marks, Panel
 from dist_transformer.reporting.curves import Curve, Floats, Thinned, thinned
 from dist_transformer.reporting.fonts import drawable, legend_text
-from dist_transformer.reporting.panels import WARM_UP_SHARE, Line, Marks, Panel
-from dist_transformer.run_dir import replacing
 
 if TYPE_CHECKING:  # at run time only where something is drawn: it takes half a second
     from matplotlib.axes import Axes

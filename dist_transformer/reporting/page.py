@@ -10,27 +10,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from dist_transformer import __version__
-from dist_transformer.durations import duration
+from dist_transformer.format import duration
 from dist_transformer.reporting.attention import SentenceAttention, attention_png
-from dist_transformer.reporting.facts import checkpoints_part, configuration_part, data_part, history_part
+from dist_transformer.reporting.charts import Marks, Panel, marks_of, panels_of
 from dist_transformer.reporting.figures import panel_svg
-from dist_transformer.reporting.markup import (
-    Content,
-    Html,
-    document,
-    facts,
-    html,
-    picture,
-    png,
-    table,
-    tag,
-    together,
-)
-from dist_transformer.reporting.panels import Marks, Panel, marks_of, panels_of
-from dist_transformer.reporting.reading import RunStory
-from dist_transformer.reporting.samples import samples_part
-from dist_transformer.reporting.scores import EVALUATED, scores_part
-from dist_transformer.reporting.words import (
+from dist_transformer.reporting.formatting import (
     NOTHING,
     evaluation_text,
     measure_name,
@@ -42,6 +26,11 @@ from dist_transformer.reporting.words import (
     state_text,
     steps_text,
 )
+from dist_transformer.reporting.html import Content, Html, document, facts, html, picture, png, table, tag, together
+from dist_transformer.reporting.run_history import RunStory
+from dist_transformer.reporting.samples import samples_part
+from dist_transformer.reporting.scores import EVALUATED, scores_part
+from dist_transformer.reporting.tables import checkpoints_part, configuration_part, data_part, history_part
 
 Part = tuple[str, str, Html]
 NO_ATTENTION = "Not drawn."

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dist_transformer.reporting.markup import Html, details, table, tag, together
-from dist_transformer.reporting.reading import RunStory
+from dist_transformer.reporting.html import Html, details, table, tag, together
+from dist_transformer.reporting.run_history import RunStory
 
 MOST_STEPS = 12
 """Of a fixed sentence no more different translations are shown, the first and the last among them."""

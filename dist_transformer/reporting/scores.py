@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from dist_transformer.config.measures import TOKEN_MEASURES, TRANSLATION_MEASURES, corpus_and_measure
-from dist_transformer.reporting.markup import Html, details, table, tag, together
-from dist_transformer.reporting.reading import RunStory
-from dist_transformer.reporting.words import NAMES, NOTHING, measure_name, measure_text, number, search_text
+from dist_transformer.config.metrics import TOKEN_MEASURES, TRANSLATION_MEASURES, corpus_and_measure
+from dist_transformer.reporting.formatting import NAMES, NOTHING, measure_name, measure_text, number, search_text
+from dist_transformer.reporting.html import Html, details, table, tag, together
+from dist_transformer.reporting.run_history import RunStory
 
 MEASURES = ("bleu", "chrf", "comet", "loss", "perplexity", "token_accuracy", "nll")
 EVALUATED = TRANSLATION_MEASURES

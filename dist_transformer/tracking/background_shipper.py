@@ -7,8 +7,8 @@ import time
 import traceback
 
 from dist_transformer.config.credentials import without_secrets
+from dist_transformer.tracking.outbox import LANES, PROMPT_LANES, ServerTrouble
 from dist_transformer.tracking.shipper import Abandoned, Delivery, Shipper
-from dist_transformer.tracking.spool import LANES, PROMPT_LANES, ServerTrouble
 
 logger = logging.getLogger(__name__)
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dist_transformer.config.models import TrackingConfig
-from dist_transformer.run_dir import RunDir
-from dist_transformer.tracking.metrics_log import read_records
-from dist_transformer.tracking.spool import CannotBeSent, local_files_refused
+from dist_transformer.config.schema import TrackingConfig
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import read_records
+from dist_transformer.tracking.outbox import CannotBeSent, local_files_refused
 
 if TYPE_CHECKING:
-    from dist_transformer.tracking.mlflow_door import TrackedRun
+    from dist_transformer.tracking.mlflow_client import TrackedRun
 
 SAMPLES = "samples.json"
 _LANES_OF = {

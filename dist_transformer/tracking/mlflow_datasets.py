@@ -6,7 +6,7 @@ from typing import Any
 
 from mlflow.entities import Dataset, DatasetInput, InputTag
 
-from dist_transformer.tracking.mlflow_door import TrackedRun, translated_errors
+from dist_transformer.tracking.mlflow_client import TrackedRun, translated_errors
 
 CONTEXT_TAG = "mlflow.data.context"
 LONGEST_DIGEST = 36

@@ -17,9 +17,9 @@ from mlflow.exceptions import MlflowException
 from mlflow.models import Model as MlflowModel
 
 from dist_transformer.tracking.messages import Model, Reference, files_of
-from dist_transformer.tracking.mlflow_door import TrackedRun, artifact_errors, patient_requests, translated_errors
+from dist_transformer.tracking.mlflow_client import TrackedRun, artifact_errors, patient_requests, translated_errors
+from dist_transformer.tracking.outbox import local_files_refused
 from dist_transformer.tracking.pyfunc_folder import check_translates, pyfunc_folder
-from dist_transformer.tracking.spool import local_files_refused
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from filelock import FileLock
 
-from dist_transformer.tracking.spool import Target
+from dist_transformer.tracking.outbox import Target
 
 LOCK_SECONDS = 60
 _PLACES = (

@@ -23,7 +23,7 @@ from mlflow.pyfunc import save_model
 from mlflow.types import ColSpec, DataType, Schema
 
 from dist_transformer.config.credentials import without_secrets
-from dist_transformer.tracking.spool import CannotBeSent
+from dist_transformer.tracking.outbox import CannotBeSent
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LOADER = f"{PACKAGE.name}.cli.served_model"

@@ -12,25 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from dist_transformer.cluster.sweep_dir import sweep_of
 from dist_transformer.config.credentials import without_credentials
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import read_records_from
+from dist_transformer.run.sweep_folder import sweep_of
 from dist_transformer.tracking.messages import Point, goes_by, points_of, send_event
-from dist_transformer.tracking.metrics_log import read_records_from
-from dist_transformer.tracking.spool import (
-    LANES,
-    CannotBeSent,
-    Memory,
-    NotValid,
-    ServerRefused,
-    ServerTrouble,
-    Target,
-)
-from dist_transformer.tracking.sweep_parent import end_if_all_finished, join_sweep
+from dist_transformer.tracking.outbox import LANES, CannotBeSent, Memory, NotValid, ServerRefused, ServerTrouble, Target
+from dist_transformer.tracking.parent_run import end_if_all_finished, join_sweep
 
 if TYPE_CHECKING:
-    from dist_transformer.tracking.mlflow_door import TrackedRun
+    from dist_transformer.tracking.mlflow_client import TrackedRun
 
 logger = logging.getLogger(__name__)
 
@@ -139,12 +131,12 @@ class Shipper:
 
     def _open_run(self) -> "TrackedRun":
         # Imported here, in the thread: it takes 2 seconds, and commands that track nothing never pay them.
-        from dist_transformer.tracking import mlflow_door
+        from dist_transformer.tracking import mlflow_client
 
         memory, address = self._memory, without_credentials(self._target.uri)
         moves = memory.is_followed_elsewhere(address)
         self._save()  # the tag that finds the run again, before there can be one
-        run = mlflow_door.open_run(self._target, replace(memory, run_id=None) if moves else memory)
+        run = mlflow_client.open_run(self._target, replace(memory, run_id=None) if moves else memory)
         if moves:  # not before the new address has answered: it may be a slip
             logger.warning("tracking moves from %s to %s: the whole history is sent there", memory.uri, address)
         memory.uri = address

@@ -20,17 +20,18 @@ from typing import Any, Literal
 
 from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.models import TrackingConfig
+from dist_transformer.config.schema import TrackingConfig
 from dist_transformer.errors import UserError
-from dist_transformer.json_records import read_record, sound
-from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import read_records
+from dist_transformer.run.records import read_record, sound
 from dist_transformer.tracking.background_shipper import BackgroundShipper
 from dist_transformer.tracking.description import description, standard_tags
 from dist_transformer.tracking.messages import files_of, send_model
-from dist_transformer.tracking.metrics_log import read_records
+from dist_transformer.tracking.outbox import LANES, Memory, ServerRefused, ServerTrouble, Target, add_event, load_memory
+from dist_transformer.tracking.parent_run import run_name_of, store_folder
 from dist_transformer.tracking.shipper import Delivery, Shipper
-from dist_transformer.tracking.spool import LANES, Memory, ServerRefused, ServerTrouble, Target, add_event, load_memory
-from dist_transformer.tracking.sweep_parent import run_name_of, store_folder
 
 logger = logging.getLogger(__name__)
 
@@ -165,11 +166,11 @@ def log_model(
     _refuse_too_large(folder, settings.upload_megabytes)
 
     def send() -> Delivery:
-        from dist_transformer.tracking import mlflow_door
+        from dist_transformer.tracking import mlflow_client
 
         delivery = shipper.deliver()
         try:
-            send_model(mlflow_door.open_run(target, memory), event, run_dir)
+            send_model(mlflow_client.open_run(target, memory), event, run_dir)
         except ServerRefused as refusal:
             raise UserError(f"{folder}: {refusal}") from None
         return delivery

@@ -23,14 +23,15 @@ from torch import Tensor
 from dist_transformer import __version__
 from dist_transformer.config.credentials import without_secrets
 from dist_transformer.config.loading import load_config, to_yaml
-from dist_transformer.config.models import Config
-from dist_transformer.data.loader import MicroBatch
-from dist_transformer.distributed import Ranks, explain
+from dist_transformer.config.schema import Config
+from dist_transformer.data.loader.loader import MicroBatch
+from dist_transformer.distributed.group import Ranks, explain
 from dist_transformer.errors import UserError
-from dist_transformer.json_records import read_record
-from dist_transformer.run_dir import RunDir, flush_to_disk, read_json, write_json, write_text
-from dist_transformer.training.feed import GlobalBatch
-from dist_transformer.training.records import Progress
+from dist_transformer.files import flush_to_disk, read_json, write_json, write_text
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.records import read_record
+from dist_transformer.training.global_batch import GlobalBatch
+from dist_transformer.training.train_state import Progress
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dist_transformer.config.models import DivergenceConfig
-from dist_transformer.disk import patiently
+from dist_transformer.config.schema import DivergenceConfig
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, read_json, write_json
+from dist_transformer.files import patiently, read_json, write_json
+from dist_transformer.run.folder import RunDir
 
 log = logging.getLogger(__name__)
 

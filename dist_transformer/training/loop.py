@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 
-from dist_transformer.config.models import Config
-from dist_transformer.data.loader import MicroBatch
-from dist_transformer.data.position import Quarantined
-from dist_transformer.data.window import BatchShape
-from dist_transformer.distributed import Ranks
+from dist_transformer.config.schema import Config
+from dist_transformer.data.loader.loader import MicroBatch
+from dist_transformer.data.loader.position import Quarantined
+from dist_transformer.data.loader.window import BatchShape
+from dist_transformer.distributed.group import Ranks
+from dist_transformer.distributed.rounds import Stopped
 from dist_transformer.errors import CheckpointError, DataError
-from dist_transformer.rounds import Stopped
+from dist_transformer.training.checkpoint.async_writer import Saver
 from dist_transformer.training.divergence import Diverged, LossMonitor
-from dist_transformer.training.engine import Engine
-from dist_transformer.training.feed import Feed, Fetched, GlobalBatch, News
-from dist_transformer.training.losses_told import LossesTold, StepLoss
-from dist_transformer.training.records import Progress, dropout_seed
-from dist_transformer.training.report import ProgressBar
-from dist_transformer.training.reporter import Reporter
-from dist_transformer.training.saver import Saver
-from dist_transformer.training.validation import forward
+from dist_transformer.training.engine.engine import Engine
+from dist_transformer.training.global_batch import Feed, Fetched, GlobalBatch, News
+from dist_transformer.training.metrics.console import ProgressBar
+from dist_transformer.training.metrics.logger import Reporter
+from dist_transformer.training.pending_loss import LossesTold, StepLoss
+from dist_transformer.training.train_state import Progress, dropout_seed
+from dist_transformer.training.validation.token_metrics import forward
 from dist_transformer.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from dist_transformer.distributed import Ranks
+from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import UserError
 
 GPU_SHARE = 0.9

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 
-from dist_transformer.distributed import Ranks
+from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import EXIT_HANG
 
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from dist_transformer.cli.main import main
-from dist_transformer.launching import start_local_ranks
-from dist_transformer.training.engine import Engine
-from dist_transformer.training.feed import GlobalBatch
+from dist_transformer.processes.launching import start_local_ranks
+from dist_transformer.training.engine.engine import Engine
+from dist_transformer.training.global_batch import GlobalBatch
 from dist_transformer.training.loop import Trainer
 
 FIRST_BATCH = 5
@@ -75,7 +75,7 @@ def install(fault: str) -> None:
 
 def install_disk(fault: str) -> None:
     """A disk that takes the first checkpoint only while training goes on; or the second one kills the writer."""
-    import dist_transformer.training.saver as saver
+    import dist_transformer.training.checkpoint.async_writer as saver
 
     begin, write = saver.Saver.begin, saver.write_state_file
     trainers: list[Trainer] = []
@@ -104,9 +104,9 @@ def install_disk(fault: str) -> None:
 def install_validation(number: int, where: str, what: str) -> None:
     """In the measuring, the search or the scoring of the validation of this number, or in the step after it: a stop, a
     kill, no memory, or a dead disk."""
-    import dist_transformer.decoding.score as score
+    import dist_transformer.decoding.metrics as score
     from dist_transformer.decoding.search import TorchSearcher
-    from dist_transformer.training.validator import Validator
+    from dist_transformer.training.validation.runner import Validator
 
     begun: list[int] = []
 
@@ -131,10 +131,10 @@ def install_validation(number: int, where: str, what: str) -> None:
 
 def install_listening() -> None:
     """Work that may take long fails where the watchdog heard nothing since the piece before it."""
-    from dist_transformer.data.window import WindowBuilder
+    from dist_transformer.data.loader.window import WindowBuilder
     from dist_transformer.decoding.ensemble import Ensemble
-    from dist_transformer.training.objective import Objective
-    from dist_transformer.training.state_files import StateFiles
+    from dist_transformer.training.checkpoint.tensor_files import StateFiles
+    from dist_transformer.training.engine.objective import Objective
     from dist_transformer.training.watchdog import Watchdog
 
     before = ""
@@ -167,7 +167,7 @@ def install_listening() -> None:
 
 def install_long_records() -> None:
     """Records are cut back until the other rank's watchdog has heard of it twice."""
-    from dist_transformer.tracking.metrics_log import MetricsLog
+    from dist_transformer.run.metrics_log import MetricsLog
     from dist_transformer.training.watchdog import Watchdog
 
     rewind, progress, heard = MetricsLog.rewind, Watchdog.progress, Path("heard_of_records")
@@ -188,11 +188,11 @@ def install_long_records() -> None:
 
 def install_end(what: str) -> None:
     """A stop comes while what is done at the end of a run takes longer than anybody waits."""
-    from dist_transformer.cli import run_end, training_run
+    from dist_transformer.training import finish, trainer
 
     owner, name = {
-        "averaging": (training_run, "write_final_model"),
-        "report": (run_end, "report_after_training"),
+        "averaging": (trainer, "write_final_model"),
+        "report": (finish, "report_after_training"),
     }[what]
     setattr(owner, name, lambda *arguments: strike("stop", True))
 

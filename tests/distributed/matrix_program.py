@@ -32,8 +32,8 @@ from plain_torch import (  # noqa: E402
 )
 
 from dist_transformer.config.checks import cross_problems  # noqa: E402
-from dist_transformer.config.models import OptimizerConfig, TrainingConfig  # noqa: E402
-from dist_transformer.launching import start_local_ranks  # noqa: E402
+from dist_transformer.config.schema import OptimizerConfig, TrainingConfig  # noqa: E402
+from dist_transformer.processes.launching import start_local_ranks  # noqa: E402
 
 LANES, STEPS, CLIP, LEARNING_RATE = 4, 6, 0.2, 1e-2
 SKIPPED_AFTER = 3
@@ -155,14 +155,14 @@ losses that followed stayed those of plain torch.
 
 
 def run_as_rank(path: Path) -> None:
-    from dist_transformer import distributed
+    from dist_transformer.distributed import group
 
-    ranks = distributed.join(120)
+    ranks = group.join(120)
     results = [_train(c, ranks) for c in COMBINATIONS if c.runs_on(ranks.num_ranks)]
     if ranks.is_first:
         path.write_text(json.dumps(results), encoding="utf-8")
     ranks.barrier()
-    distributed.leave()
+    group.leave()
     os._exit(0)  # as `train` does: threads of gloo's may outlive the interpreter, and abort
 
 
@@ -196,8 +196,8 @@ def _engine(combination: Combination, ranks: Any) -> Any:
     import torch
 
     from dist_transformer.model.transformer import Transformer
-    from dist_transformer.training.engine import Engine
-    from dist_transformer.training.objective import Objective
+    from dist_transformer.training.engine.engine import Engine
+    from dist_transformer.training.engine.objective import Objective
 
     settings = combination.settings
     torch.manual_seed(0)

@@ -12,8 +12,9 @@ from running import NOT_INHERITED, Command, records, without
 from test_resume import assert_same_run
 
 from dist_transformer.errors import EXIT_FAILED, EXIT_REQUEUE
-from dist_transformer.run_dir import RunDir, read_json
-from dist_transformer.training import checkpoints
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.checkpoint import checkpoints
 
 pytestmark = pytest.mark.slow
 

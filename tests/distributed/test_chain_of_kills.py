@@ -15,7 +15,7 @@ import pytest
 from running import Command, records, wait_for_step
 from test_resume import assert_same_run
 
-from dist_transformer.run_dir import read_json
+from dist_transformer.files import read_json
 
 pytestmark = pytest.mark.slow
 

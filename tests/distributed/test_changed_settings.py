@@ -8,7 +8,8 @@ from mlflow import MlflowClient
 from running import records
 
 from dist_transformer.config.loading import load_config
-from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +66,7 @@ def test_a_checkpoint_that_does_not_hold_its_settings_is_compared_with_the_confi
 
 
 def _write_state(folder: Path, state: dict) -> None:
-    from dist_transformer.training.checkpoints import file_entry
+    from dist_transformer.training.checkpoint.checkpoints import file_entry
 
     (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")
     manifest = read_json(folder / "manifest.json")

@@ -12,7 +12,7 @@ import pytest
 from running import NOT_INHERITED, Command, records, wait_for_step, without
 
 from dist_transformer.errors import EXIT_FAILED, EXIT_HANG
-from dist_transformer.stacks import rank_processes
+from dist_transformer.processes.stacks import rank_processes
 
 pytestmark = pytest.mark.slow
 

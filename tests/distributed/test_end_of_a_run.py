@@ -10,7 +10,7 @@ import pytest
 from running import NOT_INHERITED, Command, records, without
 
 from dist_transformer.errors import EXIT_REQUEUE
-from dist_transformer.run_dir import read_json
+from dist_transformer.files import read_json
 
 pytestmark = pytest.mark.slow
 

@@ -13,8 +13,8 @@ from test_resume import assert_same_run
 
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import EXIT_FAILED, EXIT_USER_ERROR
-from dist_transformer.run_dir import read_json
-from dist_transformer.training.schedule import learning_rate
+from dist_transformer.files import read_json
+from dist_transformer.training.engine.schedule import learning_rate
 
 pytestmark = pytest.mark.slow
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from running import Command, records
 
-from dist_transformer.cli.run_data import RunData, open_run_data
 from dist_transformer.config.loading import load_config
+from dist_transformer.data.loader.window_request import CORPUS_SHIFT
 from dist_transformer.data.manifest import Manifest
-from dist_transformer.data.plan import CORPUS_SHIFT
-from dist_transformer.data.tokenizer import Tokenizer
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.errors import CheckpointError
-from dist_transformer.run_dir import RunDir
-from dist_transformer.training.checkpoints import Checkpoint, newest_whole
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.checkpoint.checkpoints import Checkpoint, newest_whole
+from dist_transformer.training.run_data import RunData, open_run_data
 
 pytestmark = pytest.mark.slow
 

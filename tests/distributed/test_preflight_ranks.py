@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from running import NOT_INHERITED, without
 
-from dist_transformer.launching import rank_environment
+from dist_transformer.files import read_json
 from dist_transformer.preflight.report import main, rank_file
-from dist_transformer.run_dir import read_json
+from dist_transformer.processes.launching import rank_environment
 
 pytestmark = pytest.mark.slow
 

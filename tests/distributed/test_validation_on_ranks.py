@@ -10,9 +10,10 @@ from running import Command, records
 from safetensors.torch import load_file
 from validation_program import launch
 
-from dist_transformer.decoding.score import tokenised_scores
-from dist_transformer.run_dir import RunDir, read_json
-from dist_transformer.training import checkpoints
+from dist_transformer.decoding.metrics import tokenised_scores
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.checkpoint import checkpoints
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT)]
 
-from dist_transformer.launching import start_local_ranks  # noqa: E402
+from dist_transformer.processes.launching import start_local_ranks  # noqa: E402
 
 COMBINATIONS = [(stage, "fp32") for stage in range(4)] + [(1, "bf16"), (3, "bf16"), (1, "fp16"), (3, "fp16")]
 
@@ -29,18 +29,18 @@ def launch(run: Path, num_ranks: int, folder: Path) -> dict[str, Any]:
 def run_as_rank(run: Path, results: Path) -> None:
     import torch
 
-    from dist_transformer import distributed
-    from dist_transformer.cli.run_data import open_run_data
-    from dist_transformer.cli.run_validation import dry_run_of_validation, open_validator
-    from dist_transformer.cli.training_run import objective_of
     from dist_transformer.config.loading import load_config
     from dist_transformer.data.manifest import Manifest
-    from dist_transformer.data.prepare import prepared_folder
-    from dist_transformer.run_dir import RunDir
-    from dist_transformer.training import checkpoints
-    from dist_transformer.training.engine import Engine
+    from dist_transformer.data.prepare.preparation import prepared_folder
+    from dist_transformer.distributed import group
+    from dist_transformer.run.folder import RunDir
+    from dist_transformer.training.checkpoint import checkpoints
+    from dist_transformer.training.engine.engine import Engine
+    from dist_transformer.training.run_data import open_run_data
+    from dist_transformer.training.trainer import objective_of
+    from dist_transformer.training.validation.translation import dry_run_of_validation, open_validator
 
-    ranks = distributed.join(60)
+    ranks = group.join(60)
     torch.set_num_threads(1)
     found = {}
     for stage, precision in COMBINATIONS if ranks.num_ranks == 2 else COMBINATIONS[:4]:
@@ -74,7 +74,7 @@ def run_as_rank(run: Path, results: Path) -> None:
     if ranks.is_first:
         results.write_text(json.dumps(found), encoding="utf-8")
     ranks.barrier()
-    distributed.leave()
+    group.leave()
     sys.stdout.flush()
     os._exit(0)  # as `train` does: threads of gloo's may outlive the interpreter, and abort
 

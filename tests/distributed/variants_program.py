@@ -19,10 +19,10 @@ import torch  # noqa: E402
 from plain_torch import TOLERANCE, VOCABULARY, MicroBatch, ragged_batches, tokens_of  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 
-from dist_transformer.config.models import ModelConfig, OptimizerConfig, TrainingConfig  # noqa: E402
-from dist_transformer.launching import start_local_ranks  # noqa: E402
+from dist_transformer.config.schema import ModelConfig, OptimizerConfig, TrainingConfig  # noqa: E402
 from dist_transformer.model.transformer import Transformer  # noqa: E402
-from dist_transformer.training.records import dropout_seed  # noqa: E402
+from dist_transformer.processes.launching import start_local_ranks  # noqa: E402
+from dist_transformer.training.train_state import dropout_seed  # noqa: E402
 
 LANES, STEPS, LEARNING_RATE = 4, 4, 1e-2
 SIZES: dict[str, Any] = {"d_model": 16, "d_ff": 32, "num_heads": 2, "num_encoder_layers": 2, "num_decoder_layers": 2}
@@ -98,20 +98,20 @@ def launch(num_ranks: int, folder: Path) -> dict[Case, list[float]]:
 
 
 def run_as_rank(path: Path) -> None:
-    from dist_transformer import distributed
+    from dist_transformer.distributed import group
 
-    ranks = distributed.join(120)
+    ranks = group.join(120)
     results = [(astuple(case), _train(case, ranks)) for case in CASES]
     if ranks.is_first:
         path.write_text(json.dumps(results), encoding="utf-8")
     ranks.barrier()
-    distributed.leave()
+    group.leave()
     os._exit(0)  # as `train` does: threads of gloo's may outlive the interpreter, and abort
 
 
 def _train(case: Case, ranks: Any) -> list[float]:
-    from dist_transformer.training.engine import Engine
-    from dist_transformer.training.objective import Objective
+    from dist_transformer.training.engine.engine import Engine
+    from dist_transformer.training.engine.objective import Objective
 
     settings = TrainingConfig(zero_stage=case.stage, precision=case.precision, initial_loss_scale=1024)
     engine = Engine(Objective(initial_model(case), 0.1, case.precision), settings, OptimizerConfig(), ranks)

@@ -123,7 +123,7 @@ def test_any_paths_and_options_are_taken_or_refused_with_a_message(working_folde
         fill(Path.cwd())
         must_end_in_a_message(*line, text=text)
 
-    with mock.patch.dict("dist_transformer.data.demo_corpus.PAIRS_OF_SPLIT", train=3, validation=3, test=3):
+    with mock.patch.dict("dist_transformer.data.sources.demo_corpus.PAIRS_OF_SPLIT", train=3, validation=3, test=3):
         check()
 
 

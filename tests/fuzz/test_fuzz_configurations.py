@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-from dist_transformer.config.models import Config
+from dist_transformer.config.schema import Config
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from slurm_test_cluster import SlurmCluster, wait_until
 
-from dist_transformer.run_dir import RunDir, read_json
-from dist_transformer.training.state_files import Weights
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.checkpoint.tensor_files import Weights
 
 MAX_STEPS = 120
 CONFIG = f"""

@@ -9,7 +9,8 @@ import pytest
 from slurm_runs import CONFIG, MAX_STEPS, SubmittedRun, program, read_lines, signal_ranks, submit
 from slurm_test_cluster import HERE, SlurmCluster, wait_until
 
-from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 REPOSITORY = HERE.parents[1]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from slurm_test_cluster import HERE, SlurmCluster, wait_until
 
-from dist_transformer.data.demo_corpus import demo_pairs
+from dist_transformer.data.sources.demo_corpus import demo_pairs
 
 REPOSITORY = HERE.parents[1]
 PAGE = (REPOSITORY / "docs" / "slurm.md").read_text(encoding="utf-8")

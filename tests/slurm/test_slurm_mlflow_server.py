@@ -13,7 +13,7 @@ import pytest
 from slurm_runs import SubmittedRun, read_lines, submit
 from slurm_test_cluster import HERE, SlurmCluster, wait_until
 
-from dist_transformer.run_dir import read_json
+from dist_transformer.files import read_json
 
 REPOSITORY = HERE.parents[1]
 STEPS = 6

@@ -11,7 +11,7 @@ from slurm_test_cluster import HERE, SlurmCluster, wait_until
 
 from dist_transformer.config.loading import load_config
 from dist_transformer.data.manifest import Manifest, verify_shards
-from dist_transformer.data.prepare import prepare
+from dist_transformer.data.prepare.preparation import prepare
 
 SCRIPT = HERE.parents[1] / "slurm" / "prepare.sbatch"
 CONFIG = """

@@ -11,8 +11,8 @@ from mlflow import MlflowClient
 from slurm_runs import SubmittedRun, program, signal_ranks, submit
 from slurm_test_cluster import SlurmCluster, wait_until
 
-from dist_transformer.cluster.run_view import SILENT_SECONDS
-from dist_transformer.run_dir import read_json
+from dist_transformer.files import read_json
+from dist_transformer.run.status import SILENT_SECONDS
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 from slurm_test_cluster import HERE, SlurmCluster, wait_until
 
-from dist_transformer.cli.translate_file import translate_file
-from dist_transformer.cli.translation_lines import Form, Task
-from dist_transformer.config.data_models import TokenizerConfig
-from dist_transformer.config.models import DecodingConfig, ModelConfig
-from dist_transformer.data.demo_corpus import demo_pairs
-from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.config.data_schema import TokenizerConfig
+from dist_transformer.config.schema import DecodingConfig, ModelConfig
+from dist_transformer.data.sources.demo_corpus import demo_pairs
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.decoding.translate_file import translate_file
+from dist_transformer.decoding.translation_lines import Form, Task
 from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.stop_request import StopRequest
+from dist_transformer.processes.stop_request import StopRequest
 
 REPOSITORY = HERE.parents[1]
 LINES = [source for _, (source, _) in zip(range(1500), demo_pairs("train"), strict=False)]

@@ -10,12 +10,13 @@ from typing import Any
 
 import yaml
 
-from dist_transformer.cluster import restarts
-from dist_transformer.cluster.bad_nodes import exclude
+from dist_transformer.cluster import requeue
 from dist_transformer.cluster.submit import note_job
-from dist_transformer.run_dir import RunDir, write_json, write_text
-from dist_transformer.tracking.metrics_log import MetricsLog
-from dist_transformer.tracking.spool import Memory, add_event
+from dist_transformer.files import write_json, write_text
+from dist_transformer.run.excluded_nodes import exclude
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import MetricsLog
+from dist_transformer.tracking.outbox import Memory, add_event
 
 VALUES: list[Any] = [
     None,
@@ -157,8 +158,8 @@ def write_run(run_dir: RunDir, config_text: str, job: str = "5") -> None:
     Memory("a run", sent={"train": 2}).save(run_dir.tracking)
     run_dir.slurm.mkdir()
     note_job(run_dir, {"train": job}, "sbatch train.sbatch")
-    restarts.begin(run_dir, job, 0, 3)
-    restarts.end(run_dir, job, 0, 75, "decide")
+    requeue.begin(run_dir, job, 0, 3)
+    requeue.end(run_dir, job, 0, 75, "decide")
     exclude(run_dir, {"n7": "preflight: slow"}, 10, 2)
     write_text(run_dir.log, "2026-01-01 step 6\n" * 9)
     write_text(run_dir.slurm / f"job-{job}.log", "0: step 6\n" * 9)

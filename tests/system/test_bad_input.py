@@ -11,8 +11,8 @@ import sys
 import pytest
 from running import records, wait_for_step
 
-from dist_transformer.run_dir import RunDir
-from dist_transformer.training import checkpoints
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.checkpoint import checkpoints
 
 pytestmark = pytest.mark.slow
 

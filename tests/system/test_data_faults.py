@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from running import Command, records
 
-from dist_transformer.data.demo_corpus import demo_pairs
+from dist_transformer.data.sources.demo_corpus import demo_pairs
 from dist_transformer.errors import EXIT_HANG
 
 pytestmark = pytest.mark.slow
@@ -160,9 +160,9 @@ def test_a_slow_remote_that_fails_now_and_then_feeds_loader_processes_as_the_dis
 
 HANGING_DISK = """
 import threading
-import dist_transformer.data.row_groups
+import dist_transformer.data.loader.row_groups
 
-dist_transformer.data.row_groups.open_parquet = lambda file: threading.Event().wait()
+dist_transformer.data.loader.row_groups.open_parquet = lambda file: threading.Event().wait()
 """
 
 

@@ -14,7 +14,7 @@ from running import Command, records
 from typer.testing import CliRunner
 
 from dist_transformer.cli.main import app
-from dist_transformer.data.plan import CORPUS_SHIFT
+from dist_transformer.data.loader.window_request import CORPUS_SHIFT
 from dist_transformer.errors import CheckpointError, UserError
 
 pytestmark = pytest.mark.slow

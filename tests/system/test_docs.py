@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from dist_transformer.cli.main import app
-from dist_transformer.config.models import Config
+from dist_transformer.config.schema import Config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = sorted(

@@ -4,9 +4,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dist_transformer.run_dir import RunDir, read_json
-from dist_transformer.training import checkpoints
-from dist_transformer.training.state_files import STATE, Weights
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.checkpoint import checkpoints
+from dist_transformer.training.checkpoint.tensor_files import STATE, Weights
 
 pytestmark = pytest.mark.slow
 

@@ -8,7 +8,7 @@ import pytest
 from running import Command
 
 from dist_transformer.cli.evaluate import evaluate_command
-from dist_transformer.run_dir import read_json
+from dist_transformer.files import read_json
 
 pytestmark = pytest.mark.slow
 

@@ -13,10 +13,11 @@ from forked_command import run_command
 from mlflow import MlflowClient
 from mutated_runs import Mutation, copy_of, field_mutations, whole_file_mutations, write_run
 
-from dist_transformer.cluster import restarts
+from dist_transformer.cluster import requeue
 from dist_transformer.config.loading import load_config, to_yaml
-from dist_transformer.run_dir import RunDir, read_json, write_json, write_text
-from dist_transformer.tracking.mlflow_door import RUN_UID_TAG
+from dist_transformer.files import read_json, write_json, write_text
+from dist_transformer.run.folder import RunDir
+from dist_transformer.tracking.mlflow_client import RUN_UID_TAG
 
 pytestmark = pytest.mark.slow
 NOBODY = 65534
@@ -108,7 +109,7 @@ def test_the_batch_script_is_answered_about_a_mutated_folder(run: Path, place: P
         mutate(folder / file)
         for arguments in (["begin", "5", "1", str(folder)], ["end", str(folder), "5", "1", "1", "decide"],
                           ["excluded", str(folder), "n1"]):  # fmt: skip
-            assert restarts.main(arguments) in (0, 1, 2, 3), f"{file}: {name}: {arguments}"
+            assert requeue.main(arguments) in (0, 1, 2, 3), f"{file}: {name}: {arguments}"
 
 
 def test_pages_plans_and_syncs_of_a_mutated_folder_end_in_order(run: Path, place: Path, tmp_path: Path) -> None:

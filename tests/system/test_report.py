@@ -11,12 +11,13 @@ import torch
 from html_reader import Page, assert_sound
 from running import records, wait_for_step
 
-from dist_transformer.cli.attention_maps import attention_of
-from dist_transformer.cli.report import report_after_training
-from dist_transformer.data.tokenizer import Tokenizer
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.errors import UserError
+from dist_transformer.files import write_json
 from dist_transformer.interop.model_folder import load_model_folder
-from dist_transformer.run_dir import RunDir, write_json
+from dist_transformer.reporting.attention_maps import attention_of
+from dist_transformer.reporting.run_report import report_after_training
+from dist_transformer.run.folder import RunDir
 
 pytestmark = pytest.mark.slow
 
@@ -205,7 +206,7 @@ def test_after_training_a_failure_is_a_warning_and_the_page_is_written_as_far_as
     def out_of_memory(*_arguments):
         raise MemoryError("no memory for a second model")
 
-    monkeypatch.setattr("dist_transformer.cli.attention_maps.attention_of", out_of_memory)
+    monkeypatch.setattr("dist_transformer.reporting.attention_maps.attention_of", out_of_memory)
     report_after_training(RunDir(copied))
     assert "no memory for a second model" in caplog.text
     assert "</html>" in (copied / "report.html").read_text(encoding="utf-8")

@@ -10,12 +10,13 @@ import torch
 from running import NOT_INHERITED, without
 from safetensors.torch import load_file
 
-from dist_transformer.config.data_models import DataConfig
+from dist_transformer.config.data_schema import DataConfig
 from dist_transformer.config.loading import load_config
-from dist_transformer.run_dir import RunDir, read_json
-from dist_transformer.training import checkpoints
-from dist_transformer.training.largest_batch import largest_shapes
-from dist_transformer.training.state_files import Weights
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.batch_size_finder import largest_shapes
+from dist_transformer.training.checkpoint import checkpoints
+from dist_transformer.training.checkpoint.tensor_files import Weights
 
 pytestmark = pytest.mark.slow
 

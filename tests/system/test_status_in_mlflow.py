@@ -11,12 +11,13 @@ import pytest
 from mlflow import MlflowClient
 from running import Command, wait_for_step
 
-from dist_transformer.cluster.run_view import SILENT_SECONDS
 from dist_transformer.config.loading import load_config
-from dist_transformer.run_dir import RunDir, read_json
-from dist_transformer.tracking.metrics_log import MetricsLog
-from dist_transformer.tracking.settle import settle, status_said
-from dist_transformer.tracking.spool import add_event
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import MetricsLog
+from dist_transformer.run.status import SILENT_SECONDS
+from dist_transformer.tracking.final_status import settle, status_said
+from dist_transformer.tracking.outbox import add_event
 
 pytestmark = pytest.mark.slow
 

@@ -15,20 +15,20 @@ from click.testing import Result
 from running import NOT_INHERITED, PROGRAM, Command, without
 from typer.testing import CliRunner
 
-from dist_transformer.cli import translate_file as cli_translate_file
 from dist_transformer.cli.main import app
-from dist_transformer.cli.search_engines import Search, open_search
-from dist_transformer.cli.translate_file import translate_file
-from dist_transformer.cli.translation_lines import Form, Task
-from dist_transformer.config.data_models import TokenizerConfig
-from dist_transformer.config.models import DecodingConfig, ModelConfig
-from dist_transformer.data.demo_corpus import demo_pairs
-from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
-from dist_transformer.decoding import file_parts
+from dist_transformer.config.data_schema import TokenizerConfig
+from dist_transformer.config.schema import DecodingConfig, ModelConfig
+from dist_transformer.data.sources.demo_corpus import demo_pairs
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.decoding import sharded_files
+from dist_transformer.decoding import translate_file as cli_translate_file
+from dist_transformer.decoding.engines import Search, open_search
+from dist_transformer.decoding.translate_file import translate_file
+from dist_transformer.decoding.translation_lines import Form, Task
 from dist_transformer.errors import EXIT_REQUEUE, UserError
 from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.stop_request import StopRequest
+from dist_transformer.processes.stop_request import StopRequest
 
 pytestmark = pytest.mark.slow
 
@@ -211,8 +211,8 @@ class Ranks:
 
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ranks:
-    monkeypatch.setattr(file_parts, "SMALLEST_CHUNK_LINES", 7)
-    monkeypatch.setattr(file_parts, "MOST_SMALL_CHUNKS", 10)
+    monkeypatch.setattr(sharded_files, "SMALLEST_CHUNK_LINES", 7)
+    monkeypatch.setattr(sharded_files, "MOST_SMALL_CHUNKS", 10)
     (tmp_path / "source").write_text("".join(f"{line}\n" for line in SOURCES[:60]), encoding="utf-8")
     return Ranks(monkeypatch, tmp_path / "source")
 
@@ -255,13 +255,13 @@ def test_a_job_that_was_restarted_often_comes_back_as_long_as_parts_get_done(
     ranks: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_RESTART_COUNT", "9")
-    stop, write = StopRequest(), file_parts.Parts.write
+    stop, write = StopRequest(), sharded_files.Parts.write
 
-    def write_and_be_stopped(parts: file_parts.Parts, chunk: int, lines: list[str]) -> None:
+    def write_and_be_stopped(parts: sharded_files.Parts, chunk: int, lines: list[str]) -> None:
         write(parts, chunk, lines)
         stop.end_at(0.0)
 
-    monkeypatch.setattr(file_parts.Parts, "write", write_and_be_stopped)
+    monkeypatch.setattr(sharded_files.Parts, "write", write_and_be_stopped)
     with pytest.raises(SystemExit) as stopped:
         ranks.run(Task([model], SETTINGS, "torch", Form(False, False, False), None), tmp_path / "out", 0, 2, stop)
     assert stopped.value.code == EXIT_REQUEUE

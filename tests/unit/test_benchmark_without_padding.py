@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_transformer.config.models import ModelConfig
+from dist_transformer.config.schema import ModelConfig
 from dist_transformer.model.transformer import Transformer
 
 PAD_ID, BOS_ID, VOCABULARY = 0, 1, 50

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dist_transformer.cli.main import main
+from dist_transformer.cli.end import run_as_command
 from dist_transformer.errors import EXIT_FAILED, EXIT_USER_ERROR, MachineError, UserError
-from dist_transformer.outputs import check_output, check_run_folder, is_stream, write_output, writing
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.outputs import check_output, check_run_folder, is_stream, write_output, writing
 
 OF_PATHS = ("ENOENT", "EACCES", "EPERM", "ENAMETOOLONG", "ELOOP", "ENOTDIR", "EISDIR", "EROFS", "EEXIST", "ENOTEMPTY")
 OF_MACHINES = ("EIO", "ESTALE", "ENOSPC", "EDQUOT", "ETIMEDOUT", "EMFILE", "ENFILE", "ENOMEM", "EAGAIN", "ENOTCONN")
@@ -36,7 +36,7 @@ def test_an_error_that_names_a_file_is_a_message_and_its_kind_decides_the_exit_c
             raise of_system(name, tmp_path / "file")
 
         with pytest.raises(SystemExit) as end:
-            main(fail)
+            run_as_command(fail)
         assert end.value.code == code, name
         said = capsys.readouterr().err
         assert said.startswith(f"dist-transformer: {tmp_path}/file: {os.strerror(getattr(errno, name))}: ")

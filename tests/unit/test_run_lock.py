@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from dist_transformer.errors import MachineError, UserError
-from dist_transformer.run_dir import RunDir, read_json, write_json
-from dist_transformer.run_lock import STALE_BEATS, RunLock
+from dist_transformer.files import read_json, write_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.lock import STALE_BEATS, RunLock
 
 BEAT_SECONDS = 0.05
 ELSEWHERE = {

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_transformer import stacks
-from dist_transformer.stacks import SIGNAL, dump_local, rank_processes
+from dist_transformer.processes import stacks
+from dist_transformer.processes.stacks import SIGNAL, dump_local, rank_processes
 
 BLOCKED_IN_C = """
 def waits_in_c():
@@ -33,7 +33,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def started(code: str, *, rank: int = 0, job: str = "7", folder: Path = tmp_path) -> subprocess.Popen[str]:
         begin = (
-            f"from pathlib import Path\nfrom dist_transformer.stacks import register\nregister(Path({str(folder)!r}))\n"
+            "from pathlib import Path\nfrom dist_transformer.processes.stacks import register\n"
+            f"register(Path({str(folder)!r}))\n"
         )
         environment = {**os.environ, "RANK": str(rank), "SLURM_JOB_ID": job}
         process = subprocess.Popen(

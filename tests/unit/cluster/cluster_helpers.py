@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.config.models import Config
+from dist_transformer.config.schema import Config
 
 NASTY = [
     "two words",

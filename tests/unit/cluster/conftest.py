@@ -7,7 +7,7 @@ import fake_slurm as answering
 import pytest
 from cluster_helpers import SBATCH, FakeSlurm
 
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run.folder import RunDir
 
 
 @pytest.fixture

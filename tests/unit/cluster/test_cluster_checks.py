@@ -11,7 +11,8 @@ from cluster_helpers import config_of
 from dist_transformer.cluster.checks import parse_time_limit, submission_problems
 from dist_transformer.cluster.submit import plan_submission
 from dist_transformer.errors import ConfigError
-from dist_transformer.run_dir import RunDir, write_json
+from dist_transformer.files import write_json
+from dist_transformer.run.folder import RunDir
 
 
 def _problems(run_dir: RunDir, num_parameters: int = 1000, **settings: object) -> list[str]:

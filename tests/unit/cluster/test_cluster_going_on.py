@@ -12,14 +12,15 @@ from fake_slurm import job_line
 from dist_transformer.cli.submit import submit_run
 from dist_transformer.cluster import submit as cluster_submit
 from dist_transformer.cluster.checks import busy_problems, submission_problems
-from dist_transformer.cluster.going_on import MODEL_FREE, recipe_of_checkpoint, recipe_settings
-from dist_transformer.cluster.run_view import look_at
 from dist_transformer.cluster.submit import plan_submission
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.models import Config, ModelConfig
+from dist_transformer.config.schema import Config, ModelConfig
 from dist_transformer.errors import ConfigError, UserError
-from dist_transformer.run_dir import RunDir, write_json
-from dist_transformer.run_lock import BEAT_SECONDS, STALE_BEATS, RunLock
+from dist_transformer.files import write_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.lock import BEAT_SECONDS, STALE_BEATS, RunLock
+from dist_transformer.run.resume_checks import MODEL_FREE, recipe_of_checkpoint, recipe_settings
+from dist_transformer.run.status import look_at
 
 
 @pytest.fixture(autouse=True)

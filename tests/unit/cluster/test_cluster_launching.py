@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from dist_transformer.errors import UserError
-from dist_transformer.launching import num_ranks_given, rank_environment, start_local_ranks
-from dist_transformer.share_folder import share_folder
+from dist_transformer.package_data import share_folder
+from dist_transformer.processes.launching import num_ranks_given, rank_environment, start_local_ranks
 
 HEAD = "import os, sys, signal, time, json\nrank = int(os.environ['RANK'])\n"
 

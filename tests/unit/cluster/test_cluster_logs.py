@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 from watched_run import make_run
 
-from dist_transformer.cluster import text_tail
 from dist_transformer.cluster.logs import follow, last_hang, log_of_job, log_of_run, newest_log, tail, wait_for_log
-from dist_transformer.cluster.text_tail import GrowingFile, end_of_last_line, last_lines
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.tail import GrowingFile, end_of_last_line, last_lines
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def write(path: Path, text: str, at: float = 0.0) -> Path:
 def test_the_lines_from_the_end_are_those_of_the_file_backwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece_bytes: int, text: str
 ) -> None:
-    monkeypatch.setattr(text_tail, "PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr("dist_transformer.run.tail.PIECE_BYTES", piece_bytes)
     path = tmp_path / "log"
     path.write_bytes(text.encode())
     assert list(last_lines(path, 1 << 20)) == text.split("\n")[::-1]

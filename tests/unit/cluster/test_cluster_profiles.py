@@ -11,10 +11,10 @@ from dist_transformer.cluster.checks import submission_problems
 from dist_transformer.cluster.profiles import fill_from_profile, load_profile
 from dist_transformer.cluster.script import Code, render_script
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.models import Config
+from dist_transformer.config.schema import Config
 from dist_transformer.errors import ConfigError
-from dist_transformer.run_dir import RunDir
-from dist_transformer.share_folder import share_folder
+from dist_transformer.package_data import share_folder
+from dist_transformer.run.folder import RunDir
 
 
 def _config(tmp_path: Path, slurm: str) -> Config:

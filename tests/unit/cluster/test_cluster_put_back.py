@@ -8,7 +8,8 @@ from cluster_helpers import SBATCH, FakeSlurm, config_of
 from dist_transformer.cluster import submit as cluster_submit
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.cluster.submit import plan_submission, submit
-from dist_transformer.run_dir import RunDir, write_json
+from dist_transformer.files import write_json
+from dist_transformer.run.folder import RunDir
 
 REFUSES = 'echo "sbatch: error: invalid partition" >&2; exit 1'
 

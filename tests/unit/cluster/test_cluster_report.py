@@ -8,12 +8,13 @@ import pytest
 from fake_slurm import FakeSlurm, answer, job_line
 from watched_run import NOW, add_lines, beat, make_run, trained
 
-from dist_transformer.cluster import report as module
-from dist_transformer.cluster import run_view
-from dist_transformer.cluster.report import report, report_all
-from dist_transformer.cluster.run_view import look_at
-from dist_transformer.cluster.targets import Target
-from dist_transformer.run_dir import RunDir, write_json
+from dist_transformer.cluster import job_status as module
+from dist_transformer.cluster.job_status import report, report_all
+from dist_transformer.cluster.run_ref import Target
+from dist_transformer.files import write_json
+from dist_transformer.run import status
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.status import look_at
 
 KEYS = [
     *("run", "folder", "time", "state", "step"),
@@ -29,7 +30,7 @@ KEYS = [
 @pytest.fixture(autouse=True)
 def now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.time, "time", lambda: NOW)
-    monkeypatch.setattr("dist_transformer.disk.file_clock", lambda folder: NOW)
+    monkeypatch.setattr("dist_transformer.files.file_clock", lambda folder: NOW)
 
 
 @pytest.fixture
@@ -283,8 +284,8 @@ def test_a_list_of_runs_works_without_slurm(run_dir: RunDir, monkeypatch: pytest
 def test_a_checkpoint_and_an_owner_that_go_while_one_looks_are_no_error(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_view, "newest_checkpoint", lambda _: "step_00000009")  # rotated since it was listed
-    monkeypatch.setattr(run_view, "read_record", lambda path: {"host": "n1"} if path == run_dir.owner else {})
+    monkeypatch.setattr(status, "newest_checkpoint", lambda _: "step_00000009")  # rotated since it was listed
+    monkeypatch.setattr(status, "read_record", lambda path: {"host": "n1"} if path == run_dir.owner else {})
     view = look_at(run_dir)
     assert (view.checkpoint, view.checkpoint_time) == ("step_00000009", None)
     assert (view.owner, view.heartbeat_time) == ({"host": "n1"}, None)

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dist_transformer.cluster.restarts import attempts, decide, main, newest_checkpoint, run_folder
-from dist_transformer.run_dir import RunDir, read_json, write_json
+from dist_transformer.cluster.requeue import decide, main, run_folder
+from dist_transformer.files import read_json, write_json
+from dist_transformer.run.attempts import attempts, newest_checkpoint
+from dist_transformer.run.folder import RunDir
 
 
 @pytest.fixture
@@ -187,7 +189,7 @@ def test_a_missing_configuration_is_a_user_error_before_any_rank_starts(
 
 def test_a_decision_that_cannot_be_made_is_neither_yes_nor_no(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "dist_transformer.cluster.restarts", "end", f"{tmp_path}/gone", "12", "0", "1", "decide"],
+        [sys.executable, "-m", "dist_transformer.cluster.requeue", "end", f"{tmp_path}/gone", "12", "0", "1", "decide"],
         capture_output=True, check=False,
     )  # fmt: skip
     assert done.returncode not in (0, 2, 3)

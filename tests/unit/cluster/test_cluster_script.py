@@ -7,8 +7,8 @@ import pytest
 from cluster_helpers import NASTY, config_of
 
 from dist_transformer.cluster.script import Code, needed_folders, render_script
-from dist_transformer.config.slurm_models import SlurmConfig
-from dist_transformer.share_folder import share_folder
+from dist_transformer.config.slurm_schema import SlurmConfig
+from dist_transformer.package_data import share_folder
 
 SCRIPTS = sorted(path.name for path in share_folder("slurm").glob("*.sbatch"))
 END = "# --- end of settings"

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from dist_transformer import share_folder as share_folder_module
-from dist_transformer.cluster.snapshot import git_commit, take_snapshot
-from dist_transformer.run_dir import read_json
-from dist_transformer.share_folder import share_folder
+from dist_transformer import package_data as share_folder_module
+from dist_transformer.files import read_json
+from dist_transformer.package_data import share_folder
+from dist_transformer.run.snapshot import git_commit, take_snapshot
 
 PACKAGE = Path(share_folder_module.__file__).resolve().parent
 
@@ -86,7 +86,7 @@ def test_a_new_snapshot_replaces_the_old_one_whole(checkout: Path, tmp_path: Pat
 
 def test_a_snapshot_of_this_program_runs_by_itself_and_finds_its_own_launch_scripts(tmp_path: Path) -> None:
     take_snapshot(tmp_path / "snapshot")
-    command = [sys.executable, "-m", "dist_transformer.share_folder", "launch"]
+    command = [sys.executable, "-m", "dist_transformer.package_data", "launch"]
     environment = {"PYTHONPATH": str(tmp_path / "snapshot"), "PYTHONSAFEPATH": "1"}
     done = subprocess.run(command, env=environment, cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
     launch = Path(done.stdout.strip())
@@ -100,7 +100,7 @@ def test_the_share_folder_inside_the_package_goes_before_a_stranger_beside_it(
     package = tmp_path / "site-packages" / "dist_transformer"
     (package / "share" / "launch").mkdir(parents=True)
     (package.parent / "launch").mkdir()
-    monkeypatch.setattr(share_folder_module, "__file__", str(package / "share_folder.py"))
+    monkeypatch.setattr(share_folder_module, "__file__", str(package / "package_data.py"))
     assert share_folder("launch") == package / "share" / "launch"
     with pytest.raises(FileNotFoundError, match=r"no slurm folder in .*; reinstall dist-transformer"):
         share_folder("slurm")

@@ -8,13 +8,14 @@ import pytest
 from cluster_helpers import FakeSlurm, config_of
 from fake_slurm import job_line
 
-from dist_transformer import run_dir as run_dir_module
-from dist_transformer.cluster.jobs import STAGES
 from dist_transformer.cluster.slurm import SlurmError, clean_environment
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
+from dist_transformer.config.slurm_schema import STAGES
 from dist_transformer.errors import ConfigError, MachineError
-from dist_transformer.run_dir import RunDir, read_json, write_json
-from dist_transformer.share_folder import share_folder
+from dist_transformer.files import read_json, write_json
+from dist_transformer.package_data import share_folder
+from dist_transformer.run import folder as run_dir_module
+from dist_transformer.run.folder import RunDir
 
 
 def _plan(run_dir: RunDir, *stages: str, after: tuple[str, ...] = (), **settings: object) -> Submission:

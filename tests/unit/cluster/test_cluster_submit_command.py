@@ -8,14 +8,15 @@ from cluster_helpers import FakeSlurm, small_snapshot
 from fake_slurm import job_line
 
 from dist_transformer.cli import submit as submit_module
-from dist_transformer.cli.arguments import with_absolute_paths
-from dist_transformer.cli.first_pairs import first_pairs_problems
-from dist_transformer.cli.submit import memory_problems, read_job_ids, read_stages, submit_run
+from dist_transformer.cli.submission import memory_problems
+from dist_transformer.cli.submit import read_job_ids, read_stages, submit_run
 from dist_transformer.cli.sweep import submit_points
 from dist_transformer.cluster import submit as cluster_submit
-from dist_transformer.config.loading import load_config
+from dist_transformer.config.loading import load_config, with_absolute_paths
+from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.errors import ConfigError, UserError
-from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
 
 
 @pytest.fixture(autouse=True)

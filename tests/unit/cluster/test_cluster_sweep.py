@@ -20,10 +20,11 @@ from dist_transformer.cluster import submit, sweep_submit
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.cluster.submit import note_job
 from dist_transformer.cluster.sweep import ranges, read_sweep
-from dist_transformer.cluster.sweep_dir import SweepDir, read_sweep_state, sweep_of
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import ConfigError, UserError
-from dist_transformer.run_dir import RunDir, read_json, write_json
+from dist_transformer.files import read_json, write_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.sweep_folder import SweepDir, read_sweep_state, sweep_of
 
 GRID = "grid:\n  optimizer.learning_rate: [1e-3, 3e-4]\n  model.dropout: [0.1, 0.3]\n"
 

@@ -6,9 +6,10 @@ import pytest
 from fake_slurm import FakeSlurm, job_line, make_fake_slurm
 from watched_run import NOW, add_lines, make_run
 
-from dist_transformer.cluster.targets import Target, find_target, newest_job_id
+from dist_transformer.cluster.run_ref import Target, find_target, newest_job_id
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, read_json, write_json
+from dist_transformer.files import read_json, write_json
+from dist_transformer.run.folder import RunDir
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from watched_run import NOW, add_lines, beat, make_run, trained
 from dist_transformer.cli import jobs as jobs_module
 from dist_transformer.cli import logs as logs_module
 from dist_transformer.cli.main import app
-from dist_transformer.cluster.restarts import decide
-from dist_transformer.cluster.targets import Target
-from dist_transformer.durations import duration
-from dist_transformer.run_dir import RunDir
+from dist_transformer.cluster.requeue import decide
+from dist_transformer.cluster.run_ref import Target
+from dist_transformer.format import duration
+from dist_transformer.run.folder import RunDir
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def test_stacks_asks_each_node_beside_the_ranks(slurm: FakeSlurm, run_dir: RunDi
     assert "node n3: it did not answer: is it alive" in text
     asked = slurm.arguments("srun")
     assert {"--overlap", "--jobid=7", "--nodes=2", "--ntasks-per-node=1"} <= set(asked)
-    assert asked[-3:] == ["-m", "dist_transformer.stacks", "7"]
+    assert asked[-3:] == ["-m", "dist_transformer.processes.stacks", "7"]
 
 
 def test_stacks_of_a_job_that_srun_refuses_says_its_words(slurm: FakeSlurm, run_dir: RunDir) -> None:

@@ -5,7 +5,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.run_dir import RunDir, write_json, write_text
+from dist_transformer.files import write_json, write_text
+from dist_transformer.run.folder import RunDir
 
 CONFIG = """
 data: {{train: {{demo: train}}}}

@@ -6,7 +6,7 @@ import pytest
 
 from dist_transformer.config.checks import RESERVED_NAMES
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.models import Config
+from dist_transformer.config.schema import Config
 from dist_transformer.errors import ConfigError, UserError
 
 BASE = "run: {name: test}\ndata:\n  train: {demo: train}\n"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.locations import is_pattern, local_files, located
+from dist_transformer.config.paths import is_pattern, local_files, located
 from dist_transformer.errors import ConfigError
 
 MIXTURE = """\

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.models import Config
-from dist_transformer.config.sizes import head_sizes, parameter_count
+from dist_transformer.config.model_size import head_sizes, parameter_count
+from dist_transformer.config.schema import Config
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.training.schedule import learning_rate
+from dist_transformer.training.engine.schedule import learning_rate
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 REAL_SHARE = 0.93

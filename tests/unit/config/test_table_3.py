@@ -7,8 +7,8 @@ import torch
 
 from dist_transformer.cluster.sweep import read_sweep
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.models import Config, ModelConfig
-from dist_transformer.config.sizes import head_sizes, parameter_count
+from dist_transformer.config.model_size import head_sizes, parameter_count
+from dist_transformer.config.schema import Config, ModelConfig
 from dist_transformer.model.transformer import Transformer
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dist_transformer.data.plan import CORPUS_SHIFT, WindowRequest
-from dist_transformer.data.segments import LanePositions, Planner, Segment
+from dist_transformer.data.loader.partition import LanePositions, Planner, Segment
+from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowRequest
 
 ROWS_OF_MICRO_BATCH = 3
 

@@ -3,9 +3,9 @@
 import numpy as np
 from planned_rows import micro_batches
 
-from dist_transformer.data.plan import WindowRequest
-from dist_transformer.data.segments import Planner
-from dist_transformer.data.window import BatchShape, Window
+from dist_transformer.data.loader.partition import Planner
+from dist_transformer.data.loader.window import BatchShape, Window
+from dist_transformer.data.loader.window_request import WindowRequest
 
 
 class RowsBuilder:

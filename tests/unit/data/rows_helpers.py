@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dist_transformer.config.data_models import DataConfig, TokenizerConfig
-from dist_transformer.data.demo_corpus import demo_pairs
+from dist_transformer.config.data_schema import DataConfig, TokenizerConfig
+from dist_transformer.data.loader.rows import RowReader, Rows
+from dist_transformer.data.loader.window_request import RowSlice, WindowKey, WindowRequest
 from dist_transformer.data.manifest import Manifest, RowGroup, Shard, Split, TextColumns, TokenizerFiles
-from dist_transformer.data.plan import RowSlice, WindowKey, WindowRequest
-from dist_transformer.data.rows import RowReader, Rows
-from dist_transformer.data.tokenizer import train_tokenizer
+from dist_transformer.data.sources.demo_corpus import demo_pairs
+from dist_transformer.data.tokenizer.tokenizer import train_tokenizer
 
 FAULTY_FOLDER = Path(__file__).parents[2] / "faulty_filesystem"
 PAIRS = [pair for _, pair in zip(range(120), demo_pairs("train"), strict=False)]

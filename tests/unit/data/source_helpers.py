@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import zstandard
 
-from dist_transformer.config.data_models import CorpusConfig, DataConfig
-from dist_transformer.data.sources import read_corpus
+from dist_transformer.config.data_schema import CorpusConfig, DataConfig
+from dist_transformer.data.sources.corpus import read_corpus
 
 HARD_PAIRS = [
     ("12", "34"),

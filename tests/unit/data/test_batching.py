@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_transformer.data.batching import cut_by_tokens, free_buckets, snake_order, straggler_ratio
+from dist_transformer.data.loader.batching import cut_by_tokens, free_buckets, snake_order, straggler_ratio
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=200)
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_transformer.data.bounded_shapes import bounded_buckets, bounded_shapes
+from dist_transformer.data.loader.bounded_shapes import bounded_buckets, bounded_shapes
 
 SIZES = st.integers(1, 300).flatmap(lambda longest: st.tuples(st.just(longest), st.integers(2 * longest, 9000)))
 

@@ -10,11 +10,11 @@ import pytest
 from lockstep import Ranks
 from rows_helpers import DataConfig, RowReader, manifest_of, write_token_split
 
-from dist_transformer.data.audit import Audit, Usage
-from dist_transformer.data.plan import CORPUS_SHIFT, batch_digest
-from dist_transformer.data.position import Position
-from dist_transformer.data.segments import Planner, Stage
-from dist_transformer.data.window import WindowBuilder
+from dist_transformer.data.loader.audit import Audit, Usage
+from dist_transformer.data.loader.partition import Planner, Stage
+from dist_transformer.data.loader.position import Position
+from dist_transformer.data.loader.window import WindowBuilder
+from dist_transformer.data.loader.window_request import CORPUS_SHIFT, batch_digest
 
 Records = list[dict[str, Any]]
 STAGES = {"one pass an epoch": (Stage(0, None),), "weights": (Stage(0, (2, 1)), Stage(6, (1, 2)))}

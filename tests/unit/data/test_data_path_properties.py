@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from lockstep import Ranks
 from rows_helpers import manifest_of, write_token_split
 
-from dist_transformer.config.data_models import DataConfig
-from dist_transformer.data.plan import CORPUS_SHIFT, batch_digest
-from dist_transformer.data.position import Position, position_from_json
-from dist_transformer.data.rows import RowReader
-from dist_transformer.data.segments import Planner
-from dist_transformer.data.window import WindowBuilder
+from dist_transformer.config.data_schema import DataConfig
+from dist_transformer.data.loader.partition import Planner
+from dist_transformer.data.loader.position import Position, position_from_json
+from dist_transformer.data.loader.rows import RowReader
+from dist_transformer.data.loader.window import WindowBuilder
+from dist_transformer.data.loader.window_request import CORPUS_SHIFT, batch_digest
 
 LONGEST_TOKENS = 8
 """Of the sides that `write_token_split` makes."""

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dist_transformer.data.demo_language import (
+from dist_transformer.data.sources.demo_language import (
     clock_phrase,
     digital_time,
     english_number,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dist_transformer.config.data_models import TokenizerConfig
-from dist_transformer.data.demo_corpus import PAIRS_OF_SPLIT, TEMPLATES, DemoSplit, demo_pairs
-from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.config.data_schema import TokenizerConfig
+from dist_transformer.data.sources.demo_corpus import PAIRS_OF_SPLIT, TEMPLATES, DemoSplit, demo_pairs
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 
 Pairs = dict[DemoSplit, list[tuple[str, str]]]
 

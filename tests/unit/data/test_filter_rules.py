@@ -2,9 +2,9 @@
 
 import pytest
 
-from dist_transformer.config.data_models import FilterConfig
+from dist_transformer.config.data_schema import FilterConfig
 from dist_transformer.data.filters import RULES, filter_lengths, filter_text
-from dist_transformer.data.sources import RawBatch
+from dist_transformer.data.sources.corpus import RawBatch
 
 PLAIN = FilterConfig(max_tokens=100, max_length_ratio=3.0)
 

@@ -3,9 +3,9 @@
 import fsspec
 import pytest
 
-from dist_transformer.config.data_models import CorpusConfig, DataConfig
-from dist_transformer.config.models import Config
-from dist_transformer.data.kept_text import kept_pairs, texts_to_keep
+from dist_transformer.config.data_schema import CorpusConfig, DataConfig
+from dist_transformer.config.schema import Config
+from dist_transformer.data.sources.cached_text import kept_pairs, texts_to_keep
 from dist_transformer.errors import DataError
 
 TEXT = {"a.en": "one\ntwo\n\nfour\n", "a.de": "eins\nzwei\ndrei\nvier\n"}

@@ -12,11 +12,11 @@ from lockstep import ALONE, Ranks
 from planned_rows import lane_batches, row_ids
 from rows_builder import RowsBuilder
 
-from dist_transformer.data.loader import LaneLoader, LoaderSettings
-from dist_transformer.data.plan import CORPUS_SHIFT, WindowRequest
-from dist_transformer.data.position import Position, Quarantined, position_from_json
-from dist_transformer.data.rows import LostRowGroup
-from dist_transformer.data.segments import Planner, Stage
+from dist_transformer.data.loader.loader import LaneLoader, LoaderSettings
+from dist_transformer.data.loader.partition import Planner, Stage
+from dist_transformer.data.loader.position import Position, Quarantined, position_from_json
+from dist_transformer.data.loader.rows import LostRowGroup
+from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowRequest
 from dist_transformer.errors import DataError
 
 BOS_ID = 1
@@ -237,7 +237,7 @@ def test_every_window_that_a_lane_opens_was_asked_for_however_few_rows_a_mixture
     num_lanes = data.draw(st.integers(1, sum(map(sum, group_rows))))
     planner = Planner(group_rows, num_lanes, data.draw(st.integers(1, 5)), 5, stages)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dist_transformer.data.loader.WindowStream", PromptStream)
+        patch.setattr("dist_transformer.data.loader.loader.WindowStream", PromptStream)
         ranks = ranks_of(data.draw(st.integers(1, num_lanes)), start(planner), 0, planner=planner)
         for _ in range(30):
             ranks.step()

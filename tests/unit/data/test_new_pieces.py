@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from dist_transformer.config.data_models import TokenizerConfig
-from dist_transformer.data.demo_corpus import demo_pairs
-from dist_transformer.data.new_pieces import add_pieces, cuts, missing_pieces, num_pieces
-from dist_transformer.data.tokenizer import UNKNOWN_ID, Tokenizer, train_tokenizer
+from dist_transformer.config.data_schema import TokenizerConfig
+from dist_transformer.data.sources.demo_corpus import demo_pairs
+from dist_transformer.data.tokenizer.extension import add_pieces, cuts, missing_pieces, num_pieces
+from dist_transformer.data.tokenizer.tokenizer import UNKNOWN_ID, Tokenizer, train_tokenizer
 from dist_transformer.errors import DataError
 
 SENTENCES = [side for pair in islice(demo_pairs("test"), 600) for side in pair]

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_transformer.data.packing import PackedShape, decoder_input, pack, packed_shape
-from dist_transformer.data.rows import Rows
+from dist_transformer.data.loader.packing import PackedShape, decoder_input, pack, packed_shape
+from dist_transformer.data.loader.rows import Rows
 
 PAD, BOS, EOS = 0, 1, 2
 LENGTHS = st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), max_size=120)

@@ -8,12 +8,11 @@ import pyarrow.parquet as pq
 import pytest
 from prepare_helpers import NUM_TRAIN, PAIRS, SMALL, config_of, mixture_of, read_split, write_text
 
-from dist_transformer.config.models import Config
-from dist_transformer.data import prepare as preparation
-from dist_transformer.data import prepare_start, shards
+from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest, verify_shards
-from dist_transformer.data.prepare import load_tokenizer, prepare, prepared_folder
-from dist_transformer.data.shards import token_table, write_shard
+from dist_transformer.data.prepare import preparation, scan, shards
+from dist_transformer.data.prepare.preparation import load_tokenizer, prepare, prepared_folder
+from dist_transformer.data.prepare.shards import token_table, write_shard
 from dist_transformer.errors import DataError
 
 pytestmark = pytest.mark.slow
@@ -244,7 +243,7 @@ def test_the_order_of_the_corpora_is_part_of_the_corpus(tmp_path: Path):
 
 
 def test_a_large_corpus_is_not_read_whole_for_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prepare_start, "TOKENIZER_CHOICE", 1)
+    monkeypatch.setattr(scan, "TOKENIZER_CHOICE", 1)
     write_text(tmp_path)
     read: list[int] = []
     config = config_of(tmp_path, tokenizer={"training_sentences": 240})

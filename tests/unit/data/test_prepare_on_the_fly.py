@@ -9,11 +9,10 @@ import pyarrow.parquet as pq
 import pytest
 from prepare_helpers import NUM_TRAIN, PAIRS, SMALL, config_of, mixture_of, read_split, write_text
 
-from dist_transformer.config.models import Config
-from dist_transformer.data import prepare as preparation
-from dist_transformer.data import prepare_start
+from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest, TextColumns, verify_shards
-from dist_transformer.data.prepare import prepare, prepared_folder
+from dist_transformer.data.prepare import preparation, scan
+from dist_transformer.data.prepare.preparation import prepare, prepared_folder
 from dist_transformer.errors import DataError
 
 
@@ -66,7 +65,7 @@ def test_tokens_are_estimated_from_the_first_rows(tmp_path: Path, monkeypatch: p
     )
     exact = counted.splits["train"]
     for sample_rows in (2000, 200):
-        monkeypatch.setattr(prepare_start, "SAMPLE_ROWS", sample_rows)
+        monkeypatch.setattr(scan, "SAMPLE_ROWS", sample_rows)
         config = config_in(tmp_path, {"path": "all.parquet"}, prepared=str(tmp_path / f"sample-{sample_rows}"))
         split = prepare(config).splits["train"]
         tolerance = 0.01 if sample_rows > NUM_TRAIN else 0.1

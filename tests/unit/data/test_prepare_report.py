@@ -11,11 +11,11 @@ import pytest
 from matplotlib.image import imread
 from prepare_helpers import PAIRS, SMALL, config_of, mixture_of, write_text
 
-from dist_transformer.data import pair_hashes as hashing
-from dist_transformer.data import prepare as preparation
-from dist_transformer.data.demo_corpus import demo_pairs
-from dist_transformer.data.pair_hashes import count_contained, count_repeated, pair_hashes, save_hashes
-from dist_transformer.data.prepare import load_tokenizer, prepare, prepared_folder
+from dist_transformer.data.prepare import duplicates as hashing
+from dist_transformer.data.prepare import preparation
+from dist_transformer.data.prepare.duplicates import count_contained, count_repeated, pair_hashes, save_hashes
+from dist_transformer.data.prepare.preparation import load_tokenizer, prepare, prepared_folder
+from dist_transformer.data.sources.demo_corpus import demo_pairs
 
 TEXT = {"source": "train.en", "target": "train.de"}
 

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from prepare_helpers import PAIRS, SMALL, config_of, read_split, write_text
 
-from dist_transformer.data import prepare as preparation
 from dist_transformer.data.manifest import MANIFEST_NAME, Manifest
-from dist_transformer.data.prepare import prepare, prepared_folder
-from dist_transformer.data.prepare_state import STATE_NAME, PrepareState
-from dist_transformer.data.prepare_work import WORK_FOLDER, Work
+from dist_transformer.data.prepare import preparation
+from dist_transformer.data.prepare.claims import WORK_FOLDER, Work
+from dist_transformer.data.prepare.preparation import prepare, prepared_folder
+from dist_transformer.data.prepare.state import STATE_NAME, PrepareState
 from dist_transformer.errors import DataError
 
 RECORDS = 12

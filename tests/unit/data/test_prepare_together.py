@@ -14,11 +14,11 @@ from filelock import FileLock
 from prepare_helpers import SMALL, config_of, mixture_of, write_text
 from running import Command
 
-from dist_transformer.config.models import Config
-from dist_transformer.data import prepare as preparation
+from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest
-from dist_transformer.data.prepare import LOCK_NAME, prepare, prepared_folder
-from dist_transformer.data.prepare_work import ChunkClaims, Work, WorkFinishedError, chunk_unit
+from dist_transformer.data.prepare import preparation
+from dist_transformer.data.prepare.claims import ChunkClaims, Work, WorkFinishedError, chunk_unit
+from dist_transformer.data.prepare.preparation import LOCK_NAME, prepare, prepared_folder
 from dist_transformer.errors import EXIT_REQUEUE
 
 PROCESSES = multiprocessing.get_context("spawn")

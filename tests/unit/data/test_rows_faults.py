@@ -27,9 +27,9 @@ from rows_helpers import (
     write_tokenizer,
 )
 
-from dist_transformer.data import retries
+from dist_transformer.data.loader.rows import LostRowGroup, RowReader
 from dist_transformer.data.manifest import Shard, Split, TextColumns
-from dist_transformer.data.rows import LostRowGroup, RowReader
+from dist_transformer.data.sources import retries
 from dist_transformer.errors import DataError, MachineError, UserError
 
 GROUPS = (40, 50, 30)
@@ -324,7 +324,7 @@ def test_an_outage_is_put_back_into_the_queue_and_a_bad_file_is_not(tmp_path, to
     def fail(file: str) -> None:
         raise error
 
-    monkeypatch.setattr("dist_transformer.data.row_groups.open_parquet", fail)
+    monkeypatch.setattr("dist_transformer.data.loader.row_groups.open_parquet", fail)
     with pytest.raises(UserError, match="row group 0 cannot be read") as raised:
         reader_of(tmp_path, {"train": tokens}, read_attempts=1).read(WINDOW)
     assert type(raised.value) is (MachineError if is_outage else DataError)

@@ -24,15 +24,15 @@ from rows_helpers import (
     write_tokenizer,
 )
 
-from dist_transformer.config.data_models import FilterConfig
-from dist_transformer.config.models import Config
+from dist_transformer.config.data_schema import FilterConfig
+from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import filter_lengths, filter_text
+from dist_transformer.data.loader.rows import RowReader, RowsRead
+from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowKey, WindowRequest
 from dist_transformer.data.manifest import Shard, Split, TextColumns
-from dist_transformer.data.plan import CORPUS_SHIFT, WindowKey, WindowRequest
-from dist_transformer.data.prepare import prepare
-from dist_transformer.data.rows import RowReader, RowsRead
-from dist_transformer.data.sources import RawBatch
-from dist_transformer.data.tokenizer import Tokenizer
+from dist_transformer.data.prepare.preparation import prepare
+from dist_transformer.data.sources.corpus import RawBatch
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 
 GROUPS = (40, 50, 30)
 FILTERS = {"max_tokens": 60, "max_length_ratio": 1.5}

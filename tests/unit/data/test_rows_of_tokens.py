@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows_helpers import as_lists, reader_of, request, write_token_split
 
+from dist_transformer.data.loader.rows import RowReader
+from dist_transformer.data.loader.window_request import CORPUS_SHIFT
 from dist_transformer.data.manifest import Split
-from dist_transformer.data.plan import CORPUS_SHIFT
-from dist_transformer.data.rows import RowReader
 
 FILES = {"news": ((5, 7), (3,), (8, 8, 1)), "talks": ((6,), (4, 9)), "validation": ((4, 2), (5,))}
 GROUPS = [(corpus, name, group) for corpus, name in enumerate(("news", "talks")) for group in range(6 - 3 * corpus)]

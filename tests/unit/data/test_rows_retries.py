@@ -4,8 +4,8 @@ import aiohttp
 import pyarrow as pa
 import pytest
 
-from dist_transformer.data import retries
-from dist_transformer.data.retries import with_retries
+from dist_transformer.data.sources import retries
+from dist_transformer.data.sources.retries import with_retries
 
 
 class Failing:

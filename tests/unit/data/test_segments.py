@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planned_rows import drain, lane_batches, row_ids
 
-from dist_transformer.config.data_models import DataConfig
-from dist_transformer.data.mixing import shares_of, stages
-from dist_transformer.data.plan import CORPUS_SHIFT, WindowKey, WindowRequest
-from dist_transformer.data.position import Position, Quarantined, position_from_json
-from dist_transformer.data.segments import Planner, Stage, Stream, apportion
+from dist_transformer.config.data_schema import DataConfig
+from dist_transformer.data.loader.mixture import shares_of, stages
+from dist_transformer.data.loader.partition import Planner, Stage, Stream, apportion
+from dist_transformer.data.loader.position import Position, Quarantined, position_from_json
+from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowKey, WindowRequest
 from dist_transformer.errors import CheckpointError
 
 corpora = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=8).map(tuple), min_size=1, max_size=3).map(tuple)

@@ -15,10 +15,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from web_server import WebServer, web_server
 
-from dist_transformer.config.data_models import CorpusConfig, DataConfig
-from dist_transformer.data.addresses import file_bytes, open_parquet
-from dist_transformer.data.corpus_files import corpus_fingerprint, is_text_at_hand
-from dist_transformer.data.sources import parquet_index, read_corpus, scan_corpus
+from dist_transformer.config.data_schema import CorpusConfig, DataConfig
+from dist_transformer.data.sources.corpus import parquet_index, read_corpus, scan_corpus
+from dist_transformer.data.sources.files import corpus_fingerprint, is_text_at_hand
+from dist_transformer.data.sources.remote import file_bytes, open_parquet
 from dist_transformer.errors import DataError
 
 PAIRS = [(f"Satz {n} äöü", f"sentence {n}") for n in range(300)]

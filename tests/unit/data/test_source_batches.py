@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 from source_helpers import FORMATS, HARD_PAIRS, data_in, read_all, write_nested_parquet, write_parquet, write_tsv
 
-from dist_transformer.config.data_models import CorpusConfig, FilterConfig
-from dist_transformer.data.addresses import open_parquet
+from dist_transformer.config.data_schema import CorpusConfig, FilterConfig
 from dist_transformer.data.filters import filter_text
-from dist_transformer.data.sources import parquet_index, read_corpus, scan_corpus
-from dist_transformer.data.texts import text_column
+from dist_transformer.data.sources.corpus import parquet_index, read_corpus, scan_corpus
+from dist_transformer.data.sources.remote import open_parquet
+from dist_transformer.data.sources.text import text_column
 from dist_transformer.errors import DataError
 
 

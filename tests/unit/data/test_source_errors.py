@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from dist_transformer.config.data_models import CorpusConfig, DataConfig
-from dist_transformer.data.sources import RawBatch, parquet_index, read_corpus, scan_corpus
+from dist_transformer.config.data_schema import CorpusConfig, DataConfig
+from dist_transformer.data.sources.corpus import RawBatch, parquet_index, read_corpus, scan_corpus
 from dist_transformer.errors import DataError
 
 GOOD_JSON = b'{"en": "one", "de": "eins"}\n'

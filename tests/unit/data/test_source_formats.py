@@ -20,10 +20,10 @@ from source_helpers import (
     write_tsv,
 )
 
-from dist_transformer.config.data_models import CorpusConfig
-from dist_transformer.data.corpus_files import corpus_fingerprint, find_corpus_files
-from dist_transformer.data.demo_corpus import demo_pairs
-from dist_transformer.data.sources import read_corpus, scan_corpus
+from dist_transformer.config.data_schema import CorpusConfig
+from dist_transformer.data.sources.corpus import read_corpus, scan_corpus
+from dist_transformer.data.sources.demo_corpus import demo_pairs
+from dist_transformer.data.sources.files import corpus_fingerprint, find_corpus_files
 from dist_transformer.errors import DataError
 
 

@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 from prepare_helpers import PAIRS, config_of, mixture_of, read_split, write_text
 
-from dist_transformer.config.data_models import TokenizerConfig
+from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.config.loading import load_config
 from dist_transformer.data.manifest import Manifest
-from dist_transformer.data.new_pieces import add_pieces
-from dist_transformer.data.prepare import prepare, prepared_folder
-from dist_transformer.data.sentencepiece_files import Kind, read_pieces_file, texts
-from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.data.prepare.preparation import prepare, prepared_folder
+from dist_transformer.data.tokenizer.extension import add_pieces
+from dist_transformer.data.tokenizer.model_file import Kind, read_pieces_file, texts
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from dist_transformer.errors import ConfigError, DataError
 
 

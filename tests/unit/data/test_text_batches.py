@@ -3,10 +3,10 @@
 import pytest
 from rows_helpers import PAIRS, TOKENIZER, write_tokenizer
 
-from dist_transformer.data import text_batches as module
-from dist_transformer.data.text_batches import text_batches
-from dist_transformer.data.tokenizer import Tokenizer
-from dist_transformer.data.window import WindowBuilder
+from dist_transformer.data.loader import text_batches as module
+from dist_transformer.data.loader.text_batches import text_batches
+from dist_transformer.data.loader.window import WindowBuilder
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.errors import DataError
 
 SOURCES, TARGETS = (list(side) for side in zip(*PAIRS, strict=True))

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import sentencepiece
 
-from dist_transformer.config.data_models import TokenizerConfig
-from dist_transformer.data.demo_corpus import demo_pairs
-from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer, with_sampling_seed
+from dist_transformer.config.data_schema import TokenizerConfig
+from dist_transformer.data.sources.demo_corpus import demo_pairs
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer, with_sampling_seed
 from dist_transformer.errors import DataError
 
 PAIRS = list(islice(demo_pairs("test"), 600))

@@ -9,12 +9,12 @@ import pytest
 import torch
 from rows_helpers import as_lists, changed_bytes, reader_of, request, write_token_split
 
-from dist_transformer.config.models import ModelConfig
-from dist_transformer.data import loader
-from dist_transformer.data.bounded_shapes import bounded_shapes
-from dist_transformer.data.plan import WindowKey
-from dist_transformer.data.rows import RowReader
-from dist_transformer.data.window import Window, WindowBuilder
+from dist_transformer.config.schema import ModelConfig
+from dist_transformer.data.loader import loader
+from dist_transformer.data.loader.bounded_shapes import bounded_shapes
+from dist_transformer.data.loader.rows import RowReader
+from dist_transformer.data.loader.window import Window, WindowBuilder
+from dist_transformer.data.loader.window_request import WindowKey
 from dist_transformer.errors import DataError
 from dist_transformer.model.transformer import Transformer
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from dist_transformer.config.models import ModelConfig
+from dist_transformer.config.schema import ModelConfig
 from dist_transformer.model.layers import AddAndNorm, DecoderLayer
 from dist_transformer.model.transformer import Transformer
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from word_tokenizer import WORDS, WordTokenizer
 
-from dist_transformer.config.data_models import TokenizerConfig
-from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.config.data_schema import TokenizerConfig
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from dist_transformer.decoding.translate import Translation
 from dist_transformer.decoding.word_alignment import attention_file, links, word_alignment, words_of
 from dist_transformer.errors import UserError

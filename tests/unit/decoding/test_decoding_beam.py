@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dist_transformer.config.models import DecodingConfig
+from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.decoding import beam
 from dist_transformer.decoding.beam import length_penalty, likeliest
 from dist_transformer.decoding.search import TorchSearcher
-from dist_transformer.model.hypothesis import Hypothesis, SearchInput
+from dist_transformer.model.search_interface import Hypothesis, SearchInput
 from dist_transformer.model.transformer import DecodingCache, Transformer
 
 PAD, BOS, EOS = 0, 1, 2

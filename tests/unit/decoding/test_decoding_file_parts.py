@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dist_transformer.decoding import file_parts
-from dist_transformer.decoding.file_parts import (
+from dist_transformer.decoding import sharded_files
+from dist_transformer.decoding.sharded_files import (
     LineReader,
     Parts,
     chunk_lines,
@@ -135,7 +135,7 @@ def test_a_part_that_comes_late_is_not_mixed_with_another_translation(tmp_path: 
         with pytest.raises(UserError, match="seed: 2 there, none now"):
             act()
     assert other.num_done() == 0
-    file_parts.shutil.rmtree(tmp_path / "out.parts")
+    sharded_files.shutil.rmtree(tmp_path / "out.parts")
     with pytest.raises(UserError, match=r"out\.parts: was removed while it was written to"):
         other.write(0, ["text"])
     assert not (tmp_path / "out.parts").exists()
@@ -155,12 +155,12 @@ def test_a_full_disk_is_the_machines_fault_and_the_parts_stay(tmp_path: Path, mo
 
     parts = opened(tmp_path / "out", 1)
     with monkeypatch.context() as patched:
-        patched.setattr(file_parts, "write_text", fail)
+        patched.setattr(sharded_files, "write_text", fail)
         with pytest.raises(MachineError, match="No space left on device"):
             parts.write(0, ["text"])
     parts.write(0, ["text"])
     with monkeypatch.context() as patched:
-        patched.setattr(file_parts.shutil, "copyfileobj", fail)
+        patched.setattr(sharded_files.shutil, "copyfileobj", fail)
         with pytest.raises(MachineError, match="No space left on device"):
             parts.join()
     assert parts.join()
@@ -180,7 +180,7 @@ def test_a_join_that_dies_in_the_middle_is_done_by_the_next_start(
     parts = opened(output, 1)
     parts.write(0, ["text"])
     with monkeypatch.context() as patched:
-        patched.setattr(file_parts, dies_at, die)
+        patched.setattr(sharded_files, dies_at, die)
         with pytest.raises(Killed):
             parts.join()
     assert is_whole(output) == (dies_at == "_remove_folder")
@@ -275,7 +275,7 @@ def test_a_line_that_is_not_utf8_is_told_before_anything_is_translated(
 ) -> None:
     path = tmp_path / "text"
     path.write_bytes("zwölf €\n".encode() * 3)
-    monkeypatch.setattr(file_parts, "READ_BYTES", 1)  # characters lie across what is read at once
+    monkeypatch.setattr(sharded_files, "READ_BYTES", 1)  # characters lie across what is read at once
     digest, num_lines = digest_and_lines(path)
     assert num_lines == 3
     assert digest == digest_of(path)

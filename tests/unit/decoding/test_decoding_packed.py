@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_transformer.decoding.packed import PackedLinear, packed_for_decoding
+from dist_transformer.decoding.cpu_packed import PackedLinear, packed_for_decoding
 from dist_transformer.model.transformer import Transformer
 
 MakeModel = Callable[..., Transformer]
@@ -23,7 +23,7 @@ VARIANTS: list[dict[str, Any]] = [
 def test_a_packed_model_is_the_model(
     given: dict[str, Any], small_product: int, make_random_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dist_transformer.decoding.packed.SMALL_PRODUCT", small_product)
+    monkeypatch.setattr("dist_transformer.decoding.cpu_packed.SMALL_PRODUCT", small_product)
     model = make_random_model(300, **given).float()
     if model.output_bias is not None:
         torch.nn.init.normal_(model.output_bias)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from word_tokenizer import WORDS, WordTokenizer
 
-from dist_transformer.config.models import DecodingConfig
-from dist_transformer.decoding import pair_scores
-from dist_transformer.decoding.pair_scores import score_pairs
+from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.decoding import scoring
+from dist_transformer.decoding.scoring import score_pairs
 from dist_transformer.decoding.search import TorchSearcher
 from dist_transformer.decoding.translate import translate_lines
 from dist_transformer.errors import UserError
@@ -28,7 +28,7 @@ def test_what_a_search_found_has_the_log_probability_that_the_search_gave(
     pairs = [(line, t.text) for line, translations in zip(LINES, found, strict=True) for t in translations]
     expected = [t.log_probability for translations in found for t in translations]
     for chunk in (2048, 5):
-        monkeypatch.setattr(pair_scores, "CHUNK_LINES", chunk)
+        monkeypatch.setattr(scoring, "CHUNK_LINES", chunk)
         scored = list(score_pairs(models, WordTokenizer(), pairs, CPU))
         assert [ids for ids, _ in scored] == WordTokenizer().encode_target([text for _, text in pairs])
         assert all(len(ids) == len(values) for ids, values in scored)
@@ -49,7 +49,7 @@ def test_the_probabilities_of_all_next_tokens_sum_to_one(make_random_model: Call
 def test_a_sentence_longer_than_the_positions_is_refused_by_its_number(
     make_random_model: Callable[..., Transformer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair_scores, "CHUNK_LINES", 1)
+    monkeypatch.setattr(scoring, "CHUNK_LINES", 1)
     model = make_random_model(len(WORDS), positions="learned", max_positions=4)
     pairs = [("one", "two"), ("one", "one two three four")]
     for most, limit in ((2048, r"the model has only 4 positions"), (3, r"at most 3 are scored at once")):

@@ -13,9 +13,9 @@ import pytest
 import sacrebleu
 from sacremoses import MosesTokenizer
 
-from dist_transformer.data.demo_corpus import demo_pairs
-from dist_transformer.decoding import score
-from dist_transformer.decoding.score import corpus_scores, tokenised_scores
+from dist_transformer.data.sources.demo_corpus import demo_pairs
+from dist_transformer.decoding import metrics
+from dist_transformer.decoding.metrics import corpus_scores, tokenised_scores
 from dist_transformer.errors import DataError
 
 HYPOTHESES = ["The cat sat on the mat.", "A dog runs through the wet grass.", "Good morning!", "Hello there"]
@@ -98,10 +98,10 @@ def test_without_the_package_for_japanese_characters_are_counted_and_it_is_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, "MeCab", None)
     monkeypatch.delitem(sys.modules, "sacrebleu.tokenizers.tokenizer_ja_mecab", raising=False)
-    score._tokenizer.cache_clear()
+    metrics._tokenizer.cache_clear()
     assert "tok:char|" in str(corpus_scores(HYPOTHESES, REFERENCES, "ja")["bleu_signature"])
     assert "pip install 'sacrebleu[ja]'" in caplog.text
-    score._tokenizer.cache_clear()
+    metrics._tokenizer.cache_clear()
 
 
 def papineni_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> float:

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from dist_transformer.config.models import DecodingConfig
+from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.decoding.forced import forced_log_probabilities
 from dist_transformer.decoding.search import TorchSearcher
 from dist_transformer.errors import UserError
-from dist_transformer.model.hypothesis import Hypothesis, SearchInput
+from dist_transformer.model.search_interface import Hypothesis, SearchInput
 from dist_transformer.model.transformer import Transformer
 
 PAD, BOS, EOS = 0, 1, 2

@@ -11,7 +11,7 @@ import torch
 from pydantic import ValidationError
 from word_tokenizer import WORDS, WordTokenizer
 
-from dist_transformer.config.models import DecodingConfig
+from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.decoding import translate
 from dist_transformer.decoding.beam import length_penalty
 from dist_transformer.decoding.search import TorchSearcher, pad_together
@@ -23,7 +23,7 @@ from dist_transformer.decoding.translate import (
     translate_together,
 )
 from dist_transformer.errors import UserError
-from dist_transformer.model.hypothesis import Hypothesis, SearchInput
+from dist_transformer.model.search_interface import Hypothesis, SearchInput
 from dist_transformer.model.transformer import Transformer
 
 LINES = ["one", "six five four three", "", "two two", "three one four one five", "   ", "six", "five five", "two one"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_transformer.config.models import ModelConfig
+from dist_transformer.config.schema import ModelConfig
 from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
 from dist_transformer.model.transformer import Transformer
 

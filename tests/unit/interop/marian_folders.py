@@ -10,7 +10,7 @@ import sentencepiece
 import torch
 import transformers
 
-from dist_transformer.data.demo_corpus import demo_pairs
+from dist_transformer.data.sources.demo_corpus import demo_pairs
 
 CODES = [">>deu<<", ">>nds<<"]
 

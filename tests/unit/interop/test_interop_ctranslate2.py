@@ -13,16 +13,16 @@ import torch
 from marian_folders import demo_sentences, make_marian_folder
 from tokenised_models import make_model_folder
 
-from dist_transformer.config.models import DecodingConfig
-from dist_transformer.data.tokenizer import Tokenizer
+from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
+from dist_transformer.decoding.ctranslate2_search import CTranslate2Searcher
 from dist_transformer.decoding.forced import forced_log_probabilities
 from dist_transformer.decoding.search import TorchSearcher, pad_together
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.interop.ctranslate2_export import QUANTIZATIONS, export_ctranslate2, is_exported
-from dist_transformer.interop.ctranslate2_search import CTranslate2Searcher
 from dist_transformer.interop.marian import import_marian
 from dist_transformer.interop.model_folder import LoadedModel, load_model_folder, save_model_folder
-from dist_transformer.model.hypothesis import Hypothesis, SearchInput
+from dist_transformer.model.search_interface import Hypothesis, SearchInput
 
 CPU = torch.device("cpu")
 VARIANTS: list[dict[str, Any]] = [

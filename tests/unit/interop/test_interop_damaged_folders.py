@@ -12,8 +12,8 @@ import pytest
 import torch
 from tokenised_models import make_model_folder
 
-from dist_transformer.cli.loaded_model import LoadedTranslator
-from dist_transformer.config.models import DecodingConfig
+from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.decoding.loaded_model import LoadedTranslator
 from dist_transformer.errors import UserError
 from dist_transformer.interop.ctranslate2_export import export_ctranslate2
 from dist_transformer.interop.foreign_weights import read_tensors

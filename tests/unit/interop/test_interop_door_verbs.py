@@ -14,14 +14,14 @@ from test_interop_torch_transformer import HEADS, assert_equal_logits, make_mode
 from tokenised_models import demo_tokenizers, make_model_folder
 from typer.testing import CliRunner
 
-from dist_transformer.cli.loaded_model import model_folder_of
 from dist_transformer.cli.main import app
-from dist_transformer.cli.vocabulary_sizes import with_counted_pieces
 from dist_transformer.config.loading import load_config
+from dist_transformer.decoding.loaded_model import model_folder_of
 from dist_transformer.errors import UserError
 from dist_transformer.interop.ctranslate2_export import load_exported
 from dist_transformer.interop.model_folder import load_model_folder
 from dist_transformer.planning.vocabularies import vocabulary_sizes
+from dist_transformer.planning.vocabulary_sizes import with_counted_pieces
 
 
 def run(*arguments: object) -> str:

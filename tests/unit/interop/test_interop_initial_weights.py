@@ -5,8 +5,7 @@ import re
 import pytest
 import torch
 
-from dist_transformer.cli.initial_weights import find
-from dist_transformer.config.models import ModelConfig
+from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import UserError
 from dist_transformer.interop.initial_weights import (
     FORM,
@@ -23,6 +22,7 @@ from dist_transformer.interop.initial_weights import (
     load_initial_weights,
 )
 from dist_transformer.model.transformer import Transformer
+from dist_transformer.training.init_from import find
 
 HERE = Origin(2, ("a" * 64, "a" * 64))
 SMALL = dict(d_model=8, d_ff=12, num_heads=2, num_encoder_layers=1, num_decoder_layers=2)

@@ -12,13 +12,13 @@ from safetensors.torch import load_file, save_file
 from tokenised_models import make_model_folder
 from torch import Tensor
 
-from dist_transformer.config.models import DecodingConfig
-from dist_transformer.data.tokenizer import Tokenizer
+from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.search import TorchSearcher, pad_together
 from dist_transformer.errors import CheckpointError, DataError, UserError
 from dist_transformer.interop.marian import export_marian, import_marian
 from dist_transformer.interop.model_folder import LoadedModel, load_model_folder
-from dist_transformer.model.hypothesis import SearchInput
+from dist_transformer.model.search_interface import SearchInput
 
 pytestmark = pytest.mark.slow  # importing transformers' model takes seconds
 VARIANTS = [

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from tokenised_models import demo_tokenizers
 from torch import Tensor, nn
 
-from dist_transformer.data.tokenizer import Tokenizer
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.search import pad_together
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.interop.model_folder import TokenizerFiles, load_model_folder

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from dist_transformer.cli.extend_vocabulary import extend_vocabulary_command
-from dist_transformer.config.data_models import TokenizerConfig
-from dist_transformer.config.models import ModelConfig
-from dist_transformer.data.demo_corpus import demo_pairs
-from dist_transformer.data.sentencepiece_files import Kind, read_pieces_file
-from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.config.data_schema import TokenizerConfig
+from dist_transformer.config.schema import ModelConfig
+from dist_transformer.data.sources.demo_corpus import demo_pairs
+from dist_transformer.data.tokenizer.model_file import Kind, read_pieces_file
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from dist_transformer.errors import DistTransformerError, UserError
 from dist_transformer.interop.model_folder import (
     LoadedModel,

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from marian_folders import demo_sentences
 
-from dist_transformer.config.data_models import TokenizerConfig
-from dist_transformer.config.models import ModelConfig
-from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.config.data_schema import TokenizerConfig
+from dist_transformer.config.schema import ModelConfig
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from dist_transformer.interop.model_folder import (
     LoadedModel,
     ModelInformation,

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dist_transformer.config.models import ModelConfig
+from dist_transformer.config.schema import ModelConfig
 from dist_transformer.model.transformer import Transformer
 
 PAD = 0

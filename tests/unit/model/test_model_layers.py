@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from dist_transformer.config.models import ModelConfig
+from dist_transformer.config.schema import ModelConfig
 from dist_transformer.model.layers import AddAndNorm, FeedForward, SinusoidalPositions, sinusoids
 
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_transformer.model import products
+from dist_transformer.model import cpu_kernels
 from dist_transformer.model.attention import KeysValues, attend
+from dist_transformer.model.cpu_kernels import Linear, faster_products
 from dist_transformer.model.layers import Dropout
-from dist_transformer.model.products import Linear, faster_products
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.3, 0.5])
@@ -75,9 +75,9 @@ def test_attention_in_16_bits_is_that_of_its_inputs_in_fp32(dtype: torch.dtype, 
 
 @pytest.fixture
 def asked_anew() -> Iterator[None]:
-    products._onednn_is_faster.cache_clear()
+    cpu_kernels._onednn_is_faster.cache_clear()
     yield
-    products._onednn_is_faster.cache_clear()
+    cpu_kernels._onednn_is_faster.cache_clear()
 
 
 @pytest.mark.parametrize("shape", [(40, 32), (4, 10, 32), (2, 5, 4, 32), (0, 32)])
@@ -119,7 +119,7 @@ def test_torchs_setting_is_what_it_was_after_a_product_and_after_an_error() -> N
     before = setting.fp32_precision
     matrix = torch.rand(40, 32)
     with faster_products(matrix):
-        assert (setting.fp32_precision == "bf16") == products.has_faster_products(matrix)
+        assert (setting.fp32_precision == "bf16") == cpu_kernels.has_faster_products(matrix)
     assert setting.fp32_precision == before
     with pytest.raises(RuntimeError), faster_products(matrix):
         matrix @ matrix
@@ -137,10 +137,10 @@ def test_products_that_are_not_in_fp32_are_not_taken(monkeypatch: pytest.MonkeyP
         with torch.autocast("cpu", torch.bfloat16):
             yield
 
-    monkeypatch.setattr(products, "_by_onednn", in_bf16)
-    monkeypatch.setattr(products, "_is_amd", lambda: True)
+    monkeypatch.setattr(cpu_kernels, "_by_onednn", in_bf16)
+    monkeypatch.setattr(cpu_kernels, "_is_amd", lambda: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    assert not products.has_faster_products(torch.ones(2))
+    assert not cpu_kernels.has_faster_products(torch.ones(2))
 
 
 @pytest.mark.usefixtures("asked_anew")
@@ -151,5 +151,5 @@ def test_mkl_is_left_alone_on_other_processors(
     file = tmp_path / "cpuinfo"
     if manufacturer:
         file.write_text(f"vendor_id : {manufacturer}\n")
-    monkeypatch.setattr(products, "PROCESSORS", file)
-    assert not products.has_faster_products(torch.ones(2))
+    monkeypatch.setattr(cpu_kernels, "PROCESSORS", file)
+    assert not cpu_kernels.has_faster_products(torch.ones(2))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_transformer.config.models import ModelConfig
-from dist_transformer.config.sizes import has_final_norm, parameter_count
+from dist_transformer.config.model_size import has_final_norm, parameter_count
+from dist_transformer.config.schema import ModelConfig
 from dist_transformer.model.attention import Past
 from dist_transformer.model.layers import (
     AddAndNorm,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_transformer.config.models import ModelConfig
+from dist_transformer.config.model_size import parameter_count
 from dist_transformer.config.parameter_names import all_parameter_names
-from dist_transformer.config.sizes import parameter_count
+from dist_transformer.config.schema import ModelConfig
 from dist_transformer.model.attention import SelfAttention, turn
 from dist_transformer.model.layers import (
     RMS_EPSILON,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dist_transformer.config.models import ModelConfig
+from dist_transformer.config.schema import ModelConfig
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.planning.flops import add_flops, model_flops, published_flops
 

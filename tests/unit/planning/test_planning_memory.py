@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_transformer.config.models import Config
-from dist_transformer.config.sizes import offloaded_bytes, parameter_count, state_bytes
-from dist_transformer.data.bounded_shapes import bounded_shapes
+from dist_transformer.config.model_size import offloaded_bytes, parameter_count, state_bytes
+from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import RATIO_FREE_TOKENS, filter_lengths
+from dist_transformer.data.loader.bounded_shapes import bounded_shapes
 from dist_transformer.model import loss as loss_module
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.planning import activations as plan_activations
@@ -142,7 +142,7 @@ def test_keys_and_values_may_be_of_different_sizes(monkeypatch, precision, key_s
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_stage_3_keeps_no_copies_in_bf16(monkeypatch, norm):
     """Its linear layer is DeepSpeed's."""
-    importlib.import_module("dist_transformer.training.engine")
+    importlib.import_module("dist_transformer.training.engine.engine")
     linear = importlib.import_module("deepspeed.runtime.zero.linear").zero3_linear_wrap
     monkeypatch.setattr("torch.nn.functional.linear", linear)
     config = config_of({**SMALL_MODEL, "norm": norm}, precision="bf16", zero_stage=3)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dist_transformer.cli.main import app
-from dist_transformer.config.models import Config
+from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
 from dist_transformer.planning.failures import expected_attempt
 from dist_transformer.planning.hardware import HARDWARE

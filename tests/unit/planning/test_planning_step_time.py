@@ -7,7 +7,7 @@ import pytest
 import torch
 from flop_counting import flop_counter
 
-from dist_transformer.config.models import Config
+from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.planning.hardware import (

@@ -9,15 +9,15 @@ import pytest
 from typer.testing import CliRunner
 
 from dist_transformer.cli.main import app
-from dist_transformer.cli.vocabulary_sizes import with_counted_pieces
-from dist_transformer.config.data_models import TokenizerConfig
+from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.sizes import parameter_count
-from dist_transformer.data.demo_corpus import demo_pairs
-from dist_transformer.data.tokenizer import train_tokenizer
+from dist_transformer.config.model_size import parameter_count
+from dist_transformer.data.sources.demo_corpus import demo_pairs
+from dist_transformer.data.tokenizer.tokenizer import train_tokenizer
 from dist_transformer.errors import DataError
 from dist_transformer.planning.memory import memory_of_rank
 from dist_transformer.planning.step_time import micro_batch_flops
+from dist_transformer.planning.vocabulary_sizes import with_counted_pieces
 
 
 @pytest.fixture(scope="module")

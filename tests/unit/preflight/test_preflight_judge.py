@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_transformer.preflight.judge import DONE, REACHES_FIRST, Judgement, judge
+from dist_transformer.preflight.outliers import DONE, REACHES_FIRST, Judgement, judge
 
 SPEEDS = ("matmul_tflops", "exchange_gb_per_second", "disk_write_mb_per_second", "memory_total_gb", "cpus")
 

@@ -6,8 +6,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from dist_transformer.cli.preflight import tracking_warnings
-from dist_transformer.preflight import alone
-from dist_transformer.preflight.together import partners, ring_rounds
+from dist_transformer.preflight import node_benchmarks
+from dist_transformer.preflight.network_benchmarks import partners, ring_rounds
 
 
 @pytest.mark.parametrize("num_nodes", range(1, 12))
@@ -34,21 +34,21 @@ def test_ranks_exchange_with_the_same_number_on_the_other_node_and_agree_on_it()
 
 
 def test_the_disk_is_measured_with_a_file_that_does_not_stay(tmp_path):
-    measures, warnings = alone.disk(tmp_path)
+    measures, warnings = node_benchmarks.disk(tmp_path)
     assert min(measures.values()) > 0.0
     assert list(tmp_path.iterdir()) == []
     assert all("GB are free" in text for text in warnings)
 
 
 def test_a_disk_that_cannot_be_written_has_the_speed_0_and_is_named(tmp_path):
-    measures, warnings = alone.disk(tmp_path / "gone")
+    measures, warnings = node_benchmarks.disk(tmp_path / "gone")
     assert measures == {"disk_write_mb_per_second": 0.0}
     assert str(tmp_path / "gone") in warnings[0]
 
 
 def test_little_free_space_is_a_warning(tmp_path, monkeypatch):
-    monkeypatch.setattr(alone, "LOW_SPACE_GB", 1e9)
-    _, warnings = alone.disk(tmp_path)
+    monkeypatch.setattr(node_benchmarks, "LOW_SPACE_GB", 1e9)
+    _, warnings = node_benchmarks.disk(tmp_path)
     assert len(warnings) == 2
     assert f"GB are free in {tmp_path}" in warnings[0]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dist_transformer.files import read_json, write_json
 from dist_transformer.preflight.report import main, rank_file, read_records
-from dist_transformer.run_dir import read_json, write_json
 
 
 def write_rank(folder: Path, rank: int, tflops: float, together: str = "done") -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from running import NOT_INHERITED, without
 
-from dist_transformer.run_dir import read_json, write_json
+from dist_transformer.files import read_json, write_json
 
 SCRIPT = Path(__file__).resolve().parents[3] / "launch" / "preflight.sh"
 SRUN = """#!/usr/bin/env bash

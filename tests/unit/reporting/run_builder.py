@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from dist_transformer.config.loading import load_config, to_yaml
-from dist_transformer.run_dir import RunDir, write_json, write_text
+from dist_transformer.files import write_json, write_text
+from dist_transformer.run.folder import RunDir
 
 BEGAN = 1_800_000_000.0
 SECONDS_PER_STEP = 0.25

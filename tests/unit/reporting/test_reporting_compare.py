@@ -5,9 +5,9 @@ from html_reader import Page, assert_sound
 from run_builder import write_run
 from running import records
 
+from dist_transformer.files import read_json, write_json
 from dist_transformer.reporting.compare import compare_page, named, notes, result_rows, setting_rows
-from dist_transformer.reporting.reading import read_story
-from dist_transformer.run_dir import read_json, write_json
+from dist_transformer.reporting.run_history import read_story
 
 
 @pytest.fixture

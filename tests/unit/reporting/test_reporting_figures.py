@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from run_builder import append, write_run
 
+from dist_transformer.reporting.charts import Line, Marks, Panel, compared_panels, marks_of, panels_of
 from dist_transformer.reporting.curves import Curve
 from dist_transformer.reporting.figures import LINE_COLORS, curves_png, draw, panel_svg, short_number
-from dist_transformer.reporting.panels import Line, Marks, Panel, compared_panels, marks_of, panels_of
-from dist_transformer.reporting.reading import read_story
+from dist_transformer.reporting.run_history import read_story
 
 
 def panel_of(values: list[float], **settings) -> Panel:

@@ -10,14 +10,15 @@ from html_reader import Page, assert_sound
 from run_builder import FIXED, ONE_POINT_PNG, append, samples_record, time_of, write_prepared, write_run
 from running import NOT_INHERITED, records, without
 
-from dist_transformer.durations import duration
+from dist_transformer.files import write_json
+from dist_transformer.format import duration
 from dist_transformer.reporting.attention import SentenceAttention
-from dist_transformer.reporting.markup import Html, html, table, tag
+from dist_transformer.reporting.formatting import measure_name, moment
+from dist_transformer.reporting.html import Html, html, table, tag
 from dist_transformer.reporting.page import run_page
-from dist_transformer.reporting.reading import read_story
+from dist_transformer.reporting.run_history import read_story
 from dist_transformer.reporting.samples import changes
-from dist_transformer.reporting.words import measure_name, moment
-from dist_transformer.run_dir import RunDir, write_json
+from dist_transformer.run.folder import RunDir
 
 pytestmark = pytest.mark.slow
 

@@ -6,11 +6,12 @@ import shutil
 import pytest
 from run_builder import SECONDS_PER_STEP, append, time_of, train_record, write_prepared, write_run
 
-from dist_transformer.config.models import ModelConfig
-from dist_transformer.config.sizes import parameter_count
+from dist_transformer.config.model_size import parameter_count
+from dist_transformer.config.schema import ModelConfig
+from dist_transformer.files import write_json, write_text
 from dist_transformer.reporting.page import run_page
-from dist_transformer.reporting.reading import read_story, settings_that_differ, starts_of
-from dist_transformer.run_dir import RunDir, write_json, write_text
+from dist_transformer.reporting.run_history import read_story, settings_that_differ, starts_of
+from dist_transformer.run.folder import RunDir
 
 
 def test_the_story_of_a_finished_run(tmp_path):

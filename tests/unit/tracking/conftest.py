@@ -9,7 +9,7 @@ import pytest
 from mlflow import MlflowClient
 from mlflow_server import Postgres, Server
 
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run.folder import RunDir
 from dist_transformer.tracking import background_shipper
 
 

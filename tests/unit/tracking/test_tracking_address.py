@@ -7,8 +7,9 @@ from running import Command
 from tracking_helpers import curves_in_file, curves_on_server, run_id_of, settings_of, tracker_of, train
 
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, read_json
-from dist_transformer.tracking.metrics_log import MetricsLog
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking.tracker import store_uri, target_of
 
 VARIABLE = "MLFLOW_TRACKING_URI"

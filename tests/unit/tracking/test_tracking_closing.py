@@ -14,13 +14,14 @@ from mlflow import MlflowClient
 from mlflow_server import wait_until
 from tracking_helpers import curves_in_file, curves_on_server, run_id_of, sent_step, store_of, tracker_of, train
 
-from dist_transformer.run_dir import RunDir, write_json
-from dist_transformer.tracking import background_shipper, mlflow_door, mlflow_models, shipper
+from dist_transformer.files import write_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import MetricsLog
+from dist_transformer.tracking import background_shipper, mlflow_client, mlflow_models, shipper
 from dist_transformer.tracking.messages import Point
-from dist_transformer.tracking.metrics_log import MetricsLog
-from dist_transformer.tracking.mlflow_door import TrackedRun
+from dist_transformer.tracking.mlflow_client import TrackedRun
+from dist_transformer.tracking.outbox import LANES, Memory, ServerTrouble, Target, add_event, load_memory
 from dist_transformer.tracking.shipper import Shipper
-from dist_transformer.tracking.spool import LANES, Memory, ServerTrouble, Target, add_event, load_memory
 from dist_transformer.tracking.tracker import Tracker
 
 HELD_SECONDS = 3.0
@@ -113,13 +114,13 @@ def test_pictures_that_are_gone_are_left_out_with_one_warning_and_cost_no_second
     stored_run_dir: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     openings = []
-    open_run = mlflow_door.open_run
+    open_run = mlflow_client.open_run
 
     def counted(target: Target, memory: Memory) -> TrackedRun:
         openings.append(target)
         return open_run(target, memory)
 
-    monkeypatch.setattr(mlflow_door, "open_run", counted)
+    monkeypatch.setattr(mlflow_client, "open_run", counted)
     tracker = tracker_of(stored_run_dir, None)
     tracker.start({}, {}, "")
     tracker.figures_written(stored_run_dir.figures)
@@ -168,7 +169,7 @@ def notes(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, i
     def note(run: NotingRun, event: Mapping[str, Any], lane: str, folder: RunDir) -> None:
         noted.append((lane, event["number"]))
 
-    monkeypatch.setattr(mlflow_door, "open_run", lambda target, memory: NotingRun())
+    monkeypatch.setattr(mlflow_client, "open_run", lambda target, memory: NotingRun())
     monkeypatch.setattr(shipper, "send_event", note)
     for number, event in enumerate(SPOOL):
         add_event(run_dir.tracking_events, event, {"number": number})

@@ -13,11 +13,12 @@ from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, Run
 from tracking_helpers import curves_in_file, curves_on_server, run_id_of, settings_of, store_of, train
 
-from dist_transformer.run_dir import RunDir, read_json, write_json
+from dist_transformer.files import read_json, write_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking import mlflow_models
 from dist_transformer.tracking.description import description
-from dist_transformer.tracking.metrics_log import MetricsLog
-from dist_transformer.tracking.spool import add_event
+from dist_transformer.tracking.outbox import add_event
 from dist_transformer.tracking.tracker import Tracker, sync
 
 UID = "id of this run"

@@ -27,10 +27,11 @@ from tracking_helpers import (
     train_while,
 )
 
-from dist_transformer.run_dir import RunDir, read_json
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking import background_shipper
-from dist_transformer.tracking.metrics_log import MetricsLog
-from dist_transformer.tracking.mlflow_door import RUN_UID_TAG
+from dist_transformer.tracking.mlflow_client import RUN_UID_TAG
 from dist_transformer.tracking.tracker import Tracker
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("impatience")]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dist_transformer.tracking.metrics_log import MetricsLog, read_records, read_records_from
+from dist_transformer.run.metrics_log import MetricsLog, read_records, read_records_from
 
 
 def steps_of(path: Path) -> list[int]:

@@ -19,20 +19,21 @@ from mlflow.entities import LoggedModel
 from mlflow_server import Server
 from tracking_helpers import run_id_of, settings_of, store_of, train
 
-from dist_transformer.config.data_models import TokenizerConfig
+from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.config.loading import to_yaml
-from dist_transformer.config.models import Config, DecodingConfig, ModelConfig, TrackingConfig
-from dist_transformer.data.demo_corpus import demo_pairs
-from dist_transformer.data.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.config.schema import Config, DecodingConfig, ModelConfig, TrackingConfig
+from dist_transformer.data.sources.demo_corpus import demo_pairs
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from dist_transformer.errors import UserError
+from dist_transformer.files import read_json, write_json
 from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.run_dir import RunDir, read_json, write_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking import mlflow_models, pyfunc_folder
 from dist_transformer.tracking.messages import folder_digest
-from dist_transformer.tracking.metrics_log import MetricsLog
+from dist_transformer.tracking.outbox import ServerRefused
 from dist_transformer.tracking.pyfunc_folder import REQUIREMENTS
-from dist_transformer.tracking.spool import ServerRefused
 from dist_transformer.tracking.tracker import MODEL_SECONDS, Tracker, log_model, sync
 
 pytestmark = pytest.mark.slow

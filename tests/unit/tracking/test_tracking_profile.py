@@ -3,10 +3,10 @@
 from types import SimpleNamespace
 from typing import Any
 
-from dist_transformer.config.models import TrackingConfig
-from dist_transformer.run_dir import RunDir
+from dist_transformer.config.schema import TrackingConfig
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import read_records
 from dist_transformer.tracking.messages import goes_by, send_event
-from dist_transformer.tracking.metrics_log import read_records
 from dist_transformer.tracking.tracker import Tracker
 
 

@@ -18,8 +18,8 @@ from tracking_helpers import (
     train_while,
 )
 
-from dist_transformer.run_dir import RunDir
-from dist_transformer.tracking.metrics_log import MetricsLog
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking.tracker import sync
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("impatience")]

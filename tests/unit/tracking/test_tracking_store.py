@@ -27,13 +27,14 @@ from tracking_helpers import (
 )
 
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, read_json, write_json
-from dist_transformer.tracking import background_shipper, mlflow_door, shipper
+from dist_transformer.files import read_json, write_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import MetricsLog
+from dist_transformer.tracking import background_shipper, mlflow_client, shipper
+from dist_transformer.tracking.final_status import settle
 from dist_transformer.tracking.messages import Point
-from dist_transformer.tracking.metrics_log import MetricsLog
-from dist_transformer.tracking.mlflow_door import TrackedRun
-from dist_transformer.tracking.settle import settle
-from dist_transformer.tracking.spool import Memory, add_event
+from dist_transformer.tracking.mlflow_client import TrackedRun
+from dist_transformer.tracking.outbox import Memory, add_event
 from dist_transformer.tracking.tracker import Status, Tracker, sync, target_of, ui_command
 
 
@@ -280,7 +281,7 @@ def test_a_damaged_memory_ends_neither_training_nor_the_story_on_the_server(
 def test_what_the_server_refuses_of_the_points_is_left_out_with_one_warning_each_and_the_others_go_on(
     stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(mlflow_door, "valid_key", lambda key: key)  # a rule of the server that we do not know
+    monkeypatch.setattr(mlflow_client, "valid_key", lambda key: key)  # a rule of the server that we do not know
     tracker = started(stored_run_dir)
     log = MetricsLog(stored_run_dir.metrics)
     for step in range(1, 1001):

@@ -9,11 +9,12 @@ import pytest
 from mlflow import MlflowClient
 from tracking_helpers import run_id_of, settings_of, tracker_of, train
 
-from dist_transformer.cluster.sweep_dir import SweepDir, SweepState
-from dist_transformer.run_dir import RunDir, read_json, write_json
-from dist_transformer.tracking.metrics_log import MetricsLog
-from dist_transformer.tracking.mlflow_door import REPLACES_TAG
-from dist_transformer.tracking.sweep_parent import PARENT_TAG, end_if_all_finished, run_name_of, store_folder
+from dist_transformer.files import read_json, write_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import MetricsLog
+from dist_transformer.run.sweep_folder import SweepDir, SweepState
+from dist_transformer.tracking.mlflow_client import REPLACES_TAG
+from dist_transformer.tracking.parent_run import PARENT_TAG, end_if_all_finished, run_name_of, store_folder
 from dist_transformer.tracking.tracker import Tracker, store_uri, target_of
 
 NUM_POINTS = 3

@@ -12,8 +12,8 @@ from mlflow_server import Server, wait_until
 from running import Command, wait_for_step
 from tracking_helpers import assert_complete, curves_in_file, curves_on_server, run_id_of, sent_step
 
-from dist_transformer.run_dir import RunDir
-from dist_transformer.tracking.metrics_log import read_records
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import read_records
 
 pytestmark = pytest.mark.slow
 

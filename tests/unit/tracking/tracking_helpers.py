@@ -8,9 +8,10 @@ from pathlib import Path
 
 from mlflow import MlflowClient
 
-from dist_transformer.config.models import TrackingConfig
-from dist_transformer.run_dir import RunDir, read_json
-from dist_transformer.tracking.metrics_log import MetricsLog, read_records
+from dist_transformer.config.schema import TrackingConfig
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.tracker import Tracker
 
 Curve = list[tuple[int, float, int]]

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_transformer.config.models import CheckpointConfig
-from dist_transformer.run_dir import RunDir
-from dist_transformer.training.fragments import Fragment
-from dist_transformer.training.saver import Saved, Saver
+from dist_transformer.config.schema import CheckpointConfig
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.checkpoint.async_writer import Saved, Saver
+from dist_transformer.training.engine.sharded_state import Fragment
 
 RUN_ID = "0123456789abcdef"
 SHAPES = {"embedding": (7, 3), "norm.gain": (5,), "scale": ()}

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dist_transformer.config.models import ModelConfig
-from dist_transformer.data import loader
-from dist_transformer.data.window import BatchShape
+from dist_transformer.config.schema import ModelConfig
+from dist_transformer.data.loader import loader
+from dist_transformer.data.loader.window import BatchShape
 from dist_transformer.model.transformer import Transformer
 
 TINY = ModelConfig(

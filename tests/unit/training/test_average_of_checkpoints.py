@@ -8,12 +8,12 @@ import torch
 from checkpoint_helpers import SHAPES, MemoryEngine, save
 from typer.testing import CliRunner
 
-from dist_transformer.cli import write_model
 from dist_transformer.cli.main import app
-from dist_transformer.cli.write_model import Averaged, write_final_model
-from dist_transformer.config.models import CheckpointConfig, ValidationConfig
+from dist_transformer.config.schema import CheckpointConfig, ValidationConfig
 from dist_transformer.errors import CheckpointError
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.checkpoint import final_model
+from dist_transformer.training.checkpoint.final_model import Averaged, write_final_model
 
 PARTS = ("weight", "ema")
 LOSSES = {2: 1.0, 4: 3.0, 5: 0.1, 6: 2.0, 8: 4.0}
@@ -31,7 +31,7 @@ def run_dir(tmp_path):
 def averaged(run_dir, monkeypatch):
     """Calls it with these settings of `checkpoints`; what it says of the model, and the weights that it would write."""
     written = []
-    monkeypatch.setattr(write_model, "save_model_folder", lambda folder, weights, *others: written.append(weights))
+    monkeypatch.setattr(final_model, "save_model_folder", lambda folder, weights, *others: written.append(weights))
     tokenizer = SimpleNamespace(source="tokenizer.model", target="tokenizer.model")
     manifest = SimpleNamespace(
         tokenizer=tokenizer, source_vocabulary=9, target_vocabulary=9, pad_id=0, bos_id=1, eos_id=2,

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from checkpoint_helpers import RUN_ID, contents, folders, rewrite, save
 
-from dist_transformer import disk
-from dist_transformer.cli import run_records
-from dist_transformer.config.marks import read_yaml
-from dist_transformer.config.models import CheckpointConfig, DivergenceConfig
+from dist_transformer import files
+from dist_transformer.config.schema import CheckpointConfig, DivergenceConfig
+from dist_transformer.config.yaml_positions import read_yaml
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.errors import CheckpointError, MachineError
 from dist_transformer.interop.model_folder import open_safetensors
-from dist_transformer.run_dir import RunDir
-from dist_transformer.training import checkpoints, retention
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training import run_log
+from dist_transformer.training.checkpoint import checkpoints, retention
+from dist_transformer.training.checkpoint.tensor_files import StateFiles
 from dist_transformer.training.divergence import Diverged, read_recovery, recover
-from dist_transformer.training.state_files import StateFiles
 
 FILES = ("state_0.safetensors", "state_1.safetensors", "state.json", "manifest.json")
 NEWEST = "step_00000003"
@@ -219,7 +219,7 @@ STUTTERS = {
 @pytest.fixture
 def stutter(monkeypatch):
     """In its block, opens, looks at and listings of paths with one of these names fail so many times each."""
-    monkeypatch.setattr(disk, "PAUSES_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(files, "PAUSES_SECONDS", (0.0, 0.0))
 
     @contextmanager
     def stuttering(number, names, times=1):
@@ -308,7 +308,7 @@ def test_a_disk_that_stutters_loses_no_decision_after_a_divergence(run_dir, stut
 
 def test_files_that_cannot_be_opened_for_want_of_descriptors_are_not_damaged(run_dir, monkeypatch):
     """safetensors calls every file that it cannot open one that is not there."""
-    monkeypatch.setattr(disk, "PAUSES_SECONDS", (0.0,))
+    monkeypatch.setattr(files, "PAUSES_SECONDS", (0.0,))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     kept = StateFiles(run_dir.checkpoints / NEWEST)  # all that is imported for it is open now
     try:
@@ -327,7 +327,7 @@ READERS = {
     "config.yaml": lambda run_dir: read_yaml(run_dir.config),
     "manifest.json": lambda run_dir: Manifest.load(run_dir.path),
     "model.safetensors": lambda run_dir: open_safetensors(run_dir.path / "model.safetensors").__enter__(),
-    "run.json": run_records.run_id,
+    "run.json": run_log.run_id,
 }
 
 

@@ -7,10 +7,10 @@ import subprocess
 import pytest
 from checkpoint_helpers import RUN_ID, contents, folders, save
 
-from dist_transformer import run_dir as run_dir_module
-from dist_transformer.config.models import CheckpointConfig
-from dist_transformer.run_dir import RunDir
-from dist_transformer.training import checkpoints, retention, saver
+from dist_transformer import files
+from dist_transformer.config.schema import CheckpointConfig
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.checkpoint import async_writer, checkpoints, retention
 
 
 @pytest.fixture
@@ -24,8 +24,9 @@ class Snapshots:
     def __init__(self, run_dir, folder, monkeypatch):
         self._run_dir, self._folder, self.taken = run_dir, folder, []
         for module, name in (
-            (os, "replace"), (os, "mkdir"), (os, "rename"), (os, "unlink"), (os, "rmdir"), (saver, "write_state_file"),
-            (saver, "write_json"), (saver, "write_text"), (run_dir_module, "flush_to_disk"), (saver, "flush_to_disk"),
+            (os, "replace"), (os, "mkdir"), (os, "rename"), (os, "unlink"), (os, "rmdir"), (async_writer, "write_state_file"),
+            (async_writer, "write_json"), (async_writer, "write_text"), (files, "flush_to_disk"),
+            (async_writer, "flush_to_disk"),
         ):  # fmt: skip
             monkeypatch.setattr(module, name, self._around(getattr(module, name)))
 
@@ -87,7 +88,7 @@ def test_a_kill_at_any_moment_of_a_deletion_leaves_whole_checkpoints(run_dir, tm
 @pytest.fixture
 def small_disk(run_dir, monkeypatch):
     """A disk of 3 MB under the checkpoints."""
-    monkeypatch.setattr(saver, "SECONDS_BETWEEN_ATTEMPTS", 0.0)
+    monkeypatch.setattr(async_writer, "SECONDS_BETWEEN_ATTEMPTS", 0.0)
     if os.geteuid() != 0:
         pytest.skip("mounting a small disk needs root")
     run_dir.checkpoints.mkdir(parents=True)
@@ -103,8 +104,10 @@ def small_disk(run_dir, monkeypatch):
 @pytest.mark.parametrize("looks_first", [True, False])
 def test_a_full_disk_gives_up_the_save_and_keeps_the_older_one(small_disk, run_dir, monkeypatch, looks_first):
     if not looks_first:  # a quota, or another job that fills the disk in between
-        monkeypatch.setattr(saver, "_prepare", lambda temporary, needed, look=saver._prepare: look(temporary, 0))
-        monkeypatch.setattr(saver, "MARGIN_BYTES", 0)
+        monkeypatch.setattr(
+            async_writer, "_prepare", lambda temporary, needed, look=async_writer._prepare: look(temporary, 0)
+        )
+        monkeypatch.setattr(async_writer, "MARGIN_BYTES", 0)
     save(run_dir, 1)
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 4096))
     (problem,) = {saved.problem for saved in save(run_dir, 2, save_attempts=2)}

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from dist_transformer.training.deepspeed_mends import (
+from dist_transformer.training.engine.deepspeed_patches import (
     call_as_not_compiled,
     not_compiling,
     step_as_not_compiled,

@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 from plain_torch import TINY, VOCABULARY
 from running import NOT_INHERITED
 
-from dist_transformer.config.data_models import DataConfig
-from dist_transformer.data.batching import free_buckets
-from dist_transformer.data.bounded_shapes import bounded_buckets
+from dist_transformer.config.data_schema import DataConfig
 from dist_transformer.data.filters import filter_lengths
+from dist_transformer.data.loader.batching import free_buckets
+from dist_transformer.data.loader.bounded_shapes import bounded_buckets
 from dist_transformer.errors import UserError
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.planning.activations import Shape
-from dist_transformer.training import largest_batch
-from dist_transformer.training.engine import Engine
-from dist_transformer.training.largest_batch import (
+from dist_transformer.training import batch_size_finder
+from dist_transformer.training.batch_size_finder import (
     AUTO_MAX_TOKENS,
     AUTO_MULTIPLE_TOKENS,
     SLOW_SECONDS,
@@ -33,8 +32,9 @@ from dist_transformer.training.largest_batch import (
     grow,
     largest_shapes,
 )
+from dist_transformer.training.engine.engine import Engine
+from dist_transformer.training.engine.objective import Objective
 from dist_transformer.training.memory import allowance
-from dist_transformer.training.objective import Objective
 
 
 def data_of(max_tokens=512, longest=40, ratio=9.0, batch_shapes="free"):
@@ -278,7 +278,7 @@ def test_a_device_that_is_out_of_memory_for_good_ends_the_search_with_advice(ran
     def broken(device):
         raise OUT_OF_MEMORY
 
-    monkeypatch.setattr(largest_batch, "give_back", broken)
+    monkeypatch.setattr(batch_size_finder, "give_back", broken)
     with pytest.raises(UserError, match=r"^out of memory in the search for the largest data\.max_tokens"):
         find_max_tokens(failing_above(600, OUT_OF_MEMORY), 0, data_of("auto", 16), ranks, "fp32")
 
@@ -320,7 +320,7 @@ LIMITED = """
 
     def fits(max_tokens):
         try:
-            largest_batch.dry_run(Plain(), largest_batch.largest_shapes(data_of(max_tokens)), ranks, 2, lambda text: None)
+            batch_size_finder.dry_run(Plain(), batch_size_finder.largest_shapes(data_of(max_tokens)), ranks, 2, lambda text: None)
             return True
         except UserError as error:
             print(error, file=sys.stderr)
@@ -329,7 +329,7 @@ LIMITED = """
     fits(256)  # libraries are loaded and threads started
     in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + int(sys.argv[1]),) * 2)
-    found = largest_batch.find_max_tokens(objective, state_bytes, data_of("auto"), ranks, "fp32")
+    found = batch_size_finder.find_max_tokens(objective, state_bytes, data_of("auto"), ranks, "fp32")
     print(found, fits(found), fits(2 * found))
     distributed.leave()
 """

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_transformer.training.feed import LOSS_UNIT, fixed_point, from_fixed_point
+from dist_transformer.training.global_batch import LOSS_UNIT, fixed_point, from_fixed_point
 
 
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=64), st.randoms())

@@ -9,15 +9,17 @@ import pytest
 import torch
 from checkpoint_helpers import on_ranks, save
 
-from dist_transformer.cli import report, run_records, run_validation
-from dist_transformer.cli.run_records import add_to_history, is_best_so_far, note
-from dist_transformer.config.models import ModelConfig, ValidationConfig
+from dist_transformer.cli import report
+from dist_transformer.config.schema import ModelConfig, ValidationConfig
+from dist_transformer.distributed.rounds import WorkFailed
 from dist_transformer.errors import UserError
-from dist_transformer.rounds import WorkFailed
-from dist_transformer.run_dir import RunDir
-from dist_transformer.tracking.metrics_log import MetricsLog, read_records
-from dist_transformer.tracking.spool import add_event
-from dist_transformer.training.early_stopping import EarlyStopping
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import MetricsLog, read_records
+from dist_transformer.tracking.outbox import add_event
+from dist_transformer.training import run_log
+from dist_transformer.training.run_log import add_to_history, is_best_so_far, note
+from dist_transformer.training.validation import translation
+from dist_transformer.training.validation.early_stopping import EarlyStopping
 
 FULL = Path("/dev/full")
 
@@ -69,11 +71,11 @@ def test_a_checkpoint_that_a_killed_start_did_not_tell_of_is_told_of_by_the_next
     for step in (10, 20):
         save(run_dir, step, early_stopping=EarlyStopping(ValidationConfig(), None).state())
     add_event(run_dir.tracking_events, "checkpoint", {"step": 10})
-    run_records._tell_of_untold(tracker, run_dir, 10, "loss")
+    run_log._tell_of_untold(tracker, run_dir, 10, "loss")
     assert tracker.told == []
-    run_records._tell_of_untold(tracker, run_dir, 20, "loss")
+    run_log._tell_of_untold(tracker, run_dir, 20, "loss")
     assert tracker.told == [(20, False, ["step_00000010", "step_00000020"])]
-    run_records._tell_of_untold(tracker, run_dir, 0, "loss")  # a new run
+    run_log._tell_of_untold(tracker, run_dir, 0, "loss")  # a new run
     assert len(tracker.told) == 1
 
 
@@ -109,7 +111,7 @@ def test_a_report_that_a_full_disk_does_not_take_is_named(tmp_path, monkeypatch)
     def full(*_arguments: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dist_transformer.outputs.write_text", full)
+    monkeypatch.setattr("dist_transformer.run.outputs.write_text", full)
     with pytest.raises(UserError, match=f"^{tmp_path / 'a.html'}: cannot be written .*No space left on device"):
         report.write_run_report(RunDir(tmp_path), tmp_path / "a.html", with_attention=False)
 
@@ -125,7 +127,7 @@ def test_memory_for_the_whole_model_of_a_validation_is_asked_for_by_name():
         ranks.device = torch.device("cpu" if ranks.rank else "meta")  # which has room for everything
         with (
             pytest.raises(WorkFailed, match=r"rank 1: out of memory in the copy of the whole model .*translate=false"),
-            run_validation._whole_model(config, data, engine, ranks),
+            translation._whole_model(config, data, engine, ranks),
         ):
             pass
 

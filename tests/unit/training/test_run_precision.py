@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from dist_transformer.cli.run_precision import FP16_ON_CPU, bf16_warning, settled_precision
-from dist_transformer.config.models import Config
+from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
+from dist_transformer.training.precision import FP16_ON_CPU, bf16_warning, settled_precision
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -62,7 +62,7 @@ def test_a_gpu_without_bf16_is_named(is_native: bool, monkeypatch: pytest.Monkey
 
 def test_products_in_fp32_are_not_rounded_to_tf32() -> None:
     """docs/training.md promises it: torch's own setting, which neither DeepSpeed nor anything here changes."""
-    import dist_transformer.training.engine  # noqa: F401
+    import dist_transformer.training.engine.engine  # noqa: F401
 
     assert torch.get_float32_matmul_precision() == "highest"
     assert not torch.backends.cuda.matmul.allow_tf32

@@ -16,10 +16,10 @@ import pytest
 import torch
 from checkpoint_helpers import ThreadRanks, on_ranks
 
-from dist_transformer.distributed import Ranks
-from dist_transformer.training import system_metrics
-from dist_transformer.training.reporter import Reporter
-from dist_transformer.training.system_metrics import NodeSampler
+from dist_transformer.distributed.group import Ranks
+from dist_transformer.training.metrics import system_metrics
+from dist_transformer.training.metrics.logger import Reporter
+from dist_transformer.training.metrics.system_metrics import NodeSampler
 
 ROOT = Path(__file__).parents[3]
 

@@ -10,12 +10,13 @@ from checkpoint_helpers import RUN_ID, SHAPES, MemoryEngine, rewrite, save, stat
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_transformer.config.models import CheckpointConfig
+from dist_transformer.config.schema import CheckpointConfig
 from dist_transformer.errors import CheckpointError
-from dist_transformer.run_dir import RunDir, write_json
-from dist_transformer.training import checkpoints, retention
-from dist_transformer.training.saver import Saver
-from dist_transformer.training.state_files import StateFiles, Weights, file_name, write_state_file
+from dist_transformer.files import write_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.checkpoint import checkpoints, retention
+from dist_transformer.training.checkpoint.async_writer import Saver
+from dist_transformer.training.checkpoint.tensor_files import StateFiles, Weights, file_name, write_state_file
 
 
 def a_step(engine, batch, learning_rate=1e-2):

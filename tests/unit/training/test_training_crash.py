@@ -11,22 +11,23 @@ from plain_torch import TINY, VOCABULARY
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from dist_transformer.cli import replay_crash
 from dist_transformer.cli.main import app
-from dist_transformer.cli.run_data import open_run_data
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.models import Config
-from dist_transformer.data.loader import MicroBatch
+from dist_transformer.config.schema import Config
+from dist_transformer.data.loader.loader import MicroBatch
+from dist_transformer.data.loader.window import BatchShape
 from dist_transformer.data.manifest import Manifest
-from dist_transformer.data.window import BatchShape
 from dist_transformer.errors import UserError
+from dist_transformer.files import read_json
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.run_dir import RunDir, read_json
-from dist_transformer.training import checkpoints
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training import replay
+from dist_transformer.training.checkpoint import checkpoints
+from dist_transformer.training.checkpoint.tensor_files import Weights
 from dist_transformer.training.crash import read_crash, write_crash
-from dist_transformer.training.feed import GlobalBatch
-from dist_transformer.training.records import Progress, dropout_seed
-from dist_transformer.training.state_files import Weights
+from dist_transformer.training.global_batch import GlobalBatch
+from dist_transformer.training.run_data import open_run_data
+from dist_transformer.training.train_state import Progress, dropout_seed
 
 CONFIG = Config.model_validate({"data": {"train": {"demo": "train"}}, "run": {"seed": 11}})
 
@@ -179,12 +180,12 @@ def test_a_lane_whose_gradient_is_not_finite_is_named_and_moves_nothing(tmp_path
     write_crash(RunDir(tmp_path), ranks, failure(), CONFIG, PROGRESS, BATCH)
     crash, engine = read_crash(RunDir(tmp_path), None), make_engine(zero_stage=stage)
     before = [fragment.values.clone() for fragment in engine.fragments() if fragment.part == "weight"]
-    replay_crash._replay_lane(engine, crash, 1, 11, ranks.device)
+    replay._replay_lane(engine, crash, 1, 11, ranks.device)
     after = [fragment.values for fragment in engine.fragments() if fragment.part == "weight"]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert capsys.readouterr().out.rstrip().endswith(" finite")
     engine.load(lambda part, name, start, stop: torch.full((stop - start,), float("nan")), 0)
-    replay_crash._replay_lane(engine, crash, 5, 11, ranks.device)
+    replay._replay_lane(engine, crash, 5, 11, ranks.device)
     assert capsys.readouterr().out.rstrip().endswith(" NOT FINITE")
 
 
@@ -192,7 +193,7 @@ def test_a_lane_whose_gradient_is_not_finite_is_named_and_moves_nothing(tmp_path
 def test_a_replayed_lane_has_the_dropout_that_it_had(tmp_path, ranks, make_engine, capsys, lane):
     write_crash(RunDir(tmp_path), ranks, failure(), CONFIG, PROGRESS, BATCH)
     engine = make_engine(dropout=0.3)
-    replay_crash._replay_lane(engine, read_crash(RunDir(tmp_path), None), lane, 11, ranks.device)
+    replay._replay_lane(engine, read_crash(RunDir(tmp_path), None), lane, 11, ranks.device)
     torch.manual_seed(0)  # as in make_engine
     model = Transformer(TINY.model_copy(update={"dropout": 0.3}), VOCABULARY, VOCABULARY, 0)
     torch.manual_seed(dropout_seed(11, PROGRESS.batches, lane))

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
-from dist_transformer.config.models import DivergenceConfig
+from dist_transformer.config.schema import DivergenceConfig
 from dist_transformer.errors import UserError
-from dist_transformer.run_dir import RunDir, read_json, write_json
+from dist_transformer.files import read_json, write_json
+from dist_transformer.run.folder import RunDir
 from dist_transformer.training.divergence import Diverged, LossMonitor, Recovery, first_bad_step, read_recovery, recover
 
 DEFAULTS = DivergenceConfig()

@@ -11,9 +11,9 @@ from deepspeed.accelerator import get_accelerator
 from plain_torch import NOTHING, TOLERANCE, micro_batches_of, ragged_batches, tokens_of, train_on_plain_torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_transformer.config.models import OptimizerConfig
+from dist_transformer.config.schema import OptimizerConfig
 from dist_transformer.training.divergence import Diverged
-from dist_transformer.training.validation import forward
+from dist_transformer.training.validation.token_metrics import forward
 
 STAGES_AND_PRECISIONS = [
     (0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32"),
@@ -113,7 +113,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing(make_engine, batches, stage
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fp16_updates_keep_their_size_while_the_loss_scale_grows(make_engine, batches, stage, monkeypatch):
     """With SGD an update is the gradient: DeepSpeed 0.19.8 halves it at each growth (facts behind `delay_scale_growth`)."""
-    from dist_transformer.training import engine as engine_module
+    from dist_transformer.training.engine import engine as engine_module
 
     monkeypatch.setattr(engine_module, "adam", lambda module, settings: torch.optim.SGD(module.parameters(), lr=1.0))
     engine = make_engine(zero_stage=stage, precision="fp16", initial_loss_scale=64, loss_scale_window=2)

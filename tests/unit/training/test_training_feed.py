@@ -4,8 +4,8 @@ import time
 from collections import Counter
 from types import SimpleNamespace
 
-from dist_transformer.data.loader import LocalStep
-from dist_transformer.training.feed import Feed, News
+from dist_transformer.data.loader.loader import LocalStep
+from dist_transformer.training.global_batch import Feed, News
 
 SLOW_SECONDS = 0.5
 

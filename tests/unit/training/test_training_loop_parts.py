@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_transformer.cli.prepare import prepare_with_progress
-from dist_transformer.config.models import Config
+from dist_transformer.config.schema import Config
+from dist_transformer.data.prepare.progress import prepare_with_progress
 from dist_transformer.errors import EXIT_REQUEUE
-from dist_transformer.stop_request import STOP_SIGNALS, StopRequest
-from dist_transformer.training.records import dropout_seed
+from dist_transformer.processes.stop_request import STOP_SIGNALS, StopRequest
+from dist_transformer.training.train_state import dropout_seed
 
 
 @given(st.integers(0, 2**63), st.integers(0, 10**9), st.integers(0, 4096))

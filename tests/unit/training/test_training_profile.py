@@ -11,15 +11,22 @@ import pytest
 import torch
 from plain_torch import MicroBatch
 
-from dist_transformer.distributed import Ranks
+from dist_transformer.distributed.group import Ranks
 from dist_transformer.model import transformer
 from dist_transformer.planning.flops import ModelFlops
-from dist_transformer.training import profiling as profiling_module
-from dist_transformer.training.engine import Engine
-from dist_transformer.training.profile_parts import BACKWARD_NODE, PARTS, PREFIX, Span, account
-from dist_transformer.training.profile_table import RankProfile, summary_of
-from dist_transformer.training.profiling import PLAIN_STEPS, PROFILED_STEPS, WARM_UP_STEPS, Job, Watched, profiling
-from dist_transformer.training.utilisation import Peak
+from dist_transformer.training.engine.engine import Engine
+from dist_transformer.training.metrics.mfu import Peak
+from dist_transformer.training.profiling import profiler as profiling_module
+from dist_transformer.training.profiling.accounting import BACKWARD_NODE, PARTS, PREFIX, Span, account
+from dist_transformer.training.profiling.profiler import (
+    PLAIN_STEPS,
+    PROFILED_STEPS,
+    WARM_UP_STEPS,
+    Job,
+    Watched,
+    profiling,
+)
+from dist_transformer.training.profiling.table import RankProfile, summary_of
 
 ALL_STEPS = WARM_UP_STEPS + PLAIN_STEPS + PROFILED_STEPS
 FLOPS = ModelFlops(projections=2e9, scores=1e9, feed_forward=3e9, output=4e9)

@@ -9,18 +9,19 @@ import torch
 from checkpoint_helpers import RUN_ID, SHAPES, MemoryEngine, ThreadRanks, contents, folders, on_ranks, save, state_of
 from safetensors import SafetensorError
 
-from dist_transformer.config.models import CheckpointConfig
-from dist_transformer.run_dir import RunDir, read_json
-from dist_transformer.training import checkpoints, saver
-from dist_transformer.training.saver import Saver
-from dist_transformer.training.state_files import Weights
+from dist_transformer.config.schema import CheckpointConfig
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.checkpoint import async_writer, checkpoints
+from dist_transformer.training.checkpoint.async_writer import Saver
+from dist_transformer.training.checkpoint.tensor_files import Weights
 
 NO_SPACE = OSError(28, "No space left on device")
 
 
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch):
-    monkeypatch.setattr(saver, "SECONDS_BETWEEN_ATTEMPTS", 0.0)
+    monkeypatch.setattr(async_writer, "SECONDS_BETWEEN_ATTEMPTS", 0.0)
 
 
 @pytest.fixture
@@ -53,13 +54,13 @@ def test_what_ranks_save_together_is_the_whole_state(run_dir, num_ranks):
 
 
 def test_training_goes_on_while_it_is_written_and_changes_nothing_of_it(run_dir, monkeypatch):
-    may_write, write = threading.Event(), saver.write_state_file
+    may_write, write = threading.Event(), async_writer.write_state_file
 
     def waits(*arguments):
         assert may_write.wait(20)
         write(*arguments)
 
-    monkeypatch.setattr(saver, "write_state_file", waits)
+    monkeypatch.setattr(async_writer, "write_state_file", waits)
 
     def work(ranks):
         engine, one, pairs = MemoryEngine(5), saver_of(run_dir, ranks), Counter(a=1)
@@ -123,7 +124,7 @@ def test_another_runs_checkpoint_of_that_step_is_set_aside(run_dir):
 
 def fails_first(monkeypatch, times, error, rank=1):
     """The disk of one rank refuses its file so often."""
-    write, refusals = saver.write_state_file, []
+    write, refusals = async_writer.write_state_file, []
 
     def refuse(path, fragments, starts):
         if path.name == f"state_{rank}.safetensors" and len(refusals) < times:
@@ -132,7 +133,7 @@ def fails_first(monkeypatch, times, error, rank=1):
             raise error
         write(path, fragments, starts)
 
-    monkeypatch.setattr(saver, "write_state_file", refuse)
+    monkeypatch.setattr(async_writer, "write_state_file", refuse)
 
 
 @pytest.mark.parametrize("error", [NO_SPACE, SafetensorError("Error while serializing: I/O error")])
@@ -166,26 +167,26 @@ def test_a_save_that_never_succeeds_is_given_up_on_all_ranks_and_leaves_the_olde
 
 
 def test_too_little_space_is_known_before_anything_is_written(run_dir, monkeypatch):
-    monkeypatch.setattr(saver, "write_state_file", lambda *arguments: pytest.fail("wrote"))
+    monkeypatch.setattr(async_writer, "write_state_file", lambda *arguments: pytest.fail("wrote"))
     usage = shutil.disk_usage("/")
-    monkeypatch.setattr(saver.shutil, "disk_usage", lambda path: usage._replace(free=10**6))
+    monkeypatch.setattr(async_writer.shutil, "disk_usage", lambda path: usage._replace(free=10**6))
     (problem,) = {saved.problem for saved in save(run_dir, 5)}
     assert f"1.0 MB are free on {run_dir.checkpoints}" in problem
     assert "there is no earlier checkpoint" in problem
 
 
 def test_the_space_asked_for_is_what_the_files_need(run_dir, monkeypatch):
-    asked, prepare = [], saver._prepare
+    asked, prepare = [], async_writer._prepare
     monkeypatch.setitem(SHAPES, "large", (1000, 1000))
 
     def note(temporary, needed_bytes):
         asked.append(needed_bytes)
         return prepare(temporary, needed_bytes)
 
-    monkeypatch.setattr(saver, "_prepare", note)
+    monkeypatch.setattr(async_writer, "_prepare", note)
     save(run_dir, 5, num_ranks=3)
     written = sum(path.stat().st_size for path in run_dir.checkpoints.glob("step_*/state_*"))
-    assert written <= asked[0] <= written + saver.MARGIN_BYTES
+    assert written <= asked[0] <= written + async_writer.MARGIN_BYTES
 
 
 def test_an_error_that_is_not_the_disks_is_raised_where_it_is_heard(run_dir, monkeypatch):
@@ -196,7 +197,7 @@ def test_an_error_that_is_not_the_disks_is_raised_where_it_is_heard(run_dir, mon
 
 
 def test_a_rank_whose_files_the_first_one_does_not_see_is_named(run_dir, monkeypatch):
-    write = saver.write_state_file
+    write = async_writer.write_state_file
     elsewhere = run_dir.path / "elsewhere"
     elsewhere.mkdir(parents=True)
 
@@ -206,9 +207,11 @@ def test_a_rank_whose_files_the_first_one_does_not_see_is_named(run_dir, monkeyp
             path.rename(elsewhere / path.name)
             path.symlink_to(elsewhere / path.name)
 
-    commit = saver._commit
-    monkeypatch.setattr(saver, "write_state_file", on_its_own_disk)
-    monkeypatch.setattr(saver, "_commit", lambda *a: (shutil.rmtree(elsewhere, ignore_errors=True), commit(*a))[1])
+    commit = async_writer._commit
+    monkeypatch.setattr(async_writer, "write_state_file", on_its_own_disk)
+    monkeypatch.setattr(
+        async_writer, "_commit", lambda *a: (shutil.rmtree(elsewhere, ignore_errors=True), commit(*a))[1]
+    )
     (problem,) = {saved.problem for saved in save(run_dir, 5)}
     assert "state_1.safetensors cannot be read" in problem
     assert "on a disk that all nodes share" in problem
@@ -216,15 +219,15 @@ def test_a_rank_whose_files_the_first_one_does_not_see_is_named(run_dir, monkeyp
 
 def test_a_stalled_disk_is_no_progress_on_any_rank(run_dir, monkeypatch):
     """What the watchdog hears while one rank's disk does not move, and again when it does."""
-    looked, may_write, write = [], threading.Event(), saver.write_state_file
+    looked, may_write, write = [], threading.Event(), async_writer.write_state_file
     heard = {0: [], 1: []}
 
     def stalls(path, fragments, starts):
         assert path.name == "state_0.safetensors" or may_write.wait(20)
         write(path, fragments, starts)
 
-    monkeypatch.setattr(saver, "write_state_file", stalls)
-    monkeypatch.setattr(saver, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(async_writer, "write_state_file", stalls)
+    monkeypatch.setattr(async_writer, "LOOK_SECONDS", 0.001)
     gather = ThreadRanks.gather
 
     def counted(ranks, value):

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from dist_transformer.config.models import Config
-from dist_transformer.training.schedule import learning_rate
+from dist_transformer.config.schema import Config
+from dist_transformer.training.engine.schedule import learning_rate
 
 DATA = {"train": {"demo": "train"}}
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from plain_torch import TINY, VOCABULARY, tokens_of, train_on_plain_torch
 
-from dist_transformer.config.models import Config, OptimizerConfig, TrainingConfig
-from dist_transformer.config.sizes import as_sharded, offloaded_bytes, state_bytes
+from dist_transformer.config.model_size import as_sharded, offloaded_bytes, state_bytes
+from dist_transformer.config.schema import Config, OptimizerConfig, TrainingConfig
 from dist_transformer.errors import UserError
 from dist_transformer.model.layers import DecoderLayer, EncoderLayer
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.training.fragments import Piece, fragments
-from dist_transformer.training.objective import Objective
-from dist_transformer.training.optimizer import deal_out
+from dist_transformer.training.engine.objective import Objective
+from dist_transformer.training.engine.optimizer import deal_out
+from dist_transformer.training.engine.sharded_state import Piece, fragments
 
 FROZEN = ("*embedding*", "encoder_layers.*.bias")
 KINDS = [
@@ -116,7 +116,7 @@ def test_what_a_checkpoint_lacks_starts_as_at_step_0(make_engine, batches, stage
 def test_state_made_at_the_start_is_what_adam_would_make_in_its_first_step(
     make_engine, batches, stage, weight_decay, monkeypatch
 ):
-    from dist_transformer.training import engine as engine_module
+    from dist_transformer.training.engine import engine as engine_module
 
     settings = OptimizerConfig(weight_decay=weight_decay)
     at_once = make_engine(settings, zero_stage=stage)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from running import without
 
-from dist_transformer.stop_request import END_TIME_VARIABLE, STARTED_VARIABLE, STOP_SIGNALS, StopRequest
+from dist_transformer.processes.stop_request import END_TIME_VARIABLE, STARTED_VARIABLE, STOP_SIGNALS, StopRequest
 
 PROGRAM = """
 import signal, sys

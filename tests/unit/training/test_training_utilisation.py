@@ -5,13 +5,13 @@ from collections import Counter
 import pytest
 import torch
 
-from dist_transformer.config.models import ModelConfig
-from dist_transformer.data.loader import MicroBatch
-from dist_transformer.data.window import BatchShape
+from dist_transformer.config.schema import ModelConfig
+from dist_transformer.data.loader.loader import MicroBatch
+from dist_transformer.data.loader.window import BatchShape
 from dist_transformer.planning.flops import add_flops, model_flops
-from dist_transformer.training import utilisation
-from dist_transformer.training.records import Interval
-from dist_transformer.training.utilisation import Peak, Utilisation, flops_of_batches, peak_of
+from dist_transformer.training.metrics import mfu
+from dist_transformer.training.metrics.mfu import Peak, Utilisation, flops_of_batches, peak_of
+from dist_transformer.training.train_state import Interval
 
 MODEL = ModelConfig(preset="tiny")
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ def test_a_cpu_has_the_peak_that_is_measured_and_the_random_state_stays(precisio
 def test_the_peak_of_a_cpu_is_that_of_the_fastest_products_of_a_step(monkeypatch):
     """Parts of a step in a short precision are fp32 there, where few CPUs multiply fp16 as fast."""
     rates = {torch.float32: 3e9, torch.float16: 1e8, torch.bfloat16: 5e9}
-    monkeypatch.setattr(utilisation, "measured_flops", lambda device, dtype, seconds: rates[dtype])
+    monkeypatch.setattr(mfu, "measured_flops", lambda device, dtype, seconds: rates[dtype])
     found = {precision: peak_of(CPU, precision, is_profiled=False).measured for precision in ("fp32", "fp16", "bf16")}
     assert found == {"fp32": 3e9, "fp16": 3e9, "bf16": 5e9}
 

@@ -10,14 +10,14 @@ import textwrap
 import pytest
 from running import NOT_INHERITED, without
 
-from dist_transformer.distributed import LastCollective, explain
+from dist_transformer.distributed.group import LastCollective, explain
 from dist_transformer.errors import EXIT_HANG
 
 WATCHED = """
 import threading
 from dist_transformer import distributed
 from dist_transformer.training.watchdog import Watchdog
-ranks = distributed.join(60)
+ranks = group.join(60)
 ranks.gather("one")
 with Watchdog(1, ranks) as watchdog:
     {body}
@@ -26,14 +26,14 @@ LOSING_EACH_OTHER = """
 import os, sys, torch
 from dist_transformer import distributed
 from dist_transformer.training.watchdog import Watchdog
-ranks = distributed.join({seconds})
+ranks = group.join({seconds})
 ranks.barrier()
 if ranks.rank == 1:
     {second}
 try:
     {first}
 except RuntimeError as error:
-    print(distributed.explain(error), flush=True)
+    print(group.explain(error), flush=True)
     print(ranks.last.text(), flush=True)
 os._exit(7)
 """
@@ -123,9 +123,9 @@ def test_a_rank_that_was_never_started_is_told_as_such():
     program = """
 from dist_transformer import distributed
 try:
-    distributed.join(1)
+    group.join(1)
 except RuntimeError as error:
-    print(distributed.explain(error))
+    print(group.explain(error))
 """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -150,10 +150,10 @@ def test_any_other_error_is_not_explained(error):
 
 
 def test_a_collective_that_is_only_noted_does_not_pretend_to_know_its_end(monkeypatch):
-    from dist_transformer import distributed
+    from dist_transformer.distributed import group
 
     now = 100.0
-    monkeypatch.setattr(distributed.time, "monotonic", lambda: now)
+    monkeypatch.setattr(group.time, "monotonic", lambda: now)
     last = LastCollective()
     assert last.text() == "no collective yet"
     last.begin("all_reduce of 123,456 float16", is_followed=False)
@@ -162,10 +162,10 @@ def test_a_collective_that_is_only_noted_does_not_pretend_to_know_its_end(monkey
 
 
 def test_begin_and_end_are_both_told(monkeypatch, ranks):
-    from dist_transformer import distributed
+    from dist_transformer.distributed import group
 
     now = 100.0
-    monkeypatch.setattr(distributed.time, "monotonic", lambda: now)
+    monkeypatch.setattr(group.time, "monotonic", lambda: now)
     number = ranks.last.number + 1
     with ranks.collective("gather"):
         now = 110.0
@@ -177,7 +177,7 @@ def test_begin_and_end_are_both_told(monkeypatch, ranks):
 SEGMENTS = """
 import torch
 from dist_transformer import distributed
-distributed.join(60)
+group.join(60)
 print(torch._C._accelerator_getAllocatorSettings())
 """
 

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from plain_torch import micro_batches_of, ragged_batches
 
-from dist_transformer.cli import run_validation
-from dist_transformer.data.loader import MicroBatch
-from dist_transformer.data.window import BatchShape
-from dist_transformer.training.validation import ValidationSet, measure_tokens
-from dist_transformer.training.validator import sample_lines
+from dist_transformer.data.loader.loader import MicroBatch
+from dist_transformer.data.loader.window import BatchShape
+from dist_transformer.training.validation import translation
+from dist_transformer.training.validation.runner import sample_lines
+from dist_transformer.training.validation.token_metrics import ValidationSet, measure_tokens
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -67,7 +67,7 @@ def test_the_dry_run_of_a_validation_takes_the_most_tokens_and_a_pair_above_the_
     batches = [
         MicroBatch(0, BatchShape(*shape, shape[0], 1, 1), tokens, tokens, tokens, torch.arange(1)) for shape in shapes
     ]
-    assert run_validation._largest(batches) == [batches[1], batches[2]]
+    assert translation._largest(batches) == [batches[1], batches[2]]
 
 
 @given(st.integers(0, 60), st.integers(0, 12), st.integers(0, 5), st.integers(0, 10**6))

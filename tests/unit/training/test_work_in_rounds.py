@@ -8,8 +8,8 @@ from checkpoint_helpers import on_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dist_transformer.distributed.rounds import Stopped, WorkFailed, failures_named, in_rounds
 from dist_transformer.errors import UserError
-from dist_transformer.rounds import Stopped, WorkFailed, failures_named, in_rounds
 
 TAKES_PART = ("works", "fails", "wants to stop", "stops in its middle")
 

@@ -8,12 +8,12 @@ import pytest
 from checkpoint_helpers import on_ranks
 
 from dist_transformer.cli import report
-from dist_transformer.cli.first_rank import by_first_rank
-from dist_transformer.cli.run_end import RunEnd
-from dist_transformer.config.models import TrackingConfig
+from dist_transformer.config.schema import TrackingConfig
+from dist_transformer.distributed.rank_zero import by_first_rank
+from dist_transformer.distributed.rounds import Stopped
 from dist_transformer.errors import CheckpointError
-from dist_transformer.rounds import Stopped
-from dist_transformer.run_dir import RunDir
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.finish import RunEnd
 
 pytestmark = pytest.mark.slow
 

@@ -1,0 +1,247 @@
+"""Everything that is known of a run in one document: what Slurm says of its job, and what the run says of itself.
+
+The document of `status --json`. Every key is always there; null: not known, or there is none. Times are unix seconds.
+"""
+
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.cluster.logs import log_of_run
+from dist_transformer.cluster.queue import OVER, WAITING, QueuedJob, job_now, states_of
+from dist_transformer.cluster.reasons import exit_code_in_words, waiting_in_words
+from dist_transformer.cluster.run_ref import Target, is_run_folder, newest_job_id, num_points, refuse_unreadable
+from dist_transformer.cluster.slurm import SlurmError
+from dist_transformer.run.attempts import attempts
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.records import read_record
+from dist_transformer.run.status import SILENT_SECONDS, RunView, look_at
+
+Document = dict[str, Any]
+
+
+def report(target: Target) -> Document:
+    """One look at a run and its job."""
+    view, now = look_at(target.run_dir), time.time()
+    slurm = ask_slurm(target.job_id)
+    job, said = slurm.job, [slurm.problem] if slurm.problem else []
+    is_over = slurm.was_asked and (job is None or job.is_over) and target.job_id == newest_job_id(target.run_dir)
+    waits = job is not None and job.state in WAITING
+    attempt = {} if is_over or waits else _attempt_under_way(target.run_dir)
+    if is_over or waits:
+        view = _without_ended_job(view, target.job_id, job)
+    view = _as_it_waits(view, now) if waits else _without_earlier_attempts(view, attempt)
+    log = log_of_run(target.run_dir, target.job_id)
+    is_left = is_over and view.state != "finished" and not view.is_alive(now)
+    return {
+        "run": target.run_dir.name,
+        "folder": str(target.run_dir.path),
+        "time": now,
+        **_of_training(view, is_going=view.is_alive(now)),
+        **_of_checkpoint(view, now),
+        "attempt": attempt.get("attempt"),
+        **(_BEFORE_ITS_RANKS if is_over and not _has_begun(target) else _of_last_end(view)),
+        **_of_history(view),
+        "log": None if log is None else str(log),
+        "next": _next(target.run_dir, has_log=log is not None) if is_left else None,
+        "mlflow_run_id": view.mlflow_run_id,
+        "mlflow_uri": view.mlflow_uri,
+        "job_id": target.job_id,
+        "job": None if job is None else _of_job(job),
+        "warnings": [*said, *_warnings(view, job, now, is_job=target.job_id is not None)],
+    }
+
+
+def report_all(root: Path) -> list[Document]:
+    """A short document for each run folder in `root`, the newest record first. Slurm is asked once."""
+    refuse_unreadable(root)
+    folders = sorted(path for path in root.iterdir() if path.is_dir() and is_run_folder(path))
+    views = [look_at(RunDir(path.absolute())) for path in folders]
+    ids = [newest_job_id(view.run_dir) for view in views]
+    states = _job_states(
+        [job_id for view, job_id in zip(views, ids, strict=True) if job_id and view.state != "finished"]
+    )
+    rows = [_row(view, job_id, states.get(job_id or "")) for view, job_id in zip(views, ids, strict=True)]
+    for row in rows:
+        if (points := num_points(Path(row["folder"]))) is not None:
+            row |= {"state": f"sweep of {points}", "step": None}
+    return sorted(rows, key=lambda row: -(row["record_time"] or 0))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What Slurm said of a job.
+
+    Attributes:
+        was_asked: False where there is no job, or Slurm does not answer.
+        problem: why the job is not known; None where there is nothing to say.
+    """
+
+    job: QueuedJob | None
+    was_asked: bool
+    problem: str | None
+
+
+def ask_slurm(job_id: str | None) -> Answer:
+    """Asks for a job; without Slurm that is an answer too."""
+    if job_id is None:
+        return Answer(None, False, None)
+    try:
+        job = job_now(job_id)
+    except SlurmError as error:
+        return Answer(None, False, f"Slurm was not asked about job {job_id}: {str(error).splitlines()[0]}")
+    return Answer(job, True, None if job else f"Slurm does not know job {job_id} (any more): it has ended")
+
+
+def _of_training(view: RunView, *, is_going: bool) -> Document:
+    newest = view.newest
+    return {
+        "state": view.state,
+        "step": view.step,
+        "max_steps": view.max_steps,
+        "loss": newest.get("loss"),
+        "learning_rate": newest.get("learning_rate"),
+        "tokens_per_second": newest.get("tokens_per_second"),
+        "record_time": newest.get("time"),
+        "seconds_to_last_step": view.seconds_to_last_step if is_going else None,
+        "heartbeat_time": view.heartbeat_time,
+        "owner": view.owner or None,
+    }
+
+
+def _of_checkpoint(view: RunView, now: float) -> Document:
+    return {
+        "checkpoint": view.checkpoint,
+        "checkpoint_time": view.checkpoint_time,
+        "checkpoint_age_seconds": now - view.checkpoint_time if view.checkpoint_time else None,
+        "set_aside": view.set_aside,
+    }
+
+
+def _attempt_under_way(run_dir: RunDir) -> Document:
+    """The newest record of attempts.jsonl where it has begun and not ended."""
+    newest: Document = next(reversed([*attempts(run_dir)]), {})
+    return newest if newest.get("event") == "began" else {}
+
+
+def _without_earlier_attempts(view: RunView, attempt: Document) -> RunView:
+    """What an earlier attempt left does not tell how the one under way stands."""
+    began = float(attempt.get("time", 0.0))
+    if float(read_record(view.run_dir.state).get("time", 0.0)) < began:
+        view = replace(view, state="starting")
+    if float(view.owner.get("started", 0.0)) < began:
+        view = replace(view, owner={}, heartbeat_time=None)
+    return view
+
+
+def _as_it_waits(view: RunView, now: float) -> RunView:
+    """Of a job in the queue: what its last attempt could not take back is no sign that it trains. Somebody else may."""
+    is_word_of_a_rank = view.state in ("starting", "running")
+    return replace(view, state="pending") if is_word_of_a_rank and not view.is_alive(now) else view
+
+
+def _without_ended_job(view: RunView, job_id: str | None, job: QueuedJob | None) -> RunView:
+    """A rank that Slurm ended has left its heartbeat; that of another job, or of none, is a sign of life."""
+    if view.owner.get("job") in {job_id, job.number if job else job_id}:
+        view = replace(view, owner={}, heartbeat_time=None)
+    return view
+
+
+def _has_begun(target: Target) -> bool:
+    return any(str(record.get("job")) == target.job_id for record in attempts(target.run_dir))
+
+
+def _next(run_dir: RunDir, *, has_log: bool) -> str:
+    """What a person does after a job that is over without having finished the run."""
+    folder = shlex.quote(str(run_dir.path))
+    look = f"dist-transformer logs {folder}, then " if has_log else ""
+    return f"{look}dist-transformer resume {folder}"
+
+
+_BEFORE_ITS_RANKS: Document = {
+    "last_end_time": None,
+    "last_exit_code": None,
+    "last_exit_text": "before its ranks started",
+    "last_end_reason": None,
+    "last_end_requeued": None,
+}
+
+
+def _of_last_end(view: RunView) -> Document:
+    code = view.last_end.get("exit_code")
+    return {
+        "last_end_time": view.last_end.get("time"),
+        "last_exit_code": code,
+        "last_exit_text": exit_code_in_words(code) if isinstance(code, int) else None,
+        "last_end_reason": view.last_end.get("reason"),
+        "last_end_requeued": view.last_end.get("requeued"),
+    }
+
+
+def _of_history(view: RunView) -> Document:
+    return {
+        "starts": view.starts,
+        "excluded_nodes": view.excluded,
+        "divergences": len(view.divergences),
+        "last_divergence": view.divergences[-1].get("reason") if view.divergences else None,
+    }
+
+
+def _of_job(job: QueuedJob) -> Document:
+    return {
+        "id": job.job_id,
+        "state": job.state,
+        "reason": job.reason or None,
+        "reason_text": waiting_in_words(job.reason) if job.state == "PENDING" else None,
+        "partition": job.partition,
+        "num_nodes": job.num_nodes,
+        "nodes": job.nodes or None,
+        "submit_time": job.submit_time,
+        "start_time": job.start_time,
+        "seconds_left": job.seconds_left if job.state == "RUNNING" else None,
+        "source": job.source,
+    }
+
+
+def _warnings(view: RunView, job: QueuedJob | None, now: float, *, is_job: bool) -> Iterator[str]:
+    """What does not fit together."""
+    if view.is_alive(now):
+        return
+    silent = "no rank works on the run folder" if view.heartbeat_time is None else (
+        f"its last sign of life is {now - view.heartbeat_time:.0f} s old"
+    )  # fmt: skip
+    if job is not None and job.state == "RUNNING":
+        if now - (job.start_time or 0) > SILENT_SECONDS:
+            yield f"the job is RUNNING, but {silent}: do its ranks start, hang, or not reach the folder? See `logs`, `stacks`"
+    elif view.state in ("starting", "running") and not is_job:
+        yield f"run.json says {view.state}, but {silent}: it was ended without a word; `train` goes on with it"
+    elif view.state == "running" and job is not None and job.is_over:
+        yield f"run.json says running, but the job is over and {silent}: `resume` goes on with it"
+
+
+def _job_states(job_ids: list[str]) -> dict[str, str]:
+    try:
+        return states_of(job_ids)
+    except SlurmError:  # a list of runs is of use without it
+        return {}
+
+
+def _row(view: RunView, job_id: str | None, job_state: str | None) -> Document:
+    if job_state in WAITING:
+        view = _as_it_waits(_without_ended_job(view, job_id, None), time.time())
+    attempt = {} if job_state in (*OVER, *WAITING) else _attempt_under_way(view.run_dir)
+    return {
+        "run": view.run_dir.name,
+        "folder": str(view.run_dir.path),
+        "state": _without_earlier_attempts(view, attempt).state,
+        "job_id": job_id,
+        "job_state": job_state,
+        "step": view.step,
+        "max_steps": view.max_steps,
+        "loss": view.newest.get("loss"),
+        "record_time": view.newest.get("time"),
+        "checkpoint": view.checkpoint,
+    }

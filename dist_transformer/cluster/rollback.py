@@ -1,0 +1,42 @@
+"""A submission that is refused leaves the run folder as it was."""
+
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from dist_transformer.cluster.slurm import SlurmError
+from dist_transformer.files import replacing
+
+
+@contextmanager
+def put_back_if_refused(files: Iterable[Path], snapshot: Path) -> Iterator[None]:
+    """When sbatch or the disk refuses within, `files`, `snapshot` and the folders above it are as they were before."""
+    before = {path: path.read_bytes() if path.is_file() else None for path in files}
+    made = [folder for folder in (snapshot.parent, *snapshot.parent.parents) if not folder.exists()]
+    aside = snapshot.with_name(f"{snapshot.name}.before")
+    shutil.rmtree(aside, ignore_errors=True)
+    if snapshot.is_dir():
+        snapshot.rename(aside)
+    try:
+        yield
+    except (SlurmError, OSError):
+        shutil.rmtree(snapshot, ignore_errors=True)
+        if aside.is_dir():
+            aside.rename(snapshot)
+        for path, old in before.items():
+            _put_back(path, old)
+        for folder in made:  # the deepest first
+            with suppress(OSError):  # it is not empty: another submission's
+                folder.rmdir()
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _put_back(path: Path, old: bytes | None) -> None:
+    if old is None:
+        path.unlink(missing_ok=True)
+    elif not path.is_file() or path.read_bytes() != old:
+        with replacing(path) as temporary:
+            temporary.touch(0o600 if path.suffix == ".sbatch" else 0o666)
+            temporary.write_bytes(old)

@@ -1,0 +1,132 @@
+"""From what a person names, a run folder or a job id, to both."""
+
+import os
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from dist_transformer.cluster.queue import QueuedJob, jobs_of
+from dist_transformer.cluster.slurm import SlurmError, is_job_id
+from dist_transformer.errors import UserError
+from dist_transformer.run.attempts import attempts
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.records import read_record
+from dist_transformer.run.sweep_folder import SweepDir
+
+
+@dataclass(frozen=True)
+class Target:
+    """A run and its newest job; None: it was never given to Slurm."""
+
+    run_dir: RunDir
+    job_id: str | None
+
+
+def find_target(text: str, root: Path) -> Target:
+    """The run that `text` names.
+
+    Args:
+        text: a run folder, or a job id: 123, or 123_4 for a task of an array.
+        root: the folder of runs, looked through for a job that Slurm has forgotten.
+
+    Raises:
+        UserError: it is neither, or no run is known by it, or it is a sweep.
+    """
+    folder = Path(text)
+    if folder.is_dir():
+        refuse_unreadable(folder)
+        if not is_run_folder(folder):
+            raise UserError(f"{folder}: is not a run folder: it has neither config.yaml, run.json nor slurm/job.json")
+        _refuse_sweep(folder)
+        return Target(RunDir(folder.absolute()), newest_job_id(RunDir(folder.absolute())))
+    if not is_job_id(text):
+        raise UserError(f"{text}: no such folder, and no job id; expected a run folder, or a job id like 123 or 123_4")
+    try:
+        found, known = _folder_by_comment(text), "Slurm knows no run folder of it"
+    except SlurmError as error:
+        found, known = None, f"Slurm could not be asked ({str(error).splitlines()[0].partition(';')[0]})"
+    found = found or _folder_by_files(text, root)
+    if found is None:
+        raise UserError(
+            f"job {text}: {known}, and no run in {root}/ was submitted as this job; give the run "
+            "folder, or --root with the folder of your runs"
+        )
+    if not is_run_folder(found):
+        raise UserError(f"job {text}: its run folder {found} is not there; was it moved or removed?")
+    _refuse_sweep(found)
+    return Target(RunDir(found), text)
+
+
+def refuse_unreadable(folder: Path) -> None:
+    """Raises UserError for a folder that one may not look into."""
+    try:
+        os.listdir(folder)
+        os.stat(folder / ".")
+    except OSError as error:
+        raise UserError(f"{folder}: you may not look into this folder ({error.strerror}); ask its owner") from None
+
+
+def is_run_folder(folder: Path) -> bool:
+    run_dir = RunDir(folder)
+    return any(map(os.path.isfile, (run_dir.config, run_dir.state, run_dir.job, run_dir.attempts)))
+
+
+def num_points(folder: Path) -> int | None:
+    """How many runs the folder of a sweep is for; None of any other folder."""
+    state = SweepDir(folder).state
+    return len(read_record(state).get("points", [])) if os.path.isfile(state) else None
+
+
+def newest_job_id(run_dir: RunDir) -> str | None:
+    """The newest job of a run: the one submitted last, or a later one that was started by hand."""
+    submitted_at, job_id = _submission(run_dir)
+    if job_id is None and run_dir.name.startswith("task_"):  # of a sweep, submitted as a whole
+        submitted_at, array = _submission(RunDir(run_dir.path.parent))
+        job_id = array and f"{array}_{run_dir.name.removeprefix('task_')}"
+    attempt = next(reversed([*attempts(run_dir)]), None)
+    if attempt is not None and (job_id is None or attempt["time"] > submitted_at):
+        return str(attempt["job"])
+    return job_id
+
+
+def _refuse_sweep(folder: Path) -> None:
+    if num_points(folder) is not None:
+        raise UserError(
+            f"{folder}: is the folder of a sweep: dist-transformer sweep status {folder}, or give one of its runs: "
+            f"{folder / 'task_0'}"
+        )
+
+
+def _submission(run_dir: RunDir) -> tuple[float, str | None]:
+    note = read_record(run_dir.job)
+    if not {"job_id", "submitted_at"} <= note.keys() or not is_job_id(str(note["job_id"])):
+        return 0.0, None
+    try:
+        return datetime.fromisoformat(note["submitted_at"]).timestamp(), note["job_id"]
+    except (ValueError, OverflowError):
+        return 0.0, note["job_id"]
+
+
+def _folder_by_comment(job_id: str) -> Path | None:
+    found: list[QueuedJob] = jobs_of(job_id)
+    if "_" not in job_id and any("_" in job.job_id for job in found):
+        raise UserError(
+            f"job {job_id}: is an array of tasks with a run folder each: name one of them, like {job_id}_1; "
+            f"`scancel {job_id}` ends all"
+        )
+    folders = [job.folder for job in found if job.folder is not None]
+    return Path(folders[0]) if folders else None
+
+
+def _folder_by_files(job_id: str, root: Path) -> Path | None:
+    number, _, task = job_id.partition("_")
+    for run_dir in (RunDir(path.parents[1].absolute()) for path in sorted(root.glob("*/slurm/job.json"))):
+        note = read_record(run_dir.job)
+        if number in (str(note.get("job_id")), *map(str, note.get("stages", {}).values())):
+            return run_dir.path / f"task_{task}" if task else run_dir.path
+    by_hand = (path.parents[1].absolute() for path in sorted(root.glob("*/slurm/attempts.jsonl")))
+    return next((folder for folder in by_hand if _worked_on(RunDir(folder), job_id)), None)
+
+
+def _worked_on(run_dir: RunDir, job_id: str) -> bool:
+    return any(str(record.get("job")) == job_id for record in attempts(run_dir))

@@ -1,0 +1,118 @@
+"""How large a model is, and what its training state takes: plain arithmetic, so that no command needs torch to tell."""
+
+from dist_transformer.config.schema import Config, ModelConfig, TrainingConfig
+
+REDUCED_AT_ONCE = 2**26
+"""Gradients, in elements, that stages 1 to 3 gather into a buffer and reduce together."""
+
+
+def head_sizes(config: ModelConfig) -> tuple[int, int]:
+    """Sizes of a head's queries and keys, and of its values (3.2.2)."""
+    equal_share = config.d_model // config.num_heads
+    return config.key_size or equal_share, config.value_size or equal_share
+
+
+def has_final_norm(config: ModelConfig) -> bool:
+    """Whether a norm follows the last layer: pre-norm layers end in a sum that has none of its own."""
+    return config.norm == "pre" if config.final_norm is None else config.final_norm
+
+
+def feed_forward_matrices(config: ModelConfig) -> int:
+    """Matrices of d_model x d_ff in a feed-forward network: equation 2's two, and SwiGLU's gate."""
+    return 3 if config.activation == "swiglu" else 2
+
+
+def parameter_count(config: ModelConfig, source_vocabulary: int, target_vocabulary: int) -> int:
+    """Trainable parameters of the network, each tied matrix counted once."""
+    d_model, d_ff = config.d_model, config.d_ff
+    norm = d_model if config.norm_type == "rms" else 2 * d_model
+    keys, values = (config.num_heads * size for size in head_sizes(config))
+    attention = 2 * (d_model * (keys + values) + keys) + values + d_model + norm
+    matrices = feed_forward_matrices(config)
+    feed_forward = matrices * d_model * d_ff + (matrices - 1) * d_ff + d_model + norm
+    encoder = config.num_encoder_layers * (attention + feed_forward)
+    decoder = config.num_decoder_layers * (2 * attention + feed_forward)
+    final_norms = 2 * norm if has_final_norm(config) else 0
+    output_bias = target_vocabulary if config.output_bias else 0
+    rows = _num_vocabulary_rows(config, source_vocabulary, target_vocabulary)
+    if config.positions == "learned":
+        rows += 2 * (config.max_positions or 0)
+    return encoder + decoder + final_norms + output_bias + rows * d_model
+
+
+def _num_vocabulary_rows(config: ModelConfig, source_vocabulary: int, target_vocabulary: int) -> int:
+    embeddings = source_vocabulary if config.shared_embeddings else source_vocabulary + target_vocabulary
+    return embeddings if config.tied_output else embeddings + target_vocabulary
+
+
+def with_precision(config: Config, precision: str) -> Config:
+    """With `precision` in place of `training.precision: auto`."""
+    if config.training.precision != "auto":
+        return config
+    return config.model_copy(update={"training": config.training.model_copy(update={"precision": precision})})
+
+
+def as_sharded(config: Config, num_ranks: int) -> Config:
+    """With the ZeRO stage that such a run takes. One rank alone has nothing to shard: stage 0 trains it to the same weights
+    within rounding, without the masters that stages 1 and 2 copy to and from, and sooner. It cannot scale fp16's loss."""
+    training = config.training
+    if num_ranks > 1 or training.zero_stage not in (1, 2) or training.precision == "fp16" or training.offload != "none":
+        return config
+    return config.model_copy(update={"training": training.model_copy(update={"zero_stage": 0})})
+
+
+def state_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
+    """Bytes a rank holds on its device of weights, gradients and optimizer state, without what is offloaded.
+
+    ZeRO, table 1, with the moving average where there is one, and the buffer in which stages 1 to 3 reduce gradients;
+    activations not counted, nor the layers that stage 3 has gathered.
+    """
+    stage, offload = training.zero_stage, training.offload
+    weight = gradient = bytes_of_weight(training)
+    shares = [num_ranks if stage >= cut_from else 1 for cut_from in (3, 2, 1)]
+    held = [weight, gradient, bytes_of_optimizer(training)]
+    if offload != "none":
+        held[2] = 0
+        held[1] = 0 if stage == 3 else gradient
+    if offload == "optimizer_and_parameters":
+        held[0] = 0
+    buffer = gradient * min(parameters, REDUCED_AT_ONCE) if stage else 0
+    return round(parameters * sum(size / share for size, share in zip(held, shares, strict=True))) + buffer
+
+
+def offloaded_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
+    """Bytes a rank holds in the CPU's memory for `training.offload`: masters, moments, fp32 gradients, and of the
+    weights a copy to send (stages 1 and 2) or the only one (stage 3, where weights are offloaded too)."""
+    if training.offload == "none":
+        return 0
+    has_weights = training.zero_stage < 3 or training.offload == "optimizer_and_parameters"
+    gradients = 4 + (bytes_of_weight(training) if training.zero_stage == 3 else 0)  # stage 3: as they arrive, too
+    weights = bytes_of_weight(training) if has_weights else 0
+    return round(parameters * (bytes_of_optimizer(training) + gradients + weights) / num_ranks)
+
+
+def checkpoint_bytes(parameters: int, training: TrainingConfig) -> int:
+    """Of the fp32 weights, Adam's two moments and the moving average: the same for every precision and ZeRO stage."""
+    return parameters * (16 if training.ema_decay is not None else 12)
+
+
+def checkpoints_bytes(config: Config, parameters: int) -> int:
+    """Of those that are kept, the one that is being written, and the newest ones that were damaged and that diverged."""
+    kept = config.checkpoints.keep_last + config.checkpoints.keep_best
+    return checkpoint_bytes(parameters, config.training) * (kept + 3)
+
+
+def snapshot_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
+    """Bytes a rank holds in the CPU's memory for the copy that checkpoints are written from."""
+    return round(checkpoint_bytes(parameters, training) / num_ranks)
+
+
+def bytes_of_weight(training: TrainingConfig) -> int:
+    """Of a weight, and of its gradient: bf16 is autocast over fp32 weights."""
+    return 2 if training.precision == "fp16" else 4
+
+
+def bytes_of_optimizer(training: TrainingConfig) -> int:
+    """fp32 master, two moments and the moving average; where stage 0 has fp32 weights, they are the masters."""
+    has_masters = training.zero_stage > 0 or training.precision == "fp16"
+    return 8 + (4 if has_masters else 0) + (4 if training.ema_decay is not None else 0)

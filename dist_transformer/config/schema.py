@@ -1,0 +1,330 @@
+"""Every setting of a run, its type, its unit and its default. Defaults live here, in data_schema.py and slurm_schema.py,
+nowhere else.
+
+Each part of the program receives only its own section, frozen. The defaults of `model`, `optimizer`, `schedule` and
+`training` are those of Vaswani et al. (2017), "Attention Is All You Need"; what departs from the paper says so.
+"""
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from dist_transformer.config.data_schema import DataConfig, TokenizerConfig
+from dist_transformer.config.section import Number, PositiveInt, Section, Share, Text, Truth, Whole, ZeroStage
+from dist_transformer.config.slurm_schema import SlurmConfig
+
+
+class RunConfig(Section):
+    """Who the run is and where everything of it is kept."""
+
+    name: Text = Field("run", min_length=1, description="Name of the run folder, the job and the MLflow run.")
+    root: Text = Field("runs", description="Folder of run folders; the run folder is <root>/<name>.")
+    seed: Whole = Field(1, ge=0, description="Seed of initialisation, data order and dropout.")
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": dict(d_model=128, d_ff=256, num_heads=4, num_encoder_layers=4, num_decoder_layers=4, dropout=0.3),
+    "small": dict(d_model=256, d_ff=1024, num_heads=4, num_encoder_layers=3, num_decoder_layers=3, dropout=0.1),
+    "base": dict(d_model=512, d_ff=2048, num_heads=8, num_encoder_layers=6, num_decoder_layers=6, dropout=0.1),
+    "big": dict(d_model=1024, d_ff=4096, num_heads=16, num_encoder_layers=6, num_decoder_layers=6, dropout=0.3),
+}
+"""`base` and `big` are Table 3 of the paper; `tiny` is the published small setting for Multi30k (Wu et al., 2021)."""
+
+
+class ModelConfig(Section):
+    """The encoder-decoder of the paper (section 3). `preset` fills what is not given."""
+
+    preset: Literal["tiny", "small", "base", "big"] = Field("base", description="Fills every size that is not given.")
+    d_model: PositiveInt = Field(512, description="Width of embeddings and layers.")
+    d_ff: PositiveInt = Field(2048, description="Inner width of the feed-forward networks.")
+    num_heads: PositiveInt = Field(
+        8, description="Attention heads; must divide d_model, or key_size and value_size are given."
+    )
+    key_size: PositiveInt | None = Field(
+        None, description="Size of a head's queries and keys; none: d_model / num_heads (3.2.2)."
+    )
+    value_size: PositiveInt | None = Field(
+        None, description="Size of a head's values; none: d_model / num_heads (3.2.2)."
+    )
+    num_encoder_layers: PositiveInt = Field(6, le=1000, description="Layers of the encoder.")
+    num_decoder_layers: PositiveInt = Field(6, le=1000, description="Layers of the decoder.")
+    dropout: Share = Field(
+        0.1, description="5.4: on each sub-layer's output and on the sums of embeddings and positions."
+    )
+    norm: Literal["post", "pre", "deepnorm"] = Field(
+        "post",
+        description="Norm after the residual sum (3.1); before the sub-layer (Xiong et al., 2020); or after a sum whose "
+        "residual is weighted, for deep stacks (DeepNorm: Wang et al., 2022).",
+    )
+    norm_type: Literal["layer", "rms"] = Field(
+        "layer", description="Layer norm (the paper's), or root mean square norm (Zhang and Sennrich, 2019)."
+    )
+    final_norm: Truth | None = Field(
+        None, description="A norm after the last layer of the encoder and of the decoder; none: with norm pre only."
+    )
+    attention_gain: Number = Field(
+        1.0, gt=0.0, description="Gain of the Xavier bounds that queries, keys and values begin in; fairseq's: 0.7071."
+    )
+    activation: Literal["relu", "gelu", "silu", "swiglu"] = Field(
+        "relu",
+        description="Of the feed-forward networks: equation 2's; GELU (Hendrycks and Gimpel, 2016); SiLU, also called swish "
+        "(Marian's); SwiGLU (Shazeer, 2020), whose third matrix asks for two thirds of the usual d_ff.",
+    )
+    positions: Literal["sinusoidal", "learned", "rotary"] = Field(
+        "sinusoidal",
+        description="3.5: sinusoids, of any length; a learned vector for each (Table 3, row E); or queries and keys of "
+        "self-attention turned by their positions (Su et al., 2021).",
+    )
+    max_positions: PositiveInt | None = Field(
+        None, description="Longest sentence in tokens that learned positions can take; the others have no limit."
+    )
+    layer_drop: Share = Field(
+        0.0, description="Share of layers that a sentence skips in training (LayerDrop: Fan et al., 2020); 0: none."
+    )
+    shared_embeddings: Truth = Field(
+        True, description="One matrix for both embeddings and the output projection (3.4); needs tokenizer.shared."
+    )
+    tied_output: Truth = Field(True, description="The output projection is the target embedding (3.4).")
+    output_bias: Truth = Field(False, description="A trained bias for each piece of the output (Marian's).")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        preset = given.get("preset", "base")
+        return {**(PRESETS.get(preset, {}) if isinstance(preset, str) else {}), **given}
+
+
+class OptimizerConfig(Section):
+    """Adam as in 5.3."""
+
+    learning_rate: Number | None = Field(
+        None, gt=0.0, description="Peak learning rate; none: the paper's, (d_model * warmup_steps) ** -0.5."
+    )
+    beta1: Share = Field(0.9, description="5.3: 0.9.")
+    beta2: Share = Field(0.98, description="5.3: 0.98.")
+    epsilon: Number = Field(1e-9, gt=0.0, description="5.3: 1e-9.")
+    weight_decay: Number = Field(0.0, ge=0.0, description="Decoupled weight decay (not the paper's); matrices only.")
+    no_decay: tuple[Text, ...] = Field(
+        (), description="Shell patterns of further parameters without weight decay: '*embedding*'."
+    )
+
+
+class ScheduleConfig(Section):
+    """Learning rate by step."""
+
+    name: Literal["inverse_sqrt", "cosine", "linear", "constant"] = Field(
+        "inverse_sqrt", description="5.3 is inverse_sqrt with no learning rate given (`noam` elsewhere)."
+    )
+    warmup_steps: PositiveInt = Field(4000, description="Steps of linear growth to the peak.")
+
+
+class TrainingConfig(Section):
+    """The steps."""
+
+    max_steps: PositiveInt | None = Field(100_000, description="Last step of the run; none: another end is given.")
+    max_epochs: PositiveInt | None = Field(None, description="Epochs after which the run ends; none: no such limit.")
+    max_target_tokens: Whole | None = Field(
+        None, gt=0, description="The run ends with the step that reaches so many target tokens; none: no such limit."
+    )
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto", description="fp16: half weights, fp32 masters. bf16: autocast. auto: fp16 on GPUs, fp32 on CPUs."
+    )
+    zero_stage: ZeroStage = Field(
+        1,
+        description="DeepSpeed ZeRO stage: what is sharded over the ranks. One rank alone: 1 and 2 are 0, but in fp16.",
+    )
+    label_smoothing: Share = Field(0.1, description="5.4: 0.1.")
+    gradient_clip_norm: Number = Field(
+        0.0, ge=0.0, description="Clip the global gradient norm; 0: never (the paper's)."
+    )
+    log_every_steps: PositiveInt = Field(50, description="A line in the log, metrics.jsonl and MLflow.")
+    threads_per_rank: Whole = Field(0, ge=0, description="CPU threads of a rank; 0: the node's cores over its ranks.")
+    offload: Literal["none", "optimizer", "optimizer_and_parameters"] = Field(
+        "none",
+        description="What ZeRO keeps in the CPU's memory: Adam's state and the fp32 masters (stages 1 to 3), the "
+        "weights too (stage 3).",
+    )
+    activation_checkpointing: Truth = Field(
+        False, description="Compute each layer again in the backward pass instead of keeping its activations."
+    )
+    ema_decay: Share | None = Field(
+        None,
+        gt=0.0,
+        description="Keep an exponential moving average of the weights (not the paper's): 0.9999; none: do not.",
+    )
+    freeze: tuple[Text, ...] = Field(
+        (), description="Shell patterns of parameters that are not trained: 'encoder_layers.*', '*embedding*'."
+    )
+    init_from: Text | None = Field(
+        None, description="Start with the weights of a run folder, a checkpoint or a model folder (once, at step 0)."
+    )
+    init_partially: Truth = Field(
+        False, description="Take what fits of init_from, and say name by name what did not; false: all must fit."
+    )
+    dry_run: Truth = Field(
+        True, description="Before the first step of a start, one forward and backward pass on the largest micro-batch."
+    )
+    max_hours: Number | None = Field(
+        None, gt=0.0, description="Save and stop (exit code 75) this long after the start of the process."
+    )
+    hang_seconds: PositiveInt = Field(
+        600, description="No progress for this long ends the rank with stacks in the log."
+    )
+    initial_loss_scale: PositiveInt = Field(65_536, description="fp16: first loss scale, a power of 2.")
+    loss_scale_window: PositiveInt = Field(1000, description="fp16: steps without overflow before the scale doubles.")
+
+
+class DivergenceConfig(Section):
+    """What happens when training diverges: the loss stays far above its moving average, gradients stay non-finite, or
+    fp16's loss scale is at its floor. The newest checkpoint from before it is always what a run goes on from.
+    """
+
+    policy: Literal["stop", "lower_learning_rate", "switch_to_bf16"] = Field(
+        "stop",
+        description="After the return to the last good checkpoint: end with exit code 2, or go on by itself.",
+    )
+    window_steps: PositiveInt = Field(200, description="Steps of the loss's moving average and deviation.")
+    deviations: Number = Field(
+        8.0, gt=0.0, description="A step is out of bounds when its loss is so many deviations above the average."
+    )
+    patience_steps: PositiveInt = Field(20, description="Steps in a row out of bounds that count as divergence.")
+    learning_rate_factor: Share = Field(
+        0.5, gt=0.0, description="lower_learning_rate: all later steps are trained with so much of the schedule's."
+    )
+    max_rollbacks: PositiveInt = Field(3, description="Returns to a checkpoint before the run ends after all.")
+
+
+class ValidationConfig(Section):
+    """Loss and scores on the validation corpora during training, and what follows from them.
+
+    The measures of data.validation are loss, nll, perplexity, token_accuracy, and with `translate` bleu, chrf (and comet);
+    those of data.more_validation have the corpus in front: newstest2013/bleu.
+    """
+
+    every_steps: PositiveInt = Field(1000, description="Measured at every such step and at the end.")
+    translate: Truth = Field(True, description="Translate the corpora too: BLEU and chrF of real output, and samples.")
+    beam_size: PositiveInt = Field(
+        1, description="Beam of these translations; 1: greedy. The rest of the search is as in `decoding`."
+    )
+    max_sentences: PositiveInt | None = Field(
+        None, description="Translate only so many sentences of each corpus, the first ones; none: all."
+    )
+    samples: Whole = Field(
+        6,
+        ge=0,
+        description="Sample translations kept at each validation: half of them of the same sentences, half drawn anew.",
+    )
+    comet: Text | None = Field(
+        None, description="COMET model to score with as well: a name of its package (unbabel-comet), or a file."
+    )
+    metric: Text = Field(
+        "loss", description="The measure that tells the best checkpoint, and that `patience` and `target` are about."
+    )
+    patience: PositiveInt | None = Field(
+        None, description="The run ends after so many validations in a row without a better `metric`; none: never."
+    )
+    target: Number | None = Field(None, description="The run ends when `metric` has reached this; none: never.")
+
+
+class CheckpointConfig(Section):
+    """What can be resumed from, and the model at the end."""
+
+    every_steps: PositiveInt = Field(1000, description="A checkpoint at every such step, at a stop and at the end.")
+    keep_last: PositiveInt = Field(5, description="Newest checkpoints kept.")
+    keep_best: Whole = Field(0, ge=0, description="Checkpoints that are best by validation.metric kept besides.")
+    keep_every_steps: PositiveInt | None = Field(
+        None, description="The checkpoint of every such step is never deleted; none: keep_last and keep_best decide."
+    )
+    average_last: PositiveInt = Field(
+        5, description="Checkpoints averaged into the final model folder (6.1: 5 for base, 20 for big)."
+    )
+    final_model: Literal["average_last", "average_best", "ema"] = Field(
+        "average_last",
+        description="What the final model folder is: the average of the last checkpoints (6.1), of the keep_best ones, or "
+        "the moving average of training.ema_decay.",
+    )
+    save_attempts: PositiveInt = Field(3, description="Attempts to write a checkpoint before it is given up.")
+    stop_on_failed_save: Truth = Field(
+        False, description="End the run when a checkpoint was given up; false: go on, and try again at the next one."
+    )
+
+
+class DecodingConfig(Section):
+    """Search of `translate`, `evaluate` and validation: the beam of 6.1, or sampling."""
+
+    beam_size: PositiveInt = Field(4, description="6.1: 4. 1: greedy.")
+    length_penalty: Number = Field(0.6, ge=0.0, le=10.0, description="alpha of Wu et al. (2016); 6.1: 0.6.")
+    max_extra_tokens: Whole = Field(50, ge=0, description="Longest output: input length + this (6.1: 50).")
+    max_tokens: PositiveInt = Field(8192, description="Source tokens times beam in one batch of the search.")
+    n_best: PositiveInt = Field(1, description="Translations given for each line, best first; at most the beam.")
+    no_repeat_ngram_size: Whole = Field(
+        0, ge=0, description="No n-gram of so many tokens occurs twice in a translation; 0: no such limit."
+    )
+    sampling: Truth = Field(
+        False, description="Draw each token, n_best times for each line, in place of the beam search."
+    )
+    temperature: Number = Field(1.0, gt=0.0, description="Of sampling: logits are divided by it.")
+    top_k: Whole = Field(0, ge=0, description="Sampling draws from so many likeliest tokens; 0: from all.")
+    top_p: Number = Field(
+        1.0, gt=0.0, le=1.0, description="Sampling draws from the likeliest tokens that together have this probability."
+    )
+    seed: Whole = Field(1, ge=0, description="Of sampling: with the number of the line it decides what is drawn.")
+    max_source_tokens: PositiveInt = Field(
+        2048, description="Longest line in source tokens that is translated at once."
+    )
+    too_long: Literal["refuse", "split"] = Field(
+        "refuse", description="A longer line ends the command, or is cut between sentences or words and joined again."
+    )
+
+    @property
+    def rows_per_sentence(self) -> int:
+        """Hypotheses of a sentence that are decoded at once."""
+        return self.n_best if self.sampling else self.beam_size
+
+
+class TrackingConfig(Section):
+    """MLflow."""
+
+    enabled: Truth = Field(True, description="False: only metrics.jsonl and its like, and no report at the end.")
+    uri: Text | None = Field(
+        None,
+        description="Tracking address; none: that of the variable MLFLOW_TRACKING_URI, else sqlite in "
+        "<run.root>/mlflow.db. A user and password belong into MLFLOW_TRACKING_USERNAME and "
+        "MLFLOW_TRACKING_PASSWORD: they are never written into a run folder.",
+    )
+    experiment: Text = Field("dist-transformer", min_length=1, max_length=500, description="MLflow experiment name.")
+    close_seconds: PositiveInt = Field(10, description="At the end, how long to wait for the server to take the rest.")
+    system_metrics: Truth = Field(
+        True,
+        description="The use of processors, memory, network and GPUs of each node, with a log line every 30 s; of more than "
+        "16 nodes the minimum, mean and maximum.",
+    )
+    upload_megabytes: Whole = Field(
+        2000, ge=0, description="Largest model folder that is uploaded; of a larger one only its path and digest."
+    )
+    register_as: Text | None = Field(
+        None,
+        pattern=r"^[^/:']+$",
+        description="Name in MLflow's model registry under which the final model is registered.",
+    )
+    alias: Text | None = Field(None, description="Alias that the registered version gets; needs `register_as`.")
+
+
+class Config(Section):
+    """One run."""
+
+    run: RunConfig = Field(default_factory=RunConfig)
+    data: DataConfig
+    tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = Field(default_factory=ScheduleConfig)
+    training: TrainingConfig = Field(default_factory=TrainingConfig)
+    divergence: DivergenceConfig = Field(default_factory=DivergenceConfig)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig)
+    checkpoints: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    decoding: DecodingConfig = Field(default_factory=DecodingConfig)
+    tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+    slurm: SlurmConfig = Field(default_factory=SlurmConfig)

@@ -1,0 +1,123 @@
+"""Proves by a run's audit.jsonl that no row was lost or repeated: every row was used as often as the plan says.
+
+The plan tells how many passes over a corpus were begun up to a position, and which of their rows are still to come. A row
+must have been used once for each pass, less the passes in which it is still to come; of a window that is open, either.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from dist_transformer.data.loader.partition import Planner
+from dist_transformer.data.loader.position import Position
+from dist_transformer.data.loader.window_request import CORPUS_SHIFT, RowSlice, batch_digest
+from dist_transformer.data.manifest import Manifest, Split
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Usage:
+    """How often the rows of one corpus were used, in one epoch or, with weights, in the whole run (`epoch` None).
+
+    Attributes:
+        kept: rows of the corpus; of text that is tokenized on the fly those that its filters drop are among them.
+        used: rows used at least once.
+        most: uses of the row that was used most.
+    """
+
+    corpus: str
+    epoch: int | None
+    kept: int
+    used: int
+    most: int
+
+
+class Audit:
+    """Takes the records of audit.jsonl one after the other, then says what they show.
+
+    Args:
+        folder: the prepared folder.
+        has_weights: whether corpora are drawn by weights, so that an epoch is not one pass.
+        may_drop: whether rows may be missing for a good reason: dropped on the fly, or in quarantine.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, has_weights: bool, may_drop: bool) -> None:
+        self._names, self._has_weights, self._may_drop = manifest.training, has_weights, may_drop
+        self._rows = [_row_numbers(folder, manifest.splits[name]) for name in manifest.training]
+        self._uses: dict[int, list[Ints]] = {}
+        self.num_batches = 0
+        self.wrong_digests: list[int] = []
+        """Steps whose digest is not that of their rows."""
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """One batch."""
+        lanes = {int(lane): np.asarray(rows, dtype=np.int64) for lane, rows in record["rows"].items()}
+        if record["batch_digest"] != batch_digest(lanes):
+            self.wrong_digests.append(record["step"])
+        epoch = 0 if self._has_weights else record["epoch"]
+        self._uses.setdefault(epoch, []).extend(lanes.values())
+        self.num_batches += 1
+
+    def usages(self) -> Iterator[Usage]:
+        """By epoch and corpus."""
+        for epoch in sorted(self._uses):
+            for corpus, name in enumerate(self._names):
+                rows, counts = np.unique(_rows_of(corpus, self._uses[epoch]), return_counts=True)
+                shown = None if self._has_weights else epoch
+                yield Usage(name, shown, len(self._rows[corpus]), len(rows), int(counts.max(initial=0)))
+
+    def problems(self, planner: Planner, position: Position) -> Iterator[str]:
+        """What is not as the plan says at `position`, which the batches added so far must have led to."""
+        cut = planner.recut(position.segment, position.lanes, 0, len(position.lanes))
+        batches = [lane for lanes in self._uses.values() for lane in lanes]
+        for corpus, name in enumerate(self._names):
+            used, kept = _rows_of(corpus, batches), self._rows[corpus]
+            known = np.isin(used, kept)
+            if not known.all():
+                yield f"{name}: {np.count_nonzero(~known)} rows that the corpus does not have"
+            counts = np.bincount(_places(kept, used[known]), minlength=len(kept))
+            stream, starts = cut.streams[corpus], np.cumsum([0, *planner.group_rows[corpus]])
+            to_come = planner.slices(corpus, iter(stream.pending))
+            opened = (s for ws in cut.open_windows for w in ws for s in w.request.slices if s.corpus == corpus)
+            most = stream.next_pass - _counted(to_come, starts)
+            least = most - _counted(opened, starts)
+            if repeated := np.count_nonzero(counts > most):
+                yield f"{name}: {repeated} rows were used more often than was due"
+            if not self._may_drop and (lost := np.count_nonzero(counts < least)):
+                yield f"{name}: {lost} rows were used less often than was due"
+
+
+def _rows_of(corpus: int, batches: Iterable[Ints]) -> Ints:
+    """The row numbers in one corpus."""
+    rows = np.concatenate([np.empty(0, np.int64), *batches])
+    numbers: Ints = rows[rows >> CORPUS_SHIFT == corpus] & ((1 << CORPUS_SHIFT) - 1)
+    return numbers
+
+
+def _places(kept: Ints, used: Ints) -> Ints:
+    """Where in the corpus, as it is stored, the rows of these numbers lie."""
+    order: Ints = np.argsort(kept)
+    return order[np.searchsorted(kept, used, sorter=order)]
+
+
+def _counted(slices: Iterable[RowSlice], starts: Ints) -> Ints:
+    """How often each row of a corpus is in these slices."""
+    counts = np.zeros(int(starts[-1]), dtype=np.int64)
+    for piece in slices:
+        start = int(starts[piece.row_group])
+        counts[start + piece.first : start + piece.last] += 1
+    return counts
+
+
+def _row_numbers(folder: Path, split: Split) -> Ints:
+    """The numbers of the rows of a corpus, in the order in which they are stored."""
+    if all(shard.is_in_place for shard in split.shards):
+        return np.arange(split.rows)
+    columns = [pq.read_table(folder / shard.file, columns=["row_id"]).column("row_id") for shard in split.shards]
+    return np.concatenate([column.to_numpy() for column in columns])

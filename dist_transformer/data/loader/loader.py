@@ -1,0 +1,261 @@
+"""The loader: hands a rank the micro-batches of its lanes, step by step, and knows the position to resume from.
+
+    loader = LaneLoader(builder, planner, position, lanes=[0, 2], settings)
+    step = loader.next_step()         # one micro-batch for each lane, None where the lane's epoch has ended
+    loader.lane_positions()           # advanced by what was handed out, never by what was only prefetched
+
+Rank r of W owns the lanes r, r + W, ... A lane that has no rows left in the epoch gives None until `start_epoch`, which
+the training loop calls on all ranks together once no lane of any rank has rows left.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from dist_transformer.data.loader.partition import LanePositions, Planner, Segment
+from dist_transformer.data.loader.position import Position, Quarantined
+from dist_transformer.data.loader.window import BatchShape, Window, WindowBuilder
+from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowKey, WindowRequest, lane_digest
+from dist_transformer.data.loader.workers import WindowStream
+from dist_transformer.errors import DataError
+
+Exclusions = dict[WindowKey, tuple[tuple[int, int], ...]]
+"""By window, the (corpus, row group) pairs to leave out of it."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one rank computes at once. All ids are int64; padding is at the end of each row.
+
+    source_BS: source tokens ending with end-of-sentence. target_in_BT: decoder input, beginning with begin-of-sentence.
+    target_out_BT: what it must predict, ending with end-of-sentence. Rows beyond `row_ids` are all padding there.
+    """
+
+    lane: int
+    shape: BatchShape
+    source_BS: torch.Tensor
+    target_in_BT: torch.Tensor
+    target_out_BT: torch.Tensor
+    row_ids: torch.Tensor
+
+    def digest(self) -> int:
+        """A signed 64-bit hash; a step's digest is the sum over its lanes (mod 2**64)."""
+        return lane_digest(self.lane, self.row_ids.numpy())
+
+    def pairs_by_corpus(self, num_corpora: int) -> list[int]:
+        counts: list[int] = torch.bincount(self.row_ids >> CORPUS_SHIFT, minlength=num_corpora).tolist()
+        return counts
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """What this rank's lanes give for one step, and what was left out of the windows that they began for it."""
+
+    batches: list[MicroBatch | None]
+    dropped: Counter[str]
+    quarantined: tuple[Quarantined, ...]
+
+
+@dataclass(frozen=True)
+class LoaderSettings:
+    """How a rank reads.
+
+    Attributes:
+        bos_id: begins every decoder input.
+        num_workers: loader processes; 0 builds windows in this process.
+        stall_seconds: a window that does not come within this time is an error.
+    """
+
+    bos_id: int
+    num_workers: int
+    stall_seconds: int
+
+
+class LaneLoader:
+    """Micro-batches of some lanes from a position on.
+
+    Args:
+        builder: makes windows of requests, here or in a loader process.
+        planner: says which.
+        position: of all lanes.
+        batch: number of the next global batch.
+        lanes: those of this rank, ascending.
+        progress: called for each window that has come.
+    """
+
+    def __init__(
+        self,
+        builder: WindowBuilder,
+        planner: Planner,
+        position: Position,
+        batch: int,
+        lanes: Sequence[int],
+        settings: LoaderSettings,
+        progress: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._planner, self._bos_id, self._progress = planner, settings.bos_id, progress
+        self._segment, self._plan = position.segment, planner.plan(position.segment)
+        self._lanes = {lane: position.lanes[lane] for lane in lanes}
+        self._current: dict[int, Iterator[MicroBatch]] = {}
+        self._without: Exclusions = {}
+        for row_group in position.quarantined:
+            left_out = self._without.get(row_group.key, ())
+            self._without[row_group.key] = (*left_out, (row_group.corpus, row_group.row_group))
+        self._dropped: Counter[str] = Counter()
+        self._quarantined: list[Quarantined] = []
+        # The first windows are built here: they are there before the loader processes have started.
+        here = {lane for lane, (window, _) in self._lanes.items() if window < self._plan.num_windows(lane)}
+        self._windows = WindowStream(builder, {self._request(lane) for lane in here}, settings)
+        self._read_ahead_from(batch, here)
+        for lane in self._lanes.keys() - here:
+            self._ask(lane)
+
+    def next_step(self) -> LocalStep:
+        """One micro-batch for each lane of this rank; None for a lane that has none left in this epoch.
+
+        Raises:
+            DataError: a row group cannot be read, or no more in a window that was begun with it.
+            MachineError: the loader stalls, or one of its processes was killed.
+        """
+        batches = [self._next_of(lane) for lane in self._lanes]
+        dropped, quarantined = self._dropped, tuple(self._quarantined)
+        self._dropped, self._quarantined = Counter(), []
+        return LocalStep(batches, dropped, quarantined)
+
+    def start_epoch(self, batch: int) -> None:
+        """Begins the next epoch with global batch number `batch`. Every rank calls it, when all lanes gave None."""
+        foreseen = self._planner.after_epoch(self._segment, self._ahead_batch)
+        self._segment = self._planner.after_epoch(self._segment, batch)
+        self._plan = self._planner.plan(self._segment)
+        self._lanes = dict.fromkeys(self._lanes, (0, 0))
+        self._current = {}
+        if self._segment != foreseen:
+            self._restart(batch)
+
+    def must_recut(self, batch: int) -> bool:
+        """Whether other weights hold from global batch `batch` on: every rank calls `recut` before its next step."""
+        return self._planner.shares_at(batch) != self._segment.shares
+
+    def recut(self, lanes: LanePositions, batch: int) -> None:
+        """Cuts the rest of the epoch anew. `lanes`: where all lanes of all ranks stand."""
+        position = Position.start(self._planner.recut(self._segment, lanes, batch, len(lanes)))
+        self._segment, self._plan = position.segment, self._planner.plan(position.segment)
+        begun = {lane for lane in self._current if position.segment.open_windows[lane]}
+        self._current = {lane: batches for lane, batches in self._current.items() if lane in begun}
+        self._lanes = {lane: position.lanes[lane] for lane in self._lanes}
+        self._restart(batch)
+
+    @property
+    def segment(self) -> Segment:
+        return self._segment
+
+    def lane_positions(self) -> dict[int, tuple[int, int]]:
+        """(window, handed out) of this rank's lanes."""
+        return dict(self._lanes)
+
+    def _next_of(self, lane: int) -> MicroBatch | None:
+        while True:
+            window, emitted = self._lanes[lane]
+            if window >= self._plan.num_windows(lane):
+                return None
+            if lane not in self._current:
+                self._open(lane)
+            batch = next(self._current[lane], None)
+            if batch is not None:
+                self._lanes[lane] = (window, emitted + 1)
+                return batch
+            del self._current[lane]
+            self._lanes[lane] = (window + 1, self._plan.emitted_before(lane, window + 1))
+
+    def _open(self, lane: int) -> None:
+        window = self._windows.take(self._request(lane))
+        self._progress()
+        self._ask(lane)
+        emitted = self._lanes[lane][1]
+        if emitted:
+            _refuse_other_rows(window)
+        self._current[lane] = itertools.islice(micro_batches(window, lane, self._bos_id), emitted, None)
+        if emitted == 0:
+            key = window.request.key
+            self._dropped.update(window.dropped)
+            self._quarantined += [Quarantined(key, g.corpus, g.row_group, g.place, g.reason) for g in window.lost]
+
+    def _request(self, lane: int) -> WindowRequest:
+        return _excluding(self._plan.request(lane, self._lanes[lane][0]), self._without)
+
+    def _restart(self, batch: int) -> None:
+        """Throws away what was read ahead, and reads ahead from where the lanes are now."""
+        self._windows.restart()
+        self._read_ahead_from(batch, set(self._current))
+        for lane in self._lanes:
+            self._ask(lane)
+
+    def _read_ahead_from(self, batch: int, at_hand: set[int]) -> None:
+        """As if the weights at `batch` held for good. The current windows of the lanes `at_hand` need not be read."""
+        self._ahead_batch = batch
+        first = {lane: window + (lane in at_hand) for lane, (window, _) in self._lanes.items()}
+        self._ahead = {
+            lane: _requests(self._planner, self._segment, batch, lane, window, self._without)
+            for lane, window in first.items()
+        }
+
+    def _ask(self, lane: int) -> None:
+        """Has the lane's next window built: one for each lane is on its way or waits, however unevenly lanes advance."""
+        if (request := next(self._ahead[lane], None)) is not None:
+            self._windows.ask(request)
+
+
+def _requests(
+    planner: Planner, segment: Segment, batch: int, lane: int, first: int, without: Exclusions
+) -> Iterator[WindowRequest]:
+    """Requests for all windows of a lane from `first` on, as if the weights at `batch` held for good.
+
+    Of few rows a lane may have none in one epoch and some in the next. Without end, unless it has none in any: quotas and
+    what is left over of the streams decide, and come again.
+    """
+    empty: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    while (cut := (segment.quotas, tuple(stream.num_pending for stream in segment.streams))) not in empty:
+        plan = planner.plan(segment)
+        empty = set() if plan.num_windows(lane) else {*empty, cut}
+        for window in range(first, plan.num_windows(lane)):
+            yield _excluding(plan.request(lane, window), without)
+        segment, first = planner.after_epoch(segment, batch), 0
+
+
+def _excluding(request: WindowRequest, without: Exclusions) -> WindowRequest:
+    return replace(request, without=without[request.key]) if request.key in without else request
+
+
+def _refuse_other_rows(window: Window) -> None:
+    """A window that was begun goes on with the rows that it began with: others would be lost or repeated unseen."""
+    newly = [group for group in window.lost if (group.corpus, group.row_group) not in window.request.without]
+    if newly:
+        raise DataError(
+            f"{newly[0].place} cannot be read ({newly[0].reason}), but it could when {window.request.key} was "
+            f"begun, so that it cannot be left out now. Restore the file, or go on from a "
+            "checkpoint before that window: move the newer ones out of the run's folder `checkpoints`."
+        )
+
+
+def micro_batches(window: Window, lane: int, bos_id: int) -> Iterator[MicroBatch]:
+    """The micro-batches of a window, in order."""
+    tokens, row_ids = torch.from_numpy(window.tokens), torch.from_numpy(window.row_ids)
+    token, row = 0, 0
+    for shape in window.shapes:
+        middle = token + shape.rows * shape.source_length
+        end = middle + shape.rows * shape.target_length
+        source = tokens[token:middle].view(shape.rows, -1).long()
+        target = tokens[middle:end].view(shape.rows, -1).long()
+        target_in = torch.cat([torch.full_like(target[:, :1], bos_id), target[:, :-1]], dim=1)
+        rows = row_ids[row : row + shape.pairs]
+        yield MicroBatch(lane, shape, source, target_in, target, rows)
+        token, row = end, row + shape.pairs
+
+
+def validation_batches(builder: WindowBuilder, bos_id: int) -> Iterator[MicroBatch]:
+    """Every row of the validation corpus once, in micro-batches of neighbouring lengths; the same on every rank."""
+    for window in builder.build_in_order("validation"):
+        yield from micro_batches(window, 0, bos_id)

@@ -1,0 +1,36 @@
+"""In which shares the corpora of a mixture are drawn, and from which step on: whole numbers, no random state."""
+
+from collections.abc import Sequence
+
+from dist_transformer.config.data_schema import DataConfig, MixtureConfig
+from dist_transformer.data.loader.partition import Stage
+
+SHARE_UNITS = 10**9
+
+
+def stages(data: DataConfig, rows: Sequence[int]) -> tuple[Stage, ...]:
+    """The stages of the training corpora, which have so many rows; a single corpus has one stage without shares."""
+    mixture = data.mixture
+    if mixture is None:
+        return (Stage(0, None),)
+    later = (
+        # Step 1 is made of batch 0.
+        Stage(max(stage.from_step - 1, 0), shares_of([stage.weights[name] for name in mixture.corpora]))
+        for stage in mixture.schedule
+    )
+    return (Stage(0, _first_shares(mixture, rows)), *later)
+
+
+def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
+    """Weights as whole numbers, so that no rounding of a machine's floating point decides on a row."""
+    total = sum(weights)
+    return tuple(round(weight / total * SHARE_UNITS) for weight in weights)
+
+
+def _first_shares(mixture: MixtureConfig, rows: Sequence[int]) -> tuple[int, ...] | None:
+    if mixture.weights is not None:
+        return shares_of([mixture.weights[name] for name in mixture.corpora])
+    if mixture.temperature == 1.0:
+        return None
+    # Arivazhagan et al. (2019), "Massively Multilingual Neural Machine Translation in the Wild", section 4.1
+    return shares_of([(count / sum(rows)) ** (1 / mixture.temperature) for count in rows])

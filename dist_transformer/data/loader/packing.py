@@ -1,0 +1,121 @@
+"""Packed batches: rows laid end to end, without padding between them, in arrays of one shape.
+
+    source_ids        a b . c d e . f .  0  0          two sides, each with its own budget, padding only at the end
+    source_positions  0 1 2 0 1 2 3 0 1  0  0          begin anew in every row
+    source_ends     0     3       7   9  9  9          row i is ids[ends[i]:ends[i + 1]]; the last ones are empty
+
+The second layout of a window beside padded micro-batches (window.py), from the same rows: for attention kernels that
+take cumulative lengths. One shape is one compilation or one captured graph, and equal work on every rank.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dist_transformer.data.loader.batching import Ints
+from dist_transformer.data.loader.rows import Rows
+
+OPEN_BATCHES = 8
+"""A row goes into the first of so many batches that has room for both its sides."""
+BUDGET_MULTIPLE = 64
+SEGMENTS_MULTIPLE = 8
+SEGMENTS_MARGIN = 1.4
+"""Rows for which a batch has room, to those of an average batch: a batch of many short rows is not cut off by it."""
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class PackedShape:
+    """The one size of all packed batches: tokens of each side, and how many rows may share them."""
+
+    source_tokens: int
+    target_tokens: int
+    sequences: int
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One packed batch; see the picture above. `row_ids` names its rows, in order; padding is not one of them.
+
+    `source_ends` and `target_ends` have shape (sequences + 1,), the other arrays that of their side's budget.
+    """
+
+    row_ids: Ints
+    source_ids: Tokens
+    source_positions: Tokens
+    source_ends: Tokens
+    target_ids: Tokens
+    target_positions: Tokens
+    target_ends: Tokens
+
+
+def packed_shape(max_tokens: int, num_rows: int, source_tokens: int, target_tokens: int) -> PackedShape:
+    """The shape for a corpus of these counts: `max_tokens` divided so that both sides fill up at the same time.
+
+    With two equal budgets the longer language fills its side first, and the other's remainder is wasted.
+    """
+    tokens = source_tokens + target_tokens
+    source = max(1, round(max_tokens * source_tokens / tokens / BUDGET_MULTIPLE)) * BUDGET_MULTIPLE
+    rows_of_average = max_tokens * num_rows / tokens
+    sequences = int(np.ceil(rows_of_average * SEGMENTS_MARGIN / SEGMENTS_MULTIPLE)) * SEGMENTS_MULTIPLE
+    return PackedShape(source, max_tokens - source, sequences)
+
+
+def pack(rows: Rows, order: Ints, shape: PackedShape, pad_id: int) -> list[PackedBatch]:
+    """Every row of `order` in one batch, first fit in that order. No row is longer than its side's budget."""
+    source_lengths, target_lengths = np.diff(rows.source_offsets), np.diff(rows.target_offsets)
+    assert source_lengths[order].max(initial=0) <= shape.source_tokens
+    assert target_lengths[order].max(initial=0) <= shape.target_tokens
+    batches = _first_fit(source_lengths[order].tolist(), target_lengths[order].tolist(), shape)
+    return [_lay_out(rows, order[members], shape, pad_id) for members in batches]
+
+
+def decoder_input(batch: PackedBatch, bos_id: int) -> Tokens:
+    """The target of every row moved on by one place behind a begin-of-sentence: what the decoder reads."""
+    shifted = np.roll(batch.target_ids, 1)
+    shifted[batch.target_positions == 0] = bos_id
+    return shifted
+
+
+def _first_fit(source_lengths: Sequence[int], target_lengths: Sequence[int], shape: PackedShape) -> list[list[int]]:
+    """Places in the given lists, batch by batch. When none of the open batches has room, the fullest is closed."""
+    closed: list[list[int]] = []
+    members: list[list[int]] = []
+    room: list[tuple[int, int]] = []
+    for row, (source, target) in enumerate(zip(source_lengths, target_lengths, strict=True)):
+        for place, (source_room, target_room) in enumerate(room):
+            if source <= source_room and target <= target_room and len(members[place]) < shape.sequences:
+                break
+        else:
+            if len(room) == OPEN_BATCHES:
+                fullest = min(range(OPEN_BATCHES), key=lambda place: sum(room[place]))
+                closed.append(members.pop(fullest))
+                room.pop(fullest)
+            place, source_room, target_room = len(room), shape.source_tokens, shape.target_tokens
+            members.append([])
+            room.append((source_room, target_room))
+        members[place].append(row)
+        room[place] = (source_room - source, target_room - target)
+    return closed + members
+
+
+def _lay_out(rows: Rows, members: Ints, shape: PackedShape, pad_id: int) -> PackedBatch:
+    source = _end_to_end(rows.source_ids, rows.source_offsets, members, shape.source_tokens, shape.sequences, pad_id)
+    target = _end_to_end(rows.target_ids, rows.target_offsets, members, shape.target_tokens, shape.sequences, pad_id)
+    return PackedBatch(rows.row_ids[members], *source, *target)
+
+
+def _end_to_end(
+    ids: Ints, offsets: Ints, members: Ints, budget: int, sequences: int, pad_id: int
+) -> tuple[Tokens, Tokens, Tokens]:
+    """One side: ids, positions, and ends of the rows."""
+    lengths = offsets[members + 1] - offsets[members]
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    positions = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)
+    tail = budget - int(ends[-1])
+    packed = np.pad(ids[np.repeat(offsets[members], lengths) + positions], (0, tail), constant_values=pad_id)
+    ends = np.pad(ends, (0, sequences - len(members)), mode="edge")
+    return packed.astype(np.int32), np.pad(positions, (0, tail)).astype(np.int32), ends.astype(np.int32)

@@ -1,0 +1,326 @@
+"""The plan: which rows belong to which window of which lane, as pure functions of seed, corpora and segment.
+
+    planner = Planner(group_rows, num_lanes=8, window_rows=20_000, seed=1, stages=(Stage(0, None),))
+    segment = planner.first_segment()
+    plan = planner.plan(segment)
+    plan.request(lane=3, window=0)         # WindowRequest(key, slices of row groups)
+
+The stream of a corpus: its row groups, permuted by (seed, corpus, pass), laid end to end for pass 0, pass 1, ... A
+segment takes so many rows (its quota) from the front of each stream and cuts each pass in them into one equal range
+for each lane, so that the lanes go through a pass together; what a lane has of all corpora is cut into equal windows, so
+that every window holds each corpus in the same share. An epoch is one segment.
+It is cut anew, into another segment, where the weights of a mixture change or a run goes on with other lanes: windows
+that were begun are finished first, and all other rows go back, in order, to the front of the streams. So every row is
+used once in each pass (promise P2), and nothing here knows ranks or loader processes (P1).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dist_transformer.data.loader.window_request import (
+    PURPOSE_PLAN,
+    RowSlice,
+    WindowKey,
+    WindowRequest,
+    random_generator,
+)
+
+Piece = tuple[int, int, int]
+"""(pass, first, last): rows of one pass over a corpus, in the order of that pass."""
+Span = tuple[int, int]
+"""(first, last), exclusive: rows of a stream, counted from its front."""
+LanePositions = Sequence[tuple[int, int]]
+"""Of each lane: the number of its window, and how many micro-batches of it were handed out."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """From global batch `from_batch` on, corpora are drawn in these shares (any unit); None: by their rows."""
+
+    from_batch: int
+    shares: tuple[int, ...] | None
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What is yet to be drawn from one corpus: the pieces left over, then whole passes from `next_pass` on."""
+
+    pending: tuple[Piece, ...] = ()
+    next_pass: int = 0
+
+    @property
+    def num_pending(self) -> int:
+        """Rows of the pieces left over."""
+        return sum(last - first for _, first, last in self.pending)
+
+    def blocks(self, quota: int, rows_of_pass: int) -> list[Span]:
+        """The first `quota` rows, cut where a pass begins; all pieces left over are one block."""
+        bounds = [0, *range(self.num_pending or rows_of_pass, quota, rows_of_pass), quota]
+        return [(first, last) for first, last in pairwise(bounds) if last > first]
+
+    def cut(self, first: int, last: int, rows_of_pass: int) -> Iterator[Piece]:
+        """Rows `first` to `last` (exclusive), counted from the front of the stream."""
+        begin = 0
+        for number, piece_first, piece_last in self._pieces(last, rows_of_pass):
+            end = begin + piece_last - piece_first
+            if end > first and begin < last:
+                yield number, piece_first + max(first - begin, 0), piece_first + min(last, end) - begin
+            begin = end
+
+    def after(self, quota: int, left: Sequence[Span], rows_of_pass: int) -> "Stream":
+        """The stream without its first `quota` rows, of which the spans `left` come back to the front."""
+        pending = [piece for first, last in left for piece in self.cut(first, last, rows_of_pass)]
+        num_pending = self.num_pending
+        whole_passes = -(-max(quota - num_pending, 0) // rows_of_pass)
+        end = num_pending + whole_passes * rows_of_pass
+        pending += self.cut(quota, end, rows_of_pass)
+        return Stream(tuple(pending), self.next_pass + whole_passes)
+
+    def _pieces(self, rows: int, rows_of_pass: int) -> Iterator[Piece]:
+        yield from self.pending
+        missing = rows - self.num_pending
+        for number in range(-(-max(missing, 0) // rows_of_pass)):
+            yield self.next_pass + number, 0, rows_of_pass
+
+
+@dataclass(frozen=True)
+class OpenWindow:
+    """A window that was begun in an earlier segment; `emitted` micro-batches of it were handed out there."""
+
+    request: WindowRequest
+    emitted: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One cut of (the rest of) an epoch into lanes.
+
+    Attributes:
+        number: how often the epoch was cut before.
+        quotas: rows of each corpus in this segment.
+        shares: of the stage it was cut in.
+        open_windows: of each lane, to be finished before its own windows.
+    """
+
+    epoch: int
+    number: int
+    quotas: tuple[int, ...]
+    shares: tuple[int, ...] | None
+    streams: tuple[Stream, ...]
+    open_windows: tuple[tuple[OpenWindow, ...], ...]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Cuts epochs.
+
+    Args:
+        group_rows: of each corpus, the rows of each row group.
+        num_lanes: V, the micro-batches of an optimizer step.
+        window_rows: most rows of a window.
+        stages: ascending, the first from batch 0.
+    """
+
+    group_rows: tuple[tuple[int, ...], ...]
+    num_lanes: int
+    window_rows: int
+    seed: int
+    stages: tuple[Stage, ...] = (Stage(0, None),)
+    _orders: dict[tuple[int, int], "_PassOrder"] = field(default_factory=dict, repr=False, compare=False)
+
+    @cached_property
+    def rows(self) -> tuple[int, ...]:
+        """Rows of each corpus."""
+        return tuple(sum(groups) for groups in self.group_rows)
+
+    def shares_at(self, batch: int) -> tuple[int, ...] | None:
+        """The shares in force for a global batch."""
+        return next(stage.shares for stage in reversed(self.stages) if stage.from_batch <= batch)
+
+    def first_segment(self) -> Segment:
+        streams = tuple(Stream() for _ in self.rows)
+        return self._epoch(0, streams, self.shares_at(0))
+
+    def after_epoch(self, segment: Segment, batch: int) -> Segment:
+        """The whole next epoch, once all rows of `segment` were used; `batch`: number of its first global batch."""
+        return self._epoch(segment.epoch + 1, self._streams_after(segment, {}), self.shares_at(batch))
+
+    def recut(self, segment: Segment, lanes: LanePositions, batch: int, num_lanes: int) -> Segment:
+        """The rest of the epoch of `segment`, cut into `num_lanes` lanes with the shares in force at `batch`."""
+        plan = self.plan(segment)
+        rests = [plan.rest(lane, *position) for lane, position in enumerate(lanes)]
+        left = {c: _merged(span for rest in rests for span in rest.spans[c]) for c in range(len(self.rows))}
+        counts = [sum(last - first for first, last in spans) for spans in left.values()]
+        shares = self.shares_at(batch)
+        opened = [window for rest in rests for window in rest.open_windows]
+        by_lane = (
+            [rest.open_windows for rest in rests]
+            if num_lanes == len(lanes)
+            else [tuple(opened[lane::num_lanes]) for lane in range(num_lanes)]
+        )
+        return Segment(
+            epoch=segment.epoch,
+            number=segment.number + 1,
+            quotas=tuple(counts) if shares is None else apportion(sum(counts), shares),
+            shares=shares,
+            streams=self._streams_after(segment, left),
+            open_windows=tuple(by_lane),
+        )
+
+    def plan(self, segment: Segment) -> "SegmentPlan":
+        return SegmentPlan(self, segment)
+
+    def slices(self, corpus: int, pieces: Iterator[Piece]) -> Iterator[RowSlice]:
+        """The rows of the pieces, as slices of row groups."""
+        for number, first, last in pieces:
+            yield from self._order(corpus, number).slices(corpus, first, last)
+
+    def _epoch(self, epoch: int, streams: tuple[Stream, ...], shares: tuple[int, ...] | None) -> Segment:
+        quotas = self.rows if shares is None else apportion(sum(self.rows), shares)
+        return Segment(epoch, 0, quotas, shares, streams, ((),) * self.num_lanes)
+
+    def _streams_after(self, segment: Segment, left: dict[int, list[Span]]) -> tuple[Stream, ...]:
+        streams = enumerate(zip(segment.streams, segment.quotas, self.rows, strict=True))
+        return tuple(stream.after(quota, left.get(corpus, []), rows) for corpus, (stream, quota, rows) in streams)
+
+    def _order(self, corpus: int, number: int) -> "_PassOrder":
+        """The order of a pass; those of the newest passes asked for are kept."""
+        key = (corpus, number)
+        if key not in self._orders:
+            self._orders[key] = _PassOrder(self.group_rows[corpus], self.seed, corpus, number)
+            for old in [k for k in self._orders if k[0] == corpus and k[1] < number - 1]:
+                del self._orders[old]
+        return self._orders[key]
+
+
+@dataclass(frozen=True)
+class Rest:
+    """What a lane has not handed out: windows that it began, and spans of each corpus's stream."""
+
+    open_windows: tuple[OpenWindow, ...]
+    spans: tuple[tuple[Span, ...], ...]
+
+
+class SegmentPlan:
+    """The windows of one segment. The windows that a lane has open come first in its numbering."""
+
+    def __init__(self, planner: Planner, segment: Segment) -> None:
+        self._planner = planner
+        self._segment = segment
+        self._num_lanes = len(segment.open_windows)
+        self._spans: dict[tuple[int, int], tuple[Span, ...]] = {}
+
+    def num_windows(self, lane: int) -> int:
+        return len(self._segment.open_windows[lane]) + self._num_own(lane)
+
+    def emitted_before(self, lane: int, window: int) -> int:
+        """Micro-batches of a window that were handed out in an earlier segment."""
+        opened = self._segment.open_windows[lane]
+        return opened[window].emitted if window < len(opened) else 0
+
+    def request(self, lane: int, window: int) -> WindowRequest:
+        """What to build the window from."""
+        segment = self._segment
+        opened = segment.open_windows[lane]
+        if window < len(opened):
+            return opened[window].request
+        slices: list[RowSlice] = []
+        for corpus, stream in enumerate(segment.streams):
+            for span in self._spans_from(corpus, lane, *self._window_rows(corpus, lane, window - len(opened))):
+                slices += self._planner.slices(corpus, stream.cut(*span, self._planner.rows[corpus]))
+        return WindowRequest(WindowKey(segment.epoch, segment.number, lane, window), tuple(slices))
+
+    def rest(self, lane: int, window: int, emitted: int) -> Rest:
+        """What the lane has left at this position."""
+        opened = self._segment.open_windows[lane]
+        if window < len(opened):
+            current: tuple[OpenWindow, ...] = (OpenWindow(opened[window].request, emitted), *opened[window + 1 :])
+            own = 0
+        elif emitted:
+            current, own = (OpenWindow(self.request(lane, window), emitted),), window + 1 - len(opened)
+        else:
+            current, own = (), window - len(opened)
+        corpora = range(len(self._segment.streams))
+        return Rest(current, tuple(tuple(self._rest_spans(corpus, lane, own)) for corpus in corpora))
+
+    def _rest_spans(self, corpus: int, lane: int, own: int) -> Iterator[Span]:
+        if own < self._num_own(lane):
+            first, _ = self._window_rows(corpus, lane, own)
+            yield from self._spans_from(corpus, lane, first, self._lane_rows(corpus, lane))
+
+    def _num_own(self, lane: int) -> int:
+        rows = sum(self._lane_rows(corpus, lane) for corpus in range(len(self._segment.quotas)))
+        return -(-rows // self._planner.window_rows)
+
+    def _window_rows(self, corpus: int, lane: int, own: int) -> Span:
+        """The rows of a window, counted from the lane's first row of the corpus."""
+        rows, count = self._lane_rows(corpus, lane), self._num_own(lane)
+        return rows * own // count, rows * (own + 1) // count
+
+    def _lane_rows(self, corpus: int, lane: int) -> int:
+        return sum(last - first for first, last in self._lane_spans(corpus, lane))
+
+    def _spans_from(self, corpus: int, lane: int, first: int, last: int) -> Iterator[Span]:
+        """Rows `first` to `last` of a lane in the corpus, as spans of its stream."""
+        begin = 0
+        for span_first, span_last in self._lane_spans(corpus, lane):
+            end = begin + span_last - span_first
+            if end > first and begin < last:
+                yield span_first + max(first - begin, 0), span_first + min(last, end) - begin
+            begin = end
+
+    def _lane_spans(self, corpus: int, lane: int) -> tuple[Span, ...]:
+        """The lane's range of each block of the stream. Which range it is goes round, so that none is always longer."""
+        key = (corpus, lane)
+        if key not in self._spans:
+            quota, stream = self._segment.quotas[corpus], self._segment.streams[corpus]
+            blocks = stream.blocks(quota, self._planner.rows[corpus])
+            self._spans[key] = tuple(self._range(lane + number, *block) for number, block in enumerate(blocks))
+        return self._spans[key]
+
+    def _range(self, place: int, first: int, last: int) -> Span:
+        place, length = place % self._num_lanes, last - first
+        return first + length * place // self._num_lanes, first + length * (place + 1) // self._num_lanes
+
+
+class _PassOrder:
+    """One pass over a corpus: its row groups permuted and laid end to end."""
+
+    def __init__(self, group_rows: Sequence[int], seed: int, corpus: int, number: int) -> None:
+        order = random_generator(seed, PURPOSE_PLAN, corpus, number).permutation(len(group_rows))
+        self._order: NDArray[np.int64] = order
+        self._ends: NDArray[np.int64] = np.cumsum(np.asarray(group_rows, dtype=np.int64)[order])
+
+    def slices(self, corpus: int, first: int, last: int) -> Iterator[RowSlice]:
+        place = int(np.searchsorted(self._ends, first, side="right"))
+        while first < last:
+            begin = int(self._ends[place - 1]) if place else 0
+            end = min(last, int(self._ends[place]))
+            if end > first:
+                yield RowSlice(corpus, int(self._order[place]), first - begin, end - begin)
+            first, place = end, place + 1
+
+
+def _merged(spans: Iterable[Span]) -> list[Span]:
+    """The spans in order, neighbours made one."""
+    merged: list[Span] = []
+    for first, last in sorted(spans):
+        if merged and merged[-1][1] == first:
+            first = merged.pop()[0]
+        merged.append((first, last))
+    return merged
+
+
+def apportion(rows: int, shares: Sequence[int]) -> tuple[int, ...]:
+    """`rows` in whole numbers by shares: each gets its share rounded down, the rest goes by cumulative rounding.
+
+    The running total after each corpus is exact to half a row, so that no corpus is off by more than one.
+    """
+    total = sum(shares)
+    ends = [(rows * running + total // 2) // total for running in accumulate(shares)]
+    return tuple(end - begin for begin, end in zip([0, *ends], ends, strict=False))

@@ -1,0 +1,112 @@
+"""Where the data of a run stands, as small JSON: what a checkpoint keeps to go on with the very next micro-batch.
+
+    {"version": 1, "epoch": 0, "segment": 0, "quotas": [600], "shares": null,
+     "streams": [{"pending": [], "next_pass": 0}], "open": {}, "lanes": [[2, 5], [2, 4]], "quarantined": [],
+     "left_out": []}
+
+It says nothing of ranks or loader processes. `open` names, by lane, windows begun before the epoch was cut anew.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from typing import Any
+
+from dist_transformer.data.loader.partition import OpenWindow, Segment, Stream
+from dist_transformer.data.loader.window_request import RowSlice, WindowKey, WindowRequest
+from dist_transformer.errors import CheckpointError
+
+POSITION_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """A row group that was left out of a window; a window that is built again is built without it."""
+
+    key: WindowKey
+    corpus: int
+    row_group: int
+    place: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Position:
+    """The segment being trained on and, per lane, (window, micro-batches of it handed out)."""
+
+    segment: Segment
+    lanes: tuple[tuple[int, int], ...]
+    quarantined: tuple[Quarantined, ...] = ()
+    """Of this epoch and the one before, whose windows may be built again."""
+    left_out: tuple[tuple[int, int], ...] = ()
+    """(corpus, row group) of every row group that was ever left out."""
+
+    @classmethod
+    def start(cls, segment: Segment) -> "Position":
+        """Nothing of the segment was handed out by it."""
+        lanes = tuple((0, windows[0].emitted if windows else 0) for windows in segment.open_windows)
+        return cls(segment, lanes)
+
+    def leaving_out(self, row_groups: Sequence[Quarantined]) -> "Position":
+        """This position, with more row groups left out of windows of their epoch."""
+        newest = max(entry.key.epoch for entry in row_groups)
+        kept = (entry for entry in self.quarantined if entry.key.epoch >= newest - 1)
+        left_out = {*self.left_out, *((entry.corpus, entry.row_group) for entry in row_groups)}
+        return replace(self, quarantined=(*kept, *row_groups), left_out=tuple(sorted(left_out)))
+
+    def to_json(self) -> dict[str, Any]:
+        segment = self.segment
+        opened = {str(lane): windows for lane, windows in enumerate(segment.open_windows) if windows}
+        return {
+            "version": POSITION_VERSION,
+            "epoch": segment.epoch,
+            "segment": segment.number,
+            "quotas": list(segment.quotas),
+            "shares": None if segment.shares is None else list(segment.shares),
+            "streams": [asdict(stream) for stream in segment.streams],
+            "open": {lane: [_open_to_json(window) for window in windows] for lane, windows in opened.items()},
+            "lanes": [list(lane) for lane in self.lanes],
+            "quarantined": [asdict(row_group) for row_group in self.quarantined],
+            "left_out": [list(row_group) for row_group in self.left_out],
+        }
+
+
+def position_from_json(value: Mapping[str, Any], where: str) -> Position:
+    """The position that `to_json` gave; CheckpointError when another version wrote it. `where` names the file."""
+    if value.get("version") != POSITION_VERSION:
+        raise CheckpointError(
+            f"{where}: its data position has version {value.get('version')}, this program reads version "
+            f"{POSITION_VERSION}. Go on with the version of dist-transformer that wrote it, or give the run another "
+            "run.name."
+        )
+    opened = {int(lane): windows for lane, windows in value["open"].items()}
+    segment = Segment(
+        epoch=value["epoch"],
+        number=value["segment"],
+        quotas=tuple(value["quotas"]),
+        shares=None if value["shares"] is None else tuple(value["shares"]),
+        streams=tuple(_stream_from_json(stream) for stream in value["streams"]),
+        open_windows=tuple(
+            tuple(_open_from_json(window) for window in opened.get(lane, ())) for lane in range(len(value["lanes"]))
+        ),
+    )
+    quarantined = tuple(Quarantined(**{**entry, "key": WindowKey(**entry["key"])}) for entry in value["quarantined"])
+    left_out = tuple((corpus, row_group) for corpus, row_group in value["left_out"])
+    return Position(segment, tuple((window, emitted) for window, emitted in value["lanes"]), quarantined, left_out)
+
+
+def _stream_from_json(value: Mapping[str, Any]) -> Stream:
+    return Stream(tuple((number, first, last) for number, first, last in value["pending"]), value["next_pass"])
+
+
+def _open_to_json(window: OpenWindow) -> dict[str, Any]:
+    request = window.request
+    return {
+        "key": list(astuple(request.key)),
+        "slices": [list(astuple(piece)) for piece in request.slices],
+        "emitted": window.emitted,
+    }
+
+
+def _open_from_json(value: Mapping[str, Any]) -> OpenWindow:
+    slices = tuple(RowSlice(*piece) for piece in value["slices"])
+    return OpenWindow(WindowRequest(WindowKey(*value["key"]), slices), value["emitted"])

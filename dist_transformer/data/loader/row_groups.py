@@ -1,0 +1,140 @@
+"""Where the row groups of a split lie, and reading one of them, again and again where the disk or the network fails."""
+
+import logging
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dist_transformer.data.manifest import Split
+from dist_transformer.data.sources.remote import open_parquet
+from dist_transformer.data.sources.retries import is_outage, read_errors, reason_of, with_retries
+
+OPEN_FILES = 64
+log = logging.getLogger(__name__)
+
+
+class BadRowGroup(Exception):
+    """A row group that cannot be read, or holds something else than it should; its text is the reason.
+
+    Attributes:
+        is_outage: the disk or the network failed, so that it may be read later; else the file itself is bad.
+    """
+
+    def __init__(self, reason: str, is_outage: bool = False) -> None:
+        super().__init__(reason)
+        self.is_outage = is_outage
+
+
+@dataclass(frozen=True)
+class RowGroupPlace:
+    """One row group of a split.
+
+    Attributes:
+        file: path or address.
+        index: in the file.
+        first_row: place in the split of its first row.
+        is_in_place: whether the file is the user's own.
+    """
+
+    file: str
+    index: int
+    rows: int
+    first_row: int
+    is_in_place: bool
+
+    def __str__(self) -> str:
+        return f"row group {self.index} of {self.file}"
+
+
+class SplitPlaces:
+    """The places of a split's row groups, by their number in the split."""
+
+    def __init__(self, folder: Path, split: Split) -> None:
+        self._folder = folder
+        self._shards = split.shards
+        self._first_groups = [0, *accumulate(len(shard.row_groups) for shard in split.shards)]
+        self._first_rows = [0, *accumulate(sum(group.rows for group in shard.row_groups) for shard in split.shards)]
+
+    def __len__(self) -> int:
+        return self._first_groups[-1]
+
+    def __getitem__(self, row_group: int) -> RowGroupPlace:
+        number = bisect_right(self._first_groups, row_group) - 1
+        shard, index = self._shards[number], row_group - self._first_groups[number]
+        rows_before = sum(group.rows for group in shard.row_groups[:index])
+        return RowGroupPlace(
+            file=shard.file if shard.is_in_place else str(self._folder / shard.file),
+            index=index,
+            rows=shard.row_groups[index].rows,
+            first_row=self._first_rows[number] + rows_before,
+            is_in_place=shard.is_in_place,
+        )
+
+
+class RowGroupTables:
+    """Reads row groups as tables. Keeps the newest files open; sent to another process, it opens them anew."""
+
+    def __init__(self, attempts: int) -> None:
+        self._attempts = attempts
+        self._open: OrderedDict[str, pq.ParquetFile] = OrderedDict()
+
+    def __reduce__(self) -> tuple[type["RowGroupTables"], tuple[int]]:
+        return type(self), (self._attempts,)
+
+    def read(self, place: RowGroupPlace, columns: Iterable[str]) -> pa.Table:
+        """These columns (dots reach into nested ones) of a row group; BadRowGroup when it cannot be read."""
+        names = list(columns)
+
+        def warn(reason: str) -> None:
+            log.warning("%s: row group %d: %s", place.file, place.index, reason)
+
+        try:
+            table = with_retries(lambda: self._read_once(place, names), self._attempts, warn)
+        except read_errors() as error:
+            raise BadRowGroup(reason_of(error), is_outage(error)) from error
+        if table.num_rows != place.rows:
+            raise BadRowGroup(f"it has {table.num_rows} rows, the manifest says {place.rows}")
+        return table
+
+    def _read_once(self, place: RowGroupPlace, columns: list[str]) -> pa.Table:
+        try:
+            file = self._file(place.file)
+            _check_columns(file, place, columns)
+            return file.read_row_group(place.index, columns=columns, use_threads=False)
+        except read_errors():
+            self._open.pop(place.file, None)  # the next attempt opens the file anew
+            raise
+
+    def _file(self, name: str) -> pq.ParquetFile:
+        file = self._open.pop(name, None) or open_parquet(name)
+        self._open[name] = file
+        if len(self._open) > OPEN_FILES:
+            self._open.popitem(last=False)
+        return file
+
+
+def _check_columns(file: pq.ParquetFile, place: RowGroupPlace, columns: list[str]) -> None:
+    if place.index >= file.num_row_groups:
+        raise BadRowGroup(f"the file has {file.num_row_groups} row groups")
+    if missing := [name for name in columns if not _has_column(file.schema_arrow, name)]:
+        raise BadRowGroup(f"no column {' and no column '.join(map(repr, missing))}, only {file.schema_arrow.names}")
+
+
+def _has_column(schema: pa.Schema, dotted: str) -> bool:
+    if dotted in schema.names:
+        return True
+    head, *rest = dotted.split(".")
+    if head not in schema.names:
+        return False
+    kind = schema.field(head).type
+    for name in rest:
+        if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
+            return False
+        kind = kind.field(name).type
+    return bool(rest)

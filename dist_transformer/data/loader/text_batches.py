@@ -1,0 +1,54 @@
+"""Micro-batches of text that is not prepared: tokenized in memory, every pair kept, in the order of the text."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from dist_transformer.data.loader.loader import MicroBatch, micro_batches
+from dist_transformer.data.loader.rows import Rows
+from dist_transformer.data.loader.token_rows import Ints
+from dist_transformer.data.loader.window import WindowBuilder
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
+from dist_transformer.errors import DataError
+
+CHUNK_PAIRS = 4096
+"""Pairs sorted by length and cut into micro-batches together, as a row group of a prepared corpus is."""
+
+
+def text_batches(
+    builder: WindowBuilder,
+    tokenizer: Tokenizer,
+    sources: Sequence[str],
+    targets: Sequence[str],
+    max_positions: int | None,
+    name: str,
+) -> Iterator[MicroBatch]:
+    """Every pair once, in micro-batches of neighbouring lengths; a pair above the budget alone.
+
+    Raises:
+        DataError: a side is longer than `max_positions`; it names the line of the corpus `name`.
+    """
+    for first in range(0, len(sources), CHUNK_PAIRS):
+        chunk = slice(first, first + CHUNK_PAIRS)
+        encoded = tokenizer.encode_source(sources[chunk]), tokenizer.encode_target(targets[chunk])
+        for side in encoded:
+            refuse_longer([len(ids) for ids in side], max_positions, name, first)
+        row_ids = np.arange(first, first + len(encoded[0]))
+        rows = Rows(row_ids, *_joined(encoded[0]), *_joined(encoded[1]))
+        yield from micro_batches(builder.build_rows(rows), 0, tokenizer.bos_id)
+
+
+def refuse_longer(lengths: Sequence[int], max_positions: int | None, name: str, num_before: int = 0) -> None:
+    """DataError for a line that is longer than a model with learned positions can take."""
+    for line, length in enumerate(lengths, start=num_before + 1):
+        if max_positions is not None and length > max_positions:
+            raise DataError(
+                f"{name}, line {line}: {length} tokens, but the model learns only {max_positions} positions "
+                "(model.max_positions), and no pair of it is left out; cut the line into shorter sentences, or remove it"
+            )
+
+
+def _joined(sentences: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """(ids, offsets) of sentences, as in `Rows`."""
+    lengths = np.asarray([0, *map(len, sentences)], dtype=np.int64)
+    return np.concatenate([np.zeros(0, np.int64), *map(np.asarray, sentences)]), np.cumsum(lengths)

@@ -1,0 +1,143 @@
+"""Rows of text, tokenized in the loader: what `prepare` does to the same rows, with subword sampling where wanted."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, compress
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from dist_transformer.config.data_schema import DataConfig
+from dist_transformer.data.filters import filter_lengths, filter_text
+from dist_transformer.data.loader.row_groups import BadRowGroup, RowGroupTables, SplitPlaces
+from dist_transformer.data.loader.token_rows import TokenColumn, TokenRows, check_column, row_numbers
+from dist_transformer.data.loader.window_request import PURPOSE_SAMPLING, WindowKey, random_generator
+from dist_transformer.data.manifest import TextColumns, TokenizerFiles, json_digest
+from dist_transformer.data.sources.corpus import RawBatch
+from dist_transformer.data.sources.text import decoded, is_text, normalized, tagged, text_column
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer, with_sampling_seed
+
+SEED_LIMIT = 1 << 31
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """The tokenizer of a run, and how it samples.
+
+    Attributes:
+        folder: the prepared folder that `files` lie in.
+        sampling: share of merges left out, or alpha of unigram sampling; 0: none.
+        seed: of the run.
+    """
+
+    folder: Path
+    files: TokenizerFiles
+    sampling: float
+    seed: int
+
+    def run(self, key: WindowKey, tokenize: Callable[[], Result]) -> Result:
+        """What `tokenize` returns; what is sampled in it depends on this key and on the sentences alone."""
+        if not self.sampling:
+            return tokenize()
+        index = (key.epoch, key.segment, key.lane, key.window)
+        seed = int(random_generator(self.seed, PURPOSE_SAMPLING, *index).integers(SEED_LIMIT))
+        return with_sampling_seed(seed, tokenize)
+
+    def encode(self, source: Sequence[str], target: Sequence[str]) -> tuple[list[list[int]], list[list[int]]]:
+        """Token ids of both sides."""
+        tokenizer = _load(self.folder / self.files.source, self.folder / self.files.target)
+        return (
+            tokenizer.encode_source(source, num_threads=1, sampling=self.sampling),
+            tokenizer.encode_target(target, num_threads=1, sampling=self.sampling),
+        )
+
+    def probe(self) -> str:
+        """A digest of how text of the tokenizer's own pieces is cut here: another version of sentencepiece may do it
+        otherwise."""
+        tokenizer = _load(self.folder / self.files.source, self.folder / self.files.target)
+        source, target = tokenizer.text_of_pieces()
+        return json_digest(with_sampling_seed(1, lambda: self.encode([source], [target])))[:16]
+
+
+@dataclass(frozen=True)
+class TextCorpus:
+    """A split whose shards hold text: written by `prepare`, or the user's own parquet files."""
+
+    places: SplitPlaces
+    tables: RowGroupTables
+    columns: TextColumns
+    data: DataConfig
+    sampler: Sampler
+
+    def read(self, row_group: int) -> pa.Table:
+        """A row group with the columns row_id, source and target; BadRowGroup when it cannot be read."""
+        place = self.places[row_group]
+        stored = [] if place.is_in_place else ["row_id"]
+        table = self.tables.read(place, [*stored, self.columns.source, self.columns.target])
+        if place.is_in_place:
+            ids = pa.array(np.arange(place.first_row, place.first_row + place.rows))
+        else:
+            check_column(table, "row_id", pa.types.is_integer, "integers")
+            ids = table.column("row_id")
+        sides = {"source": self._texts(table, self.columns.source), "target": self._texts(table, self.columns.target)}
+        return pa.table({"row_id": ids, **sides})
+
+    def rows(self, row_group: int, table: pa.Table) -> TokenRows:
+        """The kept rows among a part of what `read(row_group)` gave, as token ids."""
+        batch = self._raw_batch(table, self.places[row_group].is_in_place)
+        positions, dropped = filter_text(batch, self.data.filters)
+        source, target = self.sampler.encode(
+            [batch.source[i] or "" for i in positions], [batch.target[i] or "" for i in positions]
+        )
+        kept, dropped_by_length = filter_lengths(
+            [len(ids) for ids in source], [len(ids) for ids in target], self.data.filters
+        )
+        numbers = row_numbers(table)[np.asarray(positions, dtype=np.int64)][kept]
+        source, target = (list(compress(side, kept)) for side in (source, target))
+        return TokenRows(numbers, _token_column(source), _token_column(target), dropped + dropped_by_length)
+
+    def _texts(self, table: pa.Table, name: str) -> pa.ChunkedArray:
+        """A text column as bytes: the formats that hold tables do not check that it is UTF-8."""
+        column = text_column(table, name)
+        if not is_text(column.type):
+            raise BadRowGroup(f"column {name!r} holds {column.type}; expected text")
+        column = column.cast(pa.large_binary())
+        if self.data.filters.bad_encoding == "raise":
+            _refuse_bad_encoding(column, name)
+        return column
+
+    def _raw_batch(self, table: pa.Table, is_in_place: bool) -> RawBatch:
+        """What `read_corpus` gives of these rows; that is where `prepare` took the text of its own shards from."""
+        source, bad_source = decoded(table.column("source").to_pylist())
+        target, bad_target = decoded(table.column("target").to_pylist())
+        bad = frozenset([*bad_source, *bad_target])
+        if not is_in_place:
+            return RawBatch(0, source, target, bad)
+        form = self.data.normalization
+        prefix = self.columns.prefix
+        return RawBatch(0, tagged(normalized(source, form), prefix), normalized(target, form), bad, prefix)
+
+
+def _refuse_bad_encoding(column: pa.ChunkedArray, name: str) -> None:
+    try:
+        column.cast(pa.large_string())
+    except pa.ArrowInvalid:
+        _, bad = decoded(column.to_pylist())
+        raise BadRowGroup(
+            f"column {name!r} is not valid UTF-8 in row {bad[0]} of the row group; convert it, or set "
+            "data.filters.bad_encoding: drop"
+        ) from None
+
+
+@lru_cache(maxsize=1)
+def _load(source: Path, target: Path) -> Tokenizer:
+    return Tokenizer.load(source, None if target == source else target)
+
+
+def _token_column(rows: Sequence[Sequence[int]]) -> TokenColumn:
+    lengths = np.array([len(ids) for ids in rows], dtype=np.int64)
+    return TokenColumn(np.fromiter(chain.from_iterable(rows), np.int64, int(lengths.sum())), lengths)

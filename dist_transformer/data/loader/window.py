@@ -1,0 +1,149 @@
+"""A window as micro-batches: read its rows, shuffle, bucket by length, pad, and lay all out in one flat array.
+
+A window is a pure function of (manifest, seed, epoch, segment, lane, window): any loader process of any rank computes the
+same one, and a resume recomputes one window a lane instead of reading the epoch again.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dist_transformer.data.loader.batching import Bucket, Ints, free_buckets
+from dist_transformer.data.loader.bounded_shapes import bounded_buckets
+from dist_transformer.data.loader.rows import LostRowGroup, RowReader, Rows
+from dist_transformer.data.loader.window_request import PURPOSE_WINDOW, WindowKey, WindowRequest, random_generator
+
+Tokens = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """Size of one micro-batch: rows x (source, target) padded lengths, and the tokens that are not padding.
+
+    Attributes:
+        rows: dummy rows counted too; they are the last ones: end of sentence to padding, without weight in the loss.
+        pairs: real rows.
+        source_tokens: of the real rows, as target_tokens.
+    """
+
+    rows: int
+    source_length: int
+    target_length: int
+    pairs: int
+    source_tokens: int
+    target_tokens: int
+
+    @property
+    def padded_tokens(self) -> int:
+        return self.rows * (self.source_length + self.target_length)
+
+
+@dataclass(frozen=True)
+class Window:
+    """All micro-batches of a window in two flat arrays: one transfer between processes, whatever their number.
+
+    Attributes:
+        tokens: for each shape in order, the source ids (rows, source_length) and then the target ids
+            (rows, target_length), padded at the end.
+        row_ids: numbers of the real rows, in the same order.
+        dropped: rows dropped by rule, as in RowsRead.
+        lost: row groups left out.
+    """
+
+    request: WindowRequest
+    shapes: tuple[BatchShape, ...]
+    tokens: Tokens
+    row_ids: Ints
+    dropped: dict[str, int]
+    lost: tuple[LostRowGroup, ...]
+
+
+class WindowBuilder:
+    """Builds windows. Holds no open files itself: safe to send to another process.
+
+    Args:
+        reader: gives the rows of a window.
+        max_tokens: largest micro-batch, padding counted.
+        batch_shapes: free, or bounded: those of `bounded_shapes`.
+        longest_tokens: longest side of any pair (data.filters.max_tokens).
+        pad_id: fills up rows.
+        eos_id: the source of a dummy row.
+        seed: of the run.
+    """
+
+    def __init__(
+        self,
+        reader: RowReader,
+        max_tokens: int,
+        batch_shapes: Literal["free", "bounded"],
+        longest_tokens: int,
+        pad_id: int,
+        eos_id: int,
+        seed: int,
+    ) -> None:
+        self._reader = reader
+        self._max_tokens = max_tokens
+        self._is_bounded = batch_shapes == "bounded"
+        self._longest_tokens = longest_tokens
+        self._pad_id = pad_id
+        self._eos_id = eos_id
+        self._seed = seed
+
+    def build(self, request: WindowRequest) -> Window:
+        """The window of this request, without micro-batches when all its rows are dropped or lost.
+
+        Raises:
+            DataError: a row group cannot be read.
+        """
+        key = request.key
+        read = self._reader.read(request)
+        random = random_generator(self._seed, PURPOSE_WINDOW, key.epoch, key.segment, key.lane, key.window)
+        buckets = self._buckets(read.rows, random.permutation(len(read.rows.row_ids)))
+        shuffled = [buckets[i] for i in random.permutation(len(buckets))]
+        return Window(request, *self._lay_out(read.rows, shuffled), read.dropped, read.lost)
+
+    def build_in_order(self, split: str) -> Iterator[Window]:
+        """The whole split without randomness, a window for each row group: for validation."""
+        for number, rows in enumerate(self._reader.read_split(split)):
+            buckets = self._buckets(rows, np.arange(len(rows.row_ids)))
+            request = WindowRequest(WindowKey(0, 0, 0, number), ())
+            yield Window(request, *self._lay_out(rows, buckets), {}, ())
+
+    def build_rows(self, rows: Rows) -> Window:
+        """These rows without randomness, in free shapes whatever their lengths."""
+        lengths = np.diff(rows.source_offsets), np.diff(rows.target_offsets)
+        buckets = free_buckets(*lengths, np.arange(len(rows.row_ids)), self._max_tokens)
+        return Window(WindowRequest(WindowKey(0, 0, 0, 0), ()), *self._lay_out(rows, buckets), {}, ())
+
+    def _buckets(self, rows: Rows, order: Ints) -> list[Bucket]:
+        lengths = np.diff(rows.source_offsets), np.diff(rows.target_offsets)
+        if self._is_bounded:
+            return bounded_buckets(*lengths, order, self._max_tokens, self._longest_tokens)
+        return free_buckets(*lengths, order, self._max_tokens)
+
+    def _lay_out(self, rows: Rows, buckets: Sequence[Bucket]) -> tuple[tuple[BatchShape, ...], Tokens, Ints]:
+        tokens = np.full(sum(b.rows * (b.source_length + b.target_length) for b in buckets), self._pad_id, np.int32)
+        shapes, place = [], 0
+        for bucket in buckets:
+            middle = place + bucket.rows * bucket.source_length
+            end = middle + bucket.rows * bucket.target_length
+            source, target = tokens[place:middle].reshape(bucket.rows, -1), tokens[middle:end].reshape(bucket.rows, -1)
+            source_tokens = _fill(source, rows.source_ids, rows.source_offsets, bucket.members)
+            target_tokens = _fill(target, rows.target_ids, rows.target_offsets, bucket.members)
+            source[len(bucket.members) :, 0] = self._eos_id
+            shapes.append(BatchShape(*bucket[1:], len(bucket.members), source_tokens, target_tokens))
+            place = end
+        members = np.concatenate([np.zeros(0, np.int64), *(bucket.members for bucket in buckets)])
+        return tuple(shapes), tokens, rows.row_ids[members]
+
+
+def _fill(side: Tokens, ids: Ints, offsets: Ints, members: Ints) -> int:
+    """Writes the ids of the members into the first rows of one side of a micro-batch; the number of tokens written."""
+    starts, lengths = offsets[members], offsets[members + 1] - offsets[members]
+    column = np.arange(side.shape[1])
+    is_real = column < lengths[:, None]
+    side[: len(members)][is_real] = ids[(starts[:, None] + column)[is_real]]
+    return int(lengths.sum())

@@ -1,0 +1,212 @@
+"""Loader processes: build windows ahead of need; a process that dies or hangs ends in a message, never in a wait.
+
+Windows are asked for by request and come as flat arrays, so that any process can build any of them and none holds
+state. Each process has a socket of its own, which a thread of the trainer reads: when a process is killed, mostly in
+the middle of handing over a window, its socket ends and says so. torch's DataLoader has one pipe for all, which every
+process holds open: its reader would wait for the rest of that window for ever. No shared memory is needed.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.util import Finalize
+from typing import Protocol
+
+from dist_transformer.data.loader.window import Window, WindowBuilder
+from dist_transformer.data.loader.window_request import WindowRequest
+from dist_transformer.errors import MachineError, UserError
+from dist_transformer.processes.stop_request import end_with_parent, ignore_stop_signals
+
+STACKS_SIGNAL = signal.SIGRTMIN + 1
+"""On it a loader process prints where it stands."""
+STACKS_SECONDS = 1.0
+EXIT_SECONDS = 10.0
+"""For the exit code of a process whose socket has ended."""
+EXIT_OF_EXCEPTION = 1
+
+Built = tuple[WindowRequest, Window | UserError]
+"""A window, or why there is none: an error that is raised only when the window is needed."""
+
+
+class ProcessSettings(Protocol):
+    """The part of the loader's settings that is for processes."""
+
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def stall_seconds(self) -> int: ...
+
+
+class WindowStream:
+    """Windows by request, built by `num_workers` processes from when they are asked for; with none, when they are taken.
+
+    Args:
+        here: requests that are built in this process when they are taken, and are never asked for.
+
+    Raises:
+        MachineError: the processes cannot be started.
+    """
+
+    def __init__(self, builder: WindowBuilder, here: set[WindowRequest], settings: ProcessSettings) -> None:
+        self._builder, self._here, self._settings = builder, here, settings
+        self._early: dict[WindowRequest, Window | UserError] = {}
+        self._processes = _start(builder, settings.num_workers)
+        # Also at the end of the program, before multiprocessing waits for its children, who ignore its TERM.
+        Finalize(self, _kill, (self._processes,), exitpriority=10)
+        self._asked: deque[_LoaderProcess] = deque()
+        self._stale = 0
+
+    def ask(self, request: WindowRequest) -> None:
+        """Has the window built; each that is asked for is kept until it is taken."""
+        if self._processes:
+            process = min(self._processes, key=self._asked.count)
+            process.ask(request)
+            self._asked.append(process)
+
+    def restart(self) -> None:
+        """What was asked for before is thrown away; everything is built by the processes from now on."""
+        self._stale = len(self._asked)
+        self._early, self._here = {}, set()
+
+    def take(self, request: WindowRequest) -> Window:
+        """The window of this request, which was asked for.
+
+        Raises:
+            UserError: it cannot be read.
+            MachineError: it does not come in time, or a process was killed.
+        """
+        if not self._processes or request in self._here:
+            self._here.discard(request)
+            return self._builder.build(request)
+        deadline = time.monotonic() + self._settings.stall_seconds
+        while request not in self._early:
+            self._receive(request, deadline)
+        window = self._early.pop(request)
+        if isinstance(window, UserError):
+            raise window
+        return window
+
+    def _receive(self, awaited: WindowRequest, deadline: float) -> None:
+        """The window that was asked for first."""
+        process = self._asked.popleft()
+        try:
+            request, window = process.next_built(deadline - time.monotonic())
+        except queue.Empty:
+            _print_stacks(self._processes)
+            raise MachineError(
+                f"no window within data.stall_seconds = {self._settings.stall_seconds} s (waiting for {awaited.key}): the "
+                "disk or the loader process hangs; where its threads stand is printed above. Look at the filesystem of "
+                "the data, or raise data.stall_seconds"
+            ) from None
+        if self._stale:
+            self._stale -= 1
+        else:
+            self._early[request] = window
+
+
+class _LoaderProcess:
+    """A process that builds windows, and the thread here that receives them."""
+
+    def __init__(self, builder: WindowBuilder) -> None:
+        context = multiprocessing.get_context("forkserver")  # fork breaks pyarrow's threads
+        self._socket, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(builder, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._arrived: queue.SimpleQueue[Built | None] = queue.SimpleQueue()
+        threading.Thread(target=_receive_all, args=(self._socket, self._arrived), daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def ask(self, request: WindowRequest) -> None:
+        with contextlib.suppress(OSError):  # it has ended: `next_built` says so
+            self._socket.send(request)
+
+    def next_built(self, seconds: float) -> Built:
+        """What it builds next; queue.Empty when that does not come within these seconds.
+
+        Raises:
+            MachineError: the process was killed.
+        """
+        built = self._arrived.get(timeout=max(seconds, 0))
+        if built is None:
+            raise self._ended()
+        return built
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def _ended(self) -> Exception:
+        self._process.join(EXIT_SECONDS)
+        code = self._process.exitcode
+        if code == EXIT_OF_EXCEPTION:
+            return RuntimeError(f"loader process {self.pid} failed; its traceback is printed above")
+        how = f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
+        return MachineError(
+            f"loader process {self.pid} {how}, perhaps for want of memory; lower data.window_rows or data.loader_workers"
+        )
+
+
+def _start(builder: WindowBuilder, count: int) -> list[_LoaderProcess]:
+    processes: list[_LoaderProcess] = []
+    try:
+        for _ in range(count):
+            processes.append(_LoaderProcess(builder))
+    except OSError as error:
+        _kill(processes)
+        raise MachineError(
+            f"the loader processes cannot be started ({error}). Is the folder for temporary files full, or a limit on "
+            "processes or open files reached (ulimit -a)? Mend that, or set data.loader_workers=0"
+        ) from error
+    return processes
+
+
+def _kill(processes: Sequence[_LoaderProcess]) -> None:
+    for process in processes:
+        process.kill()
+
+
+def _receive_all(socket: Connection, arrived: "queue.SimpleQueue[Built | None]") -> None:
+    """None at the end, which may come in the middle of a window."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            arrived.put(socket.recv())
+    arrived.put(None)
+
+
+def _serve(builder: WindowBuilder, socket: Connection) -> None:
+    """What a loader process does until its trainer ends."""
+    ignore_stop_signals()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    end_with_parent()
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
+        while True:
+            socket.send(_built(builder, socket.recv()))
+
+
+def _built(builder: WindowBuilder, request: WindowRequest) -> Built:
+    try:
+        return request, builder.build(request)
+    except UserError as error:
+        return request, error
+
+
+def _print_stacks(processes: Sequence[_LoaderProcess]) -> None:
+    """Asks each loader process to print its stacks to stderr, and gives it time to."""
+    for process in processes:
+        print(f"loader process {process.pid} does not deliver; its threads:", file=sys.stderr, flush=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, STACKS_SIGNAL)
+        time.sleep(STACKS_SECONDS)

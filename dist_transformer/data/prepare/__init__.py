@@ -1,0 +1,1 @@
+"""From text to a prepared corpus, once, by any number of processes."""

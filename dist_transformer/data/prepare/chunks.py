@@ -1,0 +1,228 @@
+"""Making the units of a preparation (see claims.py): chunks of the corpora, then ranges of their shuffle.
+
+A chunk of a training corpus becomes a spill file, a chunk of the validation corpus a shard; a range becomes a shard.
+"""
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from dist_transformer.config.schema import Config
+from dist_transformer.data.manifest import SHARD_FOLDER, Shard, Split, TextColumns, shard_from_json, shard_to_json
+from dist_transformer.data.prepare.claims import WAITING, ChunkClaims, Work, chunk_unit, end_unit, range_unit
+from dist_transformer.data.prepare.duplicates import save_hashes
+from dist_transformer.data.prepare.scan import (
+    ReportProgress,
+    all_corpora,
+    all_dropped_error,
+    estimated_tokens,
+    load_tokenizer,
+)
+from dist_transformer.data.prepare.shards import count_tokens, gather_range, write_shard, write_spill
+from dist_transformer.data.prepare.state import Chunk, PrepareState, num_tokens, text_split, token_split
+from dist_transformer.data.prepare.statistics import ReportedCorpus
+from dist_transformer.data.prepare.tokenize_rows import ChunkRows, KeptRows, text_rows, tokenized_rows
+from dist_transformer.data.sources.corpus import RawBatch, read_corpus
+from dist_transformer.data.sources.files import corpus_name
+
+WAIT_SECONDS = 0.5
+"""Between two looks at what other processes have done."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How the work is cut; `chunk_rows` is a multiple of `batch_rows`."""
+
+    batch_rows: int
+    chunk_rows: int
+    shard_rows: int
+    shard_tokens: int
+
+
+@dataclass(frozen=True)
+class MadeChunks:
+    """The chunks of one corpus.
+
+    Attributes:
+        total: the counts of all of them.
+        shards: of the validation corpus.
+    """
+
+    chunks: tuple[Chunk, ...]
+    total: Chunk
+    shards: tuple[Shard, ...]
+
+
+class Units:
+    """One of the processes that make the chunks and shards of a prepared folder."""
+
+    def __init__(
+        self, config: Config, folder: Path, state: PrepareState, sizes: Sizes, progress: ReportProgress, threads: int
+    ) -> None:
+        assert state.tokenizer is not None
+        self.work = Work(folder)
+        self._config, self._folder, self._state, self._sizes = config, folder, state, sizes
+        self._progress, self._threads = progress, threads
+        self._tokenizer = load_tokenizer(folder, state.tokenizer)
+        self._corpora = {name: each for name, each in all_corpora(config).items() if name not in state.in_place}
+        self._training = tuple(config.data.training_corpora())
+
+    def make_chunks(self) -> dict[str, MadeChunks]:
+        """Reads the corpora until every chunk is done, here or elsewhere; DataError when nothing of one is left."""
+        while unfinished := [name for name in self._corpora if not self._has_all_chunks(name)]:
+            to_read = [name for name in unfinished if self._has_free_chunk(name)]
+            for name in to_read:
+                self._read(name)
+            if not to_read:
+                self._wait()
+        return {name: self._made_chunks(name) for name in self._corpora}
+
+    def make_ranges(self, made: dict[str, MadeChunks]) -> dict[str, tuple[Shard, ...]]:
+        """Gathers the spill files of the training corpora into shards until all are done, here or elsewhere."""
+        shuffled = [name for name in made if name in self._training]
+        units = {name: self._range_units(name, made[name].total) for name in shuffled}
+        while missing := [
+            (name, index) for name in shuffled for index, unit in enumerate(units[name]) if not self.work.is_done(unit)
+        ]:
+            results = [self._make_range(name, index, units[name], made[name]) for name, index in missing]
+            if not any(results):
+                self._wait()
+        return {name: self._shards(self.work.result(unit) for unit in units[name]) for name in shuffled}
+
+    def splits(self, made: dict[str, MadeChunks], shuffled: dict[str, tuple[Shard, ...]]) -> dict[str, Split]:
+        """What the manifest says of each corpus."""
+        splits = {}
+        for name in all_corpora(self._config):
+            if name in self._state.in_place:
+                splits[name] = self._state.in_place[name]
+            elif self._is_text(name):
+                total, longest = made[name].total, self._config.data.filters.max_tokens
+                columns = TextColumns("source", "target", prefix="")
+                splits[name] = text_split(shuffled[name], total.read_rows, total.dropped, longest, columns)
+            else:
+                splits[name] = token_split(made[name].total, shuffled.get(name, made[name].shards))
+        return splits
+
+    def reported(self, made: dict[str, MadeChunks], splits: dict[str, Split]) -> dict[str, ReportedCorpus]:
+        """What the report is made of; the files stay until the work is cleared away."""
+        reported = {}
+        for name, split in splits.items():
+            in_place = name in self._state.in_place
+            lengths = self._state.samples[name] if split.text else made[name].total
+            chunks = range(0 if in_place else len(made[name].chunks))
+            pairs, sources = ([self._hash_file(name, chunk, side) for chunk in chunks] for side in ("pairs", "sources"))
+            reported[name] = ReportedCorpus(
+                split, name in self._training, lengths, None if in_place else pairs, sources
+            )
+        return reported
+
+    def _has_all_chunks(self, name: str) -> bool:
+        return self.work.is_done(end_unit(name)) and all(map(self.work.is_done, self._chunk_units(name)))
+
+    def _has_free_chunk(self, name: str) -> bool:
+        return not self.work.is_done(end_unit(name)) or any(map(self.work.is_free, self._chunk_units(name)))
+
+    def _chunk_units(self, name: str) -> Iterator[str]:
+        return (chunk_unit(name, chunk) for chunk in range(self.work.result(end_unit(name))))
+
+    def _wait(self) -> None:
+        self._progress(WAITING, 0, None)
+        time.sleep(WAIT_SECONDS)
+
+    def _read(self, name: str) -> None:
+        """Goes through a corpus and makes the chunks that are free when it comes by."""
+        total, rows, chunk_rows = self._state.rows_total[name], ChunkRows(), self._sizes.chunk_rows
+        with closing(ChunkClaims(self.work, name, chunk_rows)) as claims:
+
+            def wanted(first_row: int) -> bool:
+                self._progress(name, first_row, total)
+                return claims.wants(first_row)
+
+            for batch in read_corpus(self._corpora[name], self._config.data, self._sizes.batch_rows, wanted):
+                rows.add(self._kept(name, batch))
+                end = batch.first_row + len(batch.source)
+                self._progress(name, end, total)
+                if end % chunk_rows == 0:
+                    claims.finish(end // chunk_rows - 1, self._write_chunk(name, end // chunk_rows - 1, rows))
+                    rows = ChunkRows()
+            for last in claims.unfinished:  # it ends with the corpus
+                claims.finish(last, self._write_chunk(name, last, rows))
+            with self.work.claimed(end_unit(name)) as is_ours:
+                if is_ours:
+                    self.work.finish(end_unit(name), claims.num_chunks)
+
+    def _kept(self, name: str, batch: RawBatch) -> KeptRows:
+        filters = self._config.data.filters
+        if self._is_text(name):
+            return text_rows(batch, filters)
+        return tokenized_rows(batch, self._tokenizer, filters, self._threads)
+
+    def _is_text(self, name: str) -> bool:
+        """Whether the shards that are made of a corpus hold text."""
+        return self._config.data.on_the_fly and name in self._training
+
+    def _write_chunk(self, name: str, chunk: int, rows: ChunkRows) -> dict[str, Any]:
+        """Writes the files of a chunk; gives its result."""
+        counts, shard = rows.counts(), None
+        if counts.rows and name in self._training:
+            corpus = self._training.index(name)
+            write_spill(rows.table(), self._spill(name, chunk), self._config.run.seed, corpus, chunk)
+        elif counts.rows:
+            shard = shard_to_json(self._write_shard(name, chunk, rows.table()))
+        hashes = rows.hashes()
+        save_hashes(self._hash_file(name, chunk, "pairs"), hashes.pairs)
+        save_hashes(self._hash_file(name, chunk, "sources"), hashes.sources)
+        return {"counts": asdict(counts), "shard": shard}
+
+    def _made_chunks(self, name: str) -> MadeChunks:
+        results = [self.work.result(unit) for unit in self._chunk_units(name)]
+        chunks = tuple(Chunk.from_json(result["counts"]) for result in results)
+        total = Chunk.together(chunks)
+        if total.rows == 0:
+            raise all_dropped_error(corpus_name(self._corpora[name], self._config.data), total)
+        return MadeChunks(chunks, total, self._shards(result["shard"] for result in results))
+
+    def _range_units(self, name: str, total: Chunk) -> list[str]:
+        if self._is_text(name):
+            tokens = sum(self._estimated(name, total.rows))
+        else:
+            tokens = num_tokens(total.source_lengths) + num_tokens(total.target_lengths)
+        sizes = self._sizes
+        num_ranges = max(math.ceil(total.rows / sizes.shard_rows), math.ceil(tokens / sizes.shard_tokens))
+        return [range_unit(name, index) for index in range(num_ranges)]
+
+    def _make_range(self, name: str, index: int, units: list[str], made: MadeChunks) -> bool:
+        """Makes one shard, if it is free."""
+        with self.work.claimed(units[index]) as is_ours:
+            if is_ours:
+                spills = [self._spill(name, chunk) for chunk, counts in enumerate(made.chunks) if counts.rows]
+                table = gather_range(spills, index, len(units))
+                shard = shard_to_json(self._write_shard(name, index, table)) if table.num_rows else None
+                self.work.finish(units[index], shard)
+                self._progress(f"shuffle {name}", made.total.rows * (index + 1) // len(units), made.total.rows)
+        return is_ours
+
+    def _write_shard(self, name: str, number: int, table: pa.Table) -> Shard:
+        file = f"{SHARD_FOLDER}/{name}-{number:05d}.parquet"
+        count = (lambda rows: self._estimated(name, rows.num_rows)) if self._is_text(name) else count_tokens
+        return write_shard(table, self._folder, file, self._config.data.row_group_rows, count)
+
+    def _estimated(self, name: str, rows: int) -> tuple[int, int]:
+        """Source and target tokens of rows of text."""
+        sample = self._state.samples[name]
+        return estimated_tokens(sample, rows, sample.rows_of_text)
+
+    def _shards(self, results: Iterator[Any]) -> tuple[Shard, ...]:
+        return tuple(shard_from_json(result) for result in results if result is not None)
+
+    def _spill(self, name: str, chunk: int) -> Path:
+        return self.work.folder / "spill" / f"{name}-{chunk:05d}.parquet"
+
+    def _hash_file(self, name: str, chunk: int, side: str) -> Path:
+        return self.work.folder / "hashes" / f"{name}-{chunk:05d}.{side}.npy"

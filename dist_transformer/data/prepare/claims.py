@@ -1,0 +1,154 @@
+"""Sharing the work of a preparation among any number of processes, on one machine or many that see the same disk.
+
+The work is cut into units: chunks of a corpus, then ranges of its shuffle. Nobody hands them out: a process takes a unit
+by its lock, makes its files, and at last writes its result; a unit with a result is done. The lock of a process that
+died is free, so another one makes the unit, and makes the same of it, since a unit depends on nothing but its number.
+
+The folder `work` in the prepared folder, which is cleared away at the end, holds
+    state.json                   what one process found out for all: rows, tokenizer (scan.py)
+    train-chunk-00000.json ...   results
+    locks/, spill/, hashes/
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import BaseFileLock, FileLock, Timeout
+
+from dist_transformer.data.manifest import MANIFEST_NAME
+from dist_transformer.files import read_json, write_json
+
+WORK_FOLDER = "work"
+WAITING = "waiting for another process"
+"""The stage that is reported while there is nothing to do but to wait."""
+
+
+class WorkFinishedError(Exception):
+    """Another process has completed the prepared folder, and is clearing its work away."""
+
+
+class Work:
+    """The units of the preparation in `folder`, as far as they are done."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / WORK_FOLDER
+        self._manifest = folder / MANIFEST_NAME
+        self._done: set[str] = set()
+
+    def is_done(self, unit: str) -> bool:
+        """Whether the unit has a result."""
+        if unit not in self._done and self._path(unit).exists():
+            self._done.add(unit)
+        return unit in self._done
+
+    def result(self, unit: str) -> Any:
+        """The result of a unit that is done; WorkFinishedError when it was cleared away since."""
+        try:
+            return read_json(self._path(unit))
+        except FileNotFoundError:
+            self._refuse_finished()
+            raise
+
+    def claim(self, unit: str) -> BaseFileLock | None:
+        """The right to make a unit, to be released after `finish`; None when it is done, or being made elsewhere.
+
+        Raises WorkFinishedError when the whole preparation is complete.
+        """
+        if self.is_done(unit):
+            return None
+        locks = self.folder / "locks"
+        locks.mkdir(parents=True, exist_ok=True)
+        # A soft lock, of a filesystem without real ones, would outlive a process that dies.
+        lock = FileLock(locks / f"{unit}.lock", fallback_to_soft=False)
+        try:
+            lock.acquire(blocking=False)
+            # In this order: results are cleared away only after the manifest is there.
+            if self.is_done(unit):
+                lock.release()
+                return None
+            self._refuse_finished()
+        except Timeout:
+            return None
+        except FileNotFoundError:  # the work was cleared away between two lines
+            self._refuse_finished()
+            raise
+        except WorkFinishedError:
+            lock.release()
+            raise
+        return lock
+
+    @contextmanager
+    def claimed(self, unit: str) -> Iterator[bool]:
+        """`claim` for the time of a block; whether there was one."""
+        lock = self.claim(unit)
+        try:
+            yield lock is not None
+        finally:
+            if lock is not None:
+                lock.release()
+
+    def is_free(self, unit: str) -> bool:
+        """Whether the unit is neither done nor being made."""
+        with self.claimed(unit) as is_ours:
+            return is_ours
+
+    def finish(self, unit: str, result: Any) -> None:
+        """Marks the unit as done; its files must be on the disk."""
+        write_json(self._path(unit), result)
+
+    def _path(self, unit: str) -> Path:
+        return self.folder / f"{unit}.json"
+
+    def _refuse_finished(self) -> None:
+        if self._manifest.exists():
+            raise WorkFinishedError
+
+
+class ChunkClaims:
+    """Picks the chunks that this process makes while it reads a corpus: those that are free when it comes by."""
+
+    def __init__(self, work: Work, corpus: str, chunk_rows: int) -> None:
+        self.num_chunks = 0
+        """Of the part of the corpus that was gone through."""
+        self._work, self._corpus, self._chunk_rows = work, corpus, chunk_rows
+        self._locks: dict[int, BaseFileLock] = {}
+
+    def wants(self, first_row: int) -> bool:
+        """Whether the batch from this row on belongs to a chunk of ours; to be asked for every batch in order."""
+        chunk = first_row // self._chunk_rows
+        if chunk == self.num_chunks:
+            self.num_chunks += 1
+            if lock := self._work.claim(chunk_unit(self._corpus, chunk)):
+                self._locks[chunk] = lock
+        return chunk in self._locks
+
+    def finish(self, chunk: int, result: Any) -> None:
+        """Marks a chunk of ours as done."""
+        self._work.finish(chunk_unit(self._corpus, chunk), result)
+        self._locks.pop(chunk).release()
+
+    @property
+    def unfinished(self) -> tuple[int, ...]:
+        """Chunks of ours that are not marked as done."""
+        return tuple(self._locks)
+
+    def close(self) -> None:
+        """Leaves what is not finished to others."""
+        for lock in self._locks.values():
+            lock.release()
+        self._locks.clear()
+
+
+def chunk_unit(corpus: str, chunk: int) -> str:
+    return f"{corpus}-chunk-{chunk:05d}"
+
+
+def end_unit(corpus: str) -> str:
+    """Its result is the number of chunks of the corpus."""
+    return f"{corpus}-end"
+
+
+def range_unit(corpus: str, index: int) -> str:
+    return f"{corpus}-range-{index:05d}"

@@ -1,0 +1,174 @@
+"""From text to a prepared corpus, once, by any number of processes that see the same folder.
+
+    start       one process for all: scan, tokenizer (scan.py)
+    train ...   chunk by chunk: tokenized, filtered, written to a spill file sorted by random keys
+    validation  chunk by chunk, in order, straight to shards
+    shuffle     shard by shard: one range of the keys of a corpus gathered from all its spill files
+    end         one process for all: report (statistics.py, report.py), manifest.json
+
+Chunks and ranges are shared out as claims.py tells; a killed preparation goes on with those that have no result.
+`manifest.json` comes last: a folder that has one is complete. Memory is bounded by one chunk or shard in each process,
+however large the corpus, and the result does not depend on how many processes there are.
+
+With data.on_the_fly parquet files are left where they lie, and the shards of other training corpora hold text.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from dist_transformer.config.schema import Config
+from dist_transformer.data.manifest import (
+    MANIFEST_NAME,
+    SHARD_FOLDER,
+    TOKENIZER_FOLDER,
+    Manifest,
+    Split,
+    content_digest,
+    json_digest,
+)
+from dist_transformer.data.prepare.chunks import MadeChunks, Sizes, Units
+from dist_transformer.data.prepare.claims import WAITING, WORK_FOLDER, WorkFinishedError
+from dist_transformer.data.prepare.report import write_report
+from dist_transformer.data.prepare.scan import ReportProgress, Start, all_corpora, load_tokenizer
+from dist_transformer.data.prepare.state import STATE_NAME, PrepareState
+from dist_transformer.data.prepare.statistics import corpus_report
+from dist_transformer.data.recipe import make_recipe, recipe_without_corpora, refuse_other_recipe
+from dist_transformer.data.sources.files import is_text_at_hand
+from dist_transformer.run.outputs import check_output
+
+BATCH_ROWS = 8192
+CHUNK_ROWS = 128 * BATCH_ROWS
+"""Rows between two results; what a killed process leaves to be done again at most."""
+SHARD_ROWS = 1 << 20
+SHARD_TOKENS = 1 << 26
+"""Of both sides: about 120 MB at 1.8 bytes a token."""
+FOLDER_DIGITS = 16
+LOCK_NAME = ".prepare.lock"
+LOCK_ATTEMPT_SECONDS = 1.0
+
+
+def ignore_progress(stage: str, rows_done: int, rows_total: int | None) -> None:
+    """For callers that draw nothing."""
+
+
+def prepare(
+    config: Config,
+    folder: Path | None = None,
+    progress: ReportProgress = ignore_progress,
+    threads: int | None = None,
+) -> Manifest:
+    """The prepared corpus of `config` in `folder` (default: `prepared_folder`), made now unless it is complete.
+
+    Called by several processes at once, on any machines that see the folder, it is made by all of them together.
+    DataError for a corpus or tokenizer that cannot be used, and for a folder that was prepared with another recipe.
+
+    Args:
+        threads: that tokenize; None: as many as there are cores.
+    """
+    folder = folder or prepared_folder(config)
+    if manifest := _complete_manifest(config, folder):
+        return manifest
+    recipe = make_recipe(config)
+    check_output(folder, "a prepared corpus", _is_begun)
+    threads = threads or len(os.sched_getaffinity(0))
+    sizes = Sizes(BATCH_ROWS, CHUNK_ROWS, SHARD_ROWS, SHARD_TOKENS)
+    with _only_process(folder, progress):
+        if manifest := _complete_manifest(config, folder):
+            return manifest
+        state = Start(config, folder, folder / WORK_FOLDER, progress, BATCH_ROWS, threads).run(recipe)
+    try:
+        units = Units(config, folder, state, sizes, progress, threads)
+        made = units.make_chunks()
+        splits = units.splits(made, units.make_ranges(made))
+        with _only_process(folder, progress):
+            if (folder / MANIFEST_NAME).exists():
+                return Manifest.load(folder)
+            return _completed(config, folder, state, units, made, splits, progress)
+    except WorkFinishedError:
+        return Manifest.load(folder)
+
+
+def prepared_folder(config: Config) -> Path:
+    """`data.prepared`, or a folder under `run.root` named by the digest of the recipe; DataError for a missing file."""
+    if config.data.prepared is not None:
+        return Path(config.data.prepared)
+    return Path(config.run.root) / "prepared" / json_digest(make_recipe(config))[:FOLDER_DIGITS]
+
+
+def _complete_manifest(config: Config, folder: Path) -> Manifest | None:
+    if not (folder / MANIFEST_NAME).exists():
+        return None
+    manifest = Manifest.load(folder)
+    text_at_hand = all(is_text_at_hand(corpus, config.data) for corpus in all_corpora(config).values())
+    refuse_other_recipe(
+        folder, manifest.recipe, make_recipe(config) if text_at_hand else recipe_without_corpora(config)
+    )
+    if (folder / WORK_FOLDER).exists():  # the process that completed it was killed
+        shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
+    return manifest
+
+
+def _is_begun(folder: Path) -> bool:
+    """Whether a preparation was begun in the folder."""
+    return (folder / LOCK_NAME).is_file() or (folder / WORK_FOLDER / STATE_NAME).is_file()
+
+
+@contextmanager
+def _only_process(folder: Path, progress: ReportProgress) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / LOCK_NAME)
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=LOCK_ATTEMPT_SECONDS)
+        except Timeout:
+            progress(WAITING, 0, None)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _completed(
+    config: Config,
+    folder: Path,
+    state: PrepareState,
+    units: Units,
+    made: dict[str, MadeChunks],
+    splits: dict[str, Split],
+    progress: ReportProgress,
+) -> Manifest:
+    """Writes the report, then the manifest, and clears the work away."""
+    progress("report", 0, None)
+    write_report(folder, corpus_report(config, units.reported(made, splits)))
+    for part in (folder / SHARD_FOLDER, folder / TOKENIZER_FOLDER):
+        for torn in part.glob(".*.tmp"):  # what killed processes left half-written
+            torn.unlink()
+    manifest = _manifest(config, state, folder, splits)
+    manifest.save(folder)
+    shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
+    return manifest
+
+
+def _manifest(config: Config, state: PrepareState, folder: Path, splits: dict[str, Split]) -> Manifest:
+    assert state.tokenizer is not None
+    tokenizer = load_tokenizer(folder, state.tokenizer)
+    training = tuple(config.data.training_corpora())
+    return Manifest(
+        digest=content_digest(state.recipe, state.tokenizer, splits, training),
+        recipe=state.recipe,
+        tokenizer=state.tokenizer,
+        source_vocabulary=tokenizer.source_vocabulary,
+        target_vocabulary=tokenizer.target_vocabulary,
+        pad_id=tokenizer.pad_id,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        source_language=config.data.source_language,
+        target_language=config.data.target_language,
+        splits=splits,
+        training=training,
+    )

@@ -1,0 +1,100 @@
+"""Preparing with a progress bar, by this process and further ones of this machine."""
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dist_transformer.config.schema import Config
+from dist_transformer.errors import EXIT_REQUEUE, DistTransformerError, MachineError, UserError
+from dist_transformer.processes.stop_request import StopRequest, end_with_parent, ignore_stop_signals
+from dist_transformer.run.outputs import is_misplaced
+
+if TYPE_CHECKING:  # at run time it would import numpy for every command
+    from dist_transformer.data.manifest import Manifest
+
+
+def prepare_with_progress(
+    config: Config, stop: StopRequest | None = None, processes: int = 1
+) -> "tuple[Path, Manifest]":
+    """Prepares what is not prepared yet, with a progress bar on a terminal; returns the folder and its manifest.
+
+    A stop request ends the process with EXIT_REQUEUE: what is done is kept, and the next start goes on.
+
+    Args:
+        processes: of this machine that share the work; `stop` must listen when there are more than this one.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from dist_transformer.data.prepare.claims import WAITING
+    from dist_transformer.data.prepare.preparation import prepare, prepared_folder
+
+    folder = prepared_folder(config)
+    threads = _threads_of_each(processes)
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+        tasks = {}
+
+        def show(stage: str, rows_done: int, rows_total: int | None) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage)
+                if stage == WAITING and bar.disable and "RANK" not in os.environ:
+                    print(f"{WAITING} that prepares {folder} too", file=sys.stderr, flush=True)
+            if stop is not None and (reason := stop.reason()):
+                print(f"stopped while preparing the corpus ({reason}); the same command goes on", file=sys.stderr)
+                sys.exit(EXIT_REQUEUE)
+            bar.update(tasks[stage], completed=rows_done, total=rows_total)
+
+        with _helpers(config, folder, processes - 1, threads), _told_disk_errors(folder):
+            manifest = prepare(config, folder, show, threads)
+    return folder, manifest
+
+
+@contextmanager
+def _told_disk_errors(folder: Path) -> Iterator[None]:
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (OSError, ArrowException) as error:
+        raise (UserError if is_misplaced(error) else MachineError)(
+            f"{folder}: preparing the corpus failed: {type(error).__name__}: {error}. Is its disk full, closed to this "
+            "user, or gone? What is done is kept: start the same command again when it is mended"
+        ) from error
+
+
+def _threads_of_each(processes: int) -> int:
+    """This process's share of the cores; the ranks of a machine all prepare."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, len(os.sched_getaffinity(0)) // (processes * ranks))
+
+
+@contextmanager
+def _helpers(config: Config, folder: Path, count: int, threads: int) -> Iterator[None]:
+    """Further processes that prepare; they end with the block, and with this process however it ends."""
+    context = multiprocessing.get_context("forkserver")  # it ignores stop signals since `listen`, and so do they
+    helpers = [context.Process(target=_help, args=(config, folder, threads), daemon=True) for _ in range(count)]
+    for helper in helpers:
+        helper.start()
+    try:
+        yield
+    except BaseException:
+        for helper in helpers:
+            helper.kill()
+        raise
+    finally:
+        for helper in helpers:
+            helper.join()
+
+
+def _help(config: Config, folder: Path, threads: int) -> None:
+    """What a helper runs. Of an error only the first process tells: it meets the same one."""
+    from dist_transformer.data.prepare.preparation import prepare
+
+    ignore_stop_signals()
+    end_with_parent()
+    with suppress(DistTransformerError):
+        prepare(config, folder, threads=threads)

@@ -1,0 +1,109 @@
+"""The report of a prepared corpus as files for people: report.json, report.md and the picture lengths.png."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.data.filters import RULES
+from dist_transformer.data.prepare.statistics import PERCENTILES, Report
+from dist_transformer.files import replacing, write_json, write_text
+
+REPORT_NAME, REPORT_TEXT_NAME, LENGTHS_NAME = "report.json", "report.md", "lengths.png"
+
+
+def write_report(folder: Path, report: Report) -> None:
+    """Writes the three files into the prepared folder."""
+    write_json(folder / REPORT_NAME, report.value)
+    write_text(folder / REPORT_TEXT_NAME, report_text(report.value))
+    with replacing(folder / LENGTHS_NAME) as temporary:
+        _draw_lengths(report, temporary)
+
+
+def report_text(report: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    corpora: dict[str, dict[str, Any]] = report["corpora"]
+    sizes = [[name, *_numbers(each[key] for key in _SIZES)] for name, each in corpora.items()]
+    dropped = [[name, *_numbers(each["dropped"][rule] for rule in RULES)] for name, each in corpora.items()]
+    lengths = [
+        [name, side, *_numbers(each[f"{side}_lengths"].values())]
+        for name, each in corpora.items()
+        for side in ("source", "target")
+    ]
+    percents = [f"{percent} %" for percent in PERCENTILES[:-1]]
+    sections = [
+        "# Prepared corpus",
+        _table(["corpus", "pairs read", "kept", "source tokens", "target tokens"], sizes),
+        *_estimates(corpora),
+        "## Pairs dropped, by rule",
+        _table(["corpus", *RULES], dropped),
+        "## Lengths in tokens, the end of sentence counted",
+        _table(["corpus", "side", "mean", *percents, "longest"], lengths),
+        f"![how many training pairs have each length]({LENGTHS_NAME})",
+        "## Pairs seen before",
+        "\n".join(f"- {line}" for line in _comparisons(report)),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+_SIZES = ("read_rows", "rows", "source_tokens", "target_tokens")
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table that is also aligned as plain text; all but the words are set to the right."""
+    lines = [list(head), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    to_left = [all(line[column][:1].isalpha() for line in lines[1:]) for column in range(len(head))]
+    rule = ["-" * width if left else "-" * (width - 1) + ":" for width, left in zip(widths, to_left, strict=True)]
+    lines.insert(1, rule)
+    return "\n".join(
+        "| " + " | ".join(
+            cell.ljust(width) if left else cell.rjust(width)
+            for cell, width, left in zip(line, widths, to_left, strict=True)
+        ) + " |"
+        for line in lines
+    )  # fmt: skip
+
+
+def _numbers(values: Iterable[float]) -> list[str]:
+    return [f"{value:,}" for value in values]
+
+
+def _estimates(corpora: dict[str, dict[str, Any]]) -> list[str]:
+    """Which numbers are no counts."""
+    return [
+        f"{name}: tokenized on the fly, so tokens and lengths are estimated from its first "
+        f"{each['estimated_from_rows']:,} pairs, and pairs too long or out of proportion are dropped in training."
+        for name, each in corpora.items()
+        if each["estimated_from_rows"] is not None
+    ]
+
+
+def _comparisons(report: dict[str, Any]) -> list[str]:
+    of_pairs = report["compared_pairs"]
+    lines = [f"training: {_share(report['repeated_pairs'], of_pairs)} pairs repeat another one"] if of_pairs else []
+    for name, overlap in report["overlap"].items():
+        if "problem" in overlap:
+            lines.append(f"{name}: not compared: {overlap['problem']}")
+        else:
+            pairs, sources = (_share(overlap[key], overlap["of_pairs"]) for key in ("pairs", "sources"))
+            lines.append(f"{name}: {pairs} pairs are in the training corpus too; {sources} source sentences are")
+    if report["not_compared"]:
+        lines.append(f"read in place, so not compared with anything: {', '.join(report['not_compared'])}")
+    return lines
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part:,} of {whole:,} ({part / max(1, whole):.2%})"
+
+
+def _draw_lengths(report: Report, path: Path) -> None:
+    # A Figure by itself, not pyplot: it opens no window and keeps no state.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for side, counts in (("source", report.source_lengths), ("target", report.target_lengths)):
+        axes.stairs(counts, [length - 0.5 for length in range(len(counts) + 1)], label=side, fill=True, alpha=0.4)
+    axes.set(xlabel="tokens, the end of sentence counted", ylabel="training pairs", title="Lengths of sentences")
+    axes.legend()
+    figure.savefig(path, format="png", dpi=120)

@@ -1,0 +1,202 @@
+"""What one process finds out for all that prepare: rows, tokenizer, what is read where it lies. Under a lock, once.
+
+    scan        local text files are read once: unequal sides and bad bytes are found before anything is made of them
+    tokenizer   trained on all training corpora together, or copied from files
+    in place    with data.on_the_fly: the row groups of the user's own parquet files, and the lengths of their first rows
+
+After each of them `work/state.json` is replaced.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.config.data_schema import CorpusConfig, TokenizerConfig
+from dist_transformer.config.schema import Config
+from dist_transformer.data.manifest import (
+    TOKENIZER_FOLDER,
+    RowGroup,
+    Shard,
+    Split,
+    TextColumns,
+    TokenizerFiles,
+    file_sha256,
+)
+from dist_transformer.data.prepare.state import Chunk, PrepareState, num_tokens, text_split
+from dist_transformer.data.prepare.tokenize_rows import ChunkRows, tokenized_rows
+from dist_transformer.data.recipe import refuse_other_recipe, taken_models
+from dist_transformer.data.sources.arrow import ParquetFile
+from dist_transformer.data.sources.corpus import parquet_index, read_corpus, scan_corpus
+from dist_transformer.data.sources.files import corpus_name
+from dist_transformer.data.sources.text import tag_prefix
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.errors import DataError
+from dist_transformer.files import replacing
+
+ReportProgress = Callable[[str, int, int | None], None]
+"""Takes the stage, the rows done and the rows in all (None where nobody knows)."""
+
+SAMPLE_ROWS = 2000
+"""Rows at the head of a corpus that stand for all of it where tokens are estimated."""
+TOKENIZER_CHOICE = 4
+"""Times tokenizer.training_sentences that the trainer is shown to draw from; where there are more they are skipped."""
+
+
+@dataclass
+class Start:
+    """The first process at work in a prepared folder, with its lock held."""
+
+    config: Config
+    folder: Path
+    work: Path
+    progress: ReportProgress
+    batch_rows: int
+    threads: int
+
+    def run(self, recipe: dict[str, Any]) -> PrepareState:
+        """What there is to know; DataError when the folder was begun with another recipe."""
+        state = PrepareState.load(self.work) or PrepareState(recipe)
+        refuse_other_recipe(self.folder, state.recipe, recipe)
+        self._scan(state)
+        self._make_tokenizer(state)
+        if self.config.data.on_the_fly:
+            self._look_into_texts(state)
+        return state
+
+    def _scan(self, state: PrepareState) -> None:
+        if state.scanned:
+            return
+        for name, corpus in all_corpora(self.config).items():
+            self.progress("scan", 0, None)
+            state.rows_total[name] = scan_corpus(corpus, self.config.data, lambda n: self.progress("scan", n, None))
+        state.scanned = True
+        state.save(self.work)
+
+    def _make_tokenizer(self, state: PrepareState) -> None:
+        if state.tokenizer is not None:
+            return
+        names = self._tokenizer_files(self.config.tokenizer, state)
+        state.tokenizer = TokenizerFiles(*names, *(file_sha256(self.folder / name) for name in names))
+        state.save(self.work)
+
+    def _tokenizer_files(self, settings: TokenizerConfig, state: PrepareState) -> tuple[str, str]:
+        """Trains or copies the models; returns their paths in the folder."""
+        source, target = f"{TOKENIZER_FOLDER}/source.model", f"{TOKENIZER_FOLDER}/target.model"
+        tags = [tag for corpus in self.config.data.training_corpora().values() for tag in corpus.tags]
+        if models := taken_models(settings):
+            _refuse_unfit(models, settings.shared, tags)
+            for name, model in zip((source, target), models, strict=False):
+                _copy(model, self.folder / name)
+            return source, source if len(models) == 1 else target
+        if settings.shared:
+            train_tokenizer(self._sentences(("source", "target"), state), settings, self.folder / source, tags)
+            return source, source
+        train_tokenizer(self._sentences(("source",), state), settings, self.folder / source, tags)
+        train_tokenizer(self._sentences(("target",), state), settings, self.folder / target)
+        return source, target
+
+    def _sentences(self, sides: tuple[str, ...], state: PrepareState) -> Iterator[str]:
+        """The sentences of all training corpora that the trainer draws from; every row has the same chance."""
+        every = self._every_batch(state)
+        for name, corpus in self.config.data.training_corpora().items():
+            batches = read_corpus(
+                corpus, self.config.data, self.batch_rows, lambda row: row // self.batch_rows % every == 0
+            )
+            for batch in batches:
+                self.progress("tokenizer", batch.first_row, state.rows_total[name])
+                for side in sides:
+                    texts: list[str | None] = getattr(batch, side)
+                    yield from (text for i, text in enumerate(texts) if text and i not in batch.bad_encoding)
+
+    def _every_batch(self, state: PrepareState) -> int:
+        """Of how many batches one is read: of a corpus of 10^9 rows a few million are enough."""
+        totals = [state.rows_total[name] for name in self.config.data.training_corpora()]
+        rows = sum(total for total in totals if total is not None)
+        return max(1, rows // (TOKENIZER_CHOICE * self.config.tokenizer.training_sentences))
+
+    def _look_into_texts(self, state: PrepareState) -> None:
+        """Samples of the training corpora, and the splits of those that can be read in place."""
+        assert state.tokenizer is not None
+        tokenizer = load_tokenizer(self.folder, state.tokenizer)
+        for name, corpus in self.config.data.training_corpora().items():
+            if name in state.samples:
+                continue
+            self.progress("sample", 0, None)
+            sample = self._sample(corpus, tokenizer)
+            if (files := parquet_index(corpus, self.config.data)) is not None:
+                state.in_place[name] = self._split_in_place(corpus, files, sample)
+            state.samples[name] = sample
+            state.save(self.work)
+
+    def _sample(self, corpus: CorpusConfig, tokenizer: Tokenizer) -> Chunk:
+        data = self.config.data
+        rows = ChunkRows()
+        batch = next(read_corpus(corpus, data, SAMPLE_ROWS))
+        rows.add(tokenized_rows(batch, tokenizer, data.filters, self.threads))
+        sample = rows.counts()
+        if sample.rows == 0:
+            raise all_dropped_error(corpus_name(corpus, data), sample, "first ")
+        return sample
+
+    def _split_in_place(self, corpus: CorpusConfig, files: list[ParquetFile], sample: Chunk) -> Split:
+        data = self.config.data
+        shards = tuple(
+            Shard(
+                file.file,
+                file.bytes,
+                file.fingerprint,
+                tuple(RowGroup(rows, *estimated_tokens(sample, rows, sample.read_rows)) for rows in file.rows),
+            )
+            for file in files
+        )
+        text = TextColumns(files[0].source, files[0].target, tag_prefix(corpus.tags))
+        rows = sum(group.rows for shard in shards for group in shard.row_groups)
+        return text_split(shards, rows, {}, data.filters.max_tokens, text)
+
+
+def all_corpora(config: Config) -> dict[str, CorpusConfig]:
+    """The training corpora and the validation corpus, by the names of their splits."""
+    validation = {"validation": config.data.validation} if config.data.validation else {}
+    return {**config.data.training_corpora(), **validation}
+
+
+def load_tokenizer(folder: Path, files: TokenizerFiles) -> Tokenizer:
+    """The tokenizer of a prepared folder."""
+    return Tokenizer.load(folder / files.source, None if files.target == files.source else folder / files.target)
+
+
+def estimated_tokens(sample: Chunk, rows: int, of_rows: int) -> tuple[int, int]:
+    """Source and target tokens that `rows` are taken to have, if `of_rows` of them have those of the sample."""
+    source, target = (num_tokens(lengths) for lengths in (sample.source_lengths, sample.target_lengths))
+    return round(rows * source / of_rows), round(rows * target / of_rows)
+
+
+def all_dropped_error(name: str, chunk: Chunk, which: str = "") -> DataError:
+    """For a corpus of which nothing is left."""
+    counts = ", ".join(f"{rule} {count}" for rule, count in chunk.dropped.items())
+    return DataError(
+        f"{name}: all of its {which}{chunk.read_rows} pairs were dropped ({counts}). "
+        f"Look at the text, the order of its columns and data.filters."
+    )
+
+
+def _refuse_unfit(models: list[Path], shared: bool, tags: list[str]) -> None:
+    """DataError when the taken models do not have the ids of one vocabulary, or not the characters of a tag."""
+    tokenizer = Tokenizer.load(*models)
+    if shared and (difference := tokenizer.first_difference()) is not None:
+        index, ours, theirs = difference
+        raise DataError(
+            f"tokenizer.shared: {models[0]} and {models[1]} are two vocabularies: piece {index} is {ours!r} in the one, "
+            f"{theirs!r} in the other. Set tokenizer.shared=false, or give models with the same pieces by the same ids"
+        )
+    if unknown := [tag for tag in tags if not tokenizer.can_spell_source(tag)]:
+        raise DataError(
+            f"{models[0]}: has no pieces for the tags {' '.join(unknown)} of the training corpora: the model could not tell "
+            f"them from others. Add them: dist-transformer extend-vocabulary MODEL OUT --pieces '{unknown[0]}'"
+        )
+
+
+def _copy(source: Path, target: Path) -> None:
+    with replacing(target) as temporary:
+        temporary.write_bytes(source.read_bytes())

@@ -1,0 +1,116 @@
+"""Parquet files of token ids or text: the shards of a prepared corpus, and the spill files that shuffle it in bounded memory.
+
+Global shuffle: every row gets a random key. A spill file holds one chunk of the corpus sorted by key, so that the rows
+of a range of keys lie together in every one of them. A shard is one range, gathered from all spill files and sorted.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from dist_transformer.data.loader.window_request import random_generator
+from dist_transformer.data.manifest import RowGroup, Shard, file_sha256
+from dist_transformer.files import replacing
+
+PURPOSE_SHUFFLE = 100
+KEY_LIMIT = 1 << 62
+"""Keys are uniform below it; 10^9 rows share one with a chance of 10%, and row numbers decide then."""
+SPILL_ROW_GROUP_ROWS = 4096
+LARGEST_UINT16_VOCABULARY = 65_535
+
+
+def token_table(
+    row_ids: NDArray[np.int64], source: list[list[int]], target: list[list[int]], vocabularies: tuple[int, int]
+) -> pa.Table:
+    """The columns of a shard; ids take two bytes where the vocabulary allows it."""
+    return pa.table(
+        {
+            "row_id": pa.array(row_ids, pa.int64()),
+            "source": pa.array(source, _token_type(vocabularies[0])),
+            "target": pa.array(target, _token_type(vocabularies[1])),
+        }
+    )
+
+
+def text_table(row_ids: NDArray[np.int64], source: list[str], target: list[str]) -> pa.Table:
+    """The columns of a shard of text."""
+    # Large: a column of all rows of a chunk may be longer than the 2 GiB of the plain type.
+    texts = {"source": pa.array(source, pa.large_string()), "target": pa.array(target, pa.large_string())}
+    return pa.table({"row_id": pa.array(row_ids, pa.int64()), **texts})
+
+
+def token_lengths(table: pa.Table, column: str) -> NDArray[np.int64]:
+    """Tokens of each row of a side."""
+    lengths: NDArray[np.int64] = pc.list_value_length(table.column(column)).to_numpy()
+    return lengths.astype(np.int64)
+
+
+def count_tokens(rows: pa.Table) -> tuple[int, int]:
+    """Source and target tokens of rows of token ids."""
+    return int(token_lengths(rows, "source").sum()), int(token_lengths(rows, "target").sum())
+
+
+def write_shard(
+    table: pa.Table,
+    folder: Path,
+    file: str,
+    row_group_rows: int,
+    num_tokens: Callable[[pa.Table], tuple[int, int]] = count_tokens,
+) -> Shard:
+    """Writes `<folder>/<file>` whole or not at all; the same table gives the same bytes.
+
+    `num_tokens` counts (of text: estimates) the source and target tokens of a row group.
+    """
+    groups = []
+    with replacing(folder / file) as temporary:
+        with pq.ParquetWriter(temporary, table.schema, compression="zstd", write_page_checksum=True) as writer:
+            for first in range(0, table.num_rows, row_group_rows):
+                rows = table.slice(first, row_group_rows)
+                writer.write_table(rows, row_group_size=row_group_rows)
+                groups.append(RowGroup(rows.num_rows, *num_tokens(rows)))
+        size, digest = temporary.stat().st_size, file_sha256(temporary)
+    return Shard(file, size, digest, tuple(groups))
+
+
+def write_spill(table: pa.Table, path: Path, seed: int, corpus: int, chunk: int) -> None:
+    """Gives the rows of a chunk their keys, from (seed, number of the corpus, chunk), and writes them sorted by key."""
+    keys = random_generator(seed, PURPOSE_SHUFFLE, corpus, chunk).integers(
+        KEY_LIMIT, size=table.num_rows, dtype=np.int64
+    )
+    order = np.argsort(keys, kind="stable")
+    keyed = table.take(pa.array(order)).append_column("key", pa.array(keys[order]))
+    with replacing(path) as temporary:
+        pq.write_table(
+            keyed, temporary, compression="zstd", row_group_size=SPILL_ROW_GROUP_ROWS, write_page_checksum=True
+        )
+
+
+def gather_range(spills: Sequence[Path], index: int, num_ranges: int) -> pa.Table:
+    """The rows of all spill files whose key lies in range `index` of `num_ranges`, in order of their keys."""
+    low, high = KEY_LIMIT * index // num_ranges, KEY_LIMIT * (index + 1) // num_ranges
+    rows = pa.concat_tables([_read_range(path, low, high) for path in spills])
+    order = pc.sort_indices(rows, sort_keys=[("key", "ascending"), ("row_id", "ascending")])
+    return rows.take(order).drop_columns(["key"]).combine_chunks()
+
+
+def _read_range(path: Path, low: int, high: int) -> pa.Table:
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
+        key_column = file.schema_arrow.get_field_index("key")
+        groups = []
+        for group in range(file.num_row_groups):
+            # The last leaf column of the file is the key; its statistics bound the group.
+            statistics = file.metadata.row_group(group).column(file.metadata.num_columns - 1).statistics
+            if statistics.min < high and statistics.max >= low:
+                groups.append(group)
+        table = file.read_row_groups(groups)
+    keys = table.column(key_column)
+    return table.filter(pc.and_(pc.greater_equal(keys, low), pc.less(keys, high)))
+
+
+def _token_type(vocabulary: int) -> pa.DataType:
+    return pa.list_(pa.uint16() if vocabulary <= LARGEST_UINT16_VOCABULARY else pa.uint32())

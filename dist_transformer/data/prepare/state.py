@@ -1,0 +1,152 @@
+"""What processes that prepare a corpus tell each other: what one found out for all, and what became of each chunk."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dist_transformer.data.filters import LENGTH_RULES
+from dist_transformer.data.manifest import Shard, Split, TextColumns, TokenizerFiles, split_from_json, split_to_json
+from dist_transformer.errors import DataError
+from dist_transformer.files import patiently, read_json, write_json
+
+STATE_NAME = "state.json"
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The outcome of one run of read rows.
+
+    Attributes:
+        dropped: rows by rule.
+        source_lengths: how many kept rows have 0, 1, 2 ... source tokens; empty where nothing was tokenized.
+        target_lengths: as `source_lengths`.
+    """
+
+    read_rows: int
+    rows: int
+    dropped: dict[str, int]
+    source_lengths: tuple[int, ...]
+    target_lengths: tuple[int, ...]
+
+    @property
+    def rows_of_text(self) -> int:
+        """Rows that their text, before it is tokenized, gives no reason to drop."""
+        return self.rows + sum(self.dropped.get(rule, 0) for rule in LENGTH_RULES)
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> "Chunk":
+        lengths = {side: tuple(value[side]) for side in ("source_lengths", "target_lengths")}
+        return Chunk(**{**value, **lengths})
+
+    @staticmethod
+    def together(chunks: Sequence["Chunk"]) -> "Chunk":
+        """The sum of chunks."""
+        dropped: Counter[str] = Counter()
+        for chunk in chunks:
+            dropped.update(chunk.dropped)
+        return Chunk(
+            read_rows=sum(chunk.read_rows for chunk in chunks),
+            rows=sum(chunk.rows for chunk in chunks),
+            dropped=dict(sorted(dropped.items())),
+            source_lengths=_added([chunk.source_lengths for chunk in chunks]),
+            target_lengths=_added([chunk.target_lengths for chunk in chunks]),
+        )
+
+
+def num_tokens(lengths: Sequence[int]) -> int:
+    """Tokens in all, by how many rows have each length."""
+    return sum(length * rows for length, rows in enumerate(lengths))
+
+
+def token_split(chunk: Chunk, shards: tuple[Shard, ...]) -> Split:
+    """The split of all chunks `together`, in shards of token ids."""
+    return Split(
+        shards=shards,
+        rows=chunk.rows,
+        source_tokens=num_tokens(chunk.source_lengths),
+        target_tokens=num_tokens(chunk.target_lengths),
+        max_source_tokens=len(chunk.source_lengths) - 1,
+        max_target_tokens=len(chunk.target_lengths) - 1,
+        read_rows=chunk.read_rows,
+        dropped=chunk.dropped,
+    )
+
+
+def text_split(
+    shards: tuple[Shard, ...], read_rows: int, dropped: dict[str, int], max_tokens: int, text: TextColumns
+) -> Split:
+    """A split of text. Its tokens are the estimates of its row groups; it has none longer than `max_tokens`."""
+    groups = [group for shard in shards for group in shard.row_groups]
+    return Split(
+        shards=shards,
+        rows=sum(group.rows for group in groups),
+        source_tokens=sum(group.source_tokens for group in groups),
+        target_tokens=sum(group.target_tokens for group in groups),
+        max_source_tokens=max_tokens,
+        max_target_tokens=max_tokens,
+        read_rows=read_rows,
+        dropped=dropped,
+        text=text,
+    )
+
+
+@dataclass
+class PrepareState:
+    """All of `work/state.json`.
+
+    Attributes:
+        rows_total: rows of each corpus as the first scan of the text counted them, where it could.
+        samples: the first rows of the corpora that are tokenized on the fly.
+        in_place: the splits of corpora that are read where they lie; there is nothing to write for them.
+    """
+
+    recipe: dict[str, Any]
+    scanned: bool = False
+    rows_total: dict[str, int | None] = field(default_factory=dict)
+    tokenizer: TokenizerFiles | None = None
+    samples: dict[str, Chunk] = field(default_factory=dict)
+    in_place: dict[str, Split] = field(default_factory=dict)
+
+    @staticmethod
+    def load(work: Path) -> "PrepareState | None":
+        """None where nothing was begun; DataError when the file cannot be understood."""
+        path = work / STATE_NAME
+        if not path.exists():
+            return None
+        try:
+            value = patiently(path, lambda: read_json(path))
+            return PrepareState(
+                recipe=value["recipe"],
+                scanned=value["scanned"],
+                rows_total=value["rows_total"],
+                tokenizer=TokenizerFiles(**value["tokenizer"]) if value["tokenizer"] else None,
+                samples={name: Chunk.from_json(chunk) for name, chunk in value["samples"].items()},
+                in_place={name: split_from_json(split) for name, split in value["in_place"].items()},
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DataError(f"{path}: cannot be read ({error!r}). Delete {work.parent} and prepare again.") from error
+
+    def save(self, work: Path) -> None:
+        value = {
+            "recipe": self.recipe,
+            "scanned": self.scanned,
+            "rows_total": self.rows_total,
+            "tokenizer": asdict(self.tokenizer) if self.tokenizer else None,
+            "samples": {name: asdict(chunk) for name, chunk in self.samples.items()},
+            "in_place": {name: split_to_json(split) for name, split in self.in_place.items()},
+        }
+        write_json(work / STATE_NAME, value)
+
+
+def _added(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """Sums place by place, of sequences of any lengths."""
+    total: Counts = np.zeros(max((len(each) for each in counts), default=0), dtype=np.int64)
+    for each in counts:
+        total[: len(each)] += np.asarray(each, dtype=np.int64)
+    return tuple(total.tolist())

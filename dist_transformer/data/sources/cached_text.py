@@ -1,0 +1,51 @@
+"""The text of validation corpora from the Hub or an address, kept beside the prepared corpus.
+
+Training translates that text at each start; with a copy of it, a node without a network can. Files on local disks are
+read where they are.
+"""
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.config.data_schema import CorpusConfig, DataConfig
+from dist_transformer.config.paths import is_address, located
+from dist_transformer.config.schema import Config
+from dist_transformer.data.manifest import json_digest
+from dist_transformer.data.sources.corpus import read_pairs
+from dist_transformer.files import read_json, write_json
+
+Pairs = tuple[list[str], list[str]]
+"""Source sentences and references, line by line."""
+FOLDER = "validation_text"
+
+
+def texts_to_keep(config: Config) -> dict[str, tuple[CorpusConfig, int | None]]:
+    """The corpora that training reads as text, by their keys in `data`; of each only so many pairs, or all (None)."""
+    data, settings = config.data, config.validation
+    texts: dict[str, tuple[CorpusConfig, int | None]] = {}
+    if data.validation is not None and settings.translate:
+        texts["validation"] = data.validation, settings.max_sentences
+    return texts | {f"more_validation.{name}": (corpus, None) for name, corpus in data.more_validation.items()}
+
+
+def kept_pairs(corpus: CorpusConfig, data: DataConfig, most: int | None, folder: Path) -> Pairs:
+    """What `read_pairs` gives, and raises. A corpus that is not local is read once, then from its copy in `folder`."""
+    names = (corpus.source, corpus.target, corpus.path)
+    if not corpus.hub and not any(is_address(located(data.root, name)) for name in names if name):
+        return read_pairs(corpus, data, most)
+    copy = folder / FOLDER / f"{_digest(corpus, data, most)}.json"
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        kept = read_json(copy)
+        return kept["source"], kept["target"]
+    source, target = read_pairs(corpus, data, most)
+    with suppress(OSError):  # the prepared folder may be closed to this user
+        write_json(copy, {"source": source, "target": target})
+    return source, target
+
+
+def _digest(corpus: CorpusConfig, data: DataConfig, most: int | None) -> str:
+    """Of all settings that decide about the text."""
+    keys = {"root", "source_language", "target_language", "normalization"}
+    settings: dict[str, Any] = {**data.model_dump(mode="json", include=keys), "most": most}
+    return json_digest({**settings, "corpus": corpus.model_dump(mode="json")})[:16]

@@ -1,0 +1,247 @@
+"""Reads any corpus in order, in batches of text: aligned files, tables, Hub datasets, the demonstration corpus.
+
+The only door to Hugging Face `datasets`, which reads Hub datasets as a stream of Arrow batches. Its `shuffle` is never
+used: a stopped and resumed shuffled stream loses and repeats rows; `prepare` shuffles. Files are read here, whatever
+they are: so a message names the line, unwanted rows cost little, and every format has the same rules.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from dist_transformer.config.data_schema import CorpusConfig, DataConfig
+from dist_transformer.config.paths import is_address
+from dist_transformer.data.sources.arrow import (
+    ParquetFile,
+    TableGroup,
+    TableReader,
+    arrow_reader,
+    count_arrow_rows,
+    count_parquet_rows,
+    parquet_reader,
+    read_footer,
+    refuse_other_columns,
+)
+from dist_transformer.data.sources.demo_corpus import PAIRS_OF_SPLIT, DemoSplit, demo_pairs
+from dist_transformer.data.sources.files import corpus_name, find_corpus_files, for_each_file, table_kind
+from dist_transformer.data.sources.lines import aligned_reader, scan_aligned, scan_file, tsv_reader
+from dist_transformer.data.sources.readers import PairReader, Pairs, Reader, ReaderChain
+from dist_transformer.data.sources.remote import named_errors
+from dist_transformer.data.sources.tables import ColumnNames, csv_reader, jsonl_reader
+from dist_transformer.data.sources.text import Texts, normalized, tag_prefix, tagged
+from dist_transformer.errors import DataError
+
+TABLE_BATCH_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class RawBatch:
+    """Consecutive pairs of a corpus, normalized and tagged; a side is None where the table holds none.
+
+    Attributes:
+        first_row: row number of the first pair in the corpus, from 0.
+        bad_encoding: positions in the batch of pairs that are not valid UTF-8 (only where these are dropped).
+        prefix: the tags that source sentences begin with.
+    """
+
+    first_row: int
+    source: Texts
+    target: Texts
+    bad_encoding: frozenset[int] = frozenset()
+    prefix: str = ""
+
+
+def always(first_row: int) -> bool:
+    """Every batch is wanted."""
+    return True
+
+
+def read_corpus(
+    corpus: CorpusConfig, data: DataConfig, batch_rows: int, wanted: Callable[[int], bool] = always
+) -> Iterator[RawBatch]:
+    """The pairs of a corpus in order, `batch_rows` at a time (fewer in the last batch).
+
+    Args:
+        wanted: asked once for each batch, by the number of its first row, before it is decoded; the others are passed
+            over as cheaply as the source allows.
+
+    Raises:
+        DataError: a missing or damaged file, an unknown Hub dataset, a missing column, a corpus without any row.
+    """
+    readers = ReaderChain(_readers(corpus, data))
+    first_row = 0
+    while readers.has_more():
+        if wanted(first_row):
+            pairs = readers.take(batch_rows)
+            yield _finished(first_row, pairs, corpus, data)
+            first_row += len(pairs.source)
+        else:
+            first_row += readers.skip(batch_rows)
+    if first_row == 0:
+        raise DataError(f"{corpus_name(corpus, data)}: the corpus is empty; expected at least one pair of sentences.")
+
+
+def read_pairs(corpus: CorpusConfig, data: DataConfig, most: int | None = None) -> tuple[list[str], list[str]]:
+    """Both sides of a corpus, or of its first `most` pairs; nothing is left out, and what a table lacks is empty.
+
+    Raises as `read_corpus` does.
+    """
+    batches = read_corpus(corpus, data, TABLE_BATCH_ROWS)
+    pairs = (pair for batch in batches for pair in zip(batch.source, batch.target, strict=True))
+    kept = list(islice(pairs, most))
+    return [source or "" for source, _ in kept], [target or "" for _, target in kept]
+
+
+def ignore_lines(lines: int) -> None:
+    """For callers of a scan who want to hear nothing of it."""
+
+
+def scan_corpus(corpus: CorpusConfig, data: DataConfig, progress: Callable[[int], None] = ignore_lines) -> int | None:
+    """Reads local text files once, before anything is made of them; returns the rows, None where they are not known.
+
+    DataError for a missing or damaged file, sides of unequal length, and invalid UTF-8 unless it is to be dropped.
+    Rows of a csv are counted by line: too many where quoted fields hold line ends. Remote text is not read twice.
+    """
+    refuse = data.filters.bad_encoding == "raise"
+    files = find_corpus_files(corpus, data)
+    if corpus.demo:
+        return PAIRS_OF_SPLIT[corpus.demo]
+    if files.source:
+        if any(map(is_address, files.every())):
+            return None
+        return sum(scan_aligned(*pair, refuse, progress) for pair in zip(files.source, files.target, strict=True))
+    counts = [_scan_table(file, corpus, data, progress) for file in files.path]
+    known = [count for count in counts if count is not None]
+    return sum(known) if counts and len(known) == len(counts) else None
+
+
+def parquet_index(corpus: CorpusConfig, data: DataConfig) -> list[ParquetFile] | None:
+    """The parquet files of a corpus, by their footers; None where it is something else, which has no row groups.
+
+    DataError for a missing or damaged file and for a missing column.
+    """
+    files = _hub_files(corpus) if corpus.hub else find_corpus_files(corpus, data).path
+    if not files or any(table_kind(file) != "parquet" for file in files):
+        return None
+    choose = _column_chooser(corpus, data)
+    absolute = [file if is_address(file) else os.path.abspath(file) for file in files]
+    index = for_each_file(lambda file: read_footer(file, choose, data.read_attempts), absolute)
+    refuse_other_columns(index)
+    return index
+
+
+def _scan_table(file: str, corpus: CorpusConfig, data: DataConfig, progress: Callable[[int], None]) -> int | None:
+    kind = table_kind(file)
+    if kind == "parquet":
+        return count_parquet_rows(file, data.read_attempts)
+    if is_address(file):
+        return None
+    if kind == "arrow":
+        return count_arrow_rows(file)
+    lines = scan_file(file, data.filters.bad_encoding == "raise", progress)
+    by_name = corpus.columns and not all(column.isdecimal() for column in corpus.columns)
+    has_header = kind == "csv" or (kind == "tsv" and by_name)
+    return max(0, lines - 1) if has_header else lines
+
+
+def _readers(corpus: CorpusConfig, data: DataConfig) -> Iterator[Reader]:
+    files = find_corpus_files(corpus, data)
+    drop, attempts = data.filters.bad_encoding == "drop", data.read_attempts
+    if corpus.demo:
+        yield _demo_reader(corpus.demo)
+    elif corpus.hub:
+        yield _hub_reader(corpus, data)
+    for source, target in zip(files.source, files.target, strict=True):
+        yield aligned_reader(source, target, drop, attempts)
+    for file in files.path:
+        yield _table_reader(file, corpus, data)
+
+
+def _demo_reader(split: DemoSplit) -> PairReader[tuple[str, str]]:
+    def parse(first: int, pairs: list[tuple[str, str]]) -> Pairs:
+        return Pairs([source for source, _ in pairs], [target for _, target in pairs], set())
+
+    return PairReader(demo_pairs(split), parse)
+
+
+def _table_reader(file: str, corpus: CorpusConfig, data: DataConfig) -> Reader:
+    drop, attempts = data.filters.bad_encoding == "drop", data.read_attempts
+    kind = table_kind(file)
+    if kind == "tsv":
+        return tsv_reader(file, corpus.columns or ("0", "1"), drop, attempts)
+    readers: dict[str, Callable[..., Reader]] = {
+        "csv": csv_reader,
+        "jsonl": jsonl_reader,
+        "parquet": parquet_reader,
+        "arrow": arrow_reader,
+    }
+    return readers[kind](file, _column_chooser(corpus, data), drop, attempts)
+
+
+def _finished(first_row: int, pairs: Pairs, corpus: CorpusConfig, data: DataConfig) -> RawBatch:
+    prefix = tag_prefix(corpus.tags)
+    source = tagged(normalized(pairs.source, data.normalization), prefix)
+    target = normalized(pairs.target, data.normalization)
+    return RawBatch(first_row, source, target, frozenset(pairs.bad_encoding), prefix)
+
+
+def _column_chooser(corpus: CorpusConfig, data: DataConfig) -> Callable[[list[str], str], ColumnNames]:
+    wanted = corpus.columns or (data.source_language, data.target_language)
+    nested = (f"translation.{wanted[0]}", f"translation.{wanted[1]}")
+    candidates = [wanted] if corpus.columns else [wanted, nested]
+
+    def choose(existing: list[str], name: str) -> ColumnNames:
+        for pair in candidates:
+            if all(column in existing for column in pair):
+                return pair
+        missing = [column for column in wanted if column not in existing]
+        raise DataError(
+            f"{name}: no column {' and no column '.join(map(repr, missing))}; there are {', '.join(existing)}. "
+            f"Name the source and the target column in `columns`, e.g. columns: [{existing[0]}, {existing[-1]}]."
+        )
+
+    return choose
+
+
+def _hub_reader(corpus: CorpusConfig, data: DataConfig) -> TableReader:
+    name, drop = corpus_name(corpus, data), data.filters.bad_encoding == "drop"
+    groups = iter([TableGroup(None, lambda: _hub_tables(corpus, name))])
+    return TableReader(name, groups, _column_chooser(corpus, data), drop)
+
+
+def _hub_tables(corpus: CorpusConfig, name: str) -> Iterator[Any]:
+    with _hub_errors(name):
+        options = {"split": corpus.split, "revision": corpus.revision, "streaming": True}
+        dataset = _import_datasets().load_dataset(corpus.hub, corpus.subset, **options)
+        yield from dataset.with_format("arrow").iter(batch_size=TABLE_BATCH_ROWS)
+
+
+def _hub_files(corpus: CorpusConfig) -> tuple[str, ...]:
+    """The files of a split, where a Hub dataset is made of parquet files; else none."""
+    with _hub_errors(f"{corpus.hub} ({corpus.split})"):
+        builder = _import_datasets().load_dataset_builder(corpus.hub, corpus.subset, revision=corpus.revision)
+    files = builder.config.data_files or {}
+    return tuple(files.get(corpus.split, ())) if builder.name == "parquet" else ()
+
+
+@contextmanager
+def _hub_errors(name: str) -> Iterator[None]:
+    from datasets.exceptions import DatasetsError
+
+    try:
+        with named_errors(name):
+            yield
+    except DatasetsError as error:
+        raise DataError(f"{name}: cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _import_datasets() -> Any:
+    """`datasets`, silenced: its progress bars and log lines repeat what our own messages say."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
+    return datasets

@@ -1,0 +1,123 @@
+"""Which files a corpus names, of which kind they are, and a cheap fingerprint of them."""
+
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dist_transformer.config.data_schema import CorpusConfig, DataConfig
+from dist_transformer.config.paths import is_address, is_pattern, local_files, located
+from dist_transformer.data.sources.remote import base_name, file_fingerprint, files_of_address
+from dist_transformer.errors import DataError
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz"}
+LINE_SUFFIXES = (".tsv", ".csv", ".jsonl")
+ARROW_SUFFIXES = (".parquet", ".arrow")
+THREADS = 16
+"""For questions to remote filesystems, one for each file of a pattern."""
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class CorpusFiles:
+    """Paths and addresses; file i of one side is aligned with file i of the other."""
+
+    source: tuple[str, ...] = ()
+    target: tuple[str, ...] = ()
+    path: tuple[str, ...] = ()
+
+    def every(self) -> tuple[str, ...]:
+        return (*self.source, *self.target, *self.path)
+
+
+def find_corpus_files(corpus: CorpusConfig, data: DataConfig) -> CorpusFiles:
+    """The files of a corpus, its patterns resolved; none for a Hub dataset or the demonstration corpus.
+
+    DataError when a local file is missing, nothing fits a pattern, or the sides have not the same number of files. An
+    address without a pattern is taken to be there until it is opened.
+    """
+    files = CorpusFiles(*(_expand(getattr(corpus, key), data) for key in ("source", "target", "path")))
+    if len(files.source) != len(files.target):
+        raise DataError(
+            f"{corpus_name(corpus, data)}: {len(files.source)} files fit the source, but {len(files.target)} the "
+            f"target; file n of one side, in the order of their names, is aligned with file n of the other."
+        )
+    return files
+
+
+def is_text_at_hand(corpus: CorpusConfig, data: DataConfig) -> bool:
+    """Whether all local files of a corpus are there; remote ones, the Hub and the demonstration corpus count as there."""
+    names = (corpus.source, corpus.target, corpus.path)
+    return all(is_address(located(data.root, name)) or local_files(data.root, name) for name in names if name)
+
+
+def corpus_name(corpus: CorpusConfig, data: DataConfig) -> str:
+    """How messages name a corpus."""
+    if corpus.hub:
+        return f"{corpus.hub} ({', '.join(filter(None, (corpus.subset, corpus.split)))})"
+    if corpus.demo:
+        return f"the demonstration corpus ({corpus.demo})"
+    names = (corpus.source, corpus.target, corpus.path)
+    return " + ".join(located(data.root, name) for name in names if name)
+
+
+def table_kind(file: str) -> str:
+    """tsv, csv, jsonl, parquet or arrow, by the file's name without .gz, .zst or .xz; DataError for another."""
+    name = base_name(file)
+    plain = name.removesuffix(compression_suffix(file))
+    kind = next((suffix for suffix in LINE_SUFFIXES + ARROW_SUFFIXES if plain.endswith(suffix)), None)
+    if kind is None:
+        raise DataError(
+            f"{file}: cannot tell the format of {name!r}; expected a name that ends in "
+            f"{', '.join(LINE_SUFFIXES)}, optionally with .gz, .zst or .xz, or in {', '.join(ARROW_SUFFIXES)}. "
+            f"Two plain text files go in source and target."
+        )
+    if kind in ARROW_SUFFIXES and plain != name:
+        raise DataError(f"{file}: files of this format are compressed inside. Unpack it, and name it *{kind}.")
+    return kind[1:]
+
+
+def compression_suffix(file: str) -> str:
+    """.gz, .zst, .xz, or nothing."""
+    return next((suffix for suffix in COMPRESSIONS if base_name(file).endswith(suffix)), "")
+
+
+def corpus_fingerprint(corpus: CorpusConfig, data: DataConfig) -> dict[str, Any]:
+    """What tells this corpus from another, without reading it all: part of the recipe of a prepared corpus.
+
+    A file counts by its name, size and the SHA-256 of its first and last MiB, not by its folder or time: a corpus may
+    be moved. A Hub dataset counts by its id, subset, split and revision. DataError when a file is missing.
+    """
+    given: dict[str, Any] = {"tags": list(corpus.tags)} if corpus.tags else {}
+    if corpus.demo:
+        from dist_transformer.data.sources.demo_corpus import DEMO_VERSION
+
+        return {**given, "demo": corpus.demo, "version": DEMO_VERSION}
+    given["columns"] = list(corpus.columns) if corpus.columns else None
+    if corpus.hub:
+        names = ("hub", "subset", "split", "revision")
+        return {**given, **{name: getattr(corpus, name) for name in names}}
+    files = find_corpus_files(corpus, data).every()
+    return {**given, "files": for_each_file(lambda file: file_fingerprint(file, data.read_attempts), files)}
+
+
+def for_each_file(ask: Callable[[Item], Result], files: Iterable[Item]) -> list[Result]:
+    """`ask` of each file, many at a time: a remote filesystem takes its time for each answer."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(ask, files))
+
+
+def _expand(name: str | None, data: DataConfig) -> tuple[str, ...]:
+    if name is None:
+        return ()
+    location = located(data.root, name)
+    if is_address(location):
+        return tuple(files_of_address(location, data.read_attempts))
+    files = local_files(data.root, name)
+    if not files:
+        problem = "no file fits this pattern" if is_pattern(name) else "no such file"
+        root = "Relative corpus paths start from data.root, which is"
+        raise DataError(f"{os.path.abspath(location)}: {problem}. {root} {data.root!r}.")
+    return tuple(files)

@@ -1,0 +1,50 @@
+"""A look at the first pairs of the training corpora, before a job is submitted: what prepare would refuse after hours in the
+queue is found here, where the text lies on this machine.
+"""
+
+from pathlib import Path
+
+from dist_transformer.config.data_schema import CorpusConfig
+from dist_transformer.config.paths import is_address, located
+from dist_transformer.config.schema import Config
+from dist_transformer.errors import DataError
+
+ROWS = 2000
+
+
+def first_pairs_problems(config: Config) -> list[str]:
+    """Corpora that cannot be read, and those of which the filters leave nothing, as far as their first pairs tell."""
+    data = config.data
+    if data.prepared is not None and (Path(data.prepared) / "manifest.json").is_file():
+        return []
+    local = [corpus for corpus in data.training_corpora().values() if _is_local(corpus, data.root)]
+    found = [_problem(corpus, config) for corpus in local]
+    return [problem for problem in found if problem is not None]
+
+
+def _problem(corpus: CorpusConfig, config: Config) -> str | None:
+    # Imported here: numpy and pyarrow take longer than all else that `submit` does.
+    from dist_transformer.data.filters import filter_text
+    from dist_transformer.data.sources.corpus import read_corpus
+    from dist_transformer.data.sources.files import corpus_name
+
+    try:
+        batch = next(read_corpus(corpus, config.data, ROWS))
+    except DataError as error:
+        return str(error)
+    kept, dropped = filter_text(batch, config.data.filters)
+    if config.tokenizer.source_model is None:  # ours make at least one token of a word, and the end of the sentence
+        words = [max(len((side[row] or "").split()) for side in (batch.source, batch.target)) for row in kept]
+        dropped["too_long"] += sum(count >= config.data.filters.max_tokens for count in words)
+    if dropped.total() < len(batch.source):
+        return None
+    counts = ", ".join(f"{rule} {count}" for rule, count in dropped.items() if count)
+    return (
+        f"data.filters: all of the first {len(batch.source)} pairs of {corpus_name(corpus, config.data)} would be dropped "
+        f"({counts}); look at the text, the order of its columns and data.filters"
+    )
+
+
+def _is_local(corpus: CorpusConfig, root: str) -> bool:
+    name = corpus.path or corpus.source
+    return name is not None and not is_address(located(root, name))

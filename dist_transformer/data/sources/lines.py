@@ -1,0 +1,167 @@
+r"""Files of lines, exactly: a line ends at "\n" and nowhere else, and every byte is accounted for.
+
+Aligned text is read here and not through `datasets`, whose text reader cuts lines where Python's `splitlines` does (at
+U+2028, form feeds and others), which would shift one side against the other, and cannot name the line of a bad byte.
+Tab-separated files are read here for the same reasons: a quote in them is text, and a lone CR does not end a row.
+"""
+
+import io
+import itertools
+import lzma
+from collections.abc import Callable, Iterator, Sequence
+
+import pyarrow as pa
+
+from dist_transformer.config.paths import is_address
+from dist_transformer.data.sources.files import COMPRESSIONS, compression_suffix
+from dist_transformer.data.sources.readers import PairReader, Pairs
+from dist_transformer.data.sources.remote import named_errors, open_binary
+from dist_transformer.data.sources.text import decoded, is_utf8
+from dist_transformer.errors import DataError
+
+SCAN_LINES = 1 << 18
+"""Lines between two reports of a scan."""
+READ_BLOCK_BYTES = 1 << 20
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+def read_whole_lines(file: str, attempts: int = 1) -> Iterator[bytes]:
+    """Lines with their ends, without a byte order mark; .gz, .zst and .xz are unpacked.
+
+    DataError when the file cannot be opened, or is damaged or cut short.
+    """
+    with named_errors(file):
+        stream = _unpacked(file, attempts)
+    advice = "Check the network" if is_address(file) else "Copy or download it again"
+    with stream, named_errors(file, f"cannot be read to its end. {advice}"):
+        for number, line in enumerate(stream):
+            yield line if number else line.removeprefix(BYTE_ORDER_MARK)
+
+
+def read_lines(file: str, attempts: int = 1) -> Iterator[bytes]:
+    """`read_whole_lines` without the ends (LF or CR LF)."""
+    for line in read_whole_lines(file, attempts):
+        yield line.removesuffix(b"\n").removesuffix(b"\r")
+
+
+def scan_file(file: str, refuse_bad_encoding: bool, progress: Callable[[int], None]) -> int:
+    """Reads a file once and counts its lines; DataError names file and line of the first invalid UTF-8, if refused.
+
+    `progress` is told of the lines read now and then.
+    """
+    number = 0
+    for number, line in enumerate(read_lines(file), start=1):
+        if refuse_bad_encoding and not line.isascii() and not is_utf8(line):
+            raise encoding_error(file, number, line)
+        if number % SCAN_LINES == 0:
+            progress(number)
+    return number
+
+
+def scan_aligned(source: str, target: str, refuse_bad_encoding: bool, progress: Callable[[int], None]) -> int:
+    """`scan_file` of both; DataError with both totals when they have not the same number of lines."""
+    source_lines, target_lines = (scan_file(file, refuse_bad_encoding, progress) for file in (source, target))
+    if source_lines != target_lines:
+        raise _unequal(source, source_lines, target, target_lines)
+    return source_lines
+
+
+def aligned_reader(source: str, target: str, drop: bool, attempts: int) -> PairReader[tuple[bytes, bytes]]:
+    """The pairs of two files; DataError, with both totals, when one ends before the other.
+
+    Args:
+        drop: mark invalid UTF-8 instead of refusing it.
+    """
+
+    def parse(first: int, lines: list[tuple[bytes, bytes]]) -> Pairs:
+        sides = [line for line, _ in lines], [line for _, line in lines]
+        (source_texts, bad_source), (target_texts, bad_target) = (decoded(side) for side in sides)
+        if not drop:
+            for file, side, bad in ((source, sides[0], bad_source), (target, sides[1], bad_target)):
+                refuse_bad_lines(file, first, side, bad)
+        return Pairs(source_texts, target_texts, {*bad_source, *bad_target})
+
+    return PairReader(_aligned_lines(source, target, attempts), parse)
+
+
+def tsv_reader(file: str, columns: tuple[str, str], drop: bool, attempts: int) -> PairReader[bytes]:
+    """The pairs of two columns; None where a line is too short.
+
+    Columns are numbers from 0 in a file without a header, or names from its first line; DataError when the first line
+    does not have them.
+    """
+    lines = read_lines(file, attempts)
+    first_line = next(lines, None)
+    if first_line is None:  # the caller says that the corpus is empty
+        return PairReader(iter(()), lambda first, batch: Pairs([], [], set()))
+    by_number = all(column.isdecimal() for column in columns)
+    positions = _tsv_positions(file, first_line, columns, by_number)
+
+    def parse(first: int, batch: list[bytes]) -> Pairs:
+        texts, bad = decoded(batch)
+        if not drop:
+            refuse_bad_lines(file, first + (not by_number), batch, bad)
+        cells = [(text or "").split("\t") for text in texts]
+        source, target = ([row[at] if at < len(row) else None for row in cells] for at in positions)
+        return Pairs(source, target, set(bad))
+
+    return PairReader(itertools.chain([first_line], lines) if by_number else lines, parse)
+
+
+def refuse_bad_lines(file: str, first: int, lines: Sequence[bytes], bad: Sequence[int]) -> None:
+    """DataError for the first of the bad positions; `lines` begin at line number `first`, counted from 0."""
+    if bad:
+        raise encoding_error(file, first + bad[0] + 1, lines[bad[0]])
+
+
+def encoding_error(file: str, number: int, line: bytes) -> DataError:
+    """Says where in a line that is not valid UTF-8 the first bad byte is; `number` counts from 1."""
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return DataError(
+            f"{file}:{number}: not valid UTF-8: byte 0x{line[error.start]:02x} at byte {error.start + 1} of the line. "
+            f"Convert the file to UTF-8, or set data.filters.bad_encoding to drop."
+        )
+    raise AssertionError("called for a valid line")
+
+
+def _unpacked(file: str, attempts: int) -> io.BufferedReader | lzma.LZMAFile:
+    content = open_binary(file, attempts)
+    suffix = compression_suffix(file)
+    if suffix == ".xz":
+        return lzma.open(content)
+    return io.BufferedReader(pa.input_stream(content, compression=COMPRESSIONS.get(suffix)), READ_BLOCK_BYTES)
+
+
+def _aligned_lines(source: str, target: str, attempts: int) -> Iterator[tuple[bytes, bytes]]:
+    sides = read_lines(source, attempts), read_lines(target, attempts)
+    number = 0
+    for number, (source_line, target_line) in enumerate(itertools.zip_longest(*sides), start=1):
+        if source_line is None or target_line is None:
+            longer = number + sum(1 for _ in itertools.chain(*sides))
+            ends = (longer, number - 1) if target_line is None else (number - 1, longer)
+            raise _unequal(source, ends[0], target, ends[1])
+        yield source_line, target_line
+
+
+def _unequal(source: str, source_lines: int, target: str, target_lines: int) -> DataError:
+    return DataError(
+        f"{source} has {source_lines} lines, but {target} has {target_lines}: aligned text needs as many lines on "
+        f"both sides, line n of one being the translation of line n of the other."
+    )
+
+
+def _tsv_positions(file: str, first_line: bytes, columns: tuple[str, str], by_number: bool) -> list[int]:
+    cells = first_line.split(b"\t")
+    if by_number:
+        existing = [str(number) for number in range(len(cells))]
+    else:
+        existing = [cell.decode("utf-8", errors="replace") for cell in cells]
+    positions = [existing.index(column) for column in columns if column in existing]
+    if len(positions) < len(columns):
+        raise DataError(
+            f"{file}: expected columns {', '.join(columns)}, but the first line has {', '.join(map(repr, existing))}. "
+            f"Columns are separated by tabs; name two of them, or count them from 0, in `columns`."
+        )
+    return positions

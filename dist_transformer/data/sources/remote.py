@@ -1,0 +1,235 @@
+"""Opens files by name, wherever they are: paths on this machine, and every address that fsspec knows.
+
+fsspec is imported only where there is an address. What a filesystem raises passes through as it is where callers try
+again (see retries.py); `named_errors` makes a DataError of it.
+"""
+
+import hashlib
+import io
+import logging
+import lzma
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, TypeVar
+from urllib.parse import urlsplit
+
+import pyarrow.parquet as pq
+
+from dist_transformer.config.paths import is_address, is_pattern
+from dist_transformer.data.sources.retries import read_errors, reason_of, with_retries
+from dist_transformer.errors import DataError
+
+FINGERPRINT_BLOCK_BYTES = 1 << 20
+IDLE_SECONDS = 300
+"""A server that sends nothing for this long is given up."""
+VERSION_FIELDS = ("ETag", "Content-MD5", "Last-Modified")
+Result = TypeVar("Result")
+log = logging.getLogger(__name__)
+
+
+def open_binary(file: str, attempts: int = 1) -> BinaryIO:
+    """A file to read from its beginning to its end. The reads of a remote one are tried again where that is possible."""
+    if not is_address(file):
+        return open(file, "rb")
+    remote = retried(file, attempts, lambda: _open_remote(file))
+    if _answers_ranges(remote):
+        return io.BufferedReader(_RetriedReads(file, remote, attempts))
+    remote.close()
+    stream: BinaryIO = _open_stream(file)
+    return stream
+
+
+def open_seekable(file: str) -> BinaryIO:
+    """A file to read here and there; DataError when its server hands out whole files only."""
+    if not is_address(file):
+        return open(file, "rb")
+    # The readers of such files ask for just what they need: nothing is read ahead.
+    remote: BinaryIO = _open_remote(file, cache_type="none")
+    if not _answers_ranges(remote):
+        raise DataError(
+            f"{file}: this server sends whole files only, but this format is read in parts. Download the file."
+        )
+    return remote
+
+
+def open_parquet(file: str) -> pq.ParquetFile:
+    """A parquet file by path or address. Pages are checked against their checksums, where the file has them."""
+    if not is_address(file):
+        return pq.ParquetFile(file, page_checksum_verification=True)
+    return pq.ParquetFile(open_seekable(file), pre_buffer=True, page_checksum_verification=True)
+
+
+def file_bytes(file: str) -> int:
+    """Size of a file; DataError where nobody knows it."""
+    if not is_address(file):
+        return os.path.getsize(file)
+    size = _info(file).get("size")
+    if size is None:
+        raise DataError(f"{file}: the server does not say how large this file is. Download it.")
+    return int(size)
+
+
+def files_of_address(address: str, attempts: int) -> list[str]:
+    """The addresses that a pattern stands for, in order; an address that is no pattern stands for itself.
+
+    DataError when nothing fits, or when this kind of filesystem cannot be listed.
+    """
+    if not is_pattern(address):
+        return [address]
+    with named_errors(address):
+        try:
+            found = retried(address, attempts, lambda: _matching(address))
+        except NotImplementedError:
+            raise DataError(f"{address}: files there cannot be listed; write an address without *, ? and [.") from None
+    if not found:
+        raise DataError(f"{address}: no file fits this pattern. Check the address and the access to it.")
+    return found
+
+
+def file_fingerprint(file: str, attempts: int) -> dict[str, Any]:
+    """Name, size and the SHA-256 of the first and last MiB of a file: the same wherever it lies.
+
+    A server that hands out whole files only tells a version of the file instead.
+    """
+    name = base_name(file)
+    if not is_address(file):
+        with open(file, "rb") as local:
+            return {"name": name, **_ends(local, os.path.getsize(file))}
+    with named_errors(file):
+        return {"name": name, **retried(file, attempts, lambda: _remote_ends(file))}
+
+
+def base_name(file: str) -> str:
+    """The last part of a path or address, without the query of a web address."""
+    path = urlsplit(file).path if file.startswith(("http://", "https://")) else file
+    return path.rstrip("/").rsplit("/", 1)[-1]
+
+
+@contextmanager
+def named_errors(name: str, problem: str = "cannot be read") -> Iterator[None]:
+    """Whatever is wrong with a file, its filesystem or the network becomes a DataError that names the file."""
+    try:
+        yield
+    except _file_errors() as error:
+        reason = _reason_of_web(error)
+        if isinstance(reason, FileNotFoundError) and is_address(name):
+            raise DataError(f"{name}: no such file. Check the address and the access to it.") from error
+        raise DataError(f"{name}: {problem}: {type(reason).__name__}: {reason_of(reason)}") from error
+
+
+def retried(file: str, attempts: int, read: Callable[[], Result]) -> Result:
+    """`with_retries` whose warnings name the file; what is on this machine is read once."""
+    return with_retries(read, attempts if is_address(file) else 1, lambda reason: log.warning("%s: %s", file, reason))
+
+
+class _RetriedReads(io.RawIOBase):
+    """Reads a remote file in order, each read anew from where it was when it fails."""
+
+    def __init__(self, name: str, remote: Any, attempts: int) -> None:
+        self._name, self._remote, self._attempts = name, remote, attempts
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        content = retried(self._name, self._attempts, lambda: self._read(len(buffer)))
+        buffer[: len(content)] = content
+        self._position += len(content)
+        return len(content)
+
+    def _read(self, size: int) -> bytes:
+        self._remote.seek(self._position)
+        return bytes(self._remote.read(size))
+
+
+def _filesystem(address: str, **options: Any) -> tuple[Any, str]:
+    """The filesystem of an address and the path in it; DataError when its package is missing or it is unknown."""
+    import fsspec
+
+    try:
+        filesystem, path = fsspec.url_to_fs(address, **options)
+    except ImportError as error:
+        package = getattr(error.__cause__ or error, "name", None) or reason_of(error)
+        raise DataError(
+            f"{address}: {address.split('://')[0]}:// needs the package {package}: pip install {package}"
+        ) from error
+    except ValueError as error:
+        raise DataError(f"{address}: not an address that can be read: {reason_of(error)}") from error
+    return filesystem, path
+
+
+def _file_errors() -> tuple[type[Exception], ...]:
+    return (*read_errors(), ValueError, lzma.LZMAError, zlib.error)
+
+
+def _reason_of_web(error: BaseException) -> BaseException:
+    """fsspec says "no such file" of every answer of a web server that it cannot use, and of none."""
+    cause = error.__cause__
+    is_other = isinstance(cause, OSError) or getattr(cause, "status", 404) != 404
+    return cause if isinstance(error, FileNotFoundError) and cause is not None and is_other else error
+
+
+def _open_remote(file: str, **options: Any) -> Any:
+    filesystem, path = _filesystem(file)
+    return filesystem.open(path, "rb", **options)
+
+
+def _open_stream(file: str) -> Any:
+    """One answer of a web server from its first to its last byte, however long that takes."""
+    import aiohttp
+
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=IDLE_SECONDS, sock_read=IDLE_SECONDS)
+    filesystem, path = _filesystem(file, client_kwargs={"timeout": timeout})
+    return filesystem.open(path, "rb", block_size=0)
+
+
+def _answers_ranges(remote: Any) -> bool:
+    """Whether any part of a remote file can be asked for; only web servers may refuse."""
+    protocol = getattr(getattr(remote, "fs", None), "protocol", ())
+    if "http" not in protocol:
+        return True
+    if not remote.size:
+        return False
+    try:
+        remote.seek(remote.size - 1)
+        remote.read(1)
+        remote.seek(0)
+    except ValueError:
+        return False
+    return True
+
+
+def _info(file: str) -> dict[str, Any]:
+    filesystem, path = _filesystem(file)
+    return dict(filesystem.info(path))
+
+
+def _matching(address: str) -> list[str]:
+    filesystem, path = _filesystem(address)
+    if filesystem.exists(path):
+        return [address]
+    found = filesystem.glob(path, detail=True)
+    names = sorted(name for name, info in found.items() if info.get("type") != "directory")
+    if "::" not in address:
+        return [filesystem.unstrip_protocol(name) for name in names]
+    beginning = address[: address.rindex("://") + 3]  # simplecache::s3://bucket/*.gz
+    return [f"{beginning}{name}" for name in names]
+
+
+def _remote_ends(file: str) -> dict[str, Any]:
+    with _open_remote(file, cache_type="none") as remote:
+        if _answers_ranges(remote):
+            return _ends(remote, file_bytes(file))
+    info = _info(file)
+    version = next((info[field] for field in VERSION_FIELDS if info.get(field)), None)
+    return {"bytes": info.get("size"), "version": version}
+
+
+def _ends(file: BinaryIO, size: int) -> dict[str, Any]:
+    digest = hashlib.sha256(file.read(FINGERPRINT_BLOCK_BYTES))
+    file.seek(max(0, size - FINGERPRINT_BLOCK_BYTES))
+    digest.update(file.read(FINGERPRINT_BLOCK_BYTES))
+    return {"bytes": size, "ends_sha256": digest.hexdigest()}

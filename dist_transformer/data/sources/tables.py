@@ -1,0 +1,150 @@
+"""Tables of text with a row a line: jsonl, and csv, whose quoted cells may span lines.
+
+Read line by line and not through Arrow's or pandas' readers, so that every cell is the text that it is (`12`, `NA` and
+`2020-01-01` too), a message names the line, and unwanted rows are passed over without being parsed.
+"""
+
+import csv
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from dist_transformer.data.sources.lines import encoding_error, read_lines, read_whole_lines
+from dist_transformer.data.sources.readers import PairReader, Pairs
+from dist_transformer.errors import DataError
+
+LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+ColumnNames = tuple[str, str]
+ChooseColumns = Callable[[list[str], str], ColumnNames]
+"""Takes the existing columns and the file for a message; gives the source and the target column."""
+
+
+def csv_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) -> PairReader[list[str]]:
+    """The pairs of a csv file with a header; None where a row is too short.
+
+    DataError for a missing column, for quotes that do not match, and for invalid UTF-8 unless `drop`.
+    """
+    rows = _csv_rows(file, drop, attempts)
+    header = next(rows, [])
+    positions = [header.index(column) for column in choose(header, file)] if header else [0, 0]
+
+    def parse(first: int, batch: list[list[str]]) -> Pairs:
+        return _valid(*([row[at] if at < len(row) else None for row in batch] for at in positions))
+
+    return PairReader(rows, parse)
+
+
+def jsonl_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) -> PairReader[bytes]:
+    """The pairs of a file with a JSON object in every line; None for an empty line and where an object has no such key.
+
+    DataError for a line that is none, a value that is no text, and for invalid UTF-8 unless `drop`.
+    """
+    lines = read_lines(file, attempts)
+    head = list(_to_first_row(lines))
+    # From the first row of the file, whichever rows are wanted: those of other processes are not parsed.
+    columns = choose(_paths(_json_object(file, len(head), head[-1], drop)), file) if head and head[-1].strip() else None
+
+    def parse_line(number: int, line: bytes) -> tuple[Any, Any]:
+        row = _json_object(file, number, line, drop)
+        if not row or columns is None:
+            return None, None
+        source, target = (_json_text(row, column, file, number) for column in columns)
+        return source, target
+
+    def parse(first: int, batch: list[bytes]) -> Pairs:
+        rows = [parse_line(number, line) for number, line in enumerate(batch, start=first + 1)]
+        pairs = _valid([source for source, _ in rows], [target for _, target in rows])
+        if pairs.bad_encoding and not drop:
+            number = first + 1 + min(pairs.bad_encoding)
+            raise DataError(
+                f"{file}:{number}: not valid Unicode: half of a surrogate pair (\\ud800 to \\udfff). Mend the line, or "
+                f"set data.filters.bad_encoding to drop."
+            )
+        return pairs
+
+    return PairReader(itertools.chain(head, lines), parse)
+
+
+def _to_first_row(lines: Iterator[bytes]) -> Iterator[bytes]:
+    """The lines up to the first that is not empty."""
+    for line in lines:
+        yield line
+        if line.strip():
+            return
+
+
+def _csv_rows(file: str, drop: bool, attempts: int) -> Iterator[list[str]]:
+    rows = csv.reader(_text_lines(file, drop, attempts), strict=True)
+    try:
+        yield from rows
+    except csv.Error as error:
+        raise DataError(
+            f"{file}:{rows.line_num}: cannot be read as csv: {error}. A cell with a comma, a quote or a line end in it "
+            f"must stand in double quotes, and its quotes be doubled; in a .tsv quotes are plain text."
+        ) from error
+
+
+def _text_lines(file: str, drop: bool, attempts: int) -> Iterator[str]:
+    """Lines with their ends; each byte that is not UTF-8 becomes a lone surrogate, or is refused."""
+    for number, line in enumerate(read_whole_lines(file, attempts), start=1):
+        try:
+            yield line.decode("utf-8", errors="surrogateescape" if drop else "strict")
+        except UnicodeDecodeError:
+            raise encoding_error(file, number, line) from None
+
+
+def _valid(source: list[str | None], target: list[str | None]) -> Pairs:
+    """The pairs, with U+FFFD for each lone surrogate: the pairs that have one are badly encoded."""
+    bad = set()
+    for side in (source, target):
+        for position, text in enumerate(side):
+            if text is not None and not text.isascii() and not _is_encodable(text):
+                bad.add(position)
+                side[position] = LONE_SURROGATE.sub("\ufffd", text)
+    return Pairs(source, target, bad)
+
+
+def _is_encodable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _json_object(file: str, number: int, line: bytes, drop: bool) -> dict[str, Any]:
+    try:
+        row = json.loads(line.decode("utf-8", errors="surrogateescape" if drop else "strict")) if line.strip() else {}
+    except UnicodeDecodeError:
+        raise encoding_error(file, number, line) from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        problem = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "too deep"
+        raise DataError(f"{file}:{number}: cannot be read as JSON: {problem}. Each line must be one object.") from error
+    if not isinstance(row, dict):
+        raise DataError(f"{file}:{number}: expected a JSON object, {{...}}, in each line; got {_kind(row)}.")
+    return row
+
+
+def _json_text(row: dict[str, Any], column: str, file: str, number: int) -> str | None:
+    value: Any = row
+    for key in [column] if column in row else column.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    if value is None or isinstance(value, str):
+        return value
+    raise DataError(
+        f"{file}:{number}: column {column!r} holds {_kind(value)}, expected text. Name another in `columns`."
+    )
+
+
+def _paths(row: dict[str, Any], prefix: str = "") -> list[str]:
+    """Names of all values, nested ones with dots."""
+    nested = ((f"{prefix}{key}", value) for key, value in row.items())
+    found = ([*_paths(value, f"{name}.")] if isinstance(value, dict) else [name] for name, value in nested)
+    return list(itertools.chain.from_iterable(found))
+
+
+def _kind(value: Any) -> str:
+    names = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object", str: "text"}
+    return names.get(type(value), "null")

@@ -1,0 +1,1 @@
+"""Sentencepiece models: trained, taken, extended, and text to token ids."""

@@ -1,0 +1,249 @@
+"""The only door to sentencepiece: trains a model on sentences, and turns text to token ids and back.
+
+Ids of a trained model: padding 0, begin of sentence 1, end of sentence 2, unknown 3. Vocabularies are counted in
+multiples of 8, which matrix kernels need; ids beyond the last piece are never produced and decode to nothing.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sentencepiece
+
+from dist_transformer.config.data_schema import TokenizerConfig
+from dist_transformer.errors import DataError
+from dist_transformer.files import replacing
+
+Result = TypeVar("Result")
+
+PAD_ID, BOS_ID, EOS_ID, UNKNOWN_ID = 0, 1, 2, 3
+VOCABULARY_MULTIPLE = 8
+TRAINING_THREADS = 4
+"""Fixed, not the machine's cores: unigram training sums in an order that depends on it."""
+SAMPLING_SEED = 1
+ERRORS_ONLY = 2
+"""sentencepiece's `minloglevel`: its progress lines do not belong on the user's screen."""
+
+
+def train_tokenizer(
+    sentences: Iterator[str], settings: TokenizerConfig, out: Path, whole_pieces: Sequence[str] = ()
+) -> None:
+    """Trains one model on `sentences` and writes it to `out` whole or not at all; the same input gives the same file.
+
+    `whole_pieces` become one piece each, wherever they stand in a text; they are part of the vocabulary's size.
+    Raises DataError when the text has too few different pieces, or too many characters, for the vocabulary; what
+    `sentences` raises passes through.
+    """
+    size = round_up(settings.vocabulary_size)
+    guarded = _Guarded(sentences)
+    sentencepiece.set_random_generator_seed(SAMPLING_SEED)
+    with replacing(out) as temporary, temporary.open("wb") as writer:
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=iter(guarded),
+                model_writer=writer,
+                model_type=settings.type,
+                vocab_size=size,
+                hard_vocab_limit=settings.type == "bpe",
+                character_coverage=settings.character_coverage,
+                byte_fallback=False,
+                input_sentence_size=settings.training_sentences,
+                shuffle_input_sentence=True,
+                pad_id=PAD_ID,
+                bos_id=BOS_ID,
+                eos_id=EOS_ID,
+                unk_id=UNKNOWN_ID,
+                user_defined_symbols=list(dict.fromkeys(whole_pieces)),
+                num_threads=TRAINING_THREADS,
+                minloglevel=ERRORS_ONLY,
+            )
+        except (RuntimeError, OSError, SystemError) as error:
+            raise guarded.error or _training_error(str(error), settings.type, size) from None
+
+
+def with_sampling_seed(seed: int, tokenize: Callable[[], Result]) -> Result:
+    """What `tokenize` returns; what is sampled in it depends on the seed and the sentences alone, in any process.
+
+    sentencepiece has a generator for each thread, which takes the seed when the thread draws its first number and never
+    again; so each seed gets a thread of its own. (From 0.2.2 on a number of the process is mixed into the seed.)
+    """
+    sentencepiece.set_random_generator_seed(seed)
+    with ThreadPoolExecutor(max_workers=1) as fresh_thread:
+        return fresh_thread.submit(tokenize).result()
+
+
+class Tokenizer:
+    """The two models of a run. Ids end with `eos_id`; `pad_id`, `bos_id`, `eos_id` are the same on both sides."""
+
+    def __init__(self, source: sentencepiece.SentencePieceProcessor, target: sentencepiece.SentencePieceProcessor):
+        self._source, self._target = source, target
+        self.bos_id: int = source.bos_id()
+        self.eos_id: int = source.eos_id()
+        pieces = max(source.get_piece_size(), target.get_piece_size())
+        taken = source.pad_id() if source.pad_id() == target.pad_id() else -1
+        self.pad_id: int = taken if taken >= 0 else pieces
+        self.source_vocabulary = round_up(max(source.get_piece_size(), self.pad_id + 1))
+        self.target_vocabulary = round_up(max(target.get_piece_size(), self.pad_id + 1))
+
+    @staticmethod
+    def load(source_model: Path, target_model: Path | None = None) -> "Tokenizer":
+        """Loads the models; `target_model` None: one shared model. DataError when a file cannot serve."""
+        source = _load_model(source_model)
+        target = source if target_model is None else _load_model(target_model)
+        for name in ("bos_id", "eos_id"):
+            if (ours := getattr(source, name)()) != (theirs := getattr(target, name)()):
+                raise DataError(
+                    f"{source_model} has {name} {ours}, but {target_model} has {theirs}: "
+                    f"both models must use the same ids. Train both with the same --{name}."
+                )
+        return Tokenizer(source, target)
+
+    def search_ids(self) -> dict[str, int]:
+        """What a `Searcher` must know of the target's pieces, by its arguments."""
+        pieces: int = self._target.get_piece_size()
+        return {"bos_id": self.bos_id, "eos_id": self.eos_id, "pad_id": self.pad_id, "num_pieces": pieces}
+
+    def encode_source(self, sentences: Sequence[str], num_threads: int = 1, sampling: float = 0.0) -> list[list[int]]:
+        """Token ids of each sentence, ending with `eos_id`.
+
+        `sampling`: share of merges left out (bpe) or alpha (unigram), drawn in one thread; see `with_sampling_seed`.
+        """
+        return _encode(self._source, sentences, num_threads, sampling)
+
+    def encode_target(self, sentences: Sequence[str], num_threads: int = 1, sampling: float = 0.0) -> list[list[int]]:
+        """As `encode_source`."""
+        return _encode(self._target, sentences, num_threads, sampling)
+
+    def decode_target(self, ids: Sequence[int]) -> str:
+        """The sentence of target ids; padding, begin, end and ids beyond the last piece are left out."""
+        return _decode(self._target, ids, self.pad_id)
+
+    def decode_source(self, ids: Sequence[int]) -> str:
+        """The sentence of source ids, as `decode_target`."""
+        return _decode(self._source, ids, self.pad_id)
+
+    def source_pieces(self, ids: Sequence[int]) -> list[str]:
+        """The piece of each source id; nothing for those beyond the last piece."""
+        return _pieces(self._source, ids)
+
+    def target_pieces(self, ids: Sequence[int]) -> list[str]:
+        """The piece of each target id; nothing for those beyond the last piece."""
+        return _pieces(self._target, ids)
+
+    def source_spans(self, sentence: str) -> list[tuple[int, int]]:
+        """Where in `sentence` the text of each of its ids begins and ends, in characters; the end of sentence is last."""
+        return [*_spans(self._source.encode(sentence, out_type="immutable_proto").pieces), (len(sentence),) * 2]
+
+    def target_spans(self, ids: Sequence[int]) -> list[tuple[int, int]]:
+        """Where in `decode_target(ids)` the text of each id begins and ends; those that are left out there are empty."""
+        left_out = _left_out(self._target, self.pad_id)
+        pieces = self._target.decode([index for index in ids if not left_out(index)], out_type="immutable_proto").pieces
+        spans, end = iter(_spans(pieces)), 0
+        found = []
+        for index in ids:
+            begin, end = (end, end) if left_out(index) else next(spans)
+            found.append((begin, end))
+        return found
+
+    def text_of_pieces(self, most: int = 500) -> tuple[str, str]:
+        """The first pieces of each side, one behind the other: a text that it knows, whatever its language."""
+        ids = range(most)
+        return "".join(self.source_pieces(ids)), "".join(self.target_pieces(ids))
+
+    def can_spell_source(self, sentence: str) -> bool:
+        """Whether no part of a source sentence is unknown."""
+        return self._source.unk_id() not in self._source.encode(sentence)
+
+    def first_difference(self) -> tuple[int, str, str] | None:
+        """The first id that stands for another piece on each side, with both; None: both sides are one vocabulary."""
+        ids = range(max(self._source.get_piece_size(), self._target.get_piece_size()))
+        pieces = zip(ids, self.source_pieces(ids), self.target_pieces(ids), strict=True)
+        return next(((index, ours, theirs) for index, ours, theirs in pieces if ours != theirs), None)
+
+
+class _Guarded:
+    """Keeps what the iterator raises: sentencepiece makes a RuntimeError with a text of it."""
+
+    def __init__(self, sentences: Iterator[str]) -> None:
+        self._sentences = sentences
+        self.error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            yield from self._sentences
+        except BaseException as error:
+            self.error = error
+            raise
+
+
+def round_up(size: int) -> int:
+    """The next multiple of 8."""
+    return -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+def _encode(
+    model: sentencepiece.SentencePieceProcessor, sentences: Sequence[str], num_threads: int, sampling: float
+) -> list[list[int]]:
+    if sampling:
+        # One by one: a list is encoded by a thread of its own, whose generator would start from the seed again.
+        return [
+            model.encode(text, out_type=int, add_eos=True, enable_sampling=True, alpha=sampling, nbest_size=-1)
+            for text in sentences
+        ]
+    encoded: list[list[int]] = model.encode(list(sentences), out_type=int, add_eos=True, num_threads=num_threads)
+    return encoded
+
+
+def _decode(model: sentencepiece.SentencePieceProcessor, ids: Sequence[int], pad_id: int) -> str:
+    left_out = _left_out(model, pad_id)
+    text: str = model.decode([int(index) for index in ids if not left_out(index)])
+    return text
+
+
+def _left_out(model: sentencepiece.SentencePieceProcessor, pad_id: int) -> Callable[[int], bool]:
+    """Whether an id stands for no text."""
+    special, pieces = {pad_id, model.bos_id(), model.eos_id()}, model.get_piece_size()
+    return lambda index: index in special or index >= pieces
+
+
+def _pieces(model: sentencepiece.SentencePieceProcessor, ids: Sequence[int]) -> list[str]:
+    size = model.get_piece_size()
+    return [model.id_to_piece(int(index)) if index < size else "" for index in ids]
+
+
+def _spans(pieces: Iterable[Any]) -> list[tuple[int, int]]:
+    return [(int(piece.begin), int(piece.end)) for piece in pieces]
+
+
+def _load_model(path: Path) -> sentencepiece.SentencePieceProcessor:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file, expected a sentencepiece model (.model).")
+    model = sentencepiece.SentencePieceProcessor()
+    try:
+        model.load_from_serialized_proto(path.read_bytes())
+        pieces = model.get_piece_size()
+    except (RuntimeError, OSError) as error:
+        raise DataError(f"{path}: not a whole sentencepiece model ({error}). Copy or train it again.") from error
+    if pieces == 0:
+        raise DataError(f"{path}: not a whole sentencepiece model (it has no pieces). Copy or train it again.")
+    for name in ("bos", "eos"):
+        if getattr(model, f"{name}_id")() < 0:
+            raise DataError(f"{path}: the model has no {name} piece. Train it with --{name}_id set to an id from 0 on.")
+    return model
+
+
+def _training_error(message: str, kind: str, size: int) -> DataError:
+    if possible := re.search(r"value <= (\d+)", message):
+        most = int(possible.group(1)) // VOCABULARY_MULTIPLE * VOCABULARY_MULTIPLE
+        return DataError(
+            f"tokenizer.vocabulary_size: {size} pieces cannot be made of the training corpus, at most "
+            f"{possible.group(1)} can. Set tokenizer.vocabulary_size to {most} or less, or use more text."
+        )
+    if required := re.search(r"required_chars. (\d+) vs (\d+)", message):
+        return DataError(
+            f"tokenizer.vocabulary_size: {size} pieces are fewer than the {required.group(2)} that the characters of "
+            f"the training corpus need. Set a larger vocabulary_size or a smaller tokenizer.character_coverage."
+        )
+    return DataError(f"sentencepiece cannot train a {kind} model of {size} pieces on the training corpus: {message}")

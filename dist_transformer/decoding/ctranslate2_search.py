@@ -1,0 +1,186 @@
+"""Translation by CTranslate2: a `Searcher` over an exported model, or over a model folder, which it exports for itself.
+
+Both searches let a translation end only among the likeliest extensions of the beam. CTranslate2's is over when as many
+translations as the beam have ended, ours goes on while a better one can come. Its scores are normalised over the pieces that
+may be produced, ours over all. Both matter for models that are unsure only.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.errors import CheckpointError, UserError
+from dist_transformer.files import read_json
+from dist_transformer.interop.ctranslate2_export import (
+    export_ctranslate2,
+    import_ctranslate2,
+    is_exported,
+    load_exported,
+)
+from dist_transformer.interop.model_folder import load_model_folder
+from dist_transformer.model.search_interface import Hypothesis, SearchInput, longest_output
+
+IMPOSSIBLE = -1e9
+"""CTranslate2 gives worse scores than this to what it could not find."""
+
+
+@dataclass(frozen=True)
+class _Found:
+    tokens: list[int]
+    log_probability: float
+
+
+class CTranslate2Searcher:
+    """A `Searcher`; the order and the company of the sentences change nothing."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        bos_id: int,
+        eos_id: int,
+        pad_id: int,
+        config: DecodingConfig,
+        device: torch.device,
+        num_pieces: int | None = None,
+    ) -> None:
+        """`folder`: a model folder, or what `export_ctranslate2` wrote. The other arguments as of `TorchSearcher`.
+
+        Raises:
+            UserError: the package ctranslate2 is not there; it cannot search as `config` says, or not with this model.
+            CheckpointError: the folder is not whole.
+        """
+        if config.sampling:
+            raise UserError(
+                "decoding.sampling: with CTranslate2 a draw would depend on the sentences beside it; take the engine torch"
+            )
+        self.config = config
+        if is_exported(folder):
+            self._load(folder, device)
+        else:
+            with TemporaryDirectory() as temporary:
+                exported = Path(temporary) / "exported"
+                export_ctranslate2(load_model_folder(folder), exported)
+                self._load(exported, device)
+        rows = len(self._target_tokens)
+        never = {bos_id, pad_id, *range(rows if num_pieces is None else num_pieces, rows)} - {eos_id}
+        self._never = [[self._target_tokens[number]] for number in sorted(never)]
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest source and translation in tokens; None: any."""
+        return self._max_positions
+
+    def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
+        """For each sentence at least one translation and at most `config.n_best`, best first.
+
+        Raises UserError: a prefix leaves no position for the end of the translation.
+        """
+        longest = [longest_output(sentence, self._max_positions, self.config) for sentence in batch]
+        found = self._translate(batch, max(longest, default=1))
+        for place, limit in enumerate(longest):
+            # The others' longest length counted for this one: what lives on beyond its own is searched for again.
+            if limit < max(longest) and any(len(each.tokens) >= limit for each in found[place]):
+                (found[place],) = self._translate([batch[place]], limit)
+        return [self._best(each) for each in found]
+
+    def _load(self, folder: Path, device: torch.device) -> None:
+        exported = load_exported(folder)
+        names = ("source_vocabulary.json", "target_vocabulary.json")
+        if (folder / "shared_vocabulary.json").is_file():
+            names = ("shared_vocabulary.json", "shared_vocabulary.json")
+        self._source_tokens, self._target_tokens = (list(read_json(folder / name)) for name in names)
+        self._target_id = {token: number for number, token in enumerate(self._target_tokens)}
+        self._max_positions = exported.max_positions
+        place: dict[str, Any] = {"device": device.type, "intra_threads": _num_threads()}
+        if device.type == "cuda":
+            place["device_index"] = device.index or 0
+        try:
+            self._translator = import_ctranslate2().Translator(str(folder), **place)
+        except (RuntimeError, ValueError) as error:
+            raise CheckpointError(f"{folder}: CTranslate2 cannot load it ({error}). Export the model again.") from error
+
+    def _translate(self, batch: Sequence[SearchInput], longest: int) -> list[list[_Found]]:
+        """At least as many as the beam for each sentence; `longest` counts the end."""
+        if not batch:
+            return []
+        # Among the first that end are not all of the best: the search goes on for twice as many, if several are wanted.
+        patience = 2 if self.config.n_best > 1 else 1
+        prefixes = [self._target(sentence.prefix) for sentence in batch]
+        # A prefix as long as a translation may be leaves nothing to search for.
+        is_open = [len(prefix) < longest - 1 for prefix in prefixes]
+        sources = [self._source(sentence.source) for sentence in batch]
+        results = iter(
+            self._translator.translate_batch(
+                [source for source, open in zip(sources, is_open, strict=True) if open],
+                [prefix for prefix, open in zip(prefixes, is_open, strict=True) if open] if any(prefixes) else None,
+                beam_size=self.config.beam_size,
+                num_hypotheses=self.config.beam_size * patience,
+                patience=patience,
+                length_penalty=0,  # what is found is ordered by our own
+                no_repeat_ngram_size=self.config.no_repeat_ngram_size,
+                suppress_sequences=self._never,
+                max_input_length=0,
+                min_decoding_length=0,
+                max_decoding_length=longest - 1,
+                return_scores=True,
+            )
+        )
+        found = []
+        for source, prefix, open in zip(sources, prefixes, is_open, strict=True):
+            result = next(results) if open else None
+            ended = (
+                []
+                if result is None
+                else [
+                    (tokens, score)
+                    for tokens, score in zip(result.hypotheses, result.scores, strict=True)
+                    if score > IMPOSSIBLE
+                ]
+            )
+            found.append(self._scored(source, prefix, ended, longest))
+        return found
+
+    def _scored(
+        self, source: list[str], prefix: list[str], ended: Sequence[tuple[list[str], float]], longest: int
+    ) -> list[_Found]:
+        """CTranslate2 counts neither a prefix nor the end of what was cut at the longest length, and takes tokens that
+        would repeat an n-gram out of the sum of probabilities: these are scored anew."""
+        is_cut = any(len(tokens) == longest - 1 for tokens, _ in ended)
+        texts = [tokens for tokens, _ in ended] or [prefix]
+        scores = [score for _, score in ended]
+        if prefix or not ended or is_cut or self.config.no_repeat_ngram_size:
+            results = self._translator.score_batch([source] * len(texts), texts, max_input_length=0)
+            scores = [sum(result.log_probs) for result in results]
+        return [
+            _Found([self._target_id[token] for token in tokens], score)
+            for tokens, score in zip(texts, scores, strict=True)
+        ]
+
+    def _best(self, found: Sequence[_Found]) -> list[Hypothesis]:
+        alpha = self.config.length_penalty
+        hypotheses = [
+            Hypothesis(
+                each.tokens, each.log_probability / ((5 + len(each.tokens) + 1) / 6) ** alpha, each.log_probability
+            )
+            for each in found
+        ]
+        return sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)[: self.config.n_best]
+
+    def _source(self, ids: Sequence[int]) -> list[str]:
+        return [self._source_tokens[number] for number in ids]
+
+    def _target(self, ids: Sequence[int]) -> list[str]:
+        return [self._target_tokens[number] for number in ids]
+
+
+def _num_threads() -> int:
+    """CTranslate2 works in a thread of its own. With as many helpers as there are processors, OpenMP counts more threads
+    than those and lets them sleep between operations: single sentences then took five to ten times as long on two."""
+    return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) - 1))

@@ -1,0 +1,108 @@
+"""Model folders ready to translate: models on their device, and the tokenizer."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
+from dist_transformer.decoding.cpu_packed import packed_for_decoding
+from dist_transformer.decoding.search import TorchSearcher
+from dist_transformer.decoding.translate import translate_lines
+from dist_transformer.errors import UserError
+from dist_transformer.interop.model_folder import LoadedModel, ModelInformation, load_model_folder
+from dist_transformer.model.transformer import Transformer
+
+
+@dataclass(frozen=True)
+class LoadedModels:
+    """Models that translate together, in eval mode on `device`, and the tokenizer that they share.
+
+    Attributes:
+        information: the first model's.
+    """
+
+    models: list[Transformer]
+    tokenizer: Tokenizer
+    information: ModelInformation
+    device: torch.device
+
+    def searcher(self, settings: DecodingConfig) -> TorchSearcher:
+        """Our own search with these models."""
+        return TorchSearcher(self.models, **self.tokenizer.search_ids(), config=settings, device=self.device)
+
+
+def model_folder_of(path: Path) -> Path:
+    """The model folder that is meant by a model folder or a run folder."""
+    for folder in (path, path / "model"):
+        if (folder / "model.safetensors").is_file():
+            return folder
+    if (path / "model.bin").is_file():  # CTranslate2's; its door is not opened to ask, for a served model has it not
+        raise UserError(
+            f"{path}: a model exported to CTranslate2, which translate --engine ctranslate2 takes; the rest needs the model "
+            "folder that it was exported from"
+        )
+    raise UserError(
+        f"{path}: holds no model (expected {path}/model.safetensors, or a run folder with model/). "
+        "A run writes it at its end; before that: dist-transformer average RUN_FOLDER"
+    )
+
+
+def load_models(folders: Sequence[Path]) -> LoadedModels:
+    """Loads model folders, on a GPU where there is one.
+
+    Raises:
+        UserError: a folder is not whole, or the models have different tokenizers.
+    """
+    loaded, device = [load_model_folder(folder) for folder in folders], device_of_rank()
+    for folder, other in zip(folders[1:], loaded[1:], strict=True):
+        if _pieces(other) != _pieces(loaded[0]):
+            raise UserError(
+                f"{folder}: its sentencepiece models are not those of {folders[0]}: models decode together only if their "
+                "tokens are the same; train them with one tokenizer"
+            )
+    tokenizer = _tokenizer(loaded[0], folders[0])
+    models = [packed_for_decoding(each.model.to(device)) for each in loaded]
+    return LoadedModels(models, tokenizer, loaded[0].information, device)
+
+
+def device_of_rank() -> torch.device:
+    """The GPU with the number of this rank on its node, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+class LoadedTranslator:
+    """Gives one translation a line, with the model of a folder, on a GPU where there is one."""
+
+    def __init__(self, folder: Path, settings: DecodingConfig) -> None:
+        self._loaded = load_models([folder])
+        self._settings = settings.model_copy(update={"n_best": 1})
+        self._searcher = self._loaded.searcher(self._settings)
+        self.information = self._loaded.information
+
+    def translate(self, lines: Iterable[str]) -> Iterator[str]:
+        """One translation a line, in order; empty lines stay empty."""
+        for best, *_ in translate_lines(self._searcher, self._loaded.tokenizer, lines, self._settings):
+            yield best.text
+
+
+def _pieces(loaded: LoadedModel) -> tuple[bytes, bytes | None]:
+    files = loaded.tokenizer_files
+    return files.source.read_bytes(), None if files.target is None else files.target.read_bytes()
+
+
+def _tokenizer(loaded: LoadedModel, folder: Path) -> Tokenizer:
+    tokenizer = Tokenizer.load(loaded.tokenizer_files.source, loaded.tokenizer_files.target)
+    vocabularies = (tokenizer.source_vocabulary, tokenizer.target_vocabulary)
+    expected = (loaded.information.source_vocabulary, loaded.information.target_vocabulary)
+    if vocabularies != expected:
+        raise UserError(
+            f"{folder}: its tokenizer has {vocabularies[0]} source and {vocabularies[1]} target pieces, its model "
+            f"{expected[0]} and {expected[1]}: the sentencepiece model of another model lies there; put its own back"
+        )
+    return tokenizer

@@ -1,0 +1,74 @@
+"""How probable given translations are to a model, token by token.
+
+Axes: B pairs of one batch, S source, T target, the end of sentence included in both.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+import torch
+
+from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.decoding.forced import forced_log_probabilities
+from dist_transformer.decoding.search import pad_together
+from dist_transformer.decoding.translate import CHUNK_LINES, TranslationTokenizer, token_batches
+from dist_transformer.errors import UserError
+from dist_transformer.model.transformer import Transformer
+
+BATCHES = DecodingConfig(beam_size=1)
+Ids = list[int]
+
+
+def score_pairs(
+    models: Sequence[Transformer],
+    tokenizer: TranslationTokenizer,
+    pairs: Iterable[tuple[str, str]],
+    device: torch.device,
+    max_tokens: int = BATCHES.max_source_tokens,
+) -> Iterator[tuple[Ids, list[float]]]:
+    """For each pair (source, target), in order: the target's ids, eos included, and the natural logarithm of the
+    probability of each after the source and those before it. Of several models: of the mean of their probabilities.
+
+    Raises:
+        UserError: a sentence, on either side, has more than `max_tokens` tokens, or than a model has positions; the pairs
+            before its chunk have been given.
+    """
+    remaining, num_before = iter(pairs), 0
+    most = min([max_tokens, *(model.max_positions for model in models if model.max_positions is not None)])
+    limit = f"at most {most} are scored at once (decoding.max_source_tokens)"
+    if most < max_tokens:
+        limit = f"the model has only {most} positions (model.max_positions)"
+    while chunk := list(islice(remaining, CHUNK_LINES)):
+        sources = tokenizer.encode_source([source.strip() for source, _ in chunk])
+        targets = tokenizer.encode_target([target.strip() for _, target in chunk])
+        longer = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
+        _refuse_longer(longer, most, limit, num_before)
+        found: dict[int, list[float]] = {}
+        for members in token_batches(longer, BATCHES):
+            batch = ([sources[member] for member in members], [targets[member] for member in members])
+            found.update(zip(members, _scores(models, tokenizer, *batch, device), strict=True))
+        yield from ((target, found[index]) for index, target in enumerate(targets))
+        num_before += len(chunk)
+
+
+def _scores(
+    models: Sequence[Transformer],
+    tokenizer: TranslationTokenizer,
+    sources: Sequence[Ids],
+    targets: Sequence[Ids],
+    device: torch.device,
+) -> Iterator[list[float]]:
+    source_BS = pad_together(sources, tokenizer.pad_id).to(device)
+    read_BT = pad_together([[tokenizer.bos_id, *target[:-1]] for target in targets], tokenizer.pad_id).to(device)
+    target_BT = pad_together(targets, tokenizer.pad_id).to(device)
+    rows = forced_log_probabilities(models, source_BS, read_BT, target_BT).tolist()
+    return (row[: len(target)] for row, target in zip(rows, targets, strict=True))
+
+
+def _refuse_longer(lengths: Sequence[int], most: int, limit: str, num_before: int) -> None:
+    for number, length in enumerate(lengths, start=num_before + 1):
+        if length > most:
+            raise UserError(
+                f"line {number}: {length} tokens, but {limit}: expected a shorter sentence on both sides; cut both, or leave "
+                "the pair out"
+            )

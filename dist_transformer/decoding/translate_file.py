@@ -1,0 +1,143 @@
+"""A file translated in parts: by this process, by several that it starts, or by the ranks of a Slurm job.
+
+Rank r of N takes the chunks r, r + N, ... that are not done. The ranks never meet: what is done lies on the disk.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.config.slurm_schema import SlurmConfig
+from dist_transformer.decoding.engines import Search, folders_of, open_search
+from dist_transformer.decoding.sharded_files import (
+    LineReader,
+    Parts,
+    chunk_lines,
+    digest_and_lines,
+    digest_of,
+    open_parts,
+)
+from dist_transformer.decoding.translate import translate_lines
+from dist_transformer.decoding.translation_lines import Task, written
+from dist_transformer.errors import EXIT_REQUEUE, UserError
+from dist_transformer.model.search_interface import Hypothesis, Searcher, SearchInput
+from dist_transformer.processes.launching import num_ranks_given
+from dist_transformer.processes.stop_request import StopRequest
+
+TELL_SECONDS = 30
+_MAX_RESTARTS = SlurmConfig.model_validate({}).max_restarts_without_progress
+FILES_OF_A_MODEL = (".json", ".safetensors", ".model", ".bin")
+
+
+def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) -> None:
+    """This rank's chunks that are not done; and, with the last of all, the output. A stop request ends it with 75.
+
+    Raises:
+        UserError: a file cannot be read or changes, a line cannot be translated, the output is of something else, or a
+            job that was restarted often is stopped before any part is done.
+        MachineError: the disk is full, or fails.
+    """
+    num_ranks = num_ranks_given(()) or 1
+    rank = int(os.environ.get("RANK", "0"))
+    folders = folders_of(task.engine, task.models)
+    plan, num_lines = _plan(task, folders, source)
+    lines_of_chunk = chunk_lines(num_lines)
+    parts = open_parts(output, plan, -(-num_lines // lines_of_chunk))
+    if parts is None:
+        if rank == 0:
+            print(f"{output}: is there already", file=sys.stderr)
+        return
+    search = open_search(task.engine, folders, task.settings)
+    search = replace(search, searcher=_StoppableSearcher(search.searcher, stop, parts))
+    readers = [(path, LineReader(path)) for path in (source, task.prefix) if path is not None]
+    told = time.monotonic()
+    for chunk in range(rank, parts.num_chunks, num_ranks):
+        if not parts.is_done(chunk):
+            first = chunk * lines_of_chunk
+            count = min(lines_of_chunk, num_lines - first)
+            texts = [_read(path, reader, first, count) for path, reader in readers]
+            parts.write(chunk, list(_translated(search, task, texts, first)))
+        if rank == 0 and time.monotonic() - told > TELL_SECONDS:
+            print(f"{output}: {parts.num_done()} of {parts.num_chunks} parts", file=sys.stderr, flush=True)
+            told = time.monotonic()
+    if parts.join():
+        print(f"{output}: {num_lines:,} lines translated", file=sys.stderr)
+
+
+def _read(path: Path, reader: LineReader, first: int, count: int) -> list[str]:
+    """So many lines from number `first` on; UserError where they are not there any more."""
+    lines = reader.read(first, count)
+    if len(lines) != count:
+        raise UserError(
+            f"{path}: ends after {first + len(lines)} lines, but had more: it changed while it was translated; put it back, or "
+            "begin another output"
+        )
+    return lines
+
+
+def _translated(search: Search, task: Task, texts: Sequence[list[str]], num_before: int) -> Iterator[str]:
+    """What is written of each line of a chunk; `texts`: the lines, and their prefixes where there are some."""
+    lines, prefixes = texts[0], texts[1] if len(texts) > 1 else None
+    given = translate_lines(search.searcher, search.tokenizer, lines, task.settings, prefixes, num_before)
+    for number, (line, translations) in enumerate(zip(lines, given, strict=True), start=num_before):
+        yield written(task.form, search, number, line, translations)
+
+
+def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, Any], int]:
+    """What the output depends on; and the number of lines.
+
+    Sizes of batches change nothing; nor does `too_long`: to go on after a line that was refused, with it cut.
+    """
+    digest, num_lines = digest_and_lines(source)
+    plan: dict[str, Any] = {
+        "input": digest,
+        "lines": num_lines,
+        "engine": task.engine,
+        "alignment": task.form.alignment,
+        "json": task.form.as_json,
+    }
+    if task.prefix is not None:
+        plan["prefixes"], num_prefixes = digest_and_lines(task.prefix)
+        if num_prefixes != num_lines:
+            raise UserError(
+                f"{task.prefix}: {num_prefixes} prefixes for the {num_lines} lines of {source}: expected one for each, on a line "
+                "of its own; an empty one leaves the translation free"
+            )
+    for number, folder in enumerate(folders, start=1):
+        files = sorted(file for file in folder.iterdir() if file.suffix in FILES_OF_A_MODEL)
+        plan |= {f"model {number}: {file.name}": digest_of(file) for file in files}
+    settings = task.settings.model_dump(exclude={"max_tokens", "too_long"})
+    plan |= {f"decoding.{name}": value for name, value in settings.items()}
+    return plan, num_lines
+
+
+class _StoppableSearcher:
+    """A searcher that ends the process between two batches when it was asked to stop; the chunk is done anew later.
+
+    A Slurm job that was put back into the queue some times ends when no rank has done a part since this start: else a part
+    that takes longer than the job's time limit would bring it back for ever.
+    """
+
+    def __init__(self, searcher: Searcher, stop: StopRequest, parts: Parts) -> None:
+        self._searcher, self._stop, self._parts, self._num_before = searcher, stop, parts, parts.num_done()
+
+    @property
+    def max_positions(self) -> int | None:
+        return self._searcher.max_positions
+
+    def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
+        if (reason := self._stop.reason()) is not None:
+            restarts, parts = int(os.environ.get("SLURM_RESTART_COUNT", "0")), self._parts
+            if restarts >= _MAX_RESTARTS and parts.num_done() == self._num_before:
+                raise UserError(
+                    f"{parts.output}: stopped ({reason}) after {restarts} restarts of its job, and no part was done since the "
+                    f"last: {self._num_before} of {parts.num_chunks} are; give the job more time (--time) or more tasks, and "
+                    "submit it again: what is done is kept"
+                )
+            print(f"stopped while translating ({reason}); the same command goes on", file=sys.stderr, flush=True)
+            sys.exit(EXIT_REQUEUE)
+        return self._searcher.search(batch)

@@ -1,0 +1,85 @@
+"""What one rank does for all: the others wait without a time limit, as long as it moves."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar, cast
+
+import psutil
+
+from dist_transformer.distributed.group import Ranks
+from dist_transformer.distributed.rounds import Stopped, WantsStop
+from dist_transformer.errors import UserError
+
+Result = TypeVar("Result")
+LOOK_SECONDS = 0.5
+"""How often the ranks ask whether it is done."""
+
+
+def by_first_rank(
+    ranks: Ranks,
+    work: Callable[[], Result],
+    progress: Callable[[], None],
+    may_wait_seconds: float = 0.0,
+    wants_stop: WantsStop | None = None,
+) -> Result:
+    """Rank 0's result of `work`, on every rank (collective).
+
+    `work` runs in a thread, so that hashing or copying for longer than training.hang_seconds is no hang; it may not make
+    collectives. `progress` is called on every rank while the thread uses the processor: a stalled disk does not. For the
+    first `may_wait_seconds` it is called all the same: of work that waits for others, and not for ever. None for
+    `wants_stop`: it is waited for in any case.
+
+    Raises:
+        UserError: `work` did, on every rank. Any other exception is raised on rank 0 alone.
+        Stopped: a rank wants to stop, on every rank; `work` is left alone, and ends with the process.
+    """
+    worker = _Worker(work) if ranks.is_first else None
+    if worker is not None:
+        worker.start()
+    before: list[float | None] = []
+    patient_until = time.monotonic() + may_wait_seconds
+    while True:
+        if worker is not None:
+            worker.join(LOOK_SECONDS)
+        standing: float | None = ranks.from_first(worker.used_seconds() if worker is not None else None)
+        if standing is None:
+            break
+        if [standing] != before or time.monotonic() < patient_until:
+            progress()
+        before = [standing]
+        if wants_stop is not None and any(ranks.gather(wants_stop())):
+            raise Stopped
+    result: Result | UserError = ranks.from_first(worker.result() if worker is not None else None)
+    if isinstance(result, UserError):
+        raise result.agreed()
+    return result
+
+
+class _Worker(threading.Thread, Generic[Result]):
+    def __init__(self, work: Callable[[], Result]) -> None:
+        super().__init__(name="work for all ranks", daemon=True)
+        self._work = work
+        self._result: Result | UserError | None = None
+        self._error: BaseException | None = None
+        self._threads_before = {thread.id for thread in psutil.Process().threads()}
+
+    def run(self) -> None:
+        try:
+            self._result = self._work()
+        except UserError as error:
+            self._result = error
+        except BaseException as error:  # noqa: BLE001  (raised again by `result`, in the thread that can tell of it)
+            self._error = error
+
+    def used_seconds(self) -> float | None:
+        """Processor time of it and of the threads that it started; None when it has ended."""
+        if not self.is_alive():
+            return None
+        own = [thread for thread in psutil.Process().threads() if thread.id not in self._threads_before]
+        return float(sum(thread.user_time + thread.system_time for thread in own))
+
+    def result(self) -> "Result | UserError":
+        if self._error is not None:
+            raise self._error
+        return cast("Result | UserError", self._result)

@@ -1,0 +1,89 @@
+"""Work that is dealt out to the ranks in rounds, and ends on all of them together when one fails or is asked to stop.
+
+    in_rounds(ranks, num_rounds, lambda number: translate(batches[number]), wants_stop)
+
+Each rank says at the end of a round whether it goes on, and hears what all said one round later: nobody waits for the
+slowest of a round, and one whose work has failed leaves no other rank alone in a collective.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dist_transformer.distributed.group import PendingSum, Ranks
+from dist_transformer.errors import MachineError, UserError
+
+log = logging.getLogger(__name__)
+
+WantsStop = Callable[[], bool]
+"""Whether this rank was asked to stop; the others may not have been."""
+
+
+class Stopped(Exception):
+    """Long work was left for a stop request: raised on every rank, once they have agreed on it."""
+
+
+class WorkFailed(MachineError):
+    """A part of the work failed on the rank that the message names."""
+
+
+def in_rounds(ranks: Ranks, num_rounds: int, work: Callable[[int], None], wants_stop: WantsStop) -> None:
+    """Calls `work` with the number of each round, on every rank (collective). All leave the same round when one wants to.
+
+    Args:
+        work: may leave a round in its middle by raising `Stopped` or `WorkFailed`; anything else is raised at once, on
+            this rank alone.
+
+    Raises:
+        Stopped: on every rank: one of them was asked to stop.
+        WorkFailed: on every rank: the work of one of them failed.
+    """
+    is_stopped, failure = False, None
+    values, pending = torch.zeros(1, dtype=torch.int64), None
+    for number in range(num_rounds):
+        try:
+            is_stopped = is_stopped or wants_stop()
+            if (
+                failure is None
+            ):  # also where a stop is wanted: the work may be a collective, and nobody has heard of it yet
+                work(number)
+        except Stopped:
+            is_stopped = True
+        except WorkFailed as error:
+            failure = str(error)
+        if _is_over(values, pending):
+            pending = None
+            break
+        values = torch.tensor([is_stopped or failure is not None], dtype=torch.int64)
+        pending = ranks.start_sum(values)
+    _is_over(values, pending)
+    answers = ranks.gather((is_stopped, failure))
+    if any(is_stopped for is_stopped, _ in answers):
+        raise Stopped
+    if problems := [failure for _, failure in answers if failure is not None]:
+        raise WorkFailed("; ".join(problems[:3])).agreed()
+
+
+@contextmanager
+def failures_named(ranks: Ranks) -> Iterator[None]:
+    """What goes wrong inside becomes a `WorkFailed` that names this rank. Inside there may be no collective: the others
+    would wait in it for ever."""
+    try:
+        yield
+    except (Stopped, WorkFailed):
+        raise
+    except Exception as error:  # whatever it is: the other ranks must hear of it
+        is_told = isinstance(error, UserError | OSError)  # by its message; of anything else the place is worth knowing
+        log.warning("rank %d: %s", ranks.rank, error, exc_info=not is_told)
+        kind = "" if is_told else f"{type(error).__name__}: "
+        raise WorkFailed(f"rank {ranks.rank}: {kind}{error}") from None
+
+
+def _is_over(told: torch.Tensor, pending: PendingSum | None) -> bool:
+    """Whether a rank said in the round before that it does not go on (collective)."""
+    if pending is None:
+        return False
+    pending.wait()
+    return bool(told.any())

@@ -1,0 +1,34 @@
+"""Where the files that travel with the program are: configurations, batch scripts, launch scripts.
+
+In a checkout they are the folders at its top; an installed wheel carries them inside the package.
+`python -m dist_transformer.package_data launch` prints the folder, for shell scripts.
+"""
+
+import sys
+from pathlib import Path
+from typing import Literal, get_args
+
+Kind = Literal["configs", "slurm", "launch"]
+
+
+def share_folder(kind: Kind) -> Path:
+    """The folder of that kind.
+
+    Raises:
+        FileNotFoundError: neither place has it, so the installation is incomplete.
+    """
+    package = Path(__file__).resolve().parent
+    # Inside the package first: beside an installed one lie the packages of others, and `launch` is a common name.
+    for folder in (package / "share" / kind, package.parent / kind):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(f"no {kind} folder in {package / 'share'} or {package.parent}; reinstall dist-transformer")
+
+
+if __name__ == "__main__":
+    wanted = sys.argv[1] if len(sys.argv) == 2 else ""
+    for kind in get_args(Kind):
+        if kind == wanted:
+            print(share_folder(kind))
+            sys.exit(0)
+    sys.exit(f"usage: python -m dist_transformer.package_data {'|'.join(get_args(Kind))}")

@@ -1,0 +1,164 @@
+"""A simulation as tables for people, and as values for scripts."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from dist_transformer.config.schema import Config
+from dist_transformer.config.slurm_schema import LOST_ATTEMPTS
+from dist_transformer.format import duration
+from dist_transformer.planning.failures import SLIGHT_LOSS
+from dist_transformer.planning.hardware import Hardware
+from dist_transformer.planning.scale import (
+    COPY_GB_PER_SECOND,
+    DISK_GB_PER_SECOND,
+    WRITE_GB_PER_SECOND,
+    ScaleRow,
+    Site,
+    patience,
+)
+from dist_transformer.planning.tables import print_sources, print_table
+from dist_transformer.planning.vocabularies import count_parameters
+
+STEPS = (
+    *("nodes", "ranks", "lanes", "target tokens/s", "step s", "communication"),
+    *("stragglers", "simulated", "efficiency"),
+)
+FAILURES = (
+    *("nodes", "fails every", "Young", "Daly", "best", "every_steps", "about as good", "kept", "simulated", "as it is"),
+    *("useful", "days", "9 of 10 in"),
+)
+NOTHING = "-"
+MANY_GIVE_UP = 0.01
+
+
+def as_values(
+    config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, site: Site, rows: Sequence[ScaleRow]
+) -> dict[str, Any]:
+    """The whole simulation in numbers and seconds; null where there is none. Keys stay as they are in all releases."""
+    return {
+        "parameters": count_parameters(config),
+        "lanes": config.data.lanes,
+        "max_steps": config.training.max_steps,
+        "every_steps": config.checkpoints.every_steps,
+        "gpu": gpu,
+        "gpus_per_node": gpus_per_node,
+        "hardware": {name: vars(constant) for name, constant in hardware.constants().items()},
+        "site": {name: _finite(value) for name, value in vars(site).items()},
+        "simulations": [_row_values(row) for row in rows],
+    }
+
+
+def _row_values(row: ScaleRow) -> dict[str, Any]:
+    conditions, run = row.conditions, row.run
+    return {
+        "nodes": row.nodes,
+        "ranks": row.num_ranks,
+        "lanes": row.lanes,
+        "step_seconds": row.time.seconds,
+        "tokens_per_second": row.time.tokens_per_second,
+        "communication_share": row.time.communication_share,
+        "straggler_factor": row.stragglers,
+        "simulated_straggler_factor": row.simulated_stragglers,
+        "efficiency": row.efficiency,
+        "between_failures_seconds": conditions.between_failures_seconds,
+        "save_seconds": conditions.save_seconds,
+        "write_seconds": conditions.write_seconds,
+        "young_interval_seconds": row.young_seconds,
+        "daly_interval_seconds": row.daly_seconds,
+        "best_every_steps": row.interval.best_steps,
+        "least_every_steps": row.interval.least_steps,
+        "most_every_steps": row.interval.most_steps,
+        "kept_share": row.kept_share,
+        "simulated_kept_share": row.simulated.kept_share,
+        "kept_share_as_it_is": row.set_share,
+        "useful_share": row.useful_share,
+        "run_kept_share": run and run.kept_share,
+        "wall_seconds": run and _finite(run.wall_seconds),
+        "late_wall_seconds": run and _finite(run.late_seconds),
+        "attempts": run and _finite(run.attempts),
+        "gave_up_share": run and run.gave_up_share,
+    }
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is None or math.isfinite(value) else None
+
+
+def print_simulation(
+    config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, site: Site, rows: Sequence[ScaleRow]
+) -> None:
+    """What it is of, a table of steps, one of failures, what to set, and where each figure comes from."""
+    print(
+        f"{config.run.name}: {count_parameters(config):,} parameters, {config.training.precision}, ZeRO "
+        f"{config.training.zero_stage}, {config.data.lanes} lanes; {gpus_per_node} x {gpu} a node; a node fails every "
+        f"{site.node_hours_between_failures:,g} hours"
+    )
+    print_table(STEPS, [_step_cells(row) for row in rows])
+    print("shares of node-hours; intervals are of training, without the saves; `every_steps` is the best one in steps")
+    print_table(FAILURES, [_failure_cells(row) for row in rows])
+    for text in _remarks(config, rows):
+        print(text)
+    print(f"site: {', '.join(f'{name} {_shown(value)}' for name, value in vars(site).items())}")
+    print(
+        f"of checkpoints: copied with {COPY_GB_PER_SECOND:g} GB/s of each rank, written with {WRITE_GB_PER_SECOND:g} GB/s of "
+        f"each and {DISK_GB_PER_SECOND:g} GB/s of all, unless seconds are given"
+    )
+    print_sources(hardware)
+
+
+def _step_cells(row: ScaleRow) -> list[str]:
+    return [
+        *(str(row.nodes), str(row.num_ranks), str(row.lanes), f"{row.time.tokens_per_second:,.0f}"),
+        *(f"{row.time.seconds:.3f}", f"{row.time.communication_share:.0%}", f"{row.stragglers:.3f}"),
+        *(f"{row.simulated_stragglers:.3f}", f"{row.efficiency:.1%}"),
+    ]
+
+
+def _failure_cells(row: ScaleRow) -> list[str]:
+    best_seconds = row.interval.best_steps * row.time.seconds
+    days = [NOTHING] * 2
+    if row.run is not None and math.isfinite(row.run.wall_seconds):
+        days = [f"{seconds / 86400:,.2f}" for seconds in (row.run.wall_seconds, row.run.late_seconds)]
+    return [
+        *(str(row.nodes), duration(row.conditions.between_failures_seconds)),
+        *(duration(seconds) for seconds in (row.young_seconds, row.daly_seconds, best_seconds)),
+        *(f"{row.interval.best_steps:,}", f"{row.interval.least_steps:,} to {row.interval.most_steps:,}"),
+        *(f"{share:.1%}" for share in (row.kept_share, row.simulated.kept_share, row.set_share, row.useful_share)),
+        *days,
+    ]
+
+
+def _remarks(config: Config, rows: Sequence[ScaleRow]) -> list[str]:
+    """What to set for the run's own nodes, or the fewest, and what to look at."""
+    row = next((row for row in rows if row.nodes == config.slurm.nodes), rows[0])
+    interval, as_it_is = row.interval, config.checkpoints.every_steps
+    is_good = row.set_share >= row.kept_share - SLIGHT_LOSS
+    advice = f"every_steps={as_it_is} is good" if is_good else f"set checkpoints.every_steps={interval.best_steps}"
+    remarks = [
+        f"checkpoints: for {_nodes(row.nodes)} {advice}; with {interval.least_steps} to {interval.most_steps} at most "
+        f"{SLIGHT_LOSS:.1%} of the node-hours is lost beside the best, {interval.best_steps}"
+        if row.kept_share >= SLIGHT_LOSS
+        else f"checkpoints: on {_nodes(row.nodes)} no interval keeps anything: a job fails sooner than it starts and saves"
+    ]
+    if more := [row.nodes for row in rows if row.lanes > config.data.lanes]:
+        remarks.append(
+            f"from {_nodes(more[0])} on: more ranks than data.lanes={config.data.lanes}; counted with a lane for each "
+            "rank, which is another recipe: larger steps, and fewer of them for the same tokens"
+        )
+    most = patience(config.slurm)
+    remarks += [
+        f"{_nodes(row.nodes)}: {row.run.gave_up_share:.0%} of the simulated runs had {most} attempts in a row without "
+        f"a checkpoint, after which a job is given up ({LOST_ATTEMPTS} times slurm.max_restarts_without_progress)"
+        for row in rows
+        if row.run is not None and row.run.gave_up_share > MANY_GIVE_UP
+    ]
+    return remarks
+
+
+def _nodes(count: int) -> str:
+    return f"{count} {'node' if count == 1 else 'nodes'}"
+
+
+def _shown(value: float | None) -> str:
+    return "by size" if value is None else f"{value:g}"

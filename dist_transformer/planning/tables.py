@@ -1,0 +1,163 @@
+"""A plan as tables for people, and as values for scripts."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from dist_transformer.config.model_size import checkpoint_bytes
+from dist_transformer.config.schema import Config
+from dist_transformer.planning.hardware import Hardware
+from dist_transformer.planning.memory import USABLE_SHARE
+from dist_transformer.planning.plan import Row
+from dist_transformer.planning.step_time import FILLED_SHARE, MEAN_TOKENS
+from dist_transformer.planning.vocabularies import count_parameters
+
+TIMES = (
+    "nodes",
+    "ranks",
+    "max_tokens",
+    "GB a GPU",
+    "fits",
+    "target tokens/s",
+    "step s",
+    "communication",
+    "efficiency",
+    "hours",
+    "node-h",
+)
+MEMORY = ("nodes", "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "of the CPU", "fullest in")
+NOTHING = "-"
+ASSUMPTIONS = {
+    "filled_share": FILLED_SHARE,
+    "mean_sentence_tokens": MEAN_TOKENS,
+    "overlapped_communication_share": 0.0,
+    "usable_memory_share": USABLE_SHARE,
+}
+"""What is taken for granted beside the table of hardware."""
+
+CHECKED = (
+    "computed: all in the tables; memory was checked with real steps on CPUs only (within a tenth), times were not. "
+    "The start of kernels is not counted: the smaller the model, the more a step takes beyond this"
+)
+
+
+def as_values(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, rows: Sequence[Row]) -> dict[str, Any]:
+    """The whole plan in numbers, bytes and seconds; null where there is none. Keys stay as they are in all releases."""
+    parameters = count_parameters(config)
+    return {
+        "parameters": parameters,
+        "checkpoint_bytes": checkpoint_bytes(parameters, config.training),
+        "lanes": config.data.lanes,
+        "max_steps": config.training.max_steps,
+        "zero_stage": config.training.zero_stage,
+        "precision": config.training.precision,
+        "gpu": gpu,
+        "gpus_per_node": gpus_per_node,
+        "hardware": {name: vars(constant) for name, constant in hardware.constants().items()},
+        "assumptions": ASSUMPTIONS,
+        "plans": [_row_values(row) for row in rows],
+    }
+
+
+def _row_values(row: Row) -> dict[str, Any]:
+    time = row.time
+    return {
+        "nodes": row.nodes,
+        "ranks": row.num_ranks,
+        "fits": row.problem is None,
+        "problem": row.problem,
+        "warnings": list(row.warnings),
+        "max_tokens": row.max_tokens,
+        "largest_micro_batch": list(row.memory.shape),
+        "memory_bytes": row.memory.peak_bytes,
+        "memory_parts_bytes": row.memory.parts,
+        "memory_moments_bytes": row.memory.moments,
+        "memory_bytes_by_zero_stage": {str(stage): count for stage, count in row.by_stage.items()},
+        "cpu_memory_bytes": row.memory.cpu_bytes,
+        "micro_batches_per_rank": time and time.micro_batches,
+        "tokens_per_second": time and time.tokens_per_second,
+        "step_seconds": time and time.seconds,
+        "compute_seconds": time and time.compute_seconds,
+        "communication_seconds": time and time.communication_seconds,
+        "update_seconds": time and time.update_seconds,
+        "idle_share": time and time.idle_share,
+        "efficiency": time and time.efficiency,
+        "hours": row.hours,
+        "node_hours": row.node_hours,
+    }
+
+
+def print_plan(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, rows: Sequence[Row]) -> None:
+    """What it is of, two tables, what to look at, and where each figure comes from."""
+    parameters = count_parameters(config)
+    print(
+        f"{config.run.name}: {parameters:,} parameters, {config.training.precision}, ZeRO {config.training.zero_stage}, "
+        f"{config.data.lanes} lanes; {gpus_per_node} x {gpu} a node; a checkpoint is "
+        f"{_gigabytes(checkpoint_bytes(parameters, config.training))} GB"
+    )
+    print_table(TIMES, [_time_cells(row, _fits(row, hardware)) for row in rows])
+    print("memory of a GPU for each ZeRO stage, GB; of the CPU for each rank (offloaded state, copy for checkpoints)")
+    print_table(MEMORY, [_memory_cells(row) for row in rows])
+    for row in rows:
+        for text in [*filter(None, [row.problem]), *row.warnings]:
+            print(f"{row.nodes} {'node' if row.nodes == 1 else 'nodes'}: {text}")
+    print_sources(hardware)
+
+
+def _fits(row: Row, hardware: Hardware) -> str:
+    """yes; no, by memory; `lanes` where only they are too few."""
+    if row.problem is None:
+        return "yes"
+    has_memory = row.memory.peak_bytes <= hardware.memory_gb.value * 1e9 * USABLE_SHARE
+    return "lanes" if has_memory and row.time is None else "no"
+
+
+def _time_cells(row: Row, fits: str) -> list[str]:
+    begin = [str(row.nodes), str(row.num_ranks), str(row.max_tokens), _gigabytes(row.memory.peak_bytes)]
+    begin.append(fits)
+    if row.time is None:
+        return [*begin, *[NOTHING] * 6]
+    time = row.time
+    hours = [NOTHING if value is None else f"{value:,.1f}" for value in (row.hours, row.node_hours)]
+    shares = [f"{share:.0%}" for share in (time.communication_share, time.efficiency)]
+    return [*begin, f"{time.tokens_per_second:,.0f}", f"{time.seconds:.3f}", *shares, *hours]
+
+
+def _memory_cells(row: Row) -> list[str]:
+    stages = [_gigabytes(count) for count in row.by_stage.values()]
+    return [str(row.nodes), *stages, _gigabytes(row.memory.cpu_bytes), row.memory.fullest]
+
+
+def print_sources(hardware: Hardware) -> None:
+    """Every figure that a plan rests on, by where it comes from."""
+    by_source: dict[str, list[str]] = {}
+    for name, constant in hardware.constants().items():
+        by_source.setdefault(constant.source, []).append(f"{name} {constant.value:g}")
+    assumed = [f"{name} {value:g}" for name, value in ASSUMPTIONS.items()]
+    by_source["assumed"] = [*by_source.get("assumed", []), *assumed]
+    for source, figures in by_source.items():
+        print(f"{source}: {', '.join(figures)}")
+    print(CHECKED)
+
+
+def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Lines on a terminal, columns of words elsewhere."""
+    if sys.stdout.isatty():
+        table = Table(box=SIMPLE)
+        for name in header:
+            table.add_column(name, justify="right")
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    for row in (header, *rows):
+        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
+
+
+def _gigabytes(count: float) -> str:
+    return f"{count / 1e9:,.1f}"

@@ -1,0 +1,140 @@
+"""What a rank can measure without the others, within a few seconds."""
+
+import os
+import platform
+import re
+import shutil
+import tempfile
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from dist_transformer import __version__
+from dist_transformer.processes.stacks import host_name
+
+REPEATS = 8
+REPEAT_SECONDS = 0.25
+"""Longer than the 0.1 s within which a CPU quota is dealt out, so that each repeat sees the throttling."""
+DISK_BYTES = 16 * 2**20
+DISK_REPEATS = 4
+LOW_SPACE_GB = 5.0
+
+
+def device_of_rank() -> torch.device:
+    """The GPU of this rank where there is one; ranks that share too few GPUs are found by counting them."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
+def matmul_tflops(device: torch.device) -> float:
+    """Median of several repeats; float32 on the CPU, else the 16-bit type that the GPU prefers."""
+    size = 8192 if device.type == "cuda" else 512
+    dtype = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float16
+    dtype = dtype if device.type == "cuda" else torch.float32
+    left = torch.randn(size, size, device=device).to(dtype)
+    right = torch.randn(size, size, device=device).to(dtype)
+    _products_a_second(left, right, REPEAT_SECONDS)
+    rates = [_products_a_second(left, right, REPEAT_SECONDS) for _ in range(REPEATS)]
+    return median(rates) * 2 * size**3 / 1e12
+
+
+def _products_a_second(left: torch.Tensor, right: torch.Tensor, seconds: float) -> float:
+    began, products = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        for _ in range(4):
+            torch.mm(left, right)
+        if left.is_cuda:
+            torch.cuda.synchronize(left.device)
+        products += 4
+    return products / (time.perf_counter() - began)
+
+
+def memory(device: torch.device) -> dict[str, float]:
+    """Of the machine and, on a GPU, of the GPU."""
+    fields = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE))
+    found = {"memory_total_gb": int(fields["MemTotal"]) / 1e6, "memory_free_gb": int(fields["MemAvailable"]) / 1e6}
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        found |= {"gpu_memory_free_gb": free / 1e9, "gpu_memory_total_gb": total / 1e9}
+    return found
+
+
+def counts() -> dict[str, float]:
+    """GPUs that are seen, and that Slurm gave; CPUs that may be used."""
+    return {
+        "gpus": torch.cuda.device_count(),
+        "gpus_expected": int(os.environ.get("SLURM_GPUS_ON_NODE") or 0),
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+
+
+def disk_speed(folder: Path) -> dict[str, float]:
+    """MB/s of writing a file until it is on the disk, and of reading it from there. The best of a few: other nodes write
+    to a shared disk at the same moment, and now and then one of them waits for all others.
+
+    Raises:
+        OSError: the disk does not take it.
+    """
+    content = os.urandom(DISK_BYTES)
+    path = folder / f".preflight.{host_name()}.{os.getpid()}.tmp"
+    try:
+        speeds = [_write_and_read(path, content) for _ in range(DISK_REPEATS)]
+    finally:
+        path.unlink(missing_ok=True)
+    writes, reads = zip(*speeds, strict=True)
+    return {"disk_write_mb_per_second": max(writes), "disk_read_mb_per_second": max(reads)}
+
+
+def _write_and_read(path: Path, content: bytes) -> tuple[float, float]:
+    with path.open("wb+", buffering=0) as file:
+        began = time.perf_counter()
+        file.write(content)
+        os.fsync(file.fileno())
+        written = time.perf_counter()
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else it is read from memory
+        file.seek(0)
+        asked = time.perf_counter()
+        while file.read(2**20):
+            pass
+        read = time.perf_counter()
+    megabytes = len(content) / 1e6
+    return megabytes / (written - began), megabytes / (read - asked)
+
+
+def free_space(run_folder: Path) -> dict[str, float]:
+    """Of the disks of the run folder and of temporary files."""
+    return {
+        "run_disk_free_gb": shutil.disk_usage(run_folder).free / 1e9,
+        "temporary_disk_free_gb": shutil.disk_usage(tempfile.gettempdir()).free / 1e9,
+    }
+
+
+def disk(run_folder: Path) -> tuple[dict[str, float], list[str]]:
+    """Speed and free space, and what there is to warn of. A disk that cannot be written has the speed 0."""
+    try:
+        measures = {**disk_speed(run_folder), **free_space(run_folder)}
+    except OSError as error:
+        return {"disk_write_mb_per_second": 0.0}, [f"{run_folder} cannot be written: {error}"]
+    places = {"run_disk_free_gb": str(run_folder), "temporary_disk_free_gb": tempfile.gettempdir()}
+    return measures, [
+        f"{measures[name]:.1f} GB are free in {place}"
+        for name, place in places.items()
+        if measures[name] < LOW_SPACE_GB
+    ]
+
+
+def versions() -> dict[str, str]:
+    """Of what must be the same on all nodes."""
+    found = {"dist_transformer": __version__, "python": platform.python_version(), "torch": torch.__version__}
+    try:
+        found["deepspeed"] = version("deepspeed")
+    except PackageNotFoundError:
+        found["deepspeed"] = "none"
+    driver = Path("/proc/driver/nvidia/version")
+    if driver.exists() and (match := re.search(r"\s(\d+\.\d+[\d.]*)\s", driver.read_text(encoding="utf-8"))):
+        found["nvidia driver"] = match[1]
+    return found

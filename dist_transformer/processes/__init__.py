@@ -1,0 +1,1 @@
+"""Processes of one machine: the ranks that are started, signals, stop requests and stacks. No torch."""

@@ -1,0 +1,239 @@
+"""Starts the ranks of one machine: a process each, that finds its place in RANK, WORLD_SIZE, MASTER_ADDR ...
+
+exit_code = start_local_ranks(["configs/demo.yaml", "run.name=first"], num_ranks=2)     # each imports for itself
+exit_code = fork_local_ranks(train, num_ranks=2)                   # what this process has imported, they need not
+"""
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UserError
+from dist_transformer.processes.children import Forked, Process, Signals, forwarding_signals, holding_signals, kill
+from dist_transformer.processes.stop_request import LAUNCHER_VARIABLE, STARTED_VARIABLE
+
+GRACE_SECONDS = 30.0
+"""After the first failure, the time for the other ranks to notice it, write their logs and leave."""
+
+
+def start_local_ranks(
+    arguments: list[str],
+    num_ranks: int,
+    *,
+    program: Sequence[str] = (),
+    grace_seconds: float = GRACE_SECONDS,
+    signals: Signals | None = None,
+    are_held: bool = False,
+    leave_together: bool = False,
+) -> int:
+    """Runs `train ARGUMENTS` as `num_ranks` processes and waits for all of them.
+
+    Signals to this process (USR1, USR2, TERM, INT; HUP as TERM) reach each rank once. When a rank fails, the others
+    have `grace_seconds` to leave, then they are killed. Call it in the main thread.
+
+    Args:
+        program: what to run instead of this package.
+        signals: of `forwarding_signals`, where that was called before; none: called here.
+        are_held: signals wait until a rank asks for them (`StopRequest.listen`); else they end one that does not yet.
+        leave_together: ranks wait for each other at their end, so that one which stays after another hangs.
+
+    Returns:
+        The exit code of the first rank that failed (1 if a signal ended it), else that of rank 0.
+    """
+    command = [*(program or (sys.executable, "-m", "dist_transformer", "train")), *arguments]
+
+    with nullcontext(signals) if signals else forwarding_signals() as passed_on:
+        of_launcher = {LAUNCHER_VARIABLE: str(os.getpid()), STARTED_VARIABLE: str(passed_on.started)}
+
+        def start(environment: dict[str, str]) -> Process:
+            # A session of its own: Ctrl-C would else reach it from the terminal too, and count twice.
+            return subprocess.Popen(command, env={**environment, **of_launcher}, start_new_session=True)
+
+        return _run(start, num_ranks, passed_on, are_held, grace_seconds, leave_together)
+
+
+def fork_local_ranks(
+    work: Callable[[], object],
+    num_ranks: int,
+    *,
+    grace_seconds: float = GRACE_SECONDS,
+    signals: Signals | None = None,
+) -> int:
+    """As `start_local_ranks`, with ranks that leave together, forked from this process: see `may_fork`.
+
+    Args:
+        work: of each rank, in its own environment. Stop signals wait for its `StopRequest.listen`.
+    """
+
+    def rank(environment: dict[str, str]) -> None:
+        os.environ.update(environment)
+        work()
+
+    def start(environment: dict[str, str]) -> Process:
+        return Forked(partial(rank, environment))
+
+    with nullcontext(signals) if signals else forwarding_signals() as passed_on:
+        return _run(start, num_ranks, passed_on, True, grace_seconds, True)
+
+
+def fork_and_wait(work: Callable[[], object], meanwhile: Callable[[], None], signals: Signals) -> int:
+    """Runs `work` in a process forked from this one, and `meanwhile` in this one; the exit code of `work`.
+
+    Signals reach `work` as they do ranks. EXIT_REQUEUE where one came and it ended well all the same.
+    """
+    with _ended_at_the_end(signals):
+        signals.add(partial(Forked, work), is_held=True)
+        meanwhile()
+        [process] = signals.processes
+        process.wait()
+        code = process.poll()
+    assert code is not None
+    if code < 0:
+        return _named_failure("the process that prepares the corpus", code)
+    if signals.came and code == EXIT_DONE:
+        print("stopped before the first step; the same command goes on", file=sys.stderr, flush=True)
+        return EXIT_REQUEUE
+    return code
+
+
+def may_fork() -> bool:
+    """Whether this process is forked whole: it has no thread but this one. A lock that another held would stay held."""
+    try:
+        return len(os.listdir("/proc/self/task")) == 1
+    except OSError:  # not Linux
+        return False
+
+
+def threads_per_rank(num_ranks: int) -> int:
+    """This machine's cores shared by its ranks, at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // num_ranks)
+
+
+def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """The environment of one rank of this machine."""
+    return {
+        "OMP_NUM_THREADS": str(threads_per_rank(num_ranks)),
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def num_ranks_given(addresses: Sequence[str] = ("MASTER_ADDR", "MASTER_PORT")) -> int | None:
+    """WORLD_SIZE, where the environment names this process as one rank of a group; None where it has no RANK.
+
+    Args:
+        addresses: what it must say beside numbers; none where the ranks of this command do not talk to each other.
+
+    Raises:
+        UserError: it names it in part only, or with what are no numbers of ranks.
+    """
+    if "RANK" not in os.environ:
+        return None
+    given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *addresses)}
+    numbers = {name: int(text) if text.isdecimal() else -1 for name, text in given.items() if name != "MASTER_ADDR"}
+    is_whole = all(given.values()) and min(numbers.values()) >= 0
+    if not is_whole or max(numbers["RANK"], numbers["LOCAL_RANK"]) >= numbers["WORLD_SIZE"]:
+        raise UserError(
+            "the environment has RANK, so this process is one rank of a group: expected RANK and LOCAL_RANK (its number on "
+            f"this machine), both from 0 to WORLD_SIZE - 1{''.join(f', {name}' for name in addresses)}; got "
+            + ", ".join(f"{name}={text}" if text else f"no {name}" for name, text in given.items())
+            + ". --ranks N, launch/torchrun.sh and launch/slurm_task.sh set them all; without RANK it works alone"
+        )
+    return numbers["WORLD_SIZE"]
+
+
+def _run(
+    start: Callable[[dict[str, str]], Process],
+    num_ranks: int,
+    signals: Signals,
+    are_held: bool,
+    grace_seconds: float,
+    leave_together: bool,
+) -> int:
+    port = _free_port()
+    with _ended_at_the_end(signals):
+        for rank in range(num_ranks):
+            signals.add(partial(start, rank_environment(rank, num_ranks, port)), are_held)
+        return _wait_for_all(signals.processes, grace_seconds, leave_together)
+
+
+@contextmanager
+def _ended_at_the_end(signals: Signals) -> Iterator[None]:
+    """No process of these lives on; those after them get signals of their own."""
+    try:
+        yield
+    finally:
+        kill(signals.processes)
+        with holding_signals():
+            signals.processes = []
+
+
+def _wait_for_all(ranks: list[Process], grace_seconds: float, leave_together: bool) -> int:
+    ended: queue.Queue[int] = queue.Queue()
+    for rank, process in enumerate(ranks):
+        threading.Thread(target=_report_end, args=(rank, process, ended), daemon=True).start()
+    codes: dict[int, int] = {}
+    first_failure: int | None = None
+    deadline: float | None = None
+    for _ in ranks:
+        rank, was_killed = _next_to_end(ended, deadline, ranks)
+        code = ranks[rank].poll()
+        assert code is not None
+        codes[rank] = code
+        if first_failure is not None:
+            continue
+        if was_killed:  # nobody has failed: what it was to do, it had done before it let the others go
+            print(
+                f"rank {rank} still ran {grace_seconds:g} s after another had ended; killed",
+                file=sys.stderr,
+                flush=True,
+            )
+            codes[rank] = EXIT_FAILED
+        elif code not in (EXIT_DONE, EXIT_REQUEUE):
+            first_failure = _named_failure(f"rank {rank}", code)
+            deadline = time.monotonic() + grace_seconds
+        elif leave_together and deadline is None:
+            deadline = time.monotonic() + grace_seconds
+    return codes[0] if first_failure is None else first_failure
+
+
+def _report_end(rank: int, process: Process, ended: queue.Queue[int]) -> None:
+    process.wait()
+    ended.put(rank)
+
+
+def _next_to_end(ended: queue.Queue[int], deadline: float | None, ranks: list[Process]) -> tuple[int, bool]:
+    """Its number, and whether it had to be killed."""
+    if deadline is not None:
+        try:
+            return ended.get(timeout=max(0.0, deadline - time.monotonic())), False
+        except queue.Empty:
+            kill(ranks)
+    return ended.get(), deadline is not None
+
+
+def _named_failure(who: str, code: int) -> int:
+    if code < 0:
+        print(f"{who} was ended by signal {signal.Signals(-code).name}", file=sys.stderr, flush=True)
+        return EXIT_FAILED
+    return code
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

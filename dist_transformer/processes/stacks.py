@@ -1,0 +1,188 @@
+"""Where each rank stands, asked from outside: no rights to trace a process are needed.
+
+    register()                              # in the rank, early
+    for dump in dump_local(job): ...        # on the same machine, as the same user
+
+A rank has faulthandler write the stacks of all threads into a private file when a signal comes. The handler is C: it
+answers while Python waits in a collective or in any other call. `python -m dist_transformer.processes.stacks JOB` prints
+a line of JSON for each line of each rank of this machine; `dist-transformer stacks` starts it on each node. Any Python 3
+can run it.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import json
+import logging
+import os
+import platform
+import signal
+import stat
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TextIO
+
+log = logging.getLogger(__name__)
+
+SIGNAL = signal.SIGRTMIN + 5
+"""One that no library claims. Its default action ends a process: it is sent only to those that registered."""
+
+FOLDER = Path("/tmp")
+"""Not TMPDIR: the process that asks may have another one than the ranks."""
+
+ANSWER_SECONDS = 5.0
+QUIET_SECONDS = 0.2
+"""A file that has not grown for this long is complete."""
+
+_ENDED = "it has ended meanwhile"
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A rank of this user on this machine that can be asked.
+
+    Attributes:
+        job: number of the Slurm job, else what the ranks of one local start have in common.
+    """
+
+    pid: int
+    rank: int
+    job: str
+    file: Path
+
+
+@dataclass(frozen=True)
+class Dump:
+    """`text`: the stacks of all threads, or why there are none."""
+
+    rank: int
+    host: str
+    pid: int
+    text: str
+
+
+def register(folder: Path = FOLDER) -> None:
+    """From now on this process can be asked where it stands. For ranks only: not in loader processes."""
+    pid, rank = os.getpid(), int(os.environ.get("RANK", "0"))
+    path = folder / f"{_prefix()}{pid}.txt"
+    rank_processes(folder)  # removes what killed ranks left, and those that ended by os._exit
+    try:
+        path.unlink(missing_ok=True)  # of an earlier process with the same number
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        log.warning("stacks     %s: %s: `dist-transformer stacks` will not see this rank", path, error.strerror)
+        return
+    about = {"pid": pid, "started": _started(pid), "rank": rank, "job": _job(pid)}
+    os.write(descriptor, (json.dumps(about) + "\n").encode())
+    faulthandler.register(SIGNAL, file=descriptor, all_threads=True)
+    atexit.register(path.unlink, missing_ok=True)
+
+
+def rank_processes(folder: Path = FOLDER) -> list[RankProcess]:
+    """Those that live; the files of dead ones are removed."""
+    found = [_read(path) for path in folder.glob(f"{_prefix()}*.txt")]
+    return sorted((process for process in found if process), key=lambda process: process.rank)
+
+
+def dump_local(job: str, folder: Path = FOLDER) -> list[Dump]:
+    """The stacks of this machine's ranks of a job. Takes at most about ANSWER_SECONDS."""
+    asked = []
+    for process in (process for process in rank_processes(folder) if process.job == job):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ends meanwhile
+            size = process.file.stat().st_size
+            os.kill(process.pid, SIGNAL)
+            asked.append((process, size))
+    end = time.monotonic() + ANSWER_SECONDS
+    return [Dump(process.rank, host_name(), process.pid, _answer(process, size, end)) for process, size in asked]
+
+
+def host_name() -> str:
+    """As Slurm calls this machine, where it runs."""
+    return os.environ.get("SLURMD_NODENAME") or platform.node()
+
+
+def main(arguments: list[str], out: TextIO, folder: Path = FOLDER) -> None:
+    """Prints a line for this node, then one for each line of each of its ranks: srun mixes long ones of several nodes."""
+    dumps = dump_local(arguments[0], folder)
+    out.write(json.dumps({"node": host_name(), "ranks": len(dumps)}) + "\n")
+    for dump in dumps:
+        for line in dump.text.splitlines(keepends=True):
+            out.write(json.dumps(asdict(replace(dump, text=line))) + "\n")
+    out.flush()
+
+
+def _prefix() -> str:
+    # Machines may share the folder, and processes of two of them the number.
+    return f"dist-transformer-stacks-{os.getuid()}-{platform.node()}-"
+
+
+def _job(pid: int) -> str:
+    start = (
+        f"{os.environ.get('MASTER_ADDR')}:{os.environ['MASTER_PORT']}" if "MASTER_PORT" in os.environ else f"pid {pid}"
+    )
+    return os.environ.get("SLURM_JOB_ID") or start
+
+
+def _started(pid: int) -> str | None:
+    """When the process began, in the kernel's ticks; None when there is none (any more)."""
+    fields = _process_fields(pid)
+    return fields[19] if fields and fields[0] != "Z" else None
+
+
+def _process_fields(pid: int) -> list[str]:
+    """From the third field of /proc/PID/stat on; the second is a name that may hold anything."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _read(path: Path) -> RankProcess | None:
+    try:
+        about = path.lstat()
+        if about.st_uid != os.getuid() or not stat.S_ISREG(about.st_mode):
+            return None
+        with path.open() as file:
+            first = json.loads(file.readline())
+        pid = int(first["pid"])
+        if first["started"] is None or _started(pid) != first["started"]:
+            path.unlink(missing_ok=True)
+            return None
+        return RankProcess(pid, int(first["rank"]), str(first["job"]), path)
+    except (OSError, ValueError, KeyError, TypeError):  # gone meanwhile, or half written
+        return None
+
+
+def _answer(process: RankProcess, size_before: int, end: float) -> str:
+    size, quiet_since = size_before, time.monotonic()
+    while time.monotonic() < end:
+        try:
+            now = process.file.stat().st_size
+        except OSError:
+            return _ENDED
+        if now != size:
+            size, quiet_since = now, time.monotonic()
+        elif size > size_before and time.monotonic() - quiet_since >= QUIET_SECONDS:
+            break
+        time.sleep(0.02)
+    if size == size_before:
+        return _why_silent(process.pid)
+    try:
+        with process.file.open("rb") as file:
+            file.seek(size_before)
+            threads = file.read().decode(errors="replace").strip().split("\n\n")
+    except OSError:
+        return _ENDED
+    return "\n\n".join(reversed(threads))  # the one that trains is written last, and looked for first
+
+
+def _why_silent(pid: int) -> str:
+    state = (_process_fields(pid) or ["gone"])[0]
+    why = {"D": "it waits in the kernel, for a disk or a device", "T": "it was stopped by a signal"}
+    return f"no answer within {ANSWER_SECONDS:g} s: {why.get(state, f'process state {state}')}"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:], sys.stdout)

@@ -1,0 +1,246 @@
+"""Which curves are drawn together: the small pictures of a run, and those of several runs laid over each other."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dist_transformer.reporting.curves import Curve, Curves
+from dist_transformer.reporting.run_history import RunStory
+
+WARM_UP_SHARE = 0.03
+"""The first steps of a run, whose losses would press all later ones flat."""
+MOST_LINES = 8
+"""Of more nodes or GPUs than this, the lowest, the mean and the highest are drawn."""
+QUANTITIES = {
+    "cpu_percent": ("Processors in use", "%"),
+    "memory_gb": ("Memory in use", "GB"),
+    "sent_mb_per_second": ("Sent over the network", "MB/s"),
+    "received_mb_per_second": ("Received over the network", "MB/s"),
+    "GPU percent": ("GPUs in use", "%"),
+    "GPU memory_gb": ("Memory of GPUs in use", "GB"),
+    "GPU watts": ("Power of GPUs", "W"),
+    "GPU celsius": ("Temperature of GPUs", "\N{DEGREE SIGN}C"),
+}
+"""Titles and units of what is measured of a node, or of a GPU of it."""
+WIDE_RANGE = 20.0
+"""Values whose largest is so many times the smallest are drawn on a logarithmic axis, where a panel allows it."""
+FROM_ZERO = ("%", "GB", "MB/s")
+"""Units whose axes begin at 0."""
+TITLES = {
+    "loss": ("loss (labels smoothed)", "nats per target token"),
+    "nll": ("nll (negative log-likelihood)", "nats per target token"),
+    "bleu": ("BLEU", ""),
+    "chrf": ("chrF", ""),
+    "comet": ("COMET", ""),
+    "token_accuracy": ("token accuracy", "%"),
+}
+"""Titles and units of the measures that are drawn."""
+SHARES = {"padding": "padding_share", "waiting for data": "data_wait_share"}
+OF_FURTHER_CORPORA = ("loss", "bleu")
+"""Of data.more_validation, where runs are compared."""
+
+
+@dataclass(frozen=True)
+class Line:
+    label: str
+    curve: Curve
+    style: int = 0
+    """Its color and dashes; lines of one run, or of one thing, have the same."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One small picture over the steps.
+
+    Attributes:
+        name: unique on a page; letters, digits and dashes.
+        cuts_start: the first steps may lie outside of the picture.
+        may_be_log: a logarithmic axis where values range widely.
+        from_zero: the axis begins at 0, unless it is logarithmic; of percentages it ends at 100 at the most.
+        best: step and value to be marked.
+    """
+
+    name: str
+    title: str
+    unit: str
+    lines: tuple[Line, ...]
+    cuts_start: bool = False
+    may_be_log: bool = False
+    from_zero: bool = False
+    best: tuple[int, float] | None = None
+
+    @property
+    def is_log(self) -> bool:
+        values = np.concatenate([line.curve.values for line in self.lines])
+        return self.may_be_log and bool(values.min() > 0) and bool(values.max() > WIDE_RANGE * values.min())
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What all pictures of a page share: the steps from 0 to `last_step`, and those with a line down the picture."""
+
+    last_step: int
+    restarts: Sequence[int] = ()
+    divergences: Sequence[int] = ()
+
+
+def marks_of(story: RunStory) -> Marks:
+    return Marks(story.curves.last_step, story.restart_steps, story.divergence_steps)
+
+
+def panels_of(story: RunStory) -> list[Panel]:
+    """The pictures of one run, without those that it has no numbers for."""
+    curves = story.curves
+    panels = [*_loss_panels(curves), *_score_panels(curves), *_training_panels(curves), *_mixture_panels(curves)]
+    return [_with_best(panel, story) for panel in [*panels, *_system_panels(curves)]]
+
+
+def compared_panels(stories: Sequence[tuple[str, RunStory]]) -> list[Panel]:
+    """The pictures of several runs by name, a line each."""
+    wanted = [
+        ("train-loss", f"training {TITLES['loss'][0]}", TITLES["loss"][1], "train", "loss"),
+        *_compared_measures(stories),
+        ("learning-rate", "Learning rate", "", "train", "learning_rate"),
+        ("speed", "Speed", "target tokens/s", "train", "tokens_per_second"),
+        ("gradient-norm", "Gradient norm", "", "train", "gradient_norm"),
+    ]
+    styles = {run: number for number, (run, _) in enumerate(stories)}
+    panels = []
+    for name, title, unit, event, key in wanted:
+        found = {run: _drawn(story.curves, event, key) for run, story in stories}
+        for panel in _panel(name, title, unit, found, styles):
+            measure = key.rpartition("/")[2]
+            cuts, is_norm = measure in ("loss", "nll"), key == "gradient_norm"
+            panels.append(
+                replace(panel, cuts_start=cuts, may_be_log=is_norm, from_zero=is_norm or key == "tokens_per_second")
+            )
+    return panels
+
+
+def _compared_measures(stories: Sequence[tuple[str, RunStory]]) -> Iterator[tuple[str, str, str, str, str]]:
+    """(name, title, unit, event, measure) of data.validation, then of each further corpus of any run."""
+    for key, (title, unit) in TITLES.items():
+        yield f"validation-{key.replace('_', '-')}", f"validation {title}", unit, "validation", key
+    names = dict.fromkeys(name for _, story in stories for name in story.curves.names("validation"))
+    corpora = dict.fromkeys(name.rpartition("/")[0] for name in names if "/" in name)
+    for number, corpus in enumerate(corpora):
+        for key in OF_FURTHER_CORPORA:
+            title, unit = TITLES[key]
+            yield f"corpus-{number}-{key}", f"{corpus} {title}", unit, "validation", f"{corpus}/{key}"
+
+
+def _loss_panels(curves: Curves) -> list[Panel]:
+    panels = []
+    for key in ("loss", "nll"):
+        found = {"training": curves.of("train", key)} | _of_corpora(curves, key)
+        panels += _panel(key, *TITLES[key], found)
+    return [replace(panel, cuts_start=True) for panel in panels]
+
+
+def _score_panels(curves: Curves) -> list[Panel]:
+    return [
+        panel
+        for key, (title, unit) in TITLES.items()
+        if key not in ("loss", "nll")
+        for panel in _panel(key.replace("_", "-"), title, unit, _of_corpora(curves, key))
+    ]
+
+
+def _drawn(curves: Curves, event: str, name: str) -> Curve | None:
+    """A curve as it is drawn: what is a share, in per cent."""
+    curve = curves.of(event, name)
+    is_share = name.rpartition("/")[2] in ("token_accuracy", "mfu", *SHARES.values())
+    return Curve(curve.steps, 100 * curve.values) if curve and is_share else curve
+
+
+def _of_corpora(curves: Curves, key: str) -> dict[str, Curve | None]:
+    """A measure of each validation corpus: `bleu`, `newstest2013/bleu`."""
+    further = [name for name in curves.names("validation") if name.endswith(f"/{key}")]
+    return {"validation": _drawn(curves, "validation", key)} | {
+        name.rpartition("/")[0]: _drawn(curves, "validation", name) for name in further
+    }
+
+
+def _training_panels(curves: Curves) -> list[Panel]:
+    def one(key: str) -> dict[str, Curve | None]:
+        return {"training": curves.of("train", key)}
+
+    shares = {name: _drawn(curves, "train", key) for name, key in SHARES.items()}
+    scale, skipped = curves.of("train", "loss_scale"), curves.of("train", "skipped_updates")
+    return [
+        *_panel("learning-rate", "Learning rate", "", one("learning_rate")),
+        *_from_zero(_panel("speed", "Speed", "target tokens/s", one("tokens_per_second"))),
+        *_panel("waste", "Padding and data wait", "%", shares),
+        *_panel("mfu", "Share of the peak arithmetic (MFU)", "%", {"training": _drawn(curves, "train", "mfu")}),
+        *_from_zero(_as_log(_panel("gradient-norm", "Gradient norm", "", one("gradient_norm")))),
+        *_as_log(_panel("loss-scale", "Loss scale", "", {"training": scale}) if _varies(scale) else []),
+        *(_panel("skipped", "Updates skipped so far", "updates", {"training": skipped}) if _varies(skipped) else []),
+    ]
+
+
+def _as_log(panels: list[Panel]) -> list[Panel]:
+    return [replace(panel, may_be_log=True) for panel in panels]
+
+
+def _from_zero(panels: list[Panel]) -> list[Panel]:
+    return [replace(panel, from_zero=True) for panel in panels]
+
+
+def _mixture_panels(curves: Curves) -> list[Panel]:
+    """How many pairs came from each corpus of a mixture between two log lines."""
+    found = {
+        name.removeprefix("pairs/"): curves.of("train", name) for name in curves.names("train") if "pairs/" in name
+    }
+    return _panel("mixture", "Pairs of each corpus", "pairs a log line", found)
+
+
+def _system_panels(curves: Curves) -> list[Panel]:
+    """One picture a quantity, a line a node or GPU: `n1/cpu_percent`, `n1/gpu0/percent`."""
+    groups: dict[str, dict[str, Curve]] = defaultdict(dict)
+    for name in curves.names("system"):
+        machine, _, quantity = name.rpartition("/")
+        curve = curves.of("system", name)
+        if machine and curve is not None:
+            groups[f"GPU {quantity}" if "/" in machine else quantity][machine] = curve
+    panels = []
+    for number, (quantity, machines) in enumerate(sorted(groups.items())):
+        lines = machines if len(machines) <= MOST_LINES else _spread(machines)
+        panels += _panel(f"system-{number}", *QUANTITIES.get(quantity, (quantity.replace("_", " "), "")), lines)
+    return panels
+
+
+def _spread(machines: Mapping[str, Curve]) -> dict[str, Curve]:
+    """The lowest, the mean and the highest of many curves, at the steps that any of them has."""
+    steps = np.unique(np.concatenate([curve.steps for curve in machines.values()]))
+    table = np.full((len(machines), len(steps)), np.nan)
+    for row, curve in zip(table, machines.values(), strict=True):
+        row[np.searchsorted(steps, curve.steps)] = curve.values
+    with np.errstate(all="ignore"):
+        found = {"highest": np.nanmax(table, 0), "mean": np.nanmean(table, 0), "lowest": np.nanmin(table, 0)}
+    return {f"{label} of {len(machines)}": Curve(steps, values) for label, values in found.items()}
+
+
+def _varies(curve: Curve | None) -> bool:
+    return curve is not None and bool((curve.values != curve.values[0]).any())
+
+
+def _panel(
+    name: str, title: str, unit: str, curves: Mapping[str, Curve | None], styles: Mapping[str, int] | None = None
+) -> list[Panel]:
+    """One panel of the curves that are there and have finite values; none where there are none."""
+    styles = styles or {label: number for number, label in enumerate(curves)}
+    lines = [
+        Line(label, finite, styles[label])
+        for label, curve in curves.items()
+        if curve is not None and (finite := curve.finite()) is not None
+    ]
+    return [Panel(name, title, unit, tuple(lines), from_zero=unit in FROM_ZERO)] if lines else []
+
+
+def _with_best(panel: Panel, story: RunStory) -> Panel:
+    best = story.best
+    if best is None or panel.name != best.measure.rpartition("/")[2].replace("_", "-"):
+        return panel
+    return replace(panel, best=(best.step, 100 * best.value if panel.unit == "%" else best.value))

@@ -1,0 +1,88 @@
+"""Numbers, times and names as a page says them."""
+
+import math
+from datetime import UTC, datetime
+from typing import Any
+
+from dist_transformer.reporting.run_history import Record, RunStory
+
+NAMES = {"bleu": "BLEU", "chrf": "chrF", "comet": "COMET", "nll": "nll", "token_accuracy": "token accuracy"}
+FORMS = {"bleu": ".2f", "chrf": ".2f", "perplexity": ".2f"}
+"""How a measure of a validation is written; the token accuracy in per cent, the others with four digits behind the point."""
+NOTHING = "-"
+
+
+def measure_name(measure: str) -> str:
+    """bleu -> BLEU; newstest2013/bleu -> newstest2013 BLEU"""
+    corpus, _, key = measure.rpartition("/")
+    return f"{corpus} {NAMES.get(key, key.replace('_', ' '))}".strip()
+
+
+def metric_name(measure: str) -> str:
+    """bleu -> validation BLEU; newstest2013/bleu -> newstest2013 BLEU"""
+    return measure_name(measure if "/" in measure else f"validation/{measure}")
+
+
+def measure_text(measure: str, value: Any) -> str:
+    """A measure's value with the digits that matter; "-" where there is none."""
+    key = measure.rpartition("/")[2]
+    if key == "token_accuracy" and isinstance(value, int | float) and math.isfinite(value):
+        return f"{100 * value:.1f} %"
+    return number(value, FORMS.get(key, ".4f"))
+
+
+def search_text(beam_size: Any) -> str:
+    """greedy search, or beam 4; empty of what is no number."""
+    if not isinstance(beam_size, int):
+        return ""
+    return "greedy search" if beam_size == 1 else f"beam {beam_size}"
+
+
+def evaluation_text(scores: Record) -> str:
+    """How the final model was scored: (beam 4, 1,000 pairs)"""
+    pairs = number(scores.get("pairs"))
+    said = [search_text(scores.get("beam_size")), "" if pairs == NOTHING else f"{pairs} pairs"]
+    known = ", ".join(filter(None, said))
+    return f"({known})" if known else ""
+
+
+def number(value: Any, form: str = ",.0f") -> str:
+    """12345 -> 12,345; "-" of what is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return NOTHING
+    return format(value, form) if math.isfinite(value) else str(value)
+
+
+def moment(seconds: Any) -> str:
+    """Unix seconds -> 2026-11-22 03:38 UTC"""
+    if not isinstance(seconds, int | float) or not seconds:
+        return NOTHING
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+def setting_text(value: Any) -> str:
+    """A setting as in YAML: true, none, [a, b]."""
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{', '.join(map(setting_text, value))}]" if isinstance(value, list | tuple) else str(value)
+
+
+def state_text(story: RunStory, now: float) -> str:
+    """How the run stands; what run.json says is doubted where no rank gives a sign of life."""
+    state = story.view.state or "not started"
+    if state in ("starting", "running") and not story.view.is_alive(now):
+        return f"{state}, but no rank gives a sign of life"
+    return state
+
+
+def steps_text(story: RunStory) -> str:
+    """400 of 1,000"""
+    most = story.settings.get("training.max_steps")
+    return f"{story.view.step:,} of {most:,}" if isinstance(most, int) else f"{story.view.step:,}"
+
+
+def nodes_text(record: Record) -> str:
+    nodes = record.get("nodes")
+    return ", ".join(map(str, nodes)) if isinstance(nodes, list) else str(nodes or NOTHING)

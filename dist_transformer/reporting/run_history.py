@@ -1,0 +1,277 @@
+"""Everything that a run folder says of its run. Nothing is required: what is missing or torn is empty or None.
+
+A run may still be going, be killed, have no validation, be of an older version, or be one point of a sweep.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.config.credentials import holds_secret, is_secret, without_credentials
+from dist_transformer.config.data_schema import CorpusConfig
+from dist_transformer.config.model_size import parameter_count
+from dist_transformer.config.schema import Config, ModelConfig
+from dist_transformer.config.yaml_positions import read_yaml
+from dist_transformer.errors import ConfigError
+from dist_transformer.reporting.curves import Curves, read_curves
+from dist_transformer.run.attempts import attempts
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import read_records
+from dist_transformer.run.records import read_record
+from dist_transformer.run.status import RunView, look_at
+
+Record = dict[str, Any]
+PLACES = ("run.name", "run.root", "data.root", "data.prepared")
+"""Settings that say where a run is, not what it is."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of training: its record in history.jsonl, and that of its end; {}: none was written (killed, or going on)."""
+
+    begun: Record
+    ended: Record
+
+    @property
+    def step(self) -> int:
+        return int(self.begun.get("step", 0))
+
+
+@dataclass(frozen=True)
+class SavedCheckpoint:
+    """A folder of checkpoints/. `suffix`: "damaged", "diverged" of one that was set aside, else empty."""
+
+    name: str
+    step: int
+    time: float
+    suffix: str
+    num_ranks: int | None
+    measures: dict[str, float]
+
+
+@dataclass(frozen=True)
+class PreparedCorpus:
+    """The folder of the prepared corpus: its report.json, its digest, and its picture of the lengths.
+
+    Attributes:
+        vocabularies: sizes of the source and the target vocabulary.
+        pieces: what tells its tokenizer from another.
+        validation: what tells its validation corpus from another, wherever the files lie.
+    """
+
+    folder: Path
+    report: Record
+    digest: str | None
+    picture: bytes | None
+    vocabularies: tuple[int, int] | None
+    pieces: tuple[Any, Any] | None
+    validation: Record | None
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best validation by `validation.metric`, or by the loss where that was not measured."""
+
+    measure: str
+    step: int
+    value: float
+
+
+@dataclass(frozen=True)
+class RunStory:
+    """One run, as its folder tells it.
+
+    Attributes:
+        settings: config.yaml as dotted keys, without secrets: {"model.d_model": 512}.
+        run: run.json.
+        samples: records of samples.jsonl, oldest first.
+        evaluations: the files of evaluation/ by name.
+        measured_since: the step since which validation.metric has been measured in one way; 0: always.
+    """
+
+    run_dir: RunDir
+    name: str
+    view: RunView
+    settings: dict[str, Any]
+    run: Record
+    curves: Curves
+    samples: list[Record]
+    starts: list[Start]
+    attempts: list[Record]
+    evaluations: dict[str, Record]
+    checkpoints: list[SavedCheckpoint]
+    prepared: PreparedCorpus | None
+    tracking: Record
+    measured_since: int = 0
+
+    @property
+    def best(self) -> Best | None:
+        wanted = str(self.settings.get("validation.metric", "loss"))
+        for measure in (wanted, "loss"):
+            curve = self.curves.of("validation", measure)
+            found = curve.best(measure, self.measured_since) if curve else None
+            if found:
+                return Best(measure, *found)
+        return None
+
+    @property
+    def num_parameters(self) -> int | None:
+        """Of the model; None where the settings or the prepared corpus do not tell."""
+        sizes = {name: value for key, value in self.settings.items() if (name := key.removeprefix("model.")) != key}
+        vocabularies = self.prepared.vocabularies if self.prepared else None
+        try:
+            return parameter_count(ModelConfig.model_validate(sizes), *vocabularies) if sizes and vocabularies else None
+        except ValueError:  # settings of another version
+            return None
+
+    @property
+    def restart_steps(self) -> list[int]:
+        """The steps from which later starts went on."""
+        if self.starts:
+            return [start.step for start in self.starts[1:]]
+        began = [record for record in self.attempts if record.get("event") == "began"]
+        return [_step_of(str(record.get("newest"))) or 0 for record in began[1:]]
+
+    @property
+    def divergence_steps(self) -> list[int]:
+        return [int(event.get("since_step", 0)) for event in self.view.divergences]
+
+    @property
+    def trained_seconds(self) -> float | None:
+        """Time between the starts and their ends; a killed one ended with its last record. None: not known."""
+        times = self.curves.of("train", "time")
+        known = [] if times is None else times.values.tolist()
+        if not self.starts:
+            return known[-1] - known[0] if len(known) > 1 else None
+        begins = [float(start.begun.get("time", 0.0)) for start in self.starts]
+        ends = [*begins[1:], float("inf")]
+        seconds = 0.0
+        for start, begin, next_begin in zip(self.starts, begins, ends, strict=True):
+            last_record = max((time for time in known if begin <= time < next_begin), default=begin)
+            seconds += float(start.ended.get("time", last_record)) - begin
+        return seconds
+
+
+def read_story(run_dir: RunDir) -> RunStory:
+    """Reads a run folder; `run_dir.path` is one (cluster.targets.is_run_folder)."""
+    settings = _settings(run_dir)
+    records = [*read_records(run_dir.history)]
+    return RunStory(
+        run_dir=run_dir,
+        name=run_dir.path.absolute().name,
+        view=look_at(run_dir),
+        settings=settings,
+        run=read_record(run_dir.state),
+        curves=read_curves(run_dir.metrics),
+        samples=[record for record in read_records(run_dir.samples) if isinstance(record.get("sentences"), list)],
+        starts=starts_of(records),
+        attempts=[*attempts(run_dir)],
+        evaluations={path.stem: read_record(path) for path in sorted(run_dir.evaluation.glob("*.json"))},
+        checkpoints=[*_checkpoints(run_dir)],
+        prepared=_prepared(settings.get("data.prepared")),
+        tracking=read_record(run_dir.tracking),
+        measured_since=next((int(each["step"]) for each in reversed(records) if each.get("metric_begins_anew")), 0),
+    )
+
+
+def starts_of(records: list[Record]) -> list[Start]:
+    """The records of history.jsonl in pairs; an end belongs to the start before it."""
+    starts: list[Start] = []
+    for record in records:
+        if record["event"] == "start":
+            starts.append(Start(record, {}))
+        elif record["event"] == "end" and starts:
+            starts[-1] = Start(starts[-1].begun, record)
+    return starts
+
+
+def settings_that_differ(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The settings that are not the defaults: (value, default). What names the run and its files is not among them."""
+    defaults, corpus = _default_settings(settings), CorpusConfig().model_dump(mode="json")
+    expected = {key: defaults.get(key, corpus.get(key.rpartition(".")[2])) for key in settings}
+    return {
+        key: (value, expected[key]) for key, value in settings.items() if value != expected[key] and key not in PLACES
+    }
+
+
+def _default_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What the same keys are where nothing is given; sizes of the model are those of its preset."""
+    defaults = _flat(Config.model_validate({"data": {}}).model_dump(mode="json"))
+    try:
+        model = ModelConfig.model_validate({"preset": settings.get("model.preset")}).model_dump(mode="json")
+    except ValueError:  # a preset of another version
+        return defaults
+    return {**defaults, **_flat(model, "model."), "model.preset": defaults["model.preset"]}
+
+
+def _settings(run_dir: RunDir) -> dict[str, Any]:
+    try:
+        values = read_yaml(run_dir.config).values
+    except ConfigError:
+        return {}
+    return {key: _without_secret(key, value) for key, value in _flat(values).items()}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optimizer": {"beta1": 0.9}} -> {"optimizer.beta1": 0.9}"""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _without_secret(key: str, value: Any) -> Any:
+    if key.startswith("slurm.environment.") and is_secret(key.rpartition(".")[2], str(value)):
+        return "***"
+    if key in ("slurm.setup", "slurm.extra_srun", "slurm.extra_sbatch") and holds_secret(str(value)):
+        return "***"  # of a version that let it through
+    return without_credentials(value) if isinstance(value, str) else value
+
+
+def _checkpoints(run_dir: RunDir) -> Iterator[SavedCheckpoint]:
+    for path in sorted(run_dir.checkpoints.glob("step_*")):
+        name, _, suffix = path.name.partition(".")
+        step = _step_of(name)
+        if step is None or suffix in ("tmp", "trash"):  # being written, or being deleted
+            continue
+        state = read_record(path / "state.json")
+        measures = state.get("validation")
+        yield SavedCheckpoint(
+            path.name,
+            step,
+            _modified(path),
+            suffix,
+            state.get("num_ranks"),
+            measures if isinstance(measures, dict) else {},
+        )
+
+
+def _step_of(name: str) -> int | None:
+    number = name.removeprefix("step_")
+    return int(number) if number.isdecimal() else None
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # deleted since it was found
+        return 0.0
+
+
+def _prepared(folder: Any) -> PreparedCorpus | None:
+    if not isinstance(folder, str):
+        return None
+    path = Path(folder)
+    picture, manifest = path / "lengths.png", read_record(path / "manifest.json")
+    source, target = (manifest.get(f"{side}_vocabulary") for side in ("source", "target"))
+    models: Record = manifest["tokenizer"] if isinstance(manifest.get("tokenizer"), dict) else {}
+    return PreparedCorpus(
+        path,
+        read_record(path / "report.json"),
+        manifest.get("digest"),
+        picture.read_bytes() if picture.is_file() else None,
+        (source, target) if isinstance(source, int) and isinstance(target, int) else None,
+        (models["source_sha256"], models["target_sha256"]) if "source_sha256" in models else None,
+        manifest["recipe"].get("validation") if isinstance(manifest.get("recipe"), dict) else None,
+    )

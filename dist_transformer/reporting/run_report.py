@@ -1,0 +1,129 @@
+"""The report of one run: its page and its pictures, with attention maps drawn by the newest model."""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dist_transformer.errors import UserError
+from dist_transformer.files import replacing
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.outputs import write_output, writing
+
+if TYPE_CHECKING:  # at run time only where something is drawn
+    from dist_transformer.reporting.attention import SentenceAttention
+    from dist_transformer.reporting.run_history import RunStory
+
+
+log = logging.getLogger(__name__)
+
+
+MOST_SENTENCES = 3
+"""Whose attention is drawn."""
+
+
+LONGEST_CHARACTERS = 160
+"""Of a sentence that is chosen for its attention: a longer one has more pieces than a picture can name."""
+
+
+LARGEST_AT_END_BYTES = 200_000_000
+"""Of metrics.jsonl, for a report at the end of a run, when all ranks and their GPUs wait for it: 240 MB took 12 s."""
+
+
+def report_after_training(run_dir: RunDir) -> bool:
+    """Pictures and page at the end of a run (rank 0); whether they were written.
+
+    Whatever fails is a warning: the run is over and saved. A history that takes long to read is left to people.
+    """
+    size = run_dir.metrics.stat().st_size if run_dir.metrics.is_file() else 0
+    if size > LARGEST_AT_END_BYTES:
+        megabytes, command = size / 1e6, f"dist-transformer report {run_dir.path}"
+        log.info("report     not drawn now, %s has %.0f MB: %s", run_dir.metrics.name, megabytes, command)
+        return False
+    for with_attention in (True, False):
+        try:
+            write_run_report(run_dir, with_attention=with_attention)
+            return True
+        except Exception as error:  # noqa: BLE001  (drawing must not turn a finished run into a failed one)
+            log.warning("%s was not written: %s: %s", run_dir.report, type(error).__name__, error)
+    return False
+
+
+def write_run_report(
+    run_dir: RunDir,
+    output: Path | None = None,
+    sentences: Sequence[str] | None = None,
+    *,
+    with_attention: bool = True,
+) -> Path:
+    """Writes the page about a run, and without `output` its pictures too; returns where the page is.
+
+    Args:
+        output: default: report.html in the run folder.
+        sentences: whose attention is drawn; None: the shortest of the fixed samples.
+
+    Raises:
+        UserError: the page cannot be written there, or `sentences` are given and there is no model to translate them.
+    """
+    from dist_transformer.reporting.page import drawn, run_page
+    from dist_transformer.reporting.run_history import read_story
+
+    story = read_story(run_dir)
+    maps, note = _attention(story, sentences) if with_attention else ([], "Left out with --no-attention.")
+    attention = drawn(maps)
+    page = run_page(story, attention, note)
+    if output is None:
+        with writing(run_dir.figures):
+            write_figures(story, [data for _, data in attention])
+    write_output(output or run_dir.report, page)
+    return output or run_dir.report
+
+
+def write_figures(story: "RunStory", attention: Sequence[bytes]) -> None:
+    """The pictures of a run as files: curves.png, attention_1.png ..., lengths.png. Older ones are replaced."""
+    from dist_transformer.reporting.charts import marks_of, panels_of
+    from dist_transformer.reporting.figures import curves_png
+
+    folder = story.run_dir.figures
+    folder.mkdir(exist_ok=True)
+    if panels := panels_of(story):
+        curves_png(panels, marks_of(story), folder / "curves.png", story.name)
+    for number, data in enumerate(attention, start=1):
+        _write_bytes(folder / f"attention_{number}.png", data)
+    if story.prepared and story.prepared.picture:
+        _write_bytes(folder / "lengths.png", story.prepared.picture)
+
+
+def _attention(story: "RunStory", sentences: Sequence[str] | None) -> tuple[list["SentenceAttention"], str]:
+    """The maps of chosen sentences, or why there are none."""
+    if sentences is not None:
+        return _maps(story.run_dir, list(sentences)), ""
+    chosen = _chosen(story)
+    if not chosen:
+        return [], "No fixed sample sentences to draw the attention of; give some with --sentences."
+    if not story.run_dir.model.is_dir():
+        return [], "Not drawn: the run has not written its model yet, which it does at its end."
+    try:
+        return _maps(story.run_dir, chosen), ""
+    except UserError as error:
+        return [], f"Not drawn: {error}"
+
+
+def _maps(run_dir: RunDir, sentences: list[str]) -> list["SentenceAttention"]:
+    from dist_transformer.decoding.loaded_model import model_folder_of
+    from dist_transformer.reporting.attention_maps import attention_of  # imports torch
+
+    return attention_of(model_folder_of(run_dir.path), sentences)
+
+
+def _chosen(story: "RunStory") -> list[str]:
+    """Fixed samples that a picture can show: the first ones that are not too long."""
+    from dist_transformer.reporting.samples import fixed_sentences
+
+    sources = dict.fromkeys(sentence.source for sentence in fixed_sentences(story))
+    return [source for source in sources if 0 < len(source.strip()) <= LONGEST_CHARACTERS][:MOST_SENTENCES]
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)

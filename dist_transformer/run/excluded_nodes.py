@@ -1,0 +1,46 @@
+"""Nodes that a run keeps away from by itself, since the preflight found them bad.
+
+Few at most, and never so many that the partition could no longer run the job: a fault of the program must not be taken
+for one of the cluster.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.files import read_json, write_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.records import read_record
+
+
+def excluded_nodes(run_dir: RunDir) -> dict[str, str]:
+    """The nodes and the reason for each; none before there was one."""
+    return {node: reason for node, reason in read_record(run_dir.excluded).items() if isinstance(reason, str)}
+
+
+def exclude(run_dir: RunDir, found: Mapping[str, str], num_nodes: int, num_spare: int) -> dict[str, str]:
+    """Adds nodes with their reasons, the first ones first; returns those that were added.
+
+    Over all attempts of a run a tenth of its nodes are excluded at most, one if it has fewer than ten, and never more
+    than the partition has to spare.
+
+    Args:
+        num_nodes: nodes of the job.
+        num_spare: further nodes that could serve it.
+    """
+    before = excluded_nodes(run_dir)
+    room = min(max(1, num_nodes // 10) - len(before), num_spare)
+    new = [node for node in found if node not in before][: max(0, room)]
+    if new:
+        write_json(run_dir.excluded, {**before, **{node: found[node] for node in new}})
+    return {node: found[node] for node in new}
+
+
+def reasons_of_preflight(report: Path) -> dict[str, str]:
+    """The nodes that a preflight wants excluded, each with what was wrong with it."""
+    found: dict[str, Any] = read_json(report)
+    reasons: dict[str, list[str]] = {node: [] for node in found["exclude"]}
+    for outlier in found["outliers"]:
+        if outlier["node"] in reasons:
+            reasons[outlier["node"]].append(outlier["text"])
+    return {node: "preflight: " + ("; ".join(texts) or "no answer") for node, texts in reasons.items()}

@@ -1,0 +1,191 @@
+"""The lock of a run folder: only one job works on it, and one that was started twice is told who does.
+
+The lock is that of the file system (flock). Across machines some file systems do not keep it, or keep it for a machine
+that is gone; so the holder also writes down who it is, in `owner.json`, and touches that file every few seconds.
+"""
+
+import errno
+import os
+import platform
+import secrets
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import filelock
+
+from dist_transformer.errors import EXIT_USER_ERROR, MachineError, UserError
+from dist_transformer.files import file_clock, read_json, write_json
+from dist_transformer.run.folder import RunDir
+
+BEAT_SECONDS = 5.0
+STALE_BEATS = 6
+"""A holder that has not touched its file for so many beats is taken for dead."""
+
+
+class RunLock:
+    """`acquire`, train, `release`. A process that dies in between leaves a lock that the next one takes over.
+
+    Args:
+        wait_seconds: how long a lock that is held is waited for; a rank that was killed may hold it for a moment.
+    """
+
+    def __init__(self, run_dir: RunDir, wait_seconds: float = 20.0, beat_seconds: float = BEAT_SECONDS) -> None:
+        self._owner, self._wait_seconds, self._beat_seconds = run_dir.owner, wait_seconds, beat_seconds
+        self._folder = run_dir.path
+        self._lock = filelock.FileLock(run_dir.lock, fallback_to_soft=False)
+        self._record = {**_who(), "token": secrets.token_hex(8), "started": round(time.time(), 3)}
+        self._released = threading.Event()
+        self._beating = threading.Lock()
+
+    def acquire(self) -> None:
+        """Takes the lock and begins the heartbeat.
+
+        Raises:
+            UserError: another job works on the folder.
+            MachineError: an earlier attempt of this job does, or the lock outlives its holder.
+        """
+        try:
+            self._lock.acquire(timeout=self._wait_seconds)
+        except filelock.Timeout:
+            raise self._refusal() from None
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+                raise  # else the disk keeps no locks, and the heartbeat alone decides
+        if self._is_held_from_elsewhere():
+            self._lock.release()
+            raise self._refusal()
+        write_json(self._owner, self._record)
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def release(self) -> None:
+        """At an orderly end: the folder is free for the next."""
+        with self._beating:
+            self._released.set()
+            if self._holder().get("token") in (None, self._record["token"]):  # else it was taken over
+                with suppress(OSError):
+                    self._owner.unlink(missing_ok=True)
+        self._lock.release()
+
+    def has_fresh_owner_elsewhere(self) -> bool:
+        """Whether a process on another machine, which this one's lock may not keep out, gave a sign of life just now."""
+        holder, age = self._holder(), self._seconds_since_beat()
+        is_here = holder.get("boot") == _boot()  # one kernel: its lock is the truth
+        return bool(holder) and not is_here and age is not None and age < STALE_BEATS * self._beat_seconds
+
+    def _beat(self) -> None:
+        while not self._released.wait(self._beat_seconds):
+            with self._beating, suppress(OSError):  # a disk that is away; the next beat tries again
+                if not self._released.is_set():
+                    self._touch(self._read())
+
+    def _touch(self, holder: dict[str, Any]) -> None:
+        """A sign of life. A file that was removed or damaged is written again: without it nobody seems to work here."""
+        if not holder and self._folder.is_dir():  # a folder that is gone is not made anew, maybe below a lost mount
+            write_json(self._owner, self._record)
+        elif holder and holder["token"] != self._record["token"]:
+            _leave(f"{self._folder}: {_name(holder)} has taken over this run folder")
+        else:
+            os.utime(self._owner)
+
+    def _is_held_from_elsewhere(self) -> bool:
+        """Whether a process on another machine is alive that the file system's lock did not keep out."""
+        holder = self._holder()
+        if not holder or (self._lock.is_locked and holder["boot"] == _boot()):  # one kernel: its lock is the truth
+            return False
+        seen = self._owner.stat().st_mtime
+        while (age := self._seconds_since_beat()) is not None and age < STALE_BEATS * self._beat_seconds:
+            time.sleep(self._beat_seconds / 5)
+            with suppress(FileNotFoundError):
+                if self._owner.stat().st_mtime != seen:
+                    return True
+        return False
+
+    def _refusal(self) -> UserError:
+        holder, age = self._holder(), self._seconds_since_beat()
+        if not holder or age is None:
+            return MachineError(
+                f"{self._folder}: another process has locked this run folder for more than {self._wait_seconds:g} s, and "
+                "does not say who it is; end it, or give this run another run.name"
+            )
+        name = f"{_name(holder)} works on this run folder (its last sign of life is {age:.0f} s old)"
+        if age >= STALE_BEATS * self._beat_seconds:
+            return MachineError(
+                f"{self._folder}: {name}: it is dead or frozen, but its lock is not free yet; start again when its node is "
+                "up or known to be down"
+            )
+        if holder["job"] is not None and holder["job"] == os.environ.get("SLURM_JOB_ID"):
+            return MachineError(f"{self._folder}: {name}: an earlier attempt of this job that has not ended yet")
+        return UserError(
+            f"{self._folder}: {name}; a run folder is for one job at a time. Wait for that one or stop it, or give this "
+            "run another run.name"
+        )
+
+    def _holder(self) -> dict[str, Any]:
+        try:
+            return self._read()
+        except OSError:
+            return {}
+
+    def _read(self) -> dict[str, Any]:
+        """The record of the holder; empty where there is none, or nothing of ours."""
+        try:
+            record = read_json(self._owner)
+        except (FileNotFoundError, ValueError):
+            return {}
+        return record if isinstance(record, dict) and self._record.keys() <= record.keys() else {}
+
+    def _seconds_since_beat(self) -> float | None:
+        """By the clock of the file system, as those of two machines may differ; None without a holder."""
+        try:
+            return file_clock(self._folder) - self._owner.stat().st_mtime
+        except FileNotFoundError:
+            return None
+
+
+@contextmanager
+def while_nobody_trains(run_dir: RunDir) -> Iterator[bool]:
+    """Keeps everybody from starting in the folder for a moment; False: somebody trains there, or it cannot be told."""
+    lock = filelock.FileLock(run_dir.lock, fallback_to_soft=False)
+    try:
+        lock.acquire(timeout=0)
+    except (filelock.Timeout, OSError):
+        yield False
+        return
+    try:
+        yield not RunLock(run_dir).has_fresh_owner_elsewhere()
+    finally:
+        lock.release()
+
+
+def _who() -> dict[str, Any]:
+    return {
+        "host": platform.node(),
+        "boot": _boot(),
+        "pid": os.getpid(),
+        "job": os.environ.get("SLURM_JOB_ID"),
+        "attempt": int(os.environ.get("SLURM_RESTART_COUNT", "0")),
+    }
+
+
+def _name(holder: dict[str, Any]) -> str:
+    job = f"job {holder['job']} (attempt {holder['attempt']})" if holder["job"] is not None else "a process"
+    return f"{job} with pid {holder['pid']} on {holder['host']}"
+
+
+def _boot() -> str:
+    """Which start of which machine this is."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return platform.node()
+
+
+def _leave(message: str) -> None:
+    """Two jobs that write one run folder would ruin it: the one that has lost it ends at once, and is not requeued."""
+    print(f"{message}; this process ends", file=sys.stderr, flush=True)
+    os._exit(EXIT_USER_ERROR)

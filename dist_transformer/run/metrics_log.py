@@ -1,0 +1,138 @@
+"""JSON lines that a run appends to: metrics.jsonl and audit.jsonl, the local truth that every tracker reads.
+
+    {"event": "train", "step": 50, "time": 1767225600.125, "loss": 9.01, "learning_rate": 1.7e-05}
+    {"event": "validation", "step": 50, "time": 1767225603.5, "loss": 8.87, "bleu": 0.1}
+
+A line is whole or recognisably torn (no newline at its end). NaN and infinities are the strings "nan", "inf", "-inf",
+because JSON has no such numbers; they are read back as floats.
+"""
+
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from dist_transformer.files import replacing
+from dist_transformer.run.records import records_of
+
+logger = logging.getLogger(__name__)
+
+Value = float | int | str
+BLOCK_BYTES = 1 << 16
+FIELDS = ("event", "step", "time")
+"""Of every record; what else it has are its values."""
+NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+class MetricsLog:
+    """Rank 0's append-only file of records. Opening it removes a line torn by a crash: no record is glued to it.
+
+    Args:
+        echo: each record is written there too.
+    """
+
+    def __init__(self, path: Path, echo: TextIO | None = None) -> None:
+        self.path, self._echo = path, echo
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def append(self, event: str, step: int, values: Mapping[str, Any]) -> None:
+        """Write one record and hand it to the operating system: a killed process does not lose it.
+
+        What a full disk does not take is kept, and written with a later record.
+        """
+        head: dict[str, Any] = {"event": event, "step": step, "time": round(time.time(), 3)}
+        assert head.keys().isdisjoint(values), f"a value is named like a field of every record: {sorted(values)}"
+        line = encode(head | dict(values))
+        self._say(line)
+        try:
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            logger.warning("%s: %s; its records are kept in memory until there is space again", self.path, error)
+
+    def rewind(self, last: int, field: str = "step") -> None:
+        """Drop the records beyond `last`: a run that resumes there writes them again, and none is there twice."""
+        self.close()
+        if any(record.get(field, 0) > last for record in read_records(self.path)):
+            with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as kept:
+                kept.writelines(encode(record) for record in read_records(self.path) if record.get(field, 0) <= last)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        """What a full disk does not take now is lost, with a warning."""
+        try:
+            self._file.close()
+        except OSError as error:
+            logger.warning("%s: %s; its last records are lost", self.path, error)
+
+    def _say(self, line: str) -> None:
+        if self._echo is not None:
+            try:
+                print(line, end="", file=self._echo, flush=True)
+            except OSError:  # its reader has gone
+                self._echo = None
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of `path`, oldest first; none when it is no file. Torn and damaged lines are left out."""
+    for record, _ in read_records_from(path, 0):
+        yield record
+
+
+def read_records_from(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
+    """The records after byte `offset`, each with the offset behind it: where the next reading may begin."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        file.seek(offset)
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            offset += len(line)
+            record = _decode(line)
+            if record is None:
+                logger.warning("%s: the line that ends at byte %d is damaged and left out", path, offset)
+            else:
+                yield record, offset
+
+
+def remove_torn_line(path: Path) -> None:
+    """Cut `path` behind its last newline: what follows was never wholly written."""
+    if not path.exists():
+        return
+    with path.open("rb+") as file:
+        size = whole = file.seek(0, os.SEEK_END)
+        while whole:
+            start = max(0, whole - BLOCK_BYTES)
+            file.seek(start)
+            newline = file.read(whole - start).rfind(b"\n")
+            whole = start if newline < 0 else start + newline + 1
+            if newline >= 0:
+                break
+        if whole < size:
+            file.truncate(whole)
+
+
+def encode(record: Mapping[str, Any]) -> str:
+    """One record as one line; of a path that is no UTF-8, a `?` for what no reader could take."""
+    plain = {key: _encodable(value) for key, value in record.items()}
+    return json.dumps(plain, ensure_ascii=False, allow_nan=False).encode(errors="replace").decode() + "\n"
+
+
+def _encodable(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    return value
+
+
+def _decode(line: bytes) -> dict[str, Any] | None:
+    record = next(records_of([line]), {})
+    if "event" not in record:
+        return None
+    return {key: NOT_FINITE.get(value, value) if isinstance(value, str) else value for key, value in record.items()}

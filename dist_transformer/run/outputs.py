@@ -1,0 +1,185 @@
+"""Where a verb may write. Nothing that a person has is removed or written over.
+
+The rule, for every verb: a path where nothing is, or an empty folder or file, is free. What is there and is known by its
+label as this program's, and of the kind that is to be written, is replaced; files of others in it stay. All else is
+refused, before anything is computed. Devices and pipes are written to, as any program does.
+"""
+
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from dist_transformer.config.yaml_positions import read_yaml
+from dist_transformer.errors import ConfigError, MachineError, UserError
+from dist_transformer.files import MISPLACED, write_text
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.records import read_record
+
+STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")
+"""Names of what is open already, whatever it is: a redirected standard output is a regular file."""
+SECTIONS = {"run", "data", "tokenizer", "model", "optimizer", "training"}
+"""Of a configuration, all of which stand in the one that a run keeps; a person gives a few."""
+NAMES_SHOWN = 3
+
+
+def never(_: Path) -> bool:
+    """For a kind of which nothing that is there may be replaced."""
+    return False
+
+
+def check_output(path: Path, kind: str, is_own: Callable[[Path], bool] = never, *, is_file: bool = False) -> None:
+    """Refuses a path that may not be written, before anything is computed for it.
+
+    Args:
+        kind: what is to be written, as "a model folder".
+        is_own: whether what is there is known by its label as such a thing of this program.
+        is_file: whether a file is written, for which a folder is no place; else a folder is.
+
+    Raises:
+        UserError: something else is there, it lies among the checkpoints of a run, or nothing can be written there.
+        MachineError: the disk fails.
+    """
+    with writing(path):
+        try:
+            found = path.stat()
+        except FileNotFoundError:
+            found = None
+        if found is not None and not is_stream(path) and not _is_free(path, found, is_file) and not is_own(path):
+            own = "" if is_own is never else f", an empty one or {kind} of this program"
+            raise UserError(
+                f"{path}: is there already ({_what_is_there(path, found)}), expected a new path{own}: it is not written "
+                "over; give another path, or move it away"
+            )
+        if found is None or not is_stream(path):
+            _refuse_among_checkpoints(path)
+            real = Path(os.path.realpath(path))
+            folder = next(folder for folder in (real, *real.parents) if folder.is_dir())
+            try:
+                tempfile.TemporaryFile(dir=folder).close()  # as root, and on some disks, nothing else tells
+            except OSError as error:
+                error.filename = str(folder)
+                raise
+
+
+def is_stream(path: Path) -> bool:
+    """Whether the path is a device, a pipe or what is open already: written to, and never replaced."""
+    return str(path.absolute()).startswith(STREAMS) or (
+        os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
+    )
+
+
+def write_output(path: Path, text: str) -> None:
+    """Writes text to a path that a person gave: a file whole or not at all, through links; a device or a pipe as it is.
+
+    Raises:
+        UserError: nothing can be written at this path.
+        MachineError: the disk is full, or fails.
+    """
+    with writing(path):
+        if is_stream(path):
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_text(Path(os.path.realpath(path)), text)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """For what writes `path`: an error of the system in the block becomes one of ours, unless it is of a file elsewhere.
+
+    Raises:
+        UserError: nothing can be written at this path.
+        MachineError: the disk is full, or fails.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None and not _are_near(Path(os.fsdecode(error.filename)), path):
+            raise
+        if is_misplaced(error):
+            raise UserError(
+                f"{path}: cannot be written ({error}): expected a path to write to; give another"
+            ) from error
+        raise MachineError(
+            f"{path}: cannot be written ({error}): make room, or wait for the disk, and start again"
+        ) from error
+
+
+def is_misplaced(error: BaseException) -> bool:
+    """Whether it is an error of a path, which a person mends, and none of the machine."""
+    return isinstance(error, OSError) and error.errno in MISPLACED
+
+
+def told(error: OSError) -> UserError:
+    """An error of the system as one of ours, for a message: a path that a person mends, or a fault of the machine."""
+    place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    if is_misplaced(error):
+        return UserError(
+            f"{place}{error.strerror}: expected a path that exists, is of the right kind and is open to this user; give "
+            "another, or mend this one"
+        )
+    return MachineError(
+        f"{place}{error.strerror or error}: a fault of the disk or of the machine; start again when it is mended"
+    )
+
+
+def check_run_folder(run_dir: RunDir) -> None:
+    """Refuses a folder that a run would be written into, and which holds such files of somebody else's.
+
+    Raises:
+        UserError: something there would be written over, and nothing tells that it is a run's; or has no room for the run.
+    """
+    if os.path.exists(run_dir.checkpoints) and not run_dir.checkpoints.is_dir():
+        raise UserError(f"{run_dir.checkpoints}: is a file, expected the folder of checkpoints: move it away")
+    changed = [run_dir.config, run_dir.state, run_dir.metrics, run_dir.samples, run_dir.audit, run_dir.divergence]
+    changed += [run_dir.submitted_script, run_dir.job, run_dir.snapshot]
+    there = [str(path.relative_to(run_dir.path)) for path in changed if path.exists() and path.stat().st_size]
+    if there and not is_own_run(run_dir):
+        raise UserError(
+            f"{run_dir.path}: holds {', '.join(there)}, but is no run folder (no run.json or config.yaml that this program "
+            "wrote): nothing in it is written over; give another run.name or run.root, or move it away"
+        )
+
+
+def is_own_run(run_dir: RunDir) -> bool:
+    """Whether this program wrote the folder, as its files tell."""
+    notes = read_record(run_dir.state).keys() | read_record(run_dir.job).keys()
+    is_begun = any(run_dir.checkpoints.glob("step_*")) or (run_dir.snapshot / "dist_transformer").is_dir()
+    if is_begun or notes & {"run_id", "state", "job_id"}:
+        return True
+    try:
+        return run_dir.config.is_file() and read_yaml(run_dir.config).values.keys() >= SECTIONS
+    except ConfigError:
+        return False
+
+
+def _is_free(path: Path, found: os.stat_result, is_file: bool) -> bool:
+    """Whether it is empty, and of the right kind."""
+    if stat.S_ISDIR(found.st_mode):
+        return not is_file and not any(path.iterdir())
+    return is_file and found.st_size == 0
+
+
+def _what_is_there(path: Path, found: os.stat_result) -> str:
+    if not stat.S_ISDIR(found.st_mode):
+        return f"a file of {found.st_size:,} bytes"
+    names = sorted(entry.name for entry in path.iterdir())
+    return f"a folder with {', '.join(names[:NAMES_SHOWN])}{', ...' if len(names) > NAMES_SHOWN else ''}"
+
+
+def _refuse_among_checkpoints(path: Path) -> None:
+    real = Path(os.path.realpath(path))
+    for folder in (real, *real.parents):
+        run_dir = RunDir(folder.parent)
+        if folder == run_dir.checkpoints and run_dir.config.is_file():
+            raise UserError(
+                f"{path}: lies among the checkpoints of a run, which are kept for resumes; give another path"
+            )
+
+
+def _are_near(other: Path, path: Path) -> bool:
+    """Whether `other` is `path`, beside or below it, or a folder above it."""
+    other, path = Path(os.path.abspath(other)), Path(os.path.abspath(path))  # without ".."
+    return other.is_relative_to(path.parent) or path.is_relative_to(other)

@@ -1,0 +1,83 @@
+"""What a run folder that has trained already allows: its checkpoints are of one model and one order of the data.
+
+The keys of `recipe_settings` are those of the `recipe` in a checkpoint's state.json. What only training can know, the
+digests of the corpus and of the tokenizer, is compared there.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from dist_transformer.config.schema import Config
+from dist_transformer.config.slurm_schema import Stage
+from dist_transformer.run.attempts import newest_checkpoint
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.records import read_record
+
+MODEL_FREE = {"preset", "dropout", "layer_drop", "attention_gain"}
+"""Settings of the model that a resume may find changed: how the training of it goes, and how its first weights are drawn."""
+
+
+def recipe_settings(config: Config) -> dict[str, Any]:
+    """The settings that a resume must find unchanged, by their keys: the shape of the model and the order of the data."""
+    model = config.model.model_dump(exclude=MODEL_FREE)
+    data = config.data.model_dump(include={"lanes", "max_tokens", "window_rows", "batch_shapes"})
+    return {
+        **{f"model.{key}": value for key, value in model.items()},
+        **{f"data.{key}": value for key, value in data.items()},
+        "run.seed": config.run.seed,
+        "tokenizer.sampling": config.tokenizer.sampling,
+    }
+
+
+def recipe_of_checkpoint(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint says it was trained with, as far as it is compared; settings that are younger than it with what
+    then was the only value."""
+    free = {f"model.{name}" for name in MODEL_FREE}
+    return {
+        "model.norm_type": "layer",
+        "model.activation": "relu",
+        "model.positions": "learned" if recipe.get("model.max_positions") else "sinusoidal",
+        "model.output_bias": False,
+        "model.final_norm": None,
+        **{key: value for key, value in recipe.items() if key not in free},
+    }
+
+
+def checkpoint_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
+    """Settings that the newest checkpoint was not made with, and that it cannot be gone on with."""
+    newest = newest_checkpoint(run_dir)
+    before = read_record(run_dir.checkpoints / newest / "state.json").get("recipe") if newest else None
+    if not before:
+        return
+    before = recipe_of_checkpoint(before)
+    now = recipe_settings(config)
+    if now["data.max_tokens"] == "auto":  # it stays the number that was found
+        del now["data.max_tokens"]
+    if before.get("data.lanes") == config.data.reslice_from:
+        del now["data.lanes"]
+    changed = [key for key in sorted(now) if before.get(key) != now[key]]
+    if changed:
+        changes = ", ".join(f"{key}: {before.get(key)} -> {now[key]}" for key in changed)
+        reslice = f", set data.reslice_from={before['data.lanes']}" if changed == ["data.lanes"] else ""
+        yield (
+            f"run folder {run_dir.path}: its checkpoint {newest} cannot be gone on with: {changes}; put "
+            f"{'it' if len(changed) == 1 else 'them'} back{reslice}, or choose another run.name"
+        )
+
+
+def stage_problems(config: Config, run_dir: RunDir, stages: Sequence[Stage], after: Sequence[str]) -> Iterator[str]:
+    """Stages that would find nothing to do or nothing to begin with."""
+    if "evaluate" in stages and config.data.test is None:
+        yield "data.test: is not given, and the stage evaluate scores it; give it, or leave the stage out"
+    if "train" in stages:
+        run = read_record(run_dir.state)
+        step, max_steps = int(run.get("step", 0)), config.training.max_steps
+        if run.get("state") == "finished" and max_steps is not None and step >= max_steps:
+            yield (
+                f"{run_dir.path}: is finished at step {step} of {max_steps}; give a larger training.max_steps to go on"
+            )
+    elif {"average", "evaluate"} & {*stages} and not (after or newest_checkpoint(run_dir) or run_dir.model.is_dir()):
+        yield (
+            f"run folder {run_dir.path}: has neither a checkpoint nor model/, so --stages {','.join(stages)} would find "
+            "nothing; put train before them, or name with --after the job that trains it"
+        )

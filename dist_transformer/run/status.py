@@ -1,0 +1,139 @@
+"""What a run says of itself in its files, read while it works; changes nothing, and needs no Slurm."""
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.config.credentials import without_credentials
+from dist_transformer.config.loading import load_config
+from dist_transformer.config.schema import Config
+from dist_transformer.errors import UserError
+from dist_transformer.files import modified, read_json
+from dist_transformer.run.attempts import attempts, newest_checkpoint
+from dist_transformer.run.excluded_nodes import excluded_nodes
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.records import read_record, records_of_training, sound
+
+SILENT_SECONDS = 60
+"""A heartbeat comes every 5 seconds; one older than this means that nobody works on the run, or that its disk is away."""
+
+SPEED_RECORDS = 50
+"""The speed is that of so many of the newest records at most."""
+
+
+@dataclass(frozen=True)
+class RunView:
+    """One look at a run. Times are unix seconds; None or {}: the run has not written it (yet).
+
+    Attributes:
+        state: of run.json: starting, running, stopped, finished, failed; pending in its place while its job waits.
+        newest: the newest record of training in metrics.jsonl.
+        seconds_to_last_step: at the speed of the newest records.
+        set_aside: names of checkpoints that were damaged, or that diverged.
+        owner: who trains: host, pid, job; its heartbeat is `heartbeat_time`.
+        last_end: how the newest attempt that has ended did so.
+    """
+
+    run_dir: RunDir
+    state: str | None
+    step: int
+    max_steps: int | None
+    starts: int
+    newest: dict[str, Any]
+    seconds_to_last_step: float | None
+    checkpoint: str | None
+    checkpoint_time: float | None
+    set_aside: list[str]
+    owner: dict[str, Any]
+    heartbeat_time: float | None
+    last_end: dict[str, Any]
+    excluded: dict[str, str]
+    divergences: list[dict[str, Any]]
+    mlflow_run_id: str | None
+    mlflow_uri: str | None
+
+    def is_alive(self, now: float) -> bool:
+        """Whether a rank has given a sign of life within the last SILENT_SECONDS."""
+        return self.heartbeat_time is not None and now - self.heartbeat_time <= SILENT_SECONDS
+
+
+def look_at(run_dir: RunDir) -> RunView:
+    """Reads a run's files. What is damaged or being written is left out."""
+    run, owner = read_record(run_dir.state), read_record(run_dir.owner)
+    config, tracking = _config(run_dir), read_record(run_dir.tracking)
+    began = float(owner.get("started", 0.0))
+    records = newest_records(run_dir, began)
+    newest = records[0] if records else next(iter(newest_records(run_dir)), {})
+    step = max(int(run.get("step", 0)), int(newest.get("step", 0)))
+    max_steps = config.training.max_steps if config else None
+    checkpoint = None
+    with suppress(OSError):  # one that may not be looked into
+        checkpoint = newest_checkpoint(run_dir)
+    return RunView(
+        run_dir=run_dir,
+        state=run.get("state"),
+        step=step,
+        max_steps=max_steps,
+        starts=int(run.get("starts", 0)),
+        newest=newest,
+        seconds_to_last_step=_seconds_to_end(records, step, max_steps),
+        checkpoint=checkpoint,
+        checkpoint_time=_mtime(run_dir.checkpoints / checkpoint) if checkpoint else None,
+        set_aside=_set_aside(run_dir),
+        owner=owner,
+        heartbeat_time=_mtime(run_dir.owner) if owner else None,
+        last_end=next((r for r in reversed([*attempts(run_dir)]) if r.get("event") == "ended"), {}),
+        excluded=excluded_nodes(run_dir),
+        divergences=_divergences(run_dir),
+        mlflow_run_id=tracking.get("run_id"),
+        mlflow_uri=without_credentials(tracking["uri"]) if tracking.get("uri") else None,
+    )
+
+
+def newest_records(run_dir: RunDir, since: float = 0.0) -> list[dict[str, Any]]:
+    """The newest records of training, newest first, not older than `since`."""
+    records = (r for r in records_of_training(run_dir.metrics) if r["time"] >= since)
+    return list(islice(records, SPEED_RECORDS))
+
+
+def _seconds_to_end(records: Sequence[dict[str, Any]], step: int, max_steps: int | None) -> float | None:
+    """Pauses for validation and saving are part of the speed."""
+    if len(records) < 2 or max_steps is None:
+        return None
+    steps, seconds = records[0]["step"] - records[-1]["step"], records[0]["time"] - records[-1]["time"]
+    return (max_steps - step) * seconds / steps if steps > 0 else None
+
+
+def _mtime(path: Path) -> float | None:
+    """By this machine's clock, which ages are told by. None: the run has removed it since it was found."""
+    try:
+        return modified(path)
+    except OSError:
+        return None
+
+
+def _set_aside(run_dir: RunDir) -> list[str]:
+    try:
+        names = [path.name for path in run_dir.checkpoints.iterdir()]
+    except OSError:
+        return []
+    return sorted(name for name in names if re.fullmatch(r"step_\d+\.(damaged|diverged)", name))
+
+
+def _config(run_dir: RunDir) -> Config | None:
+    try:
+        return load_config(run_dir.config, check_files=False)
+    except (UserError, OSError):
+        return None
+
+
+def _divergences(run_dir: RunDir) -> list[dict[str, Any]]:
+    try:
+        events = read_json(run_dir.divergence)
+    except (OSError, ValueError):
+        return []
+    return [sound(event) for event in events if isinstance(event, dict)] if isinstance(events, list) else []

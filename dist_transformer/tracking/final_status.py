@@ -1,0 +1,56 @@
+"""Tells MLflow how a start of a run ended that could not say so itself: it was killed, or its node is gone."""
+
+import importlib
+from pathlib import Path
+
+from dist_transformer.config.credentials import without_credentials
+from dist_transformer.config.schema import TrackingConfig
+from dist_transformer.errors import UserError
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import read_records, read_records_from
+from dist_transformer.tracking.background_shipper import BackgroundShipper
+from dist_transformer.tracking.outbox import add_event
+from dist_transformer.tracking.shipper import Shipper
+from dist_transformer.tracking.tracker import memory_of, target_of, uid_of
+
+_DOOR = "dist_transformer.tracking.mlflow_client"
+
+
+def status_said(run_dir: RunDir) -> str | None:
+    """The status that MLflow was told last, or will be as soon as it answers; None: the run was never followed."""
+    said = None
+    for event in read_records(run_dir.tracking_events):
+        if event["event"] in ("start", "status"):
+            said = str(event.get("status", "RUNNING"))
+    return said
+
+
+def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store: Path, seconds: float) -> str | None:
+    """Sets the status, and sends all that has not arrived, for at most so many seconds; why not, if it did not.
+
+    Nobody may train in the run folder meanwhile. What did not arrive stays there for the next start, or `sync`.
+
+    Raises:
+        OSError: the run folder cannot be written.
+    """
+    try:
+        target, memory = target_of(settings, run_dir, default_store), memory_of(run_dir, run_dir.name, uid_of(run_dir))
+    except UserError as error:  # of the variable; who asks for something else shall have that
+        return str(error)
+    address = without_credentials(target.uri)
+    if memory.is_followed_elsewhere(address):
+        return f"the run is followed at {memory.uri}, and here tracking.uri or MLFLOW_TRACKING_URI name {address}"
+    if status_said(run_dir) != status:
+        add_event(run_dir.tracking_events, "status", {"status": status})
+    if has_arrived(run_dir):
+        return None
+    importlib.import_module(_DOOR)  # seconds on a busy machine, which are not the server's
+    shipper = BackgroundShipper(Shipper(run_dir, target, memory))
+    shipper.start()
+    return None if shipper.close(seconds) else f"no answer; later: dist-transformer track sync {run_dir.path}"
+
+
+def has_arrived(run_dir: RunDir) -> bool:
+    """Whether MLflow has taken all that it was told of starts, checkpoints and ends."""
+    memory = memory_of(run_dir, run_dir.name, uid_of(run_dir))
+    return next(read_records_from(run_dir.tracking_events, memory.spool_offset), None) is None

@@ -1,0 +1,321 @@
+"""The only door to MLflow: thin calls of MlflowClient. Nothing here touches MLflow's fluent state (active run, global
+tracking address): its defaults block for minutes when the server is away, and its exit hooks set a wrong status.
+
+Every call raises ServerTrouble when the server is away or busy, ServerRefused when it will never take the data.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import sqlite3
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dist_transformer.config.credentials import without_secrets
+from dist_transformer.files import replacing
+from dist_transformer.tracking.messages import Point, files_of
+from dist_transformer.tracking.moved_store import follow_moved_artifacts
+from dist_transformer.tracking.outbox import Memory, NotValid, ServerRefused, ServerTrouble, Target, local_files_refused
+
+# By default MLflow tries for 4 minutes (server down) or 20 (frozen) and then raises; the shipper does the waiting.
+# A variable that is empty says as much as one that is not there.
+os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES") or "0"
+os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT") or "10"
+# Read when mlflow is imported: compute nodes often have no network, and a training run reports to its owner only.
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+# Else the end of a run prints the server's address, with the user and password that it may hold.
+os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+# Else a model gets the pyproject.toml of the folder that one happens to be in.
+os.environ.setdefault("MLFLOW_UV_AUTO_DETECT", "false")
+
+from filelock import FileLock
+from mlflow import MlflowClient
+from mlflow.entities import Metric, Param, Run, RunTag, ViewType
+from mlflow.exceptions import MlflowException
+from sqlalchemy.exc import SQLAlchemyError
+
+logger = logging.getLogger(__name__)
+
+# MLflow's own use of SQLAlchemy, said once into every training log; nothing its users can change.
+warnings.filterwarnings("ignore", message="The ``noload`` loader strategy is deprecated")
+
+RUN_UID_TAG = "dist_transformer.run_uid"
+REPLACES_TAG = "dist_transformer.replaces_run"
+NOTE_TAG, OUR_NOTE_TAG = "mlflow.note.content", "dist_transformer.note_sha256"
+TABLES_TAG = "mlflow.loggedArtifacts"
+REFUSALS = ("ENDPOINT_NOT_FOUND", "NOT_IMPLEMENTED", "RESOURCE_DOES_NOT_EXIST")
+KINDS_OF_ERRORS = {"INVALID_PARAMETER_VALUE": NotValid, **dict.fromkeys(REFUSALS, ServerRefused)}
+REFUSING_STATUSES = {400, 404, 405, 413}
+REMEDIES = {
+    "Invalid Host header": "start the server with --allowed-hosts 'NAME,NAME:*', NAME being the host of tracking.uri",
+    "CERTIFICATE_VERIFY_FAILED": "set MLFLOW_TRACKING_SERVER_CERT_PATH to a file with the certificate to be trusted",
+    r"code 40[13]|40[13] Client Error|UNAUTHENTICATED|PERMISSION_DENIED": "set MLFLOW_TRACKING_USERNAME and "
+    "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, to what the server accepts",
+    r"too many 5\d\d error responses": "the server's own log says why; perhaps its disk is full or its database is away",
+}
+"""By a sign in the answer."""
+_NO_SERVER = (
+    r"ConnectionPool\(host='(?P<host>[^']+)', port=(?P<port>\d+)\).*"
+    r"(?P<cause>Connection refused|No route to host|Name or service not known|Network is unreachable|timed out)"
+)
+METRICS_A_BATCH = 900
+"""The server takes 1,000."""
+PARAMETERS_A_BATCH = 100
+BEFORE_ALL = -1
+MOST_RUNS = 10_000
+"""Of one search; a sweep has 1,000."""
+LONGEST_KEY = 250
+LONGEST_PARAMETER = 500
+"""What every server takes; one that has a longer value finds all values whole in the artifact parameters.json."""
+LONGEST_TAG = 5000
+DATABASE_LOCK_SECONDS = 60
+ENDED = {"FINISHED", "FAILED", "KILLED"}
+
+Item = TypeVar("Item")
+
+
+class TrackedRun:
+    """One run on one server."""
+
+    def __init__(self, client: MlflowClient, run: Run) -> None:
+        self.client = client
+        self.run_id: str = run.info.run_id
+        self.experiment_id: str = run.info.experiment_id
+        self._newest_steps: dict[str, int] = {metric.key: metric.step for metric in run.data.to_proto().metrics}
+
+    def newest_step(self, event: str) -> int:
+        """Of the curves of this event, as it was when the run was opened; -1 without a point."""
+        steps = (step for key, step in self._newest_steps.items() if key.startswith(f"{event}/"))
+        return max(steps, default=BEFORE_ALL)
+
+    def log_points(self, points: Sequence[Point]) -> None:
+        """Send what is beyond the steps that the server had when the run was opened.
+
+        So no step is there twice after an answer that was lost on the way, even if training was set back meanwhile.
+        """
+        fresh = [point for point in points if point.step > self._newest_steps.get(valid_key(point.key), BEFORE_ALL)]
+        with translated_errors():
+            self._log_points(fresh, None)
+
+    def remove_doubles(self, run_uid: str) -> None:
+        """Delete empty runs with our tag: a request to make a run may be carried out after we gave it up."""
+        with translated_errors():
+            for run in self.client.search_runs([self.experiment_id], f"tags.`{RUN_UID_TAG}` = '{run_uid}'"):
+                if run.info.run_id != self.run_id and not run.data.metrics and not run.data.params:
+                    self.client.delete_run(run.info.run_id)
+
+    def log_parameters(self, parameters: Mapping[str, str]) -> None:
+        """Log new ones; a changed one becomes the tag param_drift.<key>: MLflow refuses to change parameters."""
+        cut = {valid_key(key): value[:LONGEST_PARAMETER] for key, value in parameters.items()}
+        with translated_errors():
+            stored = self.client.get_run(self.run_id).data.params
+            for chunk in chunks([Param(k, v) for k, v in cut.items() if k not in stored], PARAMETERS_A_BATCH):
+                self.client.log_batch(self.run_id, params=chunk, synchronous=True)
+        changed = {key: value for key, value in cut.items() if stored.get(key, value) != value}
+        self.set_tags({f"param_drift.{key}": f"{stored[key]} -> {value}" for key, value in changed.items()})
+
+    def log_long_parameters(self, parameters: Mapping[str, str]) -> None:
+        """All of them whole, as a file, where one was cut."""
+        if any(len(value) > LONGEST_PARAMETER for value in parameters.values()):
+            self.log_text(json.dumps(dict(parameters), indent=1, ensure_ascii=False), "parameters.json")
+
+    def set_tags(self, tags: Mapping[str, str]) -> None:
+        entities = [RunTag(valid_key(key), value[:LONGEST_TAG]) for key, value in tags.items()]
+        with translated_errors():
+            for chunk in chunks(entities, PARAMETERS_A_BATCH):
+                self.client.log_batch(self.run_id, tags=chunk, synchronous=True)
+
+    def set_status(self, status: str, time_ms: int) -> None:
+        """RUNNING, SCHEDULED (will go on), FINISHED, FAILED or KILLED; the last three with the time of the end."""
+        with translated_errors():
+            if status in ENDED:
+                self.client.set_terminated(self.run_id, status=status, end_time=time_ms)
+            else:
+                self.client.update_run(self.run_id, status=status)
+
+    def statuses_with_tag(self, tag: str, value: str) -> list[str]:
+        """The status of every run of the experiment that has this tag."""
+        with translated_errors():
+            found = self.client.search_runs([self.experiment_id], f"tags.`{tag}` = '{value}'", max_results=MOST_RUNS)
+            return [run.info.status for run in found]
+
+    def log_text(self, text: str, name: str) -> None:
+        with translated_errors(), local_files_refused(), artifact_errors():
+            self.client.log_text(self.run_id, text, name)
+
+    def log_table(self, rows: Iterable[Sequence[Any]], columns: Sequence[str], name: str) -> None:
+        """Replace the table `name` (.json) as a whole: MLflow's own log_table would append to it."""
+        self.log_text(json.dumps({"columns": columns, "data": list(rows)}, ensure_ascii=False), name)
+        with translated_errors():
+            tables = json.loads(self.client.get_run(self.run_id).data.tags.get(TABLES_TAG, "[]"))
+        entry = {"path": name, "type": "table"}
+        if entry not in tables:
+            self.set_tags({TABLES_TAG: json.dumps([*tables, entry])})
+
+    def log_file(self, file: Path) -> None:
+        with translated_errors(), local_files_refused(), artifact_errors():
+            self.client.log_artifact(self.run_id, str(file))
+
+    def log_folder(self, folder: Path, name: str) -> None:
+        """Upload the files of `folder` under `name`. Raises ServerRefused when it is gone."""
+        with translated_errors(), local_files_refused(), artifact_errors():
+            if files_of(folder):
+                self.client.log_artifacts(self.run_id, str(folder), name)
+
+    def describe(self, text: str) -> None:
+        """The description on the run's page; one that a person has changed stays as it is."""
+        with translated_errors():
+            tags = self.client.get_run(self.run_id).data.tags
+        found = tags.get(NOTE_TAG, "")
+        if not found or _digest(found) == tags.get(OUR_NOTE_TAG):
+            self.set_tags({NOTE_TAG: text, OUR_NOTE_TAG: _digest(text)})
+
+    def log_model_points(self, points: Sequence[Point], model_id: str) -> None:
+        """Points of the run that belong to one of its logged models."""
+        with translated_errors():
+            self._log_points(points, model_id)
+
+    def _log_points(self, points: Sequence[Point], model_id: str | None) -> None:
+        finite = (point for point in points if math.isfinite(point.value))
+        metrics = [Metric(valid_key(p.key), p.value, p.time_ms, p.step, model_id=model_id) for p in finite]
+        for chunk in chunks(metrics, METRICS_A_BATCH):
+            self.client.log_batch(self.run_id, metrics=chunk, synchronous=True)
+
+
+def open_run(target: Target, memory: Memory) -> TrackedRun:
+    """The run of this run folder on the server: the one remembered, else the one with our tag, else a new one."""
+    with translated_errors():
+        client = _client(target.uri)
+        found = _run_by_id(client, memory.run_id) if memory.run_id else None
+        if found is None:
+            experiment_id = _experiment_id(client, target)
+            found = _run_by_uid(client, experiment_id, memory.run_uid) or _new_run(client, experiment_id, memory)
+        if found.info.lifecycle_stage == "deleted":
+            logger.warning("MLflow run %s had been deleted on the server and is restored", found.info.run_id)
+            client.restore_run(found.info.run_id)
+        follow_moved_artifacts(target, found.info.run_id, found.info.artifact_uri)
+        return TrackedRun(client, found)
+
+
+@contextmanager
+def artifact_errors() -> Iterator[None]:
+    """Around uploads: a store's client (boto3, Azure, ...) has errors of its own, and may not be installed."""
+    try:
+        yield
+    except (MlflowException, OSError, SQLAlchemyError, ServerTrouble):
+        raise
+    except ImportError as error:
+        raise ServerRefused(f"the artifact store needs a package that is not installed: {error}") from None
+    except Exception as error:  # noqa: BLE001
+        raise ServerTrouble(explanation(f"the artifact store: {type(error).__name__}: {error}")) from None
+
+
+@contextmanager
+def patient_requests(seconds: float) -> Iterator[None]:
+    """Within it a server may take so long to answer each request: it stores a large file before it does."""
+    name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
+    before = os.environ[name]
+    os.environ[name] = str(max(int(before), int(seconds)))
+    try:
+        yield
+    finally:
+        os.environ[name] = before
+
+
+@contextmanager
+def translated_errors() -> Iterator[None]:
+    """Turns the errors of MLflow, its connections and its database into ServerTrouble; others are bugs and pass."""
+    try:
+        yield
+    except MlflowException as error:
+        kind = KINDS_OF_ERRORS.get(error.error_code, ServerTrouble)
+        raise kind(explanation(str(error))) from None
+    except (OSError, SQLAlchemyError, sqlite3.Error) as error:
+        # Only uploads end here with a status: other answers of the server are MlflowExceptions.
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        kind = ServerRefused if status in REFUSING_STATUSES else ServerTrouble
+        raise kind(explanation(f"{type(error).__name__}: {error}")) from None
+
+
+def explanation(message: str) -> str:
+    """The server's answer on one line without credentials, with the remedy where the cause is known."""
+    answer = " ".join(without_secrets(message).split())[:500]
+    if found := re.search(_NO_SERVER, answer):
+        return f"no server answers at {found['host']}:{found['port']} ({found['cause'].lower()})"
+    remedies = (remedy for sign, remedy in REMEDIES.items() if re.search(sign, message))
+    return next((f"{answer} ({remedy})" for remedy in remedies), answer)
+
+
+def valid_key(key: str) -> str:
+    """A key MLflow accepts: letters, digits, _ - . space : / and at most LONGEST_KEY of them, no path to another one."""
+    parts = re.sub(r"[^\w\-. :/]", "_", key)[:LONGEST_KEY].rstrip("/").split("/")
+    valid = "/".join(part if part.strip(".") else "_" for part in parts)
+    return f"__{valid[2:]}" if valid.startswith("..") else valid
+
+
+def chunks(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
+    rest = iter(items)
+    while chunk := list(islice(rest, size)):
+        yield chunk
+
+
+def _client(uri: str) -> MlflowClient:
+    if uri.startswith("sqlite:///"):
+        _create_database(Path(uri.removeprefix("sqlite:///").split("?")[0]))
+    return MlflowClient(tracking_uri=uri)
+
+
+def _create_database(database: Path) -> None:
+    """Make a missing sqlite store, whole or not at all: two makers at once, or one killed half-way, would break it."""
+    if database.exists():
+        return
+    database.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{database}.lock", timeout=DATABASE_LOCK_SECONDS):
+        if not database.exists():
+            with replacing(database) as temporary:
+                MlflowClient(tracking_uri=f"sqlite:///{temporary}").search_experiments(max_results=1)
+
+
+def _experiment_id(client: MlflowClient, target: Target) -> str:
+    experiment = client.get_experiment_by_name(target.experiment)
+    if experiment is None:
+        served = target.uri.startswith(("http://", "https://", "databricks"))
+        location = None if served else target.artifact_root.as_uri()
+        return str(client.create_experiment(target.experiment, artifact_location=location))
+    if experiment.lifecycle_stage == "deleted":
+        logger.warning("MLflow experiment %r had been deleted on the server: restored", target.experiment)
+        client.restore_experiment(experiment.experiment_id)
+    return str(experiment.experiment_id)
+
+
+def _run_by_id(client: MlflowClient, run_id: str) -> Any | None:
+    try:
+        return client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        logger.warning("MLflow run %s is not on the server any more", run_id)
+        return None
+
+
+def _run_by_uid(client: MlflowClient, experiment_id: str, run_uid: str) -> Any | None:
+    query = f"tags.`{RUN_UID_TAG}` = '{run_uid}'"
+    found = client.search_runs([experiment_id], query, run_view_type=ViewType.ALL)
+    return min(found, key=lambda run: (run.info.lifecycle_stage == "deleted", not run.data.metrics), default=None)
+
+
+def _new_run(client: MlflowClient, experiment_id: str, memory: Memory) -> Any:
+    tags = {RUN_UID_TAG: memory.run_uid} | ({REPLACES_TAG: memory.run_id} if memory.run_id else {})
+    return client.create_run(experiment_id, int(memory.created * 1000), tags, memory.run_name)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,67 @@
+"""data audit: whether a run used every row as often as was due, by the row ids that it wrote down."""
+
+from itertools import islice
+
+from dist_transformer.config.schema import Config
+from dist_transformer.data.loader.audit import Audit, Usage
+from dist_transformer.data.loader.position import position_from_json
+from dist_transformer.data.manifest import Manifest
+from dist_transformer.data.prepare.preparation import prepared_folder
+from dist_transformer.errors import DataError, UserError
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import read_records
+from dist_transformer.training.checkpoint import checkpoints
+from dist_transformer.training.checkpoint.tensor_files import STATE
+from dist_transformer.training.run_data import RunData
+
+
+def audit_run(config: Config, run_dir: RunDir) -> None:
+    """Checks the batches up to the newest checkpoint, and prints how often rows were used.
+
+    Raises:
+        UserError: the run did not write its row ids down, or has no checkpoint.
+        DataError: a row was lost or repeated, or a digest is not that of its rows.
+    """
+    if not run_dir.audit.is_file():
+        raise UserError(f"{run_dir.audit}: no such file; the row ids are written by a run with data.audit=true")
+    if not (saved := checkpoints.saved(run_dir)):
+        raise UserError(f"{run_dir.checkpoints}: no checkpoint yet; batches are checked up to the newest one")
+    state = read_json(saved[-1] / STATE)
+    position = position_from_json(state["position"], str(saved[-1] / STATE))
+    folder = prepared_folder(config)
+    data = RunData(config, folder, Manifest.load(folder))
+    audit = _read(config, run_dir, data, state["batches"])
+    problems = list(audit.problems(data.planner_of(len(position.lanes)), position))
+    for usage in audit.usages():
+        print(_line(usage))
+    if audit.wrong_digests:
+        problems.append(f"the digest of step {audit.wrong_digests[0]} is not that of its rows")
+    if audit.num_batches < state["batches"]:
+        problems.append(f"it has {audit.num_batches} batches, {saved[-1].name} was made after {state['batches']}")
+    if problems:
+        raise DataError(f"{run_dir.audit}: " + "; ".join(problems))
+    dropped = "; rows dropped by filters or in quarantine are not looked for" if _may_drop(config) else ""
+    print(
+        f"{audit.num_batches} batches up to {saved[-1].name}: every row as often as was due, none lost, none "
+        f"repeated{dropped}"
+    )
+
+
+def _read(config: Config, run_dir: RunDir, data: RunData, num_batches: int) -> Audit:
+    mixture = config.data.mixture
+    has_weights = mixture is not None and bool(mixture.weights or mixture.schedule or mixture.temperature != 1.0)
+    audit = Audit(data.folder, data.manifest, has_weights, _may_drop(config))
+    for record in islice(read_records(run_dir.audit), num_batches):
+        audit.add(record)
+    return audit
+
+
+def _may_drop(config: Config) -> bool:
+    return config.data.on_the_fly or config.data.on_bad_row_group == "quarantine"
+
+
+def _line(usage: Usage) -> str:
+    when = "whole run" if usage.epoch is None else f"epoch {usage.epoch}"
+    times = "each once" if usage.most == 1 else f"at most {usage.most} times each"
+    return f"{when}, {usage.corpus}: {usage.used:,} of {usage.kept:,} rows, {times}"

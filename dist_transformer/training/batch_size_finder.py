@@ -1,0 +1,273 @@
+"""The largest micro-batch: which shapes it can have, a dry run of them before training, and how large it may be.
+
+    largest_shapes(DataConfig(max_tokens=8192, filters.max_tokens=128, ...))
+    [32 x (128 + 128) tokens,     # the most attention: both sides at their longest
+     63 x (13 + 117) tokens,      # the most target tokens: sources as short as the length ratio lets them be
+     63 x (117 + 13) tokens]      # the most source tokens
+
+So a run that does not fit into memory ends in its first minute, and not at the first batch of long sentences.
+"""
+
+import copy
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dist_transformer.config.data_schema import DataConfig
+from dist_transformer.data.loader.bounded_shapes import bounded_shapes
+from dist_transformer.distributed.group import Ranks
+from dist_transformer.errors import UserError
+from dist_transformer.planning.activations import Shape, unequal_sides
+from dist_transformer.training.engine.engine import Engine
+from dist_transformer.training.engine.objective import Objective
+from dist_transformer.training.memory import (
+    Allowance,
+    allowance,
+    as_text,
+    begin_peak,
+    give_back,
+    is_out_of_memory,
+    peak,
+    telling_out_of_memory,
+)
+
+log = logging.getLogger(__name__)
+
+AUTO_MAX_TOKENS = 65_536
+"""`data.max_tokens: auto` goes no further: larger micro-batches are not faster on any device."""
+AUTO_MULTIPLE_TOKENS = 256
+SLOW_SECONDS = 20.0
+"""On CPUs no micro-batch is made larger than one that takes so long."""
+
+
+def largest_shapes(data: DataConfig) -> list[Shape]:
+    """The shapes of which one has the most attention, target tokens, source tokens of any micro-batch of `data`.
+
+    A free micro-batch has the lengths of its longest rows, and as many rows as the budget holds. A pair of just these
+    two lengths would pass the filters too: the other side of a row that is longest on one is never longer than them.
+    """
+    longest, budget = data.filters.max_tokens, data.token_budget()
+    if data.batch_shapes == "bounded":
+        rows, source, target = np.array(bounded_shapes(budget, longest)).T
+    else:
+        shorter, longer = unequal_sides(data)
+        even = (shorter + longer) // 2, -(-(shorter + longer) // 2)  # of the largest product
+        sides = [(shorter, longer), (longer, shorter), even, even[::-1]]
+        source, target = np.unique(np.concatenate(sides, axis=1), axis=1)  # in order
+        rows = np.maximum(1, budget // (source + target))
+    tokens = rows * (source + target)
+    sizes = [
+        rows * (source * source + source * target + target * target),
+        rows * source * target,
+        rows * target,
+        rows * source,
+        tokens,
+    ]
+    places: list[int] = []
+    for size in sizes:
+        if not places or size[places].max() < size.max():  # else one that was chosen already is as large
+            places.append(int(np.argmax(size * (budget + 1) + tokens)))  # among equals that of most tokens
+    return [Shape(int(rows[i]), int(source[i]), int(target[i])) for i in places]
+
+
+def dry_run(
+    engine: Engine, shapes: Sequence[Shape], ranks: Ranks, token_id: int, progress: Callable[[str], None]
+) -> None:
+    """One forward and backward pass on each shape (collective), whose gradient is exactly zero: training is the same
+    with and without it. `token_id`: any but padding. `progress` is told what begins.
+
+    Raises:
+        UserError: this rank is out of memory.
+    """
+    engine.train()
+    started = time.monotonic()
+    begin_peak(ranks.device)
+    for shape in shapes:
+        doing = f"the dry run of the largest micro-batch, {shape}"
+        progress(doing)
+        with telling_out_of_memory(doing, ranks.device):
+            loss, _ = engine(*_tokens(shape, token_id, ranks.device))
+            # Zero times a number is zero; zero times infinity would be in every gradient of the first step.
+            if ranks.sum(torch.isfinite(loss.detach()).cpu().long()) == ranks.num_ranks:
+                engine.backward(loss * 0.0, 1)
+            else:
+                log.warning("dry run    %s: the loss is not finite, so that no gradient was taken", shape)
+            del loss
+    log.info(
+        "dry run    of the largest micro-batches, %s: %s at most, %.1f s",
+        ", ".join(map(str, shapes)), as_text(peak(ranks.device)), time.monotonic() - started,
+    )  # fmt: skip
+    give_back(ranks.device)
+
+
+def find_max_tokens(
+    module: Objective,
+    state_bytes: int,
+    data: DataConfig,
+    ranks: Ranks,
+    precision: str,
+    progress: Callable[[], None] = lambda: None,
+) -> int:
+    """The largest `data.max_tokens` whose micro-batches fit into the memory of every rank (collective).
+
+    Each rank tries growing micro-batches on a copy of the plain module, before there is an engine: nobody waits for a
+    rank that is out of memory. Memory grows evenly with the tokens, so that the last two sizes tell of the next.
+
+    Args:
+        state_bytes: weights, gradients and optimizer state of a rank in training.
+        progress: called before each micro-batch.
+
+    Raises:
+        UserError: two sentences of data.filters.max_tokens do not fit on some rank; raised on every rank.
+    """
+    # Weights are in state_bytes, and those of the module are in memory already.
+    held = 0 if ranks.device.type == "cuda" else sum(p.numel() * p.element_size() for p in module.parameters())
+    found = allowance(ranks)
+    for_activations = Allowance(found.bytes + held - state_bytes, found.limited_by)
+    ranks.barrier()  # no rank fills memory before all have seen how much there is
+    with telling_out_of_memory("the search for the largest data.max_tokens", ranks.device):  # a GPU may not recover
+        growth = _growth(module, data, ranks.device, precision, for_activations.bytes, progress)
+        give_back(ranks.device)
+    answers = ranks.gather((growth.most_tokens(for_activations.bytes), growth, for_activations))
+    tokens, growth, limit = min(answers, key=lambda answer: answer[0])
+    total = f"{as_text(limit.bytes + state_bytes)} ({limit.limited_by})"
+    if not tokens:
+        raise UserError(
+            f"data.max_tokens: auto found no size that fits: not even one pair of data.filters.max_tokens = "
+            f"{data.filters.max_tokens} on both sides fits into the {total} that a rank may use, "
+            f"{as_text(state_bytes)} of them for weights, gradients and optimizer. Lower data.filters.max_tokens, set "
+            "training.activation_checkpointing=true, a higher training.zero_stage or training.offload=optimizer, or take a "
+            "smaller model"
+        ).agreed()
+    log.info(
+        "max_tokens %s found: %s of %s%s", f"{tokens:,}", as_text(growth.peak_bytes(tokens) + state_bytes), total,
+        f"; larger ones take more than {SLOW_SECONDS:.0f} s" if growth.is_slow else "",
+    )  # fmt: skip
+    return int(tokens)
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What was measured: bytes for activations at growing budgets.
+
+    Attributes:
+        smallest: the budget that was tried first, the least there may be.
+        too_large: a budget that ran out of memory; AUTO_MAX_TOKENS + 1 where none did.
+        is_slow: a larger micro-batch would take too long.
+    """
+
+    smallest: int
+    measured: tuple[tuple[int, int], ...] = ()
+    too_large: int = AUTO_MAX_TOKENS + 1
+    is_slow: bool = False
+
+    def peak_bytes(self, tokens: int) -> int:
+        """Bytes at a budget: on the line through the last two measurements. That line counts at least half as steep as
+        one from zero: the first small steps of a process may reuse memory that it has.
+        """
+        last_tokens, last_bytes = self.measured[-1]
+        return round(last_bytes + (tokens - last_tokens) * self._bytes_per_token())
+
+    def most_tokens(self, limit_bytes: int) -> int:
+        """The largest budget within the limit, a multiple of AUTO_MULTIPLE_TOKENS or the smallest; 0: none fits."""
+        if not self.measured:
+            return 0
+        last_tokens, last_bytes = self.measured[-1]
+        fits = last_tokens + int((limit_bytes - last_bytes) // max(self._bytes_per_token(), 1e-9))
+        most = min(fits, self.too_large - 1, last_tokens if self.is_slow else AUTO_MAX_TOKENS)
+        if most < self.smallest:
+            return 0
+        return max(most // AUTO_MULTIPLE_TOKENS * AUTO_MULTIPLE_TOKENS, self.smallest)
+
+    def _bytes_per_token(self) -> float:
+        last_tokens, last_bytes = self.measured[-1]
+        if len(self.measured) == 1:
+            return last_bytes / last_tokens
+        tokens, at_tokens = self.measured[-2]
+        return max((last_bytes - at_tokens) / (last_tokens - tokens), 0.5 * last_bytes / last_tokens)
+
+
+Measure = Callable[[int], tuple[int, float] | None]
+
+
+def grow(smallest: int, measure: Measure, limit_bytes: int, may_be_slow: bool) -> Growth:
+    """Doubles the budget from `smallest` on, as long as the next one is expected within the limit and the time.
+
+    `measure` gives bytes and seconds of a budget, None when out of memory.
+    """
+    growth, tokens = Growth(smallest), smallest
+    while True:
+        measured = measure(tokens)
+        if measured is None:
+            return Growth(smallest, growth.measured, tokens)
+        in_use, seconds = measured
+        growth = Growth(smallest, (*growth.measured, (tokens, in_use)), is_slow=may_be_slow and seconds > SLOW_SECONDS)
+        following = min(2 * tokens, AUTO_MAX_TOKENS)
+        if growth.is_slow or following <= tokens or growth.peak_bytes(following) > limit_bytes:
+            return growth
+        tokens = following
+
+
+class _Probe:
+    """A copy of the module, as the engine will have it on the device, with its gradients, to be thrown away."""
+
+    def __init__(
+        self, module: Objective, data: DataConfig, device: torch.device, precision: str, progress: Callable[[], None]
+    ) -> None:
+        self._data, self._device, self._progress = data, device, progress
+        self._token_id = int(module.model.pad_id == 0)
+        self._module = copy.deepcopy(module).to(device, torch.float16 if precision == "fp16" else None).train()
+        for parameter in self._module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        give_back(device)
+        self._before = begin_peak(device)
+
+    def measure(self, budget: int) -> tuple[int, float] | None:
+        """(bytes above the module and its gradients, seconds of the slowest pass); None: out of memory."""
+        slowest = 0.0
+        try:
+            for shape in largest_shapes(self._data.model_copy(update={"max_tokens": budget})):
+                self._progress()
+                started = time.monotonic()
+                loss, _ = self._module(*_tokens(shape, self._token_id, self._device))
+                loss.backward()
+                del loss
+                most = peak(self._device)  # waits for the GPU
+                slowest = max(slowest, time.monotonic() - started)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+        return max(0, most - self._before), slowest
+
+
+def _growth(
+    module: Objective,
+    data: DataConfig,
+    device: torch.device,
+    precision: str,
+    limit_bytes: int,
+    progress: Callable[[], None],
+) -> Growth:
+    smallest = 2 * data.filters.max_tokens
+    if limit_bytes <= 0:
+        return Growth(smallest)
+    try:
+        probe = _Probe(module, data, device, precision, progress)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return Growth(smallest)
+    return grow(smallest, probe.measure, limit_bytes, may_be_slow=device.type == "cpu")
+
+
+def _tokens(shape: Shape, token_id: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """(source, target in, target out) without padding, so that nothing is left out of the loss."""
+    source = torch.full((shape.rows, shape.source_length), token_id, device=device)
+    target = torch.full((shape.rows, shape.target_length), token_id, device=device)
+    return source, target, target

@@ -1,0 +1,94 @@
+"""A global batch on the screen: a table by lane and, of some rows, their ids as text and as pieces."""
+
+import itertools
+import sys
+from collections.abc import Sequence
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dist_transformer.data.loader.loader import MicroBatch
+from dist_transformer.data.loader.window_request import CORPUS_SHIFT
+from dist_transformer.data.manifest import Manifest
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
+from dist_transformer.training.inspect_batch import SeenBatch
+
+HEADER = ("lane", "rows", "source", "target", "pairs", "real", "padded", "padding", "pairs by corpus")
+"""`rows` counts the dummy rows of bounded shapes; `source`, `target` are padded lengths; `real`, `padded` are tokens."""
+
+
+def print_batch(seen: SeenBatch, manifest: Manifest) -> None:
+    """Sizes by lane and in all, the digest, and what was left out."""
+    shapes = [batch.shape for batch in seen.micro_batches]
+    counts = [batch.pairs_by_corpus(len(manifest.training)) for batch in seen.micro_batches]
+    real, padded = sum(map(_real_tokens, seen.micro_batches)), sum(shape.padded_tokens for shape in shapes)
+    print(f"step {seen.step} of epoch {seen.epoch}, found from {seen.beginning}")
+    _print_table([_cells(*lane, manifest) for lane in zip(seen.micro_batches, counts, strict=True)])
+    by_corpus = _by_corpus([sum(column) for column in zip(*counts, strict=True)], manifest)
+    print(f"in all        {sum(shape.pairs for shape in shapes)} pairs: {by_corpus}")
+    print(
+        f"tokens        {sum(shape.target_tokens for shape in shapes)} target; {real} real of {padded} padded, ", end=""
+    )
+    print(f"padding {_share(real, padded)}, straggler ratio {seen.straggler_ratio:.3f}")
+    print(f"batch digest  {seen.digest}")
+    for rule, count in sorted(seen.dropped.items()):
+        print(f"dropped       {count} pairs by {rule} from the windows that begin here")
+    for lost in seen.left_out:
+        print(f"left out      {lost.place}, of lane {lost.key.lane}: {lost.reason}")
+
+
+def print_rows(seen: SeenBatch, manifest: Manifest, tokenizer: Tokenizer, lane: int | None, count: int) -> None:
+    """The first `count` rows of a lane, None: of the first that has some."""
+    chosen = [batch for batch in seen.micro_batches if lane in (None, batch.lane)]
+    if not chosen:
+        print(f"\nlane {lane} has no row at this step")
+        return
+    batch = chosen[0]
+    for row in range(min(count, batch.shape.pairs)):
+        source, target = (_ids(side[row].tolist(), tokenizer) for side in (batch.source_BS, batch.target_out_BT))
+        row_id = int(batch.row_ids[row])
+        name, number = manifest.training[row_id >> CORPUS_SHIFT], row_id & ((1 << CORPUS_SHIFT) - 1)
+        print(f"\nlane {batch.lane}, row {row}: {name}:{number}, {len(source)} source and {len(target)} target tokens")
+        print(f"  source  {tokenizer.decode_source(source)}\n          {' '.join(tokenizer.source_pieces(source))}")
+        print(f"  target  {tokenizer.decode_target(target)}\n          {' '.join(tokenizer.target_pieces(target))}")
+
+
+def _cells(batch: MicroBatch, counts: Sequence[int], manifest: Manifest) -> tuple[str, ...]:
+    shape, real = batch.shape, _real_tokens(batch)
+    numbers = (batch.lane, shape.rows, shape.source_length, shape.target_length, shape.pairs, real, shape.padded_tokens)
+    return (*map(str, numbers), _share(real, shape.padded_tokens), _by_corpus(counts, manifest))
+
+
+def _real_tokens(batch: MicroBatch) -> int:
+    return batch.shape.source_tokens + batch.shape.target_tokens
+
+
+def _share(real: int, padded: int) -> str:
+    return f"{1 - real / padded:.1%}"
+
+
+def _by_corpus(counts: Sequence[int], manifest: Manifest) -> str:
+    return ", ".join(f"{name} {count}" for name, count in zip(manifest.training, counts, strict=True))
+
+
+def _ids(padded: list[int], tokenizer: Tokenizer) -> list[int]:
+    """The ids of a row up to its end of sentence."""
+    return padded[: padded.index(tokenizer.eos_id) + 1]
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    """Ruled on a terminal; elsewhere as columns of text that `awk` can take."""
+    if sys.stdout.isatty():
+        table = Table(box=SIMPLE)
+        for name in HEADER:
+            table.add_column(name, justify="left" if name == HEADER[-1] else "right")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in row))
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(HEADER, *rows, strict=True)]
+    for row in itertools.chain([HEADER], rows):
+        cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)]
+        print("  ".join([*cells, row[-1]]))

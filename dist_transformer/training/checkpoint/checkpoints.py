@@ -1,0 +1,276 @@
+"""Checkpoints that are whole or not there, the same for every ZeRO stage, precision and number of ranks (promise P5).
+
+    checkpoints/step_00012000/state_0.safetensors ... state_{W-1}.safetensors   weights and Adam moments by name, fp32
+                              state.json                                         step, position, loss scaler, recipe, shapes
+                              manifest.json                                      step, run, every file, size, SHA-256
+    checkpoints/step_00011000.damaged                                            set aside by a start: not what was written
+    checkpoints/step_00013000.diverged                                           set aside after a divergence
+                                                                                 (of each kind the newest is kept)
+    checkpoints/latest                                                           the newest one's name
+
+A save (`async_writer.py`) writes into `step_N.tmp` and renames at the very end: a folder without a suffix is whole. At load every
+byte is read against the manifest; a damaged checkpoint is set aside and the newest whole one taken.
+"""
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dist_transformer.data.manifest import file_sha256
+from dist_transformer.errors import CheckpointError
+from dist_transformer.files import is_file, patiently, read_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.checkpoint.tensor_files import MANIFEST, STATE, VERSION, StateFiles, check_version
+
+if TYPE_CHECKING:  # at run time it would import DeepSpeed for every command that only looks at checkpoints
+    from torch import Tensor
+
+    from dist_transformer.training.engine.engine import Engine
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint on disk."""
+
+    path: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """How many updates it is after."""
+        return int(self.state["step"])
+
+
+def folder_name(step: int) -> str:
+    """Of the checkpoint of this step; names sort as steps do."""
+    return f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int:
+    """The step in the name of a checkpoint's folder.
+
+    Raises:
+        ValueError: it has another name, or one with a suffix.
+    """
+    return int(path.name.removeprefix("step_"))
+
+
+def saved(run_dir: RunDir) -> list[Path]:
+    """Checkpoint folders that carry a manifest, oldest first; whether they are undamaged is not checked.
+
+    Raises:
+        MachineError: as all that looks at checkpoints here: their disk does not answer.
+    """
+    return [path for path in _named(run_dir) if is_file(path / MANIFEST)]
+
+
+def newest_whole(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
+    """The newest undamaged checkpoint of this run, or None where there are none at all. Others are renamed `.damaged`.
+
+    Rank 0 only, with the run folder's lock held: it also clears what a killed save left behind.
+
+    Raises:
+        CheckpointError: there are checkpoints, but none is whole: a run never silently starts again from scratch. Or the
+            newest whole one is of another version of the format.
+    """
+    for left_over in [*_with_suffix(run_dir, "tmp"), *_with_suffix(run_dir, "trash")]:
+        shutil.rmtree(left_over, ignore_errors=True)  # of a save or a deletion that was killed
+    candidates = _named(run_dir)
+    damaged: list[Path] = []
+    for path in reversed(candidates):
+        problem = damage(path, run_id)
+        if problem is None:
+            state = read_file(path / STATE)
+            check_version(path, state)
+            _delete_aside_but(damaged[:1])
+            return Checkpoint(path, state)
+        damaged.append(aside := set_aside(path, "damaged"))
+        log.warning("checkpoint %s is damaged (%s): set aside as %s", path.name, problem, aside.name)
+    diverged = [path.name for path in _with_suffix(run_dir, "diverged")]
+    if candidates or (not diverged and _with_suffix(run_dir, "damaged")):
+        raise CheckpointError(
+            f"{run_dir.checkpoints}: has checkpoints, but none is whole. To train again from scratch, choose another "
+            "run.name or move this folder away."
+        )
+    if diverged:
+        log.warning("%s: all checkpoints are of steps that diverged (%s)", run_dir.checkpoints, ", ".join(diverged))
+    return None
+
+
+def newest_run_id(run_dir: RunDir) -> str | None:
+    """The run that the newest checkpoint with a readable state belongs to; None where there is none."""
+    for path in reversed(saved(run_dir)):
+        try:
+            run_id = read_file(path / STATE)["run_id"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        return str(run_id)
+    return None
+
+
+def set_aside_from(run_dir: RunDir, step: int) -> list[str]:
+    """Renames the checkpoints of `step` and later to `.diverged`; returns their names (rank 0, after a divergence).
+
+    Where there are good ones left, only the newest of them is kept, and none of earlier divergences.
+    """
+    later = [path for path in _named(run_dir) if step_of(path) >= step]
+    # Newest first: a kill in between leaves those nearest to the good ones.
+    aside = [set_aside(path, "diverged") for path in reversed(later)]
+    if saved(run_dir):
+        _delete_aside_but(aside[:1])
+    return [path.name for path in later]
+
+
+def set_aside(path: Path, why: str) -> Path:
+    """Renames a checkpoint so that no start finds it; an older one of that name is deleted."""
+    aside = path.with_name(f"{path.name}.{why}")
+    delete(aside)
+    path.rename(aside)
+    return aside
+
+
+def _delete_aside_but(newest: list[Path]) -> None:
+    """Deletes what was set aside before for the same reason, or with it; nothing where nothing was set aside now."""
+    for kept in newest:
+        for path in kept.parent.iterdir():
+            if path != kept and re.fullmatch(rf"step_\d{{8,}}\{kept.suffix}", path.name):
+                delete(path)
+
+
+def damage(path: Path, run_id: str | None = None) -> str | None:
+    """What is wrong with a checkpoint folder ("state_0.safetensors: SHA-256 differs ..."), or None: reads every byte.
+
+    `run_id`: the run that it must belong to; None: any.
+
+    Raises:
+        MachineError: it cannot be read now, which says nothing of it: it must not be set aside for that.
+    """
+    if not is_file(path / MANIFEST):
+        return f"{MANIFEST} is missing, or no file that can be read"
+    try:
+        manifest = read_file(path / MANIFEST)
+        files, step, run = manifest["files"], manifest["step"], manifest.get("run_id")
+        problem = _wrong_names(path, set(files)) or _wrong_bytes(path, files)
+        if problem:
+            return problem
+        state = read_file(path / STATE)
+        # The state is covered by its checksum, the manifest only by what it says twice.
+        if (manifest["version"], step, run) != (state["version"], state["step"], state.get("run_id")):
+            return f"{MANIFEST} and {STATE} differ in version, step or run"
+        if step != step_of(path):
+            return f"{MANIFEST} is that of step {step}"
+        if state["version"] != VERSION:
+            return None  # whole, whatever it holds: `check_version` says what to do with it
+        if run_id is not None and run != run_id:
+            return f"{MANIFEST}: belongs to another run, {run}; this one is {run_id}"
+        StateFiles(path)
+    except CheckpointError as error:
+        return str(error)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{MANIFEST}: {type(error).__name__}: {error}"
+    return None
+
+
+def load(checkpoint: Checkpoint, engine: "Engine", progress: Callable[[], None] = lambda: None) -> None:
+    """Puts weights and optimizer state into the engine (collective); any stage, precision and number of ranks. `progress`
+    is called for each tensor.
+
+    Raises:
+        CheckpointError: the parameters have other names or shapes than the model's.
+    """
+    files = StateFiles(checkpoint.path)
+    expected = {name: tuple(shape) for name, shape in engine.shapes().items()}
+    if different := sorted(name for name, _ in expected.items() ^ files.shapes.items()):
+        name = different[0]
+        raise CheckpointError(
+            f"{checkpoint.path}: is a checkpoint of another model: {name} has shape {files.shapes.get(name)} there, "
+            f"{expected.get(name)} in this run (None: it is not there); {len(set(different))} tensors differ"
+        )
+
+    def read(part: str, name: str, start: int, stop: int) -> "Tensor | None":
+        progress()
+        return files.read(part, name, start, stop)
+
+    engine.load(read, checkpoint.step)
+    engine.set_scaler_state(checkpoint.state.get("scaler", {}))
+
+
+def file_entry(path: Path) -> dict[str, Any]:
+    """What a manifest says of a file: size and SHA-256."""
+    return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
+
+
+def _named(run_dir: RunDir) -> list[Path]:
+    """Everything that has the name of a checkpoint, oldest first."""
+    return sorted(_entries(run_dir, r"step_\d{8,}"), key=step_of)
+
+
+def _with_suffix(run_dir: RunDir, suffix: str) -> list[Path]:
+    return sorted(_entries(run_dir, rf"step_.*\.{suffix}"))
+
+
+def _entries(run_dir: RunDir, pattern: str) -> list[Path]:
+    """Listed by `iterdir`: a `glob` finds nothing where the disk does not answer, and the run would begin from scratch."""
+    folder = run_dir.checkpoints
+    try:
+        return [path for path in patiently(folder, lambda: [*folder.iterdir()]) if re.fullmatch(pattern, path.name)]
+    except OSError:
+        return []  # there is none yet
+
+
+def read_file(path: Path) -> Any:
+    """The JSON of one file of a checkpoint, patiently."""
+    return patiently(path, lambda: read_json(path))
+
+
+def _wrong_names(path: Path, expected: set[str]) -> str | None:
+    """A file too few or too many. Hidden ones are left aside: network filesystems and file browsers make them."""
+    names = {entry.name for entry in patiently(path, lambda: [*path.iterdir()]) if not entry.name.startswith(".")}
+    if STATE not in expected:
+        return f"{MANIFEST} does not name {STATE}"
+    if missing := sorted(expected - names):
+        return f"{missing[0]} is missing"
+    if surplus := sorted(names - expected - {MANIFEST}):
+        return f"{surplus[0]} is not in the manifest"
+    return None
+
+
+def _wrong_bytes(path: Path, files: dict[str, Any]) -> str | None:
+    """The first file that is not what the manifest says. Hashing leaves the interpreter to other threads."""
+    with ThreadPoolExecutor(max_workers=min(len(files), os.cpu_count() or 1)) as pool:
+        problems = list(pool.map(lambda name: _wrong_file(path / name, files[name]), sorted(files)))
+    return next((problem for problem in problems if problem), None)
+
+
+def _wrong_file(path: Path, entry: dict[str, Any]) -> str | None:
+    if not is_file(path):  # a folder, a broken link; a pipe would block
+        return f"{path.name} is no file that can be read"
+    try:
+        if (size := patiently(path, path.stat).st_size) != entry["bytes"]:
+            return f"{path.name} has {size} bytes, the manifest says {entry['bytes']}"
+        if patiently(path, lambda: file_sha256(path)) != entry["sha256"]:
+            return f"{path.name}: SHA-256 differs from the manifest's"
+    except OSError as error:
+        return f"{path.name}: {error}"
+    return None
+
+
+def delete(path: Path) -> None:
+    """In two steps, so that a kill in between leaves no torn folder under a checkpoint's name."""
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_dir():
+        path.unlink()
+        return
+    trash = path.with_name(path.name + ".trash")
+    shutil.rmtree(trash, ignore_errors=True)
+    path.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)

@@ -1,0 +1,102 @@
+"""From the checkpoints of a run to a model folder."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+from dist_transformer.config.schema import CheckpointConfig, Config
+from dist_transformer.data.manifest import Manifest
+from dist_transformer.errors import CheckpointError
+from dist_transformer.files import read_json
+from dist_transformer.interop.averaging import average_weights
+from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.checkpoint import checkpoints, retention
+from dist_transformer.training.checkpoint.tensor_files import STATE, Weights
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Averaged:
+    """What a model folder is made of, in the words of checkpoints.final_model.
+
+    `count`: how many checkpoints; the moving average (ema) is of one.
+    """
+
+    kind: Literal["average_last", "average_best", "ema"]
+    count: int = 1
+
+    @classmethod
+    def of(cls, settings: CheckpointConfig) -> "Averaged":
+        """What the configuration says of the final model."""
+        counts = {"average_last": settings.average_last, "average_best": settings.keep_best, "ema": 1}
+        return cls(settings.final_model, counts[settings.final_model])
+
+
+def write_final_model(
+    config: Config, run_dir: RunDir, prepared: Path, manifest: Manifest, output: Path, choice: Averaged | None = None
+) -> str:
+    """Writes the model folder `output` of `choice` (default: checkpoints.final_model).
+
+    Returns what it is made of: "average of step_00000003, step_00000006", "moving average of step_00000006".
+
+    Checkpoints of stops are left out, so that a run that was stopped gives the model of one that was not; so are damaged
+    ones and those of other runs, with a warning.
+
+    Raises:
+        CheckpointError: there is no whole checkpoint, or none with what is asked for.
+    """
+    asked, choice = choice, choice or Averaged.of(config.checkpoints)
+    metric = config.validation.metric
+    used = _chosen(run_dir, config.checkpoints.every_steps, choice, metric)
+    if asked is not None and len(used) < asked.count:  # the configuration's is a limit: a short run has fewer
+        what = f"whole and with a validation {metric}" if asked.kind == "average_best" else "whole"
+        log.warning("%d checkpoints asked for, %d there (%s)", asked.count, len(used), what)
+    files = manifest.tokenizer
+    target = None if files.target == files.source else prepared / files.target
+    information = ModelInformation(
+        source_vocabulary=manifest.source_vocabulary,
+        target_vocabulary=manifest.target_vocabulary,
+        pad_id=manifest.pad_id,
+        bos_id=manifest.bos_id,
+        eos_id=manifest.eos_id,
+        source_language=manifest.source_language,
+        target_language=manifest.target_language,
+        step=read_json(used[-1] / STATE)["step"],
+    )
+    part = "ema" if choice.kind == "ema" else "weight"
+    weights = average_weights([Weights(path, part) for path in used])
+    save_model_folder(output, weights, config.model, TokenizerFiles(prepared / files.source, target), information)
+    return f"{'moving average' if part == 'ema' else 'average'} of {', '.join(path.name for path in used)}"
+
+
+def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged, metric: str) -> list[Path]:
+    """The checkpoints to average, oldest first."""
+    regular = retention.regular(run_dir, every_steps)
+    run_id = checkpoints.newest_run_id(run_dir)
+    if choice.kind == "ema":
+        used = list(islice(_whole(reversed(regular), run_id), 1))
+    elif choice.kind == "average_last":
+        used = list(_whole(regular[-choice.count :], run_id))
+    elif (known := retention.best(regular, choice.count, metric)) or not regular:
+        used = list(_whole(known, run_id))
+    else:
+        raise CheckpointError(
+            f"{run_dir.checkpoints}: no checkpoint knows its validation {metric}, so none is the best; train with "
+            "data.validation and checkpoints.keep_best, or average the last ones (--last)"
+        )
+    if not used:
+        raise CheckpointError(f"{run_dir.checkpoints}: there is no whole checkpoint to make a model of; train first")
+    return used
+
+
+def _whole(paths: Iterable[Path], run_id: str | None) -> Iterator[Path]:
+    for path in paths:
+        if (problem := checkpoints.damage(path, run_id)) is None:
+            yield path
+        else:
+            log.warning("%s is damaged (%s): left out of the model", path, problem)

@@ -1,0 +1,204 @@
+"""The tensors of a checkpoint: fragments of flattened fp32 tensors, one safetensors file for each rank that wrote.
+
+    state.json            "version": 2, "state_files": 2, "shapes": {"encoder.0.norm.gain": [512], ...}
+    state_0.safetensors   "weight/encoder.0.norm.gain": 256 numbers; metadata {"starts": {"weight/encoder.0.norm.gain": 0}}
+    state_1.safetensors   "weight/encoder.0.norm.gain": 256 numbers; metadata {"starts": {"weight/encoder.0.norm.gain": 256}}
+
+Parts are "weight", Adam's "exp_avg" and "exp_avg_sq", and "ema". The fragments of a tensor tile it exactly, so any rank of
+any later number of ranks reads just the elements that it owns.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dist_transformer.errors import CheckpointError
+from dist_transformer.files import patiently, read_json, share_as_folder, write_json
+
+MANIFEST, STATE = "manifest.json", "state.json"
+"""Beside the tensors: what every file must be, and what else the run was at (checkpoints.py)."""
+LATER = ".validation.json"
+"""Beside them: the measures of a validation that a stop broke off, and a later start made up for. Hidden: it is no part of
+what was committed."""
+VERSION = 2
+"""Of the format. Version 1 held whole tensors."""
+
+
+def file_name(rank: int) -> str:
+    """Of the file that a rank writes."""
+    return f"state_{rank}.safetensors"
+
+
+def write_state_file(path: Path, fragments: Mapping[str, Tensor], starts: Mapping[str, int]) -> None:
+    """One rank's fragments by "part/name", and where each begins in its flattened tensor.
+
+    Raises:
+        OSError, SafetensorError: the disk did not take it.
+    """
+    save_file(dict(fragments), path, metadata={"starts": json.dumps(starts, sort_keys=True)})
+    share_as_folder(path)
+
+
+def check_version(path: Path, state: Mapping[str, Any]) -> None:
+    """Refuses the state.json of another format.
+
+    Raises:
+        CheckpointError: says which version it is, and what to do.
+    """
+    if (version := state.get("version")) != VERSION:
+        age = "an older" if isinstance(version, int) and version < VERSION else "another"
+        raise CheckpointError(
+            f"{path}: is a checkpoint of format version {version}, this program reads version {VERSION}. Go on with {age} "
+            "version of Dist Transformer, the one that wrote it, or choose another run.name to train again."
+        )
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Elements [start, stop) of one flattened tensor, in one file."""
+
+    start: int
+    stop: int
+    values: Any  # the library's slice: reads what is indexed
+
+    def read(self, start: int, stop: int) -> Tensor:
+        found: Tensor = self.values[max(start, self.start) - self.start : min(stop, self.stop) - self.start]
+        return found
+
+
+def validation_of(path: Path) -> dict[str, float]:
+    """The measures of the checkpoint's step; none where it was not validated. Raises what reading a damaged one does."""
+
+    def read() -> dict[str, float]:
+        return dict(read_json(path / LATER) if (path / LATER).exists() else read_json(path / STATE)["validation"] or {})
+
+    return patiently(path, read)
+
+
+def add_validation(path: Path, measures: Mapping[str, float]) -> None:
+    """Adds them to a checkpoint that was committed without (rank 0)."""
+    write_json(path / LATER, measures)
+
+
+class StateFiles:
+    """The tensors of a checkpoint folder, found over all of its files. Opening it reads headers only.
+
+    Raises:
+        CheckpointError: another format's version, a damaged file, or fragments that do not tile their tensors.
+        MachineError: the disk does not answer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            state = patiently(path / STATE, lambda: read_json(path / STATE))
+            check_version(path, state)
+            self.shapes: dict[str, tuple[int, ...]] = {name: tuple(shape) for name, shape in state["shapes"].items()}
+            files = [path / file_name(rank) for rank in range(state["state_files"])]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path}: {STATE} cannot be read: {type(error).__name__}: {error}") from error
+        self._pieces: dict[str, list[_Piece]] = {}
+        for file in files:
+            self._add(file)
+        self._check_tiling()
+
+    def has_part(self, part: str) -> bool:
+        """Whether any tensor has this part: moments of a trained run, "ema" where one was kept."""
+        return any(key.startswith(f"{part}/") for key in self._pieces)
+
+    def read(self, part: str, name: str, start: int, stop: int) -> Tensor | None:
+        """Elements [start, stop) of the flattened tensor; None where the checkpoint has no such moment or average.
+
+        Raises:
+            CheckpointError: there is no such weight, or it has fewer elements.
+        """
+        pieces = self._pieces.get(f"{part}/{name}")
+        if pieces is None:
+            if part == "weight":
+                raise CheckpointError(f"{self.path}: has no weight {name}: it is a checkpoint of another model")
+            return None
+        if not 0 <= start <= stop <= (size := math.prod(self.shapes[name])):
+            raise CheckpointError(
+                f"{self.path}: {part} of {name} has {size:,} elements, {start:,} to {stop:,} are asked for: it is a "
+                "checkpoint of another model"
+            )
+        try:
+            found = [piece.read(start, stop) for piece in pieces if piece.start < stop and piece.stop > start]
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.path}: {part} of {name} cannot be read: {error}") from error
+        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.empty(0)
+
+    def _add(self, file: Path) -> None:
+        try:
+            opened = patiently(file, lambda: _open(file))
+            starts = json.loads(opened.metadata()["starts"])
+            for key in opened.keys():  # noqa: SIM118  (no mapping)
+                values = opened.get_slice(key)
+                (size,) = values.get_shape()
+                pieces = self._pieces.setdefault(key, [])
+                if size:
+                    pieces.append(_Piece(starts[key], starts[key] + size, values))
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{self.path}: {file.name} cannot be read: {error}") from error
+
+    def _check_tiling(self) -> None:
+        if missing := [name for name in self.shapes if f"weight/{name}" not in self._pieces]:
+            raise CheckpointError(f"{self.path}: has no weight of {', '.join(missing[:5])}")
+        for key, pieces in self._pieces.items():
+            name = key.partition("/")[2]
+            if name not in self.shapes:
+                raise CheckpointError(f"{self.path}: {key} has no shape in {STATE}")
+            pieces.sort(key=lambda piece: piece.start)
+            size = math.prod(self.shapes[name])
+            ends = [0, *(piece.stop for piece in pieces)]
+            starts = [*(piece.start for piece in pieces), size]
+            for end, start in zip(ends, starts, strict=True):
+                if start != end:
+                    fault = "are missing" if start > end else "are there twice, or beyond its end"
+                    between = f"{min(start, end):,} to {max(start, end):,}"
+                    raise CheckpointError(f"{self.path}: of the {size:,} elements of {key}, {between} {fault}")
+
+
+def _open(file: Path) -> Any:
+    file.open("rb").close()  # safetensors says of every file that it cannot open that there is none
+    return safe_open(file, framework="pt")
+
+
+class Weights(Mapping[str, Tensor]):
+    """The fp32 weights of a checkpoint by parameter name, whole, each read when it is asked for.
+
+    Args:
+        part: "ema" for their moving average; parameters that never moved (frozen ones) have none and give their weight.
+
+    Raises:
+        CheckpointError: as `StateFiles`; or there is no such part.
+    """
+
+    def __init__(self, path: Path, part: str = "weight") -> None:
+        self._files, self._part = StateFiles(path), part
+        if not self._files.has_part(part):
+            raise CheckpointError(
+                f"{path}: has no moving average of the weights: it was written without training.ema_decay"
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        shape = self._files.shapes[name]
+        values = self._files.read(self._part, name, 0, math.prod(shape))
+        if values is None:
+            values = self._files.read("weight", name, 0, math.prod(shape))
+        assert values is not None  # a missing weight raises
+        return values.view(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._files.shapes))
+
+    def __len__(self) -> int:
+        return len(self._files.shapes)

@@ -1,0 +1,334 @@
+"""The only door to DeepSpeed: wraps the model in ZeRO, makes a step of it, shows and sets its whole state.
+
+What DeepSpeed 0.19.8 gets wrong is mended here and in deepspeed_patches.py, each mend with a test:
+- stages 1 to 3 with fp16 halve the gradient on each step at which the loss scale grows (`delay_scale_growth`;
+  https://github.com/deepspeedai/DeepSpeed/pull/8588);
+- stage 0 reports no gradient norm and applies non-finite gradients (`guard_stage_0`);
+- at the floor of fp16's loss scale it raises in the middle of a step (`Engine.step`);
+- timeouts do not reach its data-parallel group (`_pass_timeout`);
+- on CPUs it compiles a shared-memory op that training never uses, and refuses fp16 (`_prepare_cpu`);
+- every rank would import mlflow and torch's compiler, which training never uses (`without_mlflow`, `not_compiling`).
+
+State is shown and set by parameter name, in fp32, each rank its own part (sharded_state.py): the same names and values for
+every ZeRO stage, precision and number of ranks.
+"""
+
+import functools
+import logging
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dist_transformer.config.model_size import REDUCED_AT_ONCE
+from dist_transformer.config.schema import OptimizerConfig, TrainingConfig
+from dist_transformer.distributed.group import Ranks
+from dist_transformer.training.divergence import Diverged
+from dist_transformer.training.engine.deepspeed_patches import (
+    call_as_not_compiled,
+    delay_scale_growth,
+    guard_stage_0,
+    not_compiling,
+    step_as_not_compiled,
+    without_mlflow,
+)
+from dist_transformer.training.engine.objective import Objective
+from dist_transformer.training.engine.optimizer import (
+    PARTS,
+    adam,
+    freeze,
+    make_state,
+    parameter_names,
+    set_update_count,
+    update_average,
+)
+from dist_transformer.training.engine.sharded_state import (
+    Fragment,
+    Piece,
+    fragments,
+    masters,
+    pieces,
+    publish,
+    whole_shapes,
+)
+
+__all__ = ["PARTS", "Engine", "Fragment"]
+
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+os.environ.setdefault("DS_BUILD_OPS", "0")
+warnings.filterwarnings("ignore", message=".*(all_gather_into_tensor|reduce_scatter_tensor).*", category=FutureWarning)
+
+with without_mlflow():
+    import deepspeed
+    from deepspeed.comm.torch import TorchBackend
+    from deepspeed.runtime import compiler
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+SCALER_NUMBERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What moves in DeepSpeed's dynamic loss scaler; the rest is configuration."""
+COLLECTIVES = (
+    "all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "barrier",
+    "all_gather", "all_gather_into_tensor", "all_gather_base", "all_gather_coalesced",
+    "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single", "gather", "scatter",
+)  # fmt: skip
+
+
+class Engine:
+    """An `Objective` under DeepSpeed.
+
+    Every method is collective unless it says otherwise: call it on all ranks, in the same order.
+    """
+
+    def __init__(self, module: Objective, training: TrainingConfig, optimizer: OptimizerConfig, ranks: Ranks) -> None:
+        """Raises `UserError` where a pattern of `training.freeze` or `optimizer.no_decay` names no parameter."""
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        if ranks.device.type == "cpu":
+            _prepare_cpu()
+        _pass_timeout(ranks)
+        deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
+        _name_collectives(ranks.note_collective)
+        self._ranks, self._stage, self._ema_decay = ranks, training.zero_stage, training.ema_decay
+        self._updates = 0
+        freeze(module, training.freeze)
+        self._parameters = parameter_names(module)
+        call_as_not_compiled([*vars(torch.optim.Optimizer).values(), *vars(PartitionedParameterCoordinator).values()])
+        updates = adam(module, optimizer)
+        step_as_not_compiled(updates)
+        with not_compiling(compiler):
+            self._engine, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=updates,
+                config=_deepspeed_config(training, ranks, module),
+                dist_init_required=False,
+            )
+        make_state(_inner_optimizer(self._engine), self._masters(), self._ema_decay is not None)
+        if self._stage == 0:
+            guard_stage_0(self._engine, training.gradient_clip_norm)
+            self._engine.enable_backward_allreduce = (
+                ranks.num_ranks > 1
+            )  # alone it would copy all gradients for nothing
+        elif training.precision == "fp16":
+            delay_scale_growth(self._engine.optimizer)
+            self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+
+    def __call__(self, *inputs: Tensor | int | None) -> Any:
+        """The objective's forward pass."""
+        return self._engine(*inputs)
+
+    def train(self, mode: bool = True) -> None:
+        """Dropout on (True) or off (not collective)."""
+        self._engine.train(mode)
+
+    def backward(self, loss_sum: Tensor, global_tokens: int) -> None:
+        """Adds the gradient of loss_sum / global_tokens (promise P4).
+
+        DeepSpeed averages over ranks, so the sum is multiplied by their number. Every rank calls it equally often.
+        """
+        self._engine.backward(loss_sum * (self._ranks.num_ranks / global_tokens), scale_wrt_gas=False)
+
+    def step(self, learning_rate: float) -> bool:
+        """One optimizer update. False: the gradient was not finite and nothing moved (but fp16's loss scale).
+
+        Raises:
+            Diverged: fp16's loss scale is at its floor and the gradient is still not finite. Nothing moved.
+        """
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = learning_rate
+        skipped, scale = self._engine.skipped_steps, self.loss_scale()
+        self._engine.step()
+        if self._engine.skipped_steps != skipped:
+            if self.scaler_state() and scale == self._engine.optimizer.loss_scaler.min_scale:
+                raise Diverged(
+                    f"the fp16 loss scale is at its minimum, {scale:g}, and gradients still overflow", self._updates + 1
+                )
+            return False
+        self._updates += 1
+        if self._ema_decay is not None:
+            update_average(_inner_optimizer(self._engine), self._masters(), self._ema_decay, self._updates)
+        return True
+
+    def gradient_norm(self) -> float:
+        """The 2-norm of the last step's whole gradient, unscaled and before clipping (not collective)."""
+        norm = self._engine.get_global_grad_norm()
+        return float("nan") if norm is None else float(norm)
+
+    def loss_scale(self) -> float:
+        """fp16's loss scale; 1 in other precisions (not collective)."""
+        return float(self.scaler_state().get("cur_scale", 1.0))
+
+    def scaler_state(self) -> dict[str, Any]:
+        """The loss scaler's numbers, for a checkpoint; empty when it is not fp16's dynamic one (not collective)."""
+        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        if not hasattr(scaler, "cur_iter"):
+            return {}
+        return {name: getattr(scaler, name) for name in SCALER_NUMBERS}
+
+    def set_scaler_state(self, state: dict[str, Any]) -> None:
+        """Puts back `scaler_state`; a state of another precision is left aside (not collective)."""
+        for name in self.scaler_state():
+            if name in state:
+                setattr(self._engine.optimizer.loss_scaler, name, state[name])
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter's whole shape, tied ones once (not collective)."""
+        return whole_shapes(self._parameters)
+
+    def fragments(self) -> list[Fragment]:
+        """This rank's part of the whole state, without any communication (not collective).
+
+        Over all ranks the fragments tile every tensor exactly once. Frozen parameters have a weight only.
+        """
+        ranks = self._ranks
+        return fragments(self._pieces(), _inner_optimizer(self._engine), ranks.rank, ranks.num_ranks)
+
+    @property
+    def objective(self) -> Objective:
+        """What was given; its weights are whole where `has_whole_weights` (not collective)."""
+        module: Objective = self._engine.module
+        return module
+
+    @property
+    def has_whole_weights(self) -> bool:
+        """Whether each rank has all weights in the module itself, which may then be called by hand (not collective)."""
+        return self._stage < 3
+
+    @torch.no_grad()
+    def copy_weights(self, into: Mapping[str, Tensor]) -> None:
+        """Fills tensors of any float type, by parameter name, with the whole weights; one at a time in fp32."""
+        held = {fragment.name: fragment for fragment in self.fragments() if fragment.part == "weight"}
+        for name, shape in self.shapes().items():
+            whole = torch.zeros(math.prod(shape), device=self._ranks.device)
+            if (mine := held.get(name)) is not None:
+                whole[mine.start : mine.start + mine.values.numel()] = mine.values
+            self._ranks.sum_on_device(whole)  # every element is one rank's
+            into[name].copy_(whole.view(shape))
+
+    @torch.no_grad()
+    def load(self, read: Callable[[str, str, int, int], Tensor | None], step: int) -> None:
+        """Sets the whole state, each rank what it holds of it; between two steps.
+
+        Args:
+            read: `read(part, name, start, stop)` gives those elements of a flattened tensor as fp32 on the CPU, or None
+                where there is no such tensor: then moments are zero and the moving average is the weight. It must give
+                weights, or raise.
+            step: updates done so far.
+        """
+        optimizer = _inner_optimizer(self._engine)
+        for piece in self._pieces():
+            parts = piece.parts(optimizer)
+            for part, values in parts.items():  # the weight comes first
+                saved = read(part, piece.name, piece.start, piece.start + piece.length)
+                if saved is not None:
+                    values.copy_(saved)
+                elif part == "ema":
+                    values.copy_(parts["weight"])
+                else:
+                    assert part != "weight", piece.name
+                    values.zero_()
+        set_update_count(optimizer, step)
+        self._updates = step
+        publish(self._engine.optimizer, self._stage)
+
+    def close(self) -> None:
+        """Frees the memory of weights, gradients and state; nothing may be called afterwards.
+
+        Stage 3 keeps references to the whole engine in globals of DeepSpeed, so that only emptying the tensors helps.
+        """
+        state = [tensor for held in _inner_optimizer(self._engine).state.values() for tensor in held.values()]
+        parameters = list(self._parameters.values())
+        shards = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
+        held = [*self._masters(), *state, *parameters, *shards]
+        self._engine.destroy()
+        for tensor in held:
+            tensor.grad, tensor.data = None, tensor.new_empty(0)
+
+    def _masters(self) -> list[Tensor]:
+        return masters(self._engine.optimizer, self._stage)
+
+    def _pieces(self) -> list[Piece]:
+        return pieces(self._parameters, self._engine.optimizer, self._stage, self._ranks.rank)
+
+
+def _deepspeed_config(training: TrainingConfig, ranks: Ranks, module: Objective) -> dict[str, Any]:
+    sizes = [parameter.numel() for parameter in module.parameters()]
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only counts with it; our micro-batches are of tokens
+        "gradient_clipping": training.gradient_clip_norm,
+        "zero_optimization": {
+            "stage": training.zero_stage,
+            "overlap_comm": False,
+            # Of DeepSpeed's own 500 million, a buffer would be 2 GB, whatever the model.
+            "reduce_bucket_size": max(*sizes, min(sum(sizes), REDUCED_AT_ONCE)),
+            **_offload(training, ranks),
+        },
+        "managed_gradient_accumulation": False,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**12,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the device at each forward pass and at each step
+    }
+    if training.precision == "fp16":
+        config["fp16"] = {
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": training.initial_loss_scale.bit_length() - 1,
+            "loss_scale_window": training.loss_scale_window,
+            "hysteresis": 1,
+            "min_loss_scale": 1,
+        }
+    return config
+
+
+def _offload(training: TrainingConfig, ranks: Ranks) -> dict[str, Any]:
+    parts = {
+        "none": [],
+        "optimizer": ["offload_optimizer"],
+        "optimizer_and_parameters": ["offload_optimizer", "offload_param"],
+    }[training.offload]
+    # Page-locked memory is for copies to and from a GPU.
+    return {part: {"device": "cpu", "pin_memory": ranks.device.type == "cuda"} for part in parts}
+
+
+def _inner_optimizer(engine: Any) -> Any:
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
+
+
+def _prepare_cpu() -> None:
+    deepspeed.ops.__compatible_ops__ = {}  # else g++ builds an op of inference for 30 to 90 seconds, or fails
+    # torch computes in fp16 on every CPU, slowly; DeepSpeed asks for AVX512-FP16.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+
+
+def _pass_timeout(ranks: Ranks) -> None:
+    def new_group(backend: Any, members: list[int]) -> Any:
+        return torch.distributed.new_group(members, timeout=ranks.timeout)
+
+    TorchBackend.new_group = new_group
+
+
+def _name_collectives(note: Callable[[str], None]) -> None:
+    """Tells `note` what DeepSpeed is about to wait for; the newest engine of a process hears of all."""
+    for name in COLLECTIVES:
+        method = getattr(TorchBackend, name)
+        setattr(TorchBackend, name, _noted(name, getattr(method, "without_note", method), note))
+
+
+def _noted(name: str, method: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def noted(backend: Any, *args: Any, **kwargs: Any) -> Any:
+        note(_named_collective(name, args[0] if args else next(iter(kwargs.values()), None)))
+        return method(backend, *args, **kwargs)
+
+    noted.without_note = method  # type: ignore[attr-defined]
+    return noted
+
+
+def _named_collective(name: str, over: Any) -> str:
+    tensors = [over] if isinstance(over, Tensor) else over if isinstance(over, list) else []
+    if not tensors:
+        return name
+    return f"{name} of {sum(t.numel() for t in tensors):,} {str(tensors[0].dtype).removeprefix('torch.')}"

@@ -1,0 +1,111 @@
+"""What is updated and how: frozen parameters, Adam's groups, Adam's whole state from the start, the moving average.
+
+Names are those of the model's parameters: `encoder_layers.0.feed_forward.inner.weight`.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dist_transformer.config.parameter_names import all_frozen, is_named, unknown_patterns
+from dist_transformer.config.schema import OptimizerConfig
+from dist_transformer.errors import UserError
+
+PARTS = ("weight", "exp_avg", "exp_avg_sq", "ema")
+"""The tensors of a parameter's state: fp32 weight, Adam's two moments, the weight's moving average."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def parameter_names(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters of an objective by their names in the model, tied ones under their first name, in a fixed order."""
+    return {_model_name(name): parameter for name, parameter in sorted(module.named_parameters())}
+
+
+def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
+    """Takes the parameters that the patterns name out of training.
+
+    Raises:
+        UserError: a pattern names no parameter, or nothing is left to train.
+    """
+    for parameter in _matching(module, patterns, "training.freeze"):
+        parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UserError(all_frozen(patterns, list(parameter_names(module)))).agreed()
+
+
+def adam(module: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
+    """Adam as torch has it: DeepSpeed's own are compiled at start. Vectors (norms, biases) do not decay.
+
+    Raises:
+        UserError: a pattern of `optimizer.no_decay` names no parameter.
+    """
+    exempt = {id(parameter) for parameter in _matching(module, settings.no_decay, "optimizer.no_decay")}
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [{"params": parameters}]
+    if settings.weight_decay:
+        decays = {id(p) for p in parameters if p.dim() > 1} - exempt
+        groups = [
+            {"params": [p for p in parameters if id(p) in decays]},
+            {"params": [p for p in parameters if id(p) not in decays], "weight_decay": 0.0},
+        ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=0.0,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.epsilon,
+        weight_decay=settings.weight_decay,
+        fused=True,  # on CPUs too: one pass over weights and moments
+    )
+
+
+def make_state(optimizer: torch.optim.Optimizer, masters: Iterable[Tensor], with_average: bool) -> None:
+    """Makes the state that Adam otherwise makes in its first update, so that memory is taken before step 1.
+
+    The moving average lies beside the moments: sharded and offloaded as they are, and left alone by Adam.
+    """
+    for master in masters:
+        count = torch.zeros((), device=master.device)
+        optimizer.state[master] = {"step": count, **{key: torch.zeros_like(master.detach()) for key in MOMENTS}}
+        if with_average:
+            optimizer.state[master]["ema"] = master.detach().clone()
+
+
+def set_update_count(optimizer: torch.optim.Optimizer, count: int) -> None:
+    """As if `count` updates had been made: the bias corrections of Adam follow from it."""
+    for state in optimizer.state.values():
+        state["step"].fill_(count)
+
+
+@torch.no_grad()
+def update_average(optimizer: torch.optim.Optimizer, masters: Iterable[Tensor], decay: float, updates: int) -> None:
+    """Moves the average towards the weights after update number `updates`.
+
+    The first averages forget quickly, so that they do not hold on to the initial weights: the decay of update n is
+    min(decay, (1 + n) / (10 + n)), as `num_updates` of TensorFlow's `tf.train.ExponentialMovingAverage`.
+    """
+    weight = 1.0 - min(decay, (1 + updates) / (10 + updates))
+    for master in masters:
+        optimizer.state[master]["ema"].lerp_(master.detach(), weight)
+
+
+def deal_out(sizes: dict[str, int], num_ranks: int) -> dict[str, int]:
+    """For tensors that every rank holds: which rank answers for each, balanced by size, the same on every rank."""
+    loads, owners = [0] * num_ranks, {}
+    for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += size
+    return owners
+
+
+def _matching(module: nn.Module, patterns: Sequence[str], key: str) -> list[nn.Parameter]:
+    """The parameters that any of the patterns names; a tied one by any of its names."""
+    named = [(_model_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
+    for problem in unknown_patterns(key, patterns, [name for name, _ in named]):
+        raise UserError(problem).agreed()
+    return [p for name, p in named if is_named(name, patterns)]
+
+
+def _model_name(name: str) -> str:
+    return name.removeprefix("model.")  # the objective wraps the model under this name

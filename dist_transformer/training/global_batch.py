@@ -1,0 +1,207 @@
+"""The feed: global batches, one step ahead. While a step computes, the next one is fetched and counted over all ranks.
+
+One small all-reduce a step carries everything the ranks must agree on: how many target tokens the loss is divided by,
+whether any rank was asked to stop or still writes a checkpoint, the loss of the step before, whether any rank could not
+read its data, and the digest of the global batch.
+"""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from dist_transformer.data.filters import RULES
+from dist_transformer.data.loader.batching import straggler_ratio
+from dist_transformer.data.loader.loader import LaneLoader, LocalStep, MicroBatch
+from dist_transformer.data.loader.partition import Segment
+from dist_transformer.data.loader.position import Quarantined
+from dist_transformer.data.loader.window_request import digest_text
+from dist_transformer.distributed.group import Ranks
+from dist_transformer.errors import UserError
+
+TOTALS = (
+    "target_tokens", "source_tokens", "pairs", "quarantined", "stop", "writing", "loss", "not_finite", "error", "digest",
+)  # fmt: skip
+"""What is summed over the ranks; after it padded tokens by lane, dropped pairs by rule, pairs by corpus."""
+
+LARGEST_LOSS = 2.0**30
+"""Of a rank in a step, summed over tokens."""
+LOSS_UNIT = 2.0**-20
+"""Losses are summed as integers of this unit, with the other counts: exact in any order of the ranks."""
+
+
+def fixed_point(loss: float) -> tuple[int, int]:
+    """(in units of LOSS_UNIT, 0), or (0, 1) where it is not finite, or so large that a sum could overflow."""
+    return (round(loss / LOSS_UNIT), 0) if abs(loss) < LARGEST_LOSS else (0, 1)
+
+
+def from_fixed_point(units: int, not_finite: int) -> float:
+    """A sum of `fixed_point` over the ranks, as a number."""
+    return math.nan if not_finite else units * LOSS_UNIT
+
+
+class Fetched:
+    """A number of the device on its way to the host: what is begun after it is not waited for."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        self._number = number.to("cpu", non_blocking=True)  # into page-locked memory
+        self._arrival = torch.cuda.Event() if number.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._arrival is not None:
+            self._arrival.record()
+
+    def value(self) -> float:
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return float(self._number)
+
+
+@dataclass(frozen=True)
+class News:
+    """What a rank tells the others along with its batch."""
+
+    wants_stop: bool
+    is_writing: bool
+    """Its file of a checkpoint is not on disk yet."""
+    loss_sum: float
+    """Of its micro-batches of the step computed last; 0 without one."""
+
+
+@dataclass(frozen=True)
+class GlobalBatch:
+    """This rank's micro-batches of one step, and the sums over all ranks. None: a lane without rows in this epoch."""
+
+    micro_batches: list[MicroBatch | None]
+    segment: Segment
+    lane_positions: dict[int, tuple[int, int]]
+    """(window, micro-batches handed out) of this rank's lanes after this step."""
+    target_tokens: int
+    source_tokens: int
+    pairs: int
+    padded_tokens: int
+    straggler_ratio: float
+    """Padded tokens of the largest micro-batch over the mean."""
+    pairs_by_corpus: Counter[str]
+    dropped: Counter[str]
+    """Pairs by rule that were dropped from the windows begun in this step."""
+    quarantined: tuple[Quarantined, ...]
+    """Row groups left out of the windows begun in this step, of all ranks."""
+    stop: bool
+    is_writing: bool
+    """Some rank still writes a checkpoint."""
+    loss_sum: float
+    """Of the step that was computed last when this batch was begun: the sum of every rank's `News`."""
+    digest: str
+    wait_seconds: float
+    """How long training stood still for this batch."""
+
+
+class Feed:
+    """Hands out global batches. `news` is asked on every rank, once a step; `batch` numbers the next batch."""
+
+    def __init__(
+        self,
+        loader: LaneLoader,
+        ranks: Ranks,
+        corpora: tuple[str, ...],
+        num_lanes: int,
+        batch: int,
+        news: Callable[[], News],
+    ) -> None:
+        self._loader, self._ranks, self._news = loader, ranks, news
+        self._corpora, self._num_lanes, self._batch = corpora, num_lanes, batch
+        self._error: UserError | None = None
+        self.begin()
+        self._fetch_seconds = 0.0  # the first windows are read before training begins
+
+    def begin(self) -> None:
+        """Fetches the next step and starts counting it (collective; waits for other ranks only at a new stage)."""
+        started = time.monotonic()
+        if self._loader.must_recut(self._batch):
+            self._recut()
+        try:
+            self._local = self._loader.next_step()
+        except UserError as error:
+            self._error, self._local = error, LocalStep([], Counter(), ())
+        self._totals = self._count(self._local)
+        self._work = self._ranks.start_sum(self._totals)
+        self._fetch_seconds = time.monotonic() - started
+
+    def wait(self) -> GlobalBatch:
+        """The step that `begin` fetched, with its sums (collective). `pairs` is 0 at the end of an epoch.
+
+        Raises:
+            UserError: a rank could not read its data; every rank raises the same error.
+        """
+        started = time.monotonic()
+        self._work.wait()
+        values = self._totals.tolist()
+        totals = dict(zip(TOTALS, values, strict=False))
+        lanes, rules, corpora = _split(values[len(TOTALS) :], self._num_lanes, len(RULES))
+        if totals["error"]:
+            errors = [error for error in self._ranks.gather(self._error) if error is not None]
+            raise errors[0].agreed() from self._error
+        quarantined = self._ranks.gather(self._local.quarantined) if totals["quarantined"] else []
+        self._batch += totals["pairs"] > 0
+        return GlobalBatch(
+            micro_batches=self._local.batches,
+            segment=self._loader.segment,
+            lane_positions=self._loader.lane_positions(),
+            target_tokens=totals["target_tokens"],
+            source_tokens=totals["source_tokens"],
+            pairs=totals["pairs"],
+            padded_tokens=sum(lanes),
+            straggler_ratio=straggler_ratio(lanes),
+            pairs_by_corpus=Counter(dict(zip(self._corpora, corpora, strict=True))),
+            dropped=Counter({rule: count for rule, count in zip(RULES, rules, strict=True) if count}),
+            quarantined=tuple(row_group for of_rank in quarantined for row_group in of_rank),
+            stop=totals["stop"] > 0,
+            is_writing=totals["writing"] > 0,
+            loss_sum=from_fixed_point(totals["loss"], totals["not_finite"]),
+            digest=digest_text(totals["digest"]),
+            wait_seconds=self._fetch_seconds + time.monotonic() - started,
+        )
+
+    def start_epoch(self) -> None:
+        """Goes on with the next epoch (collective)."""
+        self._loader.start_epoch(self._batch)
+        self.begin()
+
+    def _recut(self) -> None:
+        """Other weights hold from here on: every rank cuts the rest of the epoch by where all lanes stand."""
+        lanes = {lane: at for part in self._ranks.gather(self._loader.lane_positions()) for lane, at in part.items()}
+        self._loader.recut([lanes[lane] for lane in range(self._num_lanes)], self._batch)
+
+    def _count(self, local: LocalStep) -> torch.Tensor:
+        real = [batch for batch in local.batches if batch is not None]
+        padded, pairs = [0] * self._num_lanes, [0] * len(self._corpora)
+        news = self._news()
+        for batch in real:
+            padded[batch.lane] = batch.shape.padded_tokens
+            pairs = [a + b for a, b in zip(pairs, batch.pairs_by_corpus(len(pairs)), strict=True)]
+        totals = torch.tensor(
+            [
+                sum(b.shape.target_tokens for b in real),
+                sum(b.shape.source_tokens for b in real),
+                sum(b.shape.pairs for b in real),
+                len(local.quarantined),
+                int(news.wants_stop),
+                int(news.is_writing),
+                *fixed_point(news.loss_sum),
+                int(self._error is not None),
+                0,
+                *padded,
+                *(local.dropped[rule] for rule in RULES),
+                *pairs,
+            ],
+            dtype=torch.int64,
+        )
+        for batch in real:
+            totals[TOTALS.index("digest")] += batch.digest()  # wraps, as int64 does: a sum modulo 2 ** 64
+        return totals
+
+
+def _split(values: list[int], first: int, second: int) -> tuple[list[int], list[int], list[int]]:
+    return values[:first], values[first : first + second], values[first + second :]

@@ -1,0 +1,125 @@
+"""`training.init_from`: finds the weights that a path names, and starts a model with them."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.config.schema import Config
+from dist_transformer.data.manifest import Manifest, file_sha256
+from dist_transformer.distributed.group import Ranks
+from dist_transformer.distributed.rank_zero import by_first_rank
+from dist_transformer.errors import CheckpointError, MachineError, UserError
+from dist_transformer.files import MISPLACED, read_json
+from dist_transformer.interop.initial_weights import Fit, Origin, fit_text, form_of, load_initial_weights
+from dist_transformer.interop.model_folder import CONFIG, WEIGHTS, load_model_folder
+from dist_transformer.model.transformer import Transformer
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.checkpoint import checkpoints
+from dist_transformer.training.checkpoint.tensor_files import MANIFEST, STATE, Weights
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The folder that a path stands for: a model folder, or a whole checkpoint.
+
+    Attributes:
+        sha256: of the model's weights file, or of the checkpoint's manifest, which has that of every file.
+    """
+
+    folder: Path
+    is_model: bool
+    sha256: str
+
+
+def initialise(
+    model: Transformer, config: Config, manifest: Manifest, ranks: Ranks, progress: Callable[[], None]
+) -> dict[str, str]:
+    """Puts the weights of `training.init_from` into the fp32 model on the CPU (collective); rank 0 logs what was taken.
+
+    Returns what is to be tracked: the folder that was taken, and the SHA-256 of its weights.
+
+    Raises:
+        UserError: there is no such model, or it does not fit; the same on every rank.
+    """
+    path = Path(str(config.training.init_from)).expanduser()
+    found = by_first_rank(ranks, lambda: _found(path), progress)
+    tokenizers = (manifest.tokenizer.source_sha256, manifest.tokenizer.target_sha256)
+    here = Origin(config.model.num_heads, tokenizers, form_of(config.model.model_dump()))
+    fit = _load(model, found, here, config.training.init_partially)
+    for result in ranks.gather(fit):
+        if isinstance(result, UserError):
+            raise result.agreed()
+    assert isinstance(fit, Fit)
+    log.info("init_from  %s: %d tensors taken", found.folder, len(fit.taken))
+    if fit.others and ranks.is_first:
+        log.warning("init_from  these start anew, were left out, or are others now:\n%s", fit_text(fit))
+    return {"init_from": str(found.folder.absolute()), "init_from_sha256": found.sha256}
+
+
+def find(path: Path) -> Found:
+    """What `path` stands for: a model folder, a checkpoint, or a run folder (its model, else its newest checkpoint).
+
+    Every byte of a checkpoint is read and compared with its manifest.
+
+    Raises:
+        UserError: it is none of these.
+        CheckpointError: it is a damaged checkpoint.
+    """
+    for folder in (path, RunDir(path).model):
+        if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
+            return Found(folder, True, file_sha256(folder / WEIGHTS))
+    if path.name.startswith("step_") and (path / MANIFEST).is_file():
+        if (problem := checkpoints.damage(path)) is not None:
+            raise CheckpointError(f"training.init_from: the checkpoint {path} is damaged ({problem}). Take another one")
+        return Found(path, False, file_sha256(path / MANIFEST))
+    for checkpoint in reversed(checkpoints.saved(RunDir(path))):
+        if (problem := checkpoints.damage(checkpoint)) is None:
+            return Found(checkpoint, False, file_sha256(checkpoint / MANIFEST))
+        log.warning("init_from  %s is damaged (%s): an older one is taken", checkpoint, problem)
+    problem = "has no weights to start with" if path.is_dir() else "is no folder"
+    raise UserError(
+        f"training.init_from: {path} {problem}. Expected a run folder with a `model` folder or whole "
+        "checkpoints, one checkpoint (.../checkpoints/step_00001000), or a model folder (model.safetensors, config.json)"
+    )
+
+
+def _found(path: Path) -> Found:
+    try:
+        return find(path)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _load(model: Transformer, found: Found, here: Origin, partially: bool) -> Fit | UserError:
+    """An error is given back, so that all ranks can agree on it: another node may not see the folder."""
+    try:
+        weights, there = _of_model(found.folder) if found.is_model else _of_checkpoint(found.folder)
+        return load_initial_weights(model, weights, there, here, str(found.folder), partially)
+    except UserError as error:
+        return error
+    except OSError as error:
+        return _unreadable(found.folder, error)
+
+
+def _unreadable(path: Path, error: OSError) -> UserError:
+    kind = UserError if error.errno in MISPLACED else MachineError
+    return kind(f"training.init_from: {path} cannot be read: {error}")
+
+
+def _of_model(folder: Path) -> tuple[Mapping[str, Any], Origin]:
+    loaded = load_model_folder(folder)
+    files = loaded.tokenizer_files
+    tokenizers = (file_sha256(files.source), file_sha256(files.target or files.source))
+    origin = Origin(loaded.config.num_heads, tokenizers, form_of(loaded.config.model_dump()))
+    return dict(loaded.model.named_parameters()), origin
+
+
+def _of_checkpoint(folder: Path) -> tuple[Mapping[str, Any], Origin]:
+    recipe = read_json(folder / STATE)["recipe"]
+    tokenizers = (recipe["source tokenizer"], recipe["target tokenizer"])
+    model = {key.removeprefix("model."): value for key, value in recipe.items() if key.startswith("model.")}
+    return Weights(folder), Origin(recipe["model.num_heads"], tokenizers, form_of(model))

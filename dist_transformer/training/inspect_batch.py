@@ -1,0 +1,167 @@
+"""The global batch of a step as training sees it, found without an engine and without ranks: for `data inspect`."""
+
+import sys
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from rich.console import Console
+from rich.progress import Progress as ProgressBar
+
+from dist_transformer.data.loader.batching import straggler_ratio
+from dist_transformer.data.loader.loader import LocalStep, MicroBatch
+from dist_transformer.data.loader.position import Quarantined, position_from_json
+from dist_transformer.data.loader.window_request import digest_text
+from dist_transformer.errors import CheckpointError, DataError, UserError
+from dist_transformer.files import read_json
+from dist_transformer.run.folder import RunDir
+from dist_transformer.training.checkpoint import checkpoints
+from dist_transformer.training.checkpoint.checkpoints import Checkpoint
+from dist_transformer.training.checkpoint.tensor_files import STATE
+from dist_transformer.training.run_data import RunData
+from dist_transformer.training.train_state import Progress
+
+
+@dataclass(frozen=True)
+class SeenBatch:
+    """One global batch.
+
+    Attributes:
+        beginning: where the way to it began.
+        dropped: pairs dropped by rule from the windows begun for it.
+        left_out: row groups left out of these windows.
+    """
+
+    step: int
+    epoch: int
+    beginning: str
+    micro_batches: list[MicroBatch]
+    dropped: Counter[str]
+    left_out: tuple[Quarantined, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """That of metrics.jsonl."""
+        return digest_text(sum(batch.digest() for batch in self.micro_batches))
+
+    @property
+    def straggler_ratio(self) -> float:
+        """Padded tokens of the largest micro-batch over the mean."""
+        return straggler_ratio([batch.shape.padded_tokens for batch in self.micro_batches])
+
+
+def batch_of_step(data: RunData, run_dir: RunDir | None, step: int | None) -> SeenBatch:
+    """The batch of this step; None: of the next one. Changes nothing in the run folder.
+
+    Raises:
+        UserError: the run has no such step.
+        CheckpointError: the step was trained with other lanes, or the run cannot be gone on with.
+        DataError: a row group cannot be read.
+    """
+    kept = _checkpoints(run_dir) if run_dir is not None else []
+    newest = kept[-1] if kept else None
+    step = step if step is not None else 1 + (newest.state["batches"] if newest else 0)
+    _refuse_step_outside(data, step, newest)
+    beginning = next((c for c in reversed(kept) if c.state["batches"] < step), None)
+    if following := next((c for c in kept if c.state["batches"] >= step), None):
+        _refuse_other_lanes(data, step, beginning, following)
+    name = f"checkpoint {beginning.path.name}" if beginning else "the first step"
+    walk = _Walk(data, _progress(data, beginning, newest), name)
+    with ProgressBar(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
+        task = bar.add_task(f"from {name}", total=step - walk.step)
+        while walk.step < step:
+            seen = walk.next_batch()
+            bar.advance(task)
+    return seen
+
+
+class _Walk:
+    """Goes through the global batches as the training loop does, with all lanes in one process."""
+
+    def __init__(self, data: RunData, progress: Progress, beginning: str) -> None:
+        self.step, self.beginning = progress.batches, beginning
+        self._training, self._target_tokens = data.config.training, progress.total_target_tokens
+        self._loader = data.loader(progress.position, progress.batches, rank=0, num_ranks=1, num_workers=0)
+
+    def next_batch(self) -> SeenBatch:
+        """Goes one batch on; UserError when the run ends before it."""
+        most_tokens = self._training.max_target_tokens
+        if most_tokens is not None and self._target_tokens >= most_tokens:
+            raise _beyond_the_end("max_target_tokens", most_tokens, self.step)
+        local = self._next_with_rows()
+        micro_batches = [batch for batch in local.batches if batch is not None]
+        self.step += 1
+        self._target_tokens += sum(batch.shape.target_tokens for batch in micro_batches)
+        epoch = self._loader.segment.epoch
+        return SeenBatch(self.step, epoch, self.beginning, micro_batches, local.dropped, local.quarantined)
+
+    def _next_with_rows(self) -> LocalStep:
+        for _ in range(2):  # in the second round no lane of a whole epoch has a row
+            most_epochs = self._training.max_epochs
+            if most_epochs is not None and self._loader.segment.epoch >= most_epochs:
+                raise _beyond_the_end("max_epochs", most_epochs, self.step)
+            if self._loader.must_recut(self.step):
+                self._loader.recut(list(self._loader.lane_positions().values()), self.step)
+            local = self._loader.next_step()
+            if any(batch is not None for batch in local.batches):
+                return local
+            self._loader.start_epoch(self.step)
+        raise DataError(
+            "a whole epoch has no pair to train on: all were dropped by data.filters, or their row groups left out"
+        )
+
+
+def _checkpoints(run_dir: RunDir) -> list[Checkpoint]:
+    """Those of the run folder whose state can be read, oldest first."""
+    found = []
+    for path in checkpoints.saved(run_dir):
+        try:
+            found.append(Checkpoint(path, read_json(path / STATE)))
+        except (OSError, ValueError) as error:
+            print(f"{path} is left out: its state.json cannot be read ({error})", file=sys.stderr)
+    return found
+
+
+def _progress(data: RunData, beginning: Checkpoint | None, newest: Checkpoint | None) -> Progress:
+    """Where to begin. What the run left out of windows until now is left out of them again, mended or not."""
+    position = data.start() if beginning is None else data.position_of(beginning)
+    if newest is not None:
+        where = str(newest.path / STATE)
+        position = replace(position, quarantined=position_from_json(newest.state["position"], where).quarantined)
+    state = {} if beginning is None else beginning.state
+    return Progress(position, batches=state.get("batches", 0), total_target_tokens=state.get("total_target_tokens", 0))
+
+
+def _refuse_step_outside(data: RunData, step: int, newest: Checkpoint | None) -> None:
+    if step < 1:
+        raise UserError(f"--step {step}: steps count from 1")
+    max_steps = data.config.training.max_steps
+    skipped = newest.state["skipped_updates"] if newest else 0
+    if max_steps is not None and step > max_steps + skipped:
+        raise _beyond_the_end("max_steps", max_steps, max_steps + skipped)
+
+
+def _beyond_the_end(setting: str, value: int, last: int) -> UserError:
+    return UserError(
+        f"the run ends after step {last}, by training.{setting} = {value}. Give --step {last} or a smaller one, or look "
+        f"beyond with a larger training.{setting}."
+    )
+
+
+def _refuse_other_lanes(data: RunData, step: int, beginning: Checkpoint | None, following: Checkpoint) -> None:
+    """A step that is trained already is shown with the lanes that it had, or not at all."""
+    lanes, before, had = (
+        data.config.data.lanes,
+        data.config.data.reslice_from,
+        len(following.state["position"]["lanes"]),
+    )
+    if had != lanes:
+        raise CheckpointError(
+            f"step {step} was trained with {had} lanes, as {following.path.name} says, and data.lanes is {lanes} now. To "
+            f"see it as it was, give data.lanes={had} data.reslice_from=null."
+        )
+    if beginning is None and before is not None:
+        raise CheckpointError(
+            f"step {step} was trained after the run was cut from {before} into {lanes} lanes, and the checkpoint where that "
+            "happened is not kept any more: what the step saw is not known."
+        )

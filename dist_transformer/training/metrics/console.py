@@ -1,0 +1,178 @@
+"""What a person reads while training runs: what will happen, one line a log step, a progress bar on a terminal."""
+
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from dist_transformer.config.model_size import offloaded_bytes, parameter_count, state_bytes
+from dist_transformer.config.schema import Config
+from dist_transformer.data.manifest import Manifest, Split
+from dist_transformer.training.engine.schedule import peak_learning_rate
+from dist_transformer.training.memory import as_text
+from dist_transformer.training.train_state import Interval
+
+log = logging.getLogger(__name__)
+
+TYPICAL_FILL = 0.93
+"""Share of a micro-batch's budget that is real tokens; only for the estimates printed at start."""
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Quantities that follow from configuration and data, known before the first step."""
+
+    parameters: int
+    source_tokens_per_step: int
+    target_tokens_per_step: int
+    steps_per_epoch: int
+    state_bytes_per_rank: int
+
+
+def outlook(config: Config, manifest: Manifest, num_ranks: int) -> Outlook:
+    splits = [manifest.splits[name] for name in manifest.training]
+    source_tokens, target_tokens = (sum(getattr(s, f"{side}_tokens") for s in splits) for side in ("source", "target"))
+    tokens = source_tokens + target_tokens
+    per_step = min(config.data.lanes * config.data.token_budget() * TYPICAL_FILL, tokens)
+    parameters = parameter_count(config.model, manifest.source_vocabulary, manifest.target_vocabulary)
+    return Outlook(
+        parameters,
+        round(per_step * source_tokens / tokens),
+        round(per_step * target_tokens / tokens),
+        math.ceil(tokens / per_step),
+        state_bytes(parameters, config.training, num_ranks),
+    )
+
+
+def log_outlook(config: Config, manifest: Manifest, num_ranks: int) -> None:
+    """Says what will happen, before the first step."""
+    about, model, training = outlook(config, manifest, num_ranks), config.model, config.training
+    log.info(
+        "model      %s parameters: %d + %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d / %d, norm %s",
+        f"{about.parameters:,}", model.num_encoder_layers, model.num_decoder_layers, model.d_model, model.d_ff,
+        model.num_heads, manifest.source_vocabulary, manifest.target_vocabulary, model.norm,
+    )  # fmt: skip
+    for name in manifest.training:
+        log.info("data       %s", _corpus_line(name, manifest.splits[name]))
+    log.info("prepared   digest %s", manifest.digest[:12])
+    log.info(
+        "batch      %d lanes of %d tokens: about %s source + %s target tokens a step, %d steps an epoch",
+        config.data.lanes, config.data.token_budget(), f"{about.source_tokens_per_step:,}",
+        f"{about.target_tokens_per_step:,}", about.steps_per_epoch,
+    )  # fmt: skip
+    log.info(
+        "training   %s, ZeRO stage %d, %d ranks; %s, warm-up %d, peak learning rate %.3g; %s",
+        training.precision, training.zero_stage, num_ranks, config.schedule.name, config.schedule.warmup_steps,
+        peak_learning_rate(config), _end(config),
+    )  # fmt: skip
+    log.info("memory     about %s a rank for weights, gradients and optimizer", as_text(about.state_bytes_per_rank))
+    if offloaded := offloaded_bytes(about.parameters, training, num_ranks):
+        log.info("offload    about %s a rank in the CPU's memory", as_text(offloaded))
+
+
+def interval_values(interval: Interval, seconds: float) -> dict[str, float | int]:
+    """What a record says of the batches of an interval that took so long; corpora by name only where there are several."""
+    by_corpus = interval.pairs_by_corpus if len(interval.pairs_by_corpus) > 1 else {}
+    return {
+        "target_tokens": interval.target_tokens,
+        "tokens_per_second": interval.target_tokens / seconds,
+        "padding_share": 1 - (interval.source_tokens + interval.target_tokens) / interval.padded_tokens,
+        "straggler_ratio": interval.straggler_sum / interval.batches,
+        "data_wait_share": interval.wait_seconds / seconds,
+        "save_seconds": interval.save_seconds,
+        **{f"pairs/{name}": count for name, count in by_corpus.items()},
+        **{f"dropped/{rule}": count for rule, count in sorted(interval.dropped.items())},
+    }
+
+
+def log_interval(step: int, values: Mapping[str, float | int | str]) -> None:
+    """The one line of a log step."""
+    log.info(
+        "step %7d  epoch %3d  loss %7.4f  nll %7.4f  lr %.3e  norm %7.3f  scale %g  "
+        "%7.0f tokens/s  pad %4.1f%%  wait %4.1f%%  mfu %4.1f%%",
+        step, values["epoch"], values["loss"], values["nll"], values["learning_rate"], values["gradient_norm"],
+        values["loss_scale"], values["tokens_per_second"], 100 * float(values["padding_share"]),
+        100 * float(values["data_wait_share"]), 100 * float(values["mfu"]),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """What a start of training tells, whatever its files say.
+
+    Attributes:
+        quiet: warnings and errors only.
+        as_json: each record of metrics.jsonl on standard output too.
+        profile: where some of the first steps go.
+    """
+
+    quiet: bool = False
+    as_json: bool = False
+    profile: bool = False
+
+
+class ProgressBar:
+    """A progress bar where stderr is a terminal; nothing elsewhere (the log lines say the same).
+
+    step ━━━━━━━╸━━━━━━ 12345/100000  loss 4.123  81,204 tokens/s  bleu 27.31 (step 12000)  save in 655  0:41:07 4:50:12
+    """
+
+    def __init__(self, total_steps: int | None, step: int, save_every_steps: int, quiet: bool = False) -> None:
+        columns = (
+            TextColumn("[bold]step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
+            TimeElapsedColumn(), TimeRemainingColumn(),
+        )  # fmt: skip
+        self._progress = Progress(
+            *columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty(), transient=True
+        )
+        self._task: TaskID = self._progress.add_task("", total=total_steps, completed=step)
+        self._save_every_steps = save_every_steps
+        self._speed = self._score = ""
+
+    def __enter__(self) -> "ProgressBar":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def show(self, step: int, loss: float | None = None, tokens_per_second: float | None = None) -> None:
+        """Moves on; loss and speed are those last given."""
+        if loss is not None:
+            self._speed = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  "
+        to_save = self._save_every_steps - step % self._save_every_steps
+        self._progress.update(self._task, completed=step, description=f"{self._speed}{self._score}save in {to_save}")
+
+    def show_score(self, step: int, measure: str, value: float) -> None:
+        """The newest value of validation.metric."""
+        self._score = f"{measure} {value:.2f} (step {step})  "
+
+
+def _corpus_line(name: str, split: Split) -> str:
+    dropped = ", ".join(f"{rule} {count}" for rule, count in split.dropped.items() if count) or "none"
+    about = "about " if split.text else ""
+    return (
+        f"{name}: {split.rows:,} pairs, {about}{split.source_tokens:,} source + {split.target_tokens:,} target tokens; "
+        f"dropped: {'when they are tokenized' if split.text else dropped}"
+    )
+
+
+def _end(config: Config) -> str:
+    training = config.training
+    ends = {"steps": training.max_steps, "epochs": training.max_epochs, "target tokens": training.max_target_tokens}
+    return " or ".join(f"{count} {unit}" for unit, count in ends.items() if count is not None)

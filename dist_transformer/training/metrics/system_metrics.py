@@ -1,0 +1,153 @@
+"""How busy the machines are between two log lines: processors, memory, network and GPUs of each node.
+
+The first rank of each node samples in a thread; the means of all nodes come together, with a log line now and then:
+
+    {"event": "system", "step": 50, "n1/cpu_percent": 81.2, "n1/memory_gb": 20.1, "n1/gpu0/percent": 97.0, ...}
+
+Of many nodes only their spread: "min/cpu_percent", "mean/cpu_percent", "max/gpu/percent". MLflow shows keys that begin with
+`system/` on a page of their own. What GPUs do is asked of NVML (nvidia-ml-py), through torch.
+"""
+
+import logging
+import os
+import platform
+import re
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
+from statistics import fmean
+from types import TracebackType
+
+import psutil
+import torch
+
+from dist_transformer.distributed.group import Ranks
+
+log = logging.getLogger(__name__)
+
+SAMPLE_SECONDS = 5.0
+FIRST_SAMPLE_SECONDS = 0.5
+"""So that a run of seconds has a sample, too."""
+MOST_NODES = 16
+"""Of more, the nodes are not told apart: 17 with 8 GPUs each would be 612 curves, and no picture shows so many."""
+GIGABYTE = 1e9
+MEGABYTE = 1e6
+
+
+class NodeSampler:
+    """Samples this node in a thread, on the first rank of each node; on the others it does nothing."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._name = os.environ.get("SLURMD_NODENAME") or platform.node()
+        self._lock = threading.Lock()
+        self._samples: dict[str, list[float]] = defaultdict(list)
+        self._ended = threading.Event()
+        self._measures: dict[str, Callable[[], dict[str, float]]] = {
+            "the processors": _processors,
+            "the memory": _memory,
+            "the network": _Network(),
+        }
+        if ranks.device.type == "cuda":
+            self._measures["the GPUs"] = partial(_gpus, torch.cuda.device_count())
+        self._thread = threading.Thread(target=self._sample_until_ended, name="system metrics", daemon=True)
+
+    def __enter__(self) -> "NodeSampler":
+        if self._ranks.rank_of_node == 0:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()
+
+    def means(self) -> dict[str, float]:
+        """The means since the last call, of all nodes: `<node>/<key>` (collective); see MOST_NODES."""
+        with self._lock:
+            mine = {key: sum(values) / len(values) for key, values in self._samples.items()}
+            self._samples.clear()
+        parts: list[tuple[str, dict[str, float]]] = self._ranks.gather((self._name, mine))
+        num_nodes = -(-self._ranks.num_ranks // self._ranks.ranks_per_node)
+        found = _spread([means for _, means in parts]) if num_nodes > MOST_NODES else _by_node(parts)
+        return {key: round(value, 3) for key, value in found.items()}
+
+    def _sample_until_ended(self) -> None:
+        self._sample()  # the use of processors and network is counted from one call to the next
+        seconds = FIRST_SAMPLE_SECONDS
+        while not self._ended.wait(seconds):
+            seconds = SAMPLE_SECONDS
+            sample = self._sample()
+            with self._lock:
+                for key, value in sample.items():
+                    self._samples[key].append(value)
+
+    def _sample(self) -> dict[str, float]:
+        """What can be measured here. What cannot is said once, and left out from then on."""
+        values: dict[str, float] = {}
+        for name, measure in list(self._measures.items()):
+            try:
+                values |= measure()
+            except Exception as error:  # noqa: BLE001 - NVML and containers have errors of their own
+                del self._measures[name]
+                cause = f"{type(error).__name__}: {error}"
+                log.warning("%s of %s: not measured any more: %s", name, self._name, cause)
+        return values
+
+
+def _processors() -> dict[str, float]:
+    return {"cpu_percent": psutil.cpu_percent()}
+
+
+def _memory() -> dict[str, float]:
+    return {"memory_gb": psutil.virtual_memory().used / GIGABYTE}
+
+
+class _Network:
+    """Megabytes a second since the last call; nothing at the first."""
+
+    def __init__(self) -> None:
+        self._before: tuple[float, int, int] | None = None
+
+    def __call__(self) -> dict[str, float]:
+        counters = psutil.net_io_counters()
+        if counters is None:
+            raise OSError("this system does not count what its interfaces send")
+        now, before = (time.monotonic(), counters.bytes_sent, counters.bytes_recv), self._before
+        self._before = now
+        if before is None:
+            return {}
+        seconds, sent, received = (value - earlier for value, earlier in zip(now, before, strict=True))
+        return {
+            "sent_mb_per_second": sent / MEGABYTE / seconds,
+            "received_mb_per_second": received / MEGABYTE / seconds,
+        }
+
+
+def _gpus(count: int) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for gpu in range(count):
+        values[f"gpu{gpu}/percent"] = torch.cuda.utilization(gpu)
+        values[f"gpu{gpu}/memory_gb"] = torch.cuda.device_memory_used(gpu) / GIGABYTE
+        values[f"gpu{gpu}/watts"] = torch.cuda.power_draw(gpu) / 1000
+        values[f"gpu{gpu}/celsius"] = torch.cuda.temperature(gpu)
+    return values
+
+
+def _by_node(parts: Iterable[tuple[str, dict[str, float]]]) -> dict[str, float]:
+    return {f"{name}/{key}": value for name, means in parts for key, value in means.items()}
+
+
+def _spread(nodes: Iterable[dict[str, float]]) -> dict[str, float]:
+    """`min/cpu_percent`, `mean/cpu_percent`, `max/gpu/percent`: of each quantity over all nodes, or all GPUs."""
+    together: dict[str, list[float]] = defaultdict(list)
+    for means in nodes:
+        for key, value in means.items():
+            together[re.sub(r"^gpu\d+/", "gpu/", key)].append(value)
+    return {
+        f"{name}/{key}": of(values)
+        for key, values in together.items()
+        for name, of in (("min", min), ("mean", fmean), ("max", max))
+    }

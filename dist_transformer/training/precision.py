@@ -1,0 +1,46 @@
+"""The precision of a run, settled by each rank before anything else: what `auto` is here, and what this machine refuses."""
+
+import os
+
+import torch
+
+from dist_transformer.config.checks import cross_problems
+from dist_transformer.config.model_size import with_precision
+from dist_transformer.config.schema import Config
+from dist_transformer.errors import ConfigError, UserError
+
+FP16_ON_CPU = "DIST_TRANSFORMER_FP16_ON_CPU"
+"""Tests set this variable: what fp16 does in a step is the same on a CPU, but for the time and the rounding of norms."""
+
+
+def settled_precision(config: Config, has_gpu: bool) -> tuple[Config, str]:
+    """The configuration with a precision in place of `auto`, and the word of the log on it; "" where it was given.
+
+    Raises:
+        UserError: on every rank: this machine cannot train in that precision, or another setting forbids it.
+    """
+    said = ""
+    if config.training.precision == "auto":
+        config = with_precision(config, "fp16" if has_gpu else "fp32")
+        said = f"{config.training.precision}, what training.precision: auto is on {'GPUs' if has_gpu else 'CPUs'}"
+    if problems := cross_problems({"training": config.training, "divergence": config.divergence}):
+        raise ConfigError([message for _, message in problems]).agreed()
+    if config.training.precision == "fp16" and not has_gpu and not os.environ.get(FP16_ON_CPU):
+        raise UserError(
+            "training.precision: expected fp32 or bf16, since torch finds no GPU on this machine, got fp16: CPUs compute it "
+            "many times slower than fp32, and norms of gradients wrong by per cents. With training.precision=fp32 the run "
+            "starts here, or goes on from its checkpoints: their weights are fp32"
+        ).agreed()
+    return config, said
+
+
+def bf16_warning(config: Config, device: torch.device) -> str:
+    """The word of the log on a GPU that has no arithmetic for the run's bf16; "" on any other device."""
+    if config.training.precision != "bf16" or device.type != "cuda":
+        return ""
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        return ""
+    return (
+        f"bf16 is only emulated on {torch.cuda.get_device_name(device)}: training.precision=fp16 is faster there, and fp32 "
+        "more exact"
+    )

@@ -1,0 +1,193 @@
+"""One rank of a training run, from joining the group to its exit code: the lock, the log, divergences, failures."""
+
+import contextlib
+import errno
+import gc
+import logging
+import os
+import platform
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from dist_transformer.config.credentials import without_secrets
+from dist_transformer.config.schema import Config
+from dist_transformer.data.manifest import Manifest
+from dist_transformer.data.prepare.progress import prepare_with_progress
+from dist_transformer.distributed import group
+from dist_transformer.distributed.group import Ranks
+from dist_transformer.distributed.rank_zero import by_first_rank
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, DataError, MachineError, UserError
+from dist_transformer.interop.model_folder import MODEL_FOLDER, is_model_folder
+from dist_transformer.processes.stop_request import StopRequest, leave
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.lock import RunLock
+from dist_transformer.run.outputs import check_output, check_run_folder, is_misplaced, writing
+from dist_transformer.tracking.final_status import status_said
+from dist_transformer.tracking.outbox import add_event
+from dist_transformer.training.checkpoint import checkpoints
+from dist_transformer.training.divergence import Diverged, Recovery, first_bad_step, read_recovery, recover
+from dist_transformer.training.loop import Outcome
+from dist_transformer.training.metrics.console import Terminal
+from dist_transformer.training.precision import bf16_warning, settled_precision
+from dist_transformer.training.run_data import RunData, open_run_data
+from dist_transformer.training.run_log import add_to_history, note
+from dist_transformer.training.run_log import run_id as run_id_of
+from dist_transformer.training.trainer import Run, train
+from dist_transformer.training.watchdog import Watchdog
+
+log = logging.getLogger(__name__)
+
+
+def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Terminal) -> int:
+    """Trains as the rank that the environment names; alone without RANK. Returns the exit code.
+
+    Raises:
+        UserError: on every rank; the process must then leave without touching its group.
+    """
+    config, precision = settled_precision(config, torch.cuda.is_available())
+    folder, manifest = prepare_with_progress(config, stop)
+    ranks = group.join(config.training.hang_seconds)
+    torch.set_num_threads(config.training.threads_per_rank or _default_threads(ranks))
+    if config.training.max_hours is not None:
+        stop.end_at(stop.started + 3600 * config.training.max_hours)
+    lock = _lock(run_dir, ranks, stop)  # before the first word into the run folder: it may be another job's
+    try:
+        _refuse_different_corpora(folder, manifest, ranks)
+        _set_up_logging(run_dir, ranks, terminal)
+        if precision:
+            log.info("precision  %s", precision)
+        if ranks.is_first and (warning := bf16_warning(config, ranks.device)):
+            log.warning("precision  %s", warning)
+        code = _train(config, run_dir, ranks, open_run_data(config, folder, manifest), stop, terminal)
+    except UserError as error:
+        _note_failure(run_dir, ranks, str(error))
+        raise
+    except OSError as error:
+        message = f"{error}. Is the disk of {run_dir.path} or of the prepared corpus full, or gone? Start again when it is mended"
+        _note_failure(run_dir, ranks, message)
+        # What could be written at the start, and cannot now, is a disk that has gone.
+        is_theirs = is_misplaced(error) and error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
+        raise (UserError if is_theirs else MachineError)(message) from error
+    except Exception as error:  # noqa: BLE001  (the last line of defence: say it and leave, so that the other ranks can)
+        cause = group.explain(error)  # of a rank that only lost another one, whose news this must not bury
+        said = without_secrets(traceback.format_exc()) if cause is None else f"{cause} ({ranks.last.text()})"
+        print(f"rank {ranks.rank} of {ranks.num_ranks} on {platform.node()} failed: {said}", file=sys.stderr)
+        _note_failure(run_dir, ranks, said)
+        sys.stderr.flush()
+        leave(EXIT_FAILED)
+    lock.release()
+    group.leave()
+    return code
+
+
+def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: StopRequest, terminal: Terminal) -> int:
+    """Trains until the end or a stop; after a divergence from the newest good checkpoint again, as the policy says."""
+    run_id, recovery = by_first_rank(ranks, lambda: (run_id_of(run_dir), read_recovery(run_dir)), lambda: None)
+    if recovery.learning_rate_factor != 1.0 or recovery.switch_to_bf16:
+        log.warning("divergence %s asks for %s", run_dir.divergence, recovery.text())
+    with Watchdog(config.training.hang_seconds, ranks) as watchdog:
+        while True:
+            run = Run(config, run_dir, ranks, data, stop, run_id, recovery, watchdog, terminal)
+            try:
+                return _end(run, *train(run))
+            except Diverged as error:
+                diverged = Diverged(error.reason, error.since_step)  # the first one's traceback holds the engine
+            gc.collect()  # the engine that diverged, before there is another
+            recovery = by_first_rank(
+                ranks, partial(_recover, run, diverged), run.doing("going back after a divergence")
+            )
+
+
+def _recover(run: Run, diverged: Diverged) -> Recovery:
+    """Sets aside the checkpoints that came after, and decides how the run goes on (rank 0)."""
+    add_to_history(run.run_dir, "end", diverged.since_step, {"state": "diverged", "reason": diverged.reason})
+    checkpoints.set_aside_from(run.run_dir, first_bad_step(run.run_dir, run.config.divergence, diverged))
+    good = checkpoints.saved(run.run_dir)[-1:]
+    return recover(run.run_dir, run.config.divergence, diverged, checkpoints.step_of(good[0]) if good else 0)
+
+
+def _refuse_different_corpora(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
+    digests = ranks.gather(manifest.digest)
+    if len(set(digests)) > 1:
+        raise DataError(
+            f"{folder}: ranks see different prepared corpora ({sorted(set(digests))}): is it on a shared disk?"
+        ).agreed()
+
+
+def _lock(run_dir: RunDir, ranks: Ranks, stop: StopRequest) -> RunLock:
+    """Only one job works on a run folder. Rank 0 holds the lock and looks for the stop file; every rank hears of it."""
+    refusal: UserError | None = None
+    lock = RunLock(run_dir)
+    if ranks.is_first:
+        try:
+            with writing(run_dir.path):
+                run_dir.path.mkdir(parents=True, exist_ok=True)
+                check_run_folder(run_dir)
+                check_output(run_dir.model, MODEL_FOLDER, is_model_folder)  # not only when it is trained
+                lock.acquire()
+            stop.watch_file(run_dir.stop_file)
+        except UserError as error:
+            refusal = error
+    refusal = ranks.from_first(refusal)
+    if refusal is not None:
+        raise refusal.agreed()
+    return lock
+
+
+def _set_up_logging(run_dir: RunDir, ranks: Ranks, terminal: Terminal) -> None:
+    """Rank 0 writes to stderr, unless that is to be quiet, and appends to train.log; the others write warnings only."""
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    plain = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S")
+    root = logging.getLogger("dist_transformer")
+    root.setLevel(logging.INFO if ranks.is_first else logging.WARNING)
+    console = (
+        RichHandler(show_path=False, markup=False, console=Console(stderr=True))
+        if sys.stderr.isatty()
+        else logging.StreamHandler()
+    )
+    if not sys.stderr.isatty():
+        console.setFormatter(plain)
+    console.setLevel(logging.WARNING if terminal.quiet else logging.INFO)
+    console.addFilter(lambda record: not getattr(record, "is_said_elsewhere", False))
+    root.addHandler(console)
+    if ranks.is_first:
+        file = logging.FileHandler(run_dir.log, encoding="utf-8")
+        file.setFormatter(plain)
+        root.addHandler(file)
+
+
+def _default_threads(ranks: Ranks) -> int:
+    """What the launcher or the batch script gave each rank, else this rank's share of the cores it may use."""
+    given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": of nested regions, too
+    return (int(given) if given.isdecimal() else 0) or max(1, len(os.sched_getaffinity(0)) // ranks.ranks_per_node)
+
+
+def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:
+    """The failure in train.log and run.json, as far as the disk takes it; each rank that has its own says it itself."""
+    if ranks.is_first:
+        log.error("end        failed: %s", message, extra={"is_said_elsewhere": True})
+    with contextlib.suppress(OSError):
+        if (
+            ranks.is_first and status_said(run_dir) == "SCHEDULED"
+        ):  # by an earlier start, or before a rollback was refused
+            add_event(run_dir.tracking_events, "status", {"status": "FAILED"})
+        note(run_dir, ranks, "failed", reason=message.strip().splitlines()[-1])
+
+
+def _end(run: Run, outcome: Outcome, step: int) -> int:
+    """Every rank passes the barrier, so that rank 0 ends last with the code that the batch script decides on."""
+    run_dir, ranks, stop = run.run_dir, run.ranks, run.stop
+    reasons = [reason for reason in ranks.gather(stop.reason()) if reason]
+    if outcome is Outcome.FINISHED:
+        log.info("end        finished at step %d", step)
+        return EXIT_DONE
+    reason = ", ".join(sorted(set(reasons)))
+    note(run_dir, ranks, "stopped", step, reason)
+    log.info("end        stopped at step %d (%s); the same command goes on", step, reason)
+    return EXIT_REQUEUE if ranks.is_first else EXIT_DONE

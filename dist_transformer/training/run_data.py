@@ -1,0 +1,179 @@
+"""The data of a run: its prepared corpus, the plan of its batches, and where in it a checkpoint goes on."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.config.schema import Config
+from dist_transformer.data.loader.loader import LaneLoader, LoaderSettings, MicroBatch, validation_batches
+from dist_transformer.data.loader.mixture import stages
+from dist_transformer.data.loader.partition import Planner
+from dist_transformer.data.loader.position import Position, position_from_json
+from dist_transformer.data.loader.rows import RowReader
+from dist_transformer.data.loader.window import WindowBuilder
+from dist_transformer.data.manifest import Manifest, json_digest, verify_shards
+from dist_transformer.data.recipe import flat
+from dist_transformer.errors import CheckpointError, DataError
+from dist_transformer.run.resume_checks import recipe_of_checkpoint, recipe_settings
+from dist_transformer.training.checkpoint.checkpoints import Checkpoint
+from dist_transformer.training.checkpoint.tensor_files import STATE
+
+DIGEST_DIGITS = 16
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The prepared corpus, and how this run cuts it into micro-batches."""
+
+    config: Config
+    folder: Path
+    manifest: Manifest
+
+    @cached_property
+    def planner(self) -> Planner:
+        return self.planner_of(self.config.data.lanes)
+
+    def planner_of(self, num_lanes: int) -> Planner:
+        """The planner of a run with so many lanes: that of a checkpoint, before it is cut into others."""
+        splits = [self.manifest.splits[name] for name in self.manifest.training]
+        group_rows = tuple(tuple(group.rows for group in split.row_groups) for split in splits)
+        data = self.config.data
+        begun = stages(data, [split.rows for split in splits])
+        return Planner(group_rows, num_lanes, data.window_rows, self.config.run.seed, begun)
+
+    @cached_property
+    def reader(self) -> RowReader:
+        config = self.config
+        return RowReader(self.folder, self.manifest, config.data, config.tokenizer.sampling, config.run.seed)
+
+    @cached_property
+    def builder(self) -> WindowBuilder:
+        data, seed = self.config.data, self.config.run.seed
+        return WindowBuilder(
+            self.reader, data.token_budget(), data.batch_shapes, data.filters.max_tokens, self.manifest.pad_id,
+            self.manifest.eos_id, seed,
+        )  # fmt: skip
+
+    def validation(self) -> Iterator[MicroBatch]:
+        """The micro-batches of the validation corpus; none without one."""
+        if "validation" in self.manifest.splits:
+            yield from validation_batches(self.builder, self.manifest.bos_id)
+
+    def start(self) -> Position:
+        """Before the first batch."""
+        return Position.start(self.planner.first_segment())
+
+    def loader(
+        self,
+        position: Position,
+        batch: int,
+        rank: int,
+        num_ranks: int,
+        num_workers: int,
+        progress: Callable[[], None] = lambda: None,
+    ) -> LaneLoader:
+        """The loader of one rank; `batch` is the number of the next global batch, `progress` called for each window."""
+        settings = LoaderSettings(self.manifest.bos_id, num_workers, self.config.data.stall_seconds)
+        lanes = range(rank, self.config.data.lanes, num_ranks)
+        return LaneLoader(self.builder, self.planner, position, batch, lanes, settings, progress)
+
+    def recipe(self) -> dict[str, Any]:
+        """What a resume must find unchanged: the shape of the model, the prepared corpus and the order of the data."""
+        manifest = self.manifest
+        return {
+            **recipe_settings(self.config),
+            "source_vocabulary": manifest.source_vocabulary,
+            "target_vocabulary": manifest.target_vocabulary,
+            "pad_id": manifest.pad_id,
+            "eos_id": manifest.eos_id,
+            "source tokenizer": manifest.tokenizer.source_sha256[:DIGEST_DIGITS],
+            "target tokenizer": manifest.tokenizer.target_sha256[:DIGEST_DIGITS],
+            **{f"prepared with {key}": _short(value) for key, value in flat(manifest.recipe).items()},
+            "prepared corpus": manifest.digest,
+        }
+
+    @cached_property
+    def libraries(self) -> dict[str, dict[str, str]]:
+        """Those whose version decides which rows come when: the version, and a digest of what it gives."""
+        return {name: {"version": version(name), "probe": probe} for name, probe in self.reader.probes().items()}
+
+    def position_of(self, checkpoint: Checkpoint) -> Position:
+        """Where `checkpoint` goes on, cut into other lanes where data.reslice_from allows that.
+
+        Raises:
+            CheckpointError: another version wrote it, or what decides the order of the data has changed.
+        """
+        position = position_from_json(checkpoint.state["position"], str(checkpoint.path / STATE))
+        lanes_before = len(position.lanes)
+        allowed = {"data.lanes"} if lanes_before == self.config.data.reslice_from else set()
+        _refuse_changes(checkpoint, self.recipe(), allowed)
+        self._refuse_other_libraries(checkpoint)
+        self._refuse_other_shares(checkpoint, position)
+        if lanes_before == self.config.data.lanes:
+            return position
+        batch = checkpoint.state["batches"]
+        segment = self.planner_of(lanes_before).recut(position.segment, position.lanes, batch, self.config.data.lanes)
+        return replace(position, segment=segment, lanes=Position.start(segment).lanes)
+
+    def _refuse_other_libraries(self, checkpoint: Checkpoint) -> None:
+        """What an older checkpoint does not name is taken to be the same."""
+        before = checkpoint.state.get("libraries", {})
+        changed = [name for name, now in self.libraries.items() if before.get(name, now)["probe"] != now["probe"]]
+        if changed:
+            told = [f"{name} {self.libraries[name]['version']}, not {before[name]['version']}" for name in changed]
+            install = " ".join(f"{name}=={before[name]['version']}" for name in changed)
+            raise CheckpointError(
+                f"{checkpoint.path} cannot be gone on with, since rows would come twice or never: they are put in order and "
+                f"cut into pieces by {' and '.join(told)} with which it was trained, and the two do it differently. Go on "
+                f"with pip install {install}, or give the run another run.name."
+            )
+
+    def _refuse_other_shares(self, checkpoint: Checkpoint, position: Position) -> None:
+        batches = checkpoint.state["batches"]
+        before, now = position.segment.shares, self.planner.shares_at(max(batches - 1, 0))
+        if batches and before != now:
+            raise CheckpointError(
+                f"{checkpoint.path} cannot be gone on with, since the shares of the corpora have changed for steps that "
+                f"are already trained: {_shares_text(before)} then, {_shares_text(now)} now. Put data.mixture back, and "
+                f"give new weights in data.mixture.schedule from step {batches + 1} on."
+            )
+
+
+def open_run_data(config: Config, folder: Path, manifest: Manifest) -> RunData:
+    """The data of a run; DataError when shards are missing or there are fewer pairs than lanes."""
+    verify_shards(folder, manifest)
+    rows = sum(manifest.splits[name].rows for name in manifest.training)
+    if rows < config.data.lanes:
+        raise DataError(
+            f"the training corpus has {rows} pairs after filtering, fewer than data.lanes = {config.data.lanes}: "
+            "each lane needs a row; lower data.lanes or add text"
+        )
+    return RunData(config, folder, manifest)
+
+
+def _refuse_changes(checkpoint: Checkpoint, recipe: Mapping[str, Any], allowed: set[str]) -> None:
+    before = recipe_of_checkpoint(checkpoint.state["recipe"])
+    changed = [key for key in sorted({*before, *recipe}) if before.get(key) != recipe.get(key) and key not in allowed]
+    if changed:
+        lines = [f"  {key}: {before.get(key)} -> {recipe.get(key)}" for key in changed]
+        other_lanes = (
+            f" Or set data.reslice_from={before['data.lanes']} to cut the rest of the epoch into other lanes."
+            if changed == ["data.lanes"]
+            else ""
+        )
+        raise CheckpointError(
+            f"{checkpoint.path} cannot be gone on with, since these have changed:\n" + "\n".join(lines) + "\n"
+            f"Put them back, or give the changed run another run.name.{other_lanes}"
+        )
+
+
+def _short(value: Any) -> Any:
+    """A long list (the files of a corpus) by its digest."""
+    return json_digest(value)[:DIGEST_DIGITS] if isinstance(value, list) else value
+
+
+def _shares_text(shares: tuple[int, ...] | None) -> str:
+    return "by their pairs" if shares is None else " : ".join(f"{share / sum(shares):.3g}" for share in shares)

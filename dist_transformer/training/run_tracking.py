@@ -1,0 +1,114 @@
+"""What MLflow is told when a start of a run begins: parameters, the tags that runs are found by, and the data. Rank 0."""
+
+import logging
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from dist_transformer import __version__
+from dist_transformer.config.data_schema import CorpusConfig, DataConfig
+from dist_transformer.config.loading import to_yaml, with_absolute_paths
+from dist_transformer.config.model_size import parameter_count
+from dist_transformer.config.paths import is_address, located
+from dist_transformer.config.schema import Config
+from dist_transformer.data.manifest import Manifest, json_digest
+from dist_transformer.data.sources.files import corpus_fingerprint
+from dist_transformer.distributed.group import Ranks
+from dist_transformer.errors import DataError
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.snapshot import git_commit
+from dist_transformer.tracking.tracker import Tracker
+
+log = logging.getLogger(__name__)
+
+_SLURM_TAGS = {"job_id": "SLURM_JOB_ID", "nodes": "SLURM_JOB_NODELIST", "restart": "SLURM_RESTART_COUNT",
+               "partition": "SLURM_JOB_PARTITION", "cluster": "SLURM_CLUSTER_NAME"}  # fmt: skip
+
+
+def start_tracker(
+    config: Config,
+    run_dir: RunDir,
+    ranks: Ranks,
+    prepared: Path,
+    manifest: Manifest,
+    origin: dict[str, str],
+    run_id: str,
+) -> Tracker:
+    """`origin`: where the initial weights came from."""
+    tracker = Tracker(run_dir, config.tracking, config.run.name, Path(config.run.root), run_id)
+    config = with_absolute_paths(config, prepared)  # the same whether the YAML file or the run folder was given
+    tags = {**_tags(config, ranks, manifest), **origin}
+    tracker.start(_flat(config.model_dump(mode="json")), tags, to_yaml(config), _datasets(config, prepared, manifest))
+    return tracker
+
+
+def _tags(config: Config, ranks: Ranks, manifest: Manifest) -> dict[str, str]:
+    parameters = parameter_count(config.model, manifest.source_vocabulary, manifest.target_vocabulary)
+    commit = git_commit()
+    return {
+        "languages": f"{config.data.source_language}-{config.data.target_language}",
+        "model": config.model.preset,
+        "num_parameters": str(parameters),
+        "num_ranks": str(ranks.num_ranks),
+        "num_nodes": str(-(-ranks.num_ranks // ranks.ranks_per_node)),
+        "host": platform.node(),
+        "device": ranks.device.type,
+        "zero_stage": str(config.training.zero_stage),
+        "precision": config.training.precision,
+        "data_digest": manifest.digest,
+        "version": __version__,
+        **({"git_commit": commit} if commit else {}),
+        **{f"slurm.{key}": os.environ[name] for key, name in _SLURM_TAGS.items() if name in os.environ},
+    }
+
+
+def _datasets(config: Config, prepared: Path, manifest: Manifest) -> list[dict[str, Any]]:
+    """Each prepared corpus, and the held-out ones that are read as text."""
+    splits = [
+        {
+            "name": name,
+            "context": "training" if name in manifest.training else "validation",
+            "digest": manifest.digest,
+            "source": str(prepared),
+            "rows": split.rows,
+            "source_tokens": split.source_tokens,
+            "target_tokens": split.target_tokens,
+        }
+        for name, split in manifest.splits.items()
+    ]
+    corpora = [(name, "validation", corpus) for name, corpus in config.data.more_validation.items()]
+    if config.data.test is not None:
+        corpora.append(("test", "test", config.data.test))
+    named = [
+        {
+            "name": name,
+            "context": context,
+            "digest": _digest(corpus, config.data),
+            "source": corpus.model_dump_json(exclude_defaults=True),
+        }
+        for name, context, corpus in corpora
+    ]
+    return [*splits, *named]
+
+
+def _digest(corpus: CorpusConfig, data: DataConfig) -> str:
+    """Of its files where they lie on a disk; of its description where to look would be a question to a network."""
+    names = [name for name in (corpus.source, corpus.target, corpus.path) if name]
+    if names and not any(is_address(located(data.root, name)) for name in names):
+        try:
+            return json_digest(corpus_fingerprint(corpus, data))
+        except DataError as error:
+            log.warning("tracking   %s", error)
+    return json_digest(corpus.model_dump(mode="json"))
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """{"optimizer": {"beta1": 0.9}} -> {"optimizer.beta1": "0.9"}; what is not given is left out."""
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        elif value is not None:
+            flat[prefix + key] = str(value)
+    return flat

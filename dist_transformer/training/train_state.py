@@ -1,0 +1,84 @@
+"""How far a run is, what it counts between two log lines, and where it writes that down."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dist_transformer.data.loader.position import Position
+from dist_transformer.run.metrics_log import MetricsLog
+
+INTERVAL_SUMS = (
+    "target_tokens", "source_tokens", "padded_tokens", "straggler_sum", "batches", "wait_seconds", "save_seconds",
+)  # fmt: skip
+INTERVAL_COUNTS = ("pairs_by_corpus", "dropped")
+
+
+@dataclass
+class Progress:
+    """How far the run is: all of it goes into a checkpoint. `position` is that of the last batch trained on."""
+
+    position: Position
+    step: int = 0
+    """Updates applied."""
+    batches: int = 0
+    """Global batches trained on: `step`, and those whose update was skipped."""
+    skipped_updates: int = 0
+    total_target_tokens: int = 0
+
+
+@dataclass
+class Interval:
+    """Sums since the last log line; the first two over this rank, the others over all."""
+
+    losses: torch.Tensor
+    """(2,): loss and nll, fp64, on the device."""
+    target_tokens: int = 0
+    source_tokens: int = 0
+    padded_tokens: int = 0
+    straggler_sum: float = 0.0
+    """Straggler ratios of the batches, summed up."""
+    batches: int = 0
+    pairs_by_corpus: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Pairs dropped by rule, of text that is tokenized on the fly."""
+    wait_seconds: float = 0.0
+    save_seconds: float = 0.0
+    """How long training stood still for checkpoints."""
+    seconds_before: float = 0.0
+    """Of the part that an earlier start trained."""
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Time spent training in this interval, validation and saving left out."""
+        return self.seconds_before + time.monotonic() - self.started
+
+
+@dataclass(frozen=True)
+class Journal:
+    """Where rank 0 writes what happens; `checkpoint_saved` is told of each whole checkpoint, `validated_later` of the
+    measures of the one that this start goes on from, where an earlier start could not make them, `samples_written` of the
+    sample translations of each validation: the step, and for each corpus its name and its `sentences`; `validation_failed`
+    of a step without one, and why; `profile_written` of a profile's table."""
+
+    metrics: MetricsLog
+    audit: MetricsLog | None
+    checkpoint_saved: Callable[[int, Path], None]
+    validated_later: Callable[[int, Mapping[str, float]], None]
+    samples_written: Callable[[int, list[dict[str, Any]]], None]
+    validation_failed: Callable[[int, str], None]
+    profile_written: Callable[[Path], None]
+
+
+def dropout_seed(seed: int, batches: int, lane: int) -> int:
+    """Dropout masks are a function of (seed, batch, lane): the same on any number of ranks, and nothing to save.
+
+    A hash, since torch's generator on CPUs takes the last 32 bits alone: sums would come again in them.
+    """
+    return int.from_bytes(blake2b(f"{seed} {batches} {lane}".encode(), digest_size=8).digest()) >> 1

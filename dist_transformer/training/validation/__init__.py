@@ -1,0 +1,1 @@
+"""Validation: token measures, translations and their scores, and early stopping."""

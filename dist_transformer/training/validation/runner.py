@@ -1,0 +1,142 @@
+"""A validation: every corpus measured and translated, one log line each, values for the records, sample translations."""
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dist_transformer.config.schema import ValidationConfig
+from dist_transformer.data.loader.window_request import PURPOSE_SAMPLES, random_generator
+from dist_transformer.distributed.group import Ranks
+from dist_transformer.distributed.rounds import WantsStop
+from dist_transformer.training.engine.engine import Engine
+from dist_transformer.training.validation.token_metrics import (
+    Progress,
+    TokenMeasures,
+    Translate,
+    Translated,
+    ValidationSet,
+    measure_tokens,
+)
+
+log = logging.getLogger(__name__)
+
+NOT_TRANSLATED = Translated(())
+
+
+@dataclass(frozen=True)
+class Validated:
+    """What a validation found, the same on every rank.
+
+    Attributes:
+        values: measures and signatures by name, those of all corpora but data.validation with their names in front.
+        samples: for each corpus that was translated, its name and its `sentences`.
+    """
+
+    values: dict[str, float | str]
+    samples: list[dict[str, Any]]
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """The measures alone: what a checkpoint keeps."""
+        return {name: value for name, value in self.values.items() if not isinstance(value, str)}
+
+
+class Validator:
+    """Measures the validation corpora of a run.
+
+    Args:
+        sets: may be empty.
+        seed: of the run; decides which samples are drawn.
+        translate: None: the corpora are not translated.
+        wants_stop: whether this rank was asked to stop.
+    """
+
+    def __init__(
+        self,
+        settings: ValidationConfig,
+        seed: int,
+        sets: Sequence[ValidationSet],
+        engine: Engine,
+        ranks: Ranks,
+        translate: Translate | None,
+        wants_stop: WantsStop,
+    ) -> None:
+        self._settings, self._seed, self.sets = settings, seed, sets
+        self._engine, self._ranks, self._translate, self._wants_stop = engine, ranks, translate, wants_stop
+
+    def validate(self, step: int, progress: Progress) -> Validated:
+        """Measures every corpus with the weights as they are (collective). Weights and random states stay as they are.
+
+        Raises:
+            Stopped, WorkFailed: on every rank, as `in_rounds` does.
+        """
+        measured = [self._measure(each, progress) for each in self.sets]
+        values: dict[str, float | str] = {}
+        samples = []
+        started = time.monotonic()
+        translations = self._translated(self.sets, progress)
+        for each, (tokens, seconds), translated in zip(self.sets, measured, translations, strict=True):
+            found = {**tokens.metrics(), **translated.scores}
+            _log(step, each, found, seconds + time.monotonic() - started)
+            values |= {each.prefix + name: value for name, value in found.items()}
+            if sentences := self._samples(step, each, translated):
+                samples.append({"corpus": each.name, "sentences": sentences})
+            started = time.monotonic()
+        return Validated(values, samples)
+
+    def dry_run(self, sets: Sequence[ValidationSet], progress: Progress) -> None:
+        """Does with `sets` what is done with the corpora, and forgets what it finds (collective)."""
+        for each in sets:
+            self._measure(each, progress)
+        for _ in self._translated(sets, progress):
+            pass
+
+    def _measure(self, each: ValidationSet, progress: Progress) -> tuple[TokenMeasures, float]:
+        started = time.monotonic()
+        tokens = measure_tokens(self._engine, each.batches, self._ranks, progress, self._wants_stop)
+        return tokens, time.monotonic() - started
+
+    def _translated(self, sets: Sequence[ValidationSet], progress: Progress) -> Iterable[Translated]:
+        if self._translate is None:
+            return [NOT_TRANSLATED] * len(sets)
+        return self._translate(sets, progress)
+
+    def _samples(self, step: int, each: ValidationSet, translated: Translated) -> list[dict[str, Any]]:
+        num_lines = len(translated.translations)
+        fixed, drawn = sample_lines(num_lines, self._settings.samples, self._seed, step)
+        return [
+            {
+                "number": line + 1,
+                "fixed": line in fixed,
+                "source": each.sources[line],
+                "reference": each.references[line],
+                "translation": translated.translations[line],
+            }
+            for line in [*fixed, *drawn]
+        ]
+
+
+def sample_lines(num_lines: int, count: int, seed: int, step: int) -> tuple[list[int], list[int]]:
+    """`count` different lines, or all: half of them evenly spread and the same at each step, the others drawn by the step."""
+    num_fixed = min((count + 1) // 2, num_lines)
+    fixed = [(2 * place + 1) * num_lines // (2 * num_fixed) for place in range(num_fixed)]
+    others = [line for line in range(num_lines) if line not in fixed]
+    num_drawn = min(count // 2, len(others))
+    drawn = random_generator(seed, PURPOSE_SAMPLES, step).choice(len(others), num_drawn, replace=False)
+    return fixed, sorted(others[place] for place in drawn.tolist())
+
+
+def _log(step: int, each: ValidationSet, found: dict[str, float | str], seconds: float) -> None:
+    """The one line of a corpus."""
+    name = "" if not each.prefix else f" {each.name}"
+    scores = "".join(f"  {label % found[key]}" for key, label in _SCORES.items() if key in found)
+    log.info(
+        "step %7d  validation%s loss %.4f  nll %.4f  perplexity %.2f  accuracy %.1f%%%s  (%.1f s)",
+        step, name, found["loss"], found["nll"], found["perplexity"], 100 * float(found["token_accuracy"]), scores,
+        seconds,
+    )  # fmt: skip
+
+
+_SCORES = {"bleu": "BLEU %.2f", "chrf": "chrF %.2f", "comet": "COMET %.4f"}

@@ -1,0 +1,120 @@
+"""The validation corpora: what is measured of the reference, its micro-batches dealt out to the ranks."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from dist_transformer.data.loader.loader import MicroBatch
+from dist_transformer.distributed.group import Ranks
+from dist_transformer.distributed.rounds import WantsStop, failures_named, in_rounds
+from dist_transformer.training.engine.engine import Engine
+from dist_transformer.training.memory import telling_out_of_memory
+
+LESS_MEMORY = (
+    "Where memory was short, lower data.max_tokens, decoding.max_tokens or validation.beam_size, or set "
+    "validation.translate=false"
+)
+
+
+@dataclass(frozen=True)
+class ValidationSet:
+    """A validation corpus, the same on every rank.
+
+    Attributes:
+        name: as records have it; that of data.validation is "validation", and its measures have no name in front.
+        batches: all of its text in micro-batches.
+        sources, references: its first pairs, the ones to translate; without references no translation is scored.
+    """
+
+    name: str
+    batches: Sequence[MicroBatch]
+    sources: Sequence[str] = ()
+    references: Sequence[str] = ()
+
+    @property
+    def prefix(self) -> str:
+        """What stands before the names of its measures."""
+        return "" if self.name == "validation" else f"{self.name}/"
+
+
+@dataclass(frozen=True)
+class Translated:
+    """The translations of a set's sources, and what they score: bleu, chrf, their signatures, perhaps comet."""
+
+    translations: Sequence[str]
+    scores: dict[str, float | str] = field(default_factory=dict)
+
+
+Progress = Callable[[], None]
+Translate = Callable[[Sequence[ValidationSet], Progress], Iterator[Translated]]
+"""Translates each set with the weights as they are, shared over the ranks, and scores it (collective); the same on every
+rank. Progress is called whenever something moved. Raises Stopped and WorkFailed on every rank, as `in_rounds` does."""
+
+
+@dataclass(frozen=True)
+class TokenMeasures:
+    """Means over the target tokens of a set, natural logarithm; the reference's tokens before are given to the model."""
+
+    loss: float
+    nll: float
+    token_accuracy: float
+    """Share of the target tokens that the model finds the likeliest."""
+    target_tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.nll, 700.0))
+
+    def metrics(self) -> dict[str, float]:
+        """What records and checkpoints keep of it."""
+        measures = {"loss": self.loss, "nll": self.nll, "perplexity": self.perplexity}
+        return {**measures, "token_accuracy": self.token_accuracy}
+
+
+def measure_tokens(
+    engine: Engine, batches: Sequence[MicroBatch], ranks: Ranks, progress: Progress, wants_stop: WantsStop
+) -> TokenMeasures:
+    """Of all of `batches`, without dropout (collective); the same result on every rank.
+
+    Rank r takes the micro-batches r, r + W, ...; where W does not divide their number, some ranks compute one more that
+    is not counted: ZeRO 3 needs the same number of forward passes everywhere. `progress` is called after each.
+
+    Raises:
+        Stopped, WorkFailed: on every rank, as `in_rounds` does. In ZeRO 3, whose passes are collectives, the rank that
+            fails raises its error alone.
+    """
+    sums = torch.zeros(4, dtype=torch.float64)
+
+    def measure(number: int) -> None:
+        mine = number * ranks.num_ranks + ranks.rank
+        batch = batches[min(mine, len(batches) - 1)]
+        told = telling_out_of_memory("the loss of a validation", ranks.device)
+        with failures_named(ranks) if engine.has_whole_weights else nullcontext(), told, torch.no_grad():
+            found = [float(value) for value in engine(*_inputs(batch, ranks.device), True)]
+        if mine < len(batches):
+            sums.add_(torch.tensor([*found, batch.shape.target_tokens], dtype=torch.float64))
+        progress()
+
+    engine.train(False)
+    try:
+        in_rounds(ranks, -(-len(batches) // ranks.num_ranks), measure, wants_stop)
+    finally:
+        engine.train()
+    loss_sum, nll_sum, hits, tokens = ranks.sum(sums).tolist()
+    return TokenMeasures(loss_sum / tokens, nll_sum / tokens, hits / tokens, int(tokens))
+
+
+def forward(engine: Engine, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(loss, nll), each summed over the micro-batch's target tokens."""
+    loss, nll = engine(*_inputs(batch, device))
+    return loss, nll
+
+
+def _inputs(batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor | int, ...]:
+    """The sides on the device, and what the host knows of them. Only from page-locked memory a GPU copies by itself."""
+    sides = (batch.source_BS, batch.target_in_BT, batch.target_out_BT)
+    held = [side.pin_memory() for side in sides] if device.type == "cuda" else sides
+    return *(side.to(device, non_blocking=True) for side in held), batch.shape.target_tokens

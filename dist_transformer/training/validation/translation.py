@@ -1,0 +1,245 @@
+"""The validation of a run: its corpora read and tokenized, translated with the weights of the moment, scored."""
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+from dist_transformer.config.data_schema import CorpusConfig
+from dist_transformer.config.schema import Config, DecodingConfig
+from dist_transformer.data.loader.loader import MicroBatch
+from dist_transformer.data.loader.text_batches import refuse_longer, text_batches
+from dist_transformer.data.prepare.scan import load_tokenizer
+from dist_transformer.data.sources.cached_text import Pairs, kept_pairs, texts_to_keep
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
+from dist_transformer.decoding.comet import CometScorer
+from dist_transformer.decoding.search import TorchSearcher
+from dist_transformer.decoding.translate import first_batch, translate_together
+from dist_transformer.distributed.group import Ranks
+from dist_transformer.distributed.rank_zero import by_first_rank
+from dist_transformer.distributed.rounds import Stopped, WantsStop, WorkFailed, failures_named, in_rounds
+from dist_transformer.errors import DataError, UserError
+from dist_transformer.interop.model_folder import empty_model
+from dist_transformer.model.transformer import Transformer
+from dist_transformer.training.engine.engine import Engine
+from dist_transformer.training.memory import as_text, begin_peak, give_back, peak, telling_out_of_memory
+from dist_transformer.training.run_data import RunData
+from dist_transformer.training.validation.runner import Validator
+from dist_transformer.training.validation.token_metrics import (
+    LESS_MEMORY,
+    Progress,
+    Translate,
+    Translated,
+    ValidationSet,
+)
+
+log = logging.getLogger(__name__)
+
+
+def open_validator(
+    config: Config, data: RunData, engine: Engine, ranks: Ranks, heard: Callable[[str], None], wants_stop: WantsStop
+) -> Validator:
+    """Reads the corpora (collective). `heard` is told what is done, as long as something moves; `wants_stop` is asked in
+    the middle of a validation.
+
+    Raises:
+        UserError: on every rank: a corpus cannot be read, a line of it is too long, or COMET's package is not there.
+    """
+    heard("reading the validation corpus")
+    tokenizer = load_tokenizer(data.folder, data.manifest.tokenizer)
+    texts = {key: _read(key, *text, data, ranks, heard) for key, text in texts_to_keep(config).items()}
+    sets = []
+    if config.data.validation is not None and (batches := _told(data.validation(), "data.validation", heard)):
+        sets.append(_main_set(batches, texts.get("validation"), tokenizer, config.model.max_positions))
+    for name in config.data.more_validation:
+        sets.append(_further_set(name, texts[f"more_validation.{name}"], config, data, tokenizer, heard))
+    translate = None
+    if config.validation.translate and sets:
+        translate = _translator(config, data, tokenizer, engine, ranks, _comet(config, ranks, heard), wants_stop)
+    return Validator(config.validation, config.run.seed, sets, engine, ranks, translate, wants_stop)
+
+
+def dry_run_of_validation(
+    validator: Validator, config: Config, data: RunData, ranks: Ranks, heard: Callable[[str], None]
+) -> None:
+    """Of each corpus its largest micro-batches, and the search of its longest lines (collective); nothing is recorded.
+
+    Raises:
+        UserError: a rank is out of memory; raised on every rank. In ZeRO 3, whose measuring is made of collectives, on
+            that rank alone.
+    """
+    tokenizer, search = load_tokenizer(data.folder, data.manifest.tokenizer), _search(config)
+    doing, started = "the dry run of the largest batches of a validation", time.monotonic()
+    sets = [
+        ValidationSet(each.name, _largest(each.batches), first_batch(tokenizer, each.sources, search))
+        for each in validator.sets
+    ]
+    begin_peak(ranks.device)
+    try:
+        validator.dry_run(sets, lambda: heard(doing))
+    except Stopped:
+        return  # the first batch brings it up again
+    except WorkFailed as failure:
+        raise UserError(f"{doing} failed: {failure}. {LESS_MEMORY}").agreed() from failure
+    seconds = time.monotonic() - started
+    log.info("dry run    of a validation: %s at most, %.1f s", as_text(peak(ranks.device)), seconds)
+    give_back(ranks.device)
+
+
+def _largest(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """The one of most tokens, padding counted, and the one of the longest side: a pair above the budget goes alone."""
+    longest = max(batches, key=lambda batch: max(batch.shape.source_length, batch.shape.target_length))
+    return [max(batches, key=lambda batch: batch.shape.padded_tokens), longest]
+
+
+def _main_set(
+    batches: list[MicroBatch], text: Pairs | None, tokenizer: Tokenizer, max_positions: int | None
+) -> ValidationSet:
+    """data.validation: measured as it is prepared, translated as it is written."""
+    if text is None:
+        return ValidationSet("validation", batches)
+    sources, references = text
+    if max_positions is not None:
+        refuse_longer([len(ids) for ids in tokenizer.encode_source(sources)], max_positions, "data.validation")
+    return ValidationSet("validation", batches, sources, references)
+
+
+def _further_set(
+    name: str, text: Pairs, config: Config, data: RunData, tokenizer: Tokenizer, heard: Callable[[str], None]
+) -> ValidationSet:
+    """One of data.more_validation, every pair of it."""
+    place = f"data.more_validation.{name}"
+    batches = _told(text_batches(data.builder, tokenizer, *text, config.model.max_positions, place), place, heard)
+    most = config.validation.max_sentences
+    sources, references = (side[:most] if config.validation.translate else [] for side in text)
+    return ValidationSet(name, batches, sources, references)
+
+
+def _told(batches: Iterable[MicroBatch], place: str, heard: Callable[[str], None]) -> list[MicroBatch]:
+    """All of them; each is progress."""
+    found = []
+    for batch in batches:
+        heard(f"cutting {place} into batches")
+        found.append(batch)
+    return found
+
+
+def _read(
+    key: str, corpus: CorpusConfig, most: int | None, data: RunData, ranks: Ranks, heard: Callable[[str], None]
+) -> Pairs:
+    """The text, read once (collective)."""
+
+    def read() -> Pairs:
+        try:
+            return kept_pairs(corpus, data.config.data, most, data.folder)
+        except DataError as error:
+            remedy = (
+                "put it back, or go on without translations: validation.translate=false"
+                if key == "validation"
+                else "put it back, or go on without this corpus"
+            )
+            raise DataError(f"data.{key}: {error} ({remedy})") from error
+
+    return by_first_rank(ranks, read, lambda: heard(f"reading data.{key}"))
+
+
+def _comet(config: Config, ranks: Ranks, heard: Callable[[str], None]) -> CometScorer | None:
+    """COMET on rank 0, loaded before the first step; None on the others, and where it is not asked for (collective)."""
+    name = config.validation.comet
+    if name is None:
+        return None
+    loaded: list[CometScorer] = []  # it stays on rank 0
+    by_first_rank(ranks, lambda: loaded.append(CometScorer(name)), lambda: heard("loading COMET"))
+    return loaded[0] if loaded else None
+
+
+def _translator(
+    config: Config,
+    data: RunData,
+    tokenizer: Tokenizer,
+    engine: Engine,
+    ranks: Ranks,
+    comet: CometScorer | None,
+    wants_stop: WantsStop,
+) -> Translate:
+    from dist_transformer.decoding.metrics import corpus_scores
+
+    search = _search(config)
+
+    def scores(each: ValidationSet, translations: Sequence[str]) -> dict[str, float | str]:
+        with failures_named(ranks):
+            found = corpus_scores(translations, each.references, config.data.target_language)
+            del found["exact_match"]
+            if comet is not None:
+                found["comet"] = comet.score(each.sources, translations, each.references)
+            return found
+
+    def translate(sets: Sequence[ValidationSet], progress: Progress) -> Iterator[Translated]:
+        with _whole_model(config, data, engine, ranks) as model:
+            searcher = TorchSearcher([model], **tokenizer.search_ids(), config=search, device=ranks.device)
+            searcher.each_token = _Look(progress, wants_stop)
+            for each in sets:
+                with engine.objective.autocast(ranks.device):
+                    lines = translate_together(searcher, tokenizer, each.sources, search, ranks, progress, wants_stop)
+                scored: dict[str, float | str] = {}
+                if each.references:
+                    scored = by_first_rank(ranks, partial(scores, each, lines), progress, wants_stop=wants_stop)
+                yield Translated(lines, scored)
+
+    return translate
+
+
+def _search(config: Config) -> DecodingConfig:
+    """The one best translation of each line; and a long line must not end a run, as it could with `decoding.too_long`."""
+    own = {"beam_size": config.validation.beam_size, "n_best": 1, "sampling": False, "too_long": "split"}
+    return config.decoding.model_copy(update=own)
+
+
+LOOK_SECONDS = 0.5
+"""How often a search is asked whether it is to stop: each time a file is looked for on a shared disk."""
+
+
+class _Look:
+    """Called before each token of a search: says that it moves, and leaves it when a stop is wanted."""
+
+    def __init__(self, progress: Progress, wants_stop: WantsStop) -> None:
+        self._progress, self._wants_stop, self._next = progress, wants_stop, 0.0
+
+    def __call__(self) -> None:
+        self._progress()
+        if time.monotonic() >= self._next:
+            if self._wants_stop():
+                raise Stopped
+            self._next = time.monotonic() + LOOK_SECONDS
+
+
+WHOLE_COPY = "the copy of the whole model that a validation translates with (validation.translate=false needs none)"
+
+
+@contextmanager
+def _whole_model(config: Config, data: RunData, engine: Engine, ranks: Ranks) -> Iterator[Transformer]:
+    """The model in eval mode with all weights on every rank, to be called without collectives (collective).
+
+    Raises:
+        WorkFailed: on every rank: one has no memory for the copy.
+    """
+    if engine.has_whole_weights:
+        engine.train(False)
+        try:
+            yield engine.objective.model
+        finally:
+            engine.train()
+        return
+    manifest = data.manifest
+    model = empty_model(config.model, manifest.source_vocabulary, manifest.target_vocabulary, manifest.pad_id)
+    if config.training.precision == "fp16":
+        model.half()
+
+    def take_memory(number: int) -> None:
+        with failures_named(ranks), telling_out_of_memory(WHOLE_COPY, ranks.device):
+            model.to_empty(device=ranks.device).eval().requires_grad_(False)
+
+    in_rounds(ranks, 1, take_memory, lambda: False)  # the ranks meet before the first of them waits for the weights
+    engine.copy_weights(dict(model.named_parameters()))
+    yield model
