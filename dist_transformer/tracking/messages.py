@@ -15,14 +15,14 @@ A path in the spool is relative to the run folder where it lies in there, since 
 
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_transformer.config.schema import TrackingConfig
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records
+from dist_transformer.tracking.content import Model, Point, Reference, files_of
 from dist_transformer.tracking.outbox import CannotBeSent, local_files_refused
 
 if TYPE_CHECKING:
@@ -51,46 +51,6 @@ _NEEDED: dict[str, set[str]] = {
 }
 STATUSES = ("RUNNING", "SCHEDULED", "FINISHED", "FAILED", "KILLED")
 SAMPLE_COLUMNS = ("step", "corpus", "number", "fixed", "source", "reference", "translation")
-
-
-@dataclass(frozen=True)
-class Point:
-    """One value of one curve; `time_ms` is unix time in milliseconds."""
-
-    key: str
-    value: float
-    step: int
-    time_ms: int
-
-
-@dataclass(frozen=True)
-class Reference:
-    """A checkpoint or model that stays where it is and is found in MLflow by its name, parameters and scores."""
-
-    name: str
-    kind: str
-    parameters: Mapping[str, str]
-    points: Sequence[Point]
-
-
-@dataclass(frozen=True)
-class Model:
-    """A model folder on its way to MLflow. `decoding`: the settings it translates with; None for no registered name.
-
-    `upload`: a folder that does not exist, for the copy in MLflow's format.
-    """
-
-    folder: Path
-    sha256: str
-    step: int
-    points: Sequence[Point]
-    decoding: Mapping[str, Any]
-    upload_megabytes: int
-    upload: Path
-    register_as: str | None = None
-    alias: str | None = None
-    by_hand: bool = False
-    """A person asks for it now: the alias is set even if this version had it before."""
 
 
 def points_of(record: Mapping[str, Any]) -> list[Point]:
@@ -207,13 +167,6 @@ def folder_digest(folder: Path) -> str:
                 line = f"{file.relative_to(folder)} {hashlib.file_digest(content, 'sha256').hexdigest()}\n"
             digest.update(line.encode())
     return digest.hexdigest()
-
-
-def files_of(folder: Path) -> list[Path]:
-    """All files below `folder`, sorted. Raises FileNotFoundError when it is no folder."""
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not there any more")
-    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _points(prefix: str, values: Mapping[str, float], record: Mapping[str, Any]) -> list[Point]:

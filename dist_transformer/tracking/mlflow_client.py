@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from dist_transformer.config.credentials import without_secrets
 from dist_transformer.files import replacing
-from dist_transformer.tracking.messages import Point, files_of
+from dist_transformer.tracking.content import Point, files_of
 from dist_transformer.tracking.moved_store import follow_moved_artifacts
 from dist_transformer.tracking.outbox import Memory, NotValid, ServerRefused, ServerTrouble, Target, local_files_refused
 

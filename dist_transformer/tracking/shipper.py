@@ -17,7 +17,8 @@ from dist_transformer.errors import UserError
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records_from
 from dist_transformer.run.sweep_folder import sweep_of
-from dist_transformer.tracking.messages import Point, goes_by, points_of, send_event
+from dist_transformer.tracking.content import Point
+from dist_transformer.tracking.messages import goes_by, points_of, send_event
 from dist_transformer.tracking.outbox import LANES, CannotBeSent, Memory, NotValid, ServerRefused, ServerTrouble, Target
 from dist_transformer.tracking.parent_run import end_if_all_finished, join_sweep
 

@@ -27,8 +27,9 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records
 from dist_transformer.run.records import read_record, sound
 from dist_transformer.tracking.background_shipper import BackgroundShipper
+from dist_transformer.tracking.content import files_of
 from dist_transformer.tracking.description import description, standard_tags
-from dist_transformer.tracking.messages import files_of, send_model
+from dist_transformer.tracking.messages import send_model
 from dist_transformer.tracking.outbox import LANES, Memory, ServerRefused, ServerTrouble, Target, add_event, load_memory
 from dist_transformer.tracking.parent_run import run_name_of, store_folder
 from dist_transformer.tracking.shipper import Delivery, Shipper

@@ -18,7 +18,7 @@ from dist_transformer.files import write_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking import background_shipper, mlflow_client, mlflow_models, shipper
-from dist_transformer.tracking.messages import Point
+from dist_transformer.tracking.content import Point
 from dist_transformer.tracking.mlflow_client import TrackedRun
 from dist_transformer.tracking.outbox import LANES, Memory, ServerTrouble, Target, add_event, load_memory
 from dist_transformer.tracking.shipper import Shipper

@@ -31,8 +31,8 @@ from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking import background_shipper, mlflow_client, shipper
+from dist_transformer.tracking.content import Point
 from dist_transformer.tracking.final_status import settle
-from dist_transformer.tracking.messages import Point
 from dist_transformer.tracking.mlflow_client import TrackedRun
 from dist_transformer.tracking.outbox import Memory, add_event
 from dist_transformer.tracking.tracker import Status, Tracker, sync, target_of, ui_command

@@ -1,0 +1,53 @@
+"""What MLflow is given: points of curves, references to what stays where it is, models, and their files."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Point:
+    """One value of one curve; `time_ms` is unix time in milliseconds."""
+
+    key: str
+    value: float
+    step: int
+    time_ms: int
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A checkpoint or model that stays where it is and is found in MLflow by its name, parameters and scores."""
+
+    name: str
+    kind: str
+    parameters: Mapping[str, str]
+    points: Sequence[Point]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model folder on its way to MLflow. `decoding`: the settings it translates with; None for no registered name.
+
+    `upload`: a folder that does not exist, for the copy in MLflow's format.
+    """
+
+    folder: Path
+    sha256: str
+    step: int
+    points: Sequence[Point]
+    decoding: Mapping[str, Any]
+    upload_megabytes: int
+    upload: Path
+    register_as: str | None = None
+    alias: str | None = None
+    by_hand: bool = False
+    """A person asks for it now: the alias is set even if this version had it before."""
+
+
+def files_of(folder: Path) -> list[Path]:
+    """All files below `folder`, sorted. Raises FileNotFoundError when it is no folder."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not there any more")
+    return sorted(path for path in folder.rglob("*") if path.is_file())
