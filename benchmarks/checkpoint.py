@@ -88,7 +88,7 @@ class Case:
         self._saver.begin(self.engine, {"step": self._steps, "run_id": RUN_ID})
         begin_seconds = time.perf_counter() - began
         steps = []
-        while self._ranks.sum(torch.tensor([self._saver.is_writing()], dtype=torch.int64)).item():
+        while self._ranks.all_reduce_sum(torch.tensor([self._saver.is_writing()], dtype=torch.int64)).item():
             steps.append(self.step_seconds())
         confirming = time.perf_counter()
         saved = self._saver.finish()
@@ -123,8 +123,8 @@ class Case:
         return self._cleared(folder, figures)
 
     def _resume(self) -> None:
-        found = checkpoints.newest_whole(self._run_dir, RUN_ID) if self._ranks.is_first else None
-        checkpoint = self._ranks.from_first(found)
+        found = checkpoints.newest_whole(self._run_dir, RUN_ID) if self._ranks.is_rank_zero else None
+        checkpoint = self._ranks.broadcast_object(found)
         checkpoints.load(checkpoint, self.engine)
 
     def _timed(self, work: Callable[[], Any]) -> float:
@@ -137,7 +137,7 @@ class Case:
 
     def _cleared(self, folder: Path, figures: Figures) -> Figures:
         self._ranks.barrier()
-        if self._ranks.is_first:
+        if self._ranks.is_rank_zero:
             shutil.rmtree(folder)
         self._ranks.barrier()
         return figures
@@ -153,15 +153,15 @@ def main() -> None:
         found = common.begin(arguments.threads)
         logging.disable(logging.ERROR)
         ranks = group.join(1800)
-        name = tempfile.mkdtemp(dir=arguments.folder) if ranks.is_first else None
-        folder = Path(ranks.from_first(name))
+        name = tempfile.mkdtemp(dir=arguments.folder) if ranks.is_rank_zero else None
+        folder = Path(ranks.broadcast_object(name))
         try:
             rounds, parameters = _measure(arguments, ranks, folder)
         finally:
-            if ranks.is_first:
+            if ranks.is_rank_zero:
                 shutil.rmtree(folder, ignore_errors=True)
         print(_description(arguments, parameters) + "\n\n" + _table(rounds))
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             common.finish(arguments, found, {"parameters": parameters, "checkpoint": rounds})
     group.leave()
 

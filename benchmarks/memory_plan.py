@@ -152,7 +152,7 @@ def main() -> None:
     ranks = group.join(600)
     logging.disable(logging.WARNING)
     _release_in_this_thread()
-    found = common.begin(1) if ranks.is_first else {}
+    found = common.begin(1) if ranks.is_rank_zero else {}
     rows, figures = [], {}
     for model, shape, training in [CASES[number] for number in arguments.cases]:
         config = configuration(model, training, arguments.vocabulary)
@@ -160,7 +160,7 @@ def main() -> None:
         name = ", ".join([f"d_model {model['d_model']}", str(shape), *(f"{k}={v}" for k, v in training.items())])
         figures[name] = {"planned": plan["peak"], "measured": real["peak"], "moments": [plan, real]}
         rows.append(_row(name, plan, real))
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         print(f"\nranks: {ranks.num_ranks}, vocabulary {arguments.vocabulary:,}; MB of the first rank\n")
         print(common.markdown_table(["case", "planned", "measured", "planned to measured"], rows))
         ratios = [case["planned"] / case["measured"] for case in figures.values()]

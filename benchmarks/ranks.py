@@ -36,7 +36,7 @@ from dist_transformer.model.transformer import Transformer
 from dist_transformer.processes.launching import rank_environment
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import Objective
-from dist_transformer.training.global_batch import Feed, News
+from dist_transformer.training.global_batch import GlobalBatchPrefetcher, RankStatus
 from dist_transformer.training.train_state import dropout_seed
 from dist_transformer.training.validation.token_metrics import forward
 
@@ -123,7 +123,7 @@ def _be_a_rank(settings: dict[str, Any]) -> None:
     engine.train()
     data = Corpus(folder, Manifest.load(folder)).run_data(lanes, settings["max_tokens"], WINDOW_ROWS)
     loader = data.loader(data.start(), 0, ranks.rank, ranks.num_ranks, 0)
-    feed = Feed(loader, ranks, (TRAINING,), lanes, 0, lambda: News(False, False, 0.0))
+    feed = GlobalBatchPrefetcher(loader, ranks, (TRAINING,), lanes, 0, lambda: RankStatus(False, False, 0.0))
     done = 0
     for line in sys.stdin:
         print(json.dumps(_steps(engine, feed, ranks, range(done, done + int(line)))), flush=True)
@@ -131,7 +131,7 @@ def _be_a_rank(settings: dict[str, Any]) -> None:
     group.leave()
 
 
-def _steps(engine: Engine, feed: Feed, ranks: Ranks, numbers: range) -> Figures:
+def _steps(engine: Engine, feed: GlobalBatchPrefetcher, ranks: Ranks, numbers: range) -> Figures:
     """Steps as the training loop makes them, without its log; wall seconds of their parts."""
     figures, total = dict.fromkeys((*PARTS, "target_tokens"), 0.0), Stopwatch(with_descendants=False)
     for number in numbers:

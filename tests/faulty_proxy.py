@@ -17,7 +17,7 @@ class Fault:
     """What is done to requests whose path contains `only`."""
 
     only: str = ""
-    is_first: bool = False
+    is_rank_zero: bool = False
     """Only to the first request to each path."""
     status: int = 0
     """This answer in place of the server's."""
@@ -74,7 +74,7 @@ class Proxy(ThreadingHTTPServer):
         if self.fault is None or self.fault.only not in request.path:
             return None
         place = (request.method, request.path.partition("?")[0])
-        if self.fault.is_first and place in self._seen:
+        if self.fault.is_rank_zero and place in self._seen:
             return None
         self._seen.add(place)
         return self.fault

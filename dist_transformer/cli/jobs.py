@@ -8,7 +8,7 @@ from dist_transformer.cli.submit import submit_run
 from dist_transformer.cluster.job_status import ask_slurm
 from dist_transformer.cluster.queue import QueuedJob, job_now
 from dist_transformer.cluster.reasons import is_held, waiting_in_words
-from dist_transformer.cluster.run_ref import find_target
+from dist_transformer.cluster.run_ref import find_run
 from dist_transformer.cluster.slurm import cancel_job, release_job
 from dist_transformer.errors import UserError
 from dist_transformer.run.status import look_at
@@ -16,7 +16,7 @@ from dist_transformer.run.status import look_at
 
 def stop_command(run: RunOrJob, root: Root = RUNS) -> None:
     """Ask a run to save and end at its next step. Its job does not come back; `resume` goes on with it."""
-    target = find_target(run, root)
+    target = find_run(run, root)
     run_dir = target.run_dir
     slurm = ask_slurm(target.job_id)
     job = slurm.job
@@ -38,7 +38,7 @@ def stop_command(run: RunOrJob, root: Root = RUNS) -> None:
 
 def cancel_command(run: RunOrJob, root: Root = RUNS) -> None:
     """End a run's job now and for good, without waiting for a checkpoint (`stop` saves first)."""
-    target = find_target(run, root)
+    target = find_run(run, root)
     if target.job_id is None:
         raise UserError(f"{target.run_dir.path}: has no job to cancel: it was not given to Slurm; `stop` works on it")
     job = job_now(target.job_id)
@@ -50,7 +50,7 @@ def cancel_command(run: RunOrJob, root: Root = RUNS) -> None:
 
 def resume_command(run: RunOrJob, overrides: Overrides = None, root: Root = RUNS) -> None:
     """Submit a run again, from its newest checkpoint. A job of it that is held is released instead."""
-    target = find_target(run, root)
+    target = find_run(run, root)
     job = job_now(target.job_id) if target.job_id else None
     if job is None or job.is_over:
         submit_run(target.run_dir.path, overrides or [])

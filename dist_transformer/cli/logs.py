@@ -12,7 +12,7 @@ from dist_transformer.cluster.job_status import ask_slurm
 from dist_transformer.cluster.logs import follow, last_hang, log_of_job, log_of_run, newest_log, tail, wait_for_log
 from dist_transformer.cluster.rank_stacks import NodeStacks, stacks_here, stacks_of_job
 from dist_transformer.cluster.reasons import waiting_in_words
-from dist_transformer.cluster.run_ref import Target, find_target
+from dist_transformer.cluster.run_ref import RunRef, find_run
 from dist_transformer.errors import UserError
 from dist_transformer.run.status import look_at
 
@@ -29,7 +29,7 @@ def logs_command(
     root: Root = RUNS,
 ) -> None:
     """Print the log of a run's newest job, or train.log where there was none. Of a job id: what that job wrote."""
-    target = find_target(run, root)
+    target = find_run(run, root)
     named = None if Path(run).is_dir() else target.job_id
     try:
         path = _log(target, named, waits=follow_log)
@@ -47,7 +47,7 @@ def logs_command(
 
 def stacks_command(run: RunOrJob, root: Root = RUNS) -> None:
     """Print where each rank of a running run stands: all threads, also while they wait in a collective."""
-    target = find_target(run, root)
+    target = find_run(run, root)
     slurm = ask_slurm(target.job_id)
     job = slurm.job
     if job is not None and job.state == "RUNNING":
@@ -67,7 +67,7 @@ def stacks_command(run: RunOrJob, root: Root = RUNS) -> None:
     print(f"where the ranks stood when one of them hung, from {path}:\n" + "\n".join(found))
 
 
-def is_over(target: Target) -> bool:
+def is_over(target: RunRef) -> bool:
     """Whether nothing will be added to the run's log: by its job, or without one by its own word."""
     slurm = ask_slurm(target.job_id)
     if slurm.was_asked:
@@ -76,7 +76,7 @@ def is_over(target: Target) -> bool:
     return target.job_id is None and (view.state in _ENDED or not view.is_alive(time.time()))
 
 
-def _log(target: Target, named: str | None, *, waits: bool) -> Path:
+def _log(target: RunRef, named: str | None, *, waits: bool) -> Path:
     """The log to print. `named`: the job that a person named; no other's log is printed for it.
 
     `waits`: for the log of a job that is not over.
@@ -93,7 +93,7 @@ def _log(target: Target, named: str | None, *, waits: bool) -> Path:
     return path
 
 
-def _no_log(target: Target, named: str | None) -> UserError:
+def _no_log(target: RunRef, named: str | None) -> UserError:
     folder, job = target.run_dir.path, ask_slurm(target.job_id).job
     if job is not None and not job.is_over:
         why = f": {waiting_in_words(job.reason)}" if job.state == "PENDING" else ""

@@ -35,7 +35,7 @@ def report_command(
     root: Root = RUNS,
 ) -> None:
     """Write a page about a run: its history, data, scores, samples and pictures, in one file that needs no network."""
-    from dist_transformer.cluster.run_ref import find_target
+    from dist_transformer.cluster.run_ref import find_run
     from dist_transformer.reporting.html import is_own_page
 
     if sentences is not None and no_attention:
@@ -43,7 +43,7 @@ def report_command(
     if output is not None:
         check_output(output, PAGE, is_own_page, is_file=True)
     lines = None if sentences is None else _lines(sentences)
-    written = write_run_report(find_target(run, root).run_dir, output, lines, with_attention=not no_attention)
+    written = write_run_report(find_run(run, root).run_dir, output, lines, with_attention=not no_attention)
     print(f"written to {written}")
 
 
@@ -82,11 +82,11 @@ def _lines(path: Path) -> list[str]:
 
 def _run_dirs(text: str, root: Path) -> list[RunDir]:
     """The run that is meant; of a sweep's folder those of its points that have begun."""
-    from dist_transformer.cluster.run_ref import find_target, is_run_folder, num_points
+    from dist_transformer.cluster.run_ref import find_run, is_run_folder, num_points
 
     folder = Path(text)
     if not folder.is_dir() or num_points(folder) is None:
-        return [find_target(text, root).run_dir]
+        return [find_run(text, root).run_dir]
     points = sorted(folder.glob("task_*"), key=lambda path: (len(path.name), path.name))
     return [RunDir(point.absolute()) for point in points if is_run_folder(point)]
 

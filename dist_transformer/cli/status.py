@@ -14,7 +14,7 @@ import typer
 from dist_transformer.cluster.final_status import is_alive, status_found
 from dist_transformer.cluster.job_status import Document, report, report_all
 from dist_transformer.cluster.reasons import SAID_BY_EXIT_CODE
-from dist_transformer.cluster.run_ref import find_target, refuse_unreadable
+from dist_transformer.cluster.run_ref import find_run, refuse_unreadable
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
 from dist_transformer.format import duration
@@ -35,7 +35,7 @@ _COLUMNS = ("run", "state", "job", "step", "loss", "last record", "checkpoint")
 
 def status_command(run: RunOrJob, root: Root = RUNS, as_json: AsJson = False) -> None:
     """Show how a run and its job stand: why it waits, how far it is, what ended it last."""
-    document = report(find_target(run, root))
+    document = report(find_run(run, root))
     if as_json:
         print(json.dumps(document, ensure_ascii=False, indent=1))
     elif sys.stdout.isatty():

@@ -13,7 +13,7 @@ from typing import Any
 from dist_transformer.cluster.logs import log_of_run
 from dist_transformer.cluster.queue import OVER, WAITING, QueuedJob, job_now, states_of
 from dist_transformer.cluster.reasons import exit_code_in_words, waiting_in_words
-from dist_transformer.cluster.run_ref import Target, is_run_folder, newest_job_id, num_points, refuse_unreadable
+from dist_transformer.cluster.run_ref import RunRef, is_run_folder, newest_job_id, num_points, refuse_unreadable
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.run.attempts import attempts
 from dist_transformer.run.folder import RunDir
@@ -23,7 +23,7 @@ from dist_transformer.run.status import SILENT_SECONDS, RunView, look_at
 Document = dict[str, Any]
 
 
-def report(target: Target) -> Document:
+def report(target: RunRef) -> Document:
     """One look at a run and its job."""
     view, now = look_at(target.run_dir), time.time()
     slurm = ask_slurm(target.job_id)
@@ -150,7 +150,7 @@ def _without_ended_job(view: RunView, job_id: str | None, job: QueuedJob | None)
     return view
 
 
-def _has_begun(target: Target) -> bool:
+def _has_begun(target: RunRef) -> bool:
     return any(str(record.get("job")) == target.job_id for record in attempts(target.run_dir))
 
 

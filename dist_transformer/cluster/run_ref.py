@@ -15,14 +15,14 @@ from dist_transformer.run.sweep_folder import SweepDir
 
 
 @dataclass(frozen=True)
-class Target:
+class RunRef:
     """A run and its newest job; None: it was never given to Slurm."""
 
     run_dir: RunDir
     job_id: str | None
 
 
-def find_target(text: str, root: Path) -> Target:
+def find_run(text: str, root: Path) -> RunRef:
     """The run that `text` names.
 
     Args:
@@ -38,7 +38,7 @@ def find_target(text: str, root: Path) -> Target:
         if not is_run_folder(folder):
             raise UserError(f"{folder}: is not a run folder: it has neither config.yaml, run.json nor slurm/job.json")
         _refuse_sweep(folder)
-        return Target(RunDir(folder.absolute()), newest_job_id(RunDir(folder.absolute())))
+        return RunRef(RunDir(folder.absolute()), newest_job_id(RunDir(folder.absolute())))
     if not is_job_id(text):
         raise UserError(f"{text}: no such folder, and no job id; expected a run folder, or a job id like 123 or 123_4")
     try:
@@ -54,7 +54,7 @@ def find_target(text: str, root: Path) -> Target:
     if not is_run_folder(found):
         raise UserError(f"job {text}: its run folder {found} is not there; was it moved or removed?")
     _refuse_sweep(found)
-    return Target(RunDir(found), text)
+    return RunRef(RunDir(found), text)
 
 
 def refuse_unreadable(folder: Path) -> None:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from dist_transformer.config.section import Number, PositiveInt, PositiveIntOrAuto, Section, Share, Text, Truth, Whole
+from dist_transformer.config.section import Bool, Fraction, Int, Number, PositiveInt, PositiveIntOrAuto, Section, Str
 from dist_transformer.errors import UserError
 
 
@@ -15,20 +15,20 @@ class CorpusConfig(Section):
     http://, memory://); with `*`, `?` or `[` in it, a pattern: the files that fit are read in the order of their names.
     """
 
-    source: Text | None = Field(
+    source: Str | None = Field(
         None,
         description="Text of the source side, one sentence a line (.gz, .zst, .xz too); patterns and addresses too.",
     )
-    target: Text | None = Field(None, description="Text of the target side, aligned line by line with `source`.")
-    path: Text | None = Field(
+    target: Str | None = Field(None, description="Text of the target side, aligned line by line with `source`.")
+    path: Str | None = Field(
         None,
         description="Both sides: .tsv .csv .jsonl (.gz, .zst, .xz too) .parquet .arrow; patterns and addresses too.",
     )
-    hub: Text | None = Field(None, description="Dataset id on the Hugging Face Hub, e.g. wmt/wmt14.")
-    subset: Text | None = Field(None, description="Configuration name of the Hub dataset, e.g. de-en.")
-    split: Text = Field("train", description="Split of the Hub dataset.")
-    revision: Text | None = Field(None, description="Revision (commit) of the Hub dataset.")
-    columns: tuple[Text, Text] | None = Field(
+    hub: Str | None = Field(None, description="Dataset id on the Hugging Face Hub, e.g. wmt/wmt14.")
+    subset: Str | None = Field(None, description="Configuration name of the Hub dataset, e.g. de-en.")
+    split: Str = Field("train", description="Split of the Hub dataset.")
+    revision: Str | None = Field(None, description="Revision (commit) of the Hub dataset.")
+    columns: tuple[Str, Str] | None = Field(
         None,
         description="Names of the source and target columns; dots reach into nested ones: translation.en. "
         "Default: the two languages, or `translation.<language>` where there are no such columns. Of a tsv: numbers from 0, "
@@ -37,7 +37,7 @@ class CorpusConfig(Section):
     demo: Literal["train", "validation", "test"] | None = Field(
         None, description="A split of the embedded English-German demonstration corpus; needs no files."
     )
-    tags: tuple[Text, ...] = Field(
+    tags: tuple[Str, ...] = Field(
         (),
         description="Put before each source sentence: <2de>, <news>. A tokenizer trained here keeps each as one piece; "
         "`translate` takes them as part of the text.",
@@ -47,8 +47,8 @@ class CorpusConfig(Section):
 class MixtureStage(Section):
     """From which global batch on which weights hold."""
 
-    from_step: Whole = Field(gt=1, description="First step (skipped updates counted) that these weights are for.")
-    weights: dict[Text, Number] = Field(description="Weight of each corpus, as in mixture.weights.")
+    from_step: Int = Field(gt=1, description="First step (skipped updates counted) that these weights are for.")
+    weights: dict[Str, Number] = Field(description="Weight of each corpus, as in mixture.weights.")
 
 
 class MixtureConfig(Section):
@@ -57,8 +57,8 @@ class MixtureConfig(Section):
     An epoch is as many pairs as all corpora have together; with neither weights nor a temperature it is each pair once.
     """
 
-    corpora: dict[Text, CorpusConfig] = Field(min_length=1, description="The corpora by name.")
-    weights: dict[Text, Number] | None = Field(
+    corpora: dict[Str, CorpusConfig] = Field(min_length=1, description="The corpora by name.")
+    weights: dict[Str, Number] | None = Field(
         None, description="Share of each corpus in every window, in any unit; none: its number of pairs."
     )
     temperature: Number = Field(
@@ -70,13 +70,13 @@ class MixtureConfig(Section):
 class FilterConfig(Section):
     """Which pairs are dropped, rule by rule; each rule is counted by its name."""
 
-    max_tokens: Whole = Field(
+    max_tokens: Int = Field(
         256, ge=2, le=100_000, description="Longest side in subword tokens, end of sentence included."
     )
     max_length_ratio: Number = Field(
         9.0, gt=1.0, description="Largest ratio of the longer to the shorter side, in tokens; pairs under 10 pass."
     )
-    drop_identical: Truth = Field(False, description="Drop pairs whose source equals their target.")
+    drop_identical: Bool = Field(False, description="Drop pairs whose source equals their target.")
     bad_encoding: Literal["raise", "drop"] = Field(
         "raise", description="Invalid UTF-8 in a text file: stop and name the line, or drop the pair and count it."
     )
@@ -85,9 +85,9 @@ class FilterConfig(Section):
 class DataConfig(Section):
     """From text to micro-batches."""
 
-    root: Text = Field(".", description="Folder or address that relative corpus paths start from.")
-    source_language: Text = Field("en", description="Source language code, for column names and records.")
-    target_language: Text = Field("de", description="Target language code, for column names and records.")
+    root: Str = Field(".", description="Folder or address that relative corpus paths start from.")
+    source_language: Str = Field("en", description="Source language code, for column names and records.")
+    target_language: Str = Field("de", description="Target language code, for column names and records.")
     train: CorpusConfig | None = Field(None, description="The training corpus; or give `mixture`.")
     mixture: MixtureConfig | None = Field(None, description="Several training corpora instead of `train`.")
     validation: CorpusConfig | None = Field(
@@ -98,13 +98,13 @@ class DataConfig(Section):
         description="Further validation corpora by name; their measures are `NAME/loss`, `NAME/bleu`, ...",
     )
     test: CorpusConfig | None = Field(None, description="The test corpus that `evaluate` scores.")
-    prepared: Text | None = Field(
+    prepared: Str | None = Field(
         None, description="Folder of the prepared corpus; default: <run.root>/prepared/<digest of what made it>."
     )
     normalization: Literal["none", "NFC", "NFKC"] = Field(
         "none", description="Unicode form that text is brought into when it is read (the tokenizer's own comes after)."
     )
-    on_the_fly: Truth = Field(
+    on_the_fly: Bool = Field(
         False,
         description="Tokenize in the loader processes, in every epoch anew; parquet is then read where it lies. "
         "Needed by tokenizer.sampling. false: once, by `prepare`.",
@@ -129,7 +129,7 @@ class DataConfig(Section):
     )
     window_rows: PositiveInt = Field(20_000, description="Rows of a lane shuffled, sorted and resumed together.")
     row_group_rows: PositiveInt = Field(4096, description="Rows per parquet row group of the prepared corpus.")
-    loader_workers: Whole = Field(1, ge=0, description="Loader processes per rank; 0 reads in the training process.")
+    loader_workers: Int = Field(1, ge=0, description="Loader processes per rank; 0 reads in the training process.")
     stall_seconds: PositiveInt = Field(
         300,
         description="A loader process that delivers no window in this time ends the run; below training.hang_seconds.",
@@ -141,7 +141,7 @@ class DataConfig(Section):
         "raise", description="A row group that cannot be read: end the run, or leave it out, counted and named."
     )
     max_quarantined_row_groups: PositiveInt = Field(10, description="The run ends when more than these were left out.")
-    audit: Truth = Field(False, description="Also write the row ids of every step to audit.jsonl.")
+    audit: Bool = Field(False, description="Also write the row ids of every step to audit.jsonl.")
 
     def token_budget(self) -> int:
         """`max_tokens` as a number.
@@ -169,15 +169,15 @@ class TokenizerConfig(Section):
     vocabulary_size: PositiveInt = Field(
         37_000, description="Pieces per model; rounded up to a multiple of 8. 5.1: 37000."
     )
-    shared: Truth = Field(True, description="One vocabulary for both languages (5.1).")
+    shared: Bool = Field(True, description="One vocabulary for both languages (5.1).")
     character_coverage: Number = Field(1.0, gt=0.0, le=1.0, description="Share of characters that get a piece.")
     training_sentences: PositiveInt = Field(2_000_000, description="Most sentences (both sides) used to train it.")
-    source_model: Text | None = Field(None, description="An existing .model file to take instead of training one.")
-    target_model: Text | None = Field(
+    source_model: Str | None = Field(None, description="An existing .model file to take instead of training one.")
+    target_model: Str | None = Field(
         None,
         description="The target side's .model file; where shared, one with the same pieces by the same ids (Marian's).",
     )
-    sampling: Share = Field(
+    sampling: Fraction = Field(
         0.0,
         description="Share of merges left out (BPE dropout), or alpha of unigram sampling (smaller: more varied), in training; "
         "0: none. Needs data.on_the_fly.",

@@ -52,7 +52,7 @@ def with_precision(config: Config, precision: str) -> Config:
     return config.model_copy(update={"training": config.training.model_copy(update={"precision": precision})})
 
 
-def as_sharded(config: Config, num_ranks: int) -> Config:
+def with_effective_zero_stage(config: Config, num_ranks: int) -> Config:
     """With the ZeRO stage that such a run takes. One rank alone has nothing to shard: stage 0 trains it to the same weights
     within rounding, without the masters that stages 1 and 2 copy to and from, and sooner. It cannot scale fp16's loss."""
     training = config.training

@@ -10,16 +10,16 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from dist_transformer.config.data_schema import DataConfig, TokenizerConfig
-from dist_transformer.config.section import Number, PositiveInt, Section, Share, Text, Truth, Whole, ZeroStage
+from dist_transformer.config.section import Bool, Fraction, Int, Number, PositiveInt, Section, Str, ZeroStage
 from dist_transformer.config.slurm_schema import SlurmConfig
 
 
 class RunConfig(Section):
     """Who the run is and where everything of it is kept."""
 
-    name: Text = Field("run", min_length=1, description="Name of the run folder, the job and the MLflow run.")
-    root: Text = Field("runs", description="Folder of run folders; the run folder is <root>/<name>.")
-    seed: Whole = Field(1, ge=0, description="Seed of initialisation, data order and dropout.")
+    name: Str = Field("run", min_length=1, description="Name of the run folder, the job and the MLflow run.")
+    root: Str = Field("runs", description="Folder of run folders; the run folder is <root>/<name>.")
+    seed: Int = Field(1, ge=0, description="Seed of initialisation, data order and dropout.")
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -48,7 +48,7 @@ class ModelConfig(Section):
     )
     num_encoder_layers: PositiveInt = Field(6, le=1000, description="Layers of the encoder.")
     num_decoder_layers: PositiveInt = Field(6, le=1000, description="Layers of the decoder.")
-    dropout: Share = Field(
+    dropout: Fraction = Field(
         0.1, description="5.4: on each sub-layer's output and on the sums of embeddings and positions."
     )
     norm: Literal["post", "pre", "deepnorm"] = Field(
@@ -59,7 +59,7 @@ class ModelConfig(Section):
     norm_type: Literal["layer", "rms"] = Field(
         "layer", description="Layer norm (the paper's), or root mean square norm (Zhang and Sennrich, 2019)."
     )
-    final_norm: Truth | None = Field(
+    final_norm: Bool | None = Field(
         None, description="A norm after the last layer of the encoder and of the decoder; none: with norm pre only."
     )
     attention_gain: Number = Field(
@@ -78,14 +78,14 @@ class ModelConfig(Section):
     max_positions: PositiveInt | None = Field(
         None, description="Longest sentence in tokens that learned positions can take; the others have no limit."
     )
-    layer_drop: Share = Field(
+    layer_drop: Fraction = Field(
         0.0, description="Share of layers that a sentence skips in training (LayerDrop: Fan et al., 2020); 0: none."
     )
-    shared_embeddings: Truth = Field(
+    shared_embeddings: Bool = Field(
         True, description="One matrix for both embeddings and the output projection (3.4); needs tokenizer.shared."
     )
-    tied_output: Truth = Field(True, description="The output projection is the target embedding (3.4).")
-    output_bias: Truth = Field(False, description="A trained bias for each piece of the output (Marian's).")
+    tied_output: Bool = Field(True, description="The output projection is the target embedding (3.4).")
+    output_bias: Bool = Field(False, description="A trained bias for each piece of the output (Marian's).")
 
     @model_validator(mode="before")
     @classmethod
@@ -102,11 +102,11 @@ class OptimizerConfig(Section):
     learning_rate: Number | None = Field(
         None, gt=0.0, description="Peak learning rate; none: the paper's, (d_model * warmup_steps) ** -0.5."
     )
-    beta1: Share = Field(0.9, description="5.3: 0.9.")
-    beta2: Share = Field(0.98, description="5.3: 0.98.")
+    beta1: Fraction = Field(0.9, description="5.3: 0.9.")
+    beta2: Fraction = Field(0.98, description="5.3: 0.98.")
     epsilon: Number = Field(1e-9, gt=0.0, description="5.3: 1e-9.")
     weight_decay: Number = Field(0.0, ge=0.0, description="Decoupled weight decay (not the paper's); matrices only.")
-    no_decay: tuple[Text, ...] = Field(
+    no_decay: tuple[Str, ...] = Field(
         (), description="Shell patterns of further parameters without weight decay: '*embedding*'."
     )
 
@@ -125,7 +125,7 @@ class TrainingConfig(Section):
 
     max_steps: PositiveInt | None = Field(100_000, description="Last step of the run; none: another end is given.")
     max_epochs: PositiveInt | None = Field(None, description="Epochs after which the run ends; none: no such limit.")
-    max_target_tokens: Whole | None = Field(
+    max_target_tokens: Int | None = Field(
         None, gt=0, description="The run ends with the step that reaches so many target tokens; none: no such limit."
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
@@ -135,35 +135,35 @@ class TrainingConfig(Section):
         1,
         description="DeepSpeed ZeRO stage: what is sharded over the ranks. One rank alone: 1 and 2 are 0, but in fp16.",
     )
-    label_smoothing: Share = Field(0.1, description="5.4: 0.1.")
+    label_smoothing: Fraction = Field(0.1, description="5.4: 0.1.")
     gradient_clip_norm: Number = Field(
         0.0, ge=0.0, description="Clip the global gradient norm; 0: never (the paper's)."
     )
     log_every_steps: PositiveInt = Field(50, description="A line in the log, metrics.jsonl and MLflow.")
-    threads_per_rank: Whole = Field(0, ge=0, description="CPU threads of a rank; 0: the node's cores over its ranks.")
+    threads_per_rank: Int = Field(0, ge=0, description="CPU threads of a rank; 0: the node's cores over its ranks.")
     offload: Literal["none", "optimizer", "optimizer_and_parameters"] = Field(
         "none",
         description="What ZeRO keeps in the CPU's memory: Adam's state and the fp32 masters (stages 1 to 3), the "
         "weights too (stage 3).",
     )
-    activation_checkpointing: Truth = Field(
+    activation_checkpointing: Bool = Field(
         False, description="Compute each layer again in the backward pass instead of keeping its activations."
     )
-    ema_decay: Share | None = Field(
+    ema_decay: Fraction | None = Field(
         None,
         gt=0.0,
         description="Keep an exponential moving average of the weights (not the paper's): 0.9999; none: do not.",
     )
-    freeze: tuple[Text, ...] = Field(
+    freeze: tuple[Str, ...] = Field(
         (), description="Shell patterns of parameters that are not trained: 'encoder_layers.*', '*embedding*'."
     )
-    init_from: Text | None = Field(
+    init_from: Str | None = Field(
         None, description="Start with the weights of a run folder, a checkpoint or a model folder (once, at step 0)."
     )
-    init_partially: Truth = Field(
+    init_partially: Bool = Field(
         False, description="Take what fits of init_from, and say name by name what did not; false: all must fit."
     )
-    dry_run: Truth = Field(
+    dry_run: Bool = Field(
         True, description="Before the first step of a start, one forward and backward pass on the largest micro-batch."
     )
     max_hours: Number | None = Field(
@@ -190,7 +190,7 @@ class DivergenceConfig(Section):
         8.0, gt=0.0, description="A step is out of bounds when its loss is so many deviations above the average."
     )
     patience_steps: PositiveInt = Field(20, description="Steps in a row out of bounds that count as divergence.")
-    learning_rate_factor: Share = Field(
+    learning_rate_factor: Fraction = Field(
         0.5, gt=0.0, description="lower_learning_rate: all later steps are trained with so much of the schedule's."
     )
     max_rollbacks: PositiveInt = Field(3, description="Returns to a checkpoint before the run ends after all.")
@@ -204,22 +204,22 @@ class ValidationConfig(Section):
     """
 
     every_steps: PositiveInt = Field(1000, description="Measured at every such step and at the end.")
-    translate: Truth = Field(True, description="Translate the corpora too: BLEU and chrF of real output, and samples.")
+    translate: Bool = Field(True, description="Translate the corpora too: BLEU and chrF of real output, and samples.")
     beam_size: PositiveInt = Field(
         1, description="Beam of these translations; 1: greedy. The rest of the search is as in `decoding`."
     )
     max_sentences: PositiveInt | None = Field(
         None, description="Translate only so many sentences of each corpus, the first ones; none: all."
     )
-    samples: Whole = Field(
+    samples: Int = Field(
         6,
         ge=0,
         description="Sample translations kept at each validation: half of them of the same sentences, half drawn anew.",
     )
-    comet: Text | None = Field(
+    comet: Str | None = Field(
         None, description="COMET model to score with as well: a name of its package (unbabel-comet), or a file."
     )
-    metric: Text = Field(
+    metric: Str = Field(
         "loss", description="The measure that tells the best checkpoint, and that `patience` and `target` are about."
     )
     patience: PositiveInt | None = Field(
@@ -233,7 +233,7 @@ class CheckpointConfig(Section):
 
     every_steps: PositiveInt = Field(1000, description="A checkpoint at every such step, at a stop and at the end.")
     keep_last: PositiveInt = Field(5, description="Newest checkpoints kept.")
-    keep_best: Whole = Field(0, ge=0, description="Checkpoints that are best by validation.metric kept besides.")
+    keep_best: Int = Field(0, ge=0, description="Checkpoints that are best by validation.metric kept besides.")
     keep_every_steps: PositiveInt | None = Field(
         None, description="The checkpoint of every such step is never deleted; none: keep_last and keep_best decide."
     )
@@ -246,7 +246,7 @@ class CheckpointConfig(Section):
         "the moving average of training.ema_decay.",
     )
     save_attempts: PositiveInt = Field(3, description="Attempts to write a checkpoint before it is given up.")
-    stop_on_failed_save: Truth = Field(
+    stop_on_failed_save: Bool = Field(
         False, description="End the run when a checkpoint was given up; false: go on, and try again at the next one."
     )
 
@@ -256,21 +256,21 @@ class DecodingConfig(Section):
 
     beam_size: PositiveInt = Field(4, description="6.1: 4. 1: greedy.")
     length_penalty: Number = Field(0.6, ge=0.0, le=10.0, description="alpha of Wu et al. (2016); 6.1: 0.6.")
-    max_extra_tokens: Whole = Field(50, ge=0, description="Longest output: input length + this (6.1: 50).")
+    max_extra_tokens: Int = Field(50, ge=0, description="Longest output: input length + this (6.1: 50).")
     max_tokens: PositiveInt = Field(8192, description="Source tokens times beam in one batch of the search.")
     n_best: PositiveInt = Field(1, description="Translations given for each line, best first; at most the beam.")
-    no_repeat_ngram_size: Whole = Field(
+    no_repeat_ngram_size: Int = Field(
         0, ge=0, description="No n-gram of so many tokens occurs twice in a translation; 0: no such limit."
     )
-    sampling: Truth = Field(
+    sampling: Bool = Field(
         False, description="Draw each token, n_best times for each line, in place of the beam search."
     )
     temperature: Number = Field(1.0, gt=0.0, description="Of sampling: logits are divided by it.")
-    top_k: Whole = Field(0, ge=0, description="Sampling draws from so many likeliest tokens; 0: from all.")
+    top_k: Int = Field(0, ge=0, description="Sampling draws from so many likeliest tokens; 0: from all.")
     top_p: Number = Field(
         1.0, gt=0.0, le=1.0, description="Sampling draws from the likeliest tokens that together have this probability."
     )
-    seed: Whole = Field(1, ge=0, description="Of sampling: with the number of the line it decides what is drawn.")
+    seed: Int = Field(1, ge=0, description="Of sampling: with the number of the line it decides what is drawn.")
     max_source_tokens: PositiveInt = Field(
         2048, description="Longest line in source tokens that is translated at once."
     )
@@ -287,29 +287,29 @@ class DecodingConfig(Section):
 class TrackingConfig(Section):
     """MLflow."""
 
-    enabled: Truth = Field(True, description="False: only metrics.jsonl and its like, and no report at the end.")
-    uri: Text | None = Field(
+    enabled: Bool = Field(True, description="False: only metrics.jsonl and its like, and no report at the end.")
+    uri: Str | None = Field(
         None,
         description="Tracking address; none: that of the variable MLFLOW_TRACKING_URI, else sqlite in "
         "<run.root>/mlflow.db. A user and password belong into MLFLOW_TRACKING_USERNAME and "
         "MLFLOW_TRACKING_PASSWORD: they are never written into a run folder.",
     )
-    experiment: Text = Field("dist-transformer", min_length=1, max_length=500, description="MLflow experiment name.")
+    experiment: Str = Field("dist-transformer", min_length=1, max_length=500, description="MLflow experiment name.")
     close_seconds: PositiveInt = Field(10, description="At the end, how long to wait for the server to take the rest.")
-    system_metrics: Truth = Field(
+    system_metrics: Bool = Field(
         True,
         description="The use of processors, memory, network and GPUs of each node, with a log line every 30 s; of more than "
         "16 nodes the minimum, mean and maximum.",
     )
-    upload_megabytes: Whole = Field(
+    upload_megabytes: Int = Field(
         2000, ge=0, description="Largest model folder that is uploaded; of a larger one only its path and digest."
     )
-    register_as: Text | None = Field(
+    register_as: Str | None = Field(
         None,
         pattern=r"^[^/:']+$",
         description="Name in MLflow's model registry under which the final model is registered.",
     )
-    alias: Text | None = Field(None, description="Alias that the registered version gets; needs `register_as`.")
+    alias: Str | None = Field(None, description="Alias that the registered version gets; needs `register_as`.")
 
 
 class Config(Section):

@@ -27,13 +27,13 @@ def _refuse_other_than_auto(value: Any) -> Any:
     )
 
 
-Text = Annotated[str, BeforeValidator(as_written)]
-Truth = Annotated[bool, Field(strict=True)]
-Whole = Annotated[int, Field(lt=2**63, strict=True)]
+Str = Annotated[str, BeforeValidator(as_written)]
+Bool = Annotated[bool, Field(strict=True)]
+Int = Annotated[int, Field(lt=2**63, strict=True)]
 Number = Annotated[float, Field(strict=True)]
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31, strict=True)]
 PositiveIntOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_refuse_other_than_auto)]
-Share = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
 ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_refuse_look_alikes)]
 
 

@@ -130,7 +130,7 @@ def translate_together(
         progress()
 
     in_rounds(ranks, -(-len(batches) // ranks.num_ranks), search, wants_stop)
-    everyones = {place: text for theirs in ranks.gather(found) for place, text in theirs.items()}
+    everyones = {place: text for theirs in ranks.all_gather_object(found) for place, text in theirs.items()}
     texts: list[list[str]] = [[] for _ in lines]
     for line, part in sorted(everyones):
         texts[line].append(everyones[line, part])

@@ -66,7 +66,7 @@ class Ranks:
     last: LastCollective = field(default_factory=LastCollective, compare=False)
 
     @property
-    def is_first(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Rank 0 writes what is written once. Every rank decides: never return or raise under this condition."""
         return self.rank == 0
 
@@ -87,7 +87,7 @@ class Ranks:
         with self.collective(name):
             return PendingSum(dist.all_reduce(values, group=self.control, async_op=True), self, name)
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """`values` (on the CPU) summed over the ranks, in place (collective)."""
         with self.collective(f"sum of {_size(values)}"):
             dist.all_reduce(values, group=self.control)
@@ -95,19 +95,19 @@ class Ranks:
 
     def barrier(self) -> None:
         """Waits for all ranks (collective); a rank that does not come within the timeout is an error."""
-        self.sum(torch.zeros(1))
+        self.all_reduce_sum(torch.zeros(1))
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """One small Python value of every rank, on every rank (collective)."""
         values: list[Any] = [None] * self.num_ranks
         with self.collective("gather"):
             dist.all_gather_object(values, value, group=self.control)
         return values
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """Rank 0's `value`, on every rank (collective)."""
         values = [value]
-        with self.collective("from_first"):
+        with self.collective("broadcast_object"):
             dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
 

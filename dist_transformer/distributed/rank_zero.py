@@ -16,7 +16,7 @@ LOOK_SECONDS = 0.5
 """How often the ranks ask whether it is done."""
 
 
-def by_first_rank(
+def run_on_rank_zero(
     ranks: Ranks,
     work: Callable[[], Result],
     progress: Callable[[], None],
@@ -34,7 +34,7 @@ def by_first_rank(
         UserError: `work` did, on every rank. Any other exception is raised on rank 0 alone.
         Stopped: a rank wants to stop, on every rank; `work` is left alone, and ends with the process.
     """
-    worker = _Worker(work) if ranks.is_first else None
+    worker = _Worker(work) if ranks.is_rank_zero else None
     if worker is not None:
         worker.start()
     before: list[float | None] = []
@@ -42,15 +42,15 @@ def by_first_rank(
     while True:
         if worker is not None:
             worker.join(LOOK_SECONDS)
-        standing: float | None = ranks.from_first(worker.used_seconds() if worker is not None else None)
+        standing: float | None = ranks.broadcast_object(worker.used_seconds() if worker is not None else None)
         if standing is None:
             break
         if [standing] != before or time.monotonic() < patient_until:
             progress()
         before = [standing]
-        if wants_stop is not None and any(ranks.gather(wants_stop())):
+        if wants_stop is not None and any(ranks.all_gather_object(wants_stop())):
             raise Stopped
-    result: Result | UserError = ranks.from_first(worker.result() if worker is not None else None)
+    result: Result | UserError = ranks.broadcast_object(worker.result() if worker is not None else None)
     if isinstance(result, UserError):
         raise result.agreed()
     return result

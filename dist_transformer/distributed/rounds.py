@@ -59,7 +59,7 @@ def in_rounds(ranks: Ranks, num_rounds: int, work: Callable[[int], None], wants_
         values = torch.tensor([is_stopped or failure is not None], dtype=torch.int64)
         pending = ranks.start_sum(values)
     _is_over(values, pending)
-    answers = ranks.gather((is_stopped, failure))
+    answers = ranks.all_gather_object((is_stopped, failure))
     if any(is_stopped for is_stopped, _ in answers):
         raise Stopped
     if problems := [failure for _, failure in answers if failure is not None]:

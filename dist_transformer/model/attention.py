@@ -17,7 +17,7 @@ from dist_transformer.model.cpu_kernels import Linear
 
 
 @dataclass
-class KeysValues:
+class KeyValue:
     """Projected keys and values of one attention layer."""
 
     key_BHSK: Tensor
@@ -29,13 +29,13 @@ class KeysValues:
         self.value_BHSV = self.value_BHSV.index_select(0, rows)
 
 
-class Past:
+class KeyValueCache:
     """Keys and values of the positions that one layer has decoded, with places for more: a position is added without
     copying those before it. Not for training: nothing here has a gradient."""
 
     FIRST_PLACES = 32
 
-    def __init__(self, like: KeysValues, num_rows: int) -> None:
+    def __init__(self, like: KeyValue, num_rows: int) -> None:
         """`num_rows` batch rows and no position yet; for the rest as `like`."""
         _, self.num_heads, _, key_size = like.key_BHSK.shape
         self.widths = [self.num_heads * key_size, self.num_heads * like.value_BHSV.shape[3]]
@@ -43,11 +43,11 @@ class Past:
         self.places_BLP = like.key_BHSK.new_empty(num_rows, self.FIRST_PLACES, sum(self.widths))
 
     @property
-    def keys_values(self) -> KeysValues:
+    def keys_values(self) -> KeyValue:
         """Views."""
-        return KeysValues(*split_heads(self.places_BLP[:, : self.num_positions], self.widths, self.num_heads))
+        return KeyValue(*split_heads(self.places_BLP[:, : self.num_positions], self.widths, self.num_heads))
 
-    def append(self, newer: KeysValues) -> None:
+    def append(self, newer: KeyValue) -> None:
         """Adds a position."""
         if self.num_positions == self.places_BLP.shape[1]:
             self.places_BLP = torch.cat([self.places_BLP, torch.empty_like(self.places_BLP)], 1)
@@ -92,7 +92,7 @@ class SelfAttention(nn.Module):
         """Causal layers take no mask: padding is at the end, so no real position sees it, and CUDA's flash kernel,
         which refuses masks, stays usable."""
         query_BHTK, key_BHTK, value_BHTV = self._project(input_BTD)
-        attended_BHTV = attend(query_BHTK, KeysValues(key_BHTK, value_BHTV), may_attend_B11T, self.is_causal)
+        attended_BHTV = attend(query_BHTK, KeyValue(key_BHTK, value_BHTV), may_attend_B11T, self.is_causal)
         return self.output(merge_heads(attended_BHTV))  # type: ignore[no-any-return]
 
     def packed_rows(self, gain: float, beta: float) -> dict[nn.Module, list[tuple[int, float]]]:
@@ -100,10 +100,10 @@ class SelfAttention(nn.Module):
         keys, _, values = self.widths
         return {self.query_key_value: [(keys, gain), (keys, gain), (values, gain * beta)]}
 
-    def step(self, input_B1D: Tensor, past: Past) -> Tensor:
+    def step(self, input_B1D: Tensor, past: KeyValueCache) -> Tensor:
         """Attention of the newest position over itself and `past`, to which it is appended."""
         query_BH1K, key_BH1K, value_BH1V = self._project(input_B1D, start=past.num_positions)
-        past.append(KeysValues(key_BH1K, value_BH1V))
+        past.append(KeyValue(key_BH1K, value_BH1V))
         return self.output(merge_heads(attend(query_BH1K, past.keys_values)))  # type: ignore[no-any-return]
 
     def weights(self, input_BTD: Tensor, may_attend_B11T: Tensor | None = None) -> Tensor:
@@ -120,7 +120,7 @@ class SelfAttention(nn.Module):
         if self.rotary_positions is None:
             return query, key, value
         sinusoid_TK = self.rotary_positions(start, input_BTD.shape[1], torch.empty(0, device=input_BTD.device))
-        return turn(query, sinusoid_TK), turn(key, sinusoid_TK), value
+        return apply_rotary(query, sinusoid_TK), apply_rotary(key, sinusoid_TK), value
 
 
 class CrossAttention(nn.Module):
@@ -144,11 +144,11 @@ class CrossAttention(nn.Module):
         keys, values = self.widths
         return {self.query: [(keys, gain)], self.key_value: [(keys, gain), (values, gain * beta)]}
 
-    def project(self, memory_BSD: Tensor) -> KeysValues:
+    def project(self, memory_BSD: Tensor) -> KeyValue:
         """Keys and values of the memory: once per sentence, whatever number of tokens is decoded from it."""
-        return KeysValues(*split_heads(self.key_value(memory_BSD), self.widths, self.num_heads))
+        return KeyValue(*split_heads(self.key_value(memory_BSD), self.widths, self.num_heads))
 
-    def attend(self, input_BTD: Tensor, memory: KeysValues, mask_B11S: Tensor | None) -> Tensor:
+    def attend(self, input_BTD: Tensor, memory: KeyValue, mask_B11S: Tensor | None) -> Tensor:
         """`mask_B11S` is boolean, or is added to the scores; none: all may be attended to."""
         (query_BHTK,) = split_heads(self.query(input_BTD), self.widths[:1], self.num_heads)
         return self.output(merge_heads(attend(query_BHTK, memory, mask_B11S)))  # type: ignore[no-any-return]
@@ -159,7 +159,7 @@ class CrossAttention(nn.Module):
         return attention_weights(query_BHTK, self.project(memory_BSD).key_BHSK, may_attend_B11S)
 
 
-def attend(query_BHTK: Tensor, past: KeysValues, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+def attend(query_BHTK: Tensor, past: KeyValue, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
     """Equation 1: (B, H, T, V). `mask` is boolean, or is added to the scores; none: all may be attended to.
 
     On CPUs a training step attends in fp32 whatever the precision: the backward pass of torch's kernel there takes several
@@ -182,7 +182,7 @@ def split_heads(projected_BTP: Tensor, widths: list[int], num_heads: int) -> lis
     return [part_BTP.view(batch, length, num_heads, -1).transpose(1, 2) for part_BTP in parts]
 
 
-def turn(vector_BHTK: Tensor, sinusoid_TK: Tensor) -> Tensor:
+def apply_rotary(vector_BHTK: Tensor, sinusoid_TK: Tensor) -> Tensor:
     """Rotary positions (Su et al., 2021, equation 34): the pair (2i, 2i + 1) of a query or key at position t is turned by
     the angle t / 10000^(2i / K), whose sine and cosine are a pair of `sinusoid_TK`, in fp32. The product of a query and a
     key then depends on how far they are apart. The result has the type and the layout in memory of `vector_BHTK`."""

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from dist_transformer.config.model_size import head_sizes
 from dist_transformer.config.schema import ModelConfig
-from dist_transformer.model.attention import CrossAttention, KeysValues, Past, SelfAttention
+from dist_transformer.model.attention import CrossAttention, KeyValue, KeyValueCache, SelfAttention
 from dist_transformer.model.cpu_kernels import Linear
 
 RMS_EPSILON = 1e-6
@@ -155,8 +155,8 @@ class EncoderLayer(nn.Module):
 class DecoderLayerCache:
     """What one decoder layer remembers: its own keys and values per row, those of the memory per sentence."""
 
-    past: Past
-    memory: KeysValues
+    past: KeyValueCache
+    memory: KeyValue
 
 
 class DecoderLayer(nn.Module):
@@ -185,7 +185,7 @@ class DecoderLayer(nn.Module):
     def start(self, memory_BSD: Tensor, num_rows: int) -> DecoderLayerCache:
         """An empty past for `num_rows` rows, and the memory's keys and values."""
         memory = self.cross_attention.project(memory_BSD)
-        return DecoderLayerCache(Past(memory, num_rows), memory)
+        return DecoderLayerCache(KeyValueCache(memory, num_rows), memory)
 
     def step(self, hidden_B1D: Tensor, cache: DecoderLayerCache, mask_B11S: Tensor | None) -> Tensor:
         """The newest position only. The rows of one sentence (its beam) are adjacent and share one memory: they are

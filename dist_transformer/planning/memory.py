@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from dist_transformer.config.model_size import (
     REDUCED_AT_ONCE,
-    as_sharded,
     bytes_of_optimizer,
     bytes_of_weight,
     offloaded_bytes,
     snapshot_bytes,
+    with_effective_zero_stage,
     with_precision,
 )
 from dist_transformer.config.schema import Config, TrainingConfig
@@ -176,7 +176,10 @@ def memory_problem(config: Config, num_ranks: int, memory_gb: float) -> str | No
 
     With `data.max_tokens: auto` it fits when the smallest micro-batch does.
     """
-    config, usable = as_sharded(with_precision(config, "fp16"), num_ranks), memory_gb * 1e9 * USABLE_SHARE
+    config, usable = (
+        with_effective_zero_stage(with_precision(config, "fp16"), num_ranks),
+        memory_gb * 1e9 * USABLE_SHARE,
+    )
     if config.data.max_tokens == "auto":
         if most_tokens(config, num_ranks, usable):
             return None

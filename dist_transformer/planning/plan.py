@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from dist_transformer.config.model_size import as_sharded
+from dist_transformer.config.model_size import with_effective_zero_stage
 from dist_transformer.config.schema import Config
 from dist_transformer.planning.hardware import Hardware
 from dist_transformer.planning.memory import (
@@ -47,10 +47,10 @@ def plan_row(config: Config, nodes: int, gpus_per_node: int, hardware: Hardware)
     """`hardware` is that of each rank; a rank has one GPU."""
     num_ranks, memory_gb = nodes * gpus_per_node, hardware.memory_gb.value
     usable = memory_gb * 1e9 * USABLE_SHARE
-    config = settled(as_sharded(config, num_ranks), num_ranks, hardware)
+    config = with_resolved_token_budget(with_effective_zero_stage(config, num_ranks), num_ranks, hardware)
     memory = memory_of_rank(config, num_ranks)
     by_stage = {
-        stage: memory_of_rank(as_sharded(_at_stage(config, stage), num_ranks), num_ranks).peak_bytes
+        stage: memory_of_rank(with_effective_zero_stage(_at_stage(config, stage), num_ranks), num_ranks).peak_bytes
         for stage in range(4)
     }
     has_lanes = num_ranks <= config.data.lanes
@@ -78,7 +78,7 @@ def plan_row(config: Config, nodes: int, gpus_per_node: int, hardware: Hardware)
     )
 
 
-def settled(config: Config, num_ranks: int, hardware: Hardware) -> Config:
+def with_resolved_token_budget(config: Config, num_ranks: int, hardware: Hardware) -> Config:
     """With a number for `data.max_tokens: auto`: the most that fit, or the smallest there is where nothing fits."""
     if config.data.max_tokens != "auto":
         return config

@@ -27,7 +27,7 @@ from dist_transformer.planning.failures import (
     young_interval,
 )
 from dist_transformer.planning.hardware import Hardware
-from dist_transformer.planning.plan import settled
+from dist_transformer.planning.plan import with_resolved_token_budget
 from dist_transformer.planning.step_time import StepTime, step_time
 from dist_transformer.planning.vocabularies import count_parameters
 
@@ -97,7 +97,7 @@ class ScaleRow:
 def scale_row(config: Config, nodes: int, ranks_per_node: int, hardware: Hardware, site: Site) -> ScaleRow:
     """The closed form and the simulation; the latter is the same in every call."""
     num_ranks = nodes * ranks_per_node
-    config = settled(config, num_ranks, hardware)
+    config = with_resolved_token_budget(config, num_ranks, hardware)
     lanes, tokens = max(config.data.lanes, num_ranks), config.data.lanes
     config = config.model_copy(update={"data": config.data.model_copy(update={"lanes": lanes})})
     alone = step_time(config, num_ranks, ranks_per_node, hardware)

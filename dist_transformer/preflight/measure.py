@@ -110,7 +110,7 @@ def _measure_together(record: RankRecord, path: Path, end: float) -> int:
 
 def _ranks_of_nodes(ranks: Ranks, node: str) -> list[list[int]]:
     nodes: dict[str, list[int]] = {}
-    for rank, name in enumerate(ranks.gather(node)):
+    for rank, name in enumerate(ranks.all_gather_object(node)):
         nodes.setdefault(name, []).append(rank)
     return list(nodes.values())
 

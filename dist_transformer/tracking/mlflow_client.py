@@ -22,7 +22,14 @@ from dist_transformer.config.credentials import without_secrets
 from dist_transformer.files import replacing
 from dist_transformer.tracking.content import Point, files_of
 from dist_transformer.tracking.moved_store import follow_moved_artifacts
-from dist_transformer.tracking.outbox import Memory, NotValid, ServerRefused, ServerTrouble, Target, local_files_refused
+from dist_transformer.tracking.outbox import (
+    DeliveryState,
+    NotValid,
+    ServerRefused,
+    ServerTrouble,
+    Target,
+    local_files_refused,
+)
 
 # By default MLflow tries for 4 minutes (server down) or 20 (frozen) and then raises; the shipper does the waiting.
 # A variable that is empty says as much as one that is not there.
@@ -190,7 +197,7 @@ class TrackedRun:
             self.client.log_batch(self.run_id, metrics=chunk, synchronous=True)
 
 
-def open_run(target: Target, memory: Memory) -> TrackedRun:
+def open_run(target: Target, memory: DeliveryState) -> TrackedRun:
     """The run of this run folder on the server: the one remembered, else the one with our tag, else a new one."""
     with translated_errors():
         client = _client(target.uri)
@@ -312,7 +319,7 @@ def _run_by_uid(client: MlflowClient, experiment_id: str, run_uid: str) -> Any |
     return min(found, key=lambda run: (run.info.lifecycle_stage == "deleted", not run.data.metrics), default=None)
 
 
-def _new_run(client: MlflowClient, experiment_id: str, memory: Memory) -> Any:
+def _new_run(client: MlflowClient, experiment_id: str, memory: DeliveryState) -> Any:
     tags = {RUN_UID_TAG: memory.run_uid} | ({REPLACES_TAG: memory.run_id} if memory.run_id else {})
     return client.create_run(experiment_id, int(memory.created * 1000), tags, memory.run_name)
 

@@ -28,7 +28,7 @@ from dist_transformer.run.metrics_log import encode, remove_torn_line
 logger = logging.getLogger(__name__)
 
 PROMPT_LANES = ("words", "files")
-LANES = (*PROMPT_LANES, "figures", "model")
+CHANNELS = (*PROMPT_LANES, "figures", "model")
 """The first that has something goes first; those that are not prompt wait for the end of a start, after its status."""
 
 Bytes = Annotated[int, Field(ge=0)]
@@ -60,7 +60,7 @@ class NotValid(ServerRefused):
 
 
 @dataclass
-class Memory:
+class DeliveryState:
     """The content of tracking.json. Before byte `spool_offset` of the spool all has arrived; a lane may be `ahead`."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
@@ -79,7 +79,7 @@ class Memory:
         return self.spool_offset + self.ahead.get(lane, 0)
 
     def advance(self, lane: str, offset: int) -> None:
-        offsets = {each: self.offset(each) for each in LANES} | {lane: offset}
+        offsets = {each: self.offset(each) for each in CHANNELS} | {lane: offset}
         self.spool_offset = min(offsets.values())
         self.ahead = {
             each: offset - self.spool_offset for each, offset in offsets.items() if offset > self.spool_offset
@@ -103,16 +103,16 @@ class Memory:
         write_json(path, asdict(self))
 
 
-def load_memory(path: Path, run_name: str, run_uid: str | None = None) -> Memory:
+def load_memory(path: Path, run_name: str, run_uid: str | None = None) -> DeliveryState:
     """The memory of this run folder; where there is none that can be used, a new one, not yet written, of this run."""
     try:
-        return TypeAdapter(Memory).validate_json(path.read_bytes())
+        return TypeAdapter(DeliveryState).validate_json(path.read_bytes())
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
         why = f"{error}".replace("\n", " ")[:200]
         logger.warning("%s: cannot be used, so delivery begins again; MLflow keeps each point once: %s", path, why)
-    return Memory(run_name) if run_uid is None else Memory(run_name, run_uid)
+    return DeliveryState(run_name) if run_uid is None else DeliveryState(run_name, run_uid)
 
 
 def add_event(path: Path, event: str, details: Mapping[str, Any]) -> None:

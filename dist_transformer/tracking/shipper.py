@@ -19,7 +19,15 @@ from dist_transformer.run.metrics_log import read_records_from
 from dist_transformer.run.sweep_folder import sweep_of
 from dist_transformer.tracking.content import Point
 from dist_transformer.tracking.messages import goes_by, points_of, send_event
-from dist_transformer.tracking.outbox import LANES, CannotBeSent, Memory, NotValid, ServerRefused, ServerTrouble, Target
+from dist_transformer.tracking.outbox import (
+    CHANNELS,
+    CannotBeSent,
+    DeliveryState,
+    NotValid,
+    ServerRefused,
+    ServerTrouble,
+    Target,
+)
 from dist_transformer.tracking.parent_run import end_if_all_finished, join_sweep
 
 if TYPE_CHECKING:
@@ -60,7 +68,7 @@ class Shipper:
     Once `abandoned` is set it sends nothing more and leaves tracking.json alone.
     """
 
-    def __init__(self, run_dir: RunDir, target: Target, memory: Memory) -> None:
+    def __init__(self, run_dir: RunDir, target: Target, memory: DeliveryState) -> None:
         self._run_dir = run_dir
         self._target = target
         self._memory = memory
@@ -77,7 +85,7 @@ class Shipper:
     def folder(self) -> Path:
         return self._run_dir.path
 
-    def deliver(self, lanes: Sequence[str] = LANES) -> Delivery:
+    def deliver(self, lanes: Sequence[str] = CHANNELS) -> Delivery:
         """One pass. Raises ServerTrouble; what had arrived before is remembered, the rest is sent by the next pass.
 
         Also raises Abandoned.
@@ -112,7 +120,7 @@ class Shipper:
 
     def _next_event(self, lanes: Sequence[str]) -> tuple[str, dict[str, Any], int] | None:
         """The lane, the event and the offset behind it. Looked up anew each time: words may have come meanwhile."""
-        for lane in LANES:
+        for lane in CHANNELS:
             for event, end in read_records_from(self._run_dir.tracking_events, self._memory.offset(lane)):
                 if not goes_by(event, lane):
                     self._memory.advance(lane, end)

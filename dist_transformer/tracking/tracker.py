@@ -30,7 +30,15 @@ from dist_transformer.tracking.background_shipper import BackgroundShipper
 from dist_transformer.tracking.content import files_of
 from dist_transformer.tracking.description import description, standard_tags
 from dist_transformer.tracking.messages import send_model
-from dist_transformer.tracking.outbox import LANES, Memory, ServerRefused, ServerTrouble, Target, add_event, load_memory
+from dist_transformer.tracking.outbox import (
+    CHANNELS,
+    DeliveryState,
+    ServerRefused,
+    ServerTrouble,
+    Target,
+    add_event,
+    load_memory,
+)
 from dist_transformer.tracking.parent_run import run_name_of, store_folder
 from dist_transformer.tracking.shipper import Delivery, Shipper
 
@@ -193,11 +201,11 @@ def model_event(
     }
 
 
-def memory_of(run_dir: RunDir, run_name: str, run_uid: str | None) -> Memory:
+def memory_of(run_dir: RunDir, run_name: str, run_uid: str | None) -> DeliveryState:
     """What was kept in the run folder; else a new memory, of the run that has this id on the server."""
     memory = load_memory(run_dir.tracking, run_name_of(run_dir, run_name), run_uid)
     spooled = run_dir.tracking_events.stat().st_size if run_dir.tracking_events.is_file() else 0
-    if any(memory.offset(lane) > spooled for lane in LANES):  # another, shorter spool: all of it is new
+    if any(memory.offset(lane) > spooled for lane in CHANNELS):  # another, shorter spool: all of it is new
         memory.spool_offset, memory.ahead = 0, {}
     return memory
 

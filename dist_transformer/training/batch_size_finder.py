@@ -93,7 +93,7 @@ def dry_run(
         with telling_out_of_memory(doing, ranks.device):
             loss, _ = engine(*_tokens(shape, token_id, ranks.device))
             # Zero times a number is zero; zero times infinity would be in every gradient of the first step.
-            if ranks.sum(torch.isfinite(loss.detach()).cpu().long()) == ranks.num_ranks:
+            if ranks.all_reduce_sum(torch.isfinite(loss.detach()).cpu().long()) == ranks.num_ranks:
                 engine.backward(loss * 0.0, 1)
             else:
                 log.warning("dry run    %s: the loss is not finite, so that no gradient was taken", shape)
@@ -133,7 +133,7 @@ def find_max_tokens(
     with telling_out_of_memory("the search for the largest data.max_tokens", ranks.device):  # a GPU may not recover
         growth = _growth(module, data, ranks.device, precision, for_activations.bytes, progress)
         give_back(ranks.device)
-    answers = ranks.gather((growth.most_tokens(for_activations.bytes), growth, for_activations))
+    answers = ranks.all_gather_object((growth.most_tokens(for_activations.bytes), growth, for_activations))
     tokens, growth, limit = min(answers, key=lambda answer: answer[0])
     total = f"{as_text(limit.bytes + state_bytes)} ({limit.limited_by})"
     if not tokens:

@@ -79,9 +79,9 @@ def compare_and_tell(
     config: Config, prepared: Path, run_dir: RunDir, checkpoint: Checkpoint | None, ranks: Ranks
 ) -> Changes:
     """`changes_of`, told by rank 0, which keeps the former configuration; before config.yaml is written (collective)."""
-    compared = changes_of(config, prepared, run_dir, checkpoint) if ranks.is_first else None
-    changes: Changes = ranks.from_first(compared)
-    if ranks.is_first and changes.by_key:
+    compared = changes_of(config, prepared, run_dir, checkpoint) if ranks.is_rank_zero else None
+    changes: Changes = ranks.broadcast_object(compared)
+    if ranks.is_rank_zero and changes.by_key:
         _tell(changes, run_dir)
     return changes
 

@@ -31,7 +31,7 @@ from dist_transformer.files import flush_to_disk, read_json, write_json, write_t
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
 from dist_transformer.training.global_batch import GlobalBatch
-from dist_transformer.training.train_state import Progress
+from dist_transformer.training.train_state import TrainState
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def write_crash(
     ranks: Ranks,
     error: BaseException,
     config: Config,
-    progress: Progress | None,
+    progress: TrainState | None,
     batch: GlobalBatch | None,
 ) -> Path | None:
     """Writes this rank's folder, in place of an older one; what hinders that is only logged. Not collective.
@@ -128,7 +128,7 @@ def read_crash(run_dir: RunDir, rank: int | None) -> Crash:
 def _values(
     ranks: Ranks,
     error: BaseException,
-    progress: Progress | None,
+    progress: TrainState | None,
     batch: GlobalBatch | None,
     micro_batches: list[MicroBatch],
 ) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from dist_transformer.config.schema import Config
 from dist_transformer.distributed.group import Ranks
-from dist_transformer.distributed.rank_zero import by_first_rank
+from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.distributed.rounds import WantsStop
 from dist_transformer.reporting.run_report import report_after_training
 from dist_transformer.run.folder import RunDir
@@ -66,4 +66,4 @@ class RunEnd:
     def _by_first(
         self, work: Callable[[], None], doing: str, seconds: float, wants_stop: WantsStop | None = None
     ) -> None:
-        by_first_rank(self._ranks, work, lambda: self._watchdog.progress(doing), seconds, wants_stop)
+        run_on_rank_zero(self._ranks, work, lambda: self._watchdog.progress(doing), seconds, wants_stop)

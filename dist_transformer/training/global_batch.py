@@ -16,7 +16,7 @@ import torch
 from dist_transformer.data.filters import RULES
 from dist_transformer.data.loader.batching import straggler_ratio
 from dist_transformer.data.loader.loader import LaneLoader, LocalStep, MicroBatch
-from dist_transformer.data.loader.partition import Segment
+from dist_transformer.data.loader.partition import Partition
 from dist_transformer.data.loader.position import Quarantined
 from dist_transformer.data.loader.window_request import digest_text
 from dist_transformer.distributed.group import Ranks
@@ -59,7 +59,7 @@ class Fetched:
 
 
 @dataclass(frozen=True)
-class News:
+class RankStatus:
     """What a rank tells the others along with its batch."""
 
     wants_stop: bool
@@ -74,7 +74,7 @@ class GlobalBatch:
     """This rank's micro-batches of one step, and the sums over all ranks. None: a lane without rows in this epoch."""
 
     micro_batches: list[MicroBatch | None]
-    segment: Segment
+    segment: Partition
     lane_positions: dict[int, tuple[int, int]]
     """(window, micro-batches handed out) of this rank's lanes after this step."""
     target_tokens: int
@@ -98,7 +98,7 @@ class GlobalBatch:
     """How long training stood still for this batch."""
 
 
-class Feed:
+class GlobalBatchPrefetcher:
     """Hands out global batches. `news` is asked on every rank, once a step; `batch` numbers the next batch."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Feed:
         corpora: tuple[str, ...],
         num_lanes: int,
         batch: int,
-        news: Callable[[], News],
+        news: Callable[[], RankStatus],
     ) -> None:
         self._loader, self._ranks, self._news = loader, ranks, news
         self._corpora, self._num_lanes, self._batch = corpora, num_lanes, batch
@@ -141,9 +141,9 @@ class Feed:
         totals = dict(zip(TOTALS, values, strict=False))
         lanes, rules, corpora = _split(values[len(TOTALS) :], self._num_lanes, len(RULES))
         if totals["error"]:
-            errors = [error for error in self._ranks.gather(self._error) if error is not None]
+            errors = [error for error in self._ranks.all_gather_object(self._error) if error is not None]
             raise errors[0].agreed() from self._error
-        quarantined = self._ranks.gather(self._local.quarantined) if totals["quarantined"] else []
+        quarantined = self._ranks.all_gather_object(self._local.quarantined) if totals["quarantined"] else []
         self._batch += totals["pairs"] > 0
         return GlobalBatch(
             micro_batches=self._local.batches,
@@ -171,7 +171,11 @@ class Feed:
 
     def _recut(self) -> None:
         """Other weights hold from here on: every rank cuts the rest of the epoch by where all lanes stand."""
-        lanes = {lane: at for part in self._ranks.gather(self._loader.lane_positions()) for lane, at in part.items()}
+        lanes = {
+            lane: at
+            for part in self._ranks.all_gather_object(self._loader.lane_positions())
+            for lane, at in part.items()
+        }
         self._loader.recut([lanes[lane] for lane in range(self._num_lanes)], self._batch)
 
     def _count(self, local: LocalStep) -> torch.Tensor:

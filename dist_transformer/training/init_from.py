@@ -9,7 +9,7 @@ from typing import Any
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest, file_sha256
 from dist_transformer.distributed.group import Ranks
-from dist_transformer.distributed.rank_zero import by_first_rank
+from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.errors import CheckpointError, MachineError, UserError
 from dist_transformer.files import MISPLACED, read_json
 from dist_transformer.interop.initial_weights import Fit, Origin, fit_text, form_of, load_initial_weights
@@ -46,16 +46,16 @@ def initialise(
         UserError: there is no such model, or it does not fit; the same on every rank.
     """
     path = Path(str(config.training.init_from)).expanduser()
-    found = by_first_rank(ranks, lambda: _found(path), progress)
+    found = run_on_rank_zero(ranks, lambda: _found(path), progress)
     tokenizers = (manifest.tokenizer.source_sha256, manifest.tokenizer.target_sha256)
     here = Origin(config.model.num_heads, tokenizers, form_of(config.model.model_dump()))
     fit = _load(model, found, here, config.training.init_partially)
-    for result in ranks.gather(fit):
+    for result in ranks.all_gather_object(fit):
         if isinstance(result, UserError):
             raise result.agreed()
     assert isinstance(fit, Fit)
     log.info("init_from  %s: %d tensors taken", found.folder, len(fit.taken))
-    if fit.others and ranks.is_first:
+    if fit.others and ranks.is_rank_zero:
         log.warning("init_from  these start anew, were left out, or are others now:\n%s", fit_text(fit))
     return {"init_from": str(found.folder.absolute()), "init_from_sha256": found.sha256}
 

@@ -19,7 +19,7 @@ from dist_transformer.training.checkpoint import checkpoints
 from dist_transformer.training.checkpoint.checkpoints import Checkpoint
 from dist_transformer.training.checkpoint.tensor_files import STATE
 from dist_transformer.training.run_data import RunData
-from dist_transformer.training.train_state import Progress
+from dist_transformer.training.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def batch_of_step(data: RunData, run_dir: RunDir | None, step: int | None) -> Se
 class _Walk:
     """Goes through the global batches as the training loop does, with all lanes in one process."""
 
-    def __init__(self, data: RunData, progress: Progress, beginning: str) -> None:
+    def __init__(self, data: RunData, progress: TrainState, beginning: str) -> None:
         self.step, self.beginning = progress.batches, beginning
         self._training, self._target_tokens = data.config.training, progress.total_target_tokens
         self._loader = data.loader(progress.position, progress.batches, rank=0, num_ranks=1, num_workers=0)
@@ -122,14 +122,16 @@ def _checkpoints(run_dir: RunDir) -> list[Checkpoint]:
     return found
 
 
-def _progress(data: RunData, beginning: Checkpoint | None, newest: Checkpoint | None) -> Progress:
+def _progress(data: RunData, beginning: Checkpoint | None, newest: Checkpoint | None) -> TrainState:
     """Where to begin. What the run left out of windows until now is left out of them again, mended or not."""
     position = data.start() if beginning is None else data.position_of(beginning)
     if newest is not None:
         where = str(newest.path / STATE)
         position = replace(position, quarantined=position_from_json(newest.state["position"], where).quarantined)
     state = {} if beginning is None else beginning.state
-    return Progress(position, batches=state.get("batches", 0), total_target_tokens=state.get("total_target_tokens", 0))
+    return TrainState(
+        position, batches=state.get("batches", 0), total_target_tokens=state.get("total_target_tokens", 0)
+    )
 
 
 def _refuse_step_outside(data: RunData, step: int, newest: Checkpoint | None) -> None:

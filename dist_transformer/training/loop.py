@@ -19,11 +19,11 @@ from dist_transformer.errors import CheckpointError, DataError
 from dist_transformer.training.checkpoint.async_writer import Saver
 from dist_transformer.training.divergence import Diverged, LossMonitor
 from dist_transformer.training.engine.engine import Engine
-from dist_transformer.training.global_batch import Feed, Fetched, GlobalBatch, News
+from dist_transformer.training.global_batch import Fetched, GlobalBatch, GlobalBatchPrefetcher, RankStatus
 from dist_transformer.training.metrics.console import ProgressBar
 from dist_transformer.training.metrics.logger import Reporter
 from dist_transformer.training.pending_loss import LossesTold, StepLoss
-from dist_transformer.training.train_state import Progress, dropout_seed
+from dist_transformer.training.train_state import TrainState, dropout_seed
 from dist_transformer.training.validation.token_metrics import forward
 from dist_transformer.training.watchdog import Watchdog
 
@@ -57,7 +57,7 @@ class Trainer:
         saver: Saver,
         reporter: Reporter,
         monitor: LossMonitor,
-        progress: Progress,
+        progress: TrainState,
         identity: dict[str, Any],
         learning_rate: Callable[[int], float],
     ) -> None:
@@ -77,7 +77,7 @@ class Trainer:
         self._zero_weight = _zero_weight(recipe["pad_id"], recipe["eos_id"])
         self.current_batch: GlobalBatch | None = None
 
-    def run(self, feed: Feed, bar: ProgressBar, watchdog: Watchdog) -> Outcome:
+    def run(self, feed: GlobalBatchPrefetcher, bar: ProgressBar, watchdog: Watchdog) -> Outcome:
         """Trains until the end or a stop request (collective). A checkpoint of the last step is there afterwards.
 
         Raises:
@@ -90,7 +90,7 @@ class Trainer:
         self._save(is_last=True)
         return outcome
 
-    def _train(self, feed: Feed, bar: ProgressBar, watchdog: Watchdog) -> Outcome:
+    def _train(self, feed: GlobalBatchPrefetcher, bar: ProgressBar, watchdog: Watchdog) -> Outcome:
         """As `run`, but for the last save."""
         config, progress = self._config, self.progress
         self._reporter.interval.started = time.monotonic()
@@ -132,10 +132,10 @@ class Trainer:
         self._is_validation_due = state.get("validation_due", False)
         self._losses.restore(state["losses_to_judge"])
 
-    def news(self, wants_stop: bool) -> News:
+    def news(self, wants_stop: bool) -> RankStatus:
         """What the other ranks must hear of this one; asked once for each batch."""
         self._news_of_save = self._began_save
-        return News(wants_stop, self._saver.is_writing(), self._losses.tell())
+        return RankStatus(wants_stop, self._saver.is_writing(), self._losses.tell())
 
     def end_save(self) -> None:
         """Lets the checkpoint in flight become whole, when a run ends otherwise than planned (collective)."""
@@ -150,7 +150,7 @@ class Trainer:
             or self._reporter.early_stopping.reason() is not None
         )
 
-    def _next_batch(self, feed: Feed) -> GlobalBatch | None:
+    def _next_batch(self, feed: GlobalBatchPrefetcher) -> GlobalBatch | None:
         """The next batch with rows in it; None when the last epoch has ended."""
         max_epochs = self._config.training.max_epochs
         for _ in range(2):  # the end of an epoch, and the next one from its start
@@ -230,7 +230,7 @@ class Trainer:
         """Says and keeps what was left out; too much of it is the end, on every rank."""
         progress, most = self.progress, self._config.data.max_quarantined_row_groups
         progress.position = progress.position.leaving_out(row_groups)
-        for row_group in row_groups if self._ranks.is_first else ():
+        for row_group in row_groups if self._ranks.is_rank_zero else ():
             log.warning("data       left out of %s: %s (%s)", row_group.key, row_group.place, row_group.reason)
         if (count := len(progress.position.left_out)) > most:
             raise DataError(
@@ -292,7 +292,7 @@ class Trainer:
         lanes = torch.zeros(self._config.data.lanes, 2, dtype=torch.int64)
         for lane, at in self._lane_positions.items():
             lanes[lane] = torch.tensor(at)
-        lane_positions = tuple((window, emitted) for window, emitted in self._ranks.sum(lanes).tolist())
+        lane_positions = tuple((window, emitted) for window, emitted in self._ranks.all_reduce_sum(lanes).tolist())
         return {
             "step": progress.step,
             "batches": progress.batches,

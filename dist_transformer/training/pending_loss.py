@@ -51,7 +51,7 @@ class LossesTold:
     def state(self) -> list[ToJudge]:
         """The steps that the monitor has not heard of: a run that goes on from here judges them first (collective)."""
         waiting = [loss for loss in (self._told, self._untold) if loss is not None]
-        sums = self._ranks.sum(torch.tensor([fixed_point(w.loss_sum) for w in waiting], dtype=torch.int64))
+        sums = self._ranks.all_reduce_sum(torch.tensor([fixed_point(w.loss_sum) for w in waiting], dtype=torch.int64))
         losses = [from_fixed_point(*pair) for pair in sums.reshape(-1, 2).tolist()]
         return [
             (w.step, loss / w.target_tokens if math.isfinite(loss) else None, w.is_of_other_text)

@@ -19,7 +19,7 @@ from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.prepare.progress import prepare_with_progress
 from dist_transformer.distributed import group
 from dist_transformer.distributed.group import Ranks
-from dist_transformer.distributed.rank_zero import by_first_rank
+from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, DataError, MachineError, UserError
 from dist_transformer.interop.model_folder import MODEL_FOLDER, is_model_folder
 from dist_transformer.processes.stop_request import StopRequest, leave
@@ -60,7 +60,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
         _set_up_logging(run_dir, ranks, terminal)
         if precision:
             log.info("precision  %s", precision)
-        if ranks.is_first and (warning := bf16_warning(config, ranks.device)):
+        if ranks.is_rank_zero and (warning := bf16_warning(config, ranks.device)):
             log.warning("precision  %s", warning)
         code = _train(config, run_dir, ranks, open_run_data(config, folder, manifest), stop, terminal)
     except UserError as error:
@@ -86,7 +86,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
 
 def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: StopRequest, terminal: Terminal) -> int:
     """Trains until the end or a stop; after a divergence from the newest good checkpoint again, as the policy says."""
-    run_id, recovery = by_first_rank(ranks, lambda: (run_id_of(run_dir), read_recovery(run_dir)), lambda: None)
+    run_id, recovery = run_on_rank_zero(ranks, lambda: (run_id_of(run_dir), read_recovery(run_dir)), lambda: None)
     if recovery.learning_rate_factor != 1.0 or recovery.switch_to_bf16:
         log.warning("divergence %s asks for %s", run_dir.divergence, recovery.text())
     with Watchdog(config.training.hang_seconds, ranks) as watchdog:
@@ -97,7 +97,7 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: S
             except Diverged as error:
                 diverged = Diverged(error.reason, error.since_step)  # the first one's traceback holds the engine
             gc.collect()  # the engine that diverged, before there is another
-            recovery = by_first_rank(
+            recovery = run_on_rank_zero(
                 ranks, partial(_recover, run, diverged), run.doing("going back after a divergence")
             )
 
@@ -111,7 +111,7 @@ def _recover(run: Run, diverged: Diverged) -> Recovery:
 
 
 def _refuse_different_corpora(folder: Path, manifest: Manifest, ranks: Ranks) -> None:
-    digests = ranks.gather(manifest.digest)
+    digests = ranks.all_gather_object(manifest.digest)
     if len(set(digests)) > 1:
         raise DataError(
             f"{folder}: ranks see different prepared corpora ({sorted(set(digests))}): is it on a shared disk?"
@@ -122,7 +122,7 @@ def _lock(run_dir: RunDir, ranks: Ranks, stop: StopRequest) -> RunLock:
     """Only one job works on a run folder. Rank 0 holds the lock and looks for the stop file; every rank hears of it."""
     refusal: UserError | None = None
     lock = RunLock(run_dir)
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         try:
             with writing(run_dir.path):
                 run_dir.path.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def _lock(run_dir: RunDir, ranks: Ranks, stop: StopRequest) -> RunLock:
             stop.watch_file(run_dir.stop_file)
         except UserError as error:
             refusal = error
-    refusal = ranks.from_first(refusal)
+    refusal = ranks.broadcast_object(refusal)
     if refusal is not None:
         raise refusal.agreed()
     return lock
@@ -145,7 +145,7 @@ def _set_up_logging(run_dir: RunDir, ranks: Ranks, terminal: Terminal) -> None:
 
     plain = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S")
     root = logging.getLogger("dist_transformer")
-    root.setLevel(logging.INFO if ranks.is_first else logging.WARNING)
+    root.setLevel(logging.INFO if ranks.is_rank_zero else logging.WARNING)
     console = (
         RichHandler(show_path=False, markup=False, console=Console(stderr=True))
         if sys.stderr.isatty()
@@ -156,7 +156,7 @@ def _set_up_logging(run_dir: RunDir, ranks: Ranks, terminal: Terminal) -> None:
     console.setLevel(logging.WARNING if terminal.quiet else logging.INFO)
     console.addFilter(lambda record: not getattr(record, "is_said_elsewhere", False))
     root.addHandler(console)
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         file = logging.FileHandler(run_dir.log, encoding="utf-8")
         file.setFormatter(plain)
         root.addHandler(file)
@@ -170,11 +170,11 @@ def _default_threads(ranks: Ranks) -> int:
 
 def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:
     """The failure in train.log and run.json, as far as the disk takes it; each rank that has its own says it itself."""
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         log.error("end        failed: %s", message, extra={"is_said_elsewhere": True})
     with contextlib.suppress(OSError):
         if (
-            ranks.is_first and status_said(run_dir) == "SCHEDULED"
+            ranks.is_rank_zero and status_said(run_dir) == "SCHEDULED"
         ):  # by an earlier start, or before a rollback was refused
             add_event(run_dir.tracking_events, "status", {"status": "FAILED"})
         note(run_dir, ranks, "failed", reason=message.strip().splitlines()[-1])
@@ -183,11 +183,11 @@ def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:
 def _end(run: Run, outcome: Outcome, step: int) -> int:
     """Every rank passes the barrier, so that rank 0 ends last with the code that the batch script decides on."""
     run_dir, ranks, stop = run.run_dir, run.ranks, run.stop
-    reasons = [reason for reason in ranks.gather(stop.reason()) if reason]
+    reasons = [reason for reason in ranks.all_gather_object(stop.reason()) if reason]
     if outcome is Outcome.FINISHED:
         log.info("end        finished at step %d", step)
         return EXIT_DONE
     reason = ", ".join(sorted(set(reasons)))
     note(run_dir, ranks, "stopped", step, reason)
     log.info("end        stopped at step %d (%s); the same command goes on", step, reason)
-    return EXIT_REQUEUE if ranks.is_first else EXIT_DONE
+    return EXIT_REQUEUE if ranks.is_rank_zero else EXIT_DONE

@@ -27,7 +27,7 @@ from dist_transformer.tracking.tracker import Tracker
 from dist_transformer.training.checkpoint import checkpoints, retention
 from dist_transformer.training.checkpoint.tensor_files import STATE, add_validation, validation_of
 from dist_transformer.training.run_tracking import start_tracker
-from dist_transformer.training.train_state import Journal, Progress
+from dist_transformer.training.train_state import RunLog, TrainState
 
 log = logging.getLogger(__name__)
 
@@ -38,10 +38,10 @@ def open_records(
     ranks: Ranks,
     prepared: Path,
     manifest: Manifest,
-    progress: Progress,
+    progress: TrainState,
     origin: dict[str, str],
     echo: TextIO | None = None,
-) -> tuple[Journal, Tracker | None]:
+) -> tuple[RunLog, Tracker | None]:
     """Begins the records of this start: what an earlier one wrote beyond `progress` is dropped, then MLflow follows.
 
     Args:
@@ -94,7 +94,7 @@ def open_records(
             tracker.profile_written(table)
 
     told = (checkpoint_saved, validated_later, samples_written, validation_failed, profile_written)
-    return Journal(metrics, audit, *told), tracker
+    return RunLog(metrics, audit, *told), tracker
 
 
 def newest_records(run_dir: RunDir) -> dict[str, dict[str, Any]]:
@@ -108,7 +108,7 @@ def newest_records(run_dir: RunDir) -> dict[str, dict[str, Any]]:
 
 def note(run_dir: RunDir, ranks: Ranks, state: str, step: int | None = None, reason: str = "") -> None:
     """run.json, what people and scripts ask about a run, and its history; without a step the one noted before."""
-    if not ranks.is_first:
+    if not ranks.is_rank_zero:
         return
     before = {"starts": 0, "step": 0, **_noted(run_dir)}
     write_json(

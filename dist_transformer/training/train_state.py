@@ -20,7 +20,7 @@ INTERVAL_COUNTS = ("pairs_by_corpus", "dropped")
 
 
 @dataclass
-class Progress:
+class TrainState:
     """How far the run is: all of it goes into a checkpoint. `position` is that of the last batch trained on."""
 
     position: Position
@@ -61,7 +61,7 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Journal:
+class RunLog:
     """Where rank 0 writes what happens; `checkpoint_saved` is told of each whole checkpoint, `validated_later` of the
     measures of the one that this start goes on from, where an earlier start could not make them, `samples_written` of the
     sample translations of each validation: the step, and for each corpus its name and its `sentences`; `validation_failed`

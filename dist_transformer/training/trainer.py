@@ -11,11 +11,11 @@ from functools import partial
 import torch
 
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.model_size import as_sharded, offloaded_bytes, snapshot_bytes, state_bytes
+from dist_transformer.config.model_size import offloaded_bytes, snapshot_bytes, state_bytes, with_effective_zero_stage
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed.group import Ranks
-from dist_transformer.distributed.rank_zero import by_first_rank
+from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.distributed.rounds import Stopped
 from dist_transformer.errors import CheckpointError, DistTransformerError, MachineError, UserError
 from dist_transformer.model.transformer import Transformer
@@ -34,18 +34,18 @@ from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import Objective
 from dist_transformer.training.engine.schedule import learning_rate
 from dist_transformer.training.finish import RunEnd
-from dist_transformer.training.global_batch import Feed
+from dist_transformer.training.global_batch import GlobalBatchPrefetcher
 from dist_transformer.training.init_from import initialise
 from dist_transformer.training.loop import Outcome, Trainer
 from dist_transformer.training.memory import telling_out_of_memory
 from dist_transformer.training.metrics.console import ProgressBar, Terminal, log_outlook
 from dist_transformer.training.metrics.logger import Reporter
-from dist_transformer.training.metrics.mfu import Peak, Utilisation, flops_of_batches, peak_of
+from dist_transformer.training.metrics.mfu import Mfu, Peak, flops_of_batches, peak_of
 from dist_transformer.training.metrics.system_metrics import NodeSampler
 from dist_transformer.training.profiling.profiler import Job, Watched, profiling
 from dist_transformer.training.run_data import RunData
 from dist_transformer.training.run_log import newest_records, note, open_records
-from dist_transformer.training.train_state import Journal, Progress
+from dist_transformer.training.train_state import RunLog, TrainState
 from dist_transformer.training.validation.early_stopping import EarlyStopping
 from dist_transformer.training.validation.translation import dry_run_of_validation, open_validator
 from dist_transformer.training.watchdog import Watchdog
@@ -87,10 +87,10 @@ def train(run: Run) -> tuple[Outcome, int]:
         Diverged: on every rank; the checkpoint in flight is written, and the records are closed.
     """
     given, ranks = run.config, run.ranks
-    checkpoint = by_first_rank(
+    checkpoint = run_on_rank_zero(
         ranks, lambda: checkpoints.newest_whole(run.run_dir, run.run_id), run.doing("checking the checkpoints")
     )
-    run = replace(run, config=as_sharded(_with_precision(run), ranks.num_ranks))
+    run = replace(run, config=with_effective_zero_stage(_with_precision(run), ranks.num_ranks))
     torch.manual_seed(run.config.run.seed)
     objective = objective_of(run.config, run.manifest)
     origin = _initial_weights(run, objective, checkpoint)
@@ -121,9 +121,9 @@ def train(run: Run) -> tuple[Outcome, int]:
         end.close_alone("FAILED")
 
 
-def _records(run: Run, progress: Progress, origin: dict[str, str]) -> tuple[Journal | None, Tracker | None]:
+def _records(run: Run, progress: TrainState, origin: dict[str, str]) -> tuple[RunLog | None, Tracker | None]:
     """Those of this start, on rank 0; cutting back what an earlier one wrote may take long (collective)."""
-    opened: list[tuple[Journal, Tracker | None]] = []  # it stays on rank 0
+    opened: list[tuple[RunLog, Tracker | None]] = []  # it stays on rank 0
 
     def open_them() -> None:
         echo = sys.stdout if run.terminal.as_json else None
@@ -131,7 +131,7 @@ def _records(run: Run, progress: Progress, origin: dict[str, str]) -> tuple[Jour
             open_records(run.config, run.run_dir, run.ranks, run.data.folder, run.manifest, progress, origin, echo)
         )
 
-    by_first_rank(run.ranks, open_them, run.doing("cutting back the records of an earlier start"))
+    run_on_rank_zero(run.ranks, open_them, run.doing("cutting back the records of an earlier start"))
     return opened[0] if opened else (None, None)
 
 
@@ -158,16 +158,16 @@ def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> En
 
 
 def _train(
-    run: Run, engine: Engine, checkpoint: Checkpoint | None, changes: Changes, progress: Progress, journal: Journal | None,
+    run: Run, engine: Engine, checkpoint: Checkpoint | None, changes: Changes, progress: TrainState, journal: RunLog | None,
 ) -> tuple[Outcome, str]:  # fmt: skip
     """How it ended, and why before the last step; "": it did not."""
     config, ranks, data, watchdog = run.config, run.ranks, run.data, run.watchdog
-    recorded = by_first_rank(ranks, lambda: newest_records(run.run_dir), run.doing("reading the earlier records"))
+    recorded = run_on_rank_zero(ranks, lambda: newest_records(run.run_dir), run.doing("reading the earlier records"))
     validator = open_validator(config, data, engine, ranks, watchdog.progress, run.wants_stop)
     stopping = EarlyStopping(config.validation, changes.early_stopping(checkpoint))
     sampler = NodeSampler(ranks) if config.tracking.system_metrics else None
     peak = peak_of(ranks.device, config.training.precision, run.terminal.profile)
-    mfu = Utilisation(config.model, data.manifest.target_vocabulary, _sum(ranks, peak.flops_per_second)).of
+    mfu = Mfu(config.model, data.manifest.target_vocabulary, _sum(ranks, peak.flops_per_second)).of
     reporter = Reporter(config, ranks, engine, validator, stopping, sampler, journal, recorded, mfu)
     monitor = LossMonitor(config.divergence, changes.loss_monitor(checkpoint))
     saver = Saver(run.run_dir, ranks, config.checkpoints, watchdog.progress)
@@ -205,7 +205,7 @@ def _train(
     return outcome, early_stop
 
 
-def _profile(run: Run, peak: Peak, journal: Journal | None, watched: Watched) -> AbstractContextManager[None]:
+def _profile(run: Run, peak: Peak, journal: RunLog | None, watched: Watched) -> AbstractContextManager[None]:
     if not run.terminal.profile:
         return nullcontext()
     told = journal.profile_written if journal else None
@@ -216,7 +216,7 @@ def _profile(run: Run, peak: Peak, journal: Journal | None, watched: Watched) ->
 
 def _sum(ranks: Ranks, value: float) -> float:
     """Over the ranks (collective)."""
-    return float(ranks.sum(torch.tensor([value], dtype=torch.float64)))
+    return float(ranks.all_reduce_sum(torch.tensor([value], dtype=torch.float64)))
 
 
 @contextmanager
@@ -250,13 +250,13 @@ def objective_of(config: Config, manifest: Manifest) -> Objective:
     return Objective(model, training.label_smoothing, training.precision)
 
 
-def _feed(run: Run, trainer: Trainer) -> Feed:
+def _feed(run: Run, trainer: Trainer) -> GlobalBatchPrefetcher:
     settings, ranks, progress = run.config.data, run.ranks, trainer.progress
     batch = progress.batches
     loader = run.data.loader(
         progress.position, batch, ranks.rank, ranks.num_ranks, settings.loader_workers, run.doing("reading windows")
     )
-    return Feed(
+    return GlobalBatchPrefetcher(
         loader, ranks, run.manifest.training, settings.lanes, batch,
         lambda: trainer.news(run.wants_stop()),
     )  # fmt: skip
@@ -274,7 +274,7 @@ def _with_token_budget(run: Run, checkpoint: Checkpoint | None, objective: Objec
     config, ranks = run.config, run.ranks
     if config.data.max_tokens != "auto":
         return config
-    found = ranks.from_first(_budget_found_before(run.run_dir) if ranks.is_first else None)
+    found = ranks.broadcast_object(_budget_found_before(run.run_dir) if ranks.is_rank_zero else None)
     if checkpoint is not None:
         found = checkpoint.state["recipe"]["data.max_tokens"]
     if found is None:
@@ -297,11 +297,11 @@ def _budget_found_before(run_dir: RunDir) -> int | None:
     return None if before == "auto" else before
 
 
-def _progress(data: RunData, checkpoint: Checkpoint | None) -> Progress:
+def _progress(data: RunData, checkpoint: Checkpoint | None) -> TrainState:
     if checkpoint is None:
-        return Progress(data.start())
+        return TrainState(data.start())
     names = ("step", "batches", "skipped_updates", "total_target_tokens")
-    return Progress(data.position_of(checkpoint), **{name: checkpoint.state[name] for name in names})
+    return TrainState(data.position_of(checkpoint), **{name: checkpoint.state[name] for name in names})
 
 
 def _write_model(run: Run, tracker: Tracker | None) -> None:
@@ -320,7 +320,7 @@ def _write_model(run: Run, tracker: Tracker | None) -> None:
         except (UserError, OSError) as error:
             raise CheckpointError(f"{run_dir.model} could not be written: {error}") from error
 
-    made_of = by_first_rank(run.ranks, write, run.doing("averaging the checkpoints"), wants_stop=run.wants_stop)
+    made_of = run_on_rank_zero(run.ranks, write, run.doing("averaging the checkpoints"), wants_stop=run.wants_stop)
     log.info("model      %s: %s", run_dir.model, made_of)
     if tracker is not None:
         tracker.model_written(run_dir.model, {})

@@ -159,7 +159,7 @@ def run_as_rank(path: Path) -> None:
 
     ranks = group.join(120)
     results = [_train(c, ranks) for c in COMBINATIONS if c.runs_on(ranks.num_ranks)]
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         path.write_text(json.dumps(results), encoding="utf-8")
     ranks.barrier()
     group.leave()
@@ -216,7 +216,7 @@ def _forward_and_backward(engine: Any, ranks: Any, micro_batches: list[Any], fac
         loss, _ = engine(*(micro_batches[lane] if lane < LANES else NOTHING))
         engine.backward(loss * factor, tokens)
         total += loss.detach().double()
-    return float(ranks.sum(total)) / tokens
+    return float(ranks.all_reduce_sum(total)) / tokens
 
 
 def _step(engine: Any, ranks: Any, micro_batches: list[Any]) -> float:
@@ -231,7 +231,7 @@ def _whole_state(engine: Any, ranks: Any) -> dict[str, Any]:
 
     mine = [(f.key, f.start, f.values.clone()) for f in engine.fragments()]
     parts: dict[str, list[Any]] = {}
-    for key, _, values in sorted((f for part in ranks.gather(mine) for f in part), key=lambda f: f[:2]):
+    for key, _, values in sorted((f for part in ranks.all_gather_object(mine) for f in part), key=lambda f: f[:2]):
         parts.setdefault(key, []).append(values)
     return {key: torch.cat(values) for key, values in parts.items()}
 
@@ -244,20 +244,20 @@ def _inject(engine: Any, ranks: Any, micro_batches: list[Any]) -> list[str]:
     _forward_and_backward(engine, ranks, micro_batches, float("inf") if ranks.rank == 1 else 1.0)
     moved = [f"rank {ranks.rank} updated"] if engine.step(LEARNING_RATE) else []
     moved += [f.key for f in engine.fragments() if not torch.equal(f.values, before[f.key])]
-    return [what for part in ranks.gather(moved) for what in part]
+    return [what for part in ranks.all_gather_object(moved) for what in part]
 
 
 def _first_moment_norm(engine: Any, ranks: Any) -> float:
     import torch
 
     squares = sum(float(f.values.double().square().sum()) for f in engine.fragments() if f.part == "exp_avg")
-    return math.sqrt(float(ranks.sum(torch.tensor([squares], dtype=torch.float64))))
+    return math.sqrt(float(ranks.all_reduce_sum(torch.tensor([squares], dtype=torch.float64))))
 
 
 def _not_tiled(engine: Any, ranks: Any) -> list[str]:
     """Tensors whose fragments over all ranks leave a gap or lie over each other."""
     mine = [(f.key, f.start, f.start + f.values.numel()) for f in engine.fragments()]
-    spans = sorted(span for part in ranks.gather(mine) for span in part)
+    spans = sorted(span for part in ranks.all_gather_object(mine) for span in part)
     at: Counter[str] = Counter()
     wrong = []
     for key, start, stop in spans:

@@ -65,13 +65,16 @@ def run_as_rank(run: Path, results: Path) -> None:
                 each["corpus"]: {s["number"]: s["translation"] for s in each["sentences"]} for each in validated.samples
             },
             "random_state_moved": not torch.equal(torch.random.get_rng_state(), random_state),
-            "differs": len({json.dumps(other) for other in ranks.gather([validated.values, validated.samples])}) > 1,
+            "differs": len(
+                {json.dumps(other) for other in ranks.all_gather_object([validated.values, validated.samples])}
+            )
+            > 1,
             "is_training": engine.objective.training,
             "dry_run": len(heard),
-            "progress": ranks.gather(len(progress)),
+            "progress": ranks.all_gather_object(len(progress)),
         }
         engine.close()
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         results.write_text(json.dumps(found), encoding="utf-8")
     ranks.barrier()
     group.leave()

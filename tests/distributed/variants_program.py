@@ -102,7 +102,7 @@ def run_as_rank(path: Path) -> None:
 
     ranks = group.join(120)
     results = [(astuple(case), _train(case, ranks)) for case in CASES]
-    if ranks.is_first:
+    if ranks.is_rank_zero:
         path.write_text(json.dumps(results), encoding="utf-8")
     ranks.barrier()
     group.leave()
@@ -124,7 +124,7 @@ def _train(case: Case, ranks: Any) -> list[float]:
             engine.backward(loss, tokens)
             total += loss.detach().double()
         assert engine.step(LEARNING_RATE), case
-        losses.append(float(ranks.sum(total)) / tokens)
+        losses.append(float(ranks.all_reduce_sum(total)) / tokens)
     engine.close()
     return losses
 

@@ -16,7 +16,7 @@ from dist_transformer.files import write_json, write_text
 from dist_transformer.run.excluded_nodes import exclude
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
-from dist_transformer.tracking.outbox import Memory, add_event
+from dist_transformer.tracking.outbox import DeliveryState, add_event
 
 VALUES: list[Any] = [
     None,
@@ -155,7 +155,7 @@ def write_run(run_dir: RunDir, config_text: str, job: str = "5") -> None:
     add_event(run_dir.tracking_events, "evaluation", scores)
     add_event(run_dir.tracking_events, "samples", {"step": 6})
     add_event(run_dir.tracking_events, "status", {"status": "SCHEDULED"})
-    Memory("a run", sent={"train": 2}).save(run_dir.tracking)
+    DeliveryState("a run", sent={"train": 2}).save(run_dir.tracking)
     run_dir.slurm.mkdir()
     note_job(run_dir, {"train": job}, "sbatch train.sbatch")
     requeue.begin(run_dir, job, 0, 3)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dist_transformer.data.loader.partition import LanePositions, Planner, Segment
+from dist_transformer.data.loader.partition import LanePositions, Partition, Planner
 from dist_transformer.data.loader.position import Position, Quarantined
 from dist_transformer.data.loader.window import BatchShape, Window, WindowBuilder
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowKey, WindowRequest, lane_digest
@@ -149,7 +149,7 @@ class LaneLoader:
         self._restart(batch)
 
     @property
-    def segment(self) -> Segment:
+    def segment(self) -> Partition:
         return self._segment
 
     def lane_positions(self) -> dict[int, tuple[int, int]]:
@@ -209,7 +209,7 @@ class LaneLoader:
 
 
 def _requests(
-    planner: Planner, segment: Segment, batch: int, lane: int, first: int, without: Exclusions
+    planner: Planner, segment: Partition, batch: int, lane: int, first: int, without: Exclusions
 ) -> Iterator[WindowRequest]:
     """Requests for all windows of a lane from `first` on, as if the weights at `batch` held for good.
 

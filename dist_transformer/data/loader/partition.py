@@ -97,7 +97,7 @@ class OpenWindow:
 
 
 @dataclass(frozen=True)
-class Segment:
+class Partition:
     """One cut of (the rest of) an epoch into lanes.
 
     Attributes:
@@ -142,15 +142,15 @@ class Planner:
         """The shares in force for a global batch."""
         return next(stage.shares for stage in reversed(self.stages) if stage.from_batch <= batch)
 
-    def first_segment(self) -> Segment:
+    def first_segment(self) -> Partition:
         streams = tuple(Stream() for _ in self.rows)
         return self._epoch(0, streams, self.shares_at(0))
 
-    def after_epoch(self, segment: Segment, batch: int) -> Segment:
+    def after_epoch(self, segment: Partition, batch: int) -> Partition:
         """The whole next epoch, once all rows of `segment` were used; `batch`: number of its first global batch."""
         return self._epoch(segment.epoch + 1, self._streams_after(segment, {}), self.shares_at(batch))
 
-    def recut(self, segment: Segment, lanes: LanePositions, batch: int, num_lanes: int) -> Segment:
+    def recut(self, segment: Partition, lanes: LanePositions, batch: int, num_lanes: int) -> Partition:
         """The rest of the epoch of `segment`, cut into `num_lanes` lanes with the shares in force at `batch`."""
         plan = self.plan(segment)
         rests = [plan.rest(lane, *position) for lane, position in enumerate(lanes)]
@@ -163,7 +163,7 @@ class Planner:
             if num_lanes == len(lanes)
             else [tuple(opened[lane::num_lanes]) for lane in range(num_lanes)]
         )
-        return Segment(
+        return Partition(
             epoch=segment.epoch,
             number=segment.number + 1,
             quotas=tuple(counts) if shares is None else apportion(sum(counts), shares),
@@ -172,19 +172,19 @@ class Planner:
             open_windows=tuple(by_lane),
         )
 
-    def plan(self, segment: Segment) -> "SegmentPlan":
-        return SegmentPlan(self, segment)
+    def plan(self, segment: Partition) -> "PartitionPlan":
+        return PartitionPlan(self, segment)
 
     def slices(self, corpus: int, pieces: Iterator[Piece]) -> Iterator[RowSlice]:
         """The rows of the pieces, as slices of row groups."""
         for number, first, last in pieces:
             yield from self._order(corpus, number).slices(corpus, first, last)
 
-    def _epoch(self, epoch: int, streams: tuple[Stream, ...], shares: tuple[int, ...] | None) -> Segment:
+    def _epoch(self, epoch: int, streams: tuple[Stream, ...], shares: tuple[int, ...] | None) -> Partition:
         quotas = self.rows if shares is None else apportion(sum(self.rows), shares)
-        return Segment(epoch, 0, quotas, shares, streams, ((),) * self.num_lanes)
+        return Partition(epoch, 0, quotas, shares, streams, ((),) * self.num_lanes)
 
-    def _streams_after(self, segment: Segment, left: dict[int, list[Span]]) -> tuple[Stream, ...]:
+    def _streams_after(self, segment: Partition, left: dict[int, list[Span]]) -> tuple[Stream, ...]:
         streams = enumerate(zip(segment.streams, segment.quotas, self.rows, strict=True))
         return tuple(stream.after(quota, left.get(corpus, []), rows) for corpus, (stream, quota, rows) in streams)
 
@@ -206,10 +206,10 @@ class Rest:
     spans: tuple[tuple[Span, ...], ...]
 
 
-class SegmentPlan:
+class PartitionPlan:
     """The windows of one segment. The windows that a lane has open come first in its numbering."""
 
-    def __init__(self, planner: Planner, segment: Segment) -> None:
+    def __init__(self, planner: Planner, segment: Partition) -> None:
         self._planner = planner
         self._segment = segment
         self._num_lanes = len(segment.open_windows)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
-from dist_transformer.data.loader.partition import OpenWindow, Segment, Stream
+from dist_transformer.data.loader.partition import OpenWindow, Partition, Stream
 from dist_transformer.data.loader.window_request import RowSlice, WindowKey, WindowRequest
 from dist_transformer.errors import CheckpointError
 
@@ -33,7 +33,7 @@ class Quarantined:
 class Position:
     """The segment being trained on and, per lane, (window, micro-batches of it handed out)."""
 
-    segment: Segment
+    segment: Partition
     lanes: tuple[tuple[int, int], ...]
     quarantined: tuple[Quarantined, ...] = ()
     """Of this epoch and the one before, whose windows may be built again."""
@@ -41,7 +41,7 @@ class Position:
     """(corpus, row group) of every row group that was ever left out."""
 
     @classmethod
-    def start(cls, segment: Segment) -> "Position":
+    def start(cls, segment: Partition) -> "Position":
         """Nothing of the segment was handed out by it."""
         lanes = tuple((0, windows[0].emitted if windows else 0) for windows in segment.open_windows)
         return cls(segment, lanes)
@@ -79,7 +79,7 @@ def position_from_json(value: Mapping[str, Any], where: str) -> Position:
             "run.name."
         )
     opened = {int(lane): windows for lane, windows in value["open"].items()}
-    segment = Segment(
+    segment = Partition(
         epoch=value["epoch"],
         number=value["segment"],
         quotas=tuple(value["quotas"]),

@@ -78,8 +78,8 @@ class Saver:
         self, run_dir: RunDir, ranks: Ranks, settings: CheckpointConfig, progress: Callable[[str], None]
     ) -> None:
         self._run_dir, self._ranks, self._attempts, self._progress = run_dir, ranks, settings.save_attempts, progress
-        self._snapshot = _Snapshot()
-        self._flight: _Flight | None = None
+        self._snapshot = StagingBuffer()
+        self._flight: PendingSave | None = None
 
     def reserve(self, engine: "Engine") -> None:
         """Takes the memory of the copy now, not at the first save (not collective)."""
@@ -94,13 +94,15 @@ class Saver:
         assert self._flight is None, "a save is in flight: finish() comes first"
         final = self._run_dir.checkpoints / checkpoints.folder_name(state["step"])
         whole = {**state, "version": VERSION, "state_files": self._ranks.num_ranks, "shapes": engine.shapes()}
-        flight = _Flight(final, json.loads(json.dumps(whole)), time.monotonic())
-        flight.was_there = self._ranks.from_first(_is_there(final, flight.state) if self._ranks.is_first else None)
+        flight = PendingSave(final, json.loads(json.dumps(whole)), time.monotonic())
+        flight.was_there = self._ranks.broadcast_object(
+            _is_there(final, flight.state) if self._ranks.is_rank_zero else None
+        )
         self._flight = flight
         if not flight.was_there:
             self._progress(f"copying the state for checkpoint {final.name}")
             self._snapshot.take(engine.fragments())
-            flight.needed_bytes = sum(self._ranks.gather(self._snapshot.num_bytes))
+            flight.needed_bytes = sum(self._ranks.all_gather_object(self._snapshot.num_bytes))
             self._attempt(flight)
 
     def complete(self, values: Mapping[str, Any]) -> None:
@@ -123,7 +125,7 @@ class Saver:
         for attempt in range(2, self._attempts + 1):
             if problem is None:
                 break
-            if self._ranks.is_first:
+            if self._ranks.is_rank_zero:
                 log.warning("%s: %s; attempt %d of %d follows", flight.final.name, problem, attempt, self._attempts)
             time.sleep(SECONDS_BETWEEN_ATTEMPTS)
             self._attempt(flight)
@@ -134,48 +136,50 @@ class Saver:
             return Saved(step, None, self._give_up(flight, problem), seconds)
         return Saved(step, flight.final, None, seconds, flight.was_there)
 
-    def _attempt(self, flight: "_Flight") -> None:
+    def _attempt(self, flight: "PendingSave") -> None:
         """An empty folder, and this rank's thread that writes into it (collective)."""
-        problem = _prepare(flight.temporary, flight.needed_bytes) if self._ranks.is_first else None
-        flight.problem = self._ranks.from_first(problem)
+        problem = _prepare(flight.temporary, flight.needed_bytes) if self._ranks.is_rank_zero else None
+        flight.problem = self._ranks.broadcast_object(problem)
         flight.writer = None
         if flight.problem is None:
             path = flight.temporary / file_name(self._ranks.rank)
             flight.writer = _Writer(path, self._snapshot.fragments, self._snapshot.starts)
             flight.writer.start()
 
-    def _confirm(self, flight: "_Flight") -> str | None:
+    def _confirm(self, flight: "PendingSave") -> str | None:
         """Waits for every rank's file and commits; what went wrong, the same on every rank (collective)."""
         if flight.problem is not None:
             return flight.problem
         writer = flight.writer
         assert writer is not None  # made with the preparation
         self._wait(writer, f"writing checkpoint {flight.final.name}")
-        results = self._ranks.gather(writer.result())
+        results = self._ranks.all_gather_object(writer.result())
         problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(results) if problem is not None]
         if problems:
             return "; ".join(problems[:3])
         self._progress(f"committing checkpoint {flight.final.name}")
         entries = {file_name(rank): entry for rank, (entry, _) in enumerate(results)}
-        problem: str | None = self._ranks.from_first(_commit(flight, entries) if self._ranks.is_first else None)
+        problem: str | None = self._ranks.broadcast_object(
+            _commit(flight, entries) if self._ranks.is_rank_zero else None
+        )
         self._progress(f"after checkpoint {flight.final.name}")
         return problem
 
     def _wait(self, writer: "_Writer", doing: str) -> None:
         """Until no rank writes (collective). What moved on any rank is progress on all: the others wait for it."""
         self._progress(doing)
-        before = self._ranks.gather(writer.standing())
+        before = self._ranks.all_gather_object(writer.standing())
         while any(is_alive for is_alive, _, _ in before):
             writer.join(LOOK_SECONDS)
-            now = self._ranks.gather(writer.standing())
+            now = self._ranks.all_gather_object(writer.standing())
             if now != before:
                 self._progress(doing)
             before = now
 
-    def _give_up(self, flight: "_Flight", problem: str) -> str:
+    def _give_up(self, flight: "PendingSave", problem: str) -> str:
         """Removes what was written; what people are told (collective)."""
         message = None
-        if self._ranks.is_first:
+        if self._ranks.is_rank_zero:
             shutil.rmtree(flight.temporary, ignore_errors=True)
             whole = checkpoints.saved(self._run_dir)
             kept = f"the run can go on from {whole[-1].name}" if whole else "there is no earlier checkpoint"
@@ -183,11 +187,11 @@ class Saver:
                 f"{problem} (attempts: {self._attempts}); {kept}. Free space or mend the filesystem of "
                 f"{self._run_dir.checkpoints}"
             )
-        return str(self._ranks.from_first(message))
+        return str(self._ranks.broadcast_object(message))
 
 
 @dataclass
-class _Flight:
+class PendingSave:
     """A save between `begin` and `finish`."""
 
     final: Path
@@ -204,7 +208,7 @@ class _Flight:
         return self.final.with_name(self.final.name + ".tmp")
 
 
-class _Snapshot:
+class StagingBuffer:
     """A copy of this rank's fragments, in memory that is allocated once."""
 
     def __init__(self) -> None:
@@ -303,7 +307,7 @@ def _prepare(temporary: Path, needed_bytes: int) -> str | None:
     return None
 
 
-def _commit(flight: _Flight, entries: dict[str, Any]) -> str | None:
+def _commit(flight: PendingSave, entries: dict[str, Any]) -> str | None:
     """Makes the folder a checkpoint: rank 0, when every rank's file is on disk."""
     temporary, final, state = flight.temporary, flight.final, flight.state
     try:

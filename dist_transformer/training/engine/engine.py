@@ -48,11 +48,11 @@ from dist_transformer.training.engine.optimizer import (
 )
 from dist_transformer.training.engine.sharded_state import (
     Fragment,
-    Piece,
+    Shard,
     fragments,
     masters,
     pieces,
-    publish,
+    sync_weights_from_masters,
     whole_shapes,
 )
 
@@ -231,7 +231,7 @@ class Engine:
                     values.zero_()
         set_update_count(optimizer, step)
         self._updates = step
-        publish(self._engine.optimizer, self._stage)
+        sync_weights_from_masters(self._engine.optimizer, self._stage)
 
     def close(self) -> None:
         """Frees the memory of weights, gradients and state; nothing may be called afterwards.
@@ -249,7 +249,7 @@ class Engine:
     def _masters(self) -> list[Tensor]:
         return masters(self._engine.optimizer, self._stage)
 
-    def _pieces(self) -> list[Piece]:
+    def _pieces(self) -> list[Shard]:
         return pieces(self._parameters, self._engine.optimizer, self._stage, self._ranks.rank)
 
 

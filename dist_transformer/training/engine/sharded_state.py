@@ -38,7 +38,7 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """Elements of one parameter: `length` from `start` on lie at `offset` of `master`, and of its optimizer state."""
 
     name: str
@@ -64,14 +64,14 @@ def masters(optimizer: Any, stage: int) -> list[Tensor]:
     return list(optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups)
 
 
-def pieces(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int, rank: int) -> list[Piece]:
+def pieces(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int, rank: int) -> list[Shard]:
     """What this rank holds of each parameter (no communication)."""
     find = _piece_of_stage_3 if stage == 3 else _piece_of_stages_0_to_2
     found = (find(name, parameter, optimizer, rank) for name, parameter in parameters.items())
     return [piece for piece in found if piece is not None]
 
 
-def fragments(held: list[Piece], optimizer: torch.optim.Optimizer, rank: int, num_ranks: int) -> list[Fragment]:
+def fragments(held: list[Shard], optimizer: torch.optim.Optimizer, rank: int, num_ranks: int) -> list[Fragment]:
     """This rank's share of a checkpoint: over all ranks, every element of every tensor once."""
     owners = deal_out({piece.name: piece.length for piece in held if piece.is_everywhere}, num_ranks)
     return [
@@ -82,7 +82,7 @@ def fragments(held: list[Piece], optimizer: torch.optim.Optimizer, rank: int, nu
     ]
 
 
-def publish(optimizer: Any, stage: int) -> None:
+def sync_weights_from_masters(optimizer: Any, stage: int) -> None:
     """Makes the weights that the forward pass uses from the fp32 masters (collective)."""
     if stage in (1, 2):
         optimizer.update_lp_params()
@@ -98,24 +98,24 @@ def whole_shapes(parameters: dict[str, nn.Parameter]) -> dict[str, tuple[int, ..
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
 
 
-def _piece_of_stages_0_to_2(name: str, parameter: nn.Parameter, optimizer: Any, rank: int) -> Piece | None:
+def _piece_of_stages_0_to_2(name: str, parameter: nn.Parameter, optimizer: Any, rank: int) -> Shard | None:
     if not parameter.requires_grad or not hasattr(parameter, "_hp_mapping"):
-        return Piece(name, 0, parameter, 0, parameter.numel(), parameter.requires_grad, is_everywhere=True)
+        return Shard(name, 0, parameter, 0, parameter.numel(), parameter.requires_grad, is_everywhere=True)
     mapping: Any = parameter._hp_mapping
     if mapping is None:  # it lies in the parts of other ranks
         return None
     here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
     master = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]
-    return Piece(name, here.start, master, there.start, here.numel)
+    return Shard(name, here.start, master, there.start, here.numel)
 
 
-def _piece_of_stage_3(name: str, parameter: Any, optimizer: Any, rank: int) -> Piece | None:
+def _piece_of_stage_3(name: str, parameter: Any, optimizer: Any, rank: int) -> Shard | None:
     size = parameter.partition_numel()
     start = rank * size
     length = min(size, parameter.ds_numel - start)  # the end of the last partitions is padding
     if length <= 0:
         return None
     if not parameter.requires_grad:
-        return Piece(name, start, parameter.ds_tensor, 0, length, is_trained=False)
+        return Shard(name, start, parameter.ds_tensor, 0, length, is_trained=False)
     group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-    return Piece(name, start, optimizer.fp32_partitioned_groups_flat[group], offset, length)
+    return Shard(name, start, optimizer.fp32_partitioned_groups_flat[group], offset, length)

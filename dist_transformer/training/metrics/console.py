@@ -32,7 +32,7 @@ TYPICAL_FILL = 0.93
 
 
 @dataclass(frozen=True)
-class Outlook:
+class RunEstimate:
     """Quantities that follow from configuration and data, known before the first step."""
 
     parameters: int
@@ -42,13 +42,13 @@ class Outlook:
     state_bytes_per_rank: int
 
 
-def outlook(config: Config, manifest: Manifest, num_ranks: int) -> Outlook:
+def outlook(config: Config, manifest: Manifest, num_ranks: int) -> RunEstimate:
     splits = [manifest.splits[name] for name in manifest.training]
     source_tokens, target_tokens = (sum(getattr(s, f"{side}_tokens") for s in splits) for side in ("source", "target"))
     tokens = source_tokens + target_tokens
     per_step = min(config.data.lanes * config.data.token_budget() * TYPICAL_FILL, tokens)
     parameters = parameter_count(config.model, manifest.source_vocabulary, manifest.target_vocabulary)
-    return Outlook(
+    return RunEstimate(
         parameters,
         round(per_step * source_tokens / tokens),
         round(per_step * target_tokens / tokens),

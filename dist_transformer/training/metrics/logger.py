@@ -16,7 +16,7 @@ from dist_transformer.training.global_batch import GlobalBatch
 from dist_transformer.training.memory import give_back
 from dist_transformer.training.metrics.console import ProgressBar, interval_values, log_interval
 from dist_transformer.training.metrics.system_metrics import NodeSampler
-from dist_transformer.training.train_state import INTERVAL_COUNTS, INTERVAL_SUMS, Interval, Journal, Progress
+from dist_transformer.training.train_state import INTERVAL_COUNTS, INTERVAL_SUMS, Interval, RunLog, TrainState
 from dist_transformer.training.validation.early_stopping import EarlyStopping
 from dist_transformer.training.validation.runner import Validated, Validator
 from dist_transformer.training.validation.token_metrics import LESS_MEMORY
@@ -46,7 +46,7 @@ class Reporter:
         validator: Validator,
         early_stopping: EarlyStopping,
         sampler: NodeSampler | None,
-        journal: Journal | None,
+        journal: RunLog | None,
         recorded: Mapping[str, Mapping[str, Any]],
         mfu: Callable[[Interval, float], float],
     ) -> None:
@@ -66,14 +66,14 @@ class Reporter:
             setattr(self.interval, name, state.get(name, 0))
         for name in INTERVAL_COUNTS:
             getattr(self.interval, name).update(state.get(name, {}))
-        if self._ranks.is_first:
+        if self._ranks.is_rank_zero:
             self.interval.losses += torch.tensor(state["losses"], dtype=torch.float64, device=self._ranks.device)
 
     def state(self) -> dict[str, Any]:
         """The interval so far, for a checkpoint (collective)."""
         interval = self.interval
         return {
-            "losses": self._ranks.sum(interval.losses.cpu().clone()).tolist(),
+            "losses": self._ranks.all_reduce_sum(interval.losses.cpu().clone()).tolist(),
             **{name: getattr(interval, name) for name in (*INTERVAL_SUMS, *INTERVAL_COUNTS)},
             "seconds_before": interval.seconds,
         }
@@ -91,12 +91,12 @@ class Reporter:
         interval.dropped.update(batch.dropped)
         self._last = batch
 
-    def log(self, progress: Progress, learning_rate: float, bar: ProgressBar) -> None:
+    def log(self, progress: TrainState, learning_rate: float, bar: ProgressBar) -> None:
         """One line in the log and one record in metrics.jsonl for the steps since the last (collective)."""
         interval, last = self.interval, self._last
         if last is None or not interval.target_tokens or progress.step <= self._recorded["train"]:
             return
-        loss, nll, since_system = self._ranks.sum(torch.cat([interval.losses.cpu(), self._clock()])).tolist()
+        loss, nll, since_system = self._ranks.all_reduce_sum(torch.cat([interval.losses.cpu(), self._clock()])).tolist()
         loss, nll = loss / interval.target_tokens, nll / interval.target_tokens
         seconds = interval.seconds
         values: dict[str, float | int | str] = {
@@ -191,7 +191,7 @@ class Reporter:
     def audit(self, batch: GlobalBatch, number: int, step: int) -> None:
         """The row ids of global batch `number`, meant for `step`, by lane, into audit.jsonl (collective)."""
         mine = {b.lane: b.row_ids.tolist() for b in batch.micro_batches if b is not None}
-        lanes = {str(lane): rows for part in self._ranks.gather(mine) for lane, rows in part.items()}
+        lanes = {str(lane): rows for part in self._ranks.all_gather_object(mine) for lane, rows in part.items()}
         if self.journal and self.journal.audit:
             rows = {lane: lanes[lane] for lane in sorted(lanes, key=int)}
             values = dict(batch=number, epoch=batch.segment.epoch, batch_digest=batch.digest, rows=rows)
@@ -199,7 +199,7 @@ class Reporter:
 
     def _clock(self) -> torch.Tensor:
         """(1,): summed up over the ranks, the seconds of training since the last "system" record, as rank 0 counts them."""
-        seconds = self._system_seconds + self.interval.seconds if self._ranks.is_first else 0.0
+        seconds = self._system_seconds + self.interval.seconds if self._ranks.is_rank_zero else 0.0
         return torch.tensor([seconds], dtype=torch.float64)
 
     def _log_system(self, means: dict[str, float], step: int) -> None:

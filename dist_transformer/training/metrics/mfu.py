@@ -102,7 +102,7 @@ def flops_of_batches(model: ModelConfig, target_vocabulary: int, batches: Sequen
 
 
 @dataclass(frozen=True)
-class Utilisation:
+class Mfu:
     """MFU of a run.
 
     Attributes:

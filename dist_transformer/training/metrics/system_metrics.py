@@ -69,7 +69,7 @@ class NodeSampler:
         with self._lock:
             mine = {key: sum(values) / len(values) for key, values in self._samples.items()}
             self._samples.clear()
-        parts: list[tuple[str, dict[str, float]]] = self._ranks.gather((self._name, mine))
+        parts: list[tuple[str, dict[str, float]]] = self._ranks.all_gather_object((self._name, mine))
         num_nodes = -(-self._ranks.num_ranks // self._ranks.ranks_per_node)
         found = _spread([means for _, means in parts]) if num_nodes > MOST_NODES else _by_node(parts)
         return {key: round(value, 3) for key, value in found.items()}

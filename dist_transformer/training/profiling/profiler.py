@@ -28,7 +28,7 @@ from dist_transformer.model.layers import FeedForward
 from dist_transformer.planning.flops import ModelFlops, add_flops
 from dist_transformer.training.checkpoint.async_writer import Saver
 from dist_transformer.training.engine.engine import Engine
-from dist_transformer.training.global_batch import Feed, GlobalBatch
+from dist_transformer.training.global_batch import GlobalBatch, GlobalBatchPrefetcher
 from dist_transformer.training.metrics.console import ProgressBar
 from dist_transformer.training.metrics.logger import Reporter
 from dist_transformer.training.metrics.mfu import Peak
@@ -51,7 +51,7 @@ class Watched:
     """The parts of a start whose calls are marked."""
 
     engine: Engine
-    feed: Feed
+    feed: GlobalBatchPrefetcher
     reporter: Reporter
     saver: Saver
     bar: ProgressBar
@@ -184,9 +184,9 @@ class _Recorder:
         )
         trace = job.folder / f"trace_rank{ranks.rank}.json.gz"
         _on_disk(trace, partial(profiler.export_chrome_trace, str(trace)))
-        of_ranks = ranks.gather((mine.busy_seconds, text_of(mine)))
+        of_ranks = ranks.all_gather_object((mine.busy_seconds, text_of(mine)))
         slowest = max(range(ranks.num_ranks), key=lambda rank: of_ranks[rank][0])
-        if ranks.is_first:
+        if ranks.is_rank_zero:
             for line in filter(None, summary_of(mine)):
                 log.info("profile    %s", line)
             self._write_table([of_ranks[rank][1] for rank in dict.fromkeys((0, slowest))])

@@ -103,7 +103,7 @@ def measure_tokens(
         in_rounds(ranks, -(-len(batches) // ranks.num_ranks), measure, wants_stop)
     finally:
         engine.train()
-    loss_sum, nll_sum, hits, tokens = ranks.sum(sums).tolist()
+    loss_sum, nll_sum, hits, tokens = ranks.all_reduce_sum(sums).tolist()
     return TokenMeasures(loss_sum / tokens, nll_sum / tokens, hits / tokens, int(tokens))
 
 

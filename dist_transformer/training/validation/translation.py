@@ -17,7 +17,7 @@ from dist_transformer.decoding.comet import CometScorer
 from dist_transformer.decoding.search import TorchSearcher
 from dist_transformer.decoding.translate import first_batch, translate_together
 from dist_transformer.distributed.group import Ranks
-from dist_transformer.distributed.rank_zero import by_first_rank
+from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.distributed.rounds import Stopped, WantsStop, WorkFailed, failures_named, in_rounds
 from dist_transformer.errors import DataError, UserError
 from dist_transformer.interop.model_folder import empty_model
@@ -141,7 +141,7 @@ def _read(
             )
             raise DataError(f"data.{key}: {error} ({remedy})") from error
 
-    return by_first_rank(ranks, read, lambda: heard(f"reading data.{key}"))
+    return run_on_rank_zero(ranks, read, lambda: heard(f"reading data.{key}"))
 
 
 def _comet(config: Config, ranks: Ranks, heard: Callable[[str], None]) -> CometScorer | None:
@@ -150,7 +150,7 @@ def _comet(config: Config, ranks: Ranks, heard: Callable[[str], None]) -> CometS
     if name is None:
         return None
     loaded: list[CometScorer] = []  # it stays on rank 0
-    by_first_rank(ranks, lambda: loaded.append(CometScorer(name)), lambda: heard("loading COMET"))
+    run_on_rank_zero(ranks, lambda: loaded.append(CometScorer(name)), lambda: heard("loading COMET"))
     return loaded[0] if loaded else None
 
 
@@ -184,7 +184,7 @@ def _translator(
                     lines = translate_together(searcher, tokenizer, each.sources, search, ranks, progress, wants_stop)
                 scored: dict[str, float | str] = {}
                 if each.references:
-                    scored = by_first_rank(ranks, partial(scores, each, lines), progress, wants_stop=wants_stop)
+                    scored = run_on_rank_zero(ranks, partial(scores, each, lines), progress, wants_stop=wants_stop)
                 yield Translated(lines, scored)
 
     return translate

@@ -10,7 +10,7 @@ from watched_run import NOW, add_lines, beat, make_run, trained
 
 from dist_transformer.cluster import job_status as module
 from dist_transformer.cluster.job_status import report, report_all
-from dist_transformer.cluster.run_ref import Target
+from dist_transformer.cluster.run_ref import RunRef
 from dist_transformer.files import write_json
 from dist_transformer.run import status
 from dist_transformer.run.folder import RunDir
@@ -39,7 +39,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def of(run_dir: RunDir, job_id: str | None = "5") -> dict[str, Any]:
-    return report(Target(run_dir, job_id))
+    return report(RunRef(run_dir, job_id))
 
 
 def test_the_keys_are_always_the_same(slurm: FakeSlurm, run_dir: RunDir, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import pytest
 from fake_slurm import FakeSlurm, job_line, make_fake_slurm
 from watched_run import NOW, add_lines, make_run
 
-from dist_transformer.cluster.run_ref import Target, find_target, newest_job_id
+from dist_transformer.cluster.run_ref import RunRef, find_run, newest_job_id
 from dist_transformer.errors import UserError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
@@ -22,11 +22,11 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
 
 def test_a_run_folder_knows_its_newest_submission(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", job_id="12")
-    assert find_target(str(run_dir.path), tmp_path) == Target(run_dir, "12")
+    assert find_run(str(run_dir.path), tmp_path) == RunRef(run_dir, "12")
 
 
 def test_a_run_that_was_never_submitted_has_no_job(tmp_path: Path) -> None:
-    assert find_target(str(make_run(tmp_path / "a").path), tmp_path).job_id is None
+    assert find_run(str(make_run(tmp_path / "a").path), tmp_path).job_id is None
 
 
 def test_a_job_started_by_hand_after_the_submission_is_the_newest(tmp_path: Path) -> None:
@@ -45,28 +45,28 @@ def test_a_task_of_a_sweep_finds_the_array_in_the_folder_above(tmp_path: Path) -
 def test_a_job_is_found_by_its_comment(slurm: FakeSlurm, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "odd | name")
     slurm.answers("squeue", job_line("5", "RUNNING", comment=f"dist-transformer:{run_dir.path}"))
-    assert find_target("5", tmp_path / "none") == Target(run_dir, "5")
+    assert find_run("5", tmp_path / "none") == RunRef(run_dir, "5")
 
 
 def test_a_task_of_an_array_is_found_by_its_comment(slurm: FakeSlurm, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "sweep" / "task_2")
     slurm.answers("squeue", job_line("5_2", "RUNNING", comment=f"dist-transformer:{tmp_path}/sweep/task_%a"))
-    assert find_target("5_2", tmp_path / "none") == Target(run_dir, "5_2")
+    assert find_run("5_2", tmp_path / "none") == RunRef(run_dir, "5_2")
 
 
 def test_a_job_that_slurm_has_forgotten_is_found_in_the_folder_of_runs(slurm: FakeSlurm, tmp_path: Path) -> None:
     make_run(tmp_path / "a", job_id="4")
     run_dir = make_run(tmp_path / "b", job_id="5")
     task = make_run(tmp_path / "b" / "task_3")
-    assert find_target("5", tmp_path) == Target(run_dir, "5")
-    assert find_target("5_3", tmp_path) == Target(task, "5_3")
+    assert find_run("5", tmp_path) == RunRef(run_dir, "5")
+    assert find_run("5_3", tmp_path) == RunRef(task, "5_3")
 
 
 def test_a_job_of_another_stage_belongs_to_the_same_run(slurm: FakeSlurm, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a")
     note = {"job_id": "5", "submitted_at": "2027-01-01T00:00:00+00:00", "stages": {"prepare": "4", "train": "5"}}
     write_json(run_dir.job, note)
-    assert find_target("4", tmp_path).run_dir == run_dir
+    assert find_run("4", tmp_path).run_dir == run_dir
 
 
 def test_an_earlier_job_is_found_by_its_attempts_also_without_slurm(
@@ -75,7 +75,7 @@ def test_an_earlier_job_is_found_by_its_attempts_also_without_slurm(
     monkeypatch.setenv("PATH", "/nonexistent")
     run_dir = make_run(tmp_path / "a", job_id="12")
     add_lines(run_dir.attempts, {"event": "began", "time": 1.0, "job": "11"})
-    assert find_target("11", tmp_path) == Target(run_dir, "11")
+    assert find_run("11", tmp_path) == RunRef(run_dir, "11")
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ def test_an_earlier_job_is_found_by_its_attempts_also_without_slurm(
 )
 def test_what_is_no_run_is_refused(slurm: FakeSlurm, tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        find_target(text, tmp_path)
+        find_run(text, tmp_path)
 
 
 def test_a_folder_that_is_no_run_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"is not a run folder: it has neither config.yaml, run.json nor slurm/job.json"
     ):
-        find_target(str(tmp_path), tmp_path)
+        find_run(str(tmp_path), tmp_path)
 
 
 def test_the_folder_of_a_sweep_is_no_run(slurm: FakeSlurm, tmp_path: Path) -> None:
@@ -107,37 +107,37 @@ def test_the_folder_of_a_sweep_is_no_run(slurm: FakeSlurm, tmp_path: Path) -> No
     message = f"{sweep}: is the folder of a sweep: dist-transformer sweep status {sweep}, or give one of its runs: "
     for text in (str(sweep), "5"):
         with pytest.raises(UserError) as refused:
-            find_target(text, tmp_path)
+            find_run(text, tmp_path)
         assert str(refused.value) == f"{message}{sweep}/task_0"
-    assert find_target(str(task.path), tmp_path) == Target(task, "5_0")
+    assert find_run(str(task.path), tmp_path) == RunRef(task, "5_0")
 
 
 def test_a_slurm_that_is_not_there_is_not_said_to_know_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(UserError, match=r"^job 3: Slurm could not be asked \(squeue: not found\), and no run in "):
-        find_target("3", tmp_path)
+        find_run("3", tmp_path)
 
 
 def test_an_array_as_a_whole_is_no_run(slurm: FakeSlurm, tmp_path: Path) -> None:
     slurm.answers("squeue", "\n".join([job_line("5_[2-3]", "PENDING"), job_line("5_1", "RUNNING")]))
     with pytest.raises(UserError, match=r"job 5: is an array of tasks .*: name one of them, like 5_1"):
-        find_target("5", tmp_path)
+        find_run("5", tmp_path)
 
 
 def test_a_run_folder_that_was_moved_is_said(slurm: FakeSlurm, tmp_path: Path) -> None:
     slurm.answers("squeue", job_line("5", "RUNNING", comment="dist-transformer:/gone/away"))
     with pytest.raises(UserError, match="job 5: its run folder /gone/away is not there; was it moved or removed"):
-        find_target("5", tmp_path)
+        find_run("5", tmp_path)
 
 
 @pytest.mark.parametrize("job_id", ["", None, "12;x", [5]])
 def test_a_note_without_a_job_id_is_as_none(tmp_path: Path, job_id: object) -> None:
     run_dir = make_run(tmp_path / "a", job_id="5")
     write_json(run_dir.job, {**read_json(run_dir.job), "job_id": job_id})
-    assert find_target(str(run_dir.path), tmp_path).job_id is None
+    assert find_run(str(run_dir.path), tmp_path).job_id is None
 
 
 def test_a_damaged_note_of_the_job_is_as_none(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", job_id="5")
     run_dir.job.write_text("{")
-    assert find_target(str(run_dir.path), tmp_path) == Target(RunDir(tmp_path / "a"), None)
+    assert find_run(str(run_dir.path), tmp_path) == RunRef(RunDir(tmp_path / "a"), None)

@@ -10,7 +10,7 @@ from watched_run import add_lines, beat, make_run
 from dist_transformer.cluster.final_status import status_after_attempt, status_found
 from dist_transformer.cluster.job_status import report
 from dist_transformer.cluster.requeue import end
-from dist_transformer.cluster.run_ref import Target
+from dist_transformer.cluster.run_ref import RunRef
 from dist_transformer.run.folder import RunDir
 
 
@@ -22,7 +22,7 @@ def run_dir(tmp_path: Path) -> RunDir:
 
 
 def found(run_dir: RunDir, said: str, job_id: str | None = "5") -> str | None:
-    return status_found(report(Target(run_dir, job_id)), said)
+    return status_found(report(RunRef(run_dir, job_id)), said)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_run_started_by_hand_has_nothing_to_do_with_an_old_job_of_its_folder(
     slurm: FakeSlurm, run_dir: RunDir
 ) -> None:
     slurm.answers("squeue", job_line("5", "FAILED"))
-    document = report(Target(run_dir, "5"))
+    document = report(RunRef(run_dir, "5"))
     assert status_found(document, "SCHEDULED", is_by_hand=True) is None
     assert status_found(document, "RUNNING", is_by_hand=True) == "KILLED"
 

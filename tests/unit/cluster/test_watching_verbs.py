@@ -17,7 +17,7 @@ from dist_transformer.cli import jobs as jobs_module
 from dist_transformer.cli import logs as logs_module
 from dist_transformer.cli.main import app
 from dist_transformer.cluster.requeue import decide
-from dist_transformer.cluster.run_ref import Target
+from dist_transformer.cluster.run_ref import RunRef
 from dist_transformer.format import duration
 from dist_transformer.run.folder import RunDir
 
@@ -214,7 +214,7 @@ def test_following_a_run_without_a_job_ends_when_it_was_killed(tmp_path: Path) -
     assert call("logs", run_dir.path, "-f").stdout == "a\n"
     for beats, is_over in ((time.time(), False), (time.time() - 3600, True)):
         beat(run_dir, beats, job=None)
-        assert logs_module.is_over(Target(run_dir, None)) is is_over
+        assert logs_module.is_over(RunRef(run_dir, None)) is is_over
 
 
 def test_stacks_asks_each_node_beside_the_ranks(slurm: FakeSlurm, run_dir: RunDir) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dist_transformer.data.loader.partition import LanePositions, Planner, Segment
+from dist_transformer.data.loader.partition import LanePositions, Partition, Planner
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowRequest
 
 ROWS_OF_MICRO_BATCH = 3
@@ -26,7 +26,7 @@ def micro_batches(planner: Planner, request: WindowRequest) -> list[list[int]]:
 
 
 def lane_batches(
-    planner: Planner, segment: Segment, lane: int, position: tuple[int, int]
+    planner: Planner, segment: Partition, lane: int, position: tuple[int, int]
 ) -> Iterator[tuple[list[int], tuple[int, int]]]:
     """Micro-batches of a lane from a position on, each with the position after it."""
     plan = planner.plan(segment)
@@ -39,7 +39,7 @@ def lane_batches(
         emitted = plan.emitted_before(lane, window)
 
 
-def drain(planner: Planner, segment: Segment, lanes: LanePositions) -> list[int]:
+def drain(planner: Planner, segment: Partition, lanes: LanePositions) -> list[int]:
     """All rows of the segment from these positions on."""
     return [
         row

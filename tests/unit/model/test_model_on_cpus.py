@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_transformer.model import cpu_kernels
-from dist_transformer.model.attention import KeysValues, attend
+from dist_transformer.model.attention import KeyValue, attend
 from dist_transformer.model.cpu_kernels import Linear, faster_products
 from dist_transformer.model.layers import Dropout
 
@@ -61,7 +61,7 @@ def test_attention_in_16_bits_is_that_of_its_inputs_in_fp32(dtype: torch.dtype, 
     parts = [torch.randn(2, 3, 6, 8).to(dtype).requires_grad_() for _ in range(3)]
     mask = torch.tensor([True] * 4 + [False] * 2).expand(2, 1, 1, 6) if masked == "padding" else None
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        ours = attend(parts[0], KeysValues(*parts[1:]), mask, is_causal=masked == "causal")
+        ours = attend(parts[0], KeyValue(*parts[1:]), mask, is_causal=masked == "causal")
     wide = [part.detach().float().requires_grad_() for part in parts]
     theirs = F.scaled_dot_product_attention(*wide, attn_mask=mask, is_causal=masked == "causal")
     assert torch.equal(ours, theirs.to(dtype))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from dist_transformer.config.model_size import has_final_norm, parameter_count
 from dist_transformer.config.schema import ModelConfig
-from dist_transformer.model.attention import Past
+from dist_transformer.model.attention import KeyValueCache
 from dist_transformer.model.layers import (
     AddAndNorm,
     DecoderLayer,
@@ -288,7 +288,7 @@ def test_cached_decoding_equals_uncached(given: dict[str, Any], make_model: Make
 def test_cached_decoding_equals_uncached_beyond_the_places_that_there_are_at_first(
     make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Past, "FIRST_PLACES", 2)
+    monkeypatch.setattr(KeyValueCache, "FIRST_PLACES", 2)
     source, target_in, beam_size = torch.tensor([[5, 6, 2]]), torch.randint(4, 13, (3, 9)), 3
     target_in[:, 0] = 1
     model = make_model()

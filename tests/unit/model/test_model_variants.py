@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from dist_transformer.config.model_size import parameter_count
 from dist_transformer.config.parameter_names import all_parameter_names
 from dist_transformer.config.schema import ModelConfig
-from dist_transformer.model.attention import SelfAttention, turn
+from dist_transformer.model.attention import SelfAttention, apply_rotary
 from dist_transformer.model.layers import (
     RMS_EPSILON,
     AddAndNorm,
@@ -55,7 +55,7 @@ def turned_as_complex_numbers(vectors: Tensor, start: int = 0) -> Tensor:
 
 def test_queries_and_keys_are_turned_pair_by_pair_by_their_positions() -> None:
     vectors = torch.randn(2, 3, 5, 8, dtype=torch.float64)
-    given = turn(vectors, SinusoidalPositions(8)(40, 5, torch.empty(0)))
+    given = apply_rotary(vectors, SinusoidalPositions(8)(40, 5, torch.empty(0)))
     torch.testing.assert_close(given, turned_as_complex_numbers(vectors.clone(), 40), rtol=0, atol=1e-6)
 
 
@@ -64,7 +64,7 @@ def test_a_turned_query_and_key_see_their_distance_only() -> None:
     table = sinusoids(400, 16).double()
 
     def product(at_query: int, at_key: int) -> float:
-        return float((turn(query, table[at_query, None]) * turn(key, table[at_key, None])).sum())
+        return float((apply_rotary(query, table[at_query, None]) * apply_rotary(key, table[at_key, None])).sum())
 
     assert product(7, 4) == pytest.approx(product(303, 300), abs=1e-5)
     assert product(7, 4) != pytest.approx(product(7, 5), abs=1e-3)
@@ -73,8 +73,8 @@ def test_a_turned_query_and_key_see_their_distance_only() -> None:
 
 def test_turning_in_half_precision_rounds_once() -> None:
     vectors = torch.randn(1, 2, 6, 8).half()
-    exact = turn(vectors.double(), sinusoids(300, 8)[294:])
-    given = turn(vectors, sinusoids(300, 8)[294:])
+    exact = apply_rotary(vectors.double(), sinusoids(300, 8)[294:])
+    given = apply_rotary(vectors, sinusoids(300, 8)[294:])
     assert given.dtype == torch.float16
     assert torch.equal(given, exact.half())
 

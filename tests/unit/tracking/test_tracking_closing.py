@@ -20,7 +20,7 @@ from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking import background_shipper, mlflow_client, mlflow_models, shipper
 from dist_transformer.tracking.content import Point
 from dist_transformer.tracking.mlflow_client import TrackedRun
-from dist_transformer.tracking.outbox import LANES, Memory, ServerTrouble, Target, add_event, load_memory
+from dist_transformer.tracking.outbox import CHANNELS, DeliveryState, ServerTrouble, Target, add_event, load_memory
 from dist_transformer.tracking.shipper import Shipper
 from dist_transformer.tracking.tracker import Tracker
 
@@ -116,7 +116,7 @@ def test_pictures_that_are_gone_are_left_out_with_one_warning_and_cost_no_second
     openings = []
     open_run = mlflow_client.open_run
 
-    def counted(target: Target, memory: Memory) -> TrackedRun:
+    def counted(target: Target, memory: DeliveryState) -> TrackedRun:
         openings.append(target)
         return open_run(target, memory)
 
@@ -204,15 +204,15 @@ def test_a_kill_at_any_moment_loses_nothing_and_repeats_the_one_event_that_was_u
     run_dir: RunDir, notes: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, is_kept: bool
 ) -> None:
     """`is_kept`: killed just after tracking.json was replaced, else just before. One event a life of the process."""
-    save = Memory.save
+    save = DeliveryState.save
 
-    def killed(memory: Memory, path: Path) -> None:
+    def killed(memory: DeliveryState, path: Path) -> None:
         if is_kept or len(notes) % 2 == 0:
             save(memory, path)
         if notes:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Memory, "save", killed)
+    monkeypatch.setattr(DeliveryState, "save", killed)
     for _ in range(2 * len(IN_ORDER)):
         if len(set(notes)) < len(IN_ORDER):
             one = shipper_of(run_dir)
@@ -245,4 +245,4 @@ def test_a_store_of_files_that_is_down_holds_up_no_status_not_even_of_the_next_s
 def test_a_memory_of_before_there_were_lanes_is_read(run_dir: RunDir) -> None:
     write_json(run_dir.tracking, {"run_name": "a run", "spool_offset": 17})
     memory = load_memory(run_dir.tracking, "")
-    assert [memory.offset(lane) for lane in LANES] == [17] * len(LANES)
+    assert [memory.offset(lane) for lane in CHANNELS] == [17] * len(CHANNELS)

@@ -133,7 +133,7 @@ def test_a_run_every_first_confirmation_of_which_is_lost_is_there_once_with_all_
 ) -> None:
     monkeypatch.setattr(background_shipper, "FIRST_WAIT_SECONDS", 0.05)
     monkeypatch.setattr(background_shipper, "LONGEST_WAIT_SECONDS", 0.05)
-    proxy.set_fault(Fault(is_first=True, is_cut=True))
+    proxy.set_fault(Fault(is_rank_zero=True, is_cut=True))
     tracker, log = following(run_dir, proxy.uri)
     train(log, range(1, 31))
     for step in (10, 20, 30):

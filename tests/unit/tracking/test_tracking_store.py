@@ -34,7 +34,7 @@ from dist_transformer.tracking import background_shipper, mlflow_client, shipper
 from dist_transformer.tracking.content import Point
 from dist_transformer.tracking.final_status import settle
 from dist_transformer.tracking.mlflow_client import TrackedRun
-from dist_transformer.tracking.outbox import Memory, add_event
+from dist_transformer.tracking.outbox import DeliveryState, add_event
 from dist_transformer.tracking.tracker import Status, Tracker, sync, target_of, ui_command
 
 
@@ -118,7 +118,7 @@ def test_a_rewind_while_the_tracker_runs_repeats_and_loses_nothing(
 def test_a_file_set_back_again_and_again_between_two_passes_is_read_anew(stored_run_dir: RunDir) -> None:
     """A new file may get the number that one before it had."""
     target = target_of(settings_of(None), stored_run_dir, stored_run_dir.path.parent)
-    memory, log = Memory("a run"), MetricsLog(stored_run_dir.metrics)
+    memory, log = DeliveryState("a run"), MetricsLog(stored_run_dir.metrics)
     passes = shipper.Shipper(stored_run_dir, target, memory)
     for step in range(1, 21):
         log.append("train", step, {"loss": 10 / step, "text": "a line longer than those after it" * 20})

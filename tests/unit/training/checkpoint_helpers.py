@@ -71,23 +71,23 @@ class ThreadRanks:
     """One rank of a group whose ranks are threads of this process."""
 
     def __init__(self, rank: int, meeting: _Meeting) -> None:
-        self.rank, self.num_ranks, self.is_first, self._meeting = rank, meeting.size, rank == 0, meeting
+        self.rank, self.num_ranks, self.is_rank_zero, self._meeting = rank, meeting.size, rank == 0, meeting
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         self._meeting.values[self.rank] = copy.deepcopy(value)
         self._meeting.barrier.wait()
         values = list(self._meeting.values)
         self._meeting.barrier.wait()
         return values
 
-    def from_first(self, value: Any) -> Any:
-        return self.gather(value)[0]
+    def broadcast_object(self, value: Any) -> Any:
+        return self.all_gather_object(value)[0]
 
-    def sum(self, values: Tensor) -> Tensor:
-        return values.copy_(torch.stack(self.gather(values)).sum(0))
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        return values.copy_(torch.stack(self.all_gather_object(values)).sum(0))
 
     def start_sum(self, values: Tensor) -> SimpleNamespace:
-        everyones = self.gather(values)
+        everyones = self.all_gather_object(values)
         return SimpleNamespace(wait=lambda: values.copy_(torch.stack(everyones).sum(0)))
 
 

@@ -100,7 +100,7 @@ def test_a_history_that_cannot_be_written_is_a_warning(tmp_path, caplog):
 
 def test_a_reason_is_kept_without_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("STORE_PASSWORD", "correct-horse")
-    ranks: Any = SimpleNamespace(is_first=True, num_ranks=1, device=torch.device("cpu"))
+    ranks: Any = SimpleNamespace(is_rank_zero=True, num_ranks=1, device=torch.device("cpu"))
     reason = "no answer from https://me:pw@store/x with correct-horse"
     note(RunDir(tmp_path), ranks, "failed", 3, reason)
     (record,) = read_records(RunDir(tmp_path).history)

@@ -200,12 +200,12 @@ def test_of_many_nodes_the_spread_is_told_and_of_few_each(ranks: Ranks) -> None:
 class Group:
     """One of two ranks: the other one sends `other`."""
 
-    is_first: bool
+    is_rank_zero: bool
     other: list[float]
     sent: list[list[float]] = field(default_factory=list)
     device: torch.device = torch.device("cpu")  # noqa: RUF009
 
-    def sum(self, values: torch.Tensor) -> torch.Tensor:
+    def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         self.sent.append(values.tolist())
         return values + torch.tensor(self.other, dtype=values.dtype)
 
@@ -242,7 +242,7 @@ def log_after(reporter: Reporter, step: int, seconds: float) -> None:
 
 
 def test_the_first_rank_counts_training_seconds_between_records_and_begins_at_once() -> None:
-    group, sampler = Group(is_first=True, other=[0.0, 0.0, 0.0]), Asked({"n1/cpu_percent": 1.0})
+    group, sampler = Group(is_rank_zero=True, other=[0.0, 0.0, 0.0]), Asked({"n1/cpu_percent": 1.0})
     reporter = reporter_of(group, sampler)
     asked = []
     for step, seconds in enumerate((2, 20, 9, 2, 40, 1), start=1):
@@ -253,7 +253,7 @@ def test_the_first_rank_counts_training_seconds_between_records_and_begins_at_on
 
 
 def test_before_the_first_sample_every_log_line_asks_again() -> None:
-    group, sampler = Group(is_first=True, other=[0.0, 0.0, 0.0]), Asked({})
+    group, sampler = Group(is_rank_zero=True, other=[0.0, 0.0, 0.0]), Asked({})
     reporter = reporter_of(group, sampler)
     for step in (1, 2):
         log_after(reporter, step, 1)
@@ -265,7 +265,7 @@ def test_before_the_first_sample_every_log_line_asks_again() -> None:
 
 @pytest.mark.parametrize(("first_says", "times"), [(29.9, 0), (30.0, 1)])
 def test_other_ranks_go_by_the_first_ones_clock(first_says: float, times: int) -> None:
-    group, sampler = Group(is_first=False, other=[0.0, 0.0, first_says]), Asked({"n1/cpu_percent": 1.0})
+    group, sampler = Group(is_rank_zero=False, other=[0.0, 0.0, first_says]), Asked({"n1/cpu_percent": 1.0})
     log_after(reporter_of(group, sampler), 1, 100)
     assert sampler.times == times
     assert group.sent[0][2] == 0

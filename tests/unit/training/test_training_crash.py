@@ -27,7 +27,7 @@ from dist_transformer.training.checkpoint.tensor_files import Weights
 from dist_transformer.training.crash import read_crash, write_crash
 from dist_transformer.training.global_batch import GlobalBatch
 from dist_transformer.training.run_data import open_run_data
-from dist_transformer.training.train_state import Progress, dropout_seed
+from dist_transformer.training.train_state import TrainState, dropout_seed
 
 CONFIG = Config.model_validate({"data": {"train": {"demo": "train"}}, "run": {"seed": 11}})
 
@@ -57,7 +57,7 @@ def failure(text: str = "index out of range", kind: type[Exception] = IndexError
         return error
 
 
-PROGRESS = Progress(position=None, step=8, batches=9)
+PROGRESS = TrainState(position=None, step=8, batches=9)
 BATCH = global_batch([micro_batch(1), None, micro_batch(5)])
 
 
@@ -217,7 +217,7 @@ def test_replay_crash_runs_the_rows_again_and_touches_nothing(train_small, comma
     manifest = Manifest.load(Path(config.data.prepared))
     data = open_run_data(config, Path(config.data.prepared), manifest)
     mine = data.loader(data.start(), 0, 1, 2, 0).next_step().batches  # as rank 1 of 2
-    progress = Progress(data.start(), step=4, batches=4)
+    progress = TrainState(data.start(), step=4, batches=4)
     write_crash(RunDir(run), ranks, failure(), config, progress, global_batch(mine))
     before = files_of(run)
 

@@ -5,7 +5,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 from dist_transformer.data.loader.loader import LocalStep
-from dist_transformer.training.global_batch import Feed, News
+from dist_transformer.training.global_batch import GlobalBatchPrefetcher, RankStatus
 
 SLOW_SECONDS = 0.5
 
@@ -27,7 +27,7 @@ class SlowLoader:
 
 
 def test_the_start_is_no_wait_for_data_and_a_slow_loader_is(ranks):
-    feed = Feed(SlowLoader(), ranks, ("train",), 1, 0, lambda: News(False, False, 0.0))
+    feed = GlobalBatchPrefetcher(SlowLoader(), ranks, ("train",), 1, 0, lambda: RankStatus(False, False, 0.0))
     before_training = feed.wait()
     feed.begin()
     in_training = feed.wait()

@@ -249,7 +249,7 @@ def test_the_table_has_rank_0_and_the_one_that_others_wait_for_and_a_full_disk_i
     three: Any = SimpleNamespace(
         rank=0,
         num_ranks=3,
-        is_first=True,
+        is_rank_zero=True,
         device=torch.device("cpu"),
         gather=lambda mine: [mine, (0.0, "rank 1"), slow],
     )

@@ -228,7 +228,7 @@ def test_a_stalled_disk_is_no_progress_on_any_rank(run_dir, monkeypatch):
 
     monkeypatch.setattr(async_writer, "write_state_file", stalls)
     monkeypatch.setattr(async_writer, "LOOK_SECONDS", 0.001)
-    gather = ThreadRanks.gather
+    gather = ThreadRanks.all_gather_object
 
     def counted(ranks, value):
         looked.append(len(heard[0]))
@@ -236,7 +236,7 @@ def test_a_stalled_disk_is_no_progress_on_any_rank(run_dir, monkeypatch):
             may_write.set()
         return gather(ranks, value)
 
-    monkeypatch.setattr(ThreadRanks, "gather", counted)
+    monkeypatch.setattr(ThreadRanks, "all_gather_object", counted)
 
     def work(ranks):
         one = saver_of(run_dir, ranks, progress=heard[ranks.rank].append)

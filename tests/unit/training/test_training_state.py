@@ -6,14 +6,14 @@ import pytest
 import torch
 from plain_torch import TINY, VOCABULARY, tokens_of, train_on_plain_torch
 
-from dist_transformer.config.model_size import as_sharded, offloaded_bytes, state_bytes
+from dist_transformer.config.model_size import offloaded_bytes, state_bytes, with_effective_zero_stage
 from dist_transformer.config.schema import Config, OptimizerConfig, TrainingConfig
 from dist_transformer.errors import UserError
 from dist_transformer.model.layers import DecoderLayer, EncoderLayer
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.training.engine.objective import Objective
 from dist_transformer.training.engine.optimizer import deal_out
-from dist_transformer.training.engine.sharded_state import Piece, fragments
+from dist_transformer.training.engine.sharded_state import Shard, fragments
 
 FROZEN = ("*embedding*", "encoder_layers.*.bias")
 KINDS = [
@@ -190,7 +190,7 @@ def test_replicated_tensors_are_dealt_out_evenly_and_each_once():
     loads = [sum(sizes[name] for name in sizes if owners[name] == rank) for rank in range(3)]
     assert max(loads) - min(loads) <= 10
     held = [
-        Piece(name, 0, torch.zeros(size), 0, size, is_trained=False, is_everywhere=True) for name, size in sizes.items()
+        Shard(name, 0, torch.zeros(size), 0, size, is_trained=False, is_everywhere=True) for name, size in sizes.items()
     ]
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     shown = [f.name for rank in range(3) for f in fragments(held, optimizer, rank, 3)]
@@ -292,7 +292,7 @@ def bytes_of_tensors() -> int:
 )
 def test_one_rank_alone_shards_nothing_where_stage_0_can_do_the_same(given, num_ranks, stage):
     config = Config.model_validate({"data": {}, "training": given})
-    training = as_sharded(config, num_ranks).training
+    training = with_effective_zero_stage(config, num_ranks).training
     assert training == config.training.model_copy(update={"zero_stage": stage})
 
 

@@ -10,7 +10,7 @@ from dist_transformer.data.loader.loader import MicroBatch
 from dist_transformer.data.loader.window import BatchShape
 from dist_transformer.planning.flops import add_flops, model_flops
 from dist_transformer.training.metrics import mfu
-from dist_transformer.training.metrics.mfu import Peak, Utilisation, flops_of_batches, peak_of
+from dist_transformer.training.metrics.mfu import Mfu, Peak, flops_of_batches, peak_of
 from dist_transformer.training.train_state import Interval
 
 MODEL = ModelConfig(preset="tiny")
@@ -40,7 +40,7 @@ def test_the_peak_of_a_cpu_is_that_of_the_fastest_products_of_a_step(monkeypatch
 def test_mfu_is_never_above_the_whole():
     """A peak may be measured in a busy moment."""
     interval = Interval(torch.zeros(2), target_tokens=700, source_tokens=900)
-    assert Utilisation(MODEL, 500, 1.0).of(interval, 4.0) == 1.0
+    assert Mfu(MODEL, 500, 1.0).of(interval, 4.0) == 1.0
 
 
 def test_a_gpu_of_the_table_is_not_measured_but_for_a_profile(monkeypatch):
@@ -55,10 +55,10 @@ def test_mfu_is_the_model_flops_of_the_real_tokens_over_what_all_ranks_could_hav
     interval = Interval(torch.zeros(2), target_tokens=700, source_tokens=900, padded_tokens=5000)
     interval.pairs_by_corpus = Counter(news=20, talks=10)
     flops = model_flops(MODEL, 500, 30, 900, 700).total
-    assert Utilisation(MODEL, 500, 2 * 3e9).of(interval, 4.0) == pytest.approx(flops / (4 * 6e9))
+    assert Mfu(MODEL, 500, 2 * 3e9).of(interval, 4.0) == pytest.approx(flops / (4 * 6e9))
     doubled = Interval(torch.zeros(2), target_tokens=1400, source_tokens=1800)
     doubled.pairs_by_corpus = Counter(news=60)
-    assert Utilisation(MODEL, 500, 6e9).of(doubled, 8.0) == pytest.approx(flops / (4 * 6e9))
+    assert Mfu(MODEL, 500, 6e9).of(doubled, 8.0) == pytest.approx(flops / (4 * 6e9))
 
 
 def test_of_micro_batches_only_the_real_tokens_count_and_a_lane_without_rows_not_at_all():

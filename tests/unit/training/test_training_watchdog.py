@@ -18,7 +18,7 @@ import threading
 from dist_transformer import distributed
 from dist_transformer.training.watchdog import Watchdog
 ranks = group.join(60)
-ranks.gather("one")
+ranks.all_gather_object("one")
 with Watchdog(1, ranks) as watchdog:
     {body}
 """
@@ -83,7 +83,9 @@ def test_progress_keeps_it_alive():
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_another_names_the_collective_it_is_in():
-    code, _, err = run_two("with Watchdog(1, ranks): ranks.sum(torch.zeros(1234, dtype=torch.int64))", STAY_AWAY, 60)
+    code, _, err = run_two(
+        "with Watchdog(1, ranks): ranks.all_reduce_sum(torch.zeros(1234, dtype=torch.int64))", STAY_AWAY, 60
+    )
     assert code == EXIT_HANG
     assert re.search(r"while starting; in collective 2 \(sum of 1,234 int64\) for \d+ s; where each thread stands", err)
 
@@ -92,8 +94,8 @@ def test_a_rank_that_waits_for_another_names_the_collective_it_is_in():
 @pytest.mark.parametrize(
     ("first", "name"),
     [
-        ("ranks.sum(torch.zeros(29))", "sum of 29 float32"),
-        ("ranks.gather(1)", "gather"),
+        ("ranks.all_reduce_sum(torch.zeros(29))", "sum of 29 float32"),
+        ("ranks.all_gather_object(1)", "gather"),
         ("ranks.start_sum(torch.zeros(29)).wait()", "waiting for the sum of 29 float32, begun ahead"),
     ],
 )
@@ -105,7 +107,7 @@ def test_a_rank_that_stays_away_is_told_as_such(first, name):
 
 
 def test_a_rank_that_has_left_is_told_as_such():
-    code, out, _ = run_two("ranks.sum(torch.zeros(1000))", LEAVE, 30)
+    code, out, _ = run_two("ranks.all_reduce_sum(torch.zeros(1000))", LEAVE, 30)
     assert code == 7
     assert out.startswith("another rank has left in the middle of a collective: look for the first rank that failed")
 
@@ -113,7 +115,9 @@ def test_a_rank_that_has_left_is_told_as_such():
 @pytest.mark.slow
 def test_errors_after_the_first_keep_their_cause():
     """gloo closes the pair at a time limit, and says so of every later collective."""
-    code, out, _ = run_two("try: ranks.sum(torch.zeros(9))\n    except RuntimeError: ranks.barrier()", STAY_AWAY)
+    code, out, _ = run_two(
+        "try: ranks.all_reduce_sum(torch.zeros(9))\n    except RuntimeError: ranks.barrier()", STAY_AWAY
+    )
     assert code == 7
     assert out.startswith("a rank did not come to a collective within")
 

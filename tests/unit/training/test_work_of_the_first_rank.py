@@ -9,7 +9,7 @@ from checkpoint_helpers import on_ranks
 
 from dist_transformer.cli import report
 from dist_transformer.config.schema import TrackingConfig
-from dist_transformer.distributed.rank_zero import by_first_rank
+from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.distributed.rounds import Stopped
 from dist_transformer.errors import CheckpointError
 from dist_transformer.run.folder import RunDir
@@ -25,7 +25,7 @@ def test_every_rank_has_the_result_of_work_that_only_the_first_did():
         done_by.append(threading.current_thread().name)
         return "result"
 
-    assert on_ranks(3, lambda ranks: by_first_rank(ranks, work, lambda: None)) == ["result"] * 3
+    assert on_ranks(3, lambda ranks: run_on_rank_zero(ranks, work, lambda: None)) == ["result"] * 3
     assert len(done_by) == 1
 
 
@@ -35,7 +35,7 @@ def test_a_users_error_is_raised_on_every_rank():
 
     def attempt(ranks) -> tuple[str, bool]:
         with pytest.raises(CheckpointError) as raised:
-            by_first_rank(ranks, fail, lambda: None)
+            run_on_rank_zero(ranks, fail, lambda: None)
         return str(raised.value), raised.value.is_agreed
 
     assert on_ranks(2, attempt) == [("no whole one", True)] * 2
@@ -58,7 +58,7 @@ def test_busy_work_is_heard_of_and_waiting_is_not():
 
         timer = threading.Timer(4.0, finished.set)  # of work that is never heard of
         timer.start()
-        on_ranks(1, lambda ranks: by_first_rank(ranks, work, progress))
+        on_ranks(1, lambda ranks: run_on_rank_zero(ranks, work, progress))
         timer.cancel()
 
     while_heard_of("busy", True)
@@ -75,7 +75,7 @@ def test_waiting_of_a_known_length_is_heard_of_on_every_rank():
         if min(heard) >= 5:
             finished.set()
 
-    on_ranks(2, lambda ranks: by_first_rank(ranks, lambda: finished.wait(20), lambda: progress(ranks.rank), 15.0))
+    on_ranks(2, lambda ranks: run_on_rank_zero(ranks, lambda: finished.wait(20), lambda: progress(ranks.rank), 15.0))
     assert min(heard) >= 5
 
 
@@ -84,14 +84,15 @@ def test_a_stop_of_any_rank_leaves_the_work_alone_on_all():
 
     def attempt(ranks) -> None:
         with pytest.raises(Stopped):
-            by_first_rank(ranks, lambda: finished.wait(60), lambda: None, wants_stop=lambda: ranks.rank == 1)
+            run_on_rank_zero(ranks, lambda: finished.wait(60), lambda: None, wants_stop=lambda: ranks.rank == 1)
         left.append(ranks.rank)
 
     on_ranks(3, attempt)
     assert sorted(left) == [0, 1, 2]
     finished.set()
     assert (
-        on_ranks(2, lambda ranks: by_first_rank(ranks, lambda: "done", print, wants_stop=lambda: False)) == ["done"] * 2
+        on_ranks(2, lambda ranks: run_on_rank_zero(ranks, lambda: "done", print, wants_stop=lambda: False))
+        == ["done"] * 2
     )
 
 
@@ -99,7 +100,7 @@ def test_waiting_beyond_its_length_is_no_progress():
     heard, finished = [], threading.Event()
     timer = threading.Timer(3.0, finished.set)
     timer.start()
-    on_ranks(1, lambda ranks: by_first_rank(ranks, finished.wait, lambda: heard.append(1), 0.8))
+    on_ranks(1, lambda ranks: run_on_rank_zero(ranks, finished.wait, lambda: heard.append(1), 0.8))
     timer.cancel()
     assert 1 <= len(heard) <= 4
 
@@ -130,7 +131,7 @@ def ended(
 
         config = SimpleNamespace(tracking=TrackingConfig(close_seconds=1))
         watchdog = SimpleNamespace(progress=progress)
-        act(RunEnd(config, run_dir, ranks, watchdog, tracker if ranks.is_first else None))
+        act(RunEnd(config, run_dir, ranks, watchdog, tracker if ranks.is_rank_zero else None))
 
     on_ranks(num_ranks, on_rank)
     return said
