@@ -40,7 +40,7 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking.tracker import Tracker
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
 from faulty_proxy import Fault, Proxy
 from mlflow_server import Server, free_port

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "unit" / "training")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
 PAGE = ROOT / "docs" / "engine_matrix.md"
 
 from plain_torch import (  # noqa: E402

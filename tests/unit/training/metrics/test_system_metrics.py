@@ -21,7 +21,7 @@ from dist_transformer.training.metrics import system_metrics
 from dist_transformer.training.metrics.logger import Reporter
 from dist_transformer.training.metrics.system_metrics import NodeSampler
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.fixture(autouse=True)

@@ -76,7 +76,7 @@ def test_a_process_that_hangs_prints_where_it_stands_and_ends_in_a_message():
     program = "from faulty_builders import hang_in_window_one; hang_in_window_one()"
     done = subprocess.run(
         [sys.executable, "-c", program],
-        cwd=Path(__file__).parent,
+        cwd=Path(__file__).parents[3] / "helpers",
         capture_output=True,
         text=True,
         check=True,

@@ -16,7 +16,7 @@ from dist_transformer.data.manifest import Manifest, RowGroup, Shard, Split, Tex
 from dist_transformer.data.sources.demo_corpus import demo_pairs
 from dist_transformer.data.tokenizer.tokenizer import train_tokenizer
 
-FAULTY_FOLDER = Path(__file__).parents[2] / "faulty_filesystem"
+FAULTY_FOLDER = Path(__file__).parents[1] / "faulty_filesystem"
 PAIRS = [pair for _, pair in zip(range(120), demo_pairs("train"), strict=False)]
 TOKENIZER = "tokenizer/source.model"
 KEY = WindowKey(epoch=0, segment=0, lane=0, window=0)
