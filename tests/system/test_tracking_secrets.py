@@ -27,7 +27,7 @@ SECRETS = {
 ALL_SECRETS = [*SECRETS.values(), base64.b64encode(f"{USER}:{SECRETS['MLFLOW_TRACKING_PASSWORD']}".encode()).decode()]
 CRASHING = """
 import os
-from dist_transformer.tracking.metrics_log import MetricsLog
+from dist_transformer.run.metrics_log import MetricsLog
 
 append = MetricsLog.append
 

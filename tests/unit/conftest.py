@@ -1,13 +1,18 @@
-"""Slurm's commands as small programs on PATH; tests/slurm has real ones."""
+"""Slurm's commands as small programs on PATH (tests/slurm has real ones), and a group of one rank."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import fake_slurm as answering
 import pytest
 from cluster_helpers import SBATCH, FakeSlurm
 
 from dist_transformer.run.folder import RunDir
+
+if TYPE_CHECKING:
+    from dist_transformer.distributed.group import Ranks
 
 
 @pytest.fixture
@@ -32,3 +37,12 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> answering.FakeSlur
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
     return RunDir(tmp_path / "run")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator["Ranks"]:
+    """The group of this process alone."""
+    from dist_transformer.distributed import group
+
+    yield group.join(60)
+    group.leave()

@@ -8,13 +8,13 @@ import pytest
 from cluster_helpers import FakeSlurm, config_of
 from fake_slurm import job_line
 
+from dist_transformer import files
 from dist_transformer.cluster.slurm import SlurmError, clean_environment
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
 from dist_transformer.config.slurm_schema import STAGES
 from dist_transformer.errors import ConfigError, MachineError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.package_data import share_folder
-from dist_transformer.run import folder as run_dir_module
 from dist_transformer.run.folder import RunDir
 
 
@@ -201,13 +201,13 @@ def test_submitting_writes_the_run_folder_and_calls_sbatch_with_exactly_the_plan
 def test_a_script_is_for_its_owner_alone_from_the_first_moment_on(
     run_dir: RunDir, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    modes, flush = list[tuple[str, int]](), run_dir_module.flush_to_disk
+    modes, flush = list[tuple[str, int]](), files.flush_to_disk
 
     def looked_at(path: Path) -> None:
         modes.append((path.name.strip("."), path.stat().st_mode & 0o777))
         flush(path)
 
-    monkeypatch.setattr(run_dir_module, "flush_to_disk", looked_at)
+    monkeypatch.setattr(files, "flush_to_disk", looked_at)
     submit(_plan(run_dir))
     assert {mode for name, mode in modes if name.startswith("train.sbatch")} == {0o600}
     assert run_dir.submitted_script.stat().st_mode & 0o777 == 0o600

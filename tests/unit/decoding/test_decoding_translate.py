@@ -172,13 +172,13 @@ def test_a_long_line_is_cut_translated_in_parts_and_joined() -> None:
 
 @dataclass
 class LonelyRank:
-    """One rank of a group that it never hears of: `gather` keeps what it was given last."""
+    """One rank of a group that it never hears of: `all_gather_object` keeps what it was given last."""
 
     rank: int
     num_ranks: int
     given: Any = None
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         self.given = value
         return [value]
 

@@ -174,7 +174,7 @@ def test_each_rank_gets_each_signal_once_even_from_a_terminal(tmp_path: Path, se
     """)
     launcher = f"""
 import sys
-from dist_transformer.launching import start_local_ranks
+from dist_transformer.processes.launching import start_local_ranks
 sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}]))
 """
     process = subprocess.Popen([sys.executable, "-c", launcher], start_new_session=True)
@@ -198,7 +198,7 @@ def test_a_signal_that_comes_while_a_rank_is_started_reaches_it_too_and_the_othe
     """)
     launcher = f"""
 import os, signal, subprocess, sys, time
-from dist_transformer.launching import start_local_ranks
+from dist_transformer.processes.launching import start_local_ranks
 class Slow(subprocess.Popen):
     def __init__(self, *arguments, env, **named):
         super().__init__(*arguments, env=env, **named)
@@ -216,7 +216,7 @@ def test_a_rank_that_is_to_listen_is_not_ended_by_a_signal_before_it_does(tmp_pa
     rank = HEAD + textwrap.dedent(f"""
         open(f'{tmp_path}/ready{{rank}}', 'w')
         time.sleep(0.5)
-        from dist_transformer.stop_request import StopRequest
+        from dist_transformer.processes.stop_request import StopRequest
         stop = StopRequest()
         assert stop.started < {time.time() + 3600} and 'DIST_TRANSFORMER_STARTED' in os.environ
         stop.listen()
@@ -226,7 +226,7 @@ def test_a_rank_that_is_to_listen_is_not_ended_by_a_signal_before_it_does(tmp_pa
     """)
     launcher = f"""
 import sys
-from dist_transformer.launching import start_local_ranks
+from dist_transformer.processes.launching import start_local_ranks
 sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}], are_held=True))
 """
     process = subprocess.Popen([sys.executable, "-c", launcher], start_new_session=True)
@@ -239,7 +239,7 @@ def test_a_second_ctrl_c_ends_all_ranks_and_the_launcher_at_once(tmp_path: Path)
     """The first is a request, here one that the ranks never get to: they hang where Python runs no handler."""
     rank = HEAD + textwrap.dedent(f"""
         import ctypes
-        from dist_transformer.stop_request import StopRequest
+        from dist_transformer.processes.stop_request import StopRequest
         stop = StopRequest()
         stop.listen()
         libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
@@ -250,8 +250,8 @@ def test_a_second_ctrl_c_ends_all_ranks_and_the_launcher_at_once(tmp_path: Path)
     """)
     launcher = f"""
 import sys
-from dist_transformer.launching import start_local_ranks
-from dist_transformer.stop_request import StopRequest
+from dist_transformer.processes.launching import start_local_ranks
+from dist_transformer.processes.stop_request import StopRequest
 StopRequest().listen()  # as `train` does before it knows that it will start ranks
 sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}]))
 """

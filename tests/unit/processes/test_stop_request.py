@@ -15,7 +15,7 @@ from dist_transformer.processes.stop_request import END_TIME_VARIABLE, STARTED_V
 
 PROGRAM = """
 import signal, sys
-from dist_transformer.stop_request import StopRequest
+from dist_transformer.processes.stop_request import StopRequest
 stop = StopRequest(repeat_seconds={repeat_seconds})
 stop.listen()
 {body}

@@ -432,9 +432,9 @@ def test_a_store_whose_making_was_interrupted_is_not_there(run_dir: RunDir, monk
 FOUR_POINTS = """
 import sys
 from pathlib import Path
-from dist_transformer.config.models import TrackingConfig
-from dist_transformer.run_dir import RunDir
-from dist_transformer.tracking.metrics_log import MetricsLog
+from dist_transformer.config.schema import TrackingConfig
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import MetricsLog
 from dist_transformer.tracking.tracker import sync
 
 run_dir = RunDir(Path(sys.argv[1]))

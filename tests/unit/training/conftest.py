@@ -7,17 +7,10 @@ import torch
 from plain_torch import TINY, VOCABULARY, MicroBatch, ragged_batches
 
 from dist_transformer.config.schema import OptimizerConfig, TrainingConfig
-from dist_transformer.distributed import group
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import Objective
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    yield group.join(60)
-    group.leave()
 
 
 @pytest.fixture

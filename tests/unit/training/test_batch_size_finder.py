@@ -294,13 +294,13 @@ def test_a_state_larger_than_memory_is_refused_with_the_sizes_and_the_ways_out(r
 LIMITED = """
     import logging, resource, sys
     import torch
-    from dist_transformer import distributed
-    from dist_transformer.config.data_models import DataConfig
-    from dist_transformer.config.models import ModelConfig
+    from dist_transformer.distributed import group
+    from dist_transformer.config.data_schema import DataConfig
+    from dist_transformer.config.schema import ModelConfig
     from dist_transformer.errors import UserError
     from dist_transformer.model.transformer import Transformer
-    from dist_transformer.training import largest_batch, memory
-    from dist_transformer.training.objective import Objective
+    from dist_transformer.training import batch_size_finder, memory
+    from dist_transformer.training.engine.objective import Objective
 
     memory.RESERVED_ADDRESS_BYTES = 0  # no corpus is read here
     torch.set_num_threads(1)
@@ -308,7 +308,7 @@ LIMITED = """
     sizes = dict(d_model=64, d_ff=256, num_heads=4, num_encoder_layers=2, num_decoder_layers=2)
     model = Transformer(ModelConfig(**sizes), 400, 400, 0)
     objective = Objective(model, 0.1, "fp32")
-    ranks = distributed.join(60)
+    ranks = group.join(60)
     state_bytes = 20 * sum(p.numel() for p in model.parameters())
 
     class Plain:
@@ -331,7 +331,7 @@ LIMITED = """
     resource.setrlimit(resource.RLIMIT_AS, (in_use + int(sys.argv[1]),) * 2)
     found = batch_size_finder.find_max_tokens(objective, state_bytes, data_of("auto"), ranks, "fp32")
     print(found, fits(found), fits(2 * found))
-    distributed.leave()
+    group.leave()
 """
 
 

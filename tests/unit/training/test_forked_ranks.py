@@ -18,10 +18,10 @@ from dist_transformer.errors import EXIT_FAILED, EXIT_REQUEUE
 
 HEAD = """
 import os, signal, sys, threading, time
-from dist_transformer import launching
-from dist_transformer.child_processes import forwarding_signals
-from dist_transformer.launching import fork_and_wait, fork_local_ranks, may_fork
-from dist_transformer.stop_request import StopRequest
+from dist_transformer.processes import launching
+from dist_transformer.processes.children import forwarding_signals
+from dist_transformer.processes.launching import fork_and_wait, fork_local_ranks, may_fork
+from dist_transformer.processes.stop_request import StopRequest
 def place():
     return int(os.environ["RANK"])
 def listening():
@@ -316,7 +316,7 @@ def test_a_rank_that_ends_leaves_no_folder_of_its_helpers(tmp_path: Path) -> Non
         f"""
         import tempfile
         tempfile.tempdir = {str(tmp_path)!r}
-        from dist_transformer.stop_request import leave
+        from dist_transformer.processes.stop_request import leave
         def rank():
             listening()
             assert os.listdir({str(tmp_path)!r})

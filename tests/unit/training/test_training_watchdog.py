@@ -15,7 +15,7 @@ from dist_transformer.errors import EXIT_HANG
 
 WATCHED = """
 import threading
-from dist_transformer import distributed
+from dist_transformer.distributed import group
 from dist_transformer.training.watchdog import Watchdog
 ranks = group.join(60)
 ranks.all_gather_object("one")
@@ -24,7 +24,7 @@ with Watchdog(1, ranks) as watchdog:
 """
 LOSING_EACH_OTHER = """
 import os, sys, torch
-from dist_transformer import distributed
+from dist_transformer.distributed import group
 from dist_transformer.training.watchdog import Watchdog
 ranks = group.join({seconds})
 ranks.barrier()
@@ -125,7 +125,7 @@ def test_errors_after_the_first_keep_their_cause():
 @pytest.mark.slow
 def test_a_rank_that_was_never_started_is_told_as_such():
     program = """
-from dist_transformer import distributed
+from dist_transformer.distributed import group
 try:
     group.join(1)
 except RuntimeError as error:
@@ -180,7 +180,7 @@ def test_begin_and_end_are_both_told(monkeypatch, ranks):
 
 SEGMENTS = """
 import torch
-from dist_transformer import distributed
+from dist_transformer.distributed import group
 group.join(60)
 print(torch._C._accelerator_getAllocatorSettings())
 """

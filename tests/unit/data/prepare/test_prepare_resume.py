@@ -122,7 +122,7 @@ def test_a_stop_request_passes_through_the_training_of_the_tokenizer(tmp_path: P
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from dist_transformer.data import prepare as preparation
+from dist_transformer.data.prepare import preparation
 from prepare_helpers import config_of
 
 for name, rows in {small!r}.items():

@@ -251,7 +251,7 @@ def test_the_table_has_rank_0_and_the_one_that_others_wait_for_and_a_full_disk_i
         num_ranks=3,
         is_rank_zero=True,
         device=torch.device("cpu"),
-        gather=lambda mine: [mine, (0.0, "rank 1"), slow],
+        all_gather_object=lambda mine: [mine, (0.0, "rank 1"), slow],
     )
     with profiling(run.watched, job_of(three, tmp_path / "good", []), lambda _: FLOPS):
         run.steps(ALL_STEPS)
