@@ -3,7 +3,7 @@
     python benchmarks/decode.py                                     # random weights, sizes small and base
     python benchmarks/decode.py --model runs/my --source test.en    # a trained model on real sentences
 
-The model is written as a Marian folder and as a CTranslate2 folder by the package's own doors. Every engine gets the same
+The model is written as a Marian folder and as a CTranslate2 folder by the package's own adapters. Every engine gets the same
 token ids in the same batches, in a process of its own: in one process the threads of one slow down those of the others.
 Tokenizing is not timed. Length penalty 0, which all three understand alike. With random weights
 the end of sentence is made impossible, so that every translation has the same length; a trained model's end where they end.

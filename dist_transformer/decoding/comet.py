@@ -1,4 +1,4 @@
-"""The only door to COMET (package unbabel-comet, not installed with this one): a score by a trained model."""
+"""The only adapter of COMET (package unbabel-comet, not installed with this one): a score by a trained model."""
 
 import logging
 from collections.abc import Iterator, Sequence

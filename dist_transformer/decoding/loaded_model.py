@@ -40,7 +40,7 @@ def model_folder_of(path: Path) -> Path:
     for folder in (path, path / "model"):
         if (folder / "model.safetensors").is_file():
             return folder
-    if (path / "model.bin").is_file():  # CTranslate2's; its door is not opened to ask, for a served model has it not
+    if (path / "model.bin").is_file():  # CTranslate2's; its adapter is not loaded to ask, for a served model has it not
         raise UserError(
             f"{path}: a model exported to CTranslate2, which translate --engine ctranslate2 takes; the rest needs the model "
             "folder that it was exported from"

@@ -1,4 +1,4 @@
-"""The only door to sacreBLEU and sacremoses: scores of a corpus with the signatures that make them comparable (Post, 2018).
+"""The only adapter of sacreBLEU and sacremoses: scores of a corpus with the signatures that make them comparable (Post, 2018).
 
 `corpus_scores` is for comparing today: text as people read it, tokenised by sacreBLEU. `tokenised_scores` is for comparing
 with papers that counted on text tokenised by themselves, as "Attention Is All You Need" did.

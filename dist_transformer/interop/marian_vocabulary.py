@@ -6,7 +6,7 @@ nothing. A piece that a language cuts its text into, but that vocab.json lacks, 
 
 Here: two sentencepiece models whose ids are those of vocab.json, so that nothing else is needed. Pieces that vocab.json
 lacks come after the others, each with a copy of the unknown piece's row; a language code is a piece of its own. Differences
-are left for what is hardly text; docs/doors.md names them.
+are left for what is hardly text; docs/interop.md names them.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The only door to MLflow: thin calls of MlflowClient. Nothing here touches MLflow's fluent state (active run, global
+"""The only adapter of MLflow: thin calls of MlflowClient. Nothing here touches MLflow's fluent state (active run, global
 tracking address): its defaults block for minutes when the server is away, and its exit hooks set a wrong status.
 
 Every call raises ServerTrouble when the server is away or busy, ServerRefused when it will never take the data.

@@ -1,6 +1,6 @@
 """Reads any corpus in order, in batches of text: aligned files, tables, Hub datasets, the demonstration corpus.
 
-The only door to Hugging Face `datasets`, which reads Hub datasets as a stream of Arrow batches. Its `shuffle` is never
+The only adapter of Hugging Face `datasets`, which reads Hub datasets as a stream of Arrow batches. Its `shuffle` is never
 used: a stopped and resumed shuffled stream loses and repeats rows; `prepare` shuffles. Files are read here, whatever
 they are: so a message names the line, unwanted rows cost little, and every format has the same rules.
 """

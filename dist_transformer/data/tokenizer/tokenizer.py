@@ -1,4 +1,4 @@
-"""The only door to sentencepiece: trains a model on sentences, and turns text to token ids and back.
+"""The only adapter of sentencepiece: trains a model on sentences, and turns text to token ids and back.
 
 Ids of a trained model: padding 0, begin of sentence 1, end of sentence 2, unknown 3. Vocabularies are counted in
 multiples of 8, which matrix kernels need; ids beyond the last piece are never produced and decode to nothing.

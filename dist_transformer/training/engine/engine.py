@@ -1,4 +1,4 @@
-"""The only door to DeepSpeed: wraps the model in ZeRO, makes a step of it, shows and sets its whole state.
+"""The only adapter of DeepSpeed: wraps the model in ZeRO, makes a step of it, shows and sets its whole state.
 
 What DeepSpeed 0.19.8 gets wrong is mended here and in deepspeed_patches.py, each mend with a test:
 - stages 1 to 3 with fp16 halve the gradient on each step at which the loss scale grows (`delay_scale_growth`;
