@@ -36,7 +36,7 @@ from dist_transformer.model.transformer import Transformer
 from dist_transformer.processes.launching import start_local_ranks
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import checkpoints
-from dist_transformer.training.checkpoint.async_writer import Saver
+from dist_transformer.training.checkpoint.async_writer import AsyncWriter
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import Objective
 
@@ -63,7 +63,7 @@ class Case:
         self.engine.train()
         self._ranks, self._folder, self._run_dir = ranks, folder, RunDir(folder / "ours")
         self._run_dir.path.mkdir(parents=True, exist_ok=True)
-        self._saver = Saver(self._run_dir, ranks, CheckpointConfig(), lambda doing: None)
+        self._saver = AsyncWriter(self._run_dir, ranks, CheckpointConfig(), lambda doing: None)
         shape = (2, 4, max(1, arguments.max_tokens // 8))
         self._ids = torch.randint(1, vocabulary, shape, generator=torch.Generator().manual_seed(SEED)).to(ranks.device)
         self._steps = 0

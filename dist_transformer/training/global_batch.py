@@ -1,4 +1,4 @@
-"""The feed: global batches, one step ahead. While a step computes, the next one is fetched and counted over all ranks.
+"""Global batches, fetched one step ahead. While a step computes, the next one is fetched and counted over all ranks.
 
 One small all-reduce a step carries everything the ranks must agree on: how many target tokens the loss is divided by,
 whether any rank was asked to stop or still writes a checkpoint, the loss of the step before, whether any rank could not
@@ -92,7 +92,7 @@ class GlobalBatch:
     is_writing: bool
     """Some rank still writes a checkpoint."""
     loss_sum: float
-    """Of the step that was computed last when this batch was begun: the sum of every rank's `News`."""
+    """Of the step that was computed last when this batch was begun: the sum of every rank's `RankStatus`."""
     digest: str
     wait_seconds: float
     """How long training stood still for this batch."""

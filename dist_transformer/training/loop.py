@@ -16,7 +16,7 @@ from dist_transformer.data.loader.window import BatchShape
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rounds import Stopped
 from dist_transformer.errors import CheckpointError, DataError
-from dist_transformer.training.checkpoint.async_writer import Saver
+from dist_transformer.training.checkpoint.async_writer import AsyncWriter
 from dist_transformer.training.divergence import Diverged, LossMonitor
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.global_batch import Fetched, GlobalBatch, GlobalBatchPrefetcher, RankStatus
@@ -54,7 +54,7 @@ class Trainer:
         config: Config,
         ranks: Ranks,
         engine: Engine,
-        saver: Saver,
+        saver: AsyncWriter,
         reporter: Reporter,
         monitor: LossMonitor,
         progress: TrainState,
@@ -77,20 +77,20 @@ class Trainer:
         self._zero_weight = _zero_weight(recipe["pad_id"], recipe["eos_id"])
         self.current_batch: GlobalBatch | None = None
 
-    def run(self, feed: GlobalBatchPrefetcher, bar: ProgressBar, watchdog: Watchdog) -> Outcome:
+    def run(self, prefetcher: GlobalBatchPrefetcher, bar: ProgressBar, watchdog: Watchdog) -> Outcome:
         """Trains until the end or a stop request (collective). A checkpoint of the last step is there afterwards.
 
         Raises:
             Diverged: on every rank, at the same step.
         """
         try:
-            outcome = self._train(feed, bar, watchdog)
+            outcome = self._train(prefetcher, bar, watchdog)
         except Stopped:  # in the middle of a validation, which is still due
             outcome = Outcome.STOPPED
         self._save(is_last=True)
         return outcome
 
-    def _train(self, feed: GlobalBatchPrefetcher, bar: ProgressBar, watchdog: Watchdog) -> Outcome:
+    def _train(self, prefetcher: GlobalBatchPrefetcher, bar: ProgressBar, watchdog: Watchdog) -> Outcome:
         """As `run`, but for the last save."""
         config, progress = self._config, self.progress
         self._reporter.interval.started = time.monotonic()
@@ -100,12 +100,12 @@ class Trainer:
             self._reporter.add_to_checkpoint(progress.step)
         while not self._has_ended():
             watchdog.progress(f"waiting for the batch after step {progress.step}")
-            batch = self._next_batch(feed)
+            batch = self._next_batch(prefetcher)
             if batch is None:
                 break
             if batch.stop:
                 return Outcome.STOPPED
-            feed.begin()
+            prefetcher.begin()
             if not self._step(batch, watchdog):
                 continue
             if progress.step % config.training.log_every_steps == 0:
@@ -150,11 +150,11 @@ class Trainer:
             or self._reporter.early_stopping.reason() is not None
         )
 
-    def _next_batch(self, feed: GlobalBatchPrefetcher) -> GlobalBatch | None:
+    def _next_batch(self, prefetcher: GlobalBatchPrefetcher) -> GlobalBatch | None:
         """The next batch with rows in it; None when the last epoch has ended."""
         max_epochs = self._config.training.max_epochs
         for _ in range(2):  # the end of an epoch, and the next one from its start
-            batch = feed.wait()
+            batch = prefetcher.wait()
             self._reporter.interval.wait_seconds += batch.wait_seconds
             self._hear(batch)
             if batch.stop:
@@ -167,7 +167,7 @@ class Trainer:
                 return batch
             if batch.segment.epoch + 1 == max_epochs:
                 return None
-            feed.start_epoch()
+            prefetcher.start_epoch()
         raise DataError(
             "a whole epoch has no pair to train on: all were dropped by data.filters, or their row groups left out; look "
             "at the log, and at the corpus with `dist-transformer data inspect`"

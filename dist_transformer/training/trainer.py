@@ -25,7 +25,7 @@ from dist_transformer.tracking.tracker import Tracker
 from dist_transformer.training.batch_size_finder import dry_run, find_max_tokens, largest_shapes
 from dist_transformer.training.changed_settings import Changes, compare_and_tell
 from dist_transformer.training.checkpoint import checkpoints
-from dist_transformer.training.checkpoint.async_writer import Saver
+from dist_transformer.training.checkpoint.async_writer import AsyncWriter
 from dist_transformer.training.checkpoint.checkpoints import Checkpoint
 from dist_transformer.training.checkpoint.final_model import write_final_model
 from dist_transformer.training.crash import write_crash
@@ -170,7 +170,7 @@ def _train(
     mfu = Mfu(config.model, data.manifest.target_vocabulary, _sum(ranks, peak.flops_per_second)).of
     reporter = Reporter(config, ranks, engine, validator, stopping, sampler, journal, recorded, mfu)
     monitor = LossMonitor(config.divergence, changes.loss_monitor(checkpoint))
-    saver = Saver(run.run_dir, ranks, config.checkpoints, watchdog.progress)
+    saver = AsyncWriter(run.run_dir, ranks, config.checkpoints, watchdog.progress)
     factor = run.recovery.learning_rate_factor
     about = {"recipe": data.recipe(), "libraries": data.libraries, "run_id": run.run_id, "settings": changes.settings}
     trainer = Trainer(
@@ -196,9 +196,9 @@ def _train(
         sampler or nullcontext(),
         _crash_records(run, trainer),
     ):
-        feed = _feed(run, trainer)
-        with _profile(run, peak, journal, Watched(engine, feed, reporter, saver, bar)):
-            outcome = trainer.run(feed, bar, watchdog)
+        prefetcher = _prefetcher(run, trainer)
+        with _profile(run, peak, journal, Watched(engine, prefetcher, reporter, saver, bar)):
+            outcome = trainer.run(prefetcher, bar, watchdog)
     early_stop = stopping.reason() or "" if outcome is Outcome.FINISHED else ""
     if early_stop:
         log.info("early stop %s", early_stop)
@@ -250,7 +250,7 @@ def objective_of(config: Config, manifest: Manifest) -> Objective:
     return Objective(model, training.label_smoothing, training.precision)
 
 
-def _feed(run: Run, trainer: Trainer) -> GlobalBatchPrefetcher:
+def _prefetcher(run: Run, trainer: Trainer) -> GlobalBatchPrefetcher:
     settings, ranks, progress = run.config.data, run.ranks, trainer.progress
     batch = progress.batches
     loader = run.data.loader(

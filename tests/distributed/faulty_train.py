@@ -77,7 +77,7 @@ def install_disk(fault: str) -> None:
     """A disk that takes the first checkpoint only while training goes on; or the second one kills the writer."""
     import dist_transformer.training.checkpoint.async_writer as saver
 
-    begin, write = saver.Saver.begin, saver.write_state_file
+    begin, write = saver.AsyncWriter.begin, saver.write_state_file
     trainers: list[Trainer] = []
     saves: list[int] = []
     step = Trainer._step
@@ -86,7 +86,7 @@ def install_disk(fault: str) -> None:
         trainers[:] = [trainer]
         return step(trainer, batch, *others)
 
-    def noted_begin(at: saver.Saver, engine: Engine, state: dict[str, int]) -> None:
+    def noted_begin(at: saver.AsyncWriter, engine: Engine, state: dict[str, int]) -> None:
         saves.append(state["step"])
         begin(at, engine, state)
 
@@ -98,7 +98,7 @@ def install_disk(fault: str) -> None:
         if fault == "killed while saving" and len(saves) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Trainer._step, saver.Saver.begin, saver.write_state_file = noted_step, noted_begin, faulty_write
+    Trainer._step, saver.AsyncWriter.begin, saver.write_state_file = noted_step, noted_begin, faulty_write
 
 
 def install_validation(number: int, where: str, what: str) -> None:

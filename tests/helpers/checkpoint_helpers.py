@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dist_transformer.config.schema import CheckpointConfig
 from dist_transformer.run.folder import RunDir
-from dist_transformer.training.checkpoint.async_writer import Saved, Saver
+from dist_transformer.training.checkpoint.async_writer import AsyncWriter, Saved
 from dist_transformer.training.engine.sharded_state import Fragment
 
 RUN_ID = "0123456789abcdef"
@@ -124,7 +124,7 @@ def save(run_dir: RunDir, step: int, num_ranks: int = 2, **state: Any) -> list[S
 
     def work(ranks: ThreadRanks) -> Saved | None:
         run_dir.path.mkdir(exist_ok=True)
-        saver = Saver(run_dir, ranks, settings, lambda doing: None)
+        saver = AsyncWriter(run_dir, ranks, settings, lambda doing: None)
         saver.begin(MemoryEngine(step, ranks.rank, num_ranks, parts), state_of(step, **state))
         return saver.finish()
 

@@ -68,7 +68,7 @@ class Saved:
     """An earlier start had written it: nothing was done."""
 
 
-class Saver:
+class AsyncWriter:
     """Writes the checkpoints of a run, one at a time, in the background.
 
     `progress` is told what is done whenever something moved, never for mere waiting: a stalled disk is the watchdog's.

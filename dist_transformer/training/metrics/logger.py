@@ -35,7 +35,7 @@ class Reporter:
         sampler: how busy the nodes are, noted with a log line every SYSTEM_SECONDS; None: not wanted.
         journal: None on all ranks but the first.
         recorded: newest record of each event ("train", "validation") in metrics.jsonl, the same on every rank.
-        mfu: of an interval and its seconds, `Utilisation.of`.
+        mfu: of an interval and its seconds, `Mfu.of`.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ from dist_transformer.model import transformer
 from dist_transformer.model.attention import CrossAttention, SelfAttention
 from dist_transformer.model.layers import FeedForward
 from dist_transformer.planning.flops import ModelFlops, add_flops
-from dist_transformer.training.checkpoint.async_writer import Saver
+from dist_transformer.training.checkpoint.async_writer import AsyncWriter
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.global_batch import GlobalBatch, GlobalBatchPrefetcher
 from dist_transformer.training.metrics.console import ProgressBar
@@ -51,9 +51,9 @@ class Watched:
     """The parts of a start whose calls are marked."""
 
     engine: Engine
-    feed: GlobalBatchPrefetcher
+    prefetcher: GlobalBatchPrefetcher
     reporter: Reporter
-    saver: Saver
+    saver: AsyncWriter
     bar: ProgressBar
 
 
@@ -84,7 +84,7 @@ def profiling(watched: Watched, job: Job, flops_of: FlopsOf) -> Iterator[None]:
     """
     recorder = _Recorder(watched, job, flops_of)
     with ExitStack() as changed:
-        _replace(changed, watched.feed, "wait", partial(recorder.wait, watched.feed.wait))
+        _replace(changed, watched.prefetcher, "wait", partial(recorder.wait, watched.prefetcher.wait))
         try:
             yield
         finally:
@@ -107,7 +107,7 @@ class _Recorder:
         self._is_written = False
 
     def wait(self, wait: Callable[[], GlobalBatch]) -> GlobalBatch:
-        """In the place of `Feed.wait` (collective)."""
+        """In the place of `GlobalBatchPrefetcher.wait` (collective)."""
         if self._batch is not None:
             self._end_step(self._batch)
         if self._is_written:
@@ -202,7 +202,7 @@ class _Recorder:
 def _mark(changed: ExitStack, watched: Watched) -> None:
     """Ranges around what happens in a step, until `changed` is closed."""
     calls: list[tuple[Any, str, str]] = [
-        (watched.feed, "begin", parts.DATA),
+        (watched.prefetcher, "begin", parts.DATA),
         (watched.engine, "backward", parts.BACKWARD),
         (watched.engine, "step", parts.OPTIMIZER),
         *((watched.reporter, name, parts.TRACKING) for name in ("count", "log", "audit")),

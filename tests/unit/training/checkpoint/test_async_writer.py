@@ -13,7 +13,7 @@ from dist_transformer.config.schema import CheckpointConfig
 from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import async_writer, checkpoints
-from dist_transformer.training.checkpoint.async_writer import Saver
+from dist_transformer.training.checkpoint.async_writer import AsyncWriter
 from dist_transformer.training.checkpoint.tensor_files import Weights
 
 NO_SPACE = OSError(28, "No space left on device")
@@ -31,7 +31,7 @@ def run_dir(tmp_path):
 
 def saver_of(run_dir, ranks, attempts=1, progress=lambda doing: None):
     run_dir.path.mkdir(exist_ok=True)
-    return Saver(run_dir, ranks, CheckpointConfig(save_attempts=attempts), progress)
+    return AsyncWriter(run_dir, ranks, CheckpointConfig(save_attempts=attempts), progress)
 
 
 def alone(work):

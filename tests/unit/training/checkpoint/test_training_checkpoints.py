@@ -15,7 +15,7 @@ from dist_transformer.errors import CheckpointError
 from dist_transformer.files import write_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import checkpoints, retention
-from dist_transformer.training.checkpoint.async_writer import Saver
+from dist_transformer.training.checkpoint.async_writer import AsyncWriter
 from dist_transformer.training.checkpoint.tensor_files import StateFiles, Weights, file_name, write_state_file
 
 
@@ -28,7 +28,7 @@ def a_step(engine, batch, learning_rate=1e-2):
 
 def save_engine(run_dir, engine, ranks, step):
     run_dir.path.mkdir(exist_ok=True)
-    saver = Saver(run_dir, ranks, CheckpointConfig(save_attempts=1), lambda doing: None)
+    saver = AsyncWriter(run_dir, ranks, CheckpointConfig(save_attempts=1), lambda doing: None)
     saver.begin(engine, state_of(step, scaler=engine.scaler_state()))
     assert saver.finish().problem is None
 

@@ -138,11 +138,11 @@ class Run:
     def __init__(self, engine: Engine, micro_batch: MicroBatch) -> None:
         self.engine, self.micro_batch, self.waits = engine, micro_batch, 0
         nothing: Callable[..., None] = lambda *_: None  # noqa: E731
-        self.feed = SimpleNamespace(wait=self.next_batch, begin=nothing)
+        self.prefetcher = SimpleNamespace(wait=self.next_batch, begin=nothing)
         interval = SimpleNamespace(started=0.0)
         self.reporter = SimpleNamespace(count=nothing, log=nothing, audit=nothing, validate=nothing, interval=interval)
         saver, bar = SimpleNamespace(begin=nothing, finish=nothing), SimpleNamespace(show=nothing)
-        parts: Any = (engine, self.feed, self.reporter, saver, bar)
+        parts: Any = (engine, self.prefetcher, self.reporter, saver, bar)
         self.watched = Watched(*parts)
 
     def next_batch(self) -> Any:
@@ -153,9 +153,9 @@ class Run:
     def steps(self, count: int) -> None:
         done = 0
         while done < count:
-            if not self.feed.wait().pairs:
+            if not self.prefetcher.wait().pairs:
                 continue
-            self.feed.begin()
+            self.prefetcher.begin()
             loss, _ = self.engine(*self.micro_batch)
             self.engine.backward(loss, 10)
             self.engine.step(1e-3)
@@ -173,8 +173,12 @@ def marks_of(run: Run) -> list[Any]:
     modules = list(run.engine.objective.modules())
     return [
         [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules],
-        [vars(part).get(name) for part in (run.engine, run.feed, run.reporter) for name in ("step", "begin", "count")],
-        [transformer.label_smoothed_cross_entropy, torch.distributed.Work.wait, run.feed.wait],
+        [
+            vars(part).get(name)
+            for part in (run.engine, run.prefetcher, run.reporter)
+            for name in ("step", "begin", "count")
+        ],
+        [transformer.label_smoothed_cross_entropy, torch.distributed.Work.wait, run.prefetcher.wait],
     ]
 
 
@@ -211,7 +215,7 @@ def test_a_profile_has_a_trace_and_a_table_of_all_parts_and_leaves_nothing_behin
     names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
     assert names.count(PREFIX + "step") == PROFILED_STEPS
     again = PROFILED_STEPS if checkpointing else 0
-    assert names.count(PREFIX + "feed-forward") == 2 * (PROFILED_STEPS + again)  # one layer on each side
+    assert names.count(PREFIX + "prefetcher-forward") == 2 * (PROFILED_STEPS + again)  # one layer on each side
 
 
 def test_a_run_that_ends_within_the_profiled_steps_has_those_done_and_one_that_ends_before_is_told(
