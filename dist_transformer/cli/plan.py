@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from dist_transformer.planning.hardware import Hardware
 
 MOST_NODES = 100_000
+LARGEST = 1e18
 
 Gpu = Annotated[str, typer.Option(help="Kind of GPU: h200-141g, a100-80g, ..., cpu; a wrong one names all.")]
 GpusPerNode = Annotated[
@@ -95,11 +96,13 @@ def measured_hardware(
 def must_be_finite(**options: float | None) -> None:
     """
     Raises:
-        UserError: one is `inf` or `nan`.
+        UserError: one is `inf` or `nan`, or above LARGEST, where arithmetic on it would overflow.
     """
     for name, value in options.items():
         if value is not None and not math.isfinite(value):
             raise UserError(f"--{name.replace('_', '-')}: expected a finite number; got {value}")
+        if value is not None and value > LARGEST:
+            raise UserError(f"--{name.replace('_', '-')}: expected at most {LARGEST:g}; got {value:g}")
 
 
 def numbers_of_nodes(text: str) -> list[int]:
