@@ -43,7 +43,8 @@ from dist_transformer.training.validation.token_metrics import forward
 MEMBER = "--as-rank"
 BUDGET = 0.9
 LEARNING_RATE = 1e-4
-PARTS = ("forward and backward", "update", "prefetcher")
+IDLE = RankStatus(wants_stop=False, is_writing=False, loss_sum=0.0)
+PARTS = ("forward and backward", "update", "feed")
 PAIRS, WINDOW_ROWS = 40_000, 20_000
 
 
@@ -123,22 +124,23 @@ def _be_a_rank(settings: dict[str, Any]) -> None:
     engine.train()
     data = Corpus(folder, Manifest.load(folder)).run_data(lanes, settings["max_tokens"], WINDOW_ROWS)
     loader = data.loader(data.start(), 0, ranks.rank, ranks.num_ranks, 0)
-    prefetcher = GlobalBatchPrefetcher(loader, ranks, (TRAINING,), lanes, 0, lambda: RankStatus(False, False, 0.0))
+    batches = GlobalBatchPrefetcher(loader, ranks, (TRAINING,), lanes, 0)
+    batches.prefetch(IDLE)
     done = 0
     for line in sys.stdin:
-        print(json.dumps(_steps(engine, prefetcher, ranks, range(done, done + int(line)))), flush=True)
+        print(json.dumps(_steps(engine, batches, ranks, range(done, done + int(line)))), flush=True)
         done += int(line)
     group.leave()
 
 
-def _steps(engine: Engine, prefetcher: GlobalBatchPrefetcher, ranks: Ranks, numbers: range) -> Figures:
+def _steps(engine: Engine, batches: GlobalBatchPrefetcher, ranks: Ranks, numbers: range) -> Figures:
     """Steps as the training loop makes them, without its log; wall seconds of their parts."""
     figures, total = dict.fromkeys((*PARTS, "target_tokens"), 0.0), Stopwatch(with_descendants=False)
     for number in numbers:
         clock = Stopwatch(with_descendants=False)
-        batch = prefetcher.wait()
-        prefetcher.begin()
-        figures["prefetcher"] += clock.read()[0]
+        batch = batches.next()
+        batches.prefetch(IDLE)
+        figures["feed"] += clock.read()[0]
         clock = Stopwatch(with_descendants=False)
         for micro_batch in batch.micro_batches:
             assert micro_batch is not None

@@ -200,7 +200,7 @@ def start_sockeye(task: Task, python: Path) -> list[str]:
         "source-vocab": vocabulary, "target-vocab": vocabulary, "output": task.folder / "model", "dtype": "float32",
         "num-layers": both(task.layers), "transformer-model-size": both(sizes["d_model"]),
         "transformer-attention-heads": both(sizes["num_heads"]),
-        "transformer-prefetcher-forward-num-hidden": both(sizes["d_ff"]), "transformer-dropout-attention": 0.0,
+        "transformer-feed-forward-num-hidden": both(sizes["d_ff"]), "transformer-dropout-attention": 0.0,
         "transformer-dropout-act": 0.0, "transformer-preprocess": ":", "transformer-postprocess": "drn:drn",
         "transformer-dropout-prepost": DROPOUT, "label-smoothing": LABEL_SMOOTHING,
         "weight-tying-type": "src_trg_softmax", "batch-type": "max-word", "batch-size": int(task.tokens * SOCKEYE_TOKENS),

@@ -52,13 +52,17 @@ def with_precision(config: Config, precision: str) -> Config:
     return config.model_copy(update={"training": config.training.model_copy(update={"precision": precision})})
 
 
-def with_effective_zero_stage(config: Config, num_ranks: int) -> Config:
-    """With the ZeRO stage that such a run takes. One rank alone has nothing to shard: stage 0 trains it to the same weights
+def effective_training(training: TrainingConfig, num_ranks: int) -> TrainingConfig:
+    """With the ZeRO stage that so many ranks take. One rank alone has nothing to shard: stage 0 trains it to the same weights
     within rounding, without the masters that stages 1 and 2 copy to and from, and sooner. It cannot scale fp16's loss."""
-    training = config.training
     if num_ranks > 1 or training.zero_stage not in (1, 2) or training.precision == "fp16" or training.offload != "none":
-        return config
-    return config.model_copy(update={"training": training.model_copy(update={"zero_stage": 0})})
+        return training
+    return training.model_copy(update={"zero_stage": 0})
+
+
+def with_effective_zero_stage(config: Config, num_ranks: int) -> Config:
+    """With `effective_training` in place of its section."""
+    return config.model_copy(update={"training": effective_training(config.training, num_ranks)})
 
 
 def state_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:

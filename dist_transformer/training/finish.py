@@ -1,69 +1,109 @@
-"""The end of a start, in every rank: rank 0 draws the report and waits for MLflow, and nobody is taken for hung meanwhile."""
+"""The end of a start, in every rank: rank 0 writes the model, draws the report and waits for MLflow, and nobody is
+taken for hung meanwhile."""
 
+import logging
+import shutil
 from collections.abc import Callable
 
-from dist_transformer.config.schema import Config
+from dist_transformer.config.schema import TrackingConfig
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
-from dist_transformer.distributed.rounds import WantsStop
+from dist_transformer.distributed.rounds import Stopped, WantsStop
+from dist_transformer.errors import CheckpointError, MachineError, UserError
 from dist_transformer.reporting.run_report import report_after_training
 from dist_transformer.run.folder import RunDir
 from dist_transformer.tracking.tracker import MODEL_SECONDS, Status, Tracker
+from dist_transformer.training.checkpoint.final_model import write_final_model
+from dist_transformer.training.run import Run
+from dist_transformer.training.run_log import note
 from dist_transformer.training.watchdog import Watchdog
 
+log = logging.getLogger(__name__)
+
 REPORT_SECONDS = 600.0
-"""So long the report may be drawn before waiting for it counts as a hang: many times what the largest one takes."""
+"""Time for drawing the report before it counts as a hang: many times what the largest one takes."""
 MARGIN_SECONDS = 30.0
-"""What closing takes beside its waits for the server."""
+"""Time that closing takes beside its waits for the server."""
 
 
 class RunEnd:
     """Draws the report and closes the tracker of a start, once.
 
     Args:
-        tracker: None on all ranks but the first, and without tracking.
+        tracker: None on all ranks but rank 0, and without tracking.
     """
 
     def __init__(
-        self, config: Config, run_dir: RunDir, ranks: Ranks, watchdog: Watchdog, tracker: Tracker | None
+        self, tracking: TrackingConfig, run_dir: RunDir, ranks: Ranks, watchdog: Watchdog, tracker: Tracker | None
     ) -> None:
-        self._tracking, self._run_dir, self._ranks, self._watchdog = config.tracking, run_dir, ranks, watchdog
-        self._tracker = tracker
+        self._tracking, self._run_dir, self._ranks, self._watchdog = tracking, run_dir, ranks, watchdog
+        self.tracker = tracker
         self._is_closed = False
 
     def draw_report(self, wants_stop: WantsStop) -> None:
-        """The pictures and the page, for the run's artifacts (collective). A run that is not tracked gets none.
+        """Draws the pictures and the page, for the run's artifacts (collective). A run that is not tracked gets none.
 
         Raises:
             Stopped: a rank wants to stop, on every rank.
         """
 
         def draw() -> None:
-            if report_after_training(self._run_dir) and self._tracker is not None:
-                self._tracker.figures_written(self._run_dir.figures)
+            if report_after_training(self._run_dir) and self.tracker is not None:
+                self.tracker.figures_written(self._run_dir.figures)
 
         if self._tracking.enabled:
-            self._by_first(draw, "drawing the report", REPORT_SECONDS, wants_stop)
+            self._on_rank_zero(draw, "drawing the report", REPORT_SECONDS, wants_stop)
 
     def close(self, status: Status) -> None:
         """Waits for MLflow, all ranks together (collective)."""
         self._is_closed = True  # whatever comes of it: nobody waits a second time
 
         def close() -> None:
-            if self._tracker is not None:
-                self._tracker.close(status)
+            if self.tracker is not None:
+                self.tracker.close(status)
 
         if self._tracking.enabled:
             seconds = self._tracking.close_seconds + MODEL_SECONDS + MARGIN_SECONDS
-            self._by_first(close, "waiting for MLflow to take the rest", seconds)
+            self._on_rank_zero(close, "waiting for MLflow to take the rest", seconds)
 
     def close_alone(self, status: Status) -> None:
         """After an error, when other ranks may be gone; nothing when it is closed already."""
-        if self._tracker is not None and not self._is_closed:
+        if self.tracker is not None and not self._is_closed:
             self._watchdog.progress("waiting for MLflow to take the rest")
-            self._tracker.close(status)
+            self.tracker.close(status)
 
-    def _by_first(
+    def _on_rank_zero(
         self, work: Callable[[], None], doing: str, seconds: float, wants_stop: WantsStop | None = None
     ) -> None:
         run_on_rank_zero(self._ranks, work, lambda: self._watchdog.progress(doing), seconds, wants_stop)
+
+
+def finish(run: Run, end: RunEnd, step: int, early_stop: str) -> bool:
+    """Writes the model and the report of a run that has trained its last step (collective). False: a stop came first."""
+    try:
+        _write_model(run, end.tracker)
+        note(run.run_dir, run.ranks, "finished", step, early_stop)
+        end.draw_report(run.wants_stop)
+    except Stopped:
+        return False
+    return True
+
+
+def _write_model(run: Run, tracker: Tracker | None) -> None:
+    """Rank 0 writes the model folder; a failure or a stop is every rank's (collective)."""
+    run_dir = run.run_dir
+
+    def write() -> str:
+        for left_over in run_dir.path.glob(f".{run_dir.model.name}.*.tmp"):  # of a start that ended here
+            shutil.rmtree(left_over, ignore_errors=True)
+        try:
+            return write_final_model(run.config, run_dir, run.data.folder, run.manifest, run_dir.model)
+        except MachineError as error:
+            raise MachineError(f"{run_dir.model} could not be written: {error}") from error
+        except (UserError, OSError) as error:
+            raise CheckpointError(f"{run_dir.model} could not be written: {error}") from error
+
+    made_of = run_on_rank_zero(run.ranks, write, run.doing("averaging the checkpoints"), wants_stop=run.wants_stop)
+    log.info("model      %s: %s", run_dir.model, made_of)
+    if tracker is not None:
+        tracker.model_written(run_dir.model, {})

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 
@@ -20,7 +21,7 @@ from dist_transformer.data.loader.partition import Partition
 from dist_transformer.data.loader.position import Quarantined
 from dist_transformer.data.loader.window_request import digest_text
 from dist_transformer.distributed.group import Ranks
-from dist_transformer.errors import UserError
+from dist_transformer.errors import DataError, UserError
 
 TOTALS = (
     "target_tokens", "source_tokens", "pairs", "quarantined", "stop", "writing", "loss", "not_finite", "error", "digest",
@@ -60,7 +61,7 @@ class Fetched:
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What a rank tells the others along with its batch."""
+    """Values that a rank sends to the others along with its batch."""
 
     wants_stop: bool
     is_writing: bool
@@ -74,7 +75,7 @@ class GlobalBatch:
     """This rank's micro-batches of one step, and the sums over all ranks. None: a lane without rows in this epoch."""
 
     micro_batches: list[MicroBatch | None]
-    segment: Partition
+    partition: Partition
     lane_positions: dict[int, tuple[int, int]]
     """(window, micro-batches handed out) of this rank's lanes after this step."""
     target_tokens: int
@@ -87,7 +88,7 @@ class GlobalBatch:
     dropped: Counter[str]
     """Pairs by rule that were dropped from the windows begun in this step."""
     quarantined: tuple[Quarantined, ...]
-    """Row groups left out of the windows begun in this step, of all ranks."""
+    """Row groups of all ranks that the windows begun in this step left out."""
     stop: bool
     is_writing: bool
     """Some rank still writes a checkpoint."""
@@ -97,40 +98,40 @@ class GlobalBatch:
     wait_seconds: float
     """How long training stood still for this batch."""
 
+    @property
+    def epoch(self) -> int:
+        return self.partition.epoch
+
 
 class GlobalBatchPrefetcher:
-    """Hands out global batches. `news` is asked on every rank, once a step; `batch` numbers the next batch."""
+    """Fetches global batches one step ahead: `prefetch`, then `next`, in turn, on every rank.
 
-    def __init__(
-        self,
-        loader: LaneLoader,
-        ranks: Ranks,
-        corpora: tuple[str, ...],
-        num_lanes: int,
-        batch: int,
-        news: Callable[[], RankStatus],
-    ) -> None:
-        self._loader, self._ranks, self._news = loader, ranks, news
+    Args:
+        batch: number of the next global batch.
+    """
+
+    def __init__(self, loader: LaneLoader, ranks: Ranks, corpora: tuple[str, ...], num_lanes: int, batch: int) -> None:
+        self._loader, self._ranks = loader, ranks
         self._corpora, self._num_lanes, self._batch = corpora, num_lanes, batch
         self._error: UserError | None = None
-        self.begin()
-        self._fetch_seconds = 0.0  # the first windows are read before training begins
+        self._fetch_seconds: float | None = None
 
-    def begin(self) -> None:
-        """Fetches the next step and starts counting it (collective; waits for other ranks only at a new stage)."""
+    def prefetch(self, status: RankStatus) -> None:
+        """Fetches the next step and begins to sum it (collective; waits for other ranks only at a new stage)."""
         started = time.monotonic()
         if self._loader.must_recut(self._batch):
-            self._recut()
+            self._repartition()
         try:
             self._local = self._loader.next_step()
         except UserError as error:
             self._error, self._local = error, LocalStep([], Counter(), ())
-        self._totals = self._count(self._local)
+        self._totals = self._count(self._local, status)
         self._work = self._ranks.start_sum(self._totals)
-        self._fetch_seconds = time.monotonic() - started
+        is_first = self._fetch_seconds is None  # the first windows are read before training begins
+        self._fetch_seconds = 0.0 if is_first else time.monotonic() - started
 
-    def wait(self) -> GlobalBatch:
-        """The step that `begin` fetched, with its sums (collective). `pairs` is 0 at the end of an epoch.
+    def next(self) -> GlobalBatch:
+        """Returns the step that was prefetched, with its sums (collective). `pairs` is 0 at the end of an epoch.
 
         Raises:
             UserError: a rank could not read its data; every rank raises the same error.
@@ -147,7 +148,7 @@ class GlobalBatchPrefetcher:
         self._batch += totals["pairs"] > 0
         return GlobalBatch(
             micro_batches=self._local.batches,
-            segment=self._loader.segment,
+            partition=self._loader.segment,
             lane_positions=self._loader.lane_positions(),
             target_tokens=totals["target_tokens"],
             source_tokens=totals["source_tokens"],
@@ -161,16 +162,16 @@ class GlobalBatchPrefetcher:
             is_writing=totals["writing"] > 0,
             loss_sum=from_fixed_point(totals["loss"], totals["not_finite"]),
             digest=digest_text(totals["digest"]),
-            wait_seconds=self._fetch_seconds + time.monotonic() - started,
+            wait_seconds=(self._fetch_seconds or 0.0) + time.monotonic() - started,
         )
 
-    def start_epoch(self) -> None:
-        """Goes on with the next epoch (collective)."""
+    def start_epoch(self, status: RankStatus) -> None:
+        """Prefetches the first step of the next epoch (collective)."""
         self._loader.start_epoch(self._batch)
-        self.begin()
+        self.prefetch(status)
 
-    def _recut(self) -> None:
-        """Other weights hold from here on: every rank cuts the rest of the epoch by where all lanes stand."""
+    def _repartition(self) -> None:
+        """Other weights hold from here on: every rank divides the rest of the epoch anew, from where all lanes are."""
         lanes = {
             lane: at
             for part in self._ranks.all_gather_object(self._loader.lane_positions())
@@ -178,10 +179,9 @@ class GlobalBatchPrefetcher:
         }
         self._loader.recut([lanes[lane] for lane in range(self._num_lanes)], self._batch)
 
-    def _count(self, local: LocalStep) -> torch.Tensor:
+    def _count(self, local: LocalStep, status: RankStatus) -> torch.Tensor:
         real = [batch for batch in local.batches if batch is not None]
         padded, pairs = [0] * self._num_lanes, [0] * len(self._corpora)
-        news = self._news()
         for batch in real:
             padded[batch.lane] = batch.shape.padded_tokens
             pairs = [a + b for a, b in zip(pairs, batch.pairs_by_corpus(len(pairs)), strict=True)]
@@ -191,9 +191,9 @@ class GlobalBatchPrefetcher:
                 sum(b.shape.source_tokens for b in real),
                 sum(b.shape.pairs for b in real),
                 len(local.quarantined),
-                int(news.wants_stop),
-                int(news.is_writing),
-                *fixed_point(news.loss_sum),
+                int(status.wants_stop),
+                int(status.is_writing),
+                *fixed_point(status.loss_sum),
                 int(self._error is not None),
                 0,
                 *padded,
@@ -205,6 +205,40 @@ class GlobalBatchPrefetcher:
         for batch in real:
             totals[TOTALS.index("digest")] += batch.digest()  # wraps, as int64 does: a sum modulo 2 ** 64
         return totals
+
+
+class StepOfEpoch(Protocol):
+    """One step of one rank or of all: of interest here is whether it has pairs."""
+
+    @property
+    def pairs(self) -> int: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+
+Step = TypeVar("Step", bound=StepOfEpoch)
+
+
+def next_with_pairs(fetch: Callable[[], Step], start_epoch: Callable[[], None], max_epochs: int | None) -> Step | None:
+    """Returns the next step that has pairs, if need be of the next epoch; None after the last epoch.
+
+    Raises:
+        DataError: a whole epoch has none; on every rank.
+    """
+    for _ in range(2):  # the end of an epoch, and the next one from its start
+        step = fetch()
+        if max_epochs is not None and step.epoch >= max_epochs:  # lowered since the last start
+            return None
+        if step.pairs:
+            return step
+        if step.epoch + 1 == max_epochs:
+            return None
+        start_epoch()
+    raise DataError(
+        "a whole epoch has no pair to train on: all were dropped by data.filters, or their row groups quarantined; look "
+        "at the log, and at the corpus with `dist-transformer data inspect`"
+    ).agreed()
 
 
 def _split(values: list[int], first: int, second: int) -> tuple[list[int], list[int], list[int]]:

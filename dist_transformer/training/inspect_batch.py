@@ -12,12 +12,13 @@ from dist_transformer.data.loader.batching import straggler_ratio
 from dist_transformer.data.loader.loader import LocalStep, MicroBatch
 from dist_transformer.data.loader.position import Quarantined, position_from_json
 from dist_transformer.data.loader.window_request import digest_text
-from dist_transformer.errors import CheckpointError, DataError, UserError
+from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import checkpoints
 from dist_transformer.training.checkpoint.checkpoints import Checkpoint
 from dist_transformer.training.checkpoint.tensor_files import STATE
+from dist_transformer.training.global_batch import next_with_pairs
 from dist_transformer.training.run_data import RunData
 from dist_transformer.training.train_state import TrainState
 
@@ -75,6 +76,18 @@ def batch_of_step(data: RunData, run_dir: RunDir | None, step: int | None) -> Se
     return seen
 
 
+@dataclass(frozen=True)
+class _Step:
+    """One step of all lanes."""
+
+    local: LocalStep
+    epoch: int
+
+    @property
+    def pairs(self) -> int:
+        return sum(batch is not None for batch in self.local.batches)
+
+
 class _Walk:
     """Goes through the global batches as the training loop does, with all lanes in one process."""
 
@@ -88,27 +101,20 @@ class _Walk:
         most_tokens = self._training.max_target_tokens
         if most_tokens is not None and self._target_tokens >= most_tokens:
             raise _beyond_the_end("max_target_tokens", most_tokens, self.step)
-        local = self._next_with_rows()
-        micro_batches = [batch for batch in local.batches if batch is not None]
+        most_epochs = self._training.max_epochs
+        step = next_with_pairs(self._fetch, lambda: self._loader.start_epoch(self.step), most_epochs)
+        if step is None:
+            raise _beyond_the_end("max_epochs", most_epochs or 0, self.step)
+        micro_batches = [batch for batch in step.local.batches if batch is not None]
         self.step += 1
         self._target_tokens += sum(batch.shape.target_tokens for batch in micro_batches)
-        epoch = self._loader.segment.epoch
-        return SeenBatch(self.step, epoch, self.beginning, micro_batches, local.dropped, local.quarantined)
+        dropped, quarantined = step.local.dropped, step.local.quarantined
+        return SeenBatch(self.step, step.epoch, self.beginning, micro_batches, dropped, quarantined)
 
-    def _next_with_rows(self) -> LocalStep:
-        for _ in range(2):  # in the second round no lane of a whole epoch has a row
-            most_epochs = self._training.max_epochs
-            if most_epochs is not None and self._loader.segment.epoch >= most_epochs:
-                raise _beyond_the_end("max_epochs", most_epochs, self.step)
-            if self._loader.must_recut(self.step):
-                self._loader.recut(list(self._loader.lane_positions().values()), self.step)
-            local = self._loader.next_step()
-            if any(batch is not None for batch in local.batches):
-                return local
-            self._loader.start_epoch(self.step)
-        raise DataError(
-            "a whole epoch has no pair to train on: all were dropped by data.filters, or their row groups left out"
-        )
+    def _fetch(self) -> _Step:
+        if self._loader.must_recut(self.step):
+            self._loader.recut(list(self._loader.lane_positions().values()), self.step)
+        return _Step(self._loader.next_step(), self._loader.segment.epoch)
 
 
 def _checkpoints(run_dir: RunDir) -> list[Checkpoint]:

@@ -33,10 +33,11 @@ from dist_transformer.training.divergence import Diverged, Recovery, first_bad_s
 from dist_transformer.training.loop import Outcome
 from dist_transformer.training.metrics.console import Terminal
 from dist_transformer.training.precision import bf16_warning, settled_precision
+from dist_transformer.training.run import Run
 from dist_transformer.training.run_data import RunData, open_run_data
 from dist_transformer.training.run_log import add_to_history, note
 from dist_transformer.training.run_log import run_id as run_id_of
-from dist_transformer.training.trainer import Run, train
+from dist_transformer.training.trainer import train
 from dist_transformer.training.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -91,7 +92,7 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: S
         log.warning("divergence %s asks for %s", run_dir.divergence, recovery.text())
     with Watchdog(config.training.hang_seconds, ranks) as watchdog:
         while True:
-            run = Run(config, run_dir, ranks, data, stop, run_id, recovery, watchdog, terminal)
+            run = Run(config, config.training, run_dir, ranks, data, stop, run_id, recovery, watchdog, terminal)
             try:
                 return _end(run, *train(run))
             except Diverged as error:

@@ -20,7 +20,7 @@ from dist_transformer.training.crash import Crash, read_crash
 from dist_transformer.training.divergence import Diverged
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.train_state import dropout_seed
-from dist_transformer.training.trainer import objective_of
+from dist_transformer.training.trainer import build_objective
 
 
 def replay_crash(run_config: Config, run_dir: RunDir, rank: int | None, overrides: list[str] | None) -> int:
@@ -85,7 +85,7 @@ def _has_finite_gradient(engine: Engine) -> bool:
 
 def _engine(config: Config, manifest: Manifest, ranks: Ranks) -> Engine:
     torch.manual_seed(config.run.seed)
-    return Engine(objective_of(config, manifest), config.training, config.optimizer, ranks)
+    return Engine(build_objective(config.model, config.training, manifest), config.training, config.optimizer, ranks)
 
 
 def _load_weights(engine: Engine, run_dir: RunDir, crash_step: int) -> None:

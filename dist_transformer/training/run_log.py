@@ -27,74 +27,107 @@ from dist_transformer.tracking.tracker import Tracker
 from dist_transformer.training.checkpoint import checkpoints, retention
 from dist_transformer.training.checkpoint.tensor_files import STATE, add_validation, validation_of
 from dist_transformer.training.run_tracking import start_tracker
-from dist_transformer.training.train_state import RunLog, TrainState
+from dist_transformer.training.train_state import TrainState
 
 log = logging.getLogger(__name__)
 
 
-def open_records(
+class RunLog:
+    """Records of one start: metrics.jsonl, samples.jsonl, audit.jsonl, history.jsonl and the MLflow run. Rank 0 has one.
+
+    Attributes:
+        audit: row ids of each batch; None without `data.audit`.
+        tracker: None without tracking.
+    """
+
+    def __init__(self, config: Config, run_dir: RunDir, tracker: Tracker | None, echo: TextIO | None) -> None:
+        self.metrics, self.audit = MetricsLog(run_dir.metrics, echo), None
+        if config.data.audit:
+            self.audit = MetricsLog(run_dir.audit)
+        self.tracker, self._run_dir, self._samples = tracker, run_dir, MetricsLog(run_dir.samples)
+        self._checkpoints, self._patience_steps = config.checkpoints, config.divergence.patience_steps
+        self._metric = config.validation.metric
+
+    def rewind(self, state: TrainState) -> None:
+        """Drops the records that an earlier start wrote beyond `state`."""
+        self.metrics.rewind(state.step)
+        self._samples.rewind(state.step)
+        if self.audit is not None:
+            self.audit.rewind(state.batches, "batch")
+
+    def checkpoint_saved(self, step: int, path: Path) -> None:
+        """Deletes checkpoints that are not to be kept, and reports this one to MLflow and run.json."""
+        with _warned_of_disk(path):
+            retention.retain(self._run_dir, self._checkpoints, self._patience_steps, self._metric)
+        self._report(path)
+        with _warned_of_disk(path):
+            _note_step(self._run_dir, step)
+
+    def validated_later(self, step: int, measures: Mapping[str, float]) -> None:
+        """Adds measures to the checkpoint of `step`, which an earlier start wrote without them."""
+        path = self._run_dir.checkpoints / checkpoints.folder_name(step)
+        with _warned_of_disk(path):
+            add_validation(path, measures)
+        self._report(path)
+
+    def samples_written(self, step: int, corpora: list[dict[str, Any]]) -> None:
+        """Records sample translations: for each corpus its name and its `sentences`."""
+        for corpus in corpora:
+            self._samples.append("samples", step, corpus)
+        if self.tracker is not None and corpora:
+            self.tracker.samples_written(step)
+
+    def validation_failed(self, step: int, reason: str) -> None:
+        """Records a step that could not be validated."""
+        add_to_history(self._run_dir, "failed validation", step, {"reason": without_secrets(reason)})
+
+    def profile_written(self, table: Path) -> None:
+        """Reports the table of a profile to MLflow."""
+        if self.tracker is not None:
+            self.tracker.profile_written(table)
+
+    def report_unreported(self, step: int) -> None:
+        """Reports the checkpoint that this start resumes from, if the one that wrote it was killed before it could."""
+        path = self._run_dir.checkpoints / checkpoints.folder_name(step)
+        events = read_records(self._run_dir.tracking_events)
+        if path.is_dir() and not any(event["event"] == "checkpoint" and event.get("step") == step for event in events):
+            self._report(path)
+
+    def _report(self, path: Path) -> None:
+        if self.tracker is None:
+            return
+        with _warned_of_disk(path):
+            measures = validation_of(path)
+            state = {**read_json(path / STATE), "validation": measures}
+            kept = [one.name for one in checkpoints.saved(self._run_dir)]
+            is_best = is_best_so_far(state, self._metric)
+            self.tracker.checkpoint_saved(state["step"], path, measures, is_best, kept)
+
+
+def open_run_log(
     config: Config,
     run_dir: RunDir,
     ranks: Ranks,
     prepared: Path,
     manifest: Manifest,
-    progress: TrainState,
-    origin: dict[str, str],
+    state: TrainState,
+    tags: dict[str, str],
     echo: TextIO | None = None,
-) -> tuple[RunLog, Tracker | None]:
-    """Begins the records of this start: what an earlier one wrote beyond `progress` is dropped, then MLflow follows.
+) -> RunLog:
+    """Begins the records of this start (rank 0): drops what an earlier one wrote beyond `state`, then begins with MLflow.
 
     Args:
-        origin: where the initial weights came from, for MLflow.
+        tags: of the MLflow run: where the initial weights came from, which settings changed.
         echo: gets each record of metrics.jsonl too.
     """
     write_text(run_dir.config, to_yaml(with_absolute_paths(config, prepared)))
-    metrics, samples = MetricsLog(run_dir.metrics, echo), MetricsLog(run_dir.samples)
-    metrics.rewind(progress.step)
-    samples.rewind(progress.step)
-    audit = MetricsLog(run_dir.audit) if config.data.audit else None
-    if audit is not None:
-        audit.rewind(progress.batches, "batch")
-    tracker = (
-        start_tracker(config, run_dir, ranks, prepared, manifest, origin, run_id(run_dir))
-        if config.tracking.enabled
-        else None
-    )
-
-    if tracker is not None:
-        _tell_of_untold(tracker, run_dir, progress.step, config.validation.metric)
-
-    def checkpoint_saved(step: int, path: Path) -> None:
-        metric = config.validation.metric
-        with _warned_of_disk(path):
-            retention.retain(run_dir, config.checkpoints, config.divergence.patience_steps, metric)
-        if tracker is not None:
-            _tell(tracker, run_dir, path, metric)
-        with _warned_of_disk(path):
-            _note_step(run_dir, step)
-
-    def validated_later(step: int, measures: Mapping[str, float]) -> None:
-        path = run_dir.checkpoints / checkpoints.folder_name(step)
-        with _warned_of_disk(path):
-            add_validation(path, measures)
-        if tracker is not None:
-            _tell(tracker, run_dir, path, config.validation.metric)
-
-    def samples_written(step: int, corpora: list[dict[str, Any]]) -> None:
-        for corpus in corpora:
-            samples.append("samples", step, corpus)
-        if tracker is not None and corpora:
-            tracker.samples_written(step)
-
-    def validation_failed(step: int, reason: str) -> None:
-        add_to_history(run_dir, "failed validation", step, {"reason": without_secrets(reason)})
-
-    def profile_written(table: Path) -> None:
-        if tracker is not None:
-            tracker.profile_written(table)
-
-    told = (checkpoint_saved, validated_later, samples_written, validation_failed, profile_written)
-    return RunLog(metrics, audit, *told), tracker
+    run_log = RunLog(config, run_dir, None, echo)
+    run_log.rewind(state)
+    if config.tracking.enabled:
+        run_log.tracker = start_tracker(config, run_dir, ranks, prepared, manifest, tags, run_id(run_dir))
+    if run_log.tracker is not None:
+        run_log.report_unreported(state.step)
+    return run_log
 
 
 def newest_records(run_dir: RunDir) -> dict[str, dict[str, Any]]:
@@ -149,22 +182,6 @@ def is_best_so_far(state: Mapping[str, Any], metric: str) -> bool:
     # A run's last validation may be at no regular step, and is not in `stopping`.
     value = float((state["validation"] or {}).get(metric, math.nan))
     return math.isfinite(value) and is_better(metric, value, math.nan if best is None else float(best))
-
-
-def _tell(tracker: Tracker, run_dir: RunDir, path: Path, metric: str) -> None:
-    with _warned_of_disk(path):
-        measures = validation_of(path)
-        state = {**read_json(path / STATE), "validation": measures}
-        kept = [one.name for one in checkpoints.saved(run_dir)]
-        tracker.checkpoint_saved(state["step"], path, measures, is_best_so_far(state, metric), kept)
-
-
-def _tell_of_untold(tracker: Tracker, run_dir: RunDir, step: int, metric: str) -> None:
-    """The checkpoint that this start goes on from, where the one that wrote it was killed before it could tell of it."""
-    path = run_dir.checkpoints / checkpoints.folder_name(step)
-    events = read_records(run_dir.tracking_events)
-    if path.is_dir() and not any(event["event"] == "checkpoint" and event.get("step") == step for event in events):
-        _tell(tracker, run_dir, path, metric)
 
 
 @contextmanager

@@ -1,17 +1,13 @@
-"""How far a run is, what it counts between two log lines, and where it writes that down."""
+"""Progress of a run, and the sums between two of its log lines."""
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from pathlib import Path
-from typing import Any
 
 import torch
 
 from dist_transformer.data.loader.position import Position
-from dist_transformer.run.metrics_log import MetricsLog
 
 INTERVAL_SUMS = (
     "target_tokens", "source_tokens", "padded_tokens", "straggler_sum", "batches", "wait_seconds", "save_seconds",
@@ -58,22 +54,6 @@ class Interval:
     def seconds(self) -> float:
         """Time spent training in this interval, validation and saving left out."""
         return self.seconds_before + time.monotonic() - self.started
-
-
-@dataclass(frozen=True)
-class RunLog:
-    """Where rank 0 writes what happens; `checkpoint_saved` is told of each whole checkpoint, `validated_later` of the
-    measures of the one that this start goes on from, where an earlier start could not make them, `samples_written` of the
-    sample translations of each validation: the step, and for each corpus its name and its `sentences`; `validation_failed`
-    of a step without one, and why; `profile_written` of a profile's table."""
-
-    metrics: MetricsLog
-    audit: MetricsLog | None
-    checkpoint_saved: Callable[[int, Path], None]
-    validated_later: Callable[[int, Mapping[str, float]], None]
-    samples_written: Callable[[int, list[dict[str, Any]]], None]
-    validation_failed: Callable[[int, str], None]
-    profile_written: Callable[[Path], None]
 
 
 def dropout_seed(seed: int, batches: int, lane: int) -> int:

@@ -20,7 +20,7 @@ from dist_transformer.cli.main import main
 from dist_transformer.processes.launching import start_local_ranks
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.global_batch import GlobalBatch
-from dist_transformer.training.loop import Trainer
+from dist_transformer.training.loop import Loop
 
 FIRST_BATCH = 5
 SPIKE = 50.0
@@ -30,14 +30,14 @@ STEPS_MEANWHILE = 3
 
 def install(fault: str) -> None:
     """Makes this rank a faulty one."""
-    step, backward = Trainer._step, Engine.backward
+    step, backward = Loop._step, Engine.backward
     at_work, times = False, 2 if fault == "spike twice" else 1
 
-    def faulty_step(trainer: Trainer, batch: GlobalBatch, *others: object) -> bool:
+    def faulty_step(loop: Loop, batch: GlobalBatch, *others: object) -> bool:
         nonlocal at_work
-        number = trainer.progress.batches
+        number = loop.state.batches
         at_work = number == FIRST_BATCH if fault == "infinity" else number >= FIRST_BATCH and num_noticed() < times
-        return step(trainer, batch, *others)
+        return step(loop, batch, *others)
 
     def faulty_backward(engine: Engine, loss_sum: Tensor, global_tokens: int) -> None:
         if at_work and fault == "exception":
@@ -48,7 +48,7 @@ def install(fault: str) -> None:
             loss_sum = loss_sum * float("inf")
         backward(engine, loss_sum, global_tokens)
 
-    Trainer._step = faulty_step
+    Loop._step = faulty_step
     Engine.backward = faulty_backward
     if fault in ("slow disk", "killed while saving"):
         install_disk(fault)
@@ -62,15 +62,15 @@ def install(fault: str) -> None:
         _, number, where, what = fault.split()
         install_validation(int(number), where, what)
     if fault in ("spike", "spike twice"):
-        import dist_transformer.training.loop as loop
+        from dist_transformer.training import loop as loop_module
 
-        forward = loop.forward
+        forward = loop_module.forward
 
         def faulty_forward(*arguments: object) -> tuple[Tensor, Tensor]:
             loss, nll = forward(*arguments)
             return (loss * SPIKE, nll) if at_work else (loss, nll)
 
-        loop.forward = faulty_forward
+        loop_module.forward = faulty_forward
 
 
 def install_disk(fault: str) -> None:
@@ -78,13 +78,13 @@ def install_disk(fault: str) -> None:
     import dist_transformer.training.checkpoint.async_writer as saver
 
     begin, write = saver.AsyncWriter.begin, saver.write_state_file
-    trainers: list[Trainer] = []
+    loops: list[Loop] = []
     saves: list[int] = []
-    step = Trainer._step
+    step = Loop._step
 
-    def noted_step(trainer: Trainer, batch: GlobalBatch, *others: object) -> bool:
-        trainers[:] = [trainer]
-        return step(trainer, batch, *others)
+    def noted_step(loop: Loop, batch: GlobalBatch, *others: object) -> bool:
+        loops[:] = [loop]
+        return step(loop, batch, *others)
 
     def noted_begin(at: saver.AsyncWriter, engine: Engine, state: dict[str, int]) -> None:
         saves.append(state["step"])
@@ -92,13 +92,13 @@ def install_disk(fault: str) -> None:
 
     def faulty_write(*arguments: object) -> None:
         if fault == "slow disk" and len(saves) == 1:
-            while trainers[0].progress.step < saves[0] + STEPS_MEANWHILE:
+            while loops[0].state.step < saves[0] + STEPS_MEANWHILE:
                 threading.Event().wait(0.01)
         write(*arguments)
         if fault == "killed while saving" and len(saves) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Trainer._step, saver.AsyncWriter.begin, saver.write_state_file = noted_step, noted_begin, faulty_write
+    Loop._step, saver.AsyncWriter.begin, saver.write_state_file = noted_step, noted_begin, faulty_write
 
 
 def install_validation(number: int, where: str, what: str) -> None:
@@ -188,13 +188,10 @@ def install_long_records() -> None:
 
 def install_end(what: str) -> None:
     """A stop comes while what is done at the end of a run takes longer than anybody waits."""
-    from dist_transformer.training import finish, trainer
+    from dist_transformer.training import finish
 
-    owner, name = {
-        "averaging": (trainer, "write_final_model"),
-        "report": (finish, "report_after_training"),
-    }[what]
-    setattr(owner, name, lambda *arguments: strike("stop", True))
+    name = {"averaging": "write_final_model", "report": "report_after_training"}[what]
+    setattr(finish, name, lambda *arguments: strike("stop", True))
 
 
 def strike(what: str, is_endless: bool) -> None:

@@ -37,7 +37,7 @@ def run_as_rank(run: Path, results: Path) -> None:
     from dist_transformer.training.checkpoint import checkpoints
     from dist_transformer.training.engine.engine import Engine
     from dist_transformer.training.run_data import open_run_data
-    from dist_transformer.training.trainer import objective_of
+    from dist_transformer.training.trainer import build_objective
     from dist_transformer.training.validation.translation import dry_run_of_validation, open_validator
 
     ranks = group.join(60)
@@ -48,7 +48,9 @@ def run_as_rank(run: Path, results: Path) -> None:
         config = load_config(run / "config.yaml", given, check_files=False)
         folder = prepared_folder(config)
         manifest = Manifest.load(folder)
-        engine = Engine(objective_of(config, manifest), config.training, config.optimizer, ranks)
+        engine = Engine(
+            build_objective(config.model, config.training, manifest), config.training, config.optimizer, ranks
+        )
         checkpoint = checkpoints.newest_whole(RunDir(run), None)
         assert checkpoint is not None
         checkpoints.load(checkpoint, engine)

@@ -19,7 +19,7 @@ from rich.progress import (
 )
 
 from dist_transformer.config.model_size import offloaded_bytes, parameter_count, state_bytes
-from dist_transformer.config.schema import Config
+from dist_transformer.config.schema import Config, TrainingConfig
 from dist_transformer.data.manifest import Manifest, Split
 from dist_transformer.training.engine.schedule import peak_learning_rate
 from dist_transformer.training.memory import as_text
@@ -42,7 +42,7 @@ class RunEstimate:
     state_bytes_per_rank: int
 
 
-def outlook(config: Config, manifest: Manifest, num_ranks: int) -> RunEstimate:
+def estimate(config: Config, training: TrainingConfig, manifest: Manifest, num_ranks: int) -> RunEstimate:
     splits = [manifest.splits[name] for name in manifest.training]
     source_tokens, target_tokens = (sum(getattr(s, f"{side}_tokens") for s in splits) for side in ("source", "target"))
     tokens = source_tokens + target_tokens
@@ -53,13 +53,13 @@ def outlook(config: Config, manifest: Manifest, num_ranks: int) -> RunEstimate:
         round(per_step * source_tokens / tokens),
         round(per_step * target_tokens / tokens),
         math.ceil(tokens / per_step),
-        state_bytes(parameters, config.training, num_ranks),
+        state_bytes(parameters, training, num_ranks),
     )
 
 
-def log_outlook(config: Config, manifest: Manifest, num_ranks: int) -> None:
-    """Says what will happen, before the first step."""
-    about, model, training = outlook(config, manifest, num_ranks), config.model, config.training
+def log_estimate(config: Config, training: TrainingConfig, manifest: Manifest, num_ranks: int) -> None:
+    """Logs the estimates before the first step; `training`: as it is computed, see `Run`."""
+    about, model = estimate(config, training, manifest, num_ranks), config.model
     log.info(
         "model      %s parameters: %d + %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d / %d, norm %s",
         f"{about.parameters:,}", model.num_encoder_layers, model.num_decoder_layers, model.d_model, model.d_ff,
@@ -76,7 +76,7 @@ def log_outlook(config: Config, manifest: Manifest, num_ranks: int) -> None:
     log.info(
         "training   %s, ZeRO stage %d, %d ranks; %s, warm-up %d, peak learning rate %.3g; %s",
         training.precision, training.zero_stage, num_ranks, config.schedule.name, config.schedule.warmup_steps,
-        peak_learning_rate(config), _end(config),
+        peak_learning_rate(config), _end(training),
     )  # fmt: skip
     log.info("memory     about %s a rank for weights, gradients and optimizer", as_text(about.state_bytes_per_rank))
     if offloaded := offloaded_bytes(about.parameters, training, num_ranks):
@@ -172,7 +172,6 @@ def _corpus_line(name: str, split: Split) -> str:
     )
 
 
-def _end(config: Config) -> str:
-    training = config.training
+def _end(training: TrainingConfig) -> str:
     ends = {"steps": training.max_steps, "epochs": training.max_epochs, "target tokens": training.max_target_tokens}
     return " or ".join(f"{count} {unit}" for unit, count in ends.items() if count is not None)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 PREFIX = "dist_transformer."
 STEP, DATA, FORWARD, ATTENTION, FEED_FORWARD, LOSS, BACKWARD, OPTIMIZER, COMMUNICATION, TRACKING, VALIDATION, CHECKPOINT = (
-    "step", "data", "forward", "attention", "prefetcher-forward", "loss", "backward", "optimizer", "communication",
+    "step", "data", "forward", "attention", "feed-forward", "loss", "backward", "optimizer", "communication",
     "tracking and logging", "validation", "checkpoint",
 )  # fmt: skip
 REST, LOOP = "the rest", "the loop"

@@ -30,11 +30,12 @@ from dist_transformer.training.checkpoint.async_writer import AsyncWriter
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.global_batch import GlobalBatch, GlobalBatchPrefetcher
 from dist_transformer.training.metrics.console import ProgressBar
-from dist_transformer.training.metrics.logger import Reporter
+from dist_transformer.training.metrics.logger import MetricsLogger
 from dist_transformer.training.metrics.mfu import Peak
 from dist_transformer.training.profiling import accounting as parts
 from dist_transformer.training.profiling.accounting import PREFIX, Span, account
 from dist_transformer.training.profiling.table import RankProfile, summary_of, text_of
+from dist_transformer.training.validation.schedule import ValidationSchedule
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +52,10 @@ class Watched:
     """The parts of a start whose calls are marked."""
 
     engine: Engine
-    prefetcher: GlobalBatchPrefetcher
-    reporter: Reporter
-    saver: AsyncWriter
+    batches: GlobalBatchPrefetcher
+    metrics: MetricsLogger
+    validation: ValidationSchedule
+    writer: AsyncWriter
     bar: ProgressBar
 
 
@@ -84,7 +86,7 @@ def profiling(watched: Watched, job: Job, flops_of: FlopsOf) -> Iterator[None]:
     """
     recorder = _Recorder(watched, job, flops_of)
     with ExitStack() as changed:
-        _replace(changed, watched.prefetcher, "wait", partial(recorder.wait, watched.prefetcher.wait))
+        _replace(changed, watched.batches, "next", partial(recorder.next, watched.batches.next))
         try:
             yield
         finally:
@@ -106,18 +108,18 @@ class _Recorder:
         self._marks, self._step_range = ExitStack(), ExitStack()
         self._is_written = False
 
-    def wait(self, wait: Callable[[], GlobalBatch]) -> GlobalBatch:
-        """In the place of `GlobalBatchPrefetcher.wait` (collective)."""
+    def next(self, next_batch: Callable[[], GlobalBatch]) -> GlobalBatch:
+        """In the place of `GlobalBatchPrefetcher.next` (collective)."""
         if self._batch is not None:
             self._end_step(self._batch)
         if self._is_written:
-            return wait()
+            return next_batch()
         if self._began is None:  # else an epoch has ended, and the step goes on with the next one
             self._began = time.perf_counter(), time.process_time()
             if self._profiler is not None:
                 self._step_range.enter_context(record_function(PREFIX + parts.STEP))
         with record_function(PREFIX + parts.DATA):
-            batch = wait()
+            batch = next_batch()
         if batch.pairs and not batch.stop:
             self._batch = batch
         return batch
@@ -154,7 +156,7 @@ class _Recorder:
             stopped = time.monotonic()
             self.stop()
             self._write(PROFILED_STEPS)
-            self._watched.reporter.interval.started += time.monotonic() - stopped  # no part of training's speed
+            self._watched.metrics.exclude(time.monotonic() - stopped)  # no part of training's speed
 
     def _start(self) -> None:
         device = self._job.ranks.device.type
@@ -202,13 +204,13 @@ class _Recorder:
 def _mark(changed: ExitStack, watched: Watched) -> None:
     """Ranges around what happens in a step, until `changed` is closed."""
     calls: list[tuple[Any, str, str]] = [
-        (watched.prefetcher, "begin", parts.DATA),
+        (watched.batches, "prefetch", parts.DATA),
         (watched.engine, "backward", parts.BACKWARD),
         (watched.engine, "step", parts.OPTIMIZER),
-        *((watched.reporter, name, parts.TRACKING) for name in ("count", "log", "audit")),
+        *((watched.metrics, name, parts.TRACKING) for name in ("count", "log", "audit")),
         (watched.bar, "show", parts.TRACKING),
-        (watched.reporter, "validate", parts.VALIDATION),
-        *((watched.saver, name, parts.CHECKPOINT) for name in ("begin", "finish")),
+        (watched.validation, "validate", parts.VALIDATION),
+        *((watched.writer, name, parts.CHECKPOINT) for name in ("begin", "finish")),
         (transformer, "label_smoothed_cross_entropy", parts.LOSS),
     ]
     for owner, name, part in calls:

@@ -129,9 +129,8 @@ def ended(
             if all(len(each) >= 2 for each in said):
                 may_end.set()
 
-        config = SimpleNamespace(tracking=TrackingConfig(close_seconds=1))
         watchdog = SimpleNamespace(progress=progress)
-        act(RunEnd(config, run_dir, ranks, watchdog, tracker if ranks.is_rank_zero else None))
+        act(RunEnd(TrackingConfig(close_seconds=1), run_dir, ranks, watchdog, tracker if ranks.is_rank_zero else None))
 
     on_ranks(num_ranks, on_rank)
     return said
@@ -155,7 +154,7 @@ def test_after_an_error_only_the_first_rank_closes_and_nobody_is_waited_for(tmp_
     may_end.set()
     tracker = SlowTracker(may_end)
     end = RunEnd(
-        SimpleNamespace(tracking=TrackingConfig()),
+        TrackingConfig(),
         RunDir(tmp_path),
         SimpleNamespace(),
         SimpleNamespace(progress=print),

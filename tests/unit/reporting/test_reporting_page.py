@@ -226,7 +226,7 @@ def test_the_data_of_the_run_with_its_picture(plain):
     assert page.table_with("corpus", "pairs read")[1] == ["train", "1,000", "990", "24,651", "26,000"]
     assert page.table_with("corpus", "empty")[1] == ["train", "3", "7", "0"]
     assert page.table_with("corpus", "mean")[1] == ["train, source", "24.9", "25", "35", "38", "44", "56"]
-    assert "prefetcher" * 16 in page.text
+    assert "feed" * 16 in page.text
     assert "11 of 990 pairs repeat another one" in page.text
     assert "Histogram" in page.of("img")[0]["alt"]
 

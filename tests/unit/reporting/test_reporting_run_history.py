@@ -26,7 +26,7 @@ def test_the_story_of_a_finished_run(tmp_path):
     assert story.checkpoints[-1].measures["bleu"] == pytest.approx(24.0)
     assert story.evaluations["test"]["bleu"] == 31.25
     assert story.prepared is not None
-    assert story.prepared.digest == "prefetcher" * 16
+    assert story.prepared.digest == "feed" * 16
     assert story.num_parameters == parameter_count(ModelConfig(preset="tiny"), 304, 304)
 
 

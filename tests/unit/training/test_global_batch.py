@@ -27,8 +27,9 @@ class SlowLoader:
 
 
 def test_the_start_is_no_wait_for_data_and_a_slow_loader_is(ranks):
-    prefetcher = GlobalBatchPrefetcher(SlowLoader(), ranks, ("train",), 1, 0, lambda: RankStatus(False, False, 0.0))
-    before_training = prefetcher.wait()
-    prefetcher.begin()
-    in_training = prefetcher.wait()
+    prefetcher = GlobalBatchPrefetcher(SlowLoader(), ranks, ("train",), 1, 0)
+    prefetcher.prefetch(RankStatus(False, False, 0.0))
+    before_training = prefetcher.next()
+    prefetcher.prefetch(RankStatus(False, False, 0.0))
+    in_training = prefetcher.next()
     assert before_training.wait_seconds < SLOW_SECONDS <= in_training.wait_seconds

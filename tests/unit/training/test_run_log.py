@@ -10,7 +10,7 @@ import torch
 from checkpoint_helpers import on_ranks, save
 
 from dist_transformer.cli import report
-from dist_transformer.config.schema import ModelConfig, ValidationConfig
+from dist_transformer.config.schema import Config, ModelConfig, ValidationConfig
 from dist_transformer.distributed.rounds import WorkFailed
 from dist_transformer.errors import UserError
 from dist_transformer.run.folder import RunDir
@@ -68,14 +68,16 @@ def test_the_last_validation_of_a_run_counts_though_its_step_is_no_regular_one()
 
 def test_a_checkpoint_that_a_killed_start_did_not_tell_of_is_told_of_by_the_next(tmp_path):
     run_dir, tracker = RunDir(tmp_path / "run"), Told()
+    config = Config.model_validate({"data": {"train": {"demo": "train"}}})
+    records = run_log.RunLog(config, run_dir, tracker, None)
     for step in (10, 20):
         save(run_dir, step, early_stopping=EarlyStopping(ValidationConfig(), None).state())
     add_event(run_dir.tracking_events, "checkpoint", {"step": 10})
-    run_log._tell_of_untold(tracker, run_dir, 10, "loss")
+    records.report_unreported(10)
     assert tracker.told == []
-    run_log._tell_of_untold(tracker, run_dir, 20, "loss")
+    records.report_unreported(20)
     assert tracker.told == [(20, False, ["step_00000010", "step_00000020"])]
-    run_log._tell_of_untold(tracker, run_dir, 0, "loss")  # a new run
+    records.report_unreported(0)  # a new run
     assert len(tracker.told) == 1
 
 

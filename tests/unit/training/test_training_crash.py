@@ -44,7 +44,7 @@ def micro_batch(lane: int, rows: int = 3) -> MicroBatch:
 def global_batch(micro_batches: list[MicroBatch | None]) -> GlobalBatch:
     tokens = 2 * sum(mb.shape.target_tokens for mb in micro_batches if mb is not None)
     return GlobalBatch(
-        micro_batches=micro_batches, segment=None, lane_positions={}, target_tokens=tokens, source_tokens=tokens,
+        micro_batches=micro_batches, partition=None, lane_positions={}, target_tokens=tokens, source_tokens=tokens,
         pairs=3, padded_tokens=99, straggler_ratio=1.0, pairs_by_corpus=Counter(), dropped=Counter(), quarantined=(),
         stop=False, is_writing=False, loss_sum=0.0, digest="abc", wait_seconds=0.0,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from checkpoint_helpers import ThreadRanks, on_ranks
 
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.training.metrics import system_metrics
-from dist_transformer.training.metrics.logger import Reporter
+from dist_transformer.training.metrics.logger import MetricsLogger
 from dist_transformer.training.metrics.system_metrics import NodeSampler
 
 ROOT = Path(__file__).parents[4]
@@ -221,32 +221,32 @@ class Asked:
         return self.found
 
 
-def reporter_of(group: Group, sampler: Asked) -> Reporter:
+def logger_of(group: Group, sampler: Asked) -> MetricsLogger:
     engine = SimpleNamespace(gradient_norm=lambda: 1.0, loss_scale=lambda: 1.0)
-    recorded = {"train": {"step": 0}, "validation": {"step": 0}}
-    parts: Any = (None, group, engine, None, None, sampler, None, recorded, lambda *_: 0.5)
-    return Reporter(*parts)
+    bar = SimpleNamespace(show=lambda *_: None)
+    parts: Any = (group, engine, sampler, None, 0, bar, lambda *_: 0.5)
+    return MetricsLogger(*parts)
 
 
-def log_after(reporter: Reporter, step: int, seconds: float) -> None:
+def log_after(logger: MetricsLogger, step: int, seconds: float) -> None:
     """One step, and its log line after so many seconds of training."""
     sums = dict.fromkeys(("target_tokens", "source_tokens", "padded_tokens", "straggler_ratio"), 1)
-    texts: Any = {"pairs_by_corpus": {}, "dropped": {}, "segment": SimpleNamespace(epoch=0), "digest": ""}
+    texts: Any = {"pairs_by_corpus": {}, "dropped": {}, "partition": SimpleNamespace(epoch=0), "digest": ""}
     batch: Any = SimpleNamespace(**sums, **texts)
-    reporter.count(batch, torch.zeros(2, dtype=torch.float64))
-    reporter.interval.started = time.monotonic() - seconds
+    logger.start_clock()
+    logger.count(batch, torch.zeros(2, dtype=torch.float64))
+    logger.exclude(-seconds)
     counts = {"step": step, "skipped_updates": 0, "total_target_tokens": step}
     progress: Any = SimpleNamespace(**counts, position=SimpleNamespace(left_out=()))
-    bar: Any = SimpleNamespace(show=lambda *_: None)
-    reporter.log(progress, 0.1, bar)
+    logger.log(progress, 0.1)
 
 
 def test_the_first_rank_counts_training_seconds_between_records_and_begins_at_once() -> None:
     group, sampler = Group(is_rank_zero=True, other=[0.0, 0.0, 0.0]), Asked({"n1/cpu_percent": 1.0})
-    reporter = reporter_of(group, sampler)
+    logger = logger_of(group, sampler)
     asked = []
     for step, seconds in enumerate((2, 20, 9, 2, 40, 1), start=1):
-        log_after(reporter, step, seconds)
+        log_after(logger, step, seconds)
         asked.append(sampler.times)
     assert asked == [1, 1, 1, 2, 3, 3]
     assert [round(sent[2]) for sent in group.sent] == [32, 20, 29, 31, 40, 1]
@@ -254,18 +254,18 @@ def test_the_first_rank_counts_training_seconds_between_records_and_begins_at_on
 
 def test_before_the_first_sample_every_log_line_asks_again() -> None:
     group, sampler = Group(is_rank_zero=True, other=[0.0, 0.0, 0.0]), Asked({})
-    reporter = reporter_of(group, sampler)
+    logger = logger_of(group, sampler)
     for step in (1, 2):
-        log_after(reporter, step, 1)
+        log_after(logger, step, 1)
     sampler.found = {"n1/cpu_percent": 1.0}
     for step in (3, 4):
-        log_after(reporter, step, 1)
+        log_after(logger, step, 1)
     assert sampler.times == 3
 
 
 @pytest.mark.parametrize(("first_says", "times"), [(29.9, 0), (30.0, 1)])
 def test_other_ranks_go_by_the_first_ones_clock(first_says: float, times: int) -> None:
     group, sampler = Group(is_rank_zero=False, other=[0.0, 0.0, first_says]), Asked({"n1/cpu_percent": 1.0})
-    log_after(reporter_of(group, sampler), 1, 100)
+    log_after(logger_of(group, sampler), 1, 100)
     assert sampler.times == times
     assert group.sent[0][2] == 0

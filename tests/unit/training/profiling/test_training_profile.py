@@ -138,11 +138,12 @@ class Run:
     def __init__(self, engine: Engine, micro_batch: MicroBatch) -> None:
         self.engine, self.micro_batch, self.waits = engine, micro_batch, 0
         nothing: Callable[..., None] = lambda *_: None  # noqa: E731
-        self.prefetcher = SimpleNamespace(wait=self.next_batch, begin=nothing)
-        interval = SimpleNamespace(started=0.0)
-        self.reporter = SimpleNamespace(count=nothing, log=nothing, audit=nothing, validate=nothing, interval=interval)
-        saver, bar = SimpleNamespace(begin=nothing, finish=nothing), SimpleNamespace(show=nothing)
-        parts: Any = (engine, self.prefetcher, self.reporter, saver, bar)
+        self.batches = SimpleNamespace(next=self.next_batch, prefetch=nothing)
+        self.excluded: list[float] = []
+        self.metrics = SimpleNamespace(count=nothing, log=nothing, audit=nothing, exclude=self.excluded.append)
+        validation = SimpleNamespace(validate=nothing)
+        writer, bar = SimpleNamespace(begin=nothing, finish=nothing), SimpleNamespace(show=nothing)
+        parts: Any = (engine, self.batches, self.metrics, validation, writer, bar)
         self.watched = Watched(*parts)
 
     def next_batch(self) -> Any:
@@ -153,13 +154,13 @@ class Run:
     def steps(self, count: int) -> None:
         done = 0
         while done < count:
-            if not self.prefetcher.wait().pairs:
+            if not self.batches.next().pairs:
                 continue
-            self.prefetcher.begin()
+            self.batches.prefetch()
             loss, _ = self.engine(*self.micro_batch)
             self.engine.backward(loss, 10)
             self.engine.step(1e-3)
-            self.reporter.count()
+            self.metrics.count()
             done += 1
         # The loop asks for no batch after its last step.
 
@@ -175,10 +176,10 @@ def marks_of(run: Run) -> list[Any]:
         [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules],
         [
             vars(part).get(name)
-            for part in (run.engine, run.prefetcher, run.reporter)
-            for name in ("step", "begin", "count")
+            for part in (run.engine, run.batches, run.metrics)
+            for name in ("step", "prefetch", "count")
         ],
-        [transformer.label_smoothed_cross_entropy, torch.distributed.Work.wait, run.prefetcher.wait],
+        [transformer.label_smoothed_cross_entropy, torch.distributed.Work.wait, run.batches.next],
     ]
 
 
@@ -196,7 +197,7 @@ def test_a_profile_has_a_trace_and_a_table_of_all_parts_and_leaves_nothing_behin
         run.steps(2)
         assert marks_of(run)[:2] == before[:2]
     assert marks_of(run) == before
-    assert run.reporter.interval.started > 0  # the time to write it is no part of training's
+    assert sum(run.excluded) > 0  # the time to write it is no part of training's
     assert written == [tmp_path / "profile.md"]
     table = written[0].read_text(encoding="utf-8")
     parts = (
@@ -215,7 +216,7 @@ def test_a_profile_has_a_trace_and_a_table_of_all_parts_and_leaves_nothing_behin
     names = [event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"]
     assert names.count(PREFIX + "step") == PROFILED_STEPS
     again = PROFILED_STEPS if checkpointing else 0
-    assert names.count(PREFIX + "prefetcher-forward") == 2 * (PROFILED_STEPS + again)  # one layer on each side
+    assert names.count(PREFIX + "feed-forward") == 2 * (PROFILED_STEPS + again)  # one layer on each side
 
 
 def test_a_run_that_ends_within_the_profiled_steps_has_those_done_and_one_that_ends_before_is_told(

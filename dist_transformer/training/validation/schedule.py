@@ -1,0 +1,122 @@
+"""Validations of a run: when one is due, its records, and what early stopping makes of it."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dist_transformer.config.schema import ValidationConfig
+from dist_transformer.distributed.group import Ranks
+from dist_transformer.distributed.rounds import WorkFailed
+from dist_transformer.run.metrics_log import FIELDS
+from dist_transformer.training.memory import give_back
+from dist_transformer.training.metrics.console import ProgressBar
+from dist_transformer.training.run_log import RunLog
+from dist_transformer.training.validation.early_stopping import EarlyStopping
+from dist_transformer.training.validation.runner import Validated, Validator
+from dist_transformer.training.validation.token_metrics import LESS_MEMORY
+
+log = logging.getLogger(__name__)
+
+
+class ValidationSchedule:
+    """Validates every `validation.every_steps` steps and at the end, each step once.
+
+    Args:
+        early_stopping: gets the measures of every regular validation.
+        run_log: None on all ranks but rank 0.
+        newest: newest "validation" record in metrics.jsonl, the same on every rank.
+        excluded: called with the seconds that a validation took.
+    """
+
+    def __init__(
+        self,
+        settings: ValidationConfig,
+        ranks: Ranks,
+        validator: Validator,
+        early_stopping: EarlyStopping,
+        run_log: RunLog | None,
+        newest: Mapping[str, Any],
+        bar: ProgressBar,
+        excluded: Callable[[float], None],
+    ) -> None:
+        self._settings, self._ranks, self._validator = settings, ranks, validator
+        self.early_stopping, self._run_log, self._bar, self._excluded = early_stopping, run_log, bar, excluded
+        self._newest, self._recorded_step = newest, int(newest["step"])
+        self._found: tuple[int, dict[str, float]] | None = None
+        self.is_due = False
+        """The step that was computed last is to be validated, and is not yet."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Resumes from the state of a checkpoint."""
+        self.is_due = state.get("validation_due", False)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Returns the part of a checkpoint's state that a validation decides."""
+        return {
+            "early_stopping": self.early_stopping.state(),
+            "validation": self._found_at(step),
+            "validation_due": self.is_due and self._must_validate(step),
+        }
+
+    def step_computed(self, step: int) -> None:
+        """Decides whether this step is to be validated."""
+        self.is_due = step % self._settings.every_steps == 0
+
+    def validate(self, step: int, progress: Callable[[], None]) -> None:
+        """Measures the validation corpora, once for a step (collective). A failure is reported and ends nothing.
+
+        Raises:
+            Stopped: on every rank; the state is as if the validation had not begun.
+        """
+        if self._must_validate(step):
+            self._validate(step, progress)
+        self.is_due = False
+
+    def make_up(self, step: int, progress: Callable[[], None]) -> None:
+        """Validates the step that an earlier start saved and did not validate, for its checkpoint too (collective)."""
+        if self._newest["step"] == step:  # it did, but its checkpoint says nothing of it
+            self._found_now(step, Validated({n: v for n, v in self._newest.items() if n not in FIELDS}, []))
+        self.validate(step, progress)
+        if self._run_log and (measures := self._found_at(step)):
+            self._run_log.validated_later(step, measures)
+
+    def _must_validate(self, step: int) -> bool:
+        """True if there are corpora, and none was measured at this step or later, or tried to."""
+        return bool(self._validator.sets) and step > self._recorded_step
+
+    def _found_at(self, step: int) -> dict[str, float] | None:
+        return self._found[1] if self._found and self._found[0] == step else None
+
+    def _validate(self, step: int, progress: Callable[[], None]) -> None:
+        started = time.monotonic()
+        try:
+            found = self._validator.validate(step, progress)
+        except WorkFailed as failure:
+            self._failed(step, str(failure))
+        else:
+            self._record(step, found)
+        finally:
+            self._excluded(time.monotonic() - started)
+
+    def _record(self, step: int, found: Validated) -> None:
+        self._recorded_step = step
+        self._found_now(step, found)
+        if (value := found.numbers.get(metric := self._settings.metric)) is not None:
+            self._bar.show_score(step, metric, value)
+        if self._run_log:
+            self._run_log.metrics.append("validation", step, found.values)
+            self._run_log.samples_written(step, found.samples)
+
+    def _found_now(self, step: int, found: Validated) -> None:
+        self._found = (step, found.numbers)
+        if step % self._settings.every_steps == 0:  # the last one of a run may be at any step
+            self.early_stopping.add(step, found.numbers)
+            log.info("step %7d  %s", step, self.early_stopping.standing())
+
+    def _failed(self, step: int, reason: str) -> None:
+        self._recorded_step = step  # it would fail again
+        give_back(self._ranks.device)
+        log.error("validation of step %d failed, and training goes on without it: %s. %s", step, reason, LESS_MEMORY)
+        if self._run_log:
+            self._run_log.validation_failed(step, reason)
