@@ -59,7 +59,7 @@ def submission_problems(
     """
     return [
         *_name_problems(run_dir),
-        *_folder_problems(run_dir.path, checkpoints_bytes(config, num_parameters)),
+        *_folder_problems(run_dir, checkpoints_bytes(config, num_parameters)),
         *_data_problems(config, run_dir),
         *checkpoint_problems(config, run_dir),
         *_measured_problems(config, run_dir),
@@ -199,17 +199,28 @@ def _name_problems(run_dir: RunDir) -> Iterator[str]:
         )
 
 
-def _folder_problems(folder: Path, needed_bytes: int) -> Iterator[str]:
+def _folder_problems(run_dir: RunDir, checkpoints_bytes: int) -> Iterator[str]:
+    folder = run_dir.path
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         yield f"run folder {folder}: cannot be written ({existing} is no writable folder); change run.root"
         return
     free_bytes = shutil.disk_usage(existing).free
+    needed_bytes = checkpoints_bytes - _size(run_dir.checkpoints)
     if free_bytes < needed_bytes:
         yield (
-            f"run folder {folder}: {free_bytes / 1e9:.1f} GB free, but its checkpoints will take "
-            f"{needed_bytes / 1e9:.1f} GB; free some, change run.root, or keep fewer (checkpoints.keep_last)"
+            f"run folder {folder}: {free_bytes / 1e9:.1f} GB free, but its checkpoints will take {needed_bytes / 1e9:.1f} "
+            "GB more; free some, change run.root, or keep fewer (checkpoints.keep_last, keep_best, keep_every_steps)"
         )
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files in the folders of `folder`; of those that go meanwhile, none."""
+    total = 0
+    for file in folder.glob("*/*"):
+        with suppress(OSError):
+            total += file.stat().st_size
+    return total
 
 
 def _time_problems(slurm: SlurmConfig) -> Iterator[str]:

@@ -101,9 +101,17 @@ def checkpoint_bytes(parameters: int, training: TrainingConfig) -> int:
 
 
 def checkpoints_bytes(config: Config, parameters: int) -> int:
-    """Of those that are kept, the one that is being written, and the newest ones that were damaged and that diverged."""
-    kept = config.checkpoints.keep_last + config.checkpoints.keep_best
-    return checkpoint_bytes(parameters, config.training) * (kept + 3)
+    """Disk space of all checkpoints that a run has at once, at most.
+
+    Beside those that `checkpoints` keeps: that of a stop, the one that is being written, and the newest ones that were
+    damaged and that diverged. A run without `training.max_steps` is taken to be as long as the default one.
+    """
+    settings = config.checkpoints
+    num_steps = config.training.max_steps or TrainingConfig().max_steps or 0
+    for_good = num_steps // settings.keep_every_steps if settings.keep_every_steps else 0
+    before_a_divergence = 2  # the newest is not enough to go back to
+    kept = max(settings.keep_last, before_a_divergence) + settings.keep_best + for_good
+    return checkpoint_bytes(parameters, config.training) * (kept + 4)
 
 
 def snapshot_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:

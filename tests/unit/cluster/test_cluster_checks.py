@@ -4,12 +4,14 @@ import importlib.util
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster_helpers import config_of
 
 from dist_transformer.cluster.checks import parse_time_limit, submission_problems
 from dist_transformer.cluster.submit import plan_submission
+from dist_transformer.config.schema import Config
 from dist_transformer.errors import ConfigError
 from dist_transformer.files import write_json
 from dist_transformer.run.folder import RunDir
@@ -98,11 +100,35 @@ def test_a_folder_without_write_permission_is_named(run_dir: RunDir, monkeypatch
     assert f"({run_dir.path.parent} is no writable folder)" in problem
 
 
-def test_too_little_disk_space_says_how_much_the_checkpoints_take(run_dir: RunDir) -> None:
-    num_parameters = 10**14
-    [problem] = _problems(run_dir, num_parameters, keep_last=2)
-    beside = 3  # the one being written, and the newest that was damaged and that diverged
-    assert f"its checkpoints will take {12 * num_parameters * (2 + beside) / 1e9:.1f} GB" in problem
+BESIDE = 4  # a stop's, the one being written, and the newest that was damaged and that diverged
+TOO_MANY = 10**14
+
+
+@pytest.mark.parametrize(
+    ("settings", "count", "bytes_of_each"),
+    [
+        ({"keep_last": 2}, 2, 12),
+        ({"keep_last": 3, "keep_best": 4}, 3 + 4, 12),
+        ({"keep_last": 2, "keep_every_steps": 20_000}, 2 + 100_000 // 20_000, 12),
+        ({"keep_last": 2, "ema_decay": 0.999}, 2, 16),
+    ],
+)
+def test_too_little_disk_space_says_how_much_the_checkpoints_take(
+    run_dir: RunDir, settings: dict[str, Any], count: int, bytes_of_each: int
+) -> None:
+    config = config_of().model_dump()
+    config["training"] |= {key: value for key, value in settings.items() if key in config["training"]}
+    config["checkpoints"] |= {key: value for key, value in settings.items() if key in config["checkpoints"]}
+    [problem] = submission_problems(Config.model_validate(config), run_dir, TOO_MANY)
+    assert f"will take {bytes_of_each * TOO_MANY * (count + BESIDE) / 1e9:.1f} GB more; free some" in problem
+
+
+def test_checkpoints_that_are_there_already_need_no_more_space(run_dir: RunDir) -> None:
+    (run_dir.checkpoints / "step_00000010").mkdir(parents=True)
+    with (run_dir.checkpoints / "step_00000010" / "state_00000.safetensors").open("wb") as file:
+        file.truncate(10**12)
+    [problem] = _problems(run_dir, TOO_MANY, keep_last=2)
+    assert f"will take {(12 * TOO_MANY * (2 + BESIDE) - 10**12) / 1e9:.1f} GB more; free some" in problem
 
 
 def test_a_time_limit_must_leave_time_before_the_signal(run_dir: RunDir) -> None:

@@ -203,7 +203,7 @@ def test_the_disk_must_hold_the_checkpoints_of_all_points(
     config: Path, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweep_module, "num_parameters_of", lambda given: 10**14)
-    with pytest.raises(ConfigError, match=rf"its checkpoints will take {4 * 10**14 * 12 * 8 / 1e9:.1f} GB"):
+    with pytest.raises(ConfigError, match=rf"its checkpoints will take {4 * 10**14 * 12 * 9 / 1e9:.1f} GB"):
         _submit(config, GRID)
 
 
