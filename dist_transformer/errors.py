@@ -46,7 +46,7 @@ class ConfigError(UserError):
 
 
 class MachineError(UserError):
-    """A fault of the machine, not of a person: the message is enough, and starting again may help. Exit code 1."""
+    """A fault of the machine, not of the user: the message is enough, and starting again may help. Exit code 1."""
 
     exit_code = EXIT_FAILED
 

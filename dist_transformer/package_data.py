@@ -18,7 +18,7 @@ def share_folder(kind: Kind) -> Path:
         FileNotFoundError: neither place has it, so the installation is incomplete.
     """
     package = Path(__file__).resolve().parent
-    # Inside the package first: beside an installed package lie others, and `launch` is a common name.
+    # Inside the package first: an installed one is beside other packages, and `launch` is a common name.
     for folder in (package / "share" / kind, package.parent / kind):
         if folder.is_dir():
             return folder

@@ -29,7 +29,7 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 def cross_problems(sections: dict[str, Any]) -> list[Problem]:
-    """Returns the problems between settings. Skips a check whose sections did not validate: they have their own."""
+    """Returns the problems between settings. Skips checks of invalid sections, which have problems of their own."""
     problems: list[Problem] = [*secret_problems(sections)]
     for needed, check in _CHECKS:
         if all(name in sections for name in needed):

@@ -67,7 +67,7 @@ class Ranks:
 
     @property
     def is_rank_zero(self) -> bool:
-        """True on rank 0, which writes what is written once. Every rank decides: never return or raise under it."""
+        """True on rank 0, the only one that writes. Every rank decides: never return or raise under this condition."""
         return self.rank == 0
 
     def note_collective(self, name: str) -> None:
@@ -94,7 +94,7 @@ class Ranks:
         return values
 
     def barrier(self) -> None:
-        """Waits for all ranks (collective); a rank that does not come within the timeout is an error."""
+        """Waits for all ranks (collective); a rank that does not arrive within the timeout is an error."""
         self.all_reduce_sum(torch.zeros(1))
 
     def all_gather_object(self, value: Any) -> list[Any]:

@@ -185,8 +185,7 @@ def split_heads(projected_BTP: Tensor, widths: list[int], num_heads: int) -> lis
 def apply_rotary(vector_BHTK: Tensor, sinusoid_TK: Tensor) -> Tensor:
     """Applies rotary positions (Su et al., 2021, equation 34): rotates the pair (2i, 2i + 1) of a query or key at
     position t by the angle t / 10000^(2i / K), whose sine and cosine are a pair of `sinusoid_TK`, in fp32. The product
-    of a query and a key then depends on their distance. The result has the type and the memory layout of
-    `vector_BHTK`."""
+    of a query and a key then depends on their distance. The result has the type and memory layout of `vector_BHTK`."""
     vector_BTHK, sinusoid_T1K = vector_BHTK.transpose(1, 2), sinusoid_TK[:, None]
     even_BTHR, odd_BTHR = vector_BTHK[..., 0::2], vector_BTHK[..., 1::2]
     sine_T1R, cosine_T1R = sinusoid_T1K[..., 0::2], sinusoid_T1K[..., 1::2]

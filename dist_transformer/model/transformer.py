@@ -1,4 +1,4 @@
-"""The whole network (Figure 1): embeddings, encoder, decoder, projection to the vocabulary, loss, step-wise decoding.
+"""The network (Figure 1): embeddings, encoder, decoder, projection to the vocabulary, loss, step-wise decoding.
 
 Axes: B batch, S source, T target, D model, H heads, V vocabulary. Token ids are int64; padding only at the end.
 In decoding the batch rows are the beams of the sentences in turn: rows n * beam to (n + 1) * beam are sentence n's.
@@ -48,7 +48,7 @@ class DecodingCache:
     layers: list[DecoderLayerCache]
     mask_B11S: Tensor | None
     """Mask per sentence, not per row, that is added to the scores of attention: -inf at padding, else 0. None without
-    padding. From a boolean mask the kernels would compute it anew in every layer of every step."""
+    padding. From a boolean mask the kernels would compute it again in every layer of every step."""
     beam_size: int
     num_positions: int = 0
     """Tokens decoded so far; the same for all rows."""

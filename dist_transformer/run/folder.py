@@ -45,7 +45,7 @@ class RunDir:
 
     @property
     def figures(self) -> Path:
-        """The figures of the run, drawn anew at the end of each start."""
+        """The figures of the run, redrawn at the end of each start."""
         return self.path / "figures"
 
     @property

@@ -84,8 +84,8 @@ class RunLock:
                     self._touch(self._read())
 
     def _touch(self, holder: dict[str, Any]) -> None:
-        """Touches the file of the holder, which marks the folder as used; writes it anew if it is gone or damaged."""
-        if not holder and self._folder.is_dir():  # a folder that is gone is not made anew, maybe below a lost mount
+        """Touches the file of the holder, which marks the folder as used; rewrites it if it is missing or damaged."""
+        if not holder and self._folder.is_dir():  # a removed folder is not created again, maybe below a lost mount
             write_json(self._owner, self._record)
         elif holder and holder["token"] != self._record["token"]:
             _leave(f"{self._folder}: {_name(holder)} has taken over this run folder")

@@ -75,7 +75,7 @@ class MetricsLog:
         if self._echo is not None:
             try:
                 print(line, end="", file=self._echo, flush=True)
-            except OSError:  # its reader has gone
+            except OSError:  # its reader has closed it
                 self._echo = None
 
 

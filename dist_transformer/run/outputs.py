@@ -39,7 +39,7 @@ def check_output(path: Path, kind: str, is_own: Callable[[Path], bool] = never, 
         is_file: True if the output is a file, else it is a folder.
 
     Raises:
-        UserError: something else is there, it lies among the checkpoints of a run, or nothing can be written there.
+        UserError: something else is there, the path is among the checkpoints of a run, or it cannot be written.
         MachineError: the disk fails.
     """
     with writing(path):

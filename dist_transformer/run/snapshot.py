@@ -41,8 +41,7 @@ def git_commit(package: Path = _PACKAGE) -> str | None:
 
 
 def _git_state(checkout: Path) -> dict[str, str]:
-    """Returns the commit, the difference of the working tree to it, and the untracked files; empty outside of our
-    checkout."""
+    """Returns the commit, the difference of the working tree to it, and untracked files; empty outside our checkout."""
     top = _git(checkout, "rev-parse", "--show-toplevel")
     if top is None or Path(top.strip()) != checkout:
         return {}

@@ -19,7 +19,7 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record, records_of_training, sound
 
 SILENT_SECONDS = 60
-"""Age of the heartbeat, which comes every 5 seconds, above which the run counts as dead or its disk as away."""
+"""Age of the heartbeat, updated every 5 seconds, above which the run counts as dead or its disk as away."""
 
 SPEED_RECORDS = 50
 """Maximum number of the newest records that the speed is computed from."""

@@ -59,8 +59,7 @@ def renumbered(proto: Any, pieces: Sequence[str], special: SpecialPieces, whole:
     """Returns the file content of a model that cuts text as `proto` does, but with the ids of `pieces`.
 
     Pieces that are also in `whole` are kept as one piece at any place of a text. Pieces that `proto` lacks only
-    complete the numbering of a foreign vocabulary: no text is cut into them. `pieces` has every piece that `proto`
-    produces.
+    complete the numbering: no text is cut into them. `pieces` has every piece that `proto` produces.
     """
     ours = {piece.piece: piece for piece in proto.pieces}
     always = set(whole)

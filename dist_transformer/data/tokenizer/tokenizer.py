@@ -30,8 +30,7 @@ ERRORS_ONLY = 2
 def train_tokenizer(
     sentences: Iterator[str], settings: TokenizerConfig, out: Path, whole_pieces: Sequence[str] = ()
 ) -> None:
-    """Trains one model on `sentences` and writes it to `out` completely or not at all; the same input gives the same
-    file.
+    """Trains a model on `sentences` and writes it to `out` completely or not at all; equal input gives equal files.
 
     `whole_pieces` become one piece each, at any place of a text; they are part of the vocabulary's size.
     Raises DataError if the text has too few different pieces, or too many characters, for the vocabulary; exceptions of
@@ -65,8 +64,7 @@ def train_tokenizer(
 
 
 def with_sampling_seed(seed: int, tokenize: Callable[[], Result]) -> Result:
-    """Returns the result of `tokenize`, in which random draws depend only on the seed and the sentences, in any
-    process.
+    """Returns the result of `tokenize`; random draws in it depend only on the seed and the sentences, in any process.
 
     sentencepiece has a generator for each thread, which takes the seed when the thread draws its first number and never
     again; so each seed gets a thread of its own. (From 0.2.2 on a number of the process is mixed into the seed.)
