@@ -1,8 +1,8 @@
 """The one family of exceptions and the exit codes of every command.
 
-A `UserError` is something the person can mend: the command prints its message and exits 2, without a traceback. A
-`MachineError` is told as clearly, but exits 1, so that a Slurm job goes back to the queue.
-Every other exception is our fault: exit 1, with the traceback in the log.
+A `UserError` is something the user can fix: the command prints its message and exits 2, without a traceback. A
+`MachineError` is reported in the same way, but exits 1, so that a Slurm job goes back to the queue.
+Every other exception is a fault of the program: exit 1, with the traceback in the log.
 """
 
 from typing import Self
@@ -13,7 +13,7 @@ EXIT_USER_ERROR = 2
 EXIT_HANG = 70
 """The watchdog saw no progress for `training.hang_seconds` and ended the rank."""
 EXIT_REQUEUE = 75
-"""Stopped on request with everything saved: start the same command again to go on (EX_TEMPFAIL of sysexits.h)."""
+"""Stopped on request with everything saved: the same command resumes the run (EX_TEMPFAIL of sysexits.h)."""
 
 
 class DistTransformerError(Exception):
@@ -21,7 +21,7 @@ class DistTransformerError(Exception):
 
     exit_code = EXIT_FAILED
     is_agreed = False
-    """Every rank raises this same error: the first one says it."""
+    """True if every rank raises this same error: only rank 0 prints it."""
 
     def agreed(self) -> Self:
         """Marks an error that every rank raises."""
@@ -30,7 +30,7 @@ class DistTransformerError(Exception):
 
 
 class UserError(DistTransformerError):
-    """A mistake the user can mend. The message says what was expected, what came, where, and what to do."""
+    """A mistake the user can fix. The message says what was expected, what came, where, and what to do."""
 
     exit_code = EXIT_USER_ERROR
 
@@ -46,7 +46,7 @@ class ConfigError(UserError):
 
 
 class MachineError(UserError):
-    """A fault of the machine, not of a person: the message is enough, and starting again may help. Exit code 1."""
+    """A fault of the machine, not of the user: the message is enough, and starting again may help. Exit code 1."""
 
     exit_code = EXIT_FAILED
 

@@ -1,4 +1,4 @@
-"""Reads of a disk that may not answer at once, and the time of its files by its own clock."""
+"""File access for disks that may not answer at once: reads with retries, atomic writes, and file times."""
 
 import errno
 import json
@@ -19,20 +19,20 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
-"""Errors that say what is at a path, or that nothing is: content, whatever the machine does."""
+"""Errors about the path itself (nothing there, or another kind of file): a retry cannot help."""
 PAUSES_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6)
-"""Between the attempts to read what the disk does not give."""
+"""Pauses between the attempts of a read that fails."""
 CLOCK_SECONDS = 0.1
-"""File times are those of the kernel's last tick: a difference of less says nothing."""
+"""Resolution of file times, which are those of the kernel's last tick: a smaller difference means nothing."""
 
 
 def patiently(path: Path, read: Callable[[], Result], final: Collection[int] = ABSENT) -> Result:
-    """What `read` returns of `path`. What a file system answers for a moment is waited out: a client that was evicted, a
-    server that starts again, too many open files.
+    """Returns the result of `read`, which reads `path`. Retries on transient errors of a file system: a client that
+    was evicted, a server that starts again, too many open files.
 
     Raises:
-        OSError: with one of the numbers `final`.
-        MachineError: any other, at every attempt.
+        OSError: its number is in `final`.
+        MachineError: every attempt failed with another OSError.
     """
     for pause in (*PAUSES_SECONDS, None):
         try:
@@ -51,7 +51,7 @@ def patiently(path: Path, read: Callable[[], Result], final: Collection[int] = A
 
 
 def is_file(path: Path) -> bool:
-    """Whether it is a file that can be read, patiently: an error of the machine is none of the file's."""
+    """True if `path` is a regular file; retried, so that a fault of the machine does not count against the file."""
     try:
         return stat.S_ISREG(patiently(path, path.stat).st_mode)
     except OSError:
@@ -61,7 +61,7 @@ def is_file(path: Path) -> bool:
 def file_clock(folder: Path) -> float:
     """Unix seconds by the clock that times the files of this folder: a file server's may differ from this machine's.
 
-    Asked with a file that never has a name where the file system has such, so that the folder stays as it was.
+    Creates a file without a name where the file system supports that, so that the folder stays as it was.
     """
     with suppress(OSError):
         unnamed = os.open(folder, os.O_TMPFILE | os.O_WRONLY)
@@ -78,7 +78,8 @@ def file_clock(folder: Path) -> float:
 
 
 def modified(path: Path) -> float:
-    """When a file was changed, in unix seconds by this machine's clock, as far as its folder lets its clock be asked."""
+    """Modification time of a file in unix seconds by this machine's clock; by the file server's where nothing can be
+    written to the folder to compare the two."""
     changed = path.stat().st_mtime
     try:
         ahead = file_clock(path.parent) - time.time()
@@ -102,13 +103,13 @@ MISPLACED = (
     errno.ENOSYS,
     errno.EOPNOTSUPP,
 )
-"""Errors of a path, or of a disk that cannot do it at all, which a person mends; the others come and go."""
+"""Errors of a path, or of a disk that lacks the operation, which the user has to fix; other errors are transient."""
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Replace `path` by `text` in one rename; a reader sees the old file or the new one, never a part.
+    """Replaces `path` by `text` in one rename; a reader sees the old file or the new one, never a part.
 
-    `mode`: of the file, less what the umask takes.
+    `mode`: permissions of the file, before the umask.
     """
     with replacing(path) as temporary:
         temporary.touch(mode)
@@ -116,12 +117,12 @@ def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """`write_text` of indented JSON."""
+    """Writes `value` as indented JSON, by `write_text`."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Raises ValueError for what is no JSON, or nested too deeply to be ours."""
+    """Parses JSON. Raises ValueError for text that is not JSON, or that is nested too deeply to be ours."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -129,7 +130,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """Raises OSError, and ValueError for what is no JSON."""
+    """Reads a JSON file. Raises OSError, and ValueError for a file that is not JSON."""
     return parse_json(path.read_text(encoding="utf-8"))
 
 
@@ -148,7 +149,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def share_as_folder(path: Path) -> None:
-    """Lets those read the file who may read its folder: safetensors makes files for their owner only."""
+    """Makes the file readable for everyone who may read its folder: safetensors makes files for their owner only."""
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 

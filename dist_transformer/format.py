@@ -1,8 +1,8 @@
-"""How long something took, for people."""
+"""Durations as text."""
 
 
 def duration(seconds: float | None) -> str:
-    """12 s, 3 min 20 s, 2 h 05 min, 3 d 4 h; "-" where it is not known."""
+    """Returns "12 s", "3 min 20 s", "2 h 05 min" or "3 d 4 h"; "-" for None."""
     if seconds is None:
         return "-"
     whole = max(0, round(seconds))

@@ -1,6 +1,6 @@
-"""Where the files that travel with the program are: configurations, batch scripts, launch scripts.
+"""Location of the files that are shipped with the program: configurations, batch scripts, launch scripts.
 
-In a checkout they are the folders at its top; an installed wheel carries them inside the package.
+In a checkout they are in the folders at its top; an installed wheel carries them inside the package.
 `python -m dist_transformer.package_data launch` prints the folder, for shell scripts.
 """
 
@@ -12,13 +12,13 @@ Kind = Literal["configs", "slurm", "launch"]
 
 
 def share_folder(kind: Kind) -> Path:
-    """The folder of that kind.
+    """Returns the folder of this kind.
 
     Raises:
         FileNotFoundError: neither place has it, so the installation is incomplete.
     """
     package = Path(__file__).resolve().parent
-    # Inside the package first: beside an installed one lie the packages of others, and `launch` is a common name.
+    # Inside the package first: an installed one is beside other packages, and `launch` is a common name.
     for folder in (package / "share" / kind, package.parent / kind):
         if folder.is_dir():
             return folder

@@ -1,4 +1,4 @@
-"""The name by which batch scripts of version 0.1 call package_data.py; a job that is queued keeps its script."""
+"""Former name of package_data.py, by which batch scripts of version 0.1 call it; a queued job keeps its script."""
 
 import runpy
 

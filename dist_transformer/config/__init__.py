@@ -1,1 +1,1 @@
-"""The configuration of a run: models (what there is), loading (YAML to models), checks (what must hold together)."""
+"""The configuration of a run: models (the settings), loading (YAML to models), checks (rules between settings)."""

@@ -1,4 +1,4 @@
-"""What must hold between settings, and on disk. Each problem is (key path, message); the caller adds file and line."""
+"""Checks between settings, and of files on disk. Each problem is (key path, message); the caller adds file and line."""
 
 import os
 import re
@@ -23,13 +23,13 @@ from dist_transformer.config.secret_checks import secret_problems
 from dist_transformer.config.validation_checks import check_validation
 
 RESERVED_NAMES = ("prepared", "mlartifacts", "mlflow.db")
-"""What stands beside the run folders in run.root."""
+"""Names of the other entries of run.root, beside the run folders."""
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 def cross_problems(sections: dict[str, Any]) -> list[Problem]:
-    """Problems between settings. A check whose sections did not validate is left out: they have their own problems."""
+    """Returns the problems between settings. Skips checks of invalid sections, which have problems of their own."""
     problems: list[Problem] = [*secret_problems(sections)]
     for needed, check in _CHECKS:
         if all(name in sections for name in needed):
@@ -38,12 +38,12 @@ def cross_problems(sections: dict[str, Any]) -> list[Problem]:
 
 
 def file_problems(data: DataConfig | None, tokenizer: TokenizerConfig | None) -> list[Problem]:
-    """Local files that the corpora and the tokenizer name and that are not there."""
+    """Returns a problem for each missing local file of the corpora and the tokenizer."""
     return [*(corpus_file_problems(data) if data else ()), *(_model_file_problems(tokenizer) if tokenizer else ())]
 
 
 def run_name_problems(name: str) -> Iterator[Problem]:
-    """The name of a run becomes a folder, a job, an argument of commands and a part of file names."""
+    """Checks the name of a run, which becomes a folder, a job, an argument of commands and a part of file names."""
     if not _RUN_NAME.fullmatch(name):
         yield (
             ("run", "name"),
@@ -76,7 +76,7 @@ _TRACKING_ADDRESS = r"(https?|sqlite|(postgresql|mysql|mssql)(\+\w+)?)://.|datab
 
 
 def _check_tracking(tracking: Any) -> Iterator[Problem]:
-    # What the records of a run leave out must not be in the setting: a run that goes on from them would miss it.
+    # Credentials are removed from the records of a run: they must not be in the setting, as a resume would miss them.
     if tracking.uri and (without_credentials(tracking.uri) != tracking.uri or holds_secret(tracking.uri)):
         yield (
             ("tracking", "uri"),
@@ -145,7 +145,7 @@ def _check_keep_every(checkpoints: Any) -> Iterator[Problem]:
 
 
 def _check_stall(data: Any, training: Any) -> Iterator[Problem]:
-    # Without loader processes nothing waits for a window, and stall_seconds has no meaning.
+    # Without loader processes no rank waits for a window, and stall_seconds has no meaning.
     if data.loader_workers and data.stall_seconds >= training.hang_seconds:
         yield (
             ("data", "stall_seconds"),

@@ -1,4 +1,4 @@
-"""What must never be written or printed: how to see it, and how to take it out of a text."""
+"""Recognition of credentials, which must never be written or printed, and their removal from texts."""
 
 import os
 import re
@@ -8,7 +8,7 @@ _SECRET_NAME = re.compile(rf".*({_CERTAIN})(_.*)?")
 _PERHAPS_SECRET_NAME = re.compile(
     r"(.*_)?((?<!PUBLIC_)KEY(_ID|_?\d+)?|AUTH(_CONFIG)?|CREDENTIALS?(_JSON)?|COOKIE|DSN|PASS|PAT|SAS|SHARED_ACCESS_SIGNATURE)|.+_PWD"
 )
-"""Of keys and the like; a path in such a variable is where the key lies."""
+"""Names of variables with a key or similar; a path as the value is the location of the key, and no secret."""
 _NAME_OF_A_PLACE = re.compile(r".*_(FILE|PATH|DIR|FOLDER|SOCK|(?<!WEBHOOK_)UR[LI]|ENDPOINT)")
 _SWITCH = re.compile(r"\d{0,3}|true|false|yes|no|on|off", re.IGNORECASE)
 
@@ -18,7 +18,7 @@ _TOKEN = re.compile(
     r"|dapi[0-9a-f]{32}|(AKIA|ASIA)[0-9A-Z]{16}|xox[a-z]-[\w-]{10,}|AIza[\w-]{30,}|ya29\.[\w-]{16,}|SG\.[\w-]{16,}\.[\w-]+"
     r"|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*|-----BEGIN [A-Z ]*PRIVATE KEY-----)"
 )
-"""Beginnings that services give their tokens so that they are found where they should not be."""
+"""Tokens with the prefixes that services give them so that leaked ones are found."""
 _USER = re.compile(
     r"(?<=://)(?:[^/\s\"']*@"  # user:password@, user@
     r"|[^/\s\"'@:]*:(?!\d+/)[^\s\"'@]*@)"  # databases take a "/" in a password; digits and "/" are a port
@@ -27,24 +27,24 @@ _USER_WITHOUT_PASSWORD = re.compile(r"(?<=://)[^/@:\s]+:?@")
 _PRESIGNED = re.compile(
     r"X-Amz-Signature|X-Amz-Credential|X-Amz-Security-Token|X-Goog-Signature|sig|pwd", re.IGNORECASE
 )
-"""What makes an address of S3, Google or Azure a key to the file it names."""
+"""Query parameters that make an address of S3, Google or Azure a key to the file it names."""
 _QUERY = re.compile(r"([?&]([\w.-]+)=)[^&\s\"'#]*")
 _GIVEN = re.compile(
     r"(?:(?<![\w$?&])([A-Za-z_][\w-]*)=|--([A-Za-z][\w-]*)[ \t]+(?!-)|\bsetenv[ \t]+(\w+)[ \t]+)(?=[\"']?([^\s;&|,\"']*))"
 )
 """NAME=value, --name value and setenv NAME value of shell lines and options."""
 _REFERENCE = re.compile(r"\$\([^()]*\)|`[^`]*`|\$\{[^}]*\}|\$\w+")
-"""What a shell puts in from elsewhere."""
+"""Substitutions of a shell, whose values are not in the text."""
 
 _HEADER = re.compile(r"\b(Basic|Bearer) [\w.~+/=-]{6,}")
 _AUTHORIZATION = re.compile(r"Authorization[:=]\s*\w+ [^\s\"']{6,}", re.IGNORECASE)
 _PASSWORD_OF_ADDRESS = re.compile(r"://[^/:\s]*:([^\s]+)@")
 _SHORTEST_SECRET = 6
-"""A shorter value is no secret worth the name, and would be found in words that mean something else."""
+"""Minimum length of a secret: a shorter value would also match parts of other words."""
 
 
 def without_secrets(text: str) -> str:
-    """For what others say, as servers do in errors: `without_credentials`, and without the secrets of the environment."""
+    """Removes credentials, and the secrets of the environment, from foreign texts such as error messages of servers."""
     values = [value for name, value in os.environ.items() if is_secret(name, value)]
     values += [password for value in os.environ.values() for password in _PASSWORD_OF_ADDRESS.findall(value)]
     text = without_credentials(text)
@@ -55,12 +55,12 @@ def without_secrets(text: str) -> str:
 
 
 def without_credentials(text: str) -> str:
-    """`text` with user:password@ removed from addresses, and passwords in their queries and known tokens replaced."""
+    """Removes user:password@ from addresses, and replaces passwords in their queries and known tokens."""
     return _TOKEN.sub("***", _QUERY.sub(_without_value, _USER.sub("", text)))
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether the variable of this name likely holds a secret: HF_TOKEN, PGPASSWORD, AZURE_STORAGE_KEY, accessToken."""
+    """True if the variable of this name likely holds a secret: HF_TOKEN, PGPASSWORD, AZURE_STORAGE_KEY, accessToken."""
     words = _in_capitals(name)
     if _NAME_OF_A_PLACE.fullmatch(words):
         return False
@@ -68,17 +68,17 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_secret(name: str, value: str) -> bool:
-    """Whether this value of a variable is likely a secret: no number or path in place of one."""
+    """True if this value of a variable is likely a secret, and not a number, a switch or a path."""
     if not is_secret_name(name) or _SWITCH.fullmatch(value):
         return False
     words = _in_capitals(name)
     if not _SECRET_NAME.fullmatch(words):
         return not value.startswith(("/", "~", "./"))
-    return not (value.isdecimal() and "TOKEN" in words)  # a number of them
+    return not (value.isdecimal() and "TOKEN" in words)  # a number of tokens
 
 
 def holds_secret(text: str) -> bool:
-    """Whether a text, such as a shell line, an option or an address, has a password, token or key written out in it."""
+    """True if a text, such as a shell line, an option or an address, contains a password, token or key in clear."""
     given = _REFERENCE.sub("", text)
     address = _USER_WITHOUT_PASSWORD.sub("", given)
     return (
@@ -90,7 +90,8 @@ def holds_secret(text: str) -> bool:
 
 
 def shown_override(override: str) -> str:
-    """A `section.key=value` as messages may repeat it: no variables or lines of a job, no address with a user in it."""
+    """Returns a `section.key=value` for messages, its value hidden if it is a variable or line of a job, an address
+    with a user, or holds a secret."""
     has_user = "://" in override and "@" in override
     if not has_user and not re.search("environment|setup", override) and not holds_secret(override):
         return override
@@ -99,7 +100,7 @@ def shown_override(override: str) -> str:
 
 
 def _in_capitals(name: str) -> str:
-    """accessToken, access-token -> ACCESS_TOKEN"""
+    """Converts accessToken, access-token -> ACCESS_TOKEN."""
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[-.]", "_", name).upper()
 
 

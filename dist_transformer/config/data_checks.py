@@ -1,4 +1,4 @@
-"""What must hold between the settings of the data, and whether the files that they name are there."""
+"""Checks between the settings of the data, and of the existence of the files that they name."""
 
 import re
 from collections.abc import Iterator
@@ -11,15 +11,15 @@ from dist_transformer.config.yaml_positions import KeyPath, dotted
 Problem = tuple[KeyPath, str]
 
 SPLIT_NAMES = ("validation", "test")
-"""A prepared corpus keeps each training corpus and these under their names."""
+"""Names that a prepared corpus uses beside those of the training corpora."""
 RESERVED_NAMES = ("train", *SPLIT_NAMES)
-"""Names that mean one of the corpora of `data` itself."""
+"""Names of the corpora of `data` itself."""
 
 _CORPUS_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9_.-]+")
 
 
 def check_training_corpora(data: DataConfig) -> Iterator[Problem]:
-    """Exactly one of `train` and `mixture`."""
+    """Checks that exactly one of `train` and `mixture` is given."""
     if data.train is None and data.mixture is None:
         yield ("data",), "data: no training corpus; give data.train, or data.mixture for several"
     if data.train is not None and data.mixture is not None:
@@ -30,14 +30,14 @@ def check_training_corpora(data: DataConfig) -> Iterator[Problem]:
 
 
 def check_corpora(data: DataConfig) -> Iterator[Problem]:
-    """Each corpus by itself."""
+    """Checks each corpus by itself."""
     for path, corpus in _corpora(data):
         yield from _kind_problems(path, corpus)
         yield from _tag_problems(path, corpus)
 
 
 def check_mixture(data: DataConfig) -> Iterator[Problem]:
-    """Names, weights and stages."""
+    """Checks the names, weights and stages of the mixture."""
     mixture = data.mixture
     if mixture is None:
         return
@@ -64,7 +64,7 @@ def check_mixture(data: DataConfig) -> Iterator[Problem]:
 
 
 def check_more_validation(data: DataConfig) -> Iterator[Problem]:
-    """The names, which stand in front of measures and in --split."""
+    """Checks the names of further validation corpora, which are prefixes of measures and values of --split."""
     for name in data.more_validation:
         here: KeyPath = ("data", "more_validation", name)
         if name in RESERVED_NAMES:
@@ -74,7 +74,7 @@ def check_more_validation(data: DataConfig) -> Iterator[Problem]:
 
 
 def check_sampling(data: DataConfig, tokenizer: Any) -> Iterator[Problem]:
-    """What is tokenized once cannot be sampled anew."""
+    """Checks that sampling is on the fly: a corpus that is tokenized once cannot be sampled anew."""
     if tokenizer.sampling > 0 and not data.on_the_fly:
         yield (
             ("tokenizer", "sampling"),
@@ -84,7 +84,7 @@ def check_sampling(data: DataConfig, tokenizer: Any) -> Iterator[Problem]:
 
 
 def corpus_file_problems(data: DataConfig) -> Iterator[Problem]:
-    """Local files and patterns of files that are not there. Addresses are left to those who read them."""
+    """Yields a problem for each missing local file and each pattern without one. Addresses are checked when read."""
     for path, corpus in _corpora(data):
         found = {}
         for key in ("source", "target", "path"):
@@ -105,7 +105,7 @@ def corpus_file_problems(data: DataConfig) -> Iterator[Problem]:
 
 
 def _corpora(data: DataConfig) -> Iterator[tuple[KeyPath, CorpusConfig]]:
-    """Every corpus and where it stands."""
+    """Yields every corpus with its key path."""
     if data.train is not None:
         yield ("data", "train"), data.train
     if data.mixture is not None:

@@ -11,8 +11,8 @@ from dist_transformer.errors import UserError
 class CorpusConfig(Section):
     """One set of aligned text: exactly one of `source`+`target` files, `path`, `hub` or `demo`.
 
-    A file is a name relative to data.root, an absolute one, or an address that fsspec knows (s3://, gs://, hf://,
-    http://, memory://); with `*`, `?` or `[` in it, a pattern: the files that fit are read in the order of their names.
+    A file is a path relative to data.root, an absolute one, or an address that fsspec knows (s3://, gs://, hf://,
+    http://, memory://); with `*`, `?` or `[` in it, a pattern: matching files are read in the order of their names.
     """
 
     source: Str | None = Field(
@@ -45,16 +45,16 @@ class CorpusConfig(Section):
 
 
 class MixtureStage(Section):
-    """From which global batch on which weights hold."""
+    """Weights of a mixture that hold from a given global batch on."""
 
     from_step: Int = Field(gt=1, description="First step (skipped updates counted) that these weights are for.")
     weights: dict[Str, Number] = Field(description="Weight of each corpus, as in mixture.weights.")
 
 
 class MixtureConfig(Section):
-    """Several training corpora. Each is gone through from its first row to its last, again and again, at its own pace.
+    """Several training corpora. Each is read from its first row to its last, again and again, at its own pace.
 
-    An epoch is as many pairs as all corpora have together; with neither weights nor a temperature it is each pair once.
+    An epoch has as many pairs as all corpora together; with neither weights nor a temperature it is each pair once.
     """
 
     corpora: dict[Str, CorpusConfig] = Field(min_length=1, description="The corpora by name.")
@@ -68,7 +68,7 @@ class MixtureConfig(Section):
 
 
 class FilterConfig(Section):
-    """Which pairs are dropped, rule by rule; each rule is counted by its name."""
+    """Rules by which pairs are dropped; dropped pairs are counted by the name of the rule."""
 
     max_tokens: Int = Field(
         256, ge=2, le=100_000, description="Longest side in subword tokens, end of sentence included."
@@ -83,7 +83,7 @@ class FilterConfig(Section):
 
 
 class DataConfig(Section):
-    """From text to micro-batches."""
+    """Corpora, and their way from text to micro-batches."""
 
     root: Str = Field(".", description="Folder or address that relative corpus paths start from.")
     source_language: Str = Field("en", description="Source language code, for column names and records.")
@@ -144,7 +144,7 @@ class DataConfig(Section):
     audit: Bool = Field(False, description="Also write the row ids of every step to audit.jsonl.")
 
     def token_budget(self) -> int:
-        """`max_tokens` as a number.
+        """Returns `max_tokens` as a number.
 
         Raises:
             UserError: it is `auto`, which only training resolves.
@@ -156,7 +156,7 @@ class DataConfig(Section):
         return self.max_tokens
 
     def training_corpora(self) -> dict[str, CorpusConfig]:
-        """The training corpora by name, in order; a single one is named `train`."""
+        """Returns the training corpora by name, in order; a single one is named `train`."""
         if self.mixture is not None:
             return self.mixture.corpora
         return {"train": self.train} if self.train is not None else {}

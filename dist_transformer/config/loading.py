@@ -1,8 +1,8 @@
-"""From a YAML file and overrides to a checked `Config`, with every problem reported at once.
+"""Reading of a YAML file and overrides into a checked `Config`, with every problem reported at once.
 
     load_config(Path("configs/multi30k.yaml"), ["optimizer.learning_rate=3e-4", "data.root=/text"])
 
-A file may say `extends: other.yaml` (relative to itself): the other file is read first and this one is laid over it.
+A file may contain `extends: other.yaml` (relative to itself): the other file is read first, and this one overrides it.
 """
 
 import difflib
@@ -26,15 +26,15 @@ from dist_transformer.errors import ConfigError
 
 
 def load_config(path: Path, overrides: list[str] | None = None, *, check_files: bool = True) -> Config:
-    """The configuration of a run.
+    """Reads and checks the configuration of a run.
 
     Args:
         path: a YAML file.
         overrides: `section.key=value` strings, the value read as YAML.
-        check_files: also look whether the text files that it names exist.
+        check_files: also check that the text files that it names exist.
 
     Raises:
-        ConfigError: with all problems, each with file, line, key, what was expected, what came.
+        ConfigError: with all problems, each with file, line, key, the expected and the given value.
     """
     marked = _with_overrides(_read_extended(path, ()), overrides or [])
     sections, problems = _validate_sections(marked)
@@ -48,12 +48,12 @@ def load_config(path: Path, overrides: list[str] | None = None, *, check_files: 
 
 
 def to_yaml(config: Config) -> str:
-    """The resolved configuration as YAML that `load_config` reads back to an equal one."""
+    """Returns the resolved configuration as YAML that `load_config` reads back to an equal one."""
     return dump(config.model_dump(mode="json"))
 
 
 def _read_extended(path: Path, trail: tuple[Path, ...]) -> Marked:
-    real = Path(os.path.realpath(path))  # `resolve` raises where links lead to each other
+    real = Path(os.path.realpath(path))  # `resolve` raises on a loop of links
     if real in trail:
         raise ConfigError([f"{path}: `extends` leads back to itself: {' -> '.join(map(str, (*trail, path)))}"])
     marked = read_yaml(path)
@@ -88,7 +88,7 @@ def _with_overrides(marked: Marked, overrides: list[str]) -> Marked:
 
 
 def _value_of(text: str) -> Any:
-    """What follows the `=` of an override, read as YAML; the text itself where it is none (`a: b`, a lone quote)."""
+    """Reads the value of an override as YAML; returns the text itself if it is no value (`a: b`, a lone quote)."""
     try:
         values = parse_yaml(f"value: {text}", "command line").values
     except ConfigError:
@@ -97,7 +97,7 @@ def _value_of(text: str) -> Any:
 
 
 def _validate_sections(marked: Marked) -> tuple[dict[str, Any], list[str]]:
-    """Each section on its own, so that one bad section does not hide the problems of the others."""
+    """Validates each section on its own, so that one bad section does not hide the problems of the others."""
     sections: dict[str, Any] = {}
     problems: list[str] = []
     for name, info in Config.model_fields.items():
@@ -122,7 +122,7 @@ def _explain(marked: Marked, path: KeyPath, error: dict[str, Any], section: type
 
 
 def value_problem(path: KeyPath, error: Mapping[str, Any]) -> str:
-    """What pydantic finds wrong with the value of a key, in our words: what was expected, and what came."""
+    """Returns our message for an error of pydantic about the value of a key: the expected and the given value."""
     kind: str = error["type"]
     pattern = _PATTERNS.get(path[:2]) if kind == "string_pattern_mismatch" else None
     message = pattern or _EXPECTED.get(kind) or error["msg"][0].lower() + error["msg"][1:]
@@ -149,7 +149,7 @@ _NEVER_SHOWN = (("tracking", "uri"), ("slurm", "environment"), ("slurm", "setup"
 
 
 def _shown(value: Any) -> str:
-    """A value as it was written, with its kind."""
+    """Returns a value as it was written, with its type."""
     if value is None:
         return "null (nothing)"
     if isinstance(value, bool):
@@ -170,7 +170,7 @@ def _remedy(error_type: str, value: Any) -> str:
 
 
 def _model_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel]:
-    """The section that stands at `path` below `model`, also inside lists and mappings of sections."""
+    """Returns the section at `path` below `model`, also inside lists and mappings of sections."""
     annotation: Any = model
     for key in path:
         if _is_model(annotation):
@@ -184,13 +184,13 @@ def _model_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel]:
 
 
 def _section_kind(annotation: Any) -> Any:
-    """What of `Section | None` may hold a section."""
+    """Returns the member of `Section | None` that is not None."""
     members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     return next((member for member in members if member is not types.NoneType), annotation)
 
 
 def _item_kind(annotation: Any) -> Any:
-    """The kind of the values of a dict, or of the items of a tuple."""
+    """Returns the type of the values of a dict, or of the items of a tuple."""
     arguments = typing.get_args(annotation)
     if not arguments:
         return annotation
@@ -207,9 +207,9 @@ def _suggest(key: str, model: type[BaseModel]) -> str:
 
 
 def with_absolute_paths(config: Config, prepared: Path | None) -> Config:
-    """The configuration as it is kept in the run folder, which can be gone on with from any folder.
+    """Returns the configuration that is kept in the run folder, and that resumes the run from any working directory.
 
-    `prepared`: the folder of the prepared corpus where it is known, so that the text itself is no longer needed.
+    `prepared`: the folder of the prepared corpus if it is known, so that the text itself is no longer needed.
     """
     run = config.run.model_copy(update={"root": str(Path(config.run.root).absolute())})
     root = config.data.root if is_address(config.data.root) else str(Path(config.data.root).expanduser().absolute())

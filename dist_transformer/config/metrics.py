@@ -1,4 +1,4 @@
-"""The measures of a validation corpus by name, and which way is better.
+"""Names of the measures of a validation corpus, and the direction in which each is better.
 
 A metric is a measure of data.validation (`bleu`), or of another corpus, with its name in front (`newstest2013/bleu`).
 """
@@ -7,25 +7,25 @@ from collections.abc import Mapping
 from typing import Any
 
 TOKEN_MEASURES = ("loss", "nll", "perplexity", "token_accuracy")
-"""Those of the reference itself, always there."""
+"""Measures computed on the reference itself, always available."""
 TRANSLATION_MEASURES = ("bleu", "chrf", "comet")
-"""Those of real output: with validation.translate; comet with validation.comet besides."""
+"""Measures of real output: with validation.translate, and comet with validation.comet too."""
 SEARCH_OF_VALIDATION = ("length_penalty", "max_extra_tokens", "no_repeat_ngram_size", "max_source_tokens")
-"""Settings of `decoding` that the translations of a validation are made with."""
+"""Settings of `decoding` that the translations of a validation use."""
 LOWER_IS_BETTER = ("loss", "nll", "perplexity")
 
 
 def corpus_and_measure(metric: str) -> tuple[str | None, str]:
-    """The parts of a metric; None: data.validation."""
+    """Splits a metric into its corpus (None: data.validation) and its measure."""
     corpus, _, measure = metric.rpartition("/")
     return corpus or None, measure
 
 
 def measured_with(settings: Mapping[str, Any], metric: str) -> dict[str, Any]:
-    """The settings that a value of the metric depends on, beside the weights and data.validation, which stays what it is
-    for all of a run: where they differ, so do two values of the same model.
+    """Returns the settings that a value of the metric depends on: if they differ, two values of the same model differ.
 
-    `settings`: sections of settings, as a configuration has them.
+    The weights and data.validation, which does not change in a run, are not among them.
+    `settings`: sections of settings, as in a configuration.
     """
     corpus, measure = corpus_and_measure(metric)
     found: dict[str, Any] = {}
@@ -41,12 +41,12 @@ def measured_with(settings: Mapping[str, Any], metric: str) -> dict[str, Any]:
 
 
 def is_lower_better(metric: str) -> bool:
-    """Whether a metric is the better the lower it is."""
+    """True if lower values of the metric are better."""
     return corpus_and_measure(metric)[1] in LOWER_IS_BETTER
 
 
 def is_better(metric: str, value: float, than: float) -> bool:
-    """Whether `value` is better than `than`; NaN never is, and anything else is better than NaN."""
+    """True if `value` is better than `than`; NaN never is, and any other value is better than NaN."""
     if value != value or than != than:
         return value == value
     return value < than if is_lower_better(metric) else value > than

@@ -1,4 +1,4 @@
-"""What must hold between the settings of the model, its vocabularies and the search."""
+"""Checks between the settings of the model, its vocabularies and the search."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -64,7 +64,7 @@ def check_vocabulary(tokenizer: Any, model: Any) -> Iterator[Problem]:
 
 
 def check_decoding(decoding: Any) -> Iterator[Problem]:
-    """Settings of the search that exclude each other."""
+    """Yields a problem for settings of the search that exclude each other."""
     if not decoding.sampling and decoding.n_best > decoding.beam_size:
         yield (
             ("decoding", "n_best"),

@@ -1,4 +1,4 @@
-"""How large a model is, and what its training state takes: plain arithmetic, so that no command needs torch to tell."""
+"""Sizes of a model and of its training state: plain arithmetic, so that no command needs torch for it."""
 
 from dist_transformer.config.schema import Config, ModelConfig, TrainingConfig
 
@@ -13,17 +13,17 @@ def head_sizes(config: ModelConfig) -> tuple[int, int]:
 
 
 def has_final_norm(config: ModelConfig) -> bool:
-    """Whether a norm follows the last layer: pre-norm layers end in a sum that has none of its own."""
+    """True if a norm follows the last layer: pre-norm layers end in a sum without a norm."""
     return config.norm == "pre" if config.final_norm is None else config.final_norm
 
 
 def feed_forward_matrices(config: ModelConfig) -> int:
-    """Matrices of d_model x d_ff in a feed-forward network: equation 2's two, and SwiGLU's gate."""
+    """Number of d_model x d_ff matrices in a feed-forward network: the two of equation 2, and SwiGLU's gate."""
     return 3 if config.activation == "swiglu" else 2
 
 
 def parameter_count(config: ModelConfig, source_vocabulary: int, target_vocabulary: int) -> int:
-    """Trainable parameters of the network, each tied matrix counted once."""
+    """Number of trainable parameters of the network, each tied matrix counted once."""
     d_model, d_ff = config.d_model, config.d_ff
     norm = d_model if config.norm_type == "rms" else 2 * d_model
     keys, values = (config.num_heads * size for size in head_sizes(config))
@@ -46,15 +46,15 @@ def _num_vocabulary_rows(config: ModelConfig, source_vocabulary: int, target_voc
 
 
 def with_precision(config: Config, precision: str) -> Config:
-    """With `precision` in place of `training.precision: auto`."""
+    """Returns the configuration with `precision` in place of `training.precision: auto`."""
     if config.training.precision != "auto":
         return config
     return config.model_copy(update={"training": config.training.model_copy(update={"precision": precision})})
 
 
 def effective_training(training: TrainingConfig, num_ranks: int) -> TrainingConfig:
-    """With the ZeRO stage that so many ranks take. One rank alone has nothing to shard: stage 0 trains it to the same weights
-    within rounding, without the masters that stages 1 and 2 copy to and from, and sooner. It cannot scale fp16's loss."""
+    """Returns the section with the ZeRO stage that so many ranks use. One rank has nothing to shard: stage 0 trains to
+    the same weights within rounding, faster and without the masters of stages 1 and 2. It cannot scale fp16's loss."""
     if num_ranks > 1 or training.zero_stage not in (1, 2) or training.precision == "fp16" or training.offload != "none":
         return training
     return training.model_copy(update={"zero_stage": 0})
@@ -66,10 +66,10 @@ def with_effective_zero_stage(config: Config, num_ranks: int) -> Config:
 
 
 def state_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
-    """Bytes a rank holds on its device of weights, gradients and optimizer state, without what is offloaded.
+    """Bytes of weights, gradients and optimizer state that a rank holds on its device, without offloaded parts.
 
     ZeRO, table 1, with the moving average where there is one, and the buffer in which stages 1 to 3 reduce gradients;
-    activations not counted, nor the layers that stage 3 has gathered.
+    without activations, and without the layers that stage 3 has gathered.
     """
     stage, offload = training.zero_stage, training.offload
     weight = gradient = bytes_of_weight(training)
@@ -85,18 +85,18 @@ def state_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> in
 
 
 def offloaded_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
-    """Bytes a rank holds in the CPU's memory for `training.offload`: masters, moments, fp32 gradients, and of the
+    """Bytes that a rank holds in the CPU's memory for `training.offload`: masters, moments, fp32 gradients, and of the
     weights a copy to send (stages 1 and 2) or the only one (stage 3, where weights are offloaded too)."""
     if training.offload == "none":
         return 0
     has_weights = training.zero_stage < 3 or training.offload == "optimizer_and_parameters"
-    gradients = 4 + (bytes_of_weight(training) if training.zero_stage == 3 else 0)  # stage 3: as they arrive, too
+    gradients = 4 + (bytes_of_weight(training) if training.zero_stage == 3 else 0)  # stage 3: as received, too
     weights = bytes_of_weight(training) if has_weights else 0
     return round(parameters * (bytes_of_optimizer(training) + gradients + weights) / num_ranks)
 
 
 def checkpoint_bytes(parameters: int, training: TrainingConfig) -> int:
-    """Of the fp32 weights, Adam's two moments and the moving average: the same for every precision and ZeRO stage."""
+    """Bytes of a checkpoint: fp32 weights, Adam's two moments and the moving average, for every precision and stage."""
     return parameters * (16 if training.ema_decay is not None else 12)
 
 
@@ -115,16 +115,16 @@ def checkpoints_bytes(config: Config, parameters: int) -> int:
 
 
 def snapshot_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
-    """Bytes a rank holds in the CPU's memory for the copy that checkpoints are written from."""
+    """Bytes that a rank holds in the CPU's memory for the copy that checkpoints are written from."""
     return round(checkpoint_bytes(parameters, training) / num_ranks)
 
 
 def bytes_of_weight(training: TrainingConfig) -> int:
-    """Of a weight, and of its gradient: bf16 is autocast over fp32 weights."""
+    """Bytes of a weight, and of its gradient: bf16 is autocast over fp32 weights."""
     return 2 if training.precision == "fp16" else 4
 
 
 def bytes_of_optimizer(training: TrainingConfig) -> int:
-    """fp32 master, two moments and the moving average; where stage 0 has fp32 weights, they are the masters."""
+    """Bytes per parameter of fp32 master, two moments and moving average; fp32 weights of stage 0 are the masters."""
     has_masters = training.zero_stage > 0 or training.precision == "fp16"
     return 8 + (4 if has_masters else 0) + (4 if training.ema_decay is not None else 0)

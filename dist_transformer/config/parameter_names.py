@@ -1,4 +1,4 @@
-"""The names of a model's parameters, found without torch, and the patterns of the configuration that name some of them:
+"""Names of a model's parameters, computed without torch, and the patterns of the configuration that match them:
 `encoder_layers.0.feed_forward.inner.weight`. A test compares them with the model's own.
 """
 
@@ -15,7 +15,7 @@ _EMBEDDINGS = ["source_embedding.weight", "target_embedding.weight"]
 
 
 def all_parameter_names(config: ModelConfig) -> list[str]:
-    """Every name of every parameter, two of a shared one, sorted."""
+    """Returns all names of all parameters, sorted; a shared parameter has two."""
     feed_forward = ["inner", "outer", *(["gate"] if config.activation == "swiglu" else [])]
     self_attention, cross_attention = ["query_key_value", "output"], ["query", "key_value", "output"]
     norm = ["weight"] if config.norm_type == "rms" else ["weight", "bias"]
@@ -39,7 +39,7 @@ def all_parameter_names(config: ModelConfig) -> list[str]:
 def check_patterns(
     training: TrainingConfig, optimizer: OptimizerConfig, model: ModelConfig
 ) -> Iterator[tuple[KeyPath, str]]:
-    """Patterns that name no parameter, and freezing of them all."""
+    """Yields a problem for each pattern that matches no parameter, and if all parameters are frozen."""
     given: dict[KeyPath, Sequence[str]] = {
         ("training", "freeze"): training.freeze,
         ("optimizer", "no_decay"): optimizer.no_decay,
@@ -57,12 +57,12 @@ def check_patterns(
 
 
 def is_named(name: str, patterns: Sequence[str]) -> bool:
-    """Whether any of the shell patterns names this parameter."""
+    """True if any of the shell patterns matches this parameter."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def unknown_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> Iterator[str]:
-    """What is wrong with each pattern that names none of these parameters."""
+    """Yields a message for each pattern that matches none of these parameters."""
     for pattern in patterns:
         if not any(is_named(name, [pattern]) for name in names):
             yield (
@@ -72,7 +72,7 @@ def unknown_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) ->
 
 
 def all_frozen(patterns: Sequence[str], names: Sequence[str]) -> str:
-    """What is wrong with patterns that leave nothing to train."""
+    """Returns the message for patterns that freeze all parameters."""
     return (
         f"training.freeze: {', '.join(patterns)} freeze all {len(names)} parameters, so that there is nothing to train. "
         f"Parameters are {_some(names)}: leave some of them free"
@@ -80,7 +80,7 @@ def all_frozen(patterns: Sequence[str], names: Sequence[str]) -> str:
 
 
 def _some(names: Sequence[str], pattern: str = "") -> str:
-    """Those nearest to the pattern, then some from all over the model."""
+    """Lists the names nearest to the pattern, then some from all over the model."""
     near = get_close_matches(pattern.replace("*", ""), names, NUM_NAMES_SHOWN, cutoff=0.3)
     others = [name for name in names[:: max(1, len(names) // NUM_NAMES_SHOWN)] if name not in near]
     shown = [*near, *others][:NUM_NAMES_SHOWN]

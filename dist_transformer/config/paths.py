@@ -1,4 +1,4 @@
-"""Where the files of a corpus are: names, addresses and patterns in the configuration, without reading any of them."""
+"""Locations of the files of a corpus: paths, addresses and patterns in the configuration; no file is read."""
 
 import glob
 import os
@@ -8,7 +8,7 @@ _PATTERN_CHARACTERS = "*?["
 
 
 def located(root: str, name: str) -> str:
-    """A file of the configuration as a path or an address: `name` itself where it is absolute, else inside `root`."""
+    """Returns the path or address of a file of the configuration: `name` itself if absolute, else inside `root`."""
     name, root = _local_path(name), _local_path(root)
     if is_address(name):
         return name
@@ -16,20 +16,20 @@ def located(root: str, name: str) -> str:
 
 
 def is_address(location: str) -> bool:
-    """Whether a location is one that fsspec reads, and not a path on this machine."""
+    """True if a location is an address for fsspec, and not a path on this machine."""
     return "://" in location
 
 
 def is_pattern(location: str) -> bool:
-    """Whether a location may stand for several files. The `?` of a web address begins its query."""
+    """True if a location is a pattern, which may match several files. The `?` of a web address begins its query."""
     magic = "*[" if location.startswith(("http://", "https://")) else _PATTERN_CHARACTERS
     return any(character in location for character in magic)
 
 
 def local_files(root: str, name: str) -> list[str]:
-    """The local files that a name or pattern stands for, in the order of their names; none: there is no such file.
+    """Returns the local files that match a name or pattern, in the order of their names; none: there is no such file.
 
-    A name that is there as it is written is no pattern.
+    A name of an existing file is no pattern, whatever its characters.
     """
     path, root = located(root, name), _local_path(root)
     if os.path.isfile(path):

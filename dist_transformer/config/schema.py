@@ -1,8 +1,8 @@
-"""Every setting of a run, its type, its unit and its default. Defaults live here, in data_schema.py and slurm_schema.py,
-nowhere else.
+"""All settings of a run with type, unit and default. Defaults are defined here, in data_schema.py and in
+slurm_schema.py, nowhere else.
 
 Each part of the program receives only its own section, frozen. The defaults of `model`, `optimizer`, `schedule` and
-`training` are those of Vaswani et al. (2017), "Attention Is All You Need"; what departs from the paper says so.
+`training` are those of Vaswani et al. (2017), "Attention Is All You Need"; descriptions name departures from the paper.
 """
 
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from dist_transformer.config.slurm_schema import SlurmConfig
 
 
 class RunConfig(Section):
-    """Who the run is and where everything of it is kept."""
+    """Name, folder and seed of the run."""
 
     name: Str = Field("run", min_length=1, description="Name of the run folder, the job and the MLflow run.")
     root: Str = Field("runs", description="Folder of run folders; the run folder is <root>/<name>.")
@@ -32,7 +32,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class ModelConfig(Section):
-    """The encoder-decoder of the paper (section 3). `preset` fills what is not given."""
+    """The encoder-decoder of the paper (section 3). `preset` fills the sizes that are not given."""
 
     preset: Literal["tiny", "small", "base", "big"] = Field("base", description="Fills every size that is not given.")
     d_model: PositiveInt = Field(512, description="Width of embeddings and layers.")
@@ -121,7 +121,7 @@ class ScheduleConfig(Section):
 
 
 class TrainingConfig(Section):
-    """The steps."""
+    """Length of the training, precision, sharding and the training step."""
 
     max_steps: PositiveInt | None = Field(100_000, description="Last step of the run; none: another end is given.")
     max_epochs: PositiveInt | None = Field(None, description="Epochs after which the run ends; none: no such limit.")
@@ -177,8 +177,8 @@ class TrainingConfig(Section):
 
 
 class DivergenceConfig(Section):
-    """What happens when training diverges: the loss stays far above its moving average, gradients stay non-finite, or
-    fp16's loss scale is at its floor. The newest checkpoint from before it is always what a run goes on from.
+    """Reaction to divergence of training: the loss stays far above its moving average, gradients stay non-finite, or
+    fp16's loss scale is at its floor. The run always resumes from the newest checkpoint before the divergence.
     """
 
     policy: Literal["stop", "lower_learning_rate", "switch_to_bf16"] = Field(
@@ -197,7 +197,7 @@ class DivergenceConfig(Section):
 
 
 class ValidationConfig(Section):
-    """Loss and scores on the validation corpora during training, and what follows from them.
+    """Loss and scores on the validation corpora during training, and early stopping by them.
 
     The measures of data.validation are loss, nll, perplexity, token_accuracy, and with `translate` bleu, chrf (and comet);
     those of data.more_validation have the corpus in front: newstest2013/bleu.
@@ -229,7 +229,7 @@ class ValidationConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """What can be resumed from, and the model at the end."""
+    """Checkpoints to resume from, and the model at the end."""
 
     every_steps: PositiveInt = Field(1000, description="A checkpoint at every such step, at a stop and at the end.")
     keep_last: PositiveInt = Field(5, description="Newest checkpoints kept.")
@@ -285,7 +285,7 @@ class DecodingConfig(Section):
 
 
 class TrackingConfig(Section):
-    """MLflow."""
+    """Tracking in MLflow."""
 
     enabled: Bool = Field(True, description="False: only metrics.jsonl and its like, and no report at the end.")
     uri: Str | None = Field(
@@ -313,7 +313,7 @@ class TrackingConfig(Section):
 
 
 class Config(Section):
-    """One run."""
+    """The configuration of one run."""
 
     run: RunConfig = Field(default_factory=RunConfig)
     data: DataConfig

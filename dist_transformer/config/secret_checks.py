@@ -1,5 +1,5 @@
-"""Passwords, tokens and keys in a configuration. What it says is written into run folders, batch scripts and MLflow; a
-job gets its secrets by the environment of the shell that submits it, which Slurm keeps for it over requeues.
+"""Checks for passwords, tokens and keys in a configuration, which is written into run folders, batch scripts and
+MLflow. A job gets its secrets from the environment of the submitting shell, which Slurm keeps over requeues.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,11 +10,11 @@ from dist_transformer.config.section import Section
 from dist_transformer.config.yaml_positions import KeyPath, dotted
 
 _CHECKED_APART = ("tracking", "uri")
-"""Takes no user either."""
+"""Key with a check of its own, which also refuses a user without a password."""
 
 
 def secret_problems(sections: Mapping[str, Section]) -> Iterator[tuple[KeyPath, str]]:
-    """Texts of these sections that look like secrets, by the names of variables and by what they hold."""
+    """Yields a problem for each text that looks like a secret, by its content or by the name of its variable."""
     for name, section in sections.items():
         for path, text in _texts((name,), section.model_dump()):
             is_named = path[:2] == ("slurm", "environment") and is_secret(str(path[-1]), text)
@@ -33,7 +33,7 @@ _REMEDY = (
 
 
 def _texts(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, str]]:
-    """Every text in a section, also in mappings and lists, and where it stands."""
+    """Yields every text in a section, also in mappings and lists, with its key path."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""What every section of the configuration is made of: a frozen group of settings, and the types of a setting.
+"""Base class of the sections of the configuration, and the types of a setting.
 
-Strict: nothing is a number, or true or false, that was not written as one.
+The types are strict: only a value written as a number is a number, only true and false are true and false.
 """
 
 from typing import Annotated, Any, Literal
@@ -12,14 +12,14 @@ from dist_transformer.config.yaml12 import as_written
 
 
 def _refuse_look_alikes(value: Any) -> Any:
-    """To Python True and 1.0 equal 1, to a reader of the YAML they do not."""
+    """Refuses true and 1.0, which equal 1 in Python, but not to a reader of the YAML."""
     if isinstance(value, bool | float):
         raise PydanticCustomError("literal_error", "Input should be 0, 1, 2 or 3")
     return value
 
 
 def _refuse_other_than_auto(value: Any) -> Any:
-    """One message for both kinds of value; true is no number."""
+    """Checks for a positive number or auto, with one message for both; true is no number."""
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31):
         return value
     raise PydanticCustomError(

@@ -1,4 +1,4 @@
-"""The settings of the job. Defaults live here and nowhere else."""
+"""Settings of the Slurm job. Their defaults are defined here and nowhere else."""
 
 from typing import Literal, get_args
 
@@ -7,11 +7,11 @@ from pydantic import Field
 from dist_transformer.config.section import Fraction, Int, Number, PositiveInt, Section, Str
 
 LOST_ATTEMPTS = 4
-"""So many times max_restarts_without_progress attempts may end without a word (node failures, pre-emption)."""
+"""Factor of max_restarts_without_progress for attempts that end without a record (node failures, pre-emption)."""
 
 
 class SlurmConfig(Section):
-    """How `submit` asks Slurm for the job. What differs between sites lives in slurm/clusters/*.yaml."""
+    """Resources and options with which `submit` requests the job. Settings of sites are in slurm/clusters/*.yaml."""
 
     cluster: Str | None = Field(
         None, description="Profile: a name in slurm/clusters/ or a path; fills what is not given."

@@ -1,4 +1,4 @@
-"""What must hold between the settings of validation: the metric is measured, and what follows from it can be told."""
+"""Checks between the settings of validation: its metric is measured, and the settings that depend on it can work."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from dist_transformer.config.schema import ValidationConfig
 
 
 def check_validation(validation: ValidationConfig, data: DataConfig) -> Iterator[Problem]:
-    """The metric, the end that follows from it, and COMET."""
+    """Checks the metric, the ends of a run that depend on it, and COMET."""
     yield from _metric_problems(validation, data)
     if corpus_and_measure(validation.metric)[0] is None and data.validation is None:
         for key in ("patience", "target"):

@@ -1,7 +1,7 @@
-"""The YAML that configurations are written in: YAML 1.2's plain kinds, where YAML 1.1 has traps.
+"""Reader and writer of the YAML of configurations: the plain types of YAML 1.2, which avoid the traps of YAML 1.1.
 
 12:00:00, 2024-01-01, yes, no, 010 are text; 1e-9 and 100_000 are numbers; only true and false are true and false.
-Tags for anything else are refused.
+Tags of other types are refused.
 """
 
 import re
@@ -19,28 +19,28 @@ _KINDS = {  # pattern, first characters
 
 
 MOST_REPEATED = 10_000
-"""Values that the aliases of a file may stand for: a few lines of aliases of aliases would be billions."""
+"""Maximum number of values that the aliases of a file repeat: a few lines of nested aliases would repeat billions."""
 
 
 class WrittenInt(int):
-    """A whole number that knows how it was written, for a setting that wants text: `account: 1_000`."""
+    """An integer that keeps its spelling, for a setting that expects text: `account: 1_000`."""
 
     text: str
 
 
 class WrittenFloat(float):
-    """The same for other numbers: `revision: 12e5`."""
+    """A float that keeps its spelling: `revision: 12e5`."""
 
     text: str
 
 
 def as_written(value: Any) -> Any:
-    """A number of a YAML file as its text; any other value as it is."""
+    """Returns the text of a number of a YAML file; any other value unchanged."""
     return value.text if isinstance(value, WrittenInt | WrittenFloat) else value
 
 
 class Loader(yaml.SafeLoader):
-    """Reads this dialect; nothing in a file is executed, and what aliases repeat is bounded."""
+    """Reads this dialect; executes nothing in a file, and limits the values that aliases repeat."""
 
     _num_repeated = 0
 
@@ -56,11 +56,11 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Puts into quotes what `Loader`, or a reader of YAML 1.1, would not take for text."""
+    """Quotes texts that `Loader`, or a reader of YAML 1.1, would not read as text."""
 
 
 def dump(values: dict[str, Any]) -> str:
-    """Plain values as text that reads back as equal ones."""
+    """Returns plain values as YAML that reads back as equal ones."""
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
@@ -91,7 +91,7 @@ def _read_truth(loader: Loader, node: yaml.ScalarNode) -> bool:
 
 
 def _show_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
-    # PyYAML folds these three rare line breaks, and only in double quotes it escapes them.
+    # PyYAML folds these three rare line breaks; it escapes them only in double quotes.
     style = '"' if set(text) & set("\x85\u2028\u2029") else None
     return dumper.represent_scalar(f"{_TAG}str", text, style)
 

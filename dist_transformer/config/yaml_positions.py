@@ -1,4 +1,4 @@
-"""Where each key of a configuration was written: YAML files read into values with their file and line.
+"""Positions of the keys of a configuration: YAML files read into values with their file and line.
 
 A value's path is a tuple of keys, ("optimizer", "learning_rate").
 """
@@ -19,13 +19,13 @@ _TEXT = "tag:yaml.org,2002:str"
 
 @dataclass
 class Marked:
-    """Plain values of a configuration and, for each key path, where it was written ("file:line")."""
+    """Plain values of a configuration and, for each key path, its position ("file:line")."""
 
     values: dict[str, Any]
     where: dict[KeyPath, str] = field(default_factory=dict)
 
     def place(self, path: KeyPath) -> str:
-        """The place of the key, or of the nearest key above it."""
+        """Returns the position of the key, or of the nearest key above it."""
         for length in range(len(path), -1, -1):
             if path[:length] in self.where:
                 return self.where[path[:length]]
@@ -33,7 +33,7 @@ class Marked:
 
 
 def read_yaml(path: Path) -> Marked:
-    """The values of one YAML file with their lines.
+    """Reads the values of one YAML file with their lines.
 
     Raises:
         ConfigError: the file is missing, is not YAML, repeats a key, or is not a mapping.
@@ -49,7 +49,7 @@ def read_yaml(path: Path) -> Marked:
 
 
 def parse_yaml(text: str, name: str) -> Marked:
-    """`read_yaml` of a text that is already here; `name` stands for the file in messages."""
+    """Parses the text of a YAML file, as `read_yaml`; `name` is the name of the file in messages."""
     try:
         loader = Loader(text)
         try:
@@ -103,7 +103,7 @@ def _walk(
 
 
 def merge(below: Marked, above: Marked) -> Marked:
-    """`above` laid over `below`: mappings are merged, every other value is replaced."""
+    """Returns `below` overridden by `above`: mappings are merged, every other value is replaced."""
     return Marked(_merged(below.values, above.values), {**below.where, **above.where})
 
 

@@ -1,4 +1,4 @@
-"""Which pairs are dropped, and the rule that names why. A pair is counted once, by the first rule that it breaks."""
+"""Rules by which pairs are dropped. A pair is counted once, by the first rule that it breaks."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,13 +11,13 @@ from dist_transformer.data.sources.corpus import RawBatch
 
 RULES = ("bad_encoding", "empty", "identical", "too_long", "length_ratio")
 LENGTH_RULES = RULES[3:]
-"""Those that can only be told from the tokens."""
+"""Rules that need the tokens."""
 RATIO_FREE_TOKENS = 10
-"""Pairs whose longer side is under this pass the length ratio: `Yes.` may well have a long translation."""
+"""Length of the longer side below which pairs pass the length ratio: `Yes.` may have a long translation."""
 
 
 def filter_text(batch: RawBatch, settings: FilterConfig) -> tuple[list[int], Counter[str]]:
-    """Positions of the pairs to keep as far as their text tells, and the dropped ones by rule."""
+    """Returns the positions of the pairs to keep by their text, and the numbers of dropped ones by rule."""
     kept: list[int] = []
     dropped: Counter[str] = Counter()
     for position, (source, target) in enumerate(zip(batch.source, batch.target, strict=True)):
@@ -37,9 +37,10 @@ def filter_lengths(
     target_tokens: Sequence[int] | NDArray[np.int64],
     settings: FilterConfig,
 ) -> tuple[NDArray[np.bool_], Counter[str]]:
-    """Which pairs to keep by their lengths in tokens (end of sentence included), and the dropped ones by rule.
+    """Returns a mask of the pairs to keep by their lengths in tokens (end of sentence included), and the numbers of
+    dropped ones by rule.
 
-    A side of one token is only the end of sentence: its characters have vanished in the tokenizer's normalization.
+    A side of one token is only the end of sentence: the tokenizer's normalization has removed its characters.
     """
     source, target = np.asarray(source_tokens, dtype=np.int64), np.asarray(target_tokens, dtype=np.int64)
     longer, shorter = np.maximum(source, target), np.minimum(source, target)

@@ -1,14 +1,14 @@
-"""What a prepared corpus holds: its shards, row groups, tokenizer and the recipe that made it.
+"""Content of a prepared corpus: its shards, row groups, tokenizer and the recipe that made it.
 
     <folder>/manifest.json            written last: a folder with one is complete
     <folder>/tokenizer/source.model   (and target.model where the vocabularies are not shared)
     <folder>/shards/train-00000.parquet ...  validation-00000.parquet ...
 
-    <folder>/report.json, report.md, lengths.png   for people: what was read, dropped, repeated, and how long the rest is
+    <folder>/report.json, report.md, lengths.png   statistics: rows read, dropped and repeated, lengths of the rest
 
 Columns of a shard: `row_id` int64 (row number in the corpus as it was read), `source` and `target` lists of token ids,
 both ending with the end-of-sentence id and without a begin-of-sentence id. Where text is tokenized on the fly
-(`Split.text`) a shard holds text instead, or is the user's own parquet file, read where it lies.
+(`Split.text`) a shard holds text instead, or is the user's own parquet file, read in place.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ class Shard:
 
     Attributes:
         file: relative to the prepared folder; an absolute path or an address ("://") is the user's own file, in place.
-        sha256: of its bytes; of a file in place, its fingerprint.
+        sha256: digest of its bytes; for a file in place, its fingerprint.
     """
 
     file: str
@@ -54,18 +54,18 @@ class Shard:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether this is the user's own file and not one that `prepare` wrote."""
+        """True if this is the user's own file and not one that `prepare` wrote."""
         return is_address(self.file) or Path(self.file).is_absolute()
 
 
 @dataclass(frozen=True)
 class TextColumns:
-    """Shards that hold text, which is tokenized when it is read.
+    """Columns of shards that hold text, which is tokenized when it is read.
 
     Attributes:
         source: name of the column; dots reach into nested ones.
         target: as `source`.
-        prefix: put before each source sentence by the reader: the tags, each with a space after it.
+        prefix: the tags, each with a space after it, which the reader prepends to each source sentence.
     """
 
     source: str
@@ -75,12 +75,12 @@ class TextColumns:
 
 @dataclass(frozen=True)
 class Split:
-    """The kept rows of one corpus, and what became of the others.
+    """The kept rows of one corpus, and the counts of the others.
 
     Attributes:
         source_tokens: end of sentence included; estimated where `text` is set, as in the row groups.
-        dropped: rows by rule.
-        text: None: the shards hold token ids.
+        dropped: number of dropped rows by rule.
+        text: columns of shards with text; None: the shards hold token ids.
     """
 
     shards: tuple[Shard, ...]
@@ -111,11 +111,11 @@ class TokenizerFiles:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A complete prepared corpus. `digest` stands for its content: two of the same digest hold the same rows.
+    """A complete prepared corpus. `digest` identifies its content: two with the same digest hold the same rows.
 
     Attributes:
         splits: the training corpora by name, and `validation` where there is one.
-        training: names of the training corpora; the place in it is the corpus number in a row id.
+        training: names of the training corpora; the index of a name is the corpus number in a row id.
     """
 
     digest: str
@@ -134,9 +134,9 @@ class Manifest:
 
     @staticmethod
     def load(folder: Path) -> "Manifest":
-        """Reads `<folder>/manifest.json`; DataError when it is missing, damaged or of another version.
+        """Reads `<folder>/manifest.json`; DataError if it is missing, damaged or of another version.
 
-        MachineError when its disk does not answer: the corpus need not be prepared again for that.
+        MachineError if its disk does not answer, in which case the corpus need not be prepared again.
         """
         path = folder / MANIFEST_NAME
         try:
@@ -159,9 +159,9 @@ class Manifest:
 def content_digest(
     recipe: dict[str, Any], tokenizer: TokenizerFiles, splits: dict[str, Split], training: tuple[str, ...]
 ) -> str:
-    """SHA-256 over all that decides the rows and their order: recipe, order of the corpora, checksums of every file.
+    """SHA-256 over all that determines the rows and their order: recipe, order of the corpora, checksums of all files.
 
-    A file in place counts by name, fingerprint and rows, not by its folder: it may be moved.
+    A file in place enters by name, fingerprint and rows, without its folder: it may be moved.
     """
     contents = {name: [_split_text(split), *map(_shard_content, split.shards)] for name, split in splits.items()}
     return json_digest([recipe, tokenizer.source_sha256, tokenizer.target_sha256, list(training), contents])
@@ -182,9 +182,9 @@ def file_sha256(path: Path) -> str:
 
 
 def verify_shards(folder: Path, manifest: Manifest, deep: bool = False) -> None:
-    """Checks that every shard exists with its size, and its SHA-256 when `deep`; DataError names the first bad one.
+    """Checks that every shard exists with its size, and its SHA-256 if `deep`; DataError names the first bad one.
 
-    Of the user's files read in place only those on a disk are checked, by their size.
+    Of the user's files read in place only local ones are checked, by their size.
     """
     for split in manifest.splits.values():
         for shard in split.shards:
@@ -192,7 +192,7 @@ def verify_shards(folder: Path, manifest: Manifest, deep: bool = False) -> None:
 
 
 def verify_shard(folder: Path, shard: Shard, deep: bool = False) -> None:
-    """`verify_shards` of one."""
+    """Checks one shard, as `verify_shards`."""
     if shard.is_in_place:
         _verify_in_place(shard)
         return
@@ -224,7 +224,7 @@ def _verify_in_place(shard: Shard) -> None:
 
 
 def shard_to_json(shard: Shard) -> dict[str, Any]:
-    """Row groups as lists of three numbers: a corpus of 10^9 rows has 250,000 of them."""
+    """Converts a shard to JSON, its row groups to lists of three numbers: a corpus of 10^9 rows has 250,000 of them."""
     groups = [[group.rows, group.source_tokens, group.target_tokens] for group in shard.row_groups]
     return {"file": shard.file, "bytes": shard.bytes, "sha256": shard.sha256, "row_groups": groups}
 
@@ -281,5 +281,5 @@ def _manifest_from_json(value: Any, path: Path) -> Manifest:
 
 
 def _plain_fields(record: Any) -> dict[str, Any]:
-    """The dataclass's own fields, without cached properties and without copying deeply."""
+    """Returns the fields of a dataclass, without cached properties and without deep copies."""
     return {name: getattr(record, name) for name in record.__dataclass_fields__}

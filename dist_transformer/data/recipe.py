@@ -1,4 +1,4 @@
-"""The recipe of a prepared corpus: everything that decides what is in it, as plain JSON.
+"""The recipe of a prepared corpus: everything that determines its content, as plain JSON.
 
 Two preparations with the same recipe give the same rows in the same order, so its digest names the folder, and a
 folder made by another recipe is refused with the settings that differ.
@@ -14,11 +14,11 @@ from dist_transformer.data.sources.files import corpus_fingerprint
 from dist_transformer.errors import DataError
 
 PREPARED_FORMAT = 2
-"""Raised whenever the same settings begin to give other rows, another order or other files."""
+"""Version of the format, incremented whenever the same settings give other rows, another order or other files."""
 
 
 def make_recipe(config: Config) -> dict[str, Any]:
-    """What makes the prepared corpus; DataError when a corpus or tokenizer file is missing."""
+    """Returns the recipe of a configuration; DataError if a corpus or tokenizer file is missing."""
     data, validation = config.data, config.data.validation
     return {
         **recipe_without_corpora(config),
@@ -28,7 +28,7 @@ def make_recipe(config: Config) -> dict[str, Any]:
 
 
 def recipe_without_corpora(config: Config) -> dict[str, Any]:
-    """The part of the recipe that can be told where the text itself is not at hand."""
+    """Returns the part of the recipe that does not need access to the text."""
     return {
         "format": PREPARED_FORMAT,
         "seed": config.run.seed,
@@ -44,7 +44,7 @@ def recipe_without_corpora(config: Config) -> dict[str, Any]:
 
 
 def refuse_other_recipe(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """DataError that names what differs, when `folder` was prepared with another recipe; keys not wanted are free."""
+    """Raises a DataError that names the differences if `folder` has another recipe; only keys of `wanted` count."""
     ours, theirs = flat(wanted), flat({key: value for key, value in found.items() if key in wanted})
     differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     if differing:
@@ -61,7 +61,7 @@ def refuse_other_recipe(folder: Path, found: dict[str, Any], wanted: dict[str, A
 
 
 def _difference(key: str, found: Any, wanted: Any) -> str:
-    """Of two lists, such as the files of a corpus, only the first place where they differ is shown."""
+    """Describes a difference; for two lists, such as the files of a corpus, only the first one."""
     if isinstance(found, list) and isinstance(wanted, list):
         place = next((n for n, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), None)
         if place is None:
@@ -71,7 +71,7 @@ def _difference(key: str, found: Any, wanted: Any) -> str:
 
 
 def taken_models(settings: TokenizerConfig) -> list[Path]:
-    """The existing models to use: one where shared, else source and target; none: they are trained."""
+    """Returns the existing models to use: one if shared, else source and target; none if they are trained."""
     return [Path(model) for model in (settings.source_model, settings.target_model) if model is not None]
 
 
@@ -88,7 +88,7 @@ def _model_sha256(path: Path) -> str:
 
 
 def flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys joined by dots; lists are compared whole."""
+    """Flattens nested keys, joined by dots; lists stay values."""
     items: dict[str, Any] = {}
     for key, item in value.items():
         items.update(flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item})

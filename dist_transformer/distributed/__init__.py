@@ -1,1 +1,1 @@
-"""Ranks: the group, what one rank does for all, and work in rounds. The only place that talks to torch.distributed directly."""
+"""Ranks: the group, work of rank 0 for all, work in rounds. The only folder that calls torch.distributed directly."""

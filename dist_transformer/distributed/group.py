@@ -1,7 +1,7 @@
-"""Ranks: join the group, sum small things over it, leave it. The only place that talks to torch.distributed directly.
+"""Ranks: join the group, sum small tensors over it, leave it. The only file that calls torch.distributed directly.
 
 There are two groups. DeepSpeed's moves gradients and parameters (NCCL on GPUs, gloo on CPUs); the control group, always
-gloo and on the CPU, moves a few integers a step, so that agreeing on something never waits for the GPU.
+gloo and on the CPU, moves a few integers a step, so that the ranks never wait for the GPU to agree on something.
 """
 
 import os
@@ -22,11 +22,11 @@ from dist_transformer.errors import UserError
 
 @dataclass
 class LastCollective:
-    """The newest collective of this rank, for the message of one that hangs.
+    """The newest collective of this rank, for the error message of a rank that hangs.
 
     Attributes:
-        number: how many this rank has begun: the same on ranks that stand at the same place.
-        began, ended: by the monotonic clock; ended is None while it lasts, or when nobody says that it has ended.
+        number: number of collectives begun by this rank: the same on ranks that are at the same point of the program.
+        began, ended: by the monotonic clock; ended is None while it lasts, or when its end is not recorded.
     """
 
     name: str = ""
@@ -34,14 +34,14 @@ class LastCollective:
     began: float = 0.0
     ended: float | None = None
     is_followed: bool = False
-    """Its end is noted too."""
+    """True if the end of the collective is recorded too."""
 
     def begin(self, name: str, is_followed: bool) -> None:
         self.name, self.number, self.is_followed = name, self.number + 1, is_followed
         self.began, self.ended = time.monotonic(), None
 
     def text(self) -> str:
-        """ "in collective 12 (gather) for 61 s", or "last collective: 12 (gather), ended 61 s ago"."""
+        """Returns "in collective 12 (gather) for 61 s", or "last collective: 12 (gather), ended 61 s ago"."""
         now = time.monotonic()
         if self.number == 0:
             return "no collective yet"
@@ -54,7 +54,7 @@ class LastCollective:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others. `device` is where it computes, `last` the newest collective, noted as it begins."""
+    """Position of this process in the group. `device` is where it computes, `last` its newest collective."""
 
     rank: int
     num_ranks: int
@@ -67,16 +67,16 @@ class Ranks:
 
     @property
     def is_rank_zero(self) -> bool:
-        """Rank 0 writes what is written once. Every rank decides: never return or raise under this condition."""
+        """True on rank 0, the only one that writes. Every rank decides: never return or raise under this condition."""
         return self.rank == 0
 
     def note_collective(self, name: str) -> None:
-        """For collectives that are not made here: says that one begins. Its end is not known."""
+        """Records the start of a collective that is called outside of this file. Its end is not recorded."""
         self.last.begin(name, is_followed=False)
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:
-        """Says that a collective begins, and that it has ended. After an exception it counts as not ended."""
+        """Records the start and the end of a collective. After an exception it counts as not ended."""
         self.last.begin(name, is_followed=True)
         yield
         self.last.ended = time.monotonic()
@@ -88,37 +88,37 @@ class Ranks:
             return PendingSum(dist.all_reduce(values, group=self.control, async_op=True), self, name)
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """`values` (on the CPU) summed over the ranks, in place (collective)."""
+        """Sums `values` (on the CPU) over the ranks, in place (collective)."""
         with self.collective(f"sum of {_size(values)}"):
             dist.all_reduce(values, group=self.control)
         return values
 
     def barrier(self) -> None:
-        """Waits for all ranks (collective); a rank that does not come within the timeout is an error."""
+        """Waits for all ranks (collective); a rank that does not arrive within the timeout is an error."""
         self.all_reduce_sum(torch.zeros(1))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """One small Python value of every rank, on every rank (collective)."""
+        """Returns one small Python value of every rank, on every rank (collective)."""
         values: list[Any] = [None] * self.num_ranks
         with self.collective("gather"):
             dist.all_gather_object(values, value, group=self.control)
         return values
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's `value`, on every rank (collective)."""
+        """Returns rank 0's `value`, on every rank (collective)."""
         values = [value]
         with self.collective("broadcast_object"):
             dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
 
     def sum_on_device(self, values: torch.Tensor) -> None:
-        """`values` (on the device) summed over the ranks, in place and to its end, as gradients are (collective)."""
+        """Sums `values` (on the device) over the ranks, in place, as gradients are, and waits for it (collective)."""
         with self.collective(f"sum of {_size(values)} on the device"):
             dist.all_reduce(values)
             self._finish()
 
     def exchange(self, other: int, values: torch.Tensor) -> torch.Tensor:
-        """Sends `values` (on the device) to the rank `other`, which sends its own of the same size, returned here."""
+        """Sends `values` (on the device) to the rank `other`, and returns those of the same size that it sends back."""
         received = torch.empty_like(values)
         both = [dist.P2POp(dist.isend, values, other), dist.P2POp(dist.irecv, received, other)]
         with self.collective(f"exchange of {_size(values)} with rank {other}"):
@@ -128,12 +128,12 @@ class Ranks:
         return received
 
     def send(self, other: int, values: torch.Tensor) -> None:
-        """`values` (on the CPU) to the rank `other`, which calls `receive`."""
+        """Sends `values` (on the CPU) to the rank `other`, which calls `receive`."""
         with self.collective(f"send to rank {other}"):
             dist.send(values, other, group=self.control)
 
     def receive(self, other: int, values: torch.Tensor) -> None:
-        """What the rank `other` sends, into `values` (on the CPU)."""
+        """Receives from the rank `other` into `values` (on the CPU)."""
         with self.collective(f"receive from rank {other}"):
             dist.recv(values, other, group=self.control)
 
@@ -144,7 +144,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class PendingSum:
-    """A sum that was begun."""
+    """A sum over the ranks that was begun."""
 
     work: dist.Work
     ranks: Ranks
@@ -157,7 +157,7 @@ class PendingSum:
 
 
 def join(timeout_seconds: int) -> Ranks:
-    """Joins the group named by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; alone without them.
+    """Joins the group named by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; a group of one without them.
 
     Collectives that last longer than `timeout_seconds` end with an error on every rank (promise P7).
     """
@@ -182,18 +182,18 @@ def join(timeout_seconds: int) -> Ranks:
 
 
 def _let_segments_grow() -> None:
-    """Memory of GPUs in segments that grow: batches of ever other shapes otherwise cut it into pieces that none fits into.
+    """Makes torch allocate GPU memory in expandable segments: batches of changing shapes otherwise fragment it.
 
-    torch reads it when it first asks a GPU for memory; what a person has set stays.
+    torch reads the variable at its first allocation on a GPU; a value set by the user stays.
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is torch's before 2.9, and warned of since
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is torch's before 2.9, deprecated since
     if not any(name in os.environ for name in names):
         os.environ[names[torch.__version__ < "2.9"]] = "expandable_segments:True"
 
 
 @contextmanager
 def around_waits(entered: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
-    """As long as the block lasts, this process waits for collectives inside of `entered()`: that a profile sees them."""
+    """Makes this process wait for collectives inside of `entered()` while the block lasts: a profile then has them."""
     wait = dist.Work.wait
 
     def waiting(work: dist.Work, *arguments: Any, **named: Any) -> bool:
@@ -221,18 +221,18 @@ _CAUSES = (
         "not all ranks came together within training.hang_seconds: is each started, and does each reach MASTER_ADDR?",
     ),
 )
-"""What gloo, NCCL and torch's store say, and what it means."""
+"""Pairs of a pattern of the messages of gloo, NCCL and torch's store, and the cause it stands for."""
 
 
 def explain(error: BaseException) -> str | None:
-    """One line on the cause of a failed collective; None for any other error."""
+    """Returns one line on the cause of a failed collective; None for any other error."""
     if not isinstance(error, RuntimeError):
         return None
     return next((cause for pattern, cause in _CAUSES if re.search(pattern, str(error))), None)
 
 
 def leave() -> None:
-    """Leaves the group at a planned end; without it gloo aborts now and then. Never call it after an exception."""
+    """Leaves the group at a planned end, without which gloo aborts now and then. Never call it after an exception."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""What one rank does for all: the others wait without a time limit, as long as it moves."""
+"""Work that rank 0 does for all ranks: the others wait for it without a time limit, as long as it makes progress."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from dist_transformer.errors import UserError
 
 Result = TypeVar("Result")
 LOOK_SECONDS = 0.5
-"""How often the ranks ask whether it is done."""
+"""Interval at which the ranks exchange whether the work is done."""
 
 
 def run_on_rank_zero(
@@ -23,16 +23,16 @@ def run_on_rank_zero(
     may_wait_seconds: float = 0.0,
     wants_stop: WantsStop | None = None,
 ) -> Result:
-    """Rank 0's result of `work`, on every rank (collective).
+    """Runs `work` on rank 0 and returns its result on every rank (collective).
 
-    `work` runs in a thread, so that hashing or copying for longer than training.hang_seconds is no hang; it may not make
-    collectives. `progress` is called on every rank while the thread uses the processor: a stalled disk does not. For the
-    first `may_wait_seconds` it is called all the same: of work that waits for others, and not for ever. None for
-    `wants_stop`: it is waited for in any case.
+    `work` runs in a thread, so that hashing or copying for longer than training.hang_seconds is no hang; it may not
+    call collectives. `progress` is called on every rank while the thread uses the processor, which it does not while a
+    disk is stalled; in the first `may_wait_seconds` it is called in any case, for work that waits for others for a
+    limited time. Without `wants_stop` a stop request does not end the wait.
 
     Raises:
-        UserError: `work` did, on every rank. Any other exception is raised on rank 0 alone.
-        Stopped: a rank wants to stop, on every rank; `work` is left alone, and ends with the process.
+        UserError: `work` raised it; raised on every rank. Any other exception is raised on rank 0 alone.
+        Stopped: a rank wants to stop; raised on every rank. `work` is not interrupted, and ends with the process.
     """
     worker = _Worker(work) if ranks.is_rank_zero else None
     if worker is not None:
@@ -69,11 +69,11 @@ class _Worker(threading.Thread, Generic[Result]):
             self._result = self._work()
         except UserError as error:
             self._result = error
-        except BaseException as error:  # noqa: BLE001  (raised again by `result`, in the thread that can tell of it)
+        except BaseException as error:  # noqa: BLE001  (raised again by `result`, in the thread that can report it)
             self._error = error
 
     def used_seconds(self) -> float | None:
-        """Processor time of it and of the threads that it started; None when it has ended."""
+        """Processor time of this thread and of the threads that it started; None when it has ended."""
         if not self.is_alive():
             return None
         own = [thread for thread in psutil.Process().threads() if thread.id not in self._threads_before]

@@ -2,8 +2,8 @@
 
     in_rounds(ranks, num_rounds, lambda number: translate(batches[number]), wants_stop)
 
-Each rank says at the end of a round whether it goes on, and hears what all said one round later: nobody waits for the
-slowest of a round, and one whose work has failed leaves no other rank alone in a collective.
+Each rank sends at the end of a round whether it continues, and receives the answer of all one round later: no rank
+waits for the slowest of a round, and a rank whose work has failed leaves no other rank alone in a collective.
 """
 
 import logging
@@ -18,11 +18,11 @@ from dist_transformer.errors import MachineError, UserError
 log = logging.getLogger(__name__)
 
 WantsStop = Callable[[], bool]
-"""Whether this rank was asked to stop; the others may not have been."""
+"""Returns True if this rank was asked to stop; the others may not have been."""
 
 
 class Stopped(Exception):
-    """Long work was left for a stop request: raised on every rank, once they have agreed on it."""
+    """Long work was abandoned for a stop request: raised on every rank, once they have agreed on it."""
 
 
 class WorkFailed(MachineError):
@@ -30,15 +30,15 @@ class WorkFailed(MachineError):
 
 
 def in_rounds(ranks: Ranks, num_rounds: int, work: Callable[[int], None], wants_stop: WantsStop) -> None:
-    """Calls `work` with the number of each round, on every rank (collective). All leave the same round when one wants to.
+    """Calls `work` with the number of each round, on every rank (collective). All ranks end after the same round.
 
     Args:
-        work: may leave a round in its middle by raising `Stopped` or `WorkFailed`; anything else is raised at once, on
-            this rank alone.
+        work: may leave a round in its middle by raising `Stopped` or `WorkFailed`; any other exception is raised at
+            once, on this rank alone.
 
     Raises:
-        Stopped: on every rank: one of them was asked to stop.
-        WorkFailed: on every rank: the work of one of them failed.
+        Stopped: one rank was asked to stop; raised on every rank.
+        WorkFailed: the work of one rank failed; raised on every rank.
     """
     is_stopped, failure = False, None
     values, pending = torch.zeros(1, dtype=torch.int64), None
@@ -47,7 +47,7 @@ def in_rounds(ranks: Ranks, num_rounds: int, work: Callable[[int], None], wants_
             is_stopped = is_stopped or wants_stop()
             if (
                 failure is None
-            ):  # also where a stop is wanted: the work may be a collective, and nobody has heard of it yet
+            ):  # also where a stop is wanted: the work may be a collective, and no other rank has received the wish yet
                 work(number)
         except Stopped:
             is_stopped = True
@@ -68,21 +68,21 @@ def in_rounds(ranks: Ranks, num_rounds: int, work: Callable[[int], None], wants_
 
 @contextmanager
 def failures_named(ranks: Ranks) -> Iterator[None]:
-    """What goes wrong inside becomes a `WorkFailed` that names this rank. Inside there may be no collective: the others
-    would wait in it for ever."""
+    """Turns an exception in the block into a `WorkFailed` that names this rank. The block may contain no collective:
+    the other ranks would wait in it for ever."""
     try:
         yield
     except (Stopped, WorkFailed):
         raise
-    except Exception as error:  # whatever it is: the other ranks must hear of it
-        is_told = isinstance(error, UserError | OSError)  # by its message; of anything else the place is worth knowing
+    except Exception as error:  # any exception: it must be reported to the other ranks
+        is_told = isinstance(error, UserError | OSError)  # their message is enough; any other error needs its traceback
         log.warning("rank %d: %s", ranks.rank, error, exc_info=not is_told)
         kind = "" if is_told else f"{type(error).__name__}: "
         raise WorkFailed(f"rank {ranks.rank}: {kind}{error}") from None
 
 
 def _is_over(told: torch.Tensor, pending: PendingSum | None) -> bool:
-    """Whether a rank said in the round before that it does not go on (collective)."""
+    """Returns True if a rank sent in the previous round that it does not continue (collective)."""
     if pending is None:
         return False
     pending.wait()

@@ -1,7 +1,7 @@
 """Multi-head attention (3.2) over the whole sequence, and one token at a time on cached keys and values.
 
-Axes: B batch, S source (or keys), T target (or queries), D model, H heads, K key size, V value size, P projections side
-by side, L places for positions; R pairs of a rotation, half of K.
+Axes: B batch, S source (or keys), T target (or queries), D model, H heads, K key size, V value size, P concatenated
+projections, L places for positions; R pairs of a rotation, half of K.
 Masks are boolean, True where a query may attend. The projections of one input are one matrix product: the rows of
 `query_key_value.weight` are the query's, the key's and the value's matrices, in this order, as in
 `torch.nn.MultiheadAttention.in_proj_weight`; within each, head h owns rows h * K to (h + 1) * K (of values: V).
@@ -31,12 +31,12 @@ class KeyValue:
 
 class KeyValueCache:
     """Keys and values of the positions that one layer has decoded, with places for more: a position is added without
-    copying those before it. Not for training: nothing here has a gradient."""
+    copying those before it. Not for training: its tensors have no gradients."""
 
     FIRST_PLACES = 32
 
     def __init__(self, like: KeyValue, num_rows: int) -> None:
-        """`num_rows` batch rows and no position yet; for the rest as `like`."""
+        """Allocates `num_rows` batch rows without positions, with the other sizes, type and device of `like`."""
         _, self.num_heads, _, key_size = like.key_BHSK.shape
         self.widths = [self.num_heads * key_size, self.num_heads * like.value_BHSV.shape[3]]
         self.num_positions = 0
@@ -44,11 +44,11 @@ class KeyValueCache:
 
     @property
     def keys_values(self) -> KeyValue:
-        """Views."""
+        """Views of the filled places."""
         return KeyValue(*split_heads(self.places_BLP[:, : self.num_positions], self.widths, self.num_heads))
 
     def append(self, newer: KeyValue) -> None:
-        """Adds a position."""
+        """Appends a position."""
         if self.num_positions == self.places_BLP.shape[1]:
             self.places_BLP = torch.cat([self.places_BLP, torch.empty_like(self.places_BLP)], 1)
         place_BP = self.places_BLP[:, self.num_positions]
@@ -56,8 +56,8 @@ class KeyValueCache:
         self.num_positions += 1
 
     def select(self, rows: Tensor, spare: Tensor | None) -> Tensor:
-        """Keeps the given batch rows, in the given order; rows may repeat. Writes them to `spare`, if that is as large
-        as what there was, and gives back what they were in, to be another layer's spare: so nothing is allocated."""
+        """Keeps the given batch rows, in the given order; rows may repeat. Writes them to `spare`, if it has the same
+        size, and returns the previous tensor, which is the next layer's `spare`: this avoids allocations."""
         left = self.places_BLP
         if spare is None or spare.shape != left.shape or len(rows) != len(left):
             spare = left.new_empty(len(rows), *left.shape[1:])
@@ -77,8 +77,8 @@ class SelfAttention(nn.Module):
         is_causal: bool,
         rotary_positions: nn.Module | None,
     ) -> None:
-        """`sizes` are those of a head's keys and values, K and V. `rotary_positions` gives the sinusoids (T, K) of a start
-        and a length, by which queries and keys are turned; none: what comes in knows its position."""
+        """`sizes` are those of a head's keys and values, K and V. `rotary_positions` returns the sinusoids (T, K) for a
+        start and a length, by which queries and keys are rotated; None: the input contains its positions."""
         super().__init__()
         keys, values = (num_heads * size for size in sizes)
         self.num_heads = num_heads
@@ -89,25 +89,25 @@ class SelfAttention(nn.Module):
         self.output = Linear(values, d_model)
 
     def forward(self, input_BTD: Tensor, may_attend_B11T: Tensor | None = None) -> Tensor:
-        """Causal layers take no mask: padding is at the end, so no real position sees it, and CUDA's flash kernel,
-        which refuses masks, stays usable."""
+        """Applies self-attention. Causal layers take no mask: padding is at the end, so no real position sees it, and
+        CUDA's flash kernel, which refuses masks, stays usable."""
         query_BHTK, key_BHTK, value_BHTV = self._project(input_BTD)
         attended_BHTV = attend(query_BHTK, KeyValue(key_BHTK, value_BHTV), may_attend_B11T, self.is_causal)
         return self.output(merge_heads(attended_BHTV))  # type: ignore[no-any-return]
 
     def packed_rows(self, gain: float, beta: float) -> dict[nn.Module, list[tuple[int, float]]]:
-        """(rows, initial gain) of each matrix in a layer's weight: `beta`, DeepNorm's, is for values only."""
+        """Returns (rows, initial gain) of each matrix in a layer's weight: DeepNorm's `beta` is for values only."""
         keys, _, values = self.widths
         return {self.query_key_value: [(keys, gain), (keys, gain), (values, gain * beta)]}
 
     def step(self, input_B1D: Tensor, past: KeyValueCache) -> Tensor:
-        """Attention of the newest position over itself and `past`, to which it is appended."""
+        """Applies attention of the newest position over itself and `past`, to which it is appended."""
         query_BH1K, key_BH1K, value_BH1V = self._project(input_B1D, start=past.num_positions)
         past.append(KeyValue(key_BH1K, value_BH1V))
         return self.output(merge_heads(attend(query_BH1K, past.keys_values)))  # type: ignore[no-any-return]
 
     def weights(self, input_BTD: Tensor, may_attend_B11T: Tensor | None = None) -> Tensor:
-        """The attention weights `forward` uses on the same arguments: (B, H, T, T), fp32, rows sum to 1."""
+        """Returns the attention weights of `forward` for the same arguments: (B, H, T, T), fp32, rows sum to 1."""
         query_BHTK, key_BHTK, _ = self._project(input_BTD)
         if self.is_causal:
             length = input_BTD.shape[1]
@@ -115,7 +115,7 @@ class SelfAttention(nn.Module):
         return attention_weights(query_BHTK, key_BHTK, may_attend_B11T)
 
     def _project(self, input_BTD: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values of each head; the first position is number `start`."""
+        """Returns queries, keys and values of each head; the first position is number `start`."""
         query, key, value = split_heads(self.query_key_value(input_BTD), self.widths, self.num_heads)
         if self.rotary_positions is None:
             return query, key, value
@@ -140,29 +140,29 @@ class CrossAttention(nn.Module):
         return self.attend(input_BTD, self.project(memory_BSD), may_attend_B11S)
 
     def packed_rows(self, gain: float, beta: float) -> dict[nn.Module, list[tuple[int, float]]]:
-        """As in `SelfAttention`."""
+        """Returns (rows, initial gain) of each matrix, as in `SelfAttention`."""
         keys, values = self.widths
         return {self.query: [(keys, gain)], self.key_value: [(keys, gain), (values, gain * beta)]}
 
     def project(self, memory_BSD: Tensor) -> KeyValue:
-        """Keys and values of the memory: once per sentence, whatever number of tokens is decoded from it."""
+        """Returns keys and values of the memory: computed once per sentence, for any number of decoded tokens."""
         return KeyValue(*split_heads(self.key_value(memory_BSD), self.widths, self.num_heads))
 
     def attend(self, input_BTD: Tensor, memory: KeyValue, mask_B11S: Tensor | None) -> Tensor:
-        """`mask_B11S` is boolean, or is added to the scores; none: all may be attended to."""
+        """Attends to projected memory. `mask_B11S` is boolean, or is added to the scores; None: no mask."""
         (query_BHTK,) = split_heads(self.query(input_BTD), self.widths[:1], self.num_heads)
         return self.output(merge_heads(attend(query_BHTK, memory, mask_B11S)))  # type: ignore[no-any-return]
 
     def weights(self, input_BTD: Tensor, memory_BSD: Tensor, may_attend_B11S: Tensor) -> Tensor:
-        """The attention weights `forward` uses on the same arguments: (B, H, T, S), fp32, rows sum to 1."""
+        """Returns the attention weights of `forward` for the same arguments: (B, H, T, S), fp32, rows sum to 1."""
         (query_BHTK,) = split_heads(self.query(input_BTD), self.widths[:1], self.num_heads)
         return attention_weights(query_BHTK, self.project(memory_BSD).key_BHSK, may_attend_B11S)
 
 
 def attend(query_BHTK: Tensor, past: KeyValue, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    """Equation 1: (B, H, T, V). `mask` is boolean, or is added to the scores; none: all may be attended to.
+    """Computes equation 1: (B, H, T, V). `mask` is boolean, or is added to the scores; None: no mask.
 
-    On CPUs a training step attends in fp32 whatever the precision: the backward pass of torch's kernel there takes several
+    On CPUs a training step attends in fp32 in any precision: the backward pass of torch's CPU kernel takes several
     times as long in 16-bit types.
     """
     key_BHSK, value_BHSV = past.key_BHSK, past.value_BHSV
@@ -176,16 +176,16 @@ def attend(query_BHTK: Tensor, past: KeyValue, mask: Tensor | None = None, is_ca
 
 
 def split_heads(projected_BTP: Tensor, widths: list[int], num_heads: int) -> list[Tensor]:
-    """(B, T, the sum of `widths`) -> for each width a tensor (B, H, T, width / H), a view of the input."""
+    """Splits (B, T, sum of `widths`) into one tensor (B, H, T, width / H) for each width, a view of the input."""
     batch, length, _ = projected_BTP.shape
     parts = projected_BTP.split_with_sizes(widths, 2)
     return [part_BTP.view(batch, length, num_heads, -1).transpose(1, 2) for part_BTP in parts]
 
 
 def apply_rotary(vector_BHTK: Tensor, sinusoid_TK: Tensor) -> Tensor:
-    """Rotary positions (Su et al., 2021, equation 34): the pair (2i, 2i + 1) of a query or key at position t is turned by
-    the angle t / 10000^(2i / K), whose sine and cosine are a pair of `sinusoid_TK`, in fp32. The product of a query and a
-    key then depends on how far they are apart. The result has the type and the layout in memory of `vector_BHTK`."""
+    """Applies rotary positions (Su et al., 2021, equation 34): rotates the pair (2i, 2i + 1) of a query or key at
+    position t by the angle t / 10000^(2i / K), whose sine and cosine are a pair of `sinusoid_TK`, in fp32. The product
+    of a query and a key then depends on their distance. The result has the type and memory layout of `vector_BHTK`."""
     vector_BTHK, sinusoid_T1K = vector_BHTK.transpose(1, 2), sinusoid_TK[:, None]
     even_BTHR, odd_BTHR = vector_BTHK[..., 0::2], vector_BTHK[..., 1::2]
     sine_T1R, cosine_T1R = sinusoid_T1K[..., 0::2], sinusoid_T1K[..., 1::2]
@@ -194,12 +194,12 @@ def apply_rotary(vector_BHTK: Tensor, sinusoid_TK: Tensor) -> Tensor:
 
 
 def merge_heads(attended_BHTV: Tensor) -> Tensor:
-    """(B, H, T, V) -> (B, T, H * V)."""
+    """Reshapes (B, H, T, V) to (B, T, H * V)."""
     return attended_BHTV.transpose(1, 2).flatten(2)
 
 
 def attention_weights(query_BHTK: Tensor, key_BHSK: Tensor, may_attend: Tensor | None) -> Tensor:
-    """softmax(Q K^T / sqrt(K)), equation 1, written out: for people to look at. fp32 at least; masked weights are 0."""
+    """Computes softmax(Q K^T / sqrt(K)) of equation 1, for display. At least fp32; masked weights are 0."""
     query_BHTK, key_BHSK = (x if x.dtype == torch.float64 else x.float() for x in (query_BHTK, key_BHSK))
     scores_BHTS = query_BHTK @ key_BHSK.transpose(-2, -1) * query_BHTK.shape[-1] ** -0.5
     if may_attend is not None:

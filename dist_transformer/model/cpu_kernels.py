@@ -1,9 +1,10 @@
 """Matrix products in fp32 by the faster of the two libraries that PyTorch has for CPUs.
 
-PyTorch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processors only. oneDNN, which it takes for bf16, uses
-it on AMD's too: there a product takes as little as half the time (benchmarks/README.md). The only way to it that serves every
-layout and copies nothing is to allow bf16 within fp32 products, which oneDNN makes use of on processors with tiles for it (AMX)
-alone; elsewhere it goes on in fp32. That is tried once, with a product, before anything is multiplied so.
+PyTorch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processors only. oneDNN, which it uses for
+bf16, uses AVX-512 on AMD's too: there a product takes as little as half the time (benchmarks/README.md). The only way
+to select it for every layout and without copies is to allow bf16 within fp32 products. oneDNN makes use of that
+permission only on processors with tiles (AMX); elsewhere it computes in fp32. One test product verifies that before
+oneDNN is used.
 """
 
 import os
@@ -20,22 +21,22 @@ from torch.nn import functional as F
 
 for variable, capacity in (("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"), ("LRU_CACHE_CAPACITY", "32")):
     os.environ.setdefault(variable, capacity)
-"""oneDNN compiles a kernel for each shape of a product, of up to a megabyte, and keeps 1024; PyTorch keeps as many handles to
-them. With sentences of all lengths that is more than a gigabyte, and compiling again costs next to nothing. Both read their
-variable before the first such product, also one in bf16."""
+"""Smaller kernel caches: oneDNN compiles a kernel of up to a megabyte for each shape of a product, and keeps 1024;
+PyTorch keeps as many handles to them. With sentences of all lengths that is more than a gigabyte, and compiling again
+costs next to nothing. Both read their variable before the first such product, also one in bf16."""
 
 PROCESSORS = Path("/proc/cpuinfo")
 MANUFACTURER = "AuthenticAMD"
 LARGEST_ERROR = 1e-5
-"""Of a product of random numbers, as a share of its largest: between fp32's 1e-6 and bf16's 1e-2."""
+"""Largest error of a product of random numbers, relative to its maximum: between fp32's 1e-6 and bf16's 1e-2."""
 
 
 class Linear(nn.Linear):
-    """x W^T + b."""
+    """Linear layer, x W^T + b, with the faster products."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__(in_features, out_features, bias)
-        has_faster_products(self.weight)  # which multiplies something: now, and not in a step whose work is counted
+        has_faster_products(self.weight)  # its test product runs now, and not in a step whose work is counted
 
     def forward(self, input: Tensor) -> Tensor:
         if not has_faster_products(input) or torch.is_autocast_enabled("cpu"):
@@ -44,14 +45,14 @@ class Linear(nn.Linear):
 
 
 def has_faster_products(tensor: Tensor) -> bool:
-    """Whether `faster_products` changes anything."""
+    """True if `faster_products` has an effect on products of this tensor."""
     return tensor.is_cpu and tensor.dtype == torch.float32 and _onednn_is_faster()
 
 
 @contextmanager
 def faster_products(tensor: Tensor) -> Iterator[None]:
-    """Products of matrices like this tensor are done by the library that is faster with them. Not for attention, whose many
-    small ones oneDNN begins too slowly."""
+    """Selects the faster library for products of matrices like this tensor. Not for attention: oneDNN starts its many
+    small products too slowly."""
     if not has_faster_products(tensor):
         yield
         return
@@ -71,7 +72,7 @@ def _by_onednn() -> Iterator[None]:
 
 
 class _Linear(torch.autograd.Function):
-    """The three products of `F.linear`, forward and backward."""
+    """The three products of `F.linear`, forward and backward, computed by oneDNN."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

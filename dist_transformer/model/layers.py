@@ -1,4 +1,4 @@
-"""What the network is stacked from (3.1, 3.3, 3.5): add & norm, feed-forward, encoder and decoder layers, positions.
+"""Layers of the network (3.1, 3.3, 3.5): add & norm, feed-forward, encoder and decoder layers, positions.
 
 Axes: B batch, S source, T target, D model, F feed-forward.
 """
@@ -18,14 +18,14 @@ from dist_transformer.model.attention import CrossAttention, KeyValue, KeyValueC
 from dist_transformer.model.cpu_kernels import Linear
 
 RMS_EPSILON = 1e-6
-"""Added to the mean square; that of layer norm is torch's 1e-5."""
+"""Constant added to the mean square; layer norm uses torch's 1e-5."""
 
 
 class Dropout(nn.Module):
     """Dropout (Srivastava et al., 2014): in training, zeroes with a probability and scales the rest to keep the mean.
 
-    On GPUs it is torch's. On CPUs that one draws its masks several times slower than everything else here multiplies
-    them, so a mask takes 16 random bits an element from torch's generator: the probability is then a multiple of 1/65,536.
+    On GPUs it is torch's. On CPUs torch draws a mask in several times the time of its multiplication, so a mask takes
+    16 random bits an element from torch's generator: the probability is then a multiple of 1/65,536.
     """
 
     def __init__(self, probability: float) -> None:
@@ -61,8 +61,8 @@ class _CpuDropout(torch.autograd.Function):
 class AddAndNorm(nn.Module):
     """The residual around a sub-layer. Post-norm is the paper's: norm(x + dropout(sublayer(x))), 3.1 and 5.4.
 
-    Pre-norm is x + dropout(sublayer(norm(x))): not the paper's, steadier in deep stacks. DeepNorm is post-norm with
-    alpha x in the place of x.
+    Pre-norm is x + dropout(sublayer(norm(x))): not the paper's, more stable in deep stacks. DeepNorm is post-norm with
+    alpha x in place of x.
     """
 
     def __init__(self, config: ModelConfig, alpha: float = 1.0) -> None:
@@ -80,7 +80,7 @@ class AddAndNorm(nn.Module):
 
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    """The norm of `config.norm_type`; RMSNorm (Zhang and Sennrich, 2019) takes no mean off and has no bias."""
+    """Returns the norm of `config.norm_type`; RMSNorm (Zhang and Sennrich, 2019) subtracts no mean and has no bias."""
     if config.norm_type == "rms":
         return nn.RMSNorm(config.d_model, eps=RMS_EPSILON)
     return nn.LayerNorm(config.d_model)
@@ -88,10 +88,10 @@ def make_norm(config: ModelConfig) -> nn.Module:
 
 @dataclass(frozen=True)
 class DeepNorm:
-    """The two numbers of Wang et al. (2022), "DeepNet", for an encoder-decoder.
+    """The two factors of Wang et al. (2022), "DeepNet", for an encoder-decoder.
 
     Attributes:
-        alpha: what the residual is multiplied with.
+        alpha: factor of the residual.
         beta: gain of the initial feed-forward, value and output matrices; queries and keys have 1.
     """
 
@@ -110,7 +110,7 @@ class DeepNorm:
 
 
 class FeedForward(nn.Module):
-    """max(0, x W1 + b1) W2 + b2, equation 2, or with another activation than max(0, x).
+    """Feed-forward network max(0, x W1 + b1) W2 + b2, equation 2, or with another activation than max(0, x).
 
     SwiGLU (Shazeer, 2020) has no activation of x W1 + b1, but multiplies it by silu(x Wg + bg).
     """
@@ -136,7 +136,7 @@ class EncoderLayer(nn.Module):
     """Self-attention over the source, then feed-forward."""
 
     def __init__(self, config: ModelConfig, rotary_positions: nn.Module | None) -> None:
-        """`rotary_positions` as in `SelfAttention`."""
+        """`rotary_positions`: see `SelfAttention`."""
         super().__init__()
         alpha = DeepNorm.of_encoder(config).alpha
         self.self_attention = SelfAttention(
@@ -153,7 +153,7 @@ class EncoderLayer(nn.Module):
 
 @dataclass
 class DecoderLayerCache:
-    """What one decoder layer remembers: its own keys and values per row, those of the memory per sentence."""
+    """Cache of one decoder layer: its own keys and values per row, those of the memory per sentence."""
 
     past: KeyValueCache
     memory: KeyValue
@@ -163,7 +163,7 @@ class DecoderLayer(nn.Module):
     """Causal self-attention over the target, attention over the memory, then feed-forward."""
 
     def __init__(self, config: ModelConfig, rotary_positions: nn.Module | None) -> None:
-        """`rotary_positions` as in `SelfAttention`."""
+        """`rotary_positions`: see `SelfAttention`."""
         super().__init__()
         alpha = DeepNorm.of_decoder(config).alpha
         self.self_attention = SelfAttention(
@@ -183,13 +183,13 @@ class DecoderLayer(nn.Module):
         return self.feed_forward_residual(hidden_BTD, self.feed_forward)  # type: ignore[no-any-return]
 
     def start(self, memory_BSD: Tensor, num_rows: int) -> DecoderLayerCache:
-        """An empty past for `num_rows` rows, and the memory's keys and values."""
+        """Returns an empty past for `num_rows` rows, with the memory's keys and values."""
         memory = self.cross_attention.project(memory_BSD)
         return DecoderLayerCache(KeyValueCache(memory, num_rows), memory)
 
     def step(self, hidden_B1D: Tensor, cache: DecoderLayerCache, mask_B11S: Tensor | None) -> Tensor:
-        """The newest position only. The rows of one sentence (its beam) are adjacent and share one memory: they are
-        attended from as if they were positions of one sequence, so the memory is never copied per beam."""
+        """Computes the newest position only. The rows of one sentence (its beam) are adjacent and share one memory:
+        they attend to it as if they were positions of one sequence, so the memory is never copied per beam."""
         num_sentences = cache.memory.key_BHSK.shape[0]
 
         def attend_to_memory(x_B1D: Tensor) -> Tensor:
@@ -204,8 +204,8 @@ class DecoderLayer(nn.Module):
 class SinusoidalPositions(nn.Module):
     """The positional encoding of 3.5 for any length; no parameters.
 
-    The table is no buffer on purpose: `model.half()` would round it, and it is not part of a checkpoint. It is kept in
-    fp32 on the device it was last asked for, grown by doubling, and rounded to the activations' type when used.
+    The table is not a buffer: `model.half()` would round it, and it is not part of a checkpoint. It is kept in fp32 on
+    the device of the last call, grown by doubling, and rounded to the activations' type when used.
     """
 
     def __init__(self, d_model: int) -> None:
@@ -214,20 +214,20 @@ class SinusoidalPositions(nn.Module):
         self.table_TD = torch.empty(0, d_model, device="cpu")
 
     def forward(self, start: int, length: int, like: Tensor) -> Tensor:
-        """Encodings of positions `start` to `start + length` as (length, D), with the type and device of `like`."""
+        """Returns encodings of positions `start` to `start + length`: (length, D), with type and device of `like`."""
         end = start + length
         if end > self.table_TD.shape[0] or self.table_TD.device != like.device:
             num_positions = max(256, 1 << (end - 1).bit_length())
-            with torch.inference_mode(False):  # a table made in a search can be trained with
+            with torch.inference_mode(False):  # a table made in a search stays usable for training
                 self.table_TD = sinusoids(num_positions, self.d_model).to(like.device)
         return self.table_TD[start:end].to(like.dtype)
 
 
 class NoPositions(nn.Module):
-    """Nothing is added to the embeddings: rotary positions are in the self-attention."""
+    """Zero in place of position vectors: rotary positions are in the self-attention."""
 
     def forward(self, start: int, length: int, like: Tensor) -> Tensor:
-        """Zero, with the type and device of `like`."""
+        """Returns zero, with the type and device of `like`."""
         return like.new_zeros(())
 
 
@@ -239,15 +239,15 @@ class LearnedPositions(nn.Module):
         self.table = nn.Embedding(max_positions, d_model)
 
     def forward(self, start: int, length: int, like: Tensor) -> Tensor:
-        """Vectors of positions `start` to `start + length` as (length, D), with the type and device of `like`."""
+        """Returns vectors of positions `start` to `start + length`: (length, D), with type and device of `like`."""
         assert start + length <= self.table.num_embeddings, "no sentence this long may come here"
         return self.table(torch.arange(start, start + length, device=like.device)).to(like.dtype)  # type: ignore[no-any-return]
 
 
 def sinusoids(num_positions: int, d_model: int) -> Tensor:
-    """PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos(same): (num_positions, d_model), fp32.
+    """Computes PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos(same) as (num_positions, d_model).
 
-    Computed in fp64, since fp32 angles of late positions are off in the third digit.
+    Computed in fp64 and returned as fp32: fp32 angles of late positions are off in the third digit.
     """
     dimension_D = torch.arange(d_model, dtype=torch.float64, device="cpu")
     frequency_D = 10000.0 ** -((dimension_D - dimension_D % 2) / d_model)

@@ -1,15 +1,15 @@
-"""Label-smoothed cross-entropy (5.4) straight from hidden states, never holding all logits.
+"""Label-smoothed cross-entropy (5.4) directly from hidden states, without a tensor of all logits.
 
 Axes: N tokens, R real (not padding) tokens, C real tokens of one chunk, D model, V vocabulary.
 
 The fp32 logits of a micro-batch are the largest tensor of training by far (25,000 tokens x 37,000 pieces: 3.7 GB, and
 as much again for their gradient). Here they exist for a chunk of tokens at a time, in one buffer: the chunk's loss is
-computed, its gradients with respect to hidden states and weight are taken at once, and the next chunk's logits take the
-place of its own; the backward pass only scales what is already there. The idea is that of Liger Kernel's fused linear
+computed, its gradients with respect to hidden states and weight are computed with it, and the next chunk's logits
+overwrite its own; the backward pass only scales these gradients. The idea is that of Liger Kernel's fused linear
 cross-entropy (Hsu et al., 2024).
 
 With label smoothing e the gradient of a token's logits is p - (1 - e) onehot(target) - e / V. The last part is the same
-for all tokens and pieces, so nothing goes over the logits for it: both products are corrected instead, the one with the
+for all tokens and pieces, so it needs no pass over the logits: both products are corrected instead, the one with the
 weight by e times the weight's mean row, the one with the hidden states by e / V times their sum.
 """
 
@@ -25,11 +25,11 @@ from dist_transformer.model.cpu_kernels import faster_products
 CHUNK_TOKENS = 1024
 """Tokens whose logits exist at once: 152 MB of fp32 for 37,000 pieces."""
 CPU_CHUNK_TOKENS = 256
-"""On CPUs, where logits that stay in the cache are faster (8 MB for 8,000 pieces) and small products are no slower."""
+"""Chunk on CPUs, where logits in the cache are faster (8 MB for 8,000 pieces) and small products are no slower."""
 
 HALF_GRADIENT_SCALE = 2.0**12
-"""fp16 only: gradients of logits lie in [-1, 1], most of them under fp16's smallest normal number, 6e-5. They are
-multiplied by this before they are rounded for the matrix products, whose fp32 results are divided by it again."""
+"""Scale for fp16 only: gradients of logits lie in [-1, 1], most of them under fp16's smallest normal number, 6e-5. They
+are multiplied by it before they are rounded for the matrix products, whose fp32 results are divided by it again."""
 
 
 def label_smoothed_cross_entropy(
@@ -45,13 +45,12 @@ def label_smoothed_cross_entropy(
 
     Equal to `F.cross_entropy(hidden @ weight.T + bias, target, reduction="sum", ignore_index=pad_id,
     label_smoothing=...)` on fp32 logits. Targets equal to `pad_id` cost nothing; `num_real` is the number of the others,
-    without which a GPU is waited for to count them. Only the first sum has a gradient. Matrix
-    products run in the autocast type where autocast is on, otherwise in the type of `hidden_ND`; all else is fp32 (fp64 for
-    fp64).
+    without which the host waits for the GPU to count them. Only the first sum has a gradient. Matrix products run in
+    the autocast type if autocast is on, otherwise in the type of `hidden_ND`; all else is fp32 (fp64 for fp64).
     """
     device_type = hidden_ND.device.type
     matmul_dtype = _matmul_dtype(hidden_ND.dtype, device_type)
-    # Inside a Function gradients always seem off, so it is asked here whether anyone will want them.
+    # Inside a Function gradients always seem off, so their need is determined here.
     needs_gradient = tuple(
         torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
         for tensor in (hidden_ND, weight_VD, bias_V)
@@ -73,8 +72,8 @@ def token_sums(
     bias_V: Tensor | None = None,
     num_real: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The sums of `label_smoothed_cross_entropy`, without gradients, and over how many real targets are the likeliest
-    token (int64); chunk by chunk too."""
+    """Returns the sums of `label_smoothed_cross_entropy`, without gradients, and the number of real targets that are
+    the likeliest token (int64); also computed in chunks."""
     wide = _wide_dtype(hidden_ND.dtype)
     device_type = hidden_ND.device.type
     matmul_dtype = _matmul_dtype(hidden_ND.dtype, device_type)
@@ -94,9 +93,9 @@ def token_sums(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Takes the gradients in the forward pass; the backward pass multiplies them by the incoming scalar.
+    """Computes the gradients in the forward pass; the backward pass multiplies them by the incoming scalar.
 
-    They are stored in fp32 until then: without the loss scale in them, they would underflow in fp16.
+    They are stored in fp32 until then: as they lack the loss scale, they would underflow in fp16.
     """
 
     @staticmethod
@@ -112,7 +111,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         matmul_dtype: torch.dtype,
         needs_gradient: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor]:
-        """`needs_gradient`: whether hidden states, weight and bias do."""
+        """Computes both sums. `needs_gradient`: True for each of hidden states, weight and bias that needs one."""
         wide = _wide_dtype(hidden_ND.dtype)
         real_R = _real(target_N, pad_id, num_real)
         hidden_RD, target_R = hidden_ND[real_R].to(matmul_dtype), target_N[real_R]
@@ -169,7 +168,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _real(target_N: Tensor, pad_id: int | None, num_real: int | None) -> Tensor:
-    """(R,) the places of the real targets."""
+    """Returns the indices (R,) of the real targets."""
     if pad_id is None:
         return torch.arange(len(target_N), device=target_N.device)
     is_real_N = target_N != pad_id
@@ -177,13 +176,13 @@ def _real(target_N: Tensor, pad_id: int | None, num_real: int | None) -> Tensor:
         return is_real_N.nonzero().squeeze(1)
     return torch.nonzero_static(is_real_N, size=num_real, fill_value=len(target_N)).squeeze(
         1
-    )  # one too few is an error
+    )  # an index beyond the last is an error: `num_real` is too large
 
 
 def _chunks(
     hidden_RD: Tensor, target_R: Tensor, weight_VD: Tensor, bias_V: Tensor | None, wide: torch.dtype
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Hidden states, targets and logits of a chunk at a time; the logits lie where those of the chunk before lay."""
+    """Yields hidden states, targets and logits of each chunk; the logits overwrite those of the previous chunk."""
     size = min(CHUNK_TOKENS, CPU_CHUNK_TOKENS) if hidden_RD.is_cpu else CHUNK_TOKENS
     buffer_CV = weight_VD.new_empty(min(size, len(target_R)), len(weight_VD), dtype=wide)
     for hidden_CD, target_C in zip(torch.split(hidden_RD, size), torch.split(target_R, size), strict=True):
@@ -200,10 +199,10 @@ def _mean_logits(hidden_CD: Tensor, mean_weight_D: Tensor, bias_V: Tensor | None
 def _turn_into_probabilities(
     logits_CV: Tensor, target_C: Tensor, mean_logit_C: Tensor, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Softmax in place. Returns (loss, negative log-likelihood), summed over the chunk."""
+    """Applies softmax in place. Returns (loss, negative log-likelihood), summed over the chunk."""
     highest_C, at_target_C = logits_CV.amax(1), logits_CV.gather(1, target_C[:, None]).squeeze(1)
     torch.softmax(logits_CV, 1, out=logits_CV)
-    # The likeliest piece has at least 1 / V: its logarithm tells the normaliser without another pass of exponentials.
+    # The likeliest piece has at least 1 / V: its logarithm gives the normaliser without another pass of exponentials.
     log_normaliser_C = highest_C - logits_CV.amax(1).log()
     nll_C = log_normaliser_C - at_target_C
     if not label_smoothing:  # the mean logit may be infinite
@@ -224,7 +223,7 @@ def _matmul_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
 
 
 def _product_into(product: Tensor, left: Tensor, right: Tensor) -> None:
-    """Matrix product; on CUDA without rounding the fp32 accumulator to a 16-bit type on the way into fp32."""
+    """Computes a matrix product; on CUDA without rounding the fp32 accumulator to a 16-bit type in between."""
     if left.dtype == product.dtype:
         with faster_products(left):
             torch.mm(left, right, out=product)
@@ -235,7 +234,7 @@ def _product_into(product: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds the matrix product in place, without a tensor for it where the types are the same."""
+    """Adds a matrix product in place, without a tensor for it where the types are the same."""
     if left.dtype == total.dtype:
         with faster_products(left):
             total.addmm_(left, right)

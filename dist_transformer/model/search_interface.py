@@ -1,4 +1,4 @@
-"""What a search is asked and what it answers, whichever engine searches."""
+"""Inputs and results of a search, the same for every engine."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ class SearchInput:
     prefix: list[int]
     """Token ids that every translation begins with; empty: any."""
     number: int
-    """Of the line, from 0: what is drawn in sampling depends on it and on the seed alone."""
+    """Number of the line, from 0: random draws in sampling depend only on it and on the seed."""
 
 
 def check_prefix(num_tokens: int, line: int, max_positions: int | None) -> None:
-    """UserError naming the line (from 0): its prefix of so many tokens leaves no position for the end of sentence."""
+    """Raises a UserError that names the line (from 0) if its prefix leaves no position for the end of sentence."""
     if max_positions is not None and num_tokens + 1 > max_positions:
         raise UserError(
             f"line {line + 1}: its prefix has {num_tokens} tokens, but a translation of this model has at most "
@@ -41,23 +41,23 @@ def check_prefix(num_tokens: int, line: int, max_positions: int | None) -> None:
 
 
 def longest_output(sentence: SearchInput, max_positions: int | None, config: DecodingConfig) -> int:
-    """Tokens of the longest translation, eos included: the source's length plus `config.max_extra_tokens`, or what the
-    prefix needs, and no more than the models have positions. Raises what `check_prefix` does."""
+    """Tokens of the longest translation, eos included: the source's length plus `config.max_extra_tokens`, at least the
+    prefix and eos, at most the positions of the models. Raises the UserError of `check_prefix`."""
     check_prefix(len(sentence.prefix), sentence.number, max_positions)
     longest = max(len(sentence.source) + config.max_extra_tokens, len(sentence.prefix) + 1)
     return longest if max_positions is None else min(longest, max_positions)
 
 
 class Searcher(Protocol):
-    """Finds translations of a batch of sentences; the order and the company of the sentences change nothing."""
+    """Finds translations of a batch of sentences; order and composition of the batch do not change a result."""
 
     @property
     def max_positions(self) -> int | None:
-        """Longest source and translation in tokens; None: any."""
+        """Longest source and translation in tokens; None: no limit."""
         ...
 
     def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
-        """For each sentence at least one translation and at most `decoding.n_best`, best first."""
+        """Returns for each sentence at least one translation and at most `decoding.n_best`, best first."""
         ...
 
 

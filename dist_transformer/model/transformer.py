@@ -1,7 +1,7 @@
-"""The whole network (Figure 1): embeddings, encoder, decoder, projection to the vocabulary, loss, step-wise decoding.
+"""The network (Figure 1): embeddings, encoder, decoder, projection to the vocabulary, loss, step-wise decoding.
 
 Axes: B batch, S source, T target, D model, H heads, V vocabulary. Token ids are int64; padding only at the end.
-In decoding the batch rows are the beams of a sentence side by side: rows n * beam to (n + 1) * beam are sentence n's.
+In decoding the batch rows are the beams of the sentences in turn: rows n * beam to (n + 1) * beam are sentence n's.
 """
 
 from dataclasses import dataclass, field
@@ -43,26 +43,26 @@ class AttentionMaps:
 
 @dataclass
 class DecodingCache:
-    """What step-wise decoding remembers of every row."""
+    """State of step-wise decoding of every row."""
 
     layers: list[DecoderLayerCache]
     mask_B11S: Tensor | None
-    """Per sentence, not per row: what is added to the scores of attention, -inf at padding, else 0. None where nothing is
-    padded. The kernels would make it of a boolean mask anew in every layer of every step."""
+    """Mask per sentence, not per row, that is added to the scores of attention: -inf at padding, else 0. None without
+    padding. From a boolean mask the kernels would compute it again in every layer of every step."""
     beam_size: int
     num_positions: int = 0
     """Tokens decoded so far; the same for all rows."""
     spare: Tensor | None = None
-    """As large as the past of one layer, free to be written to."""
+    """Buffer of the size of one layer's past, free to be overwritten."""
 
     @torch.no_grad()
     def reorder(self, rows: Tensor) -> None:
-        """Row i goes on from row `rows[i]`, which must be of the same sentence (the choice of survivors in a beam)."""
+        """Continues row i from row `rows[i]`, which must be of the same sentence (the choice of a beam's survivors)."""
         for layer in self.layers:
             self.spare = layer.past.select(rows, self.spare)
 
     def select(self, rows: Tensor) -> None:
-        """Keeps the given rows in the given order; rows may repeat. They must be whole sentences: each consecutive
+        """Keeps the given rows in the given order; rows may repeat. They must be complete sentences: each consecutive
         `beam_size` of them from one sentence."""
         self.reorder(rows)
         sentences = rows[:: self.beam_size] // self.beam_size
@@ -84,7 +84,7 @@ class Transformer(nn.Module):
         *,
         activation_checkpointing: bool = False,
     ) -> None:
-        """`source_vocabulary` and `target_vocabulary` count pieces; equal where `config.shared_embeddings`.
+        """`source_vocabulary` and `target_vocabulary` count pieces; equal if `config.shared_embeddings`.
 
         With `activation_checkpointing` a training step keeps only the input of each layer, and computes the layer again
         in the backward pass, with the same dropout: the same loss and gradients for less memory and more time.
@@ -114,15 +114,15 @@ class Transformer(nn.Module):
 
     @property
     def output_weight(self) -> Tensor:
-        """The matrix (V, D) that turns hidden states into logits; 3.4: the target embedding."""
+        """The matrix (V, D) that projects hidden states to logits; 3.4: the target embedding."""
         return self.target_embedding.weight if self.output is None else self.output.weight
 
     def forward(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
-        """Logits (B, T, V) of the token after each of `target_BT`, the decoder's input, which begins with bos."""
+        """Returns logits (B, T, V) of the token after each of `target_BT`, the decoder's input, beginning with bos."""
         return self.logits(self.decode_hidden(source_BS, target_BT))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The projection of last hidden states (..., D) to the vocabulary: (..., V)."""
+        """Projects last hidden states (..., D) to the vocabulary: (..., V)."""
         return F.linear(hidden, self.output_weight, self.output_bias)
 
     def loss(
@@ -135,7 +135,7 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Sums over the real tokens of `target_out_BT` of (label-smoothed loss, negative log-likelihood); fp32.
 
-        `num_targets`: how many they are, where the host knows it: then no GPU is waited for.
+        `num_targets`: their number, if the host knows it, so that it does not wait for the GPU.
         """
         hidden_ND, target_N = self.decode_hidden(source_BS, target_in_BT).flatten(0, 1), target_out_BT.flatten()
         about = label_smoothing, self.pad_id, self.output_bias, num_targets
@@ -149,13 +149,13 @@ class Transformer(nn.Module):
         label_smoothing: float,
         num_targets: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The sums of `loss`, and the number of real target tokens that the model finds the likeliest; no gradients."""
+        """Returns the sums of `loss`, and the number of real target tokens that are the likeliest; no gradients."""
         hidden_ND, target_N = self.decode_hidden(source_BS, target_in_BT).flatten(0, 1), target_out_BT.flatten()
         about = label_smoothing, self.pad_id, self.output_bias, num_targets
         return token_sums(hidden_ND, self.output_weight, target_N, *about)
 
     def decode_hidden(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
-        """The decoder's last hidden states (B, T, D), before the projection to the vocabulary."""
+        """Returns the decoder's last hidden states (B, T, D), before the projection to the vocabulary."""
         memory_BSD, may_attend_B11S = self.encode(source_BS), self._may_attend(source_BS)
         hidden_BTD = self._embed(self.target_embedding, self.target_positions, target_BT)
         for layer in self.decoder_layers:
@@ -163,7 +163,7 @@ class Transformer(nn.Module):
         return self.decoder_norm(hidden_BTD)  # type: ignore[no-any-return]
 
     def encode(self, source_BS: Tensor) -> Tensor:
-        """The memory (B, S, D). Values at padding mean nothing and are never attended to."""
+        """Returns the memory (B, S, D). Values at padding have no meaning and are never attended to."""
         may_attend_B11S = self._may_attend(source_BS)
         hidden_BSD = self._embed(self.source_embedding, self.source_positions, source_BS)
         for layer in self.encoder_layers:
@@ -172,7 +172,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def start_decoding(self, memory_BSD: Tensor, source_BS: Tensor, beam_size: int = 1) -> DecodingCache:
-        """A cache for `beam_size` rows per sentence of `source_BS`, whose `encode` is `memory_BSD`."""
+        """Returns a cache for `beam_size` rows per sentence of `source_BS`, whose `encode` is `memory_BSD`."""
         num_rows = len(source_BS) * beam_size
         layers = [layer.start(memory_BSD, num_rows) for layer in self._decoder_layers()]
         is_padding_B11S = ~self._may_attend(source_BS)
@@ -183,7 +183,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def decode_step(self, token_B: Tensor, cache: DecodingCache) -> Tensor:
-        """Logits (B, V) of the token after `token_B`, which follows those already in `cache` and is added to it."""
+        """Returns logits (B, V) of the token after `token_B`, which follows those in `cache` and is added to it."""
         hidden_B1D = self._embed(
             self.target_embedding, self.target_positions, token_B[:, None], start=cache.num_positions
         )
@@ -193,7 +193,7 @@ class Transformer(nn.Module):
         return self.logits(self.decoder_norm(hidden_B1D).squeeze(1))
 
     def attention_maps(self, source_BS: Tensor, target_BT: Tensor) -> AttentionMaps:
-        """The weights of every attention in `forward(source_BS, target_BT)`, recomputed from what each was given."""
+        """Returns the weights of every attention in `forward(source_BS, target_BT)`, recomputed from its inputs."""
         maps = AttentionMaps()
 
         def record(module: nn.Module, arguments: tuple[Tensor, ...], _output: Tensor) -> None:
@@ -212,8 +212,8 @@ class Transformer(nn.Module):
         return maps
 
     def _layer(self, layer: nn.Module, *inputs: Tensor) -> Tensor:
-        """The layer's output; in training a sentence skips it with probability `layer_drop`. It is computed all the
-        same, so that every parameter has a gradient on every rank, as DeepSpeed's collectives need."""
+        """Applies a layer; in training a sentence skips it with probability `layer_drop`. It is computed all the same,
+        so that every parameter has a gradient on every rank, as DeepSpeed's collectives need."""
         if self.activation_checkpointing and self.training and torch.is_grad_enabled():
             output = checkpoint(layer, *inputs, use_reentrant=False)
         else:
@@ -224,7 +224,7 @@ class Transformer(nn.Module):
         return torch.where(is_kept_B11, output, inputs[0])
 
     def _embed(self, embedding: nn.Module, positions: nn.Module, token_BT: Tensor, start: int = 0) -> Tensor:
-        """3.4 and 3.5: embeddings times sqrt(D), plus positions, then dropout (5.4)."""
+        """Embeds tokens (3.4 and 3.5): embeddings times sqrt(D), plus positions, then dropout (5.4)."""
         scaled_BTD = embedding(token_BT) * self.embedding_scale
         embedded_BTD = scaled_BTD + positions(start, token_BT.shape[1], scaled_BTD)
         return self.embedding_dropout(embedded_BTD)  # type: ignore[no-any-return]
@@ -236,9 +236,9 @@ class Transformer(nn.Module):
         return [layer for layer in self.decoder_layers if isinstance(layer, DecoderLayer)]
 
     def _initialise(self, config: ModelConfig) -> None:
-        """Xavier uniform for each projection and each feed-forward matrix, with `attention_gain` for queries, keys and
-        values; zero biases; embeddings, learned positions and output with standard deviation D ** -0.5, so that embeddings
-        times sqrt(D) begin with variance 1."""
+        """Initialises the weights: Xavier uniform for each projection and feed-forward matrix, with `attention_gain`
+        for queries, keys and values; zero biases; embeddings, learned positions and output with standard deviation D **
+        -0.5, so that embeddings times sqrt(D) begin with variance 1."""
         gains = dict.fromkeys(self.encoder_layers.modules(), DeepNorm.of_encoder(config).beta)
         gains |= dict.fromkeys(self.decoder_layers.modules(), DeepNorm.of_decoder(config).beta)
         packed: dict[nn.Module, list[tuple[int, float]]] = {}

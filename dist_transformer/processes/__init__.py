@@ -1,1 +1,1 @@
-"""Processes of one machine: the ranks that are started, signals, stop requests and stacks. No torch."""
+"""Processes of one machine: starting the ranks, signals, stop requests and stacks. No torch."""

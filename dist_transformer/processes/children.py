@@ -1,4 +1,4 @@
-"""Processes that this one starts to work for it, and the signals that it passes on to them."""
+"""Child processes of this process, and the signals that it forwards to them."""
 
 import os
 import signal
@@ -20,19 +20,19 @@ _FORWARDED_AS = {
     signal.SIGUSR2: signal.SIGUSR2,
     signal.SIGTERM: signal.SIGTERM,
     signal.SIGINT: signal.SIGINT,
-    # A closed terminal; the ranks, in sessions of their own, would not hear of it.
+    # A closed terminal; the ranks, in sessions of their own, would not receive its HUP.
     signal.SIGHUP: signal.SIGTERM,
 }
 
 
 @dataclass
 class Signals:
-    """Those that this process passes on.
+    """The signals that this process forwards.
 
     Attributes:
-        came: all so far, in their order.
-        processes: who gets them.
-        started: Unix seconds since when.
+        came: all received so far, in their order.
+        processes: the processes that receive them.
+        started: Unix seconds at which forwarding began.
     """
 
     came: list[int] = field(default_factory=list)
@@ -40,10 +40,10 @@ class Signals:
     started: float = field(default_factory=time.time)
 
     def add(self, start: Callable[[], "Process"], is_held: bool) -> None:
-        """Starts one more, which gets what came before, too.
+        """Starts one more process, which also receives the signals that came before.
 
         Args:
-            is_held: it is born with the signals held back, and listens (`StopRequest.listen`) when it can.
+            is_held: the process starts with the signals blocked, and unblocks them itself (`StopRequest.listen`).
 
         Raises:
             MachineError: no process can be started.
@@ -63,9 +63,9 @@ class Signals:
 
 
 class Forked:
-    """A process forked from this one, which runs `work` and ends as a program does, with its SystemExit for an exit code.
+    """A process forked from this one, which runs `work` and ends as a program does, with the exit code of SystemExit.
 
-    It has a session of its own. To be used as a `subprocess.Popen`, with `poll` for the main thread alone.
+    It has a session of its own. Used as a `subprocess.Popen`; only the main thread may call `poll`.
     """
 
     def __init__(self, work: Callable[[], object]) -> None:
@@ -79,15 +79,15 @@ class Forked:
             _work_and_leave(work)
 
     def poll(self) -> int | None:
-        """The exit code, -N after signal N; None while it runs."""
-        with suppress(ChildProcessError):  # a signal's handler has asked meanwhile
+        """Returns the exit code, -N after signal N; None while it runs."""
+        with suppress(ChildProcessError):  # the handler of a signal has polled meanwhile
             pid, status = (0, 0) if self.returncode is not None else os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
     def wait(self) -> None:
-        """Until it has ended. Its number stays its own until `poll`: a signal can reach no other process."""
+        """Waits until it has ended. Its pid is not reused until `poll`: a signal can reach no other process."""
         with suppress(ChildProcessError):  # it was polled
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
 
@@ -101,17 +101,17 @@ Process = subprocess.Popen[bytes] | Forked
 
 
 def kill(processes: list[Process]) -> None:
-    """Ends those that still run, with their own helpers."""
+    """Kills the processes that still run, with their own helpers."""
     for process in processes:
         if process.poll() is None:
-            for end in (os.killpg, os.kill):  # a fork that has not come to its own session has no group yet
+            for end in (os.killpg, os.kill):  # a fork that has not created its own session yet has no group
                 with suppress(ProcessLookupError):
                     end(process.pid, signal.SIGKILL)
 
 
 @contextmanager
 def forwarding_signals() -> Iterator[Signals]:
-    """From now on this process has no stop signals of its own: they are for those that it starts. In the main thread."""
+    """Forwards, while the block lasts, all stop signals of this process to its children. Call it in the main thread."""
     signals = Signals()
 
     def forward(number: int, frame: FrameType | None) -> None:
@@ -119,10 +119,10 @@ def forwarding_signals() -> Iterator[Signals]:
         for process in signals.processes:
             process.send_signal(_FORWARDED_AS[signal.Signals(number)])
 
-    # One that is ignored (HUP under nohup) stays ignored.
+    # A signal that is ignored (HUP under nohup) stays ignored.
     heard = [number for number in _FORWARDED_AS if signal.getsignal(number) != signal.SIG_IGN]
     previous = {number: signal.signal(number, forward) for number in heard}
-    # Where it is ignored, which a parent can leave to its children, exit codes are lost.
+    # Where SIGCHLD is ignored, which children inherit from a parent, exit codes are lost.
     previous[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield signals
@@ -133,7 +133,7 @@ def forwarding_signals() -> Iterator[Signals]:
 
 @contextmanager
 def holding_signals() -> Iterator[None]:
-    """Those that come meanwhile come at its end."""
+    """Blocks the forwarded signals while the block lasts; those that come meanwhile are delivered at its end."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _FORWARDED_AS)
     try:
         yield
@@ -142,7 +142,7 @@ def holding_signals() -> Iterator[None]:
 
 
 def _work_and_leave(work: Callable[[], object]) -> NoReturn:
-    """Nothing of the process that it was forked from may run on in it: no `finally`, no end of its `with`s."""
+    """Runs `work` in a fork and exits. No code of the parent may run on in it: no `finally`, no end of its `with`s."""
     code = EXIT_FAILED
     try:
         os.setsid()  # Ctrl-C would else reach it from the terminal too, and count twice
@@ -150,7 +150,7 @@ def _work_and_leave(work: Callable[[], object]) -> NoReturn:
         code = EXIT_DONE
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else EXIT_DONE if end.code is None else EXIT_FAILED
-    except BaseException:  # noqa: BLE001  (what the interpreter does with one at its end)
+    except BaseException:  # noqa: BLE001  (as the interpreter does at its end)
         traceback.print_exc()
     finally:
         with suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
-"""Starts the ranks of one machine: a process each, that finds its place in RANK, WORLD_SIZE, MASTER_ADDR ...
+"""Starts the ranks of one machine: a process each, which finds its position in RANK, WORLD_SIZE, MASTER_ADDR ...
 
-exit_code = start_local_ranks(["configs/demo.yaml", "run.name=first"], num_ranks=2)     # each imports for itself
-exit_code = fork_local_ranks(train, num_ranks=2)                   # what this process has imported, they need not
+exit_code = start_local_ranks(["configs/demo.yaml", "run.name=first"], num_ranks=2)     # each rank imports anew
+exit_code = fork_local_ranks(train, num_ranks=2)                   # the ranks share the imports of this process
 """
 
 import os
@@ -21,7 +21,7 @@ from dist_transformer.processes.children import Forked, Process, Signals, forwar
 from dist_transformer.processes.stop_request import LAUNCHER_VARIABLE, STARTED_VARIABLE
 
 GRACE_SECONDS = 30.0
-"""After the first failure, the time for the other ranks to notice it, write their logs and leave."""
+"""Time for the other ranks, after the first failure, to notice it, write their logs and leave."""
 
 
 def start_local_ranks(
@@ -40,10 +40,10 @@ def start_local_ranks(
     have `grace_seconds` to leave, then they are killed. Call it in the main thread.
 
     Args:
-        program: what to run instead of this package.
-        signals: of `forwarding_signals`, where that was called before; none: called here.
-        are_held: signals wait until a rank asks for them (`StopRequest.listen`); else they end one that does not yet.
-        leave_together: ranks wait for each other at their end, so that one which stays after another hangs.
+        program: the command to run instead of this package.
+        signals: result of `forwarding_signals`, where it was called before; None: it is called here.
+        are_held: signals are blocked until a rank calls `StopRequest.listen`; else they end a rank that has not yet.
+        leave_together: ranks wait for each other at their end, so a rank that stays after another has ended hangs.
 
     Returns:
         The exit code of the first rank that failed (1 if a signal ended it), else that of rank 0.
@@ -54,7 +54,7 @@ def start_local_ranks(
         of_launcher = {LAUNCHER_VARIABLE: str(os.getpid()), STARTED_VARIABLE: str(passed_on.started)}
 
         def start(environment: dict[str, str]) -> Process:
-            # A session of its own: Ctrl-C would else reach it from the terminal too, and count twice.
+            # A session of its own: else Ctrl-C would reach it from the terminal too, and count twice.
             return subprocess.Popen(command, env={**environment, **of_launcher}, start_new_session=True)
 
         return _run(start, num_ranks, passed_on, are_held, grace_seconds, leave_together)
@@ -67,10 +67,10 @@ def fork_local_ranks(
     grace_seconds: float = GRACE_SECONDS,
     signals: Signals | None = None,
 ) -> int:
-    """As `start_local_ranks`, with ranks that leave together, forked from this process: see `may_fork`.
+    """Works as `start_local_ranks`, with ranks that leave together, forked from this process: see `may_fork`.
 
     Args:
-        work: of each rank, in its own environment. Stop signals wait for its `StopRequest.listen`.
+        work: called in each rank, in its own environment. Stop signals are blocked until its `StopRequest.listen`.
     """
 
     def rank(environment: dict[str, str]) -> None:
@@ -85,9 +85,9 @@ def fork_local_ranks(
 
 
 def fork_and_wait(work: Callable[[], object], meanwhile: Callable[[], None], signals: Signals) -> int:
-    """Runs `work` in a process forked from this one, and `meanwhile` in this one; the exit code of `work`.
+    """Runs `work` in a process forked from this one, and `meanwhile` in this one; returns the exit code of `work`.
 
-    Signals reach `work` as they do ranks. EXIT_REQUEUE where one came and it ended well all the same.
+    Signals reach `work` as they do ranks. Returns EXIT_REQUEUE if a signal came and `work` ended without error.
     """
     with _ended_at_the_end(signals):
         signals.add(partial(Forked, work), is_held=True)
@@ -105,7 +105,7 @@ def fork_and_wait(work: Callable[[], object], meanwhile: Callable[[], None], sig
 
 
 def may_fork() -> bool:
-    """Whether this process is forked whole: it has no thread but this one. A lock that another held would stay held."""
+    """True if this process has no other thread, so that it can be forked: a lock held by another would stay held."""
     try:
         return len(os.listdir("/proc/self/task")) == 1
     except OSError:  # not Linux
@@ -113,13 +113,13 @@ def may_fork() -> bool:
 
 
 def threads_per_rank(num_ranks: int) -> int:
-    """This machine's cores shared by its ranks, at least 1."""
+    """Number of this machine's cores for each of its ranks, at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // num_ranks)
 
 
 def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    """The environment of one rank of this machine."""
+    """Returns the environment of one rank of this machine."""
     return {
         "OMP_NUM_THREADS": str(threads_per_rank(num_ranks)),
         **os.environ,
@@ -133,13 +133,13 @@ def rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
 
 
 def num_ranks_given(addresses: Sequence[str] = ("MASTER_ADDR", "MASTER_PORT")) -> int | None:
-    """WORLD_SIZE, where the environment names this process as one rank of a group; None where it has no RANK.
+    """Returns WORLD_SIZE if the environment names this process as one rank of a group; None if it has no RANK.
 
     Args:
-        addresses: what it must say beside numbers; none where the ranks of this command do not talk to each other.
+        addresses: further required variables; none where the ranks of this command do not communicate.
 
     Raises:
-        UserError: it names it in part only, or with what are no numbers of ranks.
+        UserError: variables are missing, or their values are no numbers of ranks.
     """
     if "RANK" not in os.environ:
         return None
@@ -173,7 +173,7 @@ def _run(
 
 @contextmanager
 def _ended_at_the_end(signals: Signals) -> Iterator[None]:
-    """No process of these lives on; those after them get signals of their own."""
+    """Kills the processes of `signals` at the end of the block; processes started later receive only later signals."""
     try:
         yield
     finally:
@@ -196,7 +196,7 @@ def _wait_for_all(ranks: list[Process], grace_seconds: float, leave_together: bo
         codes[rank] = code
         if first_failure is not None:
             continue
-        if was_killed:  # nobody has failed: what it was to do, it had done before it let the others go
+        if was_killed:  # no rank has failed: it had finished its work before it let the others leave
             print(
                 f"rank {rank} still ran {grace_seconds:g} s after another had ended; killed",
                 file=sys.stderr,
@@ -217,7 +217,7 @@ def _report_end(rank: int, process: Process, ended: queue.Queue[int]) -> None:
 
 
 def _next_to_end(ended: queue.Queue[int], deadline: float | None, ranks: list[Process]) -> tuple[int, bool]:
-    """Its number, and whether it had to be killed."""
+    """Returns the next rank to end, and True if it had to be killed."""
     if deadline is not None:
         try:
             return ended.get(timeout=max(0.0, deadline - time.monotonic())), False

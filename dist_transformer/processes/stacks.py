@@ -1,4 +1,4 @@
-"""Where each rank stands, asked from outside: no rights to trace a process are needed.
+"""Stacks of each rank, read from outside of its process: no rights to trace a process are needed.
 
     register()                              # in the rank, early
     for dump in dump_local(job): ...        # on the same machine, as the same user
@@ -27,24 +27,24 @@ from typing import TextIO
 log = logging.getLogger(__name__)
 
 SIGNAL = signal.SIGRTMIN + 5
-"""One that no library claims. Its default action ends a process: it is sent only to those that registered."""
+"""A signal that no library uses. Its default action ends a process: it is sent only to processes that registered."""
 
 FOLDER = Path("/tmp")
-"""Not TMPDIR: the process that asks may have another one than the ranks."""
+"""Folder of the stacks. Not TMPDIR, which the asking process may have set differently from the ranks."""
 
 ANSWER_SECONDS = 5.0
 QUIET_SECONDS = 0.2
-"""A file that has not grown for this long is complete."""
+"""Time without growth after which a file is complete."""
 
 _ENDED = "it has ended meanwhile"
 
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A rank of this user on this machine that can be asked.
+    """A rank of this user on this machine that has registered.
 
     Attributes:
-        job: number of the Slurm job, else what the ranks of one local start have in common.
+        job: number of the Slurm job, else a text that the ranks of one local start have in common.
     """
 
     pid: int
@@ -55,7 +55,7 @@ class RankProcess:
 
 @dataclass(frozen=True)
 class Dump:
-    """`text`: the stacks of all threads, or why there are none."""
+    """Stacks of one rank. `text`: the stacks of all threads, or the reason why there are none."""
 
     rank: int
     host: str
@@ -64,10 +64,10 @@ class Dump:
 
 
 def register(folder: Path = FOLDER) -> None:
-    """From now on this process can be asked where it stands. For ranks only: not in loader processes."""
+    """Makes this process answer `dump_local` from now on. For ranks only, not for loader processes."""
     pid, rank = os.getpid(), int(os.environ.get("RANK", "0"))
     path = folder / f"{_prefix()}{pid}.txt"
-    rank_processes(folder)  # removes what killed ranks left, and those that ended by os._exit
+    rank_processes(folder)  # removes the files of ranks that were killed or ended by os._exit
     try:
         path.unlink(missing_ok=True)  # of an earlier process with the same number
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW, 0o600)
@@ -81,13 +81,13 @@ def register(folder: Path = FOLDER) -> None:
 
 
 def rank_processes(folder: Path = FOLDER) -> list[RankProcess]:
-    """Those that live; the files of dead ones are removed."""
+    """Returns the ranks that are alive; removes the files of dead ones."""
     found = [_read(path) for path in folder.glob(f"{_prefix()}*.txt")]
     return sorted((process for process in found if process), key=lambda process: process.rank)
 
 
 def dump_local(job: str, folder: Path = FOLDER) -> list[Dump]:
-    """The stacks of this machine's ranks of a job. Takes at most about ANSWER_SECONDS."""
+    """Returns the stacks of this machine's ranks of a job. Takes at most about ANSWER_SECONDS."""
     asked = []
     for process in (process for process in rank_processes(folder) if process.job == job):
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ends meanwhile
@@ -99,12 +99,12 @@ def dump_local(job: str, folder: Path = FOLDER) -> list[Dump]:
 
 
 def host_name() -> str:
-    """As Slurm calls this machine, where it runs."""
+    """Name of this machine, under Slurm the one that Slurm uses."""
     return os.environ.get("SLURMD_NODENAME") or platform.node()
 
 
 def main(arguments: list[str], out: TextIO, folder: Path = FOLDER) -> None:
-    """Prints a line for this node, then one for each line of each of its ranks: srun mixes long ones of several nodes."""
+    """Prints a line for this node, then one for each line of each rank: srun mixes long lines of several nodes."""
     dumps = dump_local(arguments[0], folder)
     out.write(json.dumps({"node": host_name(), "ranks": len(dumps)}) + "\n")
     for dump in dumps:
@@ -114,7 +114,7 @@ def main(arguments: list[str], out: TextIO, folder: Path = FOLDER) -> None:
 
 
 def _prefix() -> str:
-    # Machines may share the folder, and processes of two of them the number.
+    # Machines may share the folder, and processes of two machines may have the same pid.
     return f"dist-transformer-stacks-{os.getuid()}-{platform.node()}-"
 
 
@@ -126,13 +126,13 @@ def _job(pid: int) -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When the process began, in the kernel's ticks; None when there is none (any more)."""
+    """Start of the process in the kernel's ticks; None if there is no such process (any more)."""
     fields = _process_fields(pid)
     return fields[19] if fields and fields[0] != "Z" else None
 
 
 def _process_fields(pid: int) -> list[str]:
-    """From the third field of /proc/PID/stat on; the second is a name that may hold anything."""
+    """Fields of /proc/PID/stat from the third on; the second is a name with arbitrary characters."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -151,7 +151,7 @@ def _read(path: Path) -> RankProcess | None:
             path.unlink(missing_ok=True)
             return None
         return RankProcess(pid, int(first["rank"]), str(first["job"]), path)
-    except (OSError, ValueError, KeyError, TypeError):  # gone meanwhile, or half written
+    except (OSError, ValueError, KeyError, TypeError):  # removed meanwhile, or half written
         return None
 
 
@@ -175,7 +175,7 @@ def _answer(process: RankProcess, size_before: int, end: float) -> str:
             threads = file.read().decode(errors="replace").strip().split("\n\n")
     except OSError:
         return _ENDED
-    return "\n\n".join(reversed(threads))  # the one that trains is written last, and looked for first
+    return "\n\n".join(reversed(threads))  # the training thread is written last, and is the one a reader looks for
 
 
 def _why_silent(pid: int) -> str:

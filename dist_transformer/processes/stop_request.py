@@ -1,6 +1,6 @@
-"""A stop request: a signal, a file or a time limit that says "save and stop"; the loop asks for it at each step boundary.
+"""A stop request: a signal, a file or a time limit that means "save and stop", checked by the loop after each step.
 
-Handlers only note the request: saving inside a handler can tear a file or deadlock a collective. Slurm sends the
+Handlers only record the request: saving inside a handler can tear a file or deadlock a collective. Slurm sends the
 signals to every process of a job step, so helper processes ignore them and leave the answer to the training process.
 """
 
@@ -30,29 +30,29 @@ END_TIME_VARIABLE = "DIST_TRANSFORMER_END_TIME"
 STARTED_VARIABLE = "DIST_TRANSFORMER_STARTED"
 """Unix seconds of the start of the command that started this process as one of its ranks."""
 LAUNCHER_VARIABLE = "DIST_TRANSFORMER_LAUNCHER"
-"""The process that started this one as one of its ranks, and passes its signals on."""
+"""Pid of the process that started this one as one of its ranks, and forwards its signals."""
 PR_SET_PDEATHSIG = 1
-"""Of prctl(2)."""
+"""Option of prctl(2): the signal that a process receives at the end of its parent."""
 
 
 class StopRequest:
-    """Notes the first stop signal, and ends the process at once, with code 128 + number, when a person insists.
+    """Records the first stop signal, and ends the process at once, with code 128 + number, when a user repeats it.
 
-    That is the same signal again, 0.5 to 10 seconds after the first. Sooner it is no second wish: terminals, launchers
-    and Slurm deliver one request twice within milliseconds. Later it is Slurm repeating itself while a save is on its
-    way. And another signal (USR1 before the time limit, then TERM) must not cost the save. The end harms no checkpoint:
-    of one being written only a folder `.tmp` stays, which the next start clears.
+    A repetition is the same signal 0.5 to 10 seconds after the first. An earlier one is no second request: terminals,
+    launchers and Slurm deliver one request twice within milliseconds. A later one is Slurm repeating itself during a
+    save. Another signal (USR1 before the time limit, then TERM) must not cost the save. The immediate end harms no
+    checkpoint: one being written leaves only a folder `.tmp`, which the next start removes.
 
     Args:
         repeat_seconds: the shortest and the longest time between two signals that end the process.
-        answer: what the process does on a request, as a person is told.
+        answer: reaction of the process to a request, as printed for the user.
     """
 
     def __init__(
         self, repeat_seconds: tuple[float, float] = (0.5, 10.0), answer: str = "saving at the end of this step"
     ) -> None:
         self.started = float(os.environ.get(STARTED_VARIABLE) or time.time())
-        """Unix seconds of the start of this command, as far as it matters for time limits."""
+        """Unix seconds of the start of this command, for time limits."""
         self._repeat_seconds = repeat_seconds
         self._answer = answer
         self._signal: signal.Signals | None = None
@@ -63,8 +63,8 @@ class StopRequest:
     def listen(self) -> None:
         """Installs the handlers; call in the main thread, as early as possible. A SIGHUP that nohup ignores stays so.
 
-        The process that loader workers are forked from is started while the signals are held back: it never gets any.
-        Those that a launcher has held back until now are heard, and the end of that launcher is a SIGUSR2.
+        The process that loader workers are forked from is started while signals are blocked: it never receives any.
+        Signals that a launcher has blocked until now are delivered, and the end of that launcher is a SIGUSR2.
         """
         is_ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         reader, writer = os.pipe()
@@ -80,19 +80,19 @@ class StopRequest:
             multiprocessing.resource_tracker.ensure_running,
             multiprocessing.forkserver.ensure_running,
         ):
-            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # each time: the first lets some through at its end
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # each time: the first start unblocks some
             start_helper()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if (end := _end_time(os.environ.get(END_TIME_VARIABLE, ""))) is not None:
             self.end_at(end, "end of the Slurm job")
 
     def end_at(self, unix_seconds: float, why: str = "time limit of training.max_hours") -> None:
-        """From this time on there is a request, with `why` as its reason."""
+        """Requests a stop from this time on, with `why` as its reason."""
         self._ends.append((unix_seconds, why))
 
     def watch_file(self, stop_file: Path) -> None:
-        """Takes this file as a request too, from now on. One from before this process started was answered and is
-        removed, unless DIST_TRANSFORMER_KEEP_STOP is set: a batch job may have been asked while it waited.
+        """Treats the existence of this file as a request. A file from before the start of this process was answered and
+        is removed, unless DIST_TRANSFORMER_KEEP_STOP is set: a batch job may have been asked to stop while it waited.
         """
         is_kept = "DIST_TRANSFORMER_KEEP_STOP" in os.environ
         with suppress(FileNotFoundError):
@@ -101,10 +101,10 @@ class StopRequest:
         self._stop_file = stop_file
 
     def reason(self) -> str | None:
-        """Why to stop ("signal SIGTERM", "file .../stop", "end of the Slurm job"), or None."""
+        """Returns the reason to stop ("signal SIGTERM", "file .../stop", "end of the Slurm job"), or None."""
         if self._signal is not None:
             return f"signal {self._signal.name}"
-        with suppress(OSError):  # a disk that is away asks for nothing
+        with suppress(OSError):  # a disk that is away requests nothing
             if self._stop_file is not None and self._stop_file.exists():
                 return f"file {self._stop_file}"
         now = time.time()
@@ -114,10 +114,10 @@ class StopRequest:
         self._signal = self._signal or signal.Signals(number)
 
     def _watch_repeats(self, reader: int) -> None:
-        """In a thread: Python runs a handler only between two steps of the main thread, which may hang in a collective."""
+        """Ends the process on a repetition. Runs in a thread: handlers run in the main thread, which may hang."""
         while numbers := os.read(reader, 64):
             for number in numbers:
-                if signal.getsignal(number) == self._note:  # not: one that was taken over by somebody else
+                if signal.getsignal(number) == self._note:  # else other code has replaced the handler
                     self._end_if_repeated(number, time.monotonic())
 
     def _end_if_repeated(self, number: int, now: float) -> None:
@@ -133,21 +133,21 @@ class StopRequest:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process at once, whatever hangs in it: all that is to be kept has been written and closed."""
+    """Ends this process at once, whatever hangs in it: all files to be kept have been written and closed."""
     folder = multiprocessing.process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
-    if folder is not None:  # of the sockets that helpers are asked through; Python's own end would remove it
+    if folder is not None:  # holds the sockets of helper processes; a normal exit of Python would remove it
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(code)
 
 
 def ignore_stop_signals() -> None:
-    """For loader workers and other helpers: the training process decides when they end."""
+    """Ignores stop signals in loader workers and other helpers: the training process decides when they end."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
 def end_with_parent() -> None:
-    """From now on this child process ends, whatever it is doing, as soon as the one that started it has ended."""
+    """Makes this child process end, whatever it is doing, as soon as the process that started it has ended."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -159,7 +159,8 @@ def end_with_parent() -> None:
 
 
 def _hear_of_the_end_of(launcher: int) -> None:
-    """Linux only: elsewhere ranks outlive a launcher that is killed, until they miss each other."""
+    """Sends this process SIGUSR2 at the end of its launcher. Linux only: elsewhere ranks outlive a launcher that is
+    killed, until a collective fails."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGUSR2)
         if os.getppid() != launcher:  # it ended before
@@ -167,7 +168,7 @@ def _hear_of_the_end_of(launcher: int) -> None:
 
 
 def _say(line: str) -> None:
-    """On stderr, where a person looks: of several ranks the first. Never waits, since an end must not hang on a full pipe."""
+    """Prints on stderr, on rank 0 only. Never waits, since the end of the process must not hang on a full pipe."""
     if os.environ.get("RANK", "0") != "0":
         return
     with suppress(OSError):  # no stderr
@@ -177,7 +178,7 @@ def _say(line: str) -> None:
 
 
 def _end_time(value: str) -> float | None:
-    """Slurm's end of the job; None where it gave none, or not a time."""
+    """Parses the end of the Slurm job; None where the value is missing or not a time."""
     try:
         end = float(value)
     except ValueError:

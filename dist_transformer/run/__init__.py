@@ -1,1 +1,1 @@
-"""The run folder: what it holds, how its files are written and read, and who works on it. No torch, no Slurm."""
+"""The run folder: its files, how they are written and read, and its lock. No torch, no Slurm."""

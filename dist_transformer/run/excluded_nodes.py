@@ -1,7 +1,7 @@
-"""Nodes that a run keeps away from by itself, since the preflight found them bad.
+"""Nodes that a run excludes from its own jobs, because the preflight found them faulty.
 
-Few at most, and never so many that the partition could no longer run the job: a fault of the program must not be taken
-for one of the cluster.
+They are few, and never so many that the partition could no longer run the job: a fault of the program must not be
+taken for a fault of the cluster.
 """
 
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from dist_transformer.run.records import read_record
 
 
 def excluded_nodes(run_dir: RunDir) -> dict[str, str]:
-    """The nodes and the reason for each; none before there was one."""
+    """Returns the excluded nodes, each with its reason."""
     return {node: reason for node, reason in read_record(run_dir.excluded).items() if isinstance(reason, str)}
 
 
 def exclude(run_dir: RunDir, found: Mapping[str, str], num_nodes: int, num_spare: int) -> dict[str, str]:
-    """Adds nodes with their reasons, the first ones first; returns those that were added.
+    """Excludes nodes, in their order, as long as the limits allow; returns the added ones with their reasons.
 
     Over all attempts of a run a tenth of its nodes are excluded at most, one if it has fewer than ten, and never more
     than the partition has to spare.
@@ -37,7 +37,7 @@ def exclude(run_dir: RunDir, found: Mapping[str, str], num_nodes: int, num_spare
 
 
 def reasons_of_preflight(report: Path) -> dict[str, str]:
-    """The nodes that a preflight wants excluded, each with what was wrong with it."""
+    """Returns the nodes that a preflight wants excluded, each with its faults."""
     found: dict[str, Any] = read_json(report)
     reasons: dict[str, list[str]] = {node: [] for node in found["exclude"]}
     for outlier in found["outliers"]:

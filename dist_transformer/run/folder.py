@@ -1,4 +1,4 @@
-"""Names every file of a run folder, and writes files so that they are whole or not there."""
+"""Names of all files of a run folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ class RunDir:
         return self.path / "config.yaml"
 
     def config_until(self, step: int) -> Path:
-        """The configuration of the starts up to this step, from which a later one went on with another."""
+        """The configuration of the starts up to this step, from which a later start resumed with another one."""
         return self.path / f"config.until_step_{step:08d}.yaml"
 
     @property
@@ -34,23 +34,23 @@ class RunDir:
 
     @property
     def samples(self) -> Path:
-        """Sample translations, one JSON record a validation corpus and step; steps never repeat."""
+        """Sample translations, one JSON record for each validation corpus and step; steps never repeat."""
         return self.path / "samples.jsonl"
 
     @property
     def history(self) -> Path:
-        """One JSON record a line of each start of training, the settings that it changed, and its end: `event` is "start",
-        "changed" or "end"."""
+        """One JSON record a line for each start of training, the settings that it changed, and its end: `event` is
+        "start", "changed" or "end"."""
         return self.path / "history.jsonl"
 
     @property
     def figures(self) -> Path:
-        """The pictures of the run; each start that ends draws them anew."""
+        """The figures of the run, redrawn at the end of each start."""
         return self.path / "figures"
 
     @property
     def report(self) -> Path:
-        """The page about the run: one file with everything in it."""
+        """The report of the run: one file that contains its style and figures."""
         return self.path / "report.html"
 
     @property
@@ -68,27 +68,27 @@ class RunDir:
 
     @property
     def tracking(self) -> Path:
-        """The tracker's memory: MLflow run id, newest step sent."""
+        """The delivery state of the tracker: MLflow run id, newest step sent."""
         return self.path / "tracking.json"
 
     @property
     def tracking_events(self) -> Path:
-        """The tracker's spool: starts, checkpoints, models and status changes, one JSON record a line."""
+        """The tracker's outbox: starts, checkpoints, models and status changes, one JSON record a line."""
         return self.path / "tracking_events.jsonl"
 
     @property
     def upload(self) -> Path:
-        """The model as it is being uploaded to MLflow; what a killed upload leaves goes with the next one."""
+        """The model as it is being uploaded to MLflow; the next upload removes the rest of a killed one."""
         return self.path / ".upload"
 
     @property
     def state(self) -> Path:
-        """run.json: what outsiders ask about (state, step, starts, job ids)."""
+        """run.json: the public state of the run (state, step, starts, job ids)."""
         return self.path / "run.json"
 
     @property
     def stop_file(self) -> Path:
-        """Create it to ask the run to save and stop at the next step."""
+        """Stop file: creating it asks the run to save and stop at the next step."""
         return self.path / "stop"
 
     @property
@@ -97,12 +97,12 @@ class RunDir:
 
     @property
     def owner(self) -> Path:
-        """Who trains in this folder: host, process, job, and a heartbeat, its modification time."""
+        """The process that trains in this folder: host, pid, job; its modification time is the heartbeat."""
         return self.path / "owner.json"
 
     @property
     def slurm(self) -> Path:
-        """What was submitted: the exact script, its environment, the code snapshot, the job's logs."""
+        """The submission: the exact script, its environment, the code snapshot, the job's logs."""
         return self.path / "slurm"
 
     @property
@@ -116,42 +116,42 @@ class RunDir:
 
     @property
     def snapshot(self) -> Path:
-        """The code that the job runs, as it was when it was submitted."""
+        """The code that the job runs: a copy made at submission."""
         return self.slurm / "snapshot"
 
     @property
     def restarts(self) -> Path:
-        """The batch script's memory: newest checkpoint at the last restart, restarts without a new one since."""
+        """State of the batch script: newest checkpoint at the last restart, restarts without a new one since."""
         return self.slurm / "restarts.json"
 
     @property
     def attempts(self) -> Path:
-        """One JSON record a line of each attempt of a job: `event` is "began" or "ended"."""
+        """One JSON record a line for the start and the end of each attempt of a job: `event` is "began" or "ended"."""
         return self.slurm / "attempts.jsonl"
 
     @property
     def preflight(self) -> Path:
-        """What the check of the nodes found, one folder an attempt."""
+        """Results of the check of the nodes, one folder for each attempt."""
         return self.slurm / "preflight"
 
     @property
     def excluded(self) -> Path:
-        """Nodes that the run keeps away from by itself, each with the reason."""
+        """Nodes that the run excludes from its jobs, each with the reason."""
         return self.slurm / "excluded.json"
 
     @property
     def divergence(self) -> Path:
-        """Each time training diverged: the step, why, and how the run went on."""
+        """The divergences of training, each with its step, its cause and the reaction of the run."""
         return self.path / "divergence.json"
 
     @property
     def crash(self) -> Path:
-        """What a rank that failed was doing: exception, configuration and batch, one folder a rank."""
+        """State of each rank that failed: exception, configuration and batch, one folder for each rank."""
         return self.path / "crash"
 
     @property
     def profile(self) -> Path:
-        """What `train --profile` found: profile.md, and a trace of each rank."""
+        """Results of `train --profile`: profile.md, and a trace of each rank."""
         return self.path / "profile"
 
     @property

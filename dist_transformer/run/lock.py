@@ -1,7 +1,7 @@
-"""The lock of a run folder: only one job works on it, and one that was started twice is told who does.
+"""The lock of a run folder: only one job works on it, and the error of a second one names the holder.
 
 The lock is that of the file system (flock). Across machines some file systems do not keep it, or keep it for a machine
-that is gone; so the holder also writes down who it is, in `owner.json`, and touches that file every few seconds.
+that is gone; so the holder also records its identity in `owner.json`, and touches that file every few seconds.
 """
 
 import errno
@@ -24,14 +24,14 @@ from dist_transformer.run.folder import RunDir
 
 BEAT_SECONDS = 5.0
 STALE_BEATS = 6
-"""A holder that has not touched its file for so many beats is taken for dead."""
+"""Number of beats without a touch of its file after which a holder counts as dead."""
 
 
 class RunLock:
-    """`acquire`, train, `release`. A process that dies in between leaves a lock that the next one takes over.
+    """Lock of a run folder: `acquire`, train, `release`. The lock of a process that dies is taken over by the next one.
 
     Args:
-        wait_seconds: how long a lock that is held is waited for; a rank that was killed may hold it for a moment.
+        wait_seconds: time to wait for a lock that is held; a rank that was killed may hold it for a moment.
     """
 
     def __init__(self, run_dir: RunDir, wait_seconds: float = 20.0, beat_seconds: float = BEAT_SECONDS) -> None:
@@ -47,7 +47,7 @@ class RunLock:
 
         Raises:
             UserError: another job works on the folder.
-            MachineError: an earlier attempt of this job does, or the lock outlives its holder.
+            MachineError: an earlier attempt of this job works on it, or the lock outlives its holder.
         """
         try:
             self._lock.acquire(timeout=self._wait_seconds)
@@ -63,7 +63,7 @@ class RunLock:
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def release(self) -> None:
-        """At an orderly end: the folder is free for the next."""
+        """Releases the lock at an orderly end."""
         with self._beating:
             self._released.set()
             if self._holder().get("token") in (None, self._record["token"]):  # else it was taken over
@@ -72,9 +72,9 @@ class RunLock:
         self._lock.release()
 
     def has_fresh_owner_elsewhere(self) -> bool:
-        """Whether a process on another machine, which this one's lock may not keep out, gave a sign of life just now."""
+        """True if a process on another machine, which this machine's lock may not keep out, has a fresh heartbeat."""
         holder, age = self._holder(), self._seconds_since_beat()
-        is_here = holder.get("boot") == _boot()  # one kernel: its lock is the truth
+        is_here = holder.get("boot") == _boot()  # one kernel: its lock is reliable
         return bool(holder) and not is_here and age is not None and age < STALE_BEATS * self._beat_seconds
 
     def _beat(self) -> None:
@@ -84,8 +84,8 @@ class RunLock:
                     self._touch(self._read())
 
     def _touch(self, holder: dict[str, Any]) -> None:
-        """A sign of life. A file that was removed or damaged is written again: without it nobody seems to work here."""
-        if not holder and self._folder.is_dir():  # a folder that is gone is not made anew, maybe below a lost mount
+        """Touches the file of the holder, which marks the folder as used; rewrites it if it is missing or damaged."""
+        if not holder and self._folder.is_dir():  # a removed folder is not created again, maybe below a lost mount
             write_json(self._owner, self._record)
         elif holder and holder["token"] != self._record["token"]:
             _leave(f"{self._folder}: {_name(holder)} has taken over this run folder")
@@ -93,9 +93,9 @@ class RunLock:
             os.utime(self._owner)
 
     def _is_held_from_elsewhere(self) -> bool:
-        """Whether a process on another machine is alive that the file system's lock did not keep out."""
+        """True if a process on another machine is alive that the file system's lock did not keep out."""
         holder = self._holder()
-        if not holder or (self._lock.is_locked and holder["boot"] == _boot()):  # one kernel: its lock is the truth
+        if not holder or (self._lock.is_locked and holder["boot"] == _boot()):  # one kernel: its lock is reliable
             return False
         seen = self._owner.stat().st_mtime
         while (age := self._seconds_since_beat()) is not None and age < STALE_BEATS * self._beat_seconds:
@@ -132,7 +132,7 @@ class RunLock:
             return {}
 
     def _read(self) -> dict[str, Any]:
-        """The record of the holder; empty where there is none, or nothing of ours."""
+        """Returns the record of the holder; empty if there is none, or the file is not one of this program."""
         try:
             record = read_json(self._owner)
         except (FileNotFoundError, ValueError):
@@ -140,7 +140,7 @@ class RunLock:
         return record if isinstance(record, dict) and self._record.keys() <= record.keys() else {}
 
     def _seconds_since_beat(self) -> float | None:
-        """By the clock of the file system, as those of two machines may differ; None without a holder."""
+        """Age of the heartbeat by the clock of the file system, as two machines' may differ; None without a holder."""
         try:
             return file_clock(self._folder) - self._owner.stat().st_mtime
         except FileNotFoundError:
@@ -149,7 +149,8 @@ class RunLock:
 
 @contextmanager
 def while_nobody_trains(run_dir: RunDir) -> Iterator[bool]:
-    """Keeps everybody from starting in the folder for a moment; False: somebody trains there, or it cannot be told."""
+    """Keeps other processes from starting in the folder during the block; yields False if one trains there, or the lock
+    cannot be taken."""
     lock = filelock.FileLock(run_dir.lock, fallback_to_soft=False)
     try:
         lock.acquire(timeout=0)
@@ -178,7 +179,7 @@ def _name(holder: dict[str, Any]) -> str:
 
 
 def _boot() -> str:
-    """Which start of which machine this is."""
+    """Identifier of this boot of this machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -186,6 +187,6 @@ def _boot() -> str:
 
 
 def _leave(message: str) -> None:
-    """Two jobs that write one run folder would ruin it: the one that has lost it ends at once, and is not requeued."""
+    """Ends this process at once, without a requeue: two jobs that write into one run folder would ruin it."""
     print(f"{message}; this process ends", file=sys.stderr, flush=True)
     os._exit(EXIT_USER_ERROR)

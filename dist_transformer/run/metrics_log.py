@@ -1,10 +1,10 @@
-"""JSON lines that a run appends to: metrics.jsonl and audit.jsonl, the local truth that every tracker reads.
+"""JSON lines that a run appends to: metrics.jsonl and audit.jsonl, the local record that every tracker reads.
 
     {"event": "train", "step": 50, "time": 1767225600.125, "loss": 9.01, "learning_rate": 1.7e-05}
     {"event": "validation", "step": 50, "time": 1767225603.5, "loss": 8.87, "bleu": 0.1}
 
-A line is whole or recognisably torn (no newline at its end). NaN and infinities are the strings "nan", "inf", "-inf",
-because JSON has no such numbers; they are read back as floats.
+A line is complete or recognisably torn (no newline at its end). NaN and infinities are the strings "nan", "inf",
+"-inf", because JSON has no such numbers; they are read back as floats.
 """
 
 import json
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 Value = float | int | str
 BLOCK_BYTES = 1 << 16
 FIELDS = ("event", "step", "time")
-"""Of every record; what else it has are its values."""
+"""Fields of every record; its other entries are its values."""
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -32,7 +32,7 @@ class MetricsLog:
     """Rank 0's append-only file of records. Opening it removes a line torn by a crash: no record is glued to it.
 
     Args:
-        echo: each record is written there too.
+        echo: second file that each record is written to.
     """
 
     def __init__(self, path: Path, echo: TextIO | None = None) -> None:
@@ -42,9 +42,9 @@ class MetricsLog:
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, event: str, step: int, values: Mapping[str, Any]) -> None:
-        """Write one record and hand it to the operating system: a killed process does not lose it.
+        """Writes one record and passes it to the operating system, so that a killed process does not lose it.
 
-        What a full disk does not take is kept, and written with a later record.
+        Records that a full disk does not take are kept in memory, and written with a later one.
         """
         head: dict[str, Any] = {"event": event, "step": step, "time": round(time.time(), 3)}
         assert head.keys().isdisjoint(values), f"a value is named like a field of every record: {sorted(values)}"
@@ -57,7 +57,7 @@ class MetricsLog:
             logger.warning("%s: %s; its records are kept in memory until there is space again", self.path, error)
 
     def rewind(self, last: int, field: str = "step") -> None:
-        """Drop the records beyond `last`: a run that resumes there writes them again, and none is there twice."""
+        """Drops the records beyond `last`: a run that resumes there writes them again, and none is there twice."""
         self.close()
         if any(record.get(field, 0) > last for record in read_records(self.path)):
             with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as kept:
@@ -65,7 +65,7 @@ class MetricsLog:
         self._file = self.path.open("a", encoding="utf-8")
 
     def close(self) -> None:
-        """What a full disk does not take now is lost, with a warning."""
+        """Closes the file. Records that a full disk still does not take are lost, with a warning."""
         try:
             self._file.close()
         except OSError as error:
@@ -75,18 +75,18 @@ class MetricsLog:
         if self._echo is not None:
             try:
                 print(line, end="", file=self._echo, flush=True)
-            except OSError:  # its reader has gone
+            except OSError:  # its reader has closed it
                 self._echo = None
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of `path`, oldest first; none when it is no file. Torn and damaged lines are left out."""
+    """Yields the records of `path`, oldest first; none if it is no file. Skips torn and damaged lines."""
     for record, _ in read_records_from(path, 0):
         yield record
 
 
 def read_records_from(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """The records after byte `offset`, each with the offset behind it: where the next reading may begin."""
+    """Yields the records after byte `offset`, each with the offset of its end, at which a later call may begin."""
     if not path.is_file():
         return
     with path.open("rb") as file:
@@ -103,7 +103,7 @@ def read_records_from(path: Path, offset: int) -> Iterator[tuple[dict[str, Any],
 
 
 def remove_torn_line(path: Path) -> None:
-    """Cut `path` behind its last newline: what follows was never wholly written."""
+    """Truncates `path` after its last newline: the rest is an incomplete line."""
     if not path.exists():
         return
     with path.open("rb+") as file:
@@ -120,7 +120,7 @@ def remove_torn_line(path: Path) -> None:
 
 
 def encode(record: Mapping[str, Any]) -> str:
-    """One record as one line; of a path that is no UTF-8, a `?` for what no reader could take."""
+    """Returns one record as one line; bytes of a path that are not UTF-8 become `?`."""
     plain = {key: _encodable(value) for key, value in record.items()}
     return json.dumps(plain, ensure_ascii=False, allow_nan=False).encode(errors="replace").decode() + "\n"
 

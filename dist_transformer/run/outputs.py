@@ -1,8 +1,8 @@
-"""Where a verb may write. Nothing that a person has is removed or written over.
+"""Checks of the paths that a command writes to. Nothing that belongs to a user is removed or overwritten.
 
-The rule, for every verb: a path where nothing is, or an empty folder or file, is free. What is there and is known by its
-label as this program's, and of the kind that is to be written, is replaced; files of others in it stay. All else is
-refused, before anything is computed. Devices and pipes are written to, as any program does.
+The rule, for every command: a path where nothing is, or an empty folder or file, is free. An existing output that its
+label shows to be of this program, and of the kind to be written, is replaced; other files in it stay. All other paths
+are refused, before anything is computed. Devices and pipes are written to, as any program does.
 """
 
 import os
@@ -19,14 +19,14 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
 
 STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")
-"""Names of what is open already, whatever it is: a redirected standard output is a regular file."""
+"""Names of open streams, whatever they are: a redirected standard output is a regular file."""
 SECTIONS = {"run", "data", "tokenizer", "model", "optimizer", "training"}
-"""Of a configuration, all of which stand in the one that a run keeps; a person gives a few."""
+"""Sections of a configuration: the one that a run keeps has all of them, one that a user writes has a few."""
 NAMES_SHOWN = 3
 
 
 def never(_: Path) -> bool:
-    """For a kind of which nothing that is there may be replaced."""
+    """Returns False: an `is_own` for outputs that may never be replaced."""
     return False
 
 
@@ -34,12 +34,12 @@ def check_output(path: Path, kind: str, is_own: Callable[[Path], bool] = never, 
     """Refuses a path that may not be written, before anything is computed for it.
 
     Args:
-        kind: what is to be written, as "a model folder".
-        is_own: whether what is there is known by its label as such a thing of this program.
-        is_file: whether a file is written, for which a folder is no place; else a folder is.
+        kind: name of the output, as "a model folder".
+        is_own: returns True if the label of an existing output shows that this program wrote it, and of this kind.
+        is_file: True if the output is a file, else it is a folder.
 
     Raises:
-        UserError: something else is there, it lies among the checkpoints of a run, or nothing can be written there.
+        UserError: something else is there, the path is among the checkpoints of a run, or it cannot be written.
         MachineError: the disk fails.
     """
     with writing(path):
@@ -58,21 +58,21 @@ def check_output(path: Path, kind: str, is_own: Callable[[Path], bool] = never, 
             real = Path(os.path.realpath(path))
             folder = next(folder for folder in (real, *real.parents) if folder.is_dir())
             try:
-                tempfile.TemporaryFile(dir=folder).close()  # as root, and on some disks, nothing else tells
+                tempfile.TemporaryFile(dir=folder).close()  # as root, and on some disks, only this shows it
             except OSError as error:
                 error.filename = str(folder)
                 raise
 
 
 def is_stream(path: Path) -> bool:
-    """Whether the path is a device, a pipe or what is open already: written to, and never replaced."""
+    """True if the path is a device, a pipe or an open stream: written to, and never replaced."""
     return str(path.absolute()).startswith(STREAMS) or (
         os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
     )
 
 
 def write_output(path: Path, text: str) -> None:
-    """Writes text to a path that a person gave: a file whole or not at all, through links; a device or a pipe as it is.
+    """Writes text to a path given by the user: a file completely or not at all, through links; a device or pipe as is.
 
     Raises:
         UserError: nothing can be written at this path.
@@ -87,7 +87,7 @@ def write_output(path: Path, text: str) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """For what writes `path`: an error of the system in the block becomes one of ours, unless it is of a file elsewhere.
+    """Turns an OSError in a block that writes `path` into one of our errors, unless it is about a file elsewhere.
 
     Raises:
         UserError: nothing can be written at this path.
@@ -108,12 +108,12 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def is_misplaced(error: BaseException) -> bool:
-    """Whether it is an error of a path, which a person mends, and none of the machine."""
+    """True if it is an error of a path, which the user has to fix, and not of the machine."""
     return isinstance(error, OSError) and error.errno in MISPLACED
 
 
 def told(error: OSError) -> UserError:
-    """An error of the system as one of ours, for a message: a path that a person mends, or a fault of the machine."""
+    """Returns an OSError as one of our errors: UserError for a path that the user has to fix, else MachineError."""
     place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
     if is_misplaced(error):
         return UserError(
@@ -126,10 +126,10 @@ def told(error: OSError) -> UserError:
 
 
 def check_run_folder(run_dir: RunDir) -> None:
-    """Refuses a folder that a run would be written into, and which holds such files of somebody else's.
+    """Refuses a run folder that has files of the names that a run writes, but from another source.
 
     Raises:
-        UserError: something there would be written over, and nothing tells that it is a run's; or has no room for the run.
+        UserError: a file there would be overwritten and is not known to be a run's, or `checkpoints` is a file.
     """
     if os.path.exists(run_dir.checkpoints) and not run_dir.checkpoints.is_dir():
         raise UserError(f"{run_dir.checkpoints}: is a file, expected the folder of checkpoints: move it away")
@@ -144,7 +144,7 @@ def check_run_folder(run_dir: RunDir) -> None:
 
 
 def is_own_run(run_dir: RunDir) -> bool:
-    """Whether this program wrote the folder, as its files tell."""
+    """True if the files of the folder show that this program wrote it."""
     notes = read_record(run_dir.state).keys() | read_record(run_dir.job).keys()
     is_begun = any(run_dir.checkpoints.glob("step_*")) or (run_dir.snapshot / "dist_transformer").is_dir()
     if is_begun or notes & {"run_id", "state", "job_id"}:
@@ -156,7 +156,7 @@ def is_own_run(run_dir: RunDir) -> bool:
 
 
 def _is_free(path: Path, found: os.stat_result, is_file: bool) -> bool:
-    """Whether it is empty, and of the right kind."""
+    """True if the path is empty, and of the right kind."""
     if stat.S_ISDIR(found.st_mode):
         return not is_file and not any(path.iterdir())
     return is_file and found.st_size == 0
@@ -180,6 +180,6 @@ def _refuse_among_checkpoints(path: Path) -> None:
 
 
 def _are_near(other: Path, path: Path) -> bool:
-    """Whether `other` is `path`, beside or below it, or a folder above it."""
+    """True if `other` is `path`, beside or below it, or a folder above it."""
     other, path = Path(os.path.abspath(other)), Path(os.path.abspath(path))  # without ".."
     return other.is_relative_to(path.parent) or path.is_relative_to(other)

@@ -1,7 +1,7 @@
-"""The JSON that runs leave, for those who look at it, and for a start that must not end with it: torn, damaged, changed by
-hand or by another version, it is used as far as it can be.
+"""Tolerant reading of the JSON files of runs, for commands that show a run and for a start that must not fail on them:
+a file that is torn, damaged, edited by hand or of another version is used as far as possible.
 
-A field that is known by its name and holds something of another type counts as not there, and so does null:
+A field that is known by its name and has a value of another type counts as absent, and so does null:
 
     {"event": "train", "step": "many", "loss": 2.5}  ->  {"event": "train", "loss": 2.5}
 """
@@ -15,7 +15,7 @@ from dist_transformer.run.tail import PIECE_BYTES, last_lines
 
 Record = dict[str, Any]
 _LATEST = 1e11
-"""In unix seconds; the calendar of Python ends before."""
+"""Upper limit of times in unix seconds (the year 5138), within the range of Python's datetime."""
 _NOT_FINITE = ("nan", "inf", "-inf")
 _LISTS = ("sentences", "points", "datasets")
 
@@ -83,13 +83,13 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 
 
 def sound(record: Record) -> Record:
-    """What of a record can be used, and of the records in it."""
+    """Returns the usable fields of a record, and of the records in it."""
     used = {name: value for name, value in record.items() if _is_sound(name, value)}
     return used | {name: [*map(sound, used[name])] for name in _LISTS if name in used}
 
 
 def read_record(path: Path) -> Record:
-    """A JSON file of a run; empty where there is none, or none that can be read."""
+    """Reads a JSON file of a run; empty if there is none, or it cannot be read."""
     try:
         record = read_json(path)
     except (OSError, ValueError):
@@ -98,7 +98,7 @@ def read_record(path: Path) -> Record:
 
 
 def records_of(lines: Iterable[str | bytes]) -> Iterator[Record]:
-    """The JSON objects of lines; one that is torn, or being written, is left out."""
+    """Yields the JSON objects of lines; skips a line that is torn or being written."""
     for line in lines:
         try:
             record = parse_json(line)
@@ -116,6 +116,6 @@ def _is_sound(name: str, value: Any) -> bool:
 
 
 def records_of_training(metrics: Path, max_bytes: int = PIECE_BYTES) -> Iterator[dict[str, Any]]:
-    """Those at the end of metrics.jsonl that say when and at which step, newest first."""
+    """Yields the records of training at the end of metrics.jsonl that have a time and a step, newest first."""
     records = records_of(last_lines(metrics, max_bytes))
     return (r for r in records if r.get("event") == "train" and {"step", "time"} <= r.keys())

@@ -1,7 +1,7 @@
-"""What a run folder that has trained already allows: its checkpoints are of one model and one order of the data.
+"""Checks that a configuration can resume a run folder: its checkpoints are of one model and one order of the data.
 
-The keys of `recipe_settings` are those of the `recipe` in a checkpoint's state.json. What only training can know, the
-digests of the corpus and of the tokenizer, is compared there.
+The keys of `recipe_settings` are those of the `recipe` in a checkpoint's state.json. The digests of the corpus and of
+the tokenizer, which only training knows, are compared there.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,11 +14,11 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
 
 MODEL_FREE = {"preset", "dropout", "layer_drop", "attention_gain"}
-"""Settings of the model that a resume may find changed: how the training of it goes, and how its first weights are drawn."""
+"""Settings of the model that may change at a resume: they affect its training and how its first weights are drawn."""
 
 
 def recipe_settings(config: Config) -> dict[str, Any]:
-    """The settings that a resume must find unchanged, by their keys: the shape of the model and the order of the data."""
+    """Returns the settings that a resume must find unchanged: the shape of the model and the order of the data."""
     model = config.model.model_dump(exclude=MODEL_FREE)
     data = config.data.model_dump(include={"lanes", "max_tokens", "window_rows", "batch_shapes"})
     return {
@@ -30,8 +30,8 @@ def recipe_settings(config: Config) -> dict[str, Any]:
 
 
 def recipe_of_checkpoint(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint says it was trained with, as far as it is compared; settings that are younger than it with what
-    then was the only value."""
+    """Returns the settings of a checkpoint that are compared; settings newer than the checkpoint get the value that was
+    then the only one."""
     free = {f"model.{name}" for name in MODEL_FREE}
     return {
         "model.norm_type": "layer",
@@ -44,14 +44,14 @@ def recipe_of_checkpoint(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
-    """Settings that the newest checkpoint was not made with, and that it cannot be gone on with."""
+    """Yields a problem if settings differ from those of the newest checkpoint, which they then cannot resume."""
     newest = newest_checkpoint(run_dir)
     before = read_record(run_dir.checkpoints / newest / "state.json").get("recipe") if newest else None
     if not before:
         return
     before = recipe_of_checkpoint(before)
     now = recipe_settings(config)
-    if now["data.max_tokens"] == "auto":  # it stays the number that was found
+    if now["data.max_tokens"] == "auto":  # the number that was found is kept
         del now["data.max_tokens"]
     if before.get("data.lanes") == config.data.reslice_from:
         del now["data.lanes"]
@@ -66,7 +66,7 @@ def checkpoint_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
 
 
 def stage_problems(config: Config, run_dir: RunDir, stages: Sequence[Stage], after: Sequence[str]) -> Iterator[str]:
-    """Stages that would find nothing to do or nothing to begin with."""
+    """Yields a problem for each stage that would have nothing to do or nothing to start from."""
     if "evaluate" in stages and config.data.test is None:
         yield "data.test: is not given, and the stage evaluate scores it; give it, or leave the stage out"
     if "train" in stages:

@@ -1,4 +1,4 @@
-"""A copy of the code beside the run, which the job runs: later edits do not change a job that waits or is requeued."""
+"""A copy of the code in the run folder, which the job runs: later edits do not change a waiting or requeued job."""
 
 import json
 import shutil
@@ -9,9 +9,9 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def take_snapshot(folder: Path, package: Path = _PACKAGE) -> None:
-    """Replaces `folder` by the package, its batch and launch scripts, and what git knows of them.
+    """Replaces `folder` by a copy of the package, its batch and launch scripts, and their state in git.
 
-    `folder` then works as an entry of PYTHONPATH. An unfinished copy is never left under this name.
+    `folder` then works as an entry of PYTHONPATH. An unfinished copy never has this name.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
@@ -21,14 +21,14 @@ def take_snapshot(folder: Path, package: Path = _PACKAGE) -> None:
         if not (package / "share").is_dir():
             shutil.copytree(package.parent / name, temporary / name)
     for name, text in _git_state(package.parent).items():
-        (temporary / name).touch(0o600)  # a difference that is in no commit may be for nobody else
+        (temporary / name).touch(0o600)  # uncommitted changes may be private
         (temporary / name).write_text(text, encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     temporary.rename(folder)
 
 
 def git_commit(package: Path = _PACKAGE) -> str | None:
-    """The commit that this code is of: a snapshot's, or that of a checkout; "+" behind it where the code is not quite that."""
+    """Returns the commit of this code, from its snapshot or checkout; followed by "+" if the code differs from it."""
     kept = package.parent / "git.json"
     if kept.is_file():
         state = json.loads(kept.read_text(encoding="utf-8"))
@@ -41,7 +41,7 @@ def git_commit(package: Path = _PACKAGE) -> str | None:
 
 
 def _git_state(checkout: Path) -> dict[str, str]:
-    """The commit, the difference of the working tree to it, and what is in no commit; nothing outside a checkout of ours."""
+    """Returns the commit, the difference of the working tree to it, and untracked files; empty outside our checkout."""
     top = _git(checkout, "rev-parse", "--show-toplevel")
     if top is None or Path(top.strip()) != checkout:
         return {}

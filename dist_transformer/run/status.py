@@ -1,4 +1,4 @@
-"""What a run says of itself in its files, read while it works; changes nothing, and needs no Slurm."""
+"""Status of a run, read from its files while it works; changes nothing, and needs no Slurm."""
 
 import re
 from collections.abc import Sequence
@@ -19,23 +19,23 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record, records_of_training, sound
 
 SILENT_SECONDS = 60
-"""A heartbeat comes every 5 seconds; one older than this means that nobody works on the run, or that its disk is away."""
+"""Age of the heartbeat, updated every 5 seconds, above which the run counts as dead or its disk as away."""
 
 SPEED_RECORDS = 50
-"""The speed is that of so many of the newest records at most."""
+"""Maximum number of the newest records that the speed is computed from."""
 
 
 @dataclass(frozen=True)
 class RunView:
-    """One look at a run. Times are unix seconds; None or {}: the run has not written it (yet).
+    """Status of a run at one time. Times are unix seconds; None or {}: the run has not written it (yet).
 
     Attributes:
-        state: of run.json: starting, running, stopped, finished, failed; pending in its place while its job waits.
+        state: state in run.json: starting, running, stopped, finished, failed; or pending while its job waits.
         newest: the newest record of training in metrics.jsonl.
         seconds_to_last_step: at the speed of the newest records.
         set_aside: names of checkpoints that were damaged, or that diverged.
-        owner: who trains: host, pid, job; its heartbeat is `heartbeat_time`.
-        last_end: how the newest attempt that has ended did so.
+        owner: the process that trains: host, pid, job; its heartbeat is `heartbeat_time`.
+        last_end: record of the end of the newest attempt that has ended.
     """
 
     run_dir: RunDir
@@ -57,12 +57,12 @@ class RunView:
     mlflow_uri: str | None
 
     def is_alive(self, now: float) -> bool:
-        """Whether a rank has given a sign of life within the last SILENT_SECONDS."""
+        """True if the heartbeat is at most SILENT_SECONDS old."""
         return self.heartbeat_time is not None and now - self.heartbeat_time <= SILENT_SECONDS
 
 
 def look_at(run_dir: RunDir) -> RunView:
-    """Reads a run's files. What is damaged or being written is left out."""
+    """Reads the status of a run from its files. Skips entries that are damaged or being written."""
     run, owner = read_record(run_dir.state), read_record(run_dir.owner)
     config, tracking = _config(run_dir), read_record(run_dir.tracking)
     began = float(owner.get("started", 0.0))
@@ -71,7 +71,7 @@ def look_at(run_dir: RunDir) -> RunView:
     step = max(int(run.get("step", 0)), int(newest.get("step", 0)))
     max_steps = config.training.max_steps if config else None
     checkpoint = None
-    with suppress(OSError):  # one that may not be looked into
+    with suppress(OSError):  # a folder without permission to read
         checkpoint = newest_checkpoint(run_dir)
     return RunView(
         run_dir=run_dir,
@@ -95,13 +95,13 @@ def look_at(run_dir: RunDir) -> RunView:
 
 
 def newest_records(run_dir: RunDir, since: float = 0.0) -> list[dict[str, Any]]:
-    """The newest records of training, newest first, not older than `since`."""
+    """Returns the newest records of training, newest first, not older than `since`."""
     records = (r for r in records_of_training(run_dir.metrics) if r["time"] >= since)
     return list(islice(records, SPEED_RECORDS))
 
 
 def _seconds_to_end(records: Sequence[dict[str, Any]], step: int, max_steps: int | None) -> float | None:
-    """Pauses for validation and saving are part of the speed."""
+    """Estimates the time to the last step; the speed includes pauses for validation and saving."""
     if len(records) < 2 or max_steps is None:
         return None
     steps, seconds = records[0]["step"] - records[-1]["step"], records[0]["time"] - records[-1]["time"]
@@ -109,7 +109,7 @@ def _seconds_to_end(records: Sequence[dict[str, Any]], step: int, max_steps: int
 
 
 def _mtime(path: Path) -> float | None:
-    """By this machine's clock, which ages are told by. None: the run has removed it since it was found."""
+    """Modification time by this machine's clock, by which ages are computed; None if the file was removed meanwhile."""
     try:
         return modified(path)
     except OSError:

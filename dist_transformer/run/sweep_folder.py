@@ -1,10 +1,10 @@
-"""The folder of a sweep: what was asked for, one run folder for each point, and the code that all of them run.
+"""The folder of a sweep: its specification, one run folder for each point, and the code that all of them run.
 
 sweep.yaml     the file that was submitted
 sweep.json     name, id and points: for each its task, its settings and its newest job
 task_0, ...    run folders
 slurm/         the script, the code snapshot, the newest submission
-tracking.json  the run in MLflow that those of the points belong to
+tracking.json  the parent run in MLflow of the points' runs
 prepared       a link to the prepared corpora of the folder that the sweep is in, shared by all its runs
 """
 
@@ -20,7 +20,7 @@ from dist_transformer.run.records import read_record
 
 @dataclass(frozen=True)
 class SweepDir:
-    """Attributes are paths; nothing is created until it is written."""
+    """The folder of one sweep. Attributes are paths; nothing is created until it is written."""
 
     path: Path
 
@@ -46,7 +46,7 @@ class SweepDir:
 
     @property
     def common(self) -> RunDir:
-        """Where script, snapshot and newest submission are, under the names that they have in a run folder."""
+        """Folder of the script, the snapshot and the newest submission, under their names in a run folder."""
         return RunDir(self.path)
 
     def task(self, number: int) -> RunDir:
@@ -72,7 +72,7 @@ class SweepState:
 
 
 def read_sweep_state(folder: SweepDir) -> SweepState | None:
-    """sweep.json; None when the folder holds no sweep.
+    """Reads sweep.json; None if the folder is no sweep.
 
     Raises:
         UserError: it is damaged.
@@ -90,6 +90,6 @@ def read_sweep_state(folder: SweepDir) -> SweepState | None:
 
 
 def sweep_of(run_dir: RunDir) -> SweepDir | None:
-    """The sweep that a run folder is a point of; None for a run on its own."""
+    """Returns the sweep that a run folder is a point of; None for a run on its own."""
     folder = SweepDir(run_dir.path.absolute().parent)
     return folder if run_dir.name.startswith("task_") and folder.state.is_file() else None

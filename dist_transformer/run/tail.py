@@ -1,4 +1,4 @@
-"""The end of a file that may be huge and still grows, read in pieces."""
+"""Reading of the end of a file that may be huge and still grows, in pieces."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,12 +7,12 @@ PIECE_BYTES = 1 << 16
 
 
 def last_lines(path: Path, max_bytes: int = PIECE_BYTES, end: int | None = None) -> Iterator[str]:
-    """The whole lines of a file from the last one back, out of its last `max_bytes`; none where none can be read.
+    """Yields the complete lines in the last `max_bytes` of a file, the last one first; none if it cannot be read.
 
-    What stands behind the last line break comes first, also when it is nothing.
+    The text after the last line break comes first, even if it is empty.
 
     Args:
-        end: where to begin, in bytes; None: at the end of the file.
+        end: offset in bytes at which the reading begins; None: the end of the file.
     """
     try:
         with path.open("rb") as file:
@@ -32,7 +32,7 @@ def last_lines(path: Path, max_bytes: int = PIECE_BYTES, end: int | None = None)
 
 
 def end_of_last_line(path: Path) -> int:
-    """In bytes: what stands behind it is being written."""
+    """Returns the offset in bytes after the last line break; the text after it is being written."""
     with path.open("rb") as file:
         position = file.seek(0, 2)
         while position > 0:
@@ -46,7 +46,7 @@ def end_of_last_line(path: Path) -> int:
 
 
 class GrowingFile:
-    """Reads what is added to a file, line by line. It may be missing at first."""
+    """Reads the lines that are appended to a file. It may be missing at first."""
 
     def __init__(self, path: Path, position: int = 0) -> None:
         self.path = path
@@ -54,7 +54,7 @@ class GrowingFile:
         self._rest = b""
 
     def new_lines(self) -> Iterator[str]:
-        """The lines that were completed since the last call; a file that was cut is read from its beginning."""
+        """Yields the lines completed since the last call; a file that was truncated is read from its beginning."""
         try:
             with self.path.open("rb") as file:
                 if file.seek(0, 2) < self._position:
@@ -68,5 +68,5 @@ class GrowingFile:
             return
 
     def unfinished_line(self) -> str:
-        """What stands behind the last line break."""
+        """Returns the text after the last line break."""
         return self._rest.decode(errors="replace")

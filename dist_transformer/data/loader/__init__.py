@@ -1,1 +1,1 @@
-"""From a prepared corpus to micro-batches: lanes, windows, token buckets and the position in them."""
+"""Loading of a prepared corpus as micro-batches: lanes, windows, token buckets and the position in them."""

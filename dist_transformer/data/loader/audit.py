@@ -1,7 +1,7 @@
-"""Proves by a run's audit.jsonl that no row was lost or repeated: every row was used as often as the plan says.
+"""Checks by a run's audit.jsonl that no row was lost or repeated: every row was used as often as planned.
 
-The plan tells how many passes over a corpus were begun up to a position, and which of their rows are still to come. A row
-must have been used once for each pass, less the passes in which it is still to come; of a window that is open, either.
+The plan gives the number of passes over a corpus begun up to a position, and their rows that are still to come. A row
+must have been used once for each pass, less the passes in which it is still to come; in an open window, either.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,12 +23,12 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Usage:
-    """How often the rows of one corpus were used, in one epoch or, with weights, in the whole run (`epoch` None).
+    """Uses of the rows of one corpus, in one epoch or, with weights, in the whole run (`epoch` None).
 
     Attributes:
-        kept: rows of the corpus; of text that is tokenized on the fly those that its filters drop are among them.
+        kept: rows of the corpus; for text tokenized on the fly including those that its filters drop.
         used: rows used at least once.
-        most: uses of the row that was used most.
+        most: largest number of uses of a row.
     """
 
     corpus: str
@@ -39,12 +39,12 @@ class Usage:
 
 
 class Audit:
-    """Takes the records of audit.jsonl one after the other, then says what they show.
+    """Takes the records of audit.jsonl one after the other, then reports usage and problems.
 
     Args:
         folder: the prepared folder.
-        has_weights: whether corpora are drawn by weights, so that an epoch is not one pass.
-        may_drop: whether rows may be missing for a good reason: dropped on the fly, or in quarantine.
+        has_weights: True if corpora are drawn by weights, so that an epoch is not one pass.
+        may_drop: True if rows may be missing because they are dropped on the fly or quarantined.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, has_weights: bool, may_drop: bool) -> None:
@@ -53,10 +53,10 @@ class Audit:
         self._uses: dict[int, list[Ints]] = {}
         self.num_batches = 0
         self.wrong_digests: list[int] = []
-        """Steps whose digest is not that of their rows."""
+        """Steps whose recorded digest differs from the digest of their rows."""
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """One batch."""
+        """Adds the record of one batch."""
         lanes = {int(lane): np.asarray(rows, dtype=np.int64) for lane, rows in record["rows"].items()}
         if record["batch_digest"] != batch_digest(lanes):
             self.wrong_digests.append(record["step"])
@@ -65,7 +65,7 @@ class Audit:
         self.num_batches += 1
 
     def usages(self) -> Iterator[Usage]:
-        """By epoch and corpus."""
+        """Yields the usage for each epoch and corpus."""
         for epoch in sorted(self._uses):
             for corpus, name in enumerate(self._names):
                 rows, counts = np.unique(_rows_of(corpus, self._uses[epoch]), return_counts=True)
@@ -73,7 +73,7 @@ class Audit:
                 yield Usage(name, shown, len(self._rows[corpus]), len(rows), int(counts.max(initial=0)))
 
     def problems(self, planner: Planner, position: Position) -> Iterator[str]:
-        """What is not as the plan says at `position`, which the batches added so far must have led to."""
+        """Yields the differences from the plan at `position`, which the batches added so far must have led to."""
         cut = planner.recut(position.segment, position.lanes, 0, len(position.lanes))
         batches = [lane for lanes in self._uses.values() for lane in lanes]
         for corpus, name in enumerate(self._names):
@@ -94,20 +94,20 @@ class Audit:
 
 
 def _rows_of(corpus: int, batches: Iterable[Ints]) -> Ints:
-    """The row numbers in one corpus."""
+    """Returns the row numbers in one corpus."""
     rows = np.concatenate([np.empty(0, np.int64), *batches])
     numbers: Ints = rows[rows >> CORPUS_SHIFT == corpus] & ((1 << CORPUS_SHIFT) - 1)
     return numbers
 
 
 def _places(kept: Ints, used: Ints) -> Ints:
-    """Where in the corpus, as it is stored, the rows of these numbers lie."""
+    """Returns the places of the rows of these numbers in the stored order of the corpus."""
     order: Ints = np.argsort(kept)
     return order[np.searchsorted(kept, used, sorter=order)]
 
 
 def _counted(slices: Iterable[RowSlice], starts: Ints) -> Ints:
-    """How often each row of a corpus is in these slices."""
+    """Counts the occurrences of each row of a corpus in these slices."""
     counts = np.zeros(int(starts[-1]), dtype=np.int64)
     for piece in slices:
         start = int(starts[piece.row_group])
@@ -116,7 +116,7 @@ def _counted(slices: Iterable[RowSlice], starts: Ints) -> Ints:
 
 
 def _row_numbers(folder: Path, split: Split) -> Ints:
-    """The numbers of the rows of a corpus, in the order in which they are stored."""
+    """Returns the numbers of the rows of a corpus, in their stored order."""
     if all(shard.is_in_place for shard in split.shards):
         return np.arange(split.rows)
     columns = [pq.read_table(folder / shard.file, columns=["row_id"]).column("row_id") for shard in split.shards]

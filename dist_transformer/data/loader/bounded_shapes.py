@@ -1,12 +1,12 @@
-"""Micro-batches of few shapes, for kernels that are compiled or captured once for each: `data.batch_shapes: bounded`.
+"""Micro-batches of few shapes, for kernels that are compiled or captured for each shape: `data.batch_shapes: bounded`.
 
     bounded_shapes(max_tokens=8192, longest_tokens=256)     # (rows, source length, target length)
     [(512, 8, 8), (336, 8, 16), (336, 16, 8), (256, 16, 16), ..., (16, 256, 256)]
 
-Lengths come from a table of about twelve, and the two of a shape are at most one place apart in it: a pair of very
-unequal sides goes where its shorter side is padded more. Rows are as many as the budget holds, rounded down to a
+Lengths come from a table of about twelve, and the two of a shape are at most one place apart in it: for a pair of very
+unequal sides the shorter side is padded more. The number of rows is what fits into the budget, rounded down to a
 multiple of 8: rows x length, the height of the matrices a GPU multiplies, is then a multiple of 64. Left-over rows of
-a shape go up into the next one, so that only the last micro-batch or two of a window are filled up with dummy rows.
+a shape move up into the next one, so that only the last micro-batch or two of a window are filled up with dummy rows.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,11 +17,11 @@ import numpy as np
 from dist_transformer.data.loader.batching import Bucket, Ints
 
 SHORT_LENGTHS = (8, 16, 24, 32, 40, 48, 64, 80, 96)
-"""Most sentences are of these lengths. 128, 192, 256, 384, 512, ... follow."""
+"""Lengths of most sentences. 128, 192, 256, 384, 512, ... follow."""
 LENGTH_MULTIPLE = 8
 ROWS_MULTIPLE = 8
 BAND = 1
-"""How many places in the table the two lengths of a shape may be apart. 2 saves 1 % padding for half as many shapes
+"""Largest distance in the table between the two lengths of a shape. 2 saves 1 % padding, but gives half as many shapes
 again."""
 
 Shape = tuple[int, int, int]
@@ -29,9 +29,9 @@ Shape = tuple[int, int, int]
 
 @lru_cache
 def bounded_shapes(max_tokens: int, longest_tokens: int) -> tuple[Shape, ...]:
-    """Every shape (rows, source length, target length) that a micro-batch can have; those of fewest tokens a row first.
+    """Returns all shapes (rows, source length, target length) of micro-batches, those with fewest tokens a row first.
 
-    `longest_tokens` is the longest side of any pair; two of it fit into `max_tokens`.
+    `longest_tokens` is the longest side of any pair; `max_tokens` is at least twice as large.
     """
     lengths = _lengths(max_tokens, longest_tokens)
     pairs = [(s, t) for i, s in enumerate(lengths) for t in lengths[max(0, i - BAND) : i + BAND + 1]]
@@ -42,7 +42,7 @@ def bounded_shapes(max_tokens: int, longest_tokens: int) -> tuple[Shape, ...]:
 def bounded_buckets(
     source_lengths: Ints, target_lengths: Ints, order: Ints, max_tokens: int, longest_tokens: int
 ) -> list[Bucket]:
-    """All rows in micro-batches of `bounded_shapes`."""
+    """Groups all rows into micro-batches of `bounded_shapes`."""
     assert max(source_lengths.max(initial=0), target_lengths.max(initial=0)) <= longest_tokens
     shapes = bounded_shapes(max_tokens, longest_tokens)
     waiting = _rows_by_shape(source_lengths, target_lengths, order, shapes)
@@ -61,7 +61,7 @@ def bounded_buckets(
 
 
 def _lengths(max_tokens: int, longest_tokens: int) -> list[int]:
-    """The table, up to the longest side; its last entry covers that, and two of it fit into the budget."""
+    """Returns the table up to the longest side, which its last entry covers; twice that entry fits into the budget."""
     assert 2 * longest_tokens <= max_tokens, (longest_tokens, max_tokens)
     last = min(-(-longest_tokens // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, max_tokens // 2)
     return [*(length for length in _endless_lengths(last) if length < last), last]
@@ -80,7 +80,7 @@ def _num_rows(rows_that_fit: int) -> int:
 
 
 def _rows_by_shape(source_lengths: Ints, target_lengths: Ints, order: Ints, shapes: Sequence[Shape]) -> dict[int, Ints]:
-    """The rows whose smallest shape is the one at each place of `shapes`, in the given order."""
+    """Returns for each index in `shapes` the rows whose smallest shape it is, in the given order."""
     lengths = np.unique([length for _, length, _ in shapes])
     source = np.searchsorted(lengths, source_lengths[order])
     target = np.searchsorted(lengths, target_lengths[order])

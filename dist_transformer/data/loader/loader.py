@@ -1,8 +1,8 @@
-"""The loader: hands a rank the micro-batches of its lanes, step by step, and knows the position to resume from.
+"""The loader: yields the micro-batches of a rank's lanes, step by step, and keeps the position to resume from.
 
     loader = LaneLoader(builder, planner, position, lanes=[0, 2], settings)
     step = loader.next_step()         # one micro-batch for each lane, None where the lane's epoch has ended
-    loader.lane_positions()           # advanced by what was handed out, never by what was only prefetched
+    loader.lane_positions()           # advanced by micro-batches handed out, not by prefetched ones
 
 Rank r of W owns the lanes r, r + W, ... A lane that has no rows left in the epoch gives None until `start_epoch`, which
 the training loop calls on all ranks together once no lane of any rank has rows left.
@@ -23,15 +23,15 @@ from dist_transformer.data.loader.workers import WindowStream
 from dist_transformer.errors import DataError
 
 Exclusions = dict[WindowKey, tuple[tuple[int, int], ...]]
-"""By window, the (corpus, row group) pairs to leave out of it."""
+"""The quarantined (corpus, row group) pairs of each window."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one rank computes at once. All ids are int64; padding is at the end of each row.
+    """A micro-batch of one lane. All ids are int64; padding is at the end of each row.
 
     source_BS: source tokens ending with end-of-sentence. target_in_BT: decoder input, beginning with begin-of-sentence.
-    target_out_BT: what it must predict, ending with end-of-sentence. Rows beyond `row_ids` are all padding there.
+    target_out_BT: the tokens to predict, ending with end-of-sentence; only padding in rows beyond `row_ids`.
     """
 
     lane: int
@@ -42,7 +42,7 @@ class MicroBatch:
     row_ids: torch.Tensor
 
     def digest(self) -> int:
-        """A signed 64-bit hash; a step's digest is the sum over its lanes (mod 2**64)."""
+        """Returns a signed 64-bit hash; a step's digest is the sum over its lanes (mod 2**64)."""
         return lane_digest(self.lane, self.row_ids.numpy())
 
     def pairs_by_corpus(self, num_corpora: int) -> list[int]:
@@ -52,7 +52,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class LocalStep:
-    """What this rank's lanes give for one step, and what was left out of the windows that they began for it."""
+    """Micro-batches of this rank's lanes for a step; dropped rows, quarantined row groups of windows begun for it."""
 
     batches: list[MicroBatch | None]
     dropped: Counter[str]
@@ -61,12 +61,12 @@ class LocalStep:
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """How a rank reads.
+    """Settings of the loader of a rank.
 
     Attributes:
-        bos_id: begins every decoder input.
+        bos_id: first token of every decoder input.
         num_workers: loader processes; 0 builds windows in this process.
-        stall_seconds: a window that does not come within this time is an error.
+        stall_seconds: time limit for a window, after which it is an error.
     """
 
     bos_id: int
@@ -75,15 +75,15 @@ class LoaderSettings:
 
 
 class LaneLoader:
-    """Micro-batches of some lanes from a position on.
+    """Loader of the micro-batches of some lanes from a position on.
 
     Args:
-        builder: makes windows of requests, here or in a loader process.
-        planner: says which.
-        position: of all lanes.
+        builder: builds windows from requests, here or in a loader process.
+        planner: plans the requests.
+        position: position of all lanes.
         batch: number of the next global batch.
-        lanes: those of this rank, ascending.
-        progress: called for each window that has come.
+        lanes: lanes of this rank, ascending.
+        progress: called for each window received.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class LaneLoader:
             self._without[row_group.key] = (*left_out, (row_group.corpus, row_group.row_group))
         self._dropped: Counter[str] = Counter()
         self._quarantined: list[Quarantined] = []
-        # The first windows are built here: they are there before the loader processes have started.
+        # The first windows are built here: they are ready before the loader processes have started.
         here = {lane for lane, (window, _) in self._lanes.items() if window < self._plan.num_windows(lane)}
         self._windows = WindowStream(builder, {self._request(lane) for lane in here}, settings)
         self._read_ahead_from(batch, here)
@@ -114,10 +114,10 @@ class LaneLoader:
             self._ask(lane)
 
     def next_step(self) -> LocalStep:
-        """One micro-batch for each lane of this rank; None for a lane that has none left in this epoch.
+        """Returns one micro-batch for each lane of this rank; None for a lane that has none left in this epoch.
 
         Raises:
-            DataError: a row group cannot be read, or no more in a window that was begun with it.
+            DataError: a row group cannot be read, or no longer in a window that was begun with it.
             MachineError: the loader stalls, or one of its processes was killed.
         """
         batches = [self._next_of(lane) for lane in self._lanes]
@@ -126,7 +126,7 @@ class LaneLoader:
         return LocalStep(batches, dropped, quarantined)
 
     def start_epoch(self, batch: int) -> None:
-        """Begins the next epoch with global batch number `batch`. Every rank calls it, when all lanes gave None."""
+        """Begins the next epoch with global batch number `batch`. Every rank calls it once all lanes return None."""
         foreseen = self._planner.after_epoch(self._segment, self._ahead_batch)
         self._segment = self._planner.after_epoch(self._segment, batch)
         self._plan = self._planner.plan(self._segment)
@@ -136,11 +136,11 @@ class LaneLoader:
             self._restart(batch)
 
     def must_recut(self, batch: int) -> bool:
-        """Whether other weights hold from global batch `batch` on: every rank calls `recut` before its next step."""
+        """True if other weights hold from global batch `batch` on: every rank calls `recut` before its next step."""
         return self._planner.shares_at(batch) != self._segment.shares
 
     def recut(self, lanes: LanePositions, batch: int) -> None:
-        """Cuts the rest of the epoch anew. `lanes`: where all lanes of all ranks stand."""
+        """Repartitions the rest of the epoch. `lanes`: positions of all lanes of all ranks."""
         position = Position.start(self._planner.recut(self._segment, lanes, batch, len(lanes)))
         self._segment, self._plan = position.segment, self._planner.plan(position.segment)
         begun = {lane for lane in self._current if position.segment.open_windows[lane]}
@@ -153,7 +153,7 @@ class LaneLoader:
         return self._segment
 
     def lane_positions(self) -> dict[int, tuple[int, int]]:
-        """(window, handed out) of this rank's lanes."""
+        """Returns (window, micro-batches handed out) of this rank's lanes."""
         return dict(self._lanes)
 
     def _next_of(self, lane: int) -> MicroBatch | None:
@@ -187,14 +187,14 @@ class LaneLoader:
         return _excluding(self._plan.request(lane, self._lanes[lane][0]), self._without)
 
     def _restart(self, batch: int) -> None:
-        """Throws away what was read ahead, and reads ahead from where the lanes are now."""
+        """Discards the prefetched windows, and prefetches from the current positions of the lanes."""
         self._windows.restart()
         self._read_ahead_from(batch, set(self._current))
         for lane in self._lanes:
             self._ask(lane)
 
     def _read_ahead_from(self, batch: int, at_hand: set[int]) -> None:
-        """As if the weights at `batch` held for good. The current windows of the lanes `at_hand` need not be read."""
+        """Plans the prefetch, assuming that the weights at `batch` do not change. Lanes `at_hand` have their window."""
         self._ahead_batch = batch
         first = {lane: window + (lane in at_hand) for lane, (window, _) in self._lanes.items()}
         self._ahead = {
@@ -203,7 +203,7 @@ class LaneLoader:
         }
 
     def _ask(self, lane: int) -> None:
-        """Has the lane's next window built: one for each lane is on its way or waits, however unevenly lanes advance."""
+        """Requests the lane's next window: one per lane is requested or ready, however unevenly lanes advance."""
         if (request := next(self._ahead[lane], None)) is not None:
             self._windows.ask(request)
 
@@ -211,10 +211,10 @@ class LaneLoader:
 def _requests(
     planner: Planner, segment: Partition, batch: int, lane: int, first: int, without: Exclusions
 ) -> Iterator[WindowRequest]:
-    """Requests for all windows of a lane from `first` on, as if the weights at `batch` held for good.
+    """Yields requests for all windows of a lane from `first` on, assuming that the weights at `batch` do not change.
 
-    Of few rows a lane may have none in one epoch and some in the next. Without end, unless it has none in any: quotas and
-    what is left over of the streams decide, and come again.
+    With few rows a lane may have none in one epoch and some in the next. The requests end only if it has none in any:
+    that depends on the quotas and the pending rows of the streams, which then repeat.
     """
     empty: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     while (cut := (segment.quotas, tuple(stream.num_pending for stream in segment.streams))) not in empty:
@@ -230,7 +230,7 @@ def _excluding(request: WindowRequest, without: Exclusions) -> WindowRequest:
 
 
 def _refuse_other_rows(window: Window) -> None:
-    """A window that was begun goes on with the rows that it began with: others would be lost or repeated unseen."""
+    """Raises a DataError if a window that was begun has other rows now: rows would be lost or repeated unnoticed."""
     newly = [group for group in window.lost if (group.corpus, group.row_group) not in window.request.without]
     if newly:
         raise DataError(
@@ -241,7 +241,7 @@ def _refuse_other_rows(window: Window) -> None:
 
 
 def micro_batches(window: Window, lane: int, bos_id: int) -> Iterator[MicroBatch]:
-    """The micro-batches of a window, in order."""
+    """Yields the micro-batches of a window, in order."""
     tokens, row_ids = torch.from_numpy(window.tokens), torch.from_numpy(window.row_ids)
     token, row = 0, 0
     for shape in window.shapes:
@@ -256,6 +256,6 @@ def micro_batches(window: Window, lane: int, bos_id: int) -> Iterator[MicroBatch
 
 
 def validation_batches(builder: WindowBuilder, bos_id: int) -> Iterator[MicroBatch]:
-    """Every row of the validation corpus once, in micro-batches of neighbouring lengths; the same on every rank."""
+    """Yields every row of the validation corpus once, in micro-batches of similar lengths; the same on every rank."""
     for window in builder.build_in_order("validation"):
         yield from micro_batches(window, 0, bos_id)

@@ -1,4 +1,4 @@
-"""In which shares the corpora of a mixture are drawn, and from which step on: whole numbers, no random state."""
+"""Shares in which the corpora of a mixture are drawn, and the steps from which they hold: integers, no random state."""
 
 from collections.abc import Sequence
 
@@ -9,12 +9,12 @@ SHARE_UNITS = 10**9
 
 
 def stages(data: DataConfig, rows: Sequence[int]) -> tuple[Stage, ...]:
-    """The stages of the training corpora, which have so many rows; a single corpus has one stage without shares."""
+    """Returns the stages of training corpora with these numbers of rows; a single corpus has one without shares."""
     mixture = data.mixture
     if mixture is None:
         return (Stage(0, None),)
     later = (
-        # Step 1 is made of batch 0.
+        # Step 1 uses batch 0.
         Stage(max(stage.from_step - 1, 0), shares_of([stage.weights[name] for name in mixture.corpora]))
         for stage in mixture.schedule
     )
@@ -22,7 +22,7 @@ def stages(data: DataConfig, rows: Sequence[int]) -> tuple[Stage, ...]:
 
 
 def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
-    """Weights as whole numbers, so that no rounding of a machine's floating point decides on a row."""
+    """Converts weights to integers, so that the choice of a row does not depend on floating-point rounding."""
     total = sum(weights)
     return tuple(round(weight / total * SHARE_UNITS) for weight in weights)
 

@@ -1,11 +1,11 @@
-"""Packed batches: rows laid end to end, without padding between them, in arrays of one shape.
+"""Packed batches: rows concatenated without padding between them, in arrays of one shape.
 
     source_ids        a b . c d e . f .  0  0          two sides, each with its own budget, padding only at the end
-    source_positions  0 1 2 0 1 2 3 0 1  0  0          begin anew in every row
+    source_positions  0 1 2 0 1 2 3 0 1  0  0          start from 0 in every row
     source_ends     0     3       7   9  9  9          row i is ids[ends[i]:ends[i + 1]]; the last ones are empty
 
 The second layout of a window beside padded micro-batches (window.py), from the same rows: for attention kernels that
-take cumulative lengths. One shape is one compilation or one captured graph, and equal work on every rank.
+take cumulative lengths. One shape needs one compilation or one captured graph, and is equal work on every rank.
 """
 
 from collections.abc import Sequence
@@ -18,18 +18,18 @@ from dist_transformer.data.loader.batching import Ints
 from dist_transformer.data.loader.rows import Rows
 
 OPEN_BATCHES = 8
-"""A row goes into the first of so many batches that has room for both its sides."""
+"""Number of open batches: a row goes into the first of them that has room for both its sides."""
 BUDGET_MULTIPLE = 64
 SEGMENTS_MULTIPLE = 8
 SEGMENTS_MARGIN = 1.4
-"""Rows for which a batch has room, to those of an average batch: a batch of many short rows is not cut off by it."""
+"""Ratio of the most rows in a batch to those of an average batch, large enough for a batch of many short rows."""
 
 Tokens = NDArray[np.int32]
 
 
 @dataclass(frozen=True)
 class PackedShape:
-    """The one size of all packed batches: tokens of each side, and how many rows may share them."""
+    """The common size of all packed batches: tokens of each side, and the largest number of rows."""
 
     source_tokens: int
     target_tokens: int
@@ -38,7 +38,7 @@ class PackedShape:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One packed batch; see the picture above. `row_ids` names its rows, in order; padding is not one of them.
+    """One packed batch, as in the example above. `row_ids` are the ids of its rows, in order, without padding.
 
     `source_ends` and `target_ends` have shape (sequences + 1,), the other arrays that of their side's budget.
     """
@@ -53,9 +53,9 @@ class PackedBatch:
 
 
 def packed_shape(max_tokens: int, num_rows: int, source_tokens: int, target_tokens: int) -> PackedShape:
-    """The shape for a corpus of these counts: `max_tokens` divided so that both sides fill up at the same time.
+    """Returns the shape for a corpus of these counts: `max_tokens` divided so that both sides fill up at the same time.
 
-    With two equal budgets the longer language fills its side first, and the other's remainder is wasted.
+    With equal budgets the longer language would fill its side first, and the rest of the other side would be wasted.
     """
     tokens = source_tokens + target_tokens
     source = max(1, round(max_tokens * source_tokens / tokens / BUDGET_MULTIPLE)) * BUDGET_MULTIPLE
@@ -65,7 +65,7 @@ def packed_shape(max_tokens: int, num_rows: int, source_tokens: int, target_toke
 
 
 def pack(rows: Rows, order: Ints, shape: PackedShape, pad_id: int) -> list[PackedBatch]:
-    """Every row of `order` in one batch, first fit in that order. No row is longer than its side's budget."""
+    """Packs the rows of `order` into batches, first fit in that order. No row is longer than its side's budget."""
     source_lengths, target_lengths = np.diff(rows.source_offsets), np.diff(rows.target_offsets)
     assert source_lengths[order].max(initial=0) <= shape.source_tokens
     assert target_lengths[order].max(initial=0) <= shape.target_tokens
@@ -74,14 +74,14 @@ def pack(rows: Rows, order: Ints, shape: PackedShape, pad_id: int) -> list[Packe
 
 
 def decoder_input(batch: PackedBatch, bos_id: int) -> Tokens:
-    """The target of every row moved on by one place behind a begin-of-sentence: what the decoder reads."""
+    """Returns the decoder input: the target of every row shifted by one place, after a begin-of-sentence."""
     shifted = np.roll(batch.target_ids, 1)
     shifted[batch.target_positions == 0] = bos_id
     return shifted
 
 
 def _first_fit(source_lengths: Sequence[int], target_lengths: Sequence[int], shape: PackedShape) -> list[list[int]]:
-    """Places in the given lists, batch by batch. When none of the open batches has room, the fullest is closed."""
+    """Returns indices into the given lists, batch by batch. If no open batch has room, closes the fullest."""
     closed: list[list[int]] = []
     members: list[list[int]] = []
     room: list[tuple[int, int]] = []
@@ -111,7 +111,7 @@ def _lay_out(rows: Rows, members: Ints, shape: PackedShape, pad_id: int) -> Pack
 def _end_to_end(
     ids: Ints, offsets: Ints, members: Ints, budget: int, sequences: int, pad_id: int
 ) -> tuple[Tokens, Tokens, Tokens]:
-    """One side: ids, positions, and ends of the rows."""
+    """Lays out one side: ids, positions, and ends of the rows."""
     lengths = offsets[members + 1] - offsets[members]
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     positions = np.arange(ends[-1]) - np.repeat(ends[:-1], lengths)

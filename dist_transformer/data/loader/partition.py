@@ -1,17 +1,17 @@
-"""The plan: which rows belong to which window of which lane, as pure functions of seed, corpora and segment.
+"""The plan: the rows of each window of each lane, as pure functions of seed, corpora and segment.
 
     planner = Planner(group_rows, num_lanes=8, window_rows=20_000, seed=1, stages=(Stage(0, None),))
     segment = planner.first_segment()
     plan = planner.plan(segment)
     plan.request(lane=3, window=0)         # WindowRequest(key, slices of row groups)
 
-The stream of a corpus: its row groups, permuted by (seed, corpus, pass), laid end to end for pass 0, pass 1, ... A
-segment takes so many rows (its quota) from the front of each stream and cuts each pass in them into one equal range
-for each lane, so that the lanes go through a pass together; what a lane has of all corpora is cut into equal windows, so
-that every window holds each corpus in the same share. An epoch is one segment.
-It is cut anew, into another segment, where the weights of a mixture change or a run goes on with other lanes: windows
-that were begun are finished first, and all other rows go back, in order, to the front of the streams. So every row is
-used once in each pass (promise P2), and nothing here knows ranks or loader processes (P1).
+The stream of a corpus is the concatenation of its row groups, permuted by (seed, corpus, pass), for pass 0, pass 1, ...
+A segment takes a number of rows (its quota) from the front of each stream and cuts each pass in them into one equal
+range for each lane, so that the lanes go through a pass together; the rows of a lane of all corpora are cut into equal
+windows, so that every window has each corpus in the same share. An epoch is one segment.
+It is repartitioned, into another segment, if the weights of a mixture change or a run resumes with another number of
+lanes: windows that were begun are finished first, and all other rows return, in order, to the front of the streams. So
+every row is used once in each pass (promise P2), and nothing here depends on ranks or loader processes (P1).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,12 +35,12 @@ Piece = tuple[int, int, int]
 Span = tuple[int, int]
 """(first, last), exclusive: rows of a stream, counted from its front."""
 LanePositions = Sequence[tuple[int, int]]
-"""Of each lane: the number of its window, and how many micro-batches of it were handed out."""
+"""Position of each lane: the number of its window, and the number of its micro-batches that were handed out."""
 
 
 @dataclass(frozen=True)
 class Stage:
-    """From global batch `from_batch` on, corpora are drawn in these shares (any unit); None: by their rows."""
+    """Shares (any unit) in which corpora are drawn from global batch `from_batch` on; None: by their rows."""
 
     from_batch: int
     shares: tuple[int, ...] | None
@@ -48,23 +48,23 @@ class Stage:
 
 @dataclass(frozen=True)
 class Stream:
-    """What is yet to be drawn from one corpus: the pieces left over, then whole passes from `next_pass` on."""
+    """Rows yet to be drawn from one corpus: the pending pieces, then full passes from `next_pass` on."""
 
     pending: tuple[Piece, ...] = ()
     next_pass: int = 0
 
     @property
     def num_pending(self) -> int:
-        """Rows of the pieces left over."""
+        """Number of rows of the pending pieces."""
         return sum(last - first for _, first, last in self.pending)
 
     def blocks(self, quota: int, rows_of_pass: int) -> list[Span]:
-        """The first `quota` rows, cut where a pass begins; all pieces left over are one block."""
+        """Splits the first `quota` rows at the start of each pass; all pending pieces are one block."""
         bounds = [0, *range(self.num_pending or rows_of_pass, quota, rows_of_pass), quota]
         return [(first, last) for first, last in pairwise(bounds) if last > first]
 
     def cut(self, first: int, last: int, rows_of_pass: int) -> Iterator[Piece]:
-        """Rows `first` to `last` (exclusive), counted from the front of the stream."""
+        """Yields rows `first` to `last` (exclusive), counted from the front of the stream."""
         begin = 0
         for number, piece_first, piece_last in self._pieces(last, rows_of_pass):
             end = begin + piece_last - piece_first
@@ -73,7 +73,7 @@ class Stream:
             begin = end
 
     def after(self, quota: int, left: Sequence[Span], rows_of_pass: int) -> "Stream":
-        """The stream without its first `quota` rows, of which the spans `left` come back to the front."""
+        """Returns the stream without its first `quota` rows, of which the spans `left` return to the front."""
         pending = [piece for first, last in left for piece in self.cut(first, last, rows_of_pass)]
         num_pending = self.num_pending
         whole_passes = -(-max(quota - num_pending, 0) // rows_of_pass)
@@ -90,7 +90,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class OpenWindow:
-    """A window that was begun in an earlier segment; `emitted` micro-batches of it were handed out there."""
+    """A window that was begun in an earlier segment, in which `emitted` of its micro-batches were handed out."""
 
     request: WindowRequest
     emitted: int
@@ -98,13 +98,13 @@ class OpenWindow:
 
 @dataclass(frozen=True)
 class Partition:
-    """One cut of (the rest of) an epoch into lanes.
+    """One partition of (the rest of) an epoch into lanes.
 
     Attributes:
-        number: how often the epoch was cut before.
+        number: number of earlier partitions of the epoch.
         quotas: rows of each corpus in this segment.
-        shares: of the stage it was cut in.
-        open_windows: of each lane, to be finished before its own windows.
+        shares: shares of its stage.
+        open_windows: windows of each lane to finish before its own windows.
     """
 
     epoch: int
@@ -117,12 +117,12 @@ class Partition:
 
 @dataclass(frozen=True)
 class Planner:
-    """Cuts epochs.
+    """Partitions epochs.
 
     Args:
-        group_rows: of each corpus, the rows of each row group.
+        group_rows: rows of each row group of each corpus.
         num_lanes: V, the micro-batches of an optimizer step.
-        window_rows: most rows of a window.
+        window_rows: largest number of rows of a window.
         stages: ascending, the first from batch 0.
     """
 
@@ -135,11 +135,11 @@ class Planner:
 
     @cached_property
     def rows(self) -> tuple[int, ...]:
-        """Rows of each corpus."""
+        """Number of rows of each corpus."""
         return tuple(sum(groups) for groups in self.group_rows)
 
     def shares_at(self, batch: int) -> tuple[int, ...] | None:
-        """The shares in force for a global batch."""
+        """Returns the shares in force for a global batch."""
         return next(stage.shares for stage in reversed(self.stages) if stage.from_batch <= batch)
 
     def first_segment(self) -> Partition:
@@ -147,11 +147,11 @@ class Planner:
         return self._epoch(0, streams, self.shares_at(0))
 
     def after_epoch(self, segment: Partition, batch: int) -> Partition:
-        """The whole next epoch, once all rows of `segment` were used; `batch`: number of its first global batch."""
+        """Returns the next epoch, after all rows of `segment` were used; `batch`: number of its first global batch."""
         return self._epoch(segment.epoch + 1, self._streams_after(segment, {}), self.shares_at(batch))
 
     def recut(self, segment: Partition, lanes: LanePositions, batch: int, num_lanes: int) -> Partition:
-        """The rest of the epoch of `segment`, cut into `num_lanes` lanes with the shares in force at `batch`."""
+        """Partitions the rest of the epoch of `segment` into `num_lanes` lanes with the shares in force at `batch`."""
         plan = self.plan(segment)
         rests = [plan.rest(lane, *position) for lane, position in enumerate(lanes)]
         left = {c: _merged(span for rest in rests for span in rest.spans[c]) for c in range(len(self.rows))}
@@ -176,7 +176,7 @@ class Planner:
         return PartitionPlan(self, segment)
 
     def slices(self, corpus: int, pieces: Iterator[Piece]) -> Iterator[RowSlice]:
-        """The rows of the pieces, as slices of row groups."""
+        """Yields the rows of the pieces, as slices of row groups."""
         for number, first, last in pieces:
             yield from self._order(corpus, number).slices(corpus, first, last)
 
@@ -189,7 +189,7 @@ class Planner:
         return tuple(stream.after(quota, left.get(corpus, []), rows) for corpus, (stream, quota, rows) in streams)
 
     def _order(self, corpus: int, number: int) -> "_PassOrder":
-        """The order of a pass; those of the newest passes asked for are kept."""
+        """Returns the order of a pass; caches those of the newest passes."""
         key = (corpus, number)
         if key not in self._orders:
             self._orders[key] = _PassOrder(self.group_rows[corpus], self.seed, corpus, number)
@@ -200,14 +200,14 @@ class Planner:
 
 @dataclass(frozen=True)
 class Rest:
-    """What a lane has not handed out: windows that it began, and spans of each corpus's stream."""
+    """Rows that a lane has not handed out: open windows, and spans of each corpus's stream."""
 
     open_windows: tuple[OpenWindow, ...]
     spans: tuple[tuple[Span, ...], ...]
 
 
 class PartitionPlan:
-    """The windows of one segment. The windows that a lane has open come first in its numbering."""
+    """The windows of one segment. The open windows of a lane come first in its numbering."""
 
     def __init__(self, planner: Planner, segment: Partition) -> None:
         self._planner = planner
@@ -219,12 +219,12 @@ class PartitionPlan:
         return len(self._segment.open_windows[lane]) + self._num_own(lane)
 
     def emitted_before(self, lane: int, window: int) -> int:
-        """Micro-batches of a window that were handed out in an earlier segment."""
+        """Number of micro-batches of a window that were handed out in an earlier segment."""
         opened = self._segment.open_windows[lane]
         return opened[window].emitted if window < len(opened) else 0
 
     def request(self, lane: int, window: int) -> WindowRequest:
-        """What to build the window from."""
+        """Returns the request for a window."""
         segment = self._segment
         opened = segment.open_windows[lane]
         if window < len(opened):
@@ -236,7 +236,7 @@ class PartitionPlan:
         return WindowRequest(WindowKey(segment.epoch, segment.number, lane, window), tuple(slices))
 
     def rest(self, lane: int, window: int, emitted: int) -> Rest:
-        """What the lane has left at this position."""
+        """Returns the rest of the lane at this position."""
         opened = self._segment.open_windows[lane]
         if window < len(opened):
             current: tuple[OpenWindow, ...] = (OpenWindow(opened[window].request, emitted), *opened[window + 1 :])
@@ -258,7 +258,7 @@ class PartitionPlan:
         return -(-rows // self._planner.window_rows)
 
     def _window_rows(self, corpus: int, lane: int, own: int) -> Span:
-        """The rows of a window, counted from the lane's first row of the corpus."""
+        """Returns the rows of a window, counted from the lane's first row of the corpus."""
         rows, count = self._lane_rows(corpus, lane), self._num_own(lane)
         return rows * own // count, rows * (own + 1) // count
 
@@ -266,7 +266,7 @@ class PartitionPlan:
         return sum(last - first for first, last in self._lane_spans(corpus, lane))
 
     def _spans_from(self, corpus: int, lane: int, first: int, last: int) -> Iterator[Span]:
-        """Rows `first` to `last` of a lane in the corpus, as spans of its stream."""
+        """Yields rows `first` to `last` of a lane in the corpus, as spans of its stream."""
         begin = 0
         for span_first, span_last in self._lane_spans(corpus, lane):
             end = begin + span_last - span_first
@@ -275,7 +275,7 @@ class PartitionPlan:
             begin = end
 
     def _lane_spans(self, corpus: int, lane: int) -> tuple[Span, ...]:
-        """The lane's range of each block of the stream. Which range it is goes round, so that none is always longer."""
+        """Returns the lane's range of each block of the stream. Ranges rotate, so that no lane's is always longer."""
         key = (corpus, lane)
         if key not in self._spans:
             quota, stream = self._segment.quotas[corpus], self._segment.streams[corpus]
@@ -289,7 +289,7 @@ class PartitionPlan:
 
 
 class _PassOrder:
-    """One pass over a corpus: its row groups permuted and laid end to end."""
+    """One pass over a corpus: its row groups permuted and concatenated."""
 
     def __init__(self, group_rows: Sequence[int], seed: int, corpus: int, number: int) -> None:
         order = random_generator(seed, PURPOSE_PLAN, corpus, number).permutation(len(group_rows))
@@ -307,7 +307,7 @@ class _PassOrder:
 
 
 def _merged(spans: Iterable[Span]) -> list[Span]:
-    """The spans in order, neighbours made one."""
+    """Returns the spans in order, adjacent ones merged."""
     merged: list[Span] = []
     for first, last in sorted(spans):
         if merged and merged[-1][1] == first:
@@ -317,7 +317,7 @@ def _merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def apportion(rows: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """`rows` in whole numbers by shares: each gets its share rounded down, the rest goes by cumulative rounding.
+    """Divides `rows` by shares into integers, by cumulative rounding.
 
     The running total after each corpus is exact to half a row, so that no corpus is off by more than one.
     """

@@ -1,10 +1,10 @@
-"""Where the data of a run stands, as small JSON: what a checkpoint keeps to go on with the very next micro-batch.
+"""Position of a run in its data, as small JSON in a checkpoint: a resume continues with the next micro-batch.
 
     {"version": 1, "epoch": 0, "segment": 0, "quotas": [600], "shares": null,
      "streams": [{"pending": [], "next_pass": 0}], "open": {}, "lanes": [[2, 5], [2, 4]], "quarantined": [],
      "left_out": []}
 
-It says nothing of ranks or loader processes. `open` names, by lane, windows begun before the epoch was cut anew.
+It does not depend on ranks or loader processes. `open` has, by lane, windows begun before the epoch was repartitioned.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ POSITION_VERSION = 1
 
 @dataclass(frozen=True)
 class Quarantined:
-    """A row group that was left out of a window; a window that is built again is built without it."""
+    """A quarantined row group of a window, which is also built without it when it is built again."""
 
     key: WindowKey
     corpus: int
@@ -31,23 +31,23 @@ class Quarantined:
 
 @dataclass(frozen=True)
 class Position:
-    """The segment being trained on and, per lane, (window, micro-batches of it handed out)."""
+    """Current segment and, per lane, (window, micro-batches of it handed out)."""
 
     segment: Partition
     lanes: tuple[tuple[int, int], ...]
     quarantined: tuple[Quarantined, ...] = ()
-    """Of this epoch and the one before, whose windows may be built again."""
+    """Quarantined row groups of this epoch and the previous one, whose windows may be built again."""
     left_out: tuple[tuple[int, int], ...] = ()
-    """(corpus, row group) of every row group that was ever left out."""
+    """(corpus, row group) of every row group that was ever quarantined."""
 
     @classmethod
     def start(cls, segment: Partition) -> "Position":
-        """Nothing of the segment was handed out by it."""
+        """Returns the position at the start of a segment."""
         lanes = tuple((0, windows[0].emitted if windows else 0) for windows in segment.open_windows)
         return cls(segment, lanes)
 
     def leaving_out(self, row_groups: Sequence[Quarantined]) -> "Position":
-        """This position, with more row groups left out of windows of their epoch."""
+        """Returns this position with more quarantined row groups."""
         newest = max(entry.key.epoch for entry in row_groups)
         kept = (entry for entry in self.quarantined if entry.key.epoch >= newest - 1)
         left_out = {*self.left_out, *((entry.corpus, entry.row_group) for entry in row_groups)}
@@ -71,7 +71,7 @@ class Position:
 
 
 def position_from_json(value: Mapping[str, Any], where: str) -> Position:
-    """The position that `to_json` gave; CheckpointError when another version wrote it. `where` names the file."""
+    """Reads the result of `to_json`; CheckpointError if another version wrote it. `where` is the name of the file."""
     if value.get("version") != POSITION_VERSION:
         raise CheckpointError(
             f"{where}: its data position has version {value.get('version')}, this program reads version "

@@ -1,4 +1,4 @@
-"""Where the row groups of a split lie, and reading one of them, again and again where the disk or the network fails."""
+"""Locations of the row groups of a split, and reading of row groups, with retries if the disk or the network fails."""
 
 import logging
 from bisect import bisect_right
@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 
 class BadRowGroup(Exception):
-    """A row group that cannot be read, or holds something else than it should; its text is the reason.
+    """A row group cannot be read, or its content is not as expected; the text is the reason.
 
     Attributes:
-        is_outage: the disk or the network failed, so that it may be read later; else the file itself is bad.
+        is_outage: True if the disk or the network failed, so that it may be readable later; else the file is bad.
     """
 
     def __init__(self, reason: str, is_outage: bool = False) -> None:
@@ -37,9 +37,9 @@ class RowGroupPlace:
 
     Attributes:
         file: path or address.
-        index: in the file.
-        first_row: place in the split of its first row.
-        is_in_place: whether the file is the user's own.
+        index: its index in the file.
+        first_row: index in the split of its first row.
+        is_in_place: True if the file is the user's own.
     """
 
     file: str
@@ -53,7 +53,7 @@ class RowGroupPlace:
 
 
 class SplitPlaces:
-    """The places of a split's row groups, by their number in the split."""
+    """Locations of a split's row groups, by their number in the split."""
 
     def __init__(self, folder: Path, split: Split) -> None:
         self._folder = folder
@@ -78,7 +78,7 @@ class SplitPlaces:
 
 
 class RowGroupTables:
-    """Reads row groups as tables. Keeps the newest files open; sent to another process, it opens them anew."""
+    """Reads row groups as tables. Keeps the newest files open; a copy in another process opens its own."""
 
     def __init__(self, attempts: int) -> None:
         self._attempts = attempts
@@ -88,7 +88,7 @@ class RowGroupTables:
         return type(self), (self._attempts,)
 
     def read(self, place: RowGroupPlace, columns: Iterable[str]) -> pa.Table:
-        """These columns (dots reach into nested ones) of a row group; BadRowGroup when it cannot be read."""
+        """Reads these columns (dots reach into nested ones) of a row group; BadRowGroup if it cannot be read."""
         names = list(columns)
 
         def warn(reason: str) -> None:

@@ -1,8 +1,8 @@
-"""Reads the rows of a window: slices of row groups, as token ids; text is tokenized on the way.
+"""Reads the rows of a window: slices of row groups, as token ids; text is tokenized.
 
-A row group that cannot be read is tried again (`data.read_attempts`). After that it ends the run, or is left out of the
-window and named in what is returned (`data.on_bad_row_group`). It is always the whole row group that is left out, so
-that all windows that share it do the same.
+Reads of a row group are retried (`data.read_attempts`). If all fail, the row group ends the run, or is quarantined and
+named in the result (`data.on_bad_row_group`). A row group is always quarantined as a whole, so that all windows that
+share it do the same.
 """
 
 from collections import Counter
@@ -22,14 +22,14 @@ from dist_transformer.data.manifest import Manifest, Split
 from dist_transformer.errors import DataError, MachineError, UserError
 
 Groups = dict[tuple[int, int], pa.Table]
-"""By (corpus, row group)."""
+"""Tables by (corpus, row group)."""
 LEFT_OUT_BEFORE = "left out before"
-"""The reason of a row group that the request leaves out."""
+"""Reason given for a row group that the request excludes."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Sentence pairs as token ids: side i of row r is `ids[offsets[r]:offsets[r + 1]]`."""
+    """Sentence pairs as token ids: a side of row r is `ids[offsets[r]:offsets[r + 1]]`."""
 
     row_ids: Ints
     source_ids: Ints
@@ -40,7 +40,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class LostRowGroup:
-    """A row group that was left out of a window because it could not be read; `place` names it for people."""
+    """A row group that is quarantined because it could not be read; `place` is its name in messages."""
 
     corpus: int
     row_group: int
@@ -50,12 +50,12 @@ class LostRowGroup:
 
 @dataclass(frozen=True)
 class RowsRead:
-    """What became of the rows of a window.
+    """The rows of a window, and the counts of the others.
 
     Attributes:
-        rows: those to train on.
-        dropped: rows dropped by rule (see filters.RULES); only where text is tokenized on the fly.
-        lost: row groups left out, newly or as requested.
+        rows: rows to train on.
+        dropped: number of rows dropped by rule (see filters.RULES); only for text tokenized on the fly.
+        lost: quarantined row groups, newly or by the request.
     """
 
     rows: Rows
@@ -69,7 +69,7 @@ class RowReader:
     Args:
         folder: the prepared folder.
         sampling: share of merges left out, or alpha of unigram sampling, where text is tokenized; 0: none.
-        seed: of the run.
+        seed: seed of the run.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, data: DataConfig, sampling: float, seed: int) -> None:
@@ -81,16 +81,16 @@ class RowReader:
         self._corpora = tuple(self._corpus(manifest.splits[name]) for name in manifest.training)
 
     def probes(self) -> dict[str, str]:
-        """By library, a digest of what its version decides of the rows: the same for the same rows and order."""
+        """Returns, by library, a digest of its results that affect the rows: equal digests, same rows and order."""
         texts = any(isinstance(corpus, TextCorpus) for corpus in self._corpora)
         return {"numpy": order_probe(), **({"sentencepiece": self._sampler.probe()} if texts else {})}
 
     def read(self, request: WindowRequest) -> RowsRead:
-        """The rows of a window, slice by slice.
+        """Reads the rows of a window, slice by slice.
 
         Raises:
             DataError: a row group cannot be read, and `data.on_bad_row_group` is `raise`.
-            MachineError: likewise, since the disk or the network fails.
+            MachineError: as DataError, but because the disk or the network fails.
         """
         groups, lost = self._read_groups(request)
         pieces = [piece for piece in request.slices if (piece.corpus, piece.row_group) in groups]
@@ -100,7 +100,7 @@ class RowReader:
         return RowsRead(_joined(parts, row_ids), dict(dropped), lost)
 
     def read_split(self, split: str) -> Iterator[Rows]:
-        """All rows of a split of token shards in order, a row group at a time; DataError when one cannot be read."""
+        """Yields all rows of a split of token shards in order, by row group; DataError if one cannot be read."""
         places = SplitPlaces(self._folder, self._splits[split])
         corpus = TokenCorpus(places, self._tables)
         for row_group in range(len(places)):
@@ -121,7 +121,7 @@ class RowReader:
         return self._corpora[piece.corpus].rows(piece.row_group, table)
 
     def _read_groups(self, request: WindowRequest) -> tuple[Groups, tuple[LostRowGroup, ...]]:
-        """The row groups that the slices lie in, each read once; and those that are left out."""
+        """Reads the row groups of the slices, each once; returns them, and the quarantined ones."""
         tables: Groups = {}
         lost = []
         for corpus, row_group in dict.fromkeys((piece.corpus, piece.row_group) for piece in request.slices):
@@ -136,7 +136,7 @@ class RowReader:
         return tables, tuple(lost)
 
     def _lost(self, corpus: int, row_group: int, error: BadRowGroup) -> LostRowGroup:
-        """The row group to be left out; DataError when none may be."""
+        """Returns the row group as quarantined; DataError if `data.on_bad_row_group` does not allow that."""
         place = self._corpora[corpus].places[row_group]
         if self._data.on_bad_row_group == "raise":
             mend = f"{self._mend(place)}, or set data.on_bad_row_group: quarantine to go on without its rows"
@@ -150,7 +150,7 @@ class RowReader:
 
 
 def _error(message: str, cause: BadRowGroup) -> UserError:
-    """After an outage a new start may help, and a Slurm job is put back into the queue."""
+    """Returns MachineError for an outage, after which a requeue of the Slurm job may help, else DataError."""
     return MachineError(message) if cause.is_outage else DataError(message)
 
 
@@ -167,7 +167,7 @@ def _joined(parts: Sequence[TokenRows], row_ids: Sequence[Ints]) -> Rows:
 
 
 def _joined_column(columns: Sequence[TokenColumn]) -> tuple[Ints, Ints]:
-    """The ids of all rows, and where each row begins."""
+    """Returns the ids of all rows, and the offsets of the rows."""
     ids = np.concatenate([np.empty(0, np.int64), *(column.ids for column in columns)], dtype=np.int64)
     lengths = np.concatenate([np.zeros(1, np.int64), *(column.lengths for column in columns)])
     return ids, np.cumsum(lengths)

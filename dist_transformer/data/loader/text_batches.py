@@ -1,4 +1,4 @@
-"""Micro-batches of text that is not prepared: tokenized in memory, every pair kept, in the order of the text."""
+"""Micro-batches of text that is not prepared: tokenized in memory, every pair kept, chunk by chunk in its order."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,7 +12,7 @@ from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.errors import DataError
 
 CHUNK_PAIRS = 4096
-"""Pairs sorted by length and cut into micro-batches together, as a row group of a prepared corpus is."""
+"""Number of pairs sorted by length and cut into micro-batches together, like a row group of a prepared corpus."""
 
 
 def text_batches(
@@ -23,10 +23,10 @@ def text_batches(
     max_positions: int | None,
     name: str,
 ) -> Iterator[MicroBatch]:
-    """Every pair once, in micro-batches of neighbouring lengths; a pair above the budget alone.
+    """Yields every pair once, in micro-batches of similar lengths; a pair above the budget has its own.
 
     Raises:
-        DataError: a side is longer than `max_positions`; it names the line of the corpus `name`.
+        DataError: a side is longer than `max_positions`; the message names the line of the corpus `name`.
     """
     for first in range(0, len(sources), CHUNK_PAIRS):
         chunk = slice(first, first + CHUNK_PAIRS)
@@ -39,7 +39,7 @@ def text_batches(
 
 
 def refuse_longer(lengths: Sequence[int], max_positions: int | None, name: str, num_before: int = 0) -> None:
-    """DataError for a line that is longer than a model with learned positions can take."""
+    """Raises a DataError for a line that is longer than a model with learned positions can take."""
     for line, length in enumerate(lengths, start=num_before + 1):
         if max_positions is not None and length > max_positions:
             raise DataError(
@@ -49,6 +49,6 @@ def refuse_longer(lengths: Sequence[int], max_positions: int | None, name: str, 
 
 
 def _joined(sentences: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """(ids, offsets) of sentences, as in `Rows`."""
+    """Returns (ids, offsets) of sentences, as in `Rows`."""
     lengths = np.asarray([0, *map(len, sentences)], dtype=np.int64)
     return np.concatenate([np.zeros(0, np.int64), *map(np.asarray, sentences)]), np.cumsum(lengths)

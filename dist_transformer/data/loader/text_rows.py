@@ -1,4 +1,4 @@
-"""Rows of text, tokenized in the loader: what `prepare` does to the same rows, with subword sampling where wanted."""
+"""Rows of text, tokenized in the loader as `prepare` would tokenize them, optionally with subword sampling."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Sampler:
-    """The tokenizer of a run, and how it samples.
+    """The tokenizer of a run with subword sampling.
 
     Attributes:
-        folder: the prepared folder that `files` lie in.
+        folder: the prepared folder that contains `files`.
         sampling: share of merges left out, or alpha of unigram sampling; 0: none.
-        seed: of the run.
+        seed: seed of the run.
     """
 
     folder: Path
@@ -40,7 +40,7 @@ class Sampler:
     seed: int
 
     def run(self, key: WindowKey, tokenize: Callable[[], Result]) -> Result:
-        """What `tokenize` returns; what is sampled in it depends on this key and on the sentences alone."""
+        """Returns the result of `tokenize`; random draws in it depend only on this key and the sentences."""
         if not self.sampling:
             return tokenize()
         index = (key.epoch, key.segment, key.lane, key.window)
@@ -48,7 +48,7 @@ class Sampler:
         return with_sampling_seed(seed, tokenize)
 
     def encode(self, source: Sequence[str], target: Sequence[str]) -> tuple[list[list[int]], list[list[int]]]:
-        """Token ids of both sides."""
+        """Converts both sides to token ids."""
         tokenizer = _load(self.folder / self.files.source, self.folder / self.files.target)
         return (
             tokenizer.encode_source(source, num_threads=1, sampling=self.sampling),
@@ -56,8 +56,7 @@ class Sampler:
         )
 
     def probe(self) -> str:
-        """A digest of how text of the tokenizer's own pieces is cut here: another version of sentencepiece may do it
-        otherwise."""
+        """Returns a digest of the ids of a text of the tokenizer's own pieces: sentencepiece's versions may differ."""
         tokenizer = _load(self.folder / self.files.source, self.folder / self.files.target)
         source, target = tokenizer.text_of_pieces()
         return json_digest(with_sampling_seed(1, lambda: self.encode([source], [target])))[:16]
@@ -65,7 +64,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class TextCorpus:
-    """A split whose shards hold text: written by `prepare`, or the user's own parquet files."""
+    """A split whose shards contain text: written by `prepare`, or the user's own parquet files."""
 
     places: SplitPlaces
     tables: RowGroupTables
@@ -74,7 +73,7 @@ class TextCorpus:
     sampler: Sampler
 
     def read(self, row_group: int) -> pa.Table:
-        """A row group with the columns row_id, source and target; BadRowGroup when it cannot be read."""
+        """Reads a row group with the columns row_id, source and target; BadRowGroup if it cannot be read."""
         place = self.places[row_group]
         stored = [] if place.is_in_place else ["row_id"]
         table = self.tables.read(place, [*stored, self.columns.source, self.columns.target])
@@ -87,7 +86,7 @@ class TextCorpus:
         return pa.table({"row_id": ids, **sides})
 
     def rows(self, row_group: int, table: pa.Table) -> TokenRows:
-        """The kept rows among a part of what `read(row_group)` gave, as token ids."""
+        """Converts a part of the table of `read(row_group)` to token ids, without the rows that filters drop."""
         batch = self._raw_batch(table, self.places[row_group].is_in_place)
         positions, dropped = filter_text(batch, self.data.filters)
         source, target = self.sampler.encode(
@@ -101,7 +100,7 @@ class TextCorpus:
         return TokenRows(numbers, _token_column(source), _token_column(target), dropped + dropped_by_length)
 
     def _texts(self, table: pa.Table, name: str) -> pa.ChunkedArray:
-        """A text column as bytes: the formats that hold tables do not check that it is UTF-8."""
+        """Returns a text column as bytes: table formats do not check that it is UTF-8."""
         column = text_column(table, name)
         if not is_text(column.type):
             raise BadRowGroup(f"column {name!r} holds {column.type}; expected text")
@@ -111,7 +110,7 @@ class TextCorpus:
         return column
 
     def _raw_batch(self, table: pa.Table, is_in_place: bool) -> RawBatch:
-        """What `read_corpus` gives of these rows; that is where `prepare` took the text of its own shards from."""
+        """Returns the batch that `read_corpus` gives for these rows, from which `prepare` makes its own shards."""
         source, bad_source = decoded(table.column("source").to_pylist())
         target, bad_target = decoded(table.column("target").to_pylist())
         bad = frozenset([*bad_source, *bad_target])

@@ -1,4 +1,4 @@
-"""Rows of token ids out of the shards that `prepare` wrote."""
+"""Rows of token ids from the shards that `prepare` wrote."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,7 +16,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TokenColumn:
-    """One side of some rows: the ids of all of them, one row after the other, and the number of each."""
+    """One side of some rows: the concatenated ids of all rows, and the length of each row."""
 
     ids: NDArray[np.integer[Any]]
     lengths: Ints
@@ -24,7 +24,7 @@ class TokenColumn:
 
 @dataclass(frozen=True)
 class TokenRows:
-    """Some rows of a corpus, their numbers in it, and how many beside them were dropped by which rule."""
+    """Some rows of a corpus, their numbers in it, and the number of rows dropped beside them by each rule."""
 
     row_numbers: Ints
     source: TokenColumn
@@ -34,13 +34,13 @@ class TokenRows:
 
 @dataclass(frozen=True)
 class TokenCorpus:
-    """A split whose shards hold token ids."""
+    """A split whose shards contain token ids."""
 
     places: SplitPlaces
     tables: RowGroupTables
 
     def read(self, row_group: int) -> pa.Table:
-        """A row group with the columns row_id, source and target; BadRowGroup when it cannot be read."""
+        """Reads a row group with the columns row_id, source and target; BadRowGroup if it cannot be read."""
         table = self.tables.read(self.places[row_group], ["row_id", "source", "target"])
         check_column(table, "row_id", pa.types.is_integer, "integers")
         for side in ("source", "target"):
@@ -50,12 +50,12 @@ class TokenCorpus:
         return table
 
     def rows(self, row_group: int, table: pa.Table) -> TokenRows:
-        """The token ids of a part of what `read(row_group)` gave."""
+        """Returns the token ids of a part of the table of `read(row_group)`."""
         return TokenRows(row_numbers(table), _token_column(table, "source"), _token_column(table, "target"), Counter())
 
 
 def check_column(table: pa.Table, name: str, is_wanted: Callable[[pa.DataType], bool], wanted: str) -> None:
-    """BadRowGroup when a column has another type than it should, or holds nulls."""
+    """Raises BadRowGroup if a column has another type than expected, or contains nulls."""
     column = table.column(name)
     if not is_wanted(column.type) or column.null_count:
         found = f"{column.type}, {column.null_count} of them null" if column.null_count else column.type
@@ -63,7 +63,7 @@ def check_column(table: pa.Table, name: str, is_wanted: Callable[[pa.DataType], 
 
 
 def row_numbers(table: pa.Table) -> Ints:
-    """The numbers of the rows of `table` in their corpus."""
+    """Returns the numbers of the rows of `table` in their corpus."""
     return _numbers(table.column("row_id").combine_chunks()).astype(np.int64)
 
 
@@ -78,6 +78,6 @@ def _token_column(table: pa.Table, name: str) -> TokenColumn:
 
 
 def _numbers(array: pa.Array) -> NDArray[np.integer[Any]]:
-    """Without a copy, and without pandas, which `to_numpy` imports: 0.3 s and 50 MB of each trainer and loader process."""
+    """Converts without a copy, and without `to_numpy`, which imports pandas: 0.3 s and 50 MB in each process."""
     numbers: NDArray[np.integer[Any]] = np.from_dlpack(array)  # type: ignore[assignment]  # of a column of integers
     return numbers

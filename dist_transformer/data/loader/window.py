@@ -1,7 +1,7 @@
-"""A window as micro-batches: read its rows, shuffle, bucket by length, pad, and lay all out in one flat array.
+"""Windows as micro-batches: reads the rows, shuffles, buckets by length, pads, and lays all out in one flat array.
 
 A window is a pure function of (manifest, seed, epoch, segment, lane, window): any loader process of any rank computes the
-same one, and a resume recomputes one window a lane instead of reading the epoch again.
+same one, and a resume recomputes one window per lane instead of reading the epoch again.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,9 +24,9 @@ class BatchShape:
     """Size of one micro-batch: rows x (source, target) padded lengths, and the tokens that are not padding.
 
     Attributes:
-        rows: dummy rows counted too; they are the last ones: end of sentence to padding, without weight in the loss.
+        rows: including dummy rows, which come last: end of sentence to padding, without weight in the loss.
         pairs: real rows.
-        source_tokens: of the real rows, as target_tokens.
+        source_tokens: tokens of the real rows, as target_tokens.
     """
 
     rows: int
@@ -43,14 +43,14 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class Window:
-    """All micro-batches of a window in two flat arrays: one transfer between processes, whatever their number.
+    """All micro-batches of a window in two flat arrays: one transfer between processes for any number of them.
 
     Attributes:
         tokens: for each shape in order, the source ids (rows, source_length) and then the target ids
             (rows, target_length), padded at the end.
-        row_ids: numbers of the real rows, in the same order.
-        dropped: rows dropped by rule, as in RowsRead.
-        lost: row groups left out.
+        row_ids: ids of the real rows, in the same order.
+        dropped: number of rows dropped by rule, as in RowsRead.
+        lost: quarantined row groups.
     """
 
     request: WindowRequest
@@ -62,16 +62,16 @@ class Window:
 
 
 class WindowBuilder:
-    """Builds windows. Holds no open files itself: safe to send to another process.
+    """Builds windows. Has no open files itself: safe to send to another process.
 
     Args:
-        reader: gives the rows of a window.
-        max_tokens: largest micro-batch, padding counted.
+        reader: reads the rows of a window.
+        max_tokens: largest micro-batch, padding included.
         batch_shapes: free, or bounded: those of `bounded_shapes`.
         longest_tokens: longest side of any pair (data.filters.max_tokens).
-        pad_id: fills up rows.
+        pad_id: id of padding.
         eos_id: the source of a dummy row.
-        seed: of the run.
+        seed: seed of the run.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class WindowBuilder:
         self._seed = seed
 
     def build(self, request: WindowRequest) -> Window:
-        """The window of this request, without micro-batches when all its rows are dropped or lost.
+        """Builds the window of a request, without micro-batches if all its rows are dropped or quarantined.
 
         Raises:
             DataError: a row group cannot be read.
@@ -106,14 +106,14 @@ class WindowBuilder:
         return Window(request, *self._lay_out(read.rows, shuffled), read.dropped, read.lost)
 
     def build_in_order(self, split: str) -> Iterator[Window]:
-        """The whole split without randomness, a window for each row group: for validation."""
+        """Yields the complete split without randomness, a window for each row group: for validation."""
         for number, rows in enumerate(self._reader.read_split(split)):
             buckets = self._buckets(rows, np.arange(len(rows.row_ids)))
             request = WindowRequest(WindowKey(0, 0, 0, number), ())
             yield Window(request, *self._lay_out(rows, buckets), {}, ())
 
     def build_rows(self, rows: Rows) -> Window:
-        """These rows without randomness, in free shapes whatever their lengths."""
+        """Builds a window of these rows without randomness, in free shapes."""
         lengths = np.diff(rows.source_offsets), np.diff(rows.target_offsets)
         buckets = free_buckets(*lengths, np.arange(len(rows.row_ids)), self._max_tokens)
         return Window(WindowRequest(WindowKey(0, 0, 0, 0), ()), *self._lay_out(rows, buckets), {}, ())
@@ -141,7 +141,7 @@ class WindowBuilder:
 
 
 def _fill(side: Tokens, ids: Ints, offsets: Ints, members: Ints) -> int:
-    """Writes the ids of the members into the first rows of one side of a micro-batch; the number of tokens written."""
+    """Writes the ids of the members into the first rows of a side of a micro-batch; returns the number of tokens."""
     starts, lengths = offsets[members], offsets[members + 1] - offsets[members]
     column = np.arange(side.shape[1])
     is_real = column < lengths[:, None]

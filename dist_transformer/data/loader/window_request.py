@@ -1,4 +1,4 @@
-"""Names of the data order: which window of which lane, made of which rows. See partition.py for how they are cut."""
+"""Keys and requests of windows: the lane and number of a window, and its rows. partition.py plans them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,40 +13,40 @@ PURPOSE_SAMPLING = 3
 PURPOSE_SAMPLES = 4
 
 CORPUS_SHIFT = 44
-"""The row id in a batch is (corpus number << 44) + row number in that corpus."""
+"""Shift in the row id of a batch, which is (corpus number << 44) + row number in that corpus."""
 
 
 def random_generator(seed: int, purpose: int, *index: int) -> np.random.Generator:
-    """The generator of one purpose: the same arguments give the same numbers on every machine."""
+    """Returns the generator of one purpose: the same arguments give the same numbers on every machine."""
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, purpose, *index])))
 
 
 def order_probe() -> str:
-    """A digest of what the functions that order rows draw from a fixed seed: numpy promises it for no other version (NEP 19)."""
+    """Returns a digest of permutations of a fixed seed: numpy does not guarantee them across versions (NEP 19)."""
     random = random_generator(1, PURPOSE_WINDOW, 2)
     drawn = [random.permutation(count) for count in (2, 100, 3000)]
     return blake2b(np.concatenate(drawn).astype("<i8").tobytes(), digest_size=8).hexdigest()
 
 
 def lane_digest(lane: int, row_ids: NDArray[np.int64]) -> int:
-    """A signed 64-bit hash of a micro-batch's lane and row ids."""
+    """Returns a signed 64-bit hash of a micro-batch's lane and row ids."""
     text = lane.to_bytes(8, "little") + row_ids.tobytes()
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
 def digest_text(sum_of_lanes: int) -> str:
-    """The digest of a global batch as it is written down; the sum of its lanes' hashes counts modulo 2 ** 64."""
+    """Returns the recorded form of a global batch's digest: the sum of its lanes' hashes modulo 2 ** 64."""
     return f"{sum_of_lanes % 2**64:016x}"
 
 
 def batch_digest(lanes: Mapping[int, NDArray[np.int64]]) -> str:
-    """The digest of a global batch from the row ids of its lanes."""
+    """Returns the digest of a global batch from the row ids of its lanes."""
     return digest_text(sum(lane_digest(lane, rows) for lane, rows in lanes.items()))
 
 
 @dataclass(frozen=True)
 class WindowKey:
-    """Names one window of the run. `segment` counts the cuts of an epoch into lanes: 0 unless it was cut anew."""
+    """Key of one window of the run. `segment` counts the partitions of an epoch: 0 unless it was repartitioned."""
 
     epoch: int
     segment: int
@@ -60,7 +60,7 @@ class WindowKey:
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Rows `first` to `last` (exclusive) of one row group. `corpus` is a number in `Manifest.training`."""
+    """Rows `first` to `last` (exclusive) of one row group. `corpus` is an index in `Manifest.training`."""
 
     corpus: int
     row_group: int
@@ -70,10 +70,10 @@ class RowSlice:
 
 @dataclass(frozen=True)
 class WindowRequest:
-    """All that a loader process needs to build a window; the same request gives the same window everywhere.
+    """Input of a loader process for a window; the same request gives the same window everywhere.
 
     Attributes:
-        without: (corpus, row group) of row groups that are left out, since they were when the window was first built.
+        without: (corpus, row group) of row groups that were quarantined when the window was first built.
     """
 
     key: WindowKey

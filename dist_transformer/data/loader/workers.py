@@ -1,9 +1,9 @@
-"""Loader processes: build windows ahead of need; a process that dies or hangs ends in a message, never in a wait.
+"""Loader processes: build windows ahead of need; a process that dies or hangs causes an error, not an endless wait.
 
-Windows are asked for by request and come as flat arrays, so that any process can build any of them and none holds
-state. Each process has a socket of its own, which a thread of the trainer reads: when a process is killed, mostly in
-the middle of handing over a window, its socket ends and says so. torch's DataLoader has one pipe for all, which every
-process holds open: its reader would wait for the rest of that window for ever. No shared memory is needed.
+Windows are built by request and sent as flat arrays, so that any process can build any of them and none has state. Each
+process has a socket of its own, which a thread of the trainer reads: if a process is killed, mostly while it sends a
+window, the thread reads the end of the socket. torch's DataLoader has one pipe for all, which every process keeps open:
+its reader would wait for the rest of that window for ever. No shared memory is needed.
 """
 
 import contextlib
@@ -27,14 +27,14 @@ from dist_transformer.errors import MachineError, UserError
 from dist_transformer.processes.stop_request import end_with_parent, ignore_stop_signals
 
 STACKS_SIGNAL = signal.SIGRTMIN + 1
-"""On it a loader process prints where it stands."""
+"""Signal on which a loader process prints its stacks."""
 STACKS_SECONDS = 1.0
 EXIT_SECONDS = 10.0
-"""For the exit code of a process whose socket has ended."""
+"""Time limit for the exit code of a process whose socket has ended."""
 EXIT_OF_EXCEPTION = 1
 
 Built = tuple[WindowRequest, Window | UserError]
-"""A window, or why there is none: an error that is raised only when the window is needed."""
+"""A window, or the error that prevented it, which is raised only when the window is needed."""
 
 
 class ProcessSettings(Protocol):
@@ -47,10 +47,10 @@ class ProcessSettings(Protocol):
 
 
 class WindowStream:
-    """Windows by request, built by `num_workers` processes from when they are asked for; with none, when they are taken.
+    """Windows by request, built by `num_workers` processes once requested; without processes, when they are taken.
 
     Args:
-        here: requests that are built in this process when they are taken, and are never asked for.
+        here: requests that are built in this process when they are taken, without `ask`.
 
     Raises:
         MachineError: the processes cannot be started.
@@ -60,29 +60,29 @@ class WindowStream:
         self._builder, self._here, self._settings = builder, here, settings
         self._early: dict[WindowRequest, Window | UserError] = {}
         self._processes = _start(builder, settings.num_workers)
-        # Also at the end of the program, before multiprocessing waits for its children, who ignore its TERM.
+        # Also at the end of the program, before multiprocessing waits for its children, which ignore its TERM.
         Finalize(self, _kill, (self._processes,), exitpriority=10)
         self._asked: deque[_LoaderProcess] = deque()
         self._stale = 0
 
     def ask(self, request: WindowRequest) -> None:
-        """Has the window built; each that is asked for is kept until it is taken."""
+        """Requests a window; it is kept until it is taken."""
         if self._processes:
             process = min(self._processes, key=self._asked.count)
             process.ask(request)
             self._asked.append(process)
 
     def restart(self) -> None:
-        """What was asked for before is thrown away; everything is built by the processes from now on."""
+        """Discards all requests so far; from now on all windows are built by the processes."""
         self._stale = len(self._asked)
         self._early, self._here = {}, set()
 
     def take(self, request: WindowRequest) -> Window:
-        """The window of this request, which was asked for.
+        """Returns the window of a request that was passed to `ask`.
 
         Raises:
             UserError: it cannot be read.
-            MachineError: it does not come in time, or a process was killed.
+            MachineError: it does not arrive in time, or a process was killed.
         """
         if not self._processes or request in self._here:
             self._here.discard(request)
@@ -96,7 +96,7 @@ class WindowStream:
         return window
 
     def _receive(self, awaited: WindowRequest, deadline: float) -> None:
-        """The window that was asked for first."""
+        """Receives the window that was requested first."""
         process = self._asked.popleft()
         try:
             request, window = process.next_built(deadline - time.monotonic())
@@ -114,7 +114,7 @@ class WindowStream:
 
 
 class _LoaderProcess:
-    """A process that builds windows, and the thread here that receives them."""
+    """A process that builds windows, and the thread in this process that receives them."""
 
     def __init__(self, builder: WindowBuilder) -> None:
         context = multiprocessing.get_context("forkserver")  # fork breaks pyarrow's threads
@@ -131,11 +131,11 @@ class _LoaderProcess:
         return self._process.pid
 
     def ask(self, request: WindowRequest) -> None:
-        with contextlib.suppress(OSError):  # it has ended: `next_built` says so
+        with contextlib.suppress(OSError):  # it has ended: `next_built` raises the error
             self._socket.send(request)
 
     def next_built(self, seconds: float) -> Built:
-        """What it builds next; queue.Empty when that does not come within these seconds.
+        """Returns its next result; queue.Empty if that does not arrive within these seconds.
 
         Raises:
             MachineError: the process was killed.
@@ -179,7 +179,7 @@ def _kill(processes: Sequence[_LoaderProcess]) -> None:
 
 
 def _receive_all(socket: Connection, arrived: "queue.SimpleQueue[Built | None]") -> None:
-    """None at the end, which may come in the middle of a window."""
+    """Puts the received windows into the queue, then None at the end, which may come in the middle of a window."""
     with contextlib.suppress(EOFError, OSError):
         while True:
             arrived.put(socket.recv())
@@ -187,7 +187,7 @@ def _receive_all(socket: Connection, arrived: "queue.SimpleQueue[Built | None]")
 
 
 def _serve(builder: WindowBuilder, socket: Connection) -> None:
-    """What a loader process does until its trainer ends."""
+    """Main function of a loader process: builds the requested windows until its trainer ends."""
     ignore_stop_signals()
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
     end_with_parent()
@@ -204,7 +204,7 @@ def _built(builder: WindowBuilder, request: WindowRequest) -> Built:
 
 
 def _print_stacks(processes: Sequence[_LoaderProcess]) -> None:
-    """Asks each loader process to print its stacks to stderr, and gives it time to."""
+    """Makes each loader process print its stacks to stderr, and waits for it."""
     for process in processes:
         print(f"loader process {process.pid} does not deliver; its threads:", file=sys.stderr, flush=True)
         with contextlib.suppress(ProcessLookupError):

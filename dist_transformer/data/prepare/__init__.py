@@ -1,1 +1,1 @@
-"""From text to a prepared corpus, once, by any number of processes."""
+"""Preparation of a corpus from text, once, by any number of processes."""

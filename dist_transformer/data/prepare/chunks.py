@@ -1,4 +1,4 @@
-"""Making the units of a preparation (see claims.py): chunks of the corpora, then ranges of their shuffle.
+"""Builds the units of a preparation (see claims.py): chunks of the corpora, then ranges of their shuffle.
 
 A chunk of a training corpus becomes a spill file, a chunk of the validation corpus a shard; a range becomes a shard.
 """
@@ -32,12 +32,12 @@ from dist_transformer.data.sources.corpus import RawBatch, read_corpus
 from dist_transformer.data.sources.files import corpus_name
 
 WAIT_SECONDS = 0.5
-"""Between two looks at what other processes have done."""
+"""Interval between checks of the progress of other processes."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How the work is cut; `chunk_rows` is a multiple of `batch_rows`."""
+    """Sizes of the units; `chunk_rows` is a multiple of `batch_rows`."""
 
     batch_rows: int
     chunk_rows: int
@@ -50,8 +50,8 @@ class MadeChunks:
     """The chunks of one corpus.
 
     Attributes:
-        total: the counts of all of them.
-        shards: of the validation corpus.
+        total: sum of the counts of all chunks.
+        shards: shards of the validation corpus.
     """
 
     chunks: tuple[Chunk, ...]
@@ -60,7 +60,7 @@ class MadeChunks:
 
 
 class Units:
-    """One of the processes that make the chunks and shards of a prepared folder."""
+    """The work of one of the processes that build the chunks and shards of a prepared folder."""
 
     def __init__(
         self, config: Config, folder: Path, state: PrepareState, sizes: Sizes, progress: ReportProgress, threads: int
@@ -74,7 +74,7 @@ class Units:
         self._training = tuple(config.data.training_corpora())
 
     def make_chunks(self) -> dict[str, MadeChunks]:
-        """Reads the corpora until every chunk is done, here or elsewhere; DataError when nothing of one is left."""
+        """Reads the corpora until every chunk is done, here or elsewhere; DataError if all rows of one are dropped."""
         while unfinished := [name for name in self._corpora if not self._has_all_chunks(name)]:
             to_read = [name for name in unfinished if self._has_free_chunk(name)]
             for name in to_read:
@@ -96,7 +96,7 @@ class Units:
         return {name: self._shards(self.work.result(unit) for unit in units[name]) for name in shuffled}
 
     def splits(self, made: dict[str, MadeChunks], shuffled: dict[str, tuple[Shard, ...]]) -> dict[str, Split]:
-        """What the manifest says of each corpus."""
+        """Returns the split of each corpus for the manifest."""
         splits = {}
         for name in all_corpora(self._config):
             if name in self._state.in_place:
@@ -110,7 +110,7 @@ class Units:
         return splits
 
     def reported(self, made: dict[str, MadeChunks], splits: dict[str, Split]) -> dict[str, ReportedCorpus]:
-        """What the report is made of; the files stay until the work is cleared away."""
+        """Returns the input of the report; its files exist until the work folder is removed."""
         reported = {}
         for name, split in splits.items():
             in_place = name in self._state.in_place
@@ -136,7 +136,7 @@ class Units:
         time.sleep(WAIT_SECONDS)
 
     def _read(self, name: str) -> None:
-        """Goes through a corpus and makes the chunks that are free when it comes by."""
+        """Reads a corpus and builds the chunks that are free when the reading reaches them."""
         total, rows, chunk_rows = self._state.rows_total[name], ChunkRows(), self._sizes.chunk_rows
         with closing(ChunkClaims(self.work, name, chunk_rows)) as claims:
 
@@ -151,7 +151,7 @@ class Units:
                 if end % chunk_rows == 0:
                     claims.finish(end // chunk_rows - 1, self._write_chunk(name, end // chunk_rows - 1, rows))
                     rows = ChunkRows()
-            for last in claims.unfinished:  # it ends with the corpus
+            for last in claims.unfinished:  # the last chunk ends with the corpus
                 claims.finish(last, self._write_chunk(name, last, rows))
             with self.work.claimed(end_unit(name)) as is_ours:
                 if is_ours:
@@ -164,11 +164,11 @@ class Units:
         return tokenized_rows(batch, self._tokenizer, filters, self._threads)
 
     def _is_text(self, name: str) -> bool:
-        """Whether the shards that are made of a corpus hold text."""
+        """True if the shards built from a corpus contain text."""
         return self._config.data.on_the_fly and name in self._training
 
     def _write_chunk(self, name: str, chunk: int, rows: ChunkRows) -> dict[str, Any]:
-        """Writes the files of a chunk; gives its result."""
+        """Writes the files of a chunk; returns its result."""
         counts, shard = rows.counts(), None
         if counts.rows and name in self._training:
             corpus = self._training.index(name)
@@ -198,7 +198,7 @@ class Units:
         return [range_unit(name, index) for index in range(num_ranges)]
 
     def _make_range(self, name: str, index: int, units: list[str], made: MadeChunks) -> bool:
-        """Makes one shard, if it is free."""
+        """Builds one shard, if it is free."""
         with self.work.claimed(units[index]) as is_ours:
             if is_ours:
                 spills = [self._spill(name, chunk) for chunk, counts in enumerate(made.chunks) if counts.rows]
@@ -214,7 +214,7 @@ class Units:
         return write_shard(table, self._folder, file, self._config.data.row_group_rows, count)
 
     def _estimated(self, name: str, rows: int) -> tuple[int, int]:
-        """Source and target tokens of rows of text."""
+        """Estimates source and target tokens of rows of text."""
         sample = self._state.samples[name]
         return estimated_tokens(sample, rows, sample.rows_of_text)
 

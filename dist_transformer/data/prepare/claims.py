@@ -1,11 +1,11 @@
-"""Sharing the work of a preparation among any number of processes, on one machine or many that see the same disk.
+"""Sharing the work of a preparation among any number of processes, on one or more machines with a common disk.
 
-The work is cut into units: chunks of a corpus, then ranges of its shuffle. Nobody hands them out: a process takes a unit
-by its lock, makes its files, and at last writes its result; a unit with a result is done. The lock of a process that
-died is free, so another one makes the unit, and makes the same of it, since a unit depends on nothing but its number.
+The work is divided into units: chunks of a corpus, then ranges of its shuffle. No process assigns them: a process
+claims a unit by its lock, writes its files, and finally its result; a unit with a result is done. The lock of a process
+that died is free, so another one builds the unit, with the same result, since a unit depends on nothing but its number.
 
-The folder `work` in the prepared folder, which is cleared away at the end, holds
-    state.json                   what one process found out for all: rows, tokenizer (scan.py)
+The folder `work` in the prepared folder, which is removed at the end, contains
+    state.json                   results of one process for all: rows, tokenizer (scan.py)
     train-chunk-00000.json ...   results
     locks/, spill/, hashes/
 """
@@ -22,15 +22,15 @@ from dist_transformer.files import read_json, write_json
 
 WORK_FOLDER = "work"
 WAITING = "waiting for another process"
-"""The stage that is reported while there is nothing to do but to wait."""
+"""Stage that is reported while a process only waits."""
 
 
 class WorkFinishedError(Exception):
-    """Another process has completed the prepared folder, and is clearing its work away."""
+    """Another process has completed the prepared folder, and is removing the work folder."""
 
 
 class Work:
-    """The units of the preparation in `folder`, as far as they are done."""
+    """The units of the preparation in `folder`: their claims and results."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / WORK_FOLDER
@@ -38,13 +38,13 @@ class Work:
         self._done: set[str] = set()
 
     def is_done(self, unit: str) -> bool:
-        """Whether the unit has a result."""
+        """True if the unit has a result."""
         if unit not in self._done and self._path(unit).exists():
             self._done.add(unit)
         return unit in self._done
 
     def result(self, unit: str) -> Any:
-        """The result of a unit that is done; WorkFinishedError when it was cleared away since."""
+        """Reads the result of a unit that is done; WorkFinishedError if it was removed since."""
         try:
             return read_json(self._path(unit))
         except FileNotFoundError:
@@ -52,26 +52,26 @@ class Work:
             raise
 
     def claim(self, unit: str) -> BaseFileLock | None:
-        """The right to make a unit, to be released after `finish`; None when it is done, or being made elsewhere.
+        """Returns the lock of a unit, to be released after `finish`; None if it is done, or claimed elsewhere.
 
-        Raises WorkFinishedError when the whole preparation is complete.
+        Raises WorkFinishedError if the preparation is complete.
         """
         if self.is_done(unit):
             return None
         locks = self.folder / "locks"
         locks.mkdir(parents=True, exist_ok=True)
-        # A soft lock, of a filesystem without real ones, would outlive a process that dies.
+        # A soft lock, the fallback on file systems without locks, would outlive a process that dies.
         lock = FileLock(locks / f"{unit}.lock", fallback_to_soft=False)
         try:
             lock.acquire(blocking=False)
-            # In this order: results are cleared away only after the manifest is there.
+            # In this order: results are removed only after the manifest is written.
             if self.is_done(unit):
                 lock.release()
                 return None
             self._refuse_finished()
         except Timeout:
             return None
-        except FileNotFoundError:  # the work was cleared away between two lines
+        except FileNotFoundError:  # the work folder was removed meanwhile
             self._refuse_finished()
             raise
         except WorkFinishedError:
@@ -81,7 +81,7 @@ class Work:
 
     @contextmanager
     def claimed(self, unit: str) -> Iterator[bool]:
-        """`claim` for the time of a block; whether there was one."""
+        """Claims a unit for the duration of a block; yields True if the claim succeeded."""
         lock = self.claim(unit)
         try:
             yield lock is not None
@@ -90,7 +90,7 @@ class Work:
                 lock.release()
 
     def is_free(self, unit: str) -> bool:
-        """Whether the unit is neither done nor being made."""
+        """True if the unit is neither done nor claimed."""
         with self.claimed(unit) as is_ours:
             return is_ours
 
@@ -107,16 +107,16 @@ class Work:
 
 
 class ChunkClaims:
-    """Picks the chunks that this process makes while it reads a corpus: those that are free when it comes by."""
+    """Claims chunks for this process while it reads a corpus: those that are free when the reading reaches them."""
 
     def __init__(self, work: Work, corpus: str, chunk_rows: int) -> None:
         self.num_chunks = 0
-        """Of the part of the corpus that was gone through."""
+        """Number of chunks in the part of the corpus that was read."""
         self._work, self._corpus, self._chunk_rows = work, corpus, chunk_rows
         self._locks: dict[int, BaseFileLock] = {}
 
     def wants(self, first_row: int) -> bool:
-        """Whether the batch from this row on belongs to a chunk of ours; to be asked for every batch in order."""
+        """True if the batch from this row on is in a claimed chunk; to be called for every batch in order."""
         chunk = first_row // self._chunk_rows
         if chunk == self.num_chunks:
             self.num_chunks += 1
@@ -125,17 +125,17 @@ class ChunkClaims:
         return chunk in self._locks
 
     def finish(self, chunk: int, result: Any) -> None:
-        """Marks a chunk of ours as done."""
+        """Marks a claimed chunk as done."""
         self._work.finish(chunk_unit(self._corpus, chunk), result)
         self._locks.pop(chunk).release()
 
     @property
     def unfinished(self) -> tuple[int, ...]:
-        """Chunks of ours that are not marked as done."""
+        """Claimed chunks that are not marked as done."""
         return tuple(self._locks)
 
     def close(self) -> None:
-        """Leaves what is not finished to others."""
+        """Releases unfinished chunks to other processes."""
         for lock in self._locks.values():
             lock.release()
         self._locks.clear()
@@ -146,7 +146,7 @@ def chunk_unit(corpus: str, chunk: int) -> str:
 
 
 def end_unit(corpus: str) -> str:
-    """Its result is the number of chunks of the corpus."""
+    """Unit whose result is the number of chunks of the corpus."""
     return f"{corpus}-end"
 
 

@@ -1,4 +1,4 @@
-"""Finding pairs that occur more than once, in bounded memory: every pair is a stable 64-bit hash in a sorted file.
+"""Counts pairs that occur more than once, in bounded memory: every pair is a stable 64-bit hash in a sorted file.
 
 At 10^9 different pairs about 27 share a hash with another one by chance (n^2 / 2^65).
 """
@@ -16,7 +16,7 @@ from dist_transformer.files import replacing
 
 HASH_BYTES = 8
 PARTITION_HASHES = 1 << 24
-"""Compared at a time: 128 MiB of them."""
+"""Number of hashes that are compared at a time: 128 MiB."""
 HASH_LIMIT = 1 << 64
 
 HashArray = NDArray[np.uint64]
@@ -24,40 +24,40 @@ HashArray = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Hashes:
-    """One of each pair, and one of each source alone."""
+    """A hash of each pair, and a hash of each source alone."""
 
     pairs: HashArray
     sources: HashArray
 
 
 def pair_hashes(sources: Sequence[str], targets: Sequence[str]) -> Hashes:
-    """Hashes of pairs, white space around the sentences not counted; the same text has the same hash everywhere."""
+    """Hashes pairs, without white space around the sentences; the same text has the same hash everywhere."""
     source_bytes = [_bytes(text) for text in sources]
     pairs = (source + b"\n" + _bytes(target) for source, target in zip(source_bytes, targets, strict=True))
     return Hashes(_hashed(pairs), _hashed(source_bytes))
 
 
 def save_hashes(path: Path, hashes: HashArray) -> None:
-    """Writes a file for the functions below, sorted."""
+    """Writes the sorted hashes to a file for the functions below."""
     with replacing(path) as temporary, temporary.open("wb") as file:
         np.save(file, np.sort(hashes))
 
 
 def load_hashes(path: Path) -> HashArray:
-    """All hashes of a file, without reading them yet."""
+    """Maps the hashes of a file into memory, without reading them yet."""
     hashes: HashArray = np.load(path, mmap_mode="r")
     return hashes
 
 
 def count_repeated(files: Sequence[Path]) -> int:
-    """How many hashes in all files repeat another one: all of them but one of each kind."""
+    """Counts the hashes in all files that repeat another one: all of them except one of each value."""
     total = sum(len(load_hashes(path)) for path in files)
     num_partitions = math.ceil(total / PARTITION_HASHES)
     return total - sum(_num_different(files, part, num_partitions) for part in range(num_partitions))
 
 
 def count_contained(hashes: HashArray, files: Iterable[Path]) -> int:
-    """How many of `hashes` are in at least one of the files."""
+    """Counts the members of `hashes` that are in at least one of the files."""
     found = np.zeros(len(hashes), dtype=np.bool_)
     for path in files:
         sorted_hashes = load_hashes(path)
@@ -68,7 +68,7 @@ def count_contained(hashes: HashArray, files: Iterable[Path]) -> int:
 
 
 def _num_different(files: Sequence[Path], part: int, num_partitions: int) -> int:
-    """Different hashes in one partition of their range. A file is open only while its part is copied."""
+    """Counts different hashes in one partition of their range. A file is open only while its part is copied."""
     first, last = (HASH_LIMIT * index // num_partitions for index in (part, part + 1))
     pieces = []
     for path in files:
@@ -81,7 +81,7 @@ def _num_different(files: Sequence[Path], part: int, num_partitions: int) -> int
 
 
 def _bytes(text: str) -> bytes:
-    # A JSON file can hold half a surrogate pair, which is no UTF-8.
+    # A JSON file can contain half a surrogate pair, which is no UTF-8.
     return text.strip().encode("utf-8", errors="surrogatepass")
 
 

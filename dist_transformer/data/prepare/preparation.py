@@ -1,16 +1,16 @@
-"""From text to a prepared corpus, once, by any number of processes that see the same folder.
+"""Prepares a corpus from text, once, by any number of processes that share a folder.
 
     start       one process for all: scan, tokenizer (scan.py)
     train ...   chunk by chunk: tokenized, filtered, written to a spill file sorted by random keys
-    validation  chunk by chunk, in order, straight to shards
+    validation  chunk by chunk, in order, directly to shards
     shuffle     shard by shard: one range of the keys of a corpus gathered from all its spill files
     end         one process for all: report (statistics.py, report.py), manifest.json
 
-Chunks and ranges are shared out as claims.py tells; a killed preparation goes on with those that have no result.
-`manifest.json` comes last: a folder that has one is complete. Memory is bounded by one chunk or shard in each process,
-however large the corpus, and the result does not depend on how many processes there are.
+Chunks and ranges are claimed as in claims.py; a killed preparation resumes with those that have no result.
+`manifest.json` is written last: a folder that has one is complete. Memory is bounded by one chunk or shard in each
+process for any size of corpus, and the result does not depend on the number of processes.
 
-With data.on_the_fly parquet files are left where they lie, and the shards of other training corpora hold text.
+With data.on_the_fly parquet files are read in place, and the shards of other training corpora contain text.
 """
 
 import os
@@ -43,17 +43,17 @@ from dist_transformer.run.outputs import check_output
 
 BATCH_ROWS = 8192
 CHUNK_ROWS = 128 * BATCH_ROWS
-"""Rows between two results; what a killed process leaves to be done again at most."""
+"""Rows of a chunk, which are the most that a killed process leaves to be done again."""
 SHARD_ROWS = 1 << 20
 SHARD_TOKENS = 1 << 26
-"""Of both sides: about 120 MB at 1.8 bytes a token."""
+"""Tokens of a shard, both sides: about 120 MB at 1.8 bytes a token."""
 FOLDER_DIGITS = 16
 LOCK_NAME = ".prepare.lock"
 LOCK_ATTEMPT_SECONDS = 1.0
 
 
 def ignore_progress(stage: str, rows_done: int, rows_total: int | None) -> None:
-    """For callers that draw nothing."""
+    """Does nothing: progress for callers without a progress bar."""
 
 
 def prepare(
@@ -62,13 +62,13 @@ def prepare(
     progress: ReportProgress = ignore_progress,
     threads: int | None = None,
 ) -> Manifest:
-    """The prepared corpus of `config` in `folder` (default: `prepared_folder`), made now unless it is complete.
+    """Prepares the corpus of `config` in `folder` (default: `prepared_folder`), unless it is complete.
 
-    Called by several processes at once, on any machines that see the folder, it is made by all of them together.
+    Several processes that call it at once, on any machines with access to the folder, share the work.
     DataError for a corpus or tokenizer that cannot be used, and for a folder that was prepared with another recipe.
 
     Args:
-        threads: that tokenize; None: as many as there are cores.
+        threads: number of threads that tokenize; None: the number of cores.
     """
     folder = folder or prepared_folder(config)
     if manifest := _complete_manifest(config, folder):
@@ -94,7 +94,7 @@ def prepare(
 
 
 def prepared_folder(config: Config) -> Path:
-    """`data.prepared`, or a folder under `run.root` named by the digest of the recipe; DataError for a missing file."""
+    """Returns `data.prepared`, or a folder in `run.root` named by the recipe's digest; DataError for a missing file."""
     if config.data.prepared is not None:
         return Path(config.data.prepared)
     return Path(config.run.root) / "prepared" / json_digest(make_recipe(config))[:FOLDER_DIGITS]
@@ -114,7 +114,7 @@ def _complete_manifest(config: Config, folder: Path) -> Manifest | None:
 
 
 def _is_begun(folder: Path) -> bool:
-    """Whether a preparation was begun in the folder."""
+    """True if a preparation was begun in the folder."""
     return (folder / LOCK_NAME).is_file() or (folder / WORK_FOLDER / STATE_NAME).is_file()
 
 
@@ -142,11 +142,11 @@ def _completed(
     splits: dict[str, Split],
     progress: ReportProgress,
 ) -> Manifest:
-    """Writes the report, then the manifest, and clears the work away."""
+    """Writes the report, then the manifest, and removes the work folder."""
     progress("report", 0, None)
     write_report(folder, corpus_report(config, units.reported(made, splits)))
     for part in (folder / SHARD_FOLDER, folder / TOKENIZER_FOLDER):
-        for torn in part.glob(".*.tmp"):  # what killed processes left half-written
+        for torn in part.glob(".*.tmp"):  # half-written files of killed processes
             torn.unlink()
     manifest = _manifest(config, state, folder, splits)
     manifest.save(folder)

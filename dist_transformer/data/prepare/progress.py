@@ -1,4 +1,4 @@
-"""Preparing with a progress bar, by this process and further ones of this machine."""
+"""Preparation with a progress bar, by this process and further ones of this machine."""
 
 import multiprocessing
 import os
@@ -20,12 +20,12 @@ if TYPE_CHECKING:  # at run time it would import numpy for every command
 def prepare_with_progress(
     config: Config, stop: StopRequest | None = None, processes: int = 1
 ) -> "tuple[Path, Manifest]":
-    """Prepares what is not prepared yet, with a progress bar on a terminal; returns the folder and its manifest.
+    """Prepares the corpus unless it is complete, with a progress bar on a terminal; returns its folder and manifest.
 
-    A stop request ends the process with EXIT_REQUEUE: what is done is kept, and the next start goes on.
+    A stop request ends the process with EXIT_REQUEUE: finished units are kept, and the next start resumes.
 
     Args:
-        processes: of this machine that share the work; `stop` must listen when there are more than this one.
+        processes: number of processes of this machine that share the work; if more than 1, `stop` must listen.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -67,15 +67,15 @@ def _told_disk_errors(folder: Path) -> Iterator[None]:
 
 
 def _threads_of_each(processes: int) -> int:
-    """This process's share of the cores; the ranks of a machine all prepare."""
+    """Returns this process's share of the cores; the ranks of a machine all prepare."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, len(os.sched_getaffinity(0)) // (processes * ranks))
 
 
 @contextmanager
 def _helpers(config: Config, folder: Path, count: int, threads: int) -> Iterator[None]:
-    """Further processes that prepare; they end with the block, and with this process however it ends."""
-    context = multiprocessing.get_context("forkserver")  # it ignores stop signals since `listen`, and so do they
+    """Starts further processes that prepare; they end with the block, and with this process however it ends."""
+    context = multiprocessing.get_context("forkserver")  # since `listen` it ignores stop signals, as do its children
     helpers = [context.Process(target=_help, args=(config, folder, threads), daemon=True) for _ in range(count)]
     for helper in helpers:
         helper.start()
@@ -91,7 +91,7 @@ def _helpers(config: Config, folder: Path, count: int, threads: int) -> Iterator
 
 
 def _help(config: Config, folder: Path, threads: int) -> None:
-    """What a helper runs. Of an error only the first process tells: it meets the same one."""
+    """Main function of a helper. Does not report errors: the first process meets and reports the same ones."""
     from dist_transformer.data.prepare.preparation import prepare
 
     ignore_stop_signals()

@@ -1,4 +1,4 @@
-"""The report of a prepared corpus as files for people: report.json, report.md and the picture lengths.png."""
+"""Writes the report of a prepared corpus: report.json, report.md and the figure lengths.png."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,7 +20,7 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def report_text(report: dict[str, Any]) -> str:
-    """The report as Markdown."""
+    """Returns the report as Markdown."""
     corpora: dict[str, dict[str, Any]] = report["corpora"]
     sizes = [[name, *_numbers(each[key] for key in _SIZES)] for name, each in corpora.items()]
     dropped = [[name, *_numbers(each["dropped"][rule] for rule in RULES)] for name, each in corpora.items()]
@@ -49,7 +49,7 @@ _SIZES = ("read_rows", "rows", "source_tokens", "target_tokens")
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table that is also aligned as plain text; all but the words are set to the right."""
+    """Returns a Markdown table that is also aligned as plain text; columns of numbers are right-aligned."""
     lines = [list(head), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     to_left = [all(line[column][:1].isalpha() for line in lines[1:]) for column in range(len(head))]
@@ -69,7 +69,7 @@ def _numbers(values: Iterable[float]) -> list[str]:
 
 
 def _estimates(corpora: dict[str, dict[str, Any]]) -> list[str]:
-    """Which numbers are no counts."""
+    """Returns a note for each corpus whose numbers are estimates."""
     return [
         f"{name}: tokenized on the fly, so tokens and lengths are estimated from its first "
         f"{each['estimated_from_rows']:,} pairs, and pairs too long or out of proportion are dropped in training."
@@ -97,7 +97,7 @@ def _share(part: int, whole: int) -> str:
 
 
 def _draw_lengths(report: Report, path: Path) -> None:
-    # A Figure by itself, not pyplot: it opens no window and keeps no state.
+    # A Figure without pyplot: it opens no window and keeps no state.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

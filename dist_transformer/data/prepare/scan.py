@@ -1,6 +1,6 @@
-"""What one process finds out for all that prepare: rows, tokenizer, what is read where it lies. Under a lock, once.
+"""First part of a preparation, done by one process for all under a lock: rows, tokenizer, files read in place.
 
-    scan        local text files are read once: unequal sides and bad bytes are found before anything is made of them
+    scan        local text files are read once: unequal sides and bad bytes are found before any unit is built
     tokenizer   trained on all training corpora together, or copied from files
     in place    with data.on_the_fly: the row groups of the user's own parquet files, and the lengths of their first rows
 
@@ -35,12 +35,12 @@ from dist_transformer.errors import DataError
 from dist_transformer.files import replacing
 
 ReportProgress = Callable[[str, int, int | None], None]
-"""Takes the stage, the rows done and the rows in all (None where nobody knows)."""
+"""Takes the stage, the rows done and the total of rows (None if unknown)."""
 
 SAMPLE_ROWS = 2000
-"""Rows at the head of a corpus that stand for all of it where tokens are estimated."""
+"""Rows at the head of a corpus from which its tokens are estimated."""
 TOKENIZER_CHOICE = 4
-"""Times tokenizer.training_sentences that the trainer is shown to draw from; where there are more they are skipped."""
+"""Sentences passed to the trainer, a multiple of tokenizer.training_sentences, which it samples; others are skipped."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Start:
     threads: int
 
     def run(self, recipe: dict[str, Any]) -> PrepareState:
-        """What there is to know; DataError when the folder was begun with another recipe."""
+        """Completes and returns the state; DataError if the folder was begun with another recipe."""
         state = PrepareState.load(self.work) or PrepareState(recipe)
         refuse_other_recipe(self.folder, state.recipe, recipe)
         self._scan(state)
@@ -97,7 +97,7 @@ class Start:
         return source, target
 
     def _sentences(self, sides: tuple[str, ...], state: PrepareState) -> Iterator[str]:
-        """The sentences of all training corpora that the trainer draws from; every row has the same chance."""
+        """Yields sentences of all training corpora for the trainer to sample from; every row has the same chance."""
         every = self._every_batch(state)
         for name, corpus in self.config.data.training_corpora().items():
             batches = read_corpus(
@@ -110,13 +110,13 @@ class Start:
                     yield from (text for i, text in enumerate(texts) if text and i not in batch.bad_encoding)
 
     def _every_batch(self, state: PrepareState) -> int:
-        """Of how many batches one is read: of a corpus of 10^9 rows a few million are enough."""
+        """Interval of the batches that are read: of a corpus of 10^9 rows a few million are enough."""
         totals = [state.rows_total[name] for name in self.config.data.training_corpora()]
         rows = sum(total for total in totals if total is not None)
         return max(1, rows // (TOKENIZER_CHOICE * self.config.tokenizer.training_sentences))
 
     def _look_into_texts(self, state: PrepareState) -> None:
-        """Samples of the training corpora, and the splits of those that can be read in place."""
+        """Samples the training corpora, and makes the splits of those that can be read in place."""
         assert state.tokenizer is not None
         tokenizer = load_tokenizer(self.folder, state.tokenizer)
         for name, corpus in self.config.data.training_corpora().items():
@@ -156,24 +156,24 @@ class Start:
 
 
 def all_corpora(config: Config) -> dict[str, CorpusConfig]:
-    """The training corpora and the validation corpus, by the names of their splits."""
+    """Returns the training corpora and the validation corpus, by the names of their splits."""
     validation = {"validation": config.data.validation} if config.data.validation else {}
     return {**config.data.training_corpora(), **validation}
 
 
 def load_tokenizer(folder: Path, files: TokenizerFiles) -> Tokenizer:
-    """The tokenizer of a prepared folder."""
+    """Loads the tokenizer of a prepared folder."""
     return Tokenizer.load(folder / files.source, None if files.target == files.source else folder / files.target)
 
 
 def estimated_tokens(sample: Chunk, rows: int, of_rows: int) -> tuple[int, int]:
-    """Source and target tokens that `rows` are taken to have, if `of_rows` of them have those of the sample."""
+    """Estimates source and target tokens of `rows` rows, if `of_rows` rows have the tokens of the sample."""
     source, target = (num_tokens(lengths) for lengths in (sample.source_lengths, sample.target_lengths))
     return round(rows * source / of_rows), round(rows * target / of_rows)
 
 
 def all_dropped_error(name: str, chunk: Chunk, which: str = "") -> DataError:
-    """For a corpus of which nothing is left."""
+    """Returns the error for a corpus whose rows are all dropped."""
     counts = ", ".join(f"{rule} {count}" for rule, count in chunk.dropped.items())
     return DataError(
         f"{name}: all of its {which}{chunk.read_rows} pairs were dropped ({counts}). "
@@ -182,7 +182,7 @@ def all_dropped_error(name: str, chunk: Chunk, which: str = "") -> DataError:
 
 
 def _refuse_unfit(models: list[Path], shared: bool, tags: list[str]) -> None:
-    """DataError when the taken models do not have the ids of one vocabulary, or not the characters of a tag."""
+    """Raises a DataError if the given models do not share one vocabulary, or lack the characters of a tag."""
     tokenizer = Tokenizer.load(*models)
     if shared and (difference := tokenizer.first_difference()) is not None:
         index, ours, theirs = difference

@@ -1,7 +1,7 @@
-"""Parquet files of token ids or text: the shards of a prepared corpus, and the spill files that shuffle it in bounded memory.
+"""Parquet files of token ids or text: shards of a prepared corpus, and spill files that shuffle it in bounded memory.
 
-Global shuffle: every row gets a random key. A spill file holds one chunk of the corpus sorted by key, so that the rows
-of a range of keys lie together in every one of them. A shard is one range, gathered from all spill files and sorted.
+Global shuffle: every row gets a random key. A spill file has one chunk of the corpus sorted by key, so that the rows
+of a range of keys are adjacent in each of them. A shard is one range, gathered from all spill files and sorted.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from dist_transformer.files import replacing
 
 PURPOSE_SHUFFLE = 100
 KEY_LIMIT = 1 << 62
-"""Keys are uniform below it; 10^9 rows share one with a chance of 10%, and row numbers decide then."""
+"""Upper limit of the uniform keys; among 10^9 rows two share one with a chance of 10%; row numbers order those."""
 SPILL_ROW_GROUP_ROWS = 4096
 LARGEST_UINT16_VOCABULARY = 65_535
 
@@ -27,7 +27,7 @@ LARGEST_UINT16_VOCABULARY = 65_535
 def token_table(
     row_ids: NDArray[np.int64], source: list[list[int]], target: list[list[int]], vocabularies: tuple[int, int]
 ) -> pa.Table:
-    """The columns of a shard; ids take two bytes where the vocabulary allows it."""
+    """Returns the columns of a shard; ids take two bytes where the vocabulary allows it."""
     return pa.table(
         {
             "row_id": pa.array(row_ids, pa.int64()),
@@ -38,20 +38,20 @@ def token_table(
 
 
 def text_table(row_ids: NDArray[np.int64], source: list[str], target: list[str]) -> pa.Table:
-    """The columns of a shard of text."""
+    """Returns the columns of a shard of text."""
     # Large: a column of all rows of a chunk may be longer than the 2 GiB of the plain type.
     texts = {"source": pa.array(source, pa.large_string()), "target": pa.array(target, pa.large_string())}
     return pa.table({"row_id": pa.array(row_ids, pa.int64()), **texts})
 
 
 def token_lengths(table: pa.Table, column: str) -> NDArray[np.int64]:
-    """Tokens of each row of a side."""
+    """Number of tokens of each row of a side."""
     lengths: NDArray[np.int64] = pc.list_value_length(table.column(column)).to_numpy()
     return lengths.astype(np.int64)
 
 
 def count_tokens(rows: pa.Table) -> tuple[int, int]:
-    """Source and target tokens of rows of token ids."""
+    """Counts source and target tokens of rows of token ids."""
     return int(token_lengths(rows, "source").sum()), int(token_lengths(rows, "target").sum())
 
 
@@ -62,9 +62,9 @@ def write_shard(
     row_group_rows: int,
     num_tokens: Callable[[pa.Table], tuple[int, int]] = count_tokens,
 ) -> Shard:
-    """Writes `<folder>/<file>` whole or not at all; the same table gives the same bytes.
+    """Writes `<folder>/<file>` completely or not at all; the same table gives the same bytes.
 
-    `num_tokens` counts (of text: estimates) the source and target tokens of a row group.
+    `num_tokens` counts (for text: estimates) the source and target tokens of a row group.
     """
     groups = []
     with replacing(folder / file) as temporary:
@@ -78,7 +78,7 @@ def write_shard(
 
 
 def write_spill(table: pa.Table, path: Path, seed: int, corpus: int, chunk: int) -> None:
-    """Gives the rows of a chunk their keys, from (seed, number of the corpus, chunk), and writes them sorted by key."""
+    """Draws the keys of a chunk's rows from (seed, number of the corpus, chunk), and writes the rows sorted by key."""
     keys = random_generator(seed, PURPOSE_SHUFFLE, corpus, chunk).integers(
         KEY_LIMIT, size=table.num_rows, dtype=np.int64
     )
@@ -91,7 +91,7 @@ def write_spill(table: pa.Table, path: Path, seed: int, corpus: int, chunk: int)
 
 
 def gather_range(spills: Sequence[Path], index: int, num_ranges: int) -> pa.Table:
-    """The rows of all spill files whose key lies in range `index` of `num_ranges`, in order of their keys."""
+    """Returns the rows of all spill files whose key is in range `index` of `num_ranges`, in order of their keys."""
     low, high = KEY_LIMIT * index // num_ranges, KEY_LIMIT * (index + 1) // num_ranges
     rows = pa.concat_tables([_read_range(path, low, high) for path in spills])
     order = pc.sort_indices(rows, sort_keys=[("key", "ascending"), ("row_id", "ascending")])

@@ -1,4 +1,4 @@
-"""What processes that prepare a corpus tell each other: what one found out for all, and what became of each chunk."""
+"""State that the processes of a preparation share: results of the first process for all, and counts of each chunk."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Chunk:
-    """The outcome of one run of read rows.
+    """Counts of one range of rows that were read.
 
     Attributes:
-        dropped: rows by rule.
-        source_lengths: how many kept rows have 0, 1, 2 ... source tokens; empty where nothing was tokenized.
+        dropped: number of rows by rule.
+        source_lengths: numbers of kept rows with 0, 1, 2 ... source tokens; empty if they were not tokenized.
         target_lengths: as `source_lengths`.
     """
 
@@ -36,7 +36,7 @@ class Chunk:
 
     @property
     def rows_of_text(self) -> int:
-        """Rows that their text, before it is tokenized, gives no reason to drop."""
+        """Number of rows that are not dropped by their text, before it is tokenized."""
         return self.rows + sum(self.dropped.get(rule, 0) for rule in LENGTH_RULES)
 
     @staticmethod
@@ -46,7 +46,7 @@ class Chunk:
 
     @staticmethod
     def together(chunks: Sequence["Chunk"]) -> "Chunk":
-        """The sum of chunks."""
+        """Returns the sum of chunks."""
         dropped: Counter[str] = Counter()
         for chunk in chunks:
             dropped.update(chunk.dropped)
@@ -60,12 +60,12 @@ class Chunk:
 
 
 def num_tokens(lengths: Sequence[int]) -> int:
-    """Tokens in all, by how many rows have each length."""
+    """Returns the total of tokens, from the number of rows of each length."""
     return sum(length * rows for length, rows in enumerate(lengths))
 
 
 def token_split(chunk: Chunk, shards: tuple[Shard, ...]) -> Split:
-    """The split of all chunks `together`, in shards of token ids."""
+    """Returns the split of all chunks `together`, in shards of token ids."""
     return Split(
         shards=shards,
         rows=chunk.rows,
@@ -81,7 +81,7 @@ def token_split(chunk: Chunk, shards: tuple[Shard, ...]) -> Split:
 def text_split(
     shards: tuple[Shard, ...], read_rows: int, dropped: dict[str, int], max_tokens: int, text: TextColumns
 ) -> Split:
-    """A split of text. Its tokens are the estimates of its row groups; it has none longer than `max_tokens`."""
+    """Returns a split of text. Its tokens are the estimates of its row groups; no side is longer than `max_tokens`."""
     groups = [group for shard in shards for group in shard.row_groups]
     return Split(
         shards=shards,
@@ -98,12 +98,12 @@ def text_split(
 
 @dataclass
 class PrepareState:
-    """All of `work/state.json`.
+    """Content of `work/state.json`.
 
     Attributes:
-        rows_total: rows of each corpus as the first scan of the text counted them, where it could.
-        samples: the first rows of the corpora that are tokenized on the fly.
-        in_place: the splits of corpora that are read where they lie; there is nothing to write for them.
+        rows_total: rows of each corpus as counted by the first scan of the text; None if unknown.
+        samples: counts of the first rows of the corpora that are tokenized on the fly.
+        in_place: the splits of corpora that are read in place, without shards of their own.
     """
 
     recipe: dict[str, Any]
@@ -115,7 +115,7 @@ class PrepareState:
 
     @staticmethod
     def load(work: Path) -> "PrepareState | None":
-        """None where nothing was begun; DataError when the file cannot be understood."""
+        """Reads the state; None if no preparation was begun, DataError if the file is not valid."""
         path = work / STATE_NAME
         if not path.exists():
             return None
@@ -145,7 +145,7 @@ class PrepareState:
 
 
 def _added(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Sums place by place, of sequences of any lengths."""
+    """Adds sequences of any lengths, element by element."""
     total: Counts = np.zeros(max((len(each) for each in counts), default=0), dtype=np.int64)
     for each in counts:
         total[: len(each)] += np.asarray(each, dtype=np.int64)

@@ -1,7 +1,7 @@
-"""What the report of a prepared corpus says: rows, tokens, lengths, repeated pairs, overlap with the held-out sets.
+"""Content of the report of a prepared corpus: rows, tokens, lengths, repeated pairs, overlap with the held-out sets.
 
-Pairs that occur more than once, and those of the validation and test sets that occur in training, are told by hashes of
-the kept pairs, tags left out (duplicates.py). Corpora that are read in place are not looked through for them.
+Pairs that occur more than once, and those of the validation and test sets that occur in training, are found by hashes
+of the kept pairs without tags (duplicates.py). Corpora that are read in place are not searched for them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,12 +26,12 @@ BATCH_ROWS = 8192
 
 @dataclass(frozen=True)
 class ReportedCorpus:
-    """What the report needs to know of a corpus.
+    """Input of the report about a corpus.
 
     Attributes:
-        lengths: counts of the rows whose lengths are shown: all of them, or a sample where they are not tokenized yet.
+        lengths: counts of the rows whose lengths are shown: all, or a sample if they are not tokenized yet.
         pair_files: hashes of the kept pairs; None: read in place.
-        source_files: of their sources alone.
+        source_files: hashes of their sources alone.
     """
 
     split: Split
@@ -43,7 +43,7 @@ class ReportedCorpus:
 
 @dataclass(frozen=True)
 class Report:
-    """The content of report.json, and how many training pairs have 0, 1, 2 ... tokens on each side."""
+    """The content of report.json, and the numbers of training pairs with 0, 1, 2 ... tokens on each side."""
 
     value: dict[str, Any]
     source_lengths: tuple[int, ...]
@@ -51,7 +51,7 @@ class Report:
 
 
 def corpus_report(config: Config, corpora: dict[str, ReportedCorpus]) -> Report:
-    """Counts what the report says. A test set that cannot be read is reported as such: it is not prepared."""
+    """Computes the report. A test set that cannot be read is reported as such, since it is not prepared."""
     training = {name: corpus for name, corpus in corpora.items() if corpus.is_training}
     compared = [corpus for corpus in training.values() if corpus.pair_files is not None]
     pair_files = [path for corpus in compared for path in corpus.pair_files or ()]
@@ -83,7 +83,7 @@ def _counts(corpus: ReportedCorpus) -> dict[str, Any]:
 
 
 def _lengths(counts: Sequence[int]) -> dict[str, float]:
-    """The mean, and the lengths that so many percent of the rows are not longer than."""
+    """Returns the mean and the percentiles of the lengths."""
     rows_up_to = np.cumsum(counts)
     rows = int(rows_up_to[-1])
     percentiles = {str(percent): int(np.searchsorted(rows_up_to, rows * percent / 100)) for percent in PERCENTILES}
@@ -93,7 +93,7 @@ def _lengths(counts: Sequence[int]) -> dict[str, float]:
 def _overlaps(
     config: Config, corpora: dict[str, ReportedCorpus], pair_files: list[Path], source_files: list[Path]
 ) -> dict[str, Any]:
-    """What of the validation and the test set, where there are such, is in the training corpora too."""
+    """Returns the overlap of the validation and the test set, as far as given, with the training corpora."""
     overlaps: dict[str, Any] = {}
     if "validation" in corpora:
         overlaps["validation"] = _overlap(_stored_hashes(corpora["validation"]), pair_files, source_files)
@@ -122,7 +122,7 @@ def _stored_hashes(corpus: ReportedCorpus) -> Hashes:
 
 
 def _read_hashes(corpus: CorpusConfig, config: Config) -> Hashes:
-    """Hashes of all pairs of a held-out set."""
+    """Hashes all pairs of a held-out set."""
     batches = list(_hashed_batches(corpus, config))
     pairs, sources = ([getattr(batch, name) for batch in batches] for name in ("pairs", "sources"))
     return Hashes(np.concatenate(pairs), np.concatenate(sources))

@@ -1,4 +1,4 @@
-"""Text rows to rows of a chunk: filtered, tokenized (or left as text), and counted."""
+"""Conversion of text rows to rows of a chunk: filtered, tokenized (or left as text), and counted."""
 
 import itertools
 from collections import Counter
@@ -20,12 +20,12 @@ from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The rows of a batch that are kept, and what became of the others.
+    """The kept rows of a batch, and the counts of the others.
 
     Attributes:
         table: see `token_table` and `text_table`.
-        dropped: rows by rule.
-        source_lengths: tokens of each kept row; None: not tokenized.
+        dropped: number of rows by rule.
+        source_lengths: number of tokens of each kept row; None: not tokenized.
         target_lengths: as `source_lengths`.
     """
 
@@ -38,7 +38,7 @@ class KeptRows:
 
 
 def tokenized_rows(batch: RawBatch, tokenizer: Tokenizer, filters: FilterConfig, threads: int) -> KeptRows:
-    """The kept rows of a batch as token ids."""
+    """Returns the kept rows of a batch as token ids."""
     positions, dropped = filter_text(batch, filters)
     source = tokenizer.encode_source(_picked(batch.source, positions), threads)
     target = tokenizer.encode_target(_picked(batch.target, positions), threads)
@@ -58,7 +58,7 @@ def tokenized_rows(batch: RawBatch, tokenizer: Tokenizer, filters: FilterConfig,
 
 
 def text_rows(batch: RawBatch, filters: FilterConfig) -> KeptRows:
-    """The rows of a batch that their text gives no reason to drop, as text, normalized and tagged."""
+    """Returns the rows of a batch that are not dropped by their text, as text, normalized and tagged."""
     positions, dropped = filter_text(batch, filters)
     return KeptRows(
         read_rows=len(batch.source),
@@ -71,7 +71,7 @@ def text_rows(batch: RawBatch, filters: FilterConfig) -> KeptRows:
 
 
 class ChunkRows:
-    """The rows of a chunk, gathered batch by batch."""
+    """The rows of a chunk, collected batch by batch."""
 
     def __init__(self) -> None:
         self._tables: list[pa.Table] = []
@@ -96,16 +96,16 @@ class ChunkRows:
         )
 
     def table(self) -> pa.Table:
-        """All rows."""
+        """Returns all rows."""
         return pa.concat_tables(self._tables)
 
     def hashes(self) -> Hashes:
-        """Of all rows."""
+        """Returns the hashes of all rows."""
         pairs, sources = ([getattr(each, name) for each in self._hashes] for name in ("pairs", "sources"))
         return Hashes(np.concatenate(pairs), np.concatenate(sources))
 
     def counts(self) -> Chunk:
-        """Of all rows."""
+        """Returns the counts of all rows."""
         return Chunk.together(self._chunks)
 
 
@@ -118,7 +118,7 @@ def _row_ids(batch: RawBatch, positions: Sequence[int]) -> NDArray[np.int64]:
 
 
 def _hashes(batch: RawBatch, positions: Sequence[int]) -> Hashes:
-    """Of the pairs without their tags, which other corpora have other ones of."""
+    """Hashes the pairs without their tags, which differ between corpora."""
     sources = [text.removeprefix(batch.prefix) for text in _picked(batch.source, positions)]
     return pair_hashes(sources, _picked(batch.target, positions))
 

@@ -1,1 +1,1 @@
-"""Text where users have it: files, tables, Hub datasets and addresses, in order and in batches."""
+"""Readers of the user's text: files, tables, Hub datasets and addresses, in order and in batches."""

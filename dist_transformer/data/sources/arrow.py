@@ -1,4 +1,4 @@
-"""Parquet and Arrow files, read in Arrow batches; of parquet only the wanted columns and row groups.
+"""Reader of Parquet and Arrow files, in Arrow batches; of parquet only the wanted columns and row groups.
 
 choose(existing columns, file) -> (source column, target column)
 """
@@ -30,7 +30,7 @@ ARROW_FILE_MAGIC = b"ARROW1"
 
 @dataclass(frozen=True)
 class TableGroup:
-    """Rows that can be passed over together; `rows` is None where it is not known before they are read."""
+    """Rows that can be skipped together; `rows` is None if their number is unknown before they are read."""
 
     rows: int | None
     read: Callable[[], Iterable[pa.RecordBatch]]
@@ -38,11 +38,11 @@ class TableGroup:
 
 @dataclass(frozen=True)
 class ParquetFile:
-    """What the footer of a parquet file tells, and what tells the file from another.
+    """Content of the footer of a parquet file, and a fingerprint of the file.
 
     Attributes:
         file: absolute path or address.
-        rows: of each row group.
+        rows: number of rows of each row group.
         source: name of the text column, dots reach into nested ones; `target` likewise.
     """
 
@@ -58,17 +58,17 @@ class TableReader:
     """A `Reader` of tables.
 
     Args:
-        name: of the file or dataset, for messages.
+        name: name of the file or dataset, for messages.
         drop: mark invalid UTF-8 instead of refusing it.
     """
 
     def __init__(self, name: str, groups: Iterator[TableGroup], choose: ChooseColumns, drop: bool) -> None:
         self._name, self._groups, self._choose, self._drop = name, groups, choose, drop
-        self._group: TableGroup | None = None  # the next one, where it is known to have rows
+        self._group: TableGroup | None = None  # the next group, if it is known to have rows
         self._batches: Iterator[pa.RecordBatch] = iter(())
         self._rest: pa.RecordBatch | None = None
         self._row = 0
-        self._skipped = 0  # rows at the head of the group that comes next, or of what was just opened of it
+        self._skipped = 0  # rows at the head of the next group, or of the one just opened
 
     def has_more(self) -> bool:
         with named_errors(self._name):
@@ -91,7 +91,7 @@ class TableReader:
         return taken
 
     def skip(self, rows: int) -> int:
-        """Of a group with a known number of rows only the number is noted: when all are skipped, it is never read."""
+        """Skips rows. For a group with a known number of rows it only counts: if all are skipped, it is never read."""
         left = rows
         while left and self.has_more():
             if self._group is not None and self._group.rows is not None:
@@ -108,7 +108,7 @@ class TableReader:
         return rows - left
 
     def _piece(self, rows: int) -> pa.RecordBatch | None:
-        """Up to this many next rows; None at the end."""
+        """Returns up to this many next rows; None at the end."""
         while self.has_more():
             if self._group is not None:
                 group, self._group = self._group, None
@@ -123,7 +123,7 @@ class TableReader:
         return None
 
     def _find_group(self) -> bool:
-        """Moves on to the next group with rows. One with an unknown number is opened; False at the end."""
+        """Moves on to the next group with rows; opens a group with an unknown number. Returns False at the end."""
         group = next((group for group in self._groups if group.rows != 0), None)
         if group is not None and group.rows is None:
             self._batches = iter(group.read())
@@ -144,7 +144,7 @@ class TableReader:
 
 
 def parquet_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) -> TableReader:
-    """The pairs of a parquet file; unwanted row groups are not read."""
+    """Returns a reader of a parquet file; unwanted row groups are not read."""
     with named_errors(file):
         parquet = retried(file, attempts, lambda: open_parquet(file))
     columns = list(choose(column_paths(parquet.schema_arrow), file))
@@ -157,26 +157,26 @@ def parquet_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) 
 
 
 def arrow_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) -> TableReader:
-    """The pairs of an Arrow file of either kind: with random access, or a stream (what `datasets` writes)."""
+    """Returns a reader of an Arrow file of either kind: with random access, or a stream (as `datasets` writes)."""
     with named_errors(file):
         batches = _arrow_batches(file, attempts)
     return TableReader(file, iter([TableGroup(None, lambda: batches)]), choose, drop)
 
 
 def count_arrow_rows(file: str) -> int:
-    """Rows of a local Arrow file, without its text."""
+    """Counts the rows of a local Arrow file, without reading its text."""
     with named_errors(file):
         return sum(batch.num_rows for batch in _arrow_batches(file, attempts=1))
 
 
 def count_parquet_rows(file: str, attempts: int) -> int:
-    """Rows of a parquet file by its footer."""
+    """Counts the rows of a parquet file by its footer."""
     with named_errors(file):
         return int(retried(file, attempts, lambda: open_parquet(file)).metadata.num_rows)
 
 
 def read_footer(file: str, choose: ChooseColumns, attempts: int) -> ParquetFile:
-    """DataError when it has no footer, when a column is missing, and when a column holds no text."""
+    """Reads a parquet footer; DataError if it is missing, a column is missing, or a column is not text."""
     with named_errors(file):
         parquet = retried(file, attempts, lambda: open_parquet(file))
         columns = choose(column_paths(parquet.schema_arrow), file)
@@ -189,7 +189,7 @@ def read_footer(file: str, choose: ChooseColumns, attempts: int) -> ParquetFile:
 
 
 def column_paths(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:
-    """Names of all columns that hold values, nested ones with dots."""
+    """Returns the names of all columns with values, nested ones with dots."""
     names: list[str] = []
     for field in fields:
         name = f"{prefix}{field.name}"
@@ -198,13 +198,13 @@ def column_paths(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:
 
 
 def refuse_other_type(file: str, column: str, kind: pa.DataType) -> None:
-    """DataError for a column that holds no text."""
+    """Raises a DataError for a column that is not text."""
     if not is_text(kind):
         raise DataError(f"{file}: column {column!r} holds {kind}, expected text. Name another in `columns`.")
 
 
 def refuse_other_columns(files: list[ParquetFile]) -> ColumnNames:
-    """The columns of all files; DataError when two differ."""
+    """Returns the columns of all files; DataError if two files differ."""
     first, *others = files
     for other in others:
         if (other.source, other.target) != (first.source, first.target):
@@ -220,7 +220,7 @@ def _rows_of_groups(parquet: pq.ParquetFile) -> tuple[int, ...]:
 
 
 def _arrow_batches(file: str, attempts: int) -> Iterator[pa.RecordBatch]:
-    """A local file is mapped, so that what is not wanted is not read."""
+    """Returns the batches of a file. A local file is mapped into memory, so that unwanted parts are not read."""
     beginning = retried(file, attempts, lambda: _beginning(file))
     if beginning != ARROW_FILE_MAGIC:
         return iter(pa.ipc.open_stream(open_binary(file, attempts) if is_address(file) else pa.memory_map(file)))

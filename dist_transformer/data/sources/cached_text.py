@@ -1,7 +1,7 @@
-"""The text of validation corpora from the Hub or an address, kept beside the prepared corpus.
+"""Cache of the text of validation corpora from the Hub or an address, in the prepared folder.
 
-Training translates that text at each start; with a copy of it, a node without a network can. Files on local disks are
-read where they are.
+Training reads that text at each start; with a copy, it can do so on a node without a network. Files on local disks are
+read in place.
 """
 
 from contextlib import suppress
@@ -21,7 +21,7 @@ FOLDER = "validation_text"
 
 
 def texts_to_keep(config: Config) -> dict[str, tuple[CorpusConfig, int | None]]:
-    """The corpora that training reads as text, by their keys in `data`; of each only so many pairs, or all (None)."""
+    """Returns the corpora that training reads as text, by their keys in `data`, with their most pairs (None: all)."""
     data, settings = config.data, config.validation
     texts: dict[str, tuple[CorpusConfig, int | None]] = {}
     if data.validation is not None and settings.translate:
@@ -30,7 +30,7 @@ def texts_to_keep(config: Config) -> dict[str, tuple[CorpusConfig, int | None]]:
 
 
 def kept_pairs(corpus: CorpusConfig, data: DataConfig, most: int | None, folder: Path) -> Pairs:
-    """What `read_pairs` gives, and raises. A corpus that is not local is read once, then from its copy in `folder`."""
+    """Reads pairs as `read_pairs`. A corpus that is not local is read once, then from its copy in `folder`."""
     names = (corpus.source, corpus.target, corpus.path)
     if not corpus.hub and not any(is_address(located(data.root, name)) for name in names if name):
         return read_pairs(corpus, data, most)
@@ -45,7 +45,7 @@ def kept_pairs(corpus: CorpusConfig, data: DataConfig, most: int | None, folder:
 
 
 def _digest(corpus: CorpusConfig, data: DataConfig, most: int | None) -> str:
-    """Of all settings that decide about the text."""
+    """Returns the digest of all settings that determine the text."""
     keys = {"root", "source_language", "target_language", "normalization"}
     settings: dict[str, Any] = {**data.model_dump(mode="json", include=keys), "most": most}
     return json_digest({**settings, "corpus": corpus.model_dump(mode="json")})[:16]

@@ -1,8 +1,8 @@
 """Reads any corpus in order, in batches of text: aligned files, tables, Hub datasets, the demonstration corpus.
 
-The only adapter of Hugging Face `datasets`, which reads Hub datasets as a stream of Arrow batches. Its `shuffle` is never
-used: a stopped and resumed shuffled stream loses and repeats rows; `prepare` shuffles. Files are read here, whatever
-they are: so a message names the line, unwanted rows cost little, and every format has the same rules.
+The only adapter of Hugging Face `datasets`, which reads Hub datasets as a stream of Arrow batches. Its `shuffle` is not
+used: a stopped and resumed shuffled stream loses and repeats rows; `prepare` shuffles. Files of all formats are read
+here: so messages name the line, skipped rows cost little, and every format has the same rules.
 """
 
 import os
@@ -39,7 +39,7 @@ TABLE_BATCH_ROWS = 4096
 
 @dataclass(frozen=True)
 class RawBatch:
-    """Consecutive pairs of a corpus, normalized and tagged; a side is None where the table holds none.
+    """Consecutive pairs of a corpus, normalized and tagged; a side is None where the table has none.
 
     Attributes:
         first_row: row number of the first pair in the corpus, from 0.
@@ -55,18 +55,18 @@ class RawBatch:
 
 
 def always(first_row: int) -> bool:
-    """Every batch is wanted."""
+    """Returns True: every batch is wanted."""
     return True
 
 
 def read_corpus(
     corpus: CorpusConfig, data: DataConfig, batch_rows: int, wanted: Callable[[int], bool] = always
 ) -> Iterator[RawBatch]:
-    """The pairs of a corpus in order, `batch_rows` at a time (fewer in the last batch).
+    """Yields the pairs of a corpus in order, `batch_rows` at a time (fewer in the last batch).
 
     Args:
-        wanted: asked once for each batch, by the number of its first row, before it is decoded; the others are passed
-            over as cheaply as the source allows.
+        wanted: called once for each batch, with the number of its first row, before it is decoded; if it returns False
+            the batch is skipped as cheaply as the source allows.
 
     Raises:
         DataError: a missing or damaged file, an unknown Hub dataset, a missing column, a corpus without any row.
@@ -85,9 +85,9 @@ def read_corpus(
 
 
 def read_pairs(corpus: CorpusConfig, data: DataConfig, most: int | None = None) -> tuple[list[str], list[str]]:
-    """Both sides of a corpus, or of its first `most` pairs; nothing is left out, and what a table lacks is empty.
+    """Reads both sides of a corpus, or of its first `most` pairs; drops no pair, and returns "" for a missing side.
 
-    Raises as `read_corpus` does.
+    Raises the errors of `read_corpus`.
     """
     batches = read_corpus(corpus, data, TABLE_BATCH_ROWS)
     pairs = (pair for batch in batches for pair in zip(batch.source, batch.target, strict=True))
@@ -96,14 +96,14 @@ def read_pairs(corpus: CorpusConfig, data: DataConfig, most: int | None = None) 
 
 
 def ignore_lines(lines: int) -> None:
-    """For callers of a scan who want to hear nothing of it."""
+    """Does nothing: progress for callers of a scan that do not show it."""
 
 
 def scan_corpus(corpus: CorpusConfig, data: DataConfig, progress: Callable[[int], None] = ignore_lines) -> int | None:
-    """Reads local text files once, before anything is made of them; returns the rows, None where they are not known.
+    """Reads local text files once, before the preparation; returns the number of rows, None if it is unknown.
 
     DataError for a missing or damaged file, sides of unequal length, and invalid UTF-8 unless it is to be dropped.
-    Rows of a csv are counted by line: too many where quoted fields hold line ends. Remote text is not read twice.
+    Rows of a csv are counted by line: too many if quoted fields contain line ends. Remote text is not scanned.
     """
     refuse = data.filters.bad_encoding == "raise"
     files = find_corpus_files(corpus, data)
@@ -119,7 +119,7 @@ def scan_corpus(corpus: CorpusConfig, data: DataConfig, progress: Callable[[int]
 
 
 def parquet_index(corpus: CorpusConfig, data: DataConfig) -> list[ParquetFile] | None:
-    """The parquet files of a corpus, by their footers; None where it is something else, which has no row groups.
+    """Returns the parquet files of a corpus, by their footers; None for other formats, which have no row groups.
 
     DataError for a missing or damaged file and for a missing column.
     """
@@ -220,7 +220,7 @@ def _hub_tables(corpus: CorpusConfig, name: str) -> Iterator[Any]:
 
 
 def _hub_files(corpus: CorpusConfig) -> tuple[str, ...]:
-    """The files of a split, where a Hub dataset is made of parquet files; else none."""
+    """Returns the files of a split if a Hub dataset consists of parquet files; else none."""
     with _hub_errors(f"{corpus.hub} ({corpus.split})"):
         builder = _import_datasets().load_dataset_builder(corpus.hub, corpus.subset, revision=corpus.revision)
     files = builder.config.data_files or {}
@@ -239,7 +239,7 @@ def _hub_errors(name: str) -> Iterator[None]:
 
 
 def _import_datasets() -> Any:
-    """`datasets`, silenced: its progress bars and log lines repeat what our own messages say."""
+    """Imports `datasets` and silences it: its progress bars and log lines repeat our own messages."""
     import datasets
 
     datasets.disable_progress_bars()

@@ -1,8 +1,8 @@
 """The embedded demonstration corpus: English to German numbers, dates, times, prices and sentences about them.
 
-It is a function: every source sentence has exactly one target, so a trained model can be scored without doubt, and
-a small Transformer learns it in minutes on a CPU. A split takes the sentences whose German falls in its share of a
-hash, whatever the seed, so nothing of validation or test is ever seen in training, in words or in digits:
+It is a function: every source sentence has exactly one target, so a trained model can be scored exactly, and a small
+Transformer learns it in minutes on a CPU. A split has the sentences whose German is in its share of a hash, for every
+seed, so no sentence of validation or test is seen in training, in words or in digits:
 
     ("The train to Bonn leaves at half past seven on Monday.", "Der Zug nach Bonn fährt am Montag um halb acht ab.")
 """
@@ -33,16 +33,16 @@ from dist_transformer.data.sources.demo_language import (
 DemoSplit = Literal["train", "validation", "test"]
 PAIRS_OF_SPLIT: dict[DemoSplit, int] = {"train": 40_000, "validation": 500, "test": 1_000}
 HASH_SHARE_OF_SPLIT: dict[DemoSplit, range] = {"validation": range(0, 3), "test": range(3, 9), "train": range(9, 100)}
-"""Per cent of the German sentences that each split draws from."""
+"""Percentage of the German sentences that each split draws from."""
 DEMO_VERSION = 1
-"""Part of every recipe that uses the corpus: raised whenever a pair of it changes."""
+"""Version in every recipe that uses the corpus, incremented whenever one of its pairs changes."""
 DIGITS_SHARE = 0.25
 """Share of the numbers, years and prices that the English side writes in digits."""
 
 
 @dataclass(frozen=True)
 class Noun:
-    """A German noun in the forms the templates ask for; printed bare it has no article."""
+    """A German noun in the forms that the templates use; printed by itself it has no article."""
 
     article: str
     word: str
@@ -62,18 +62,18 @@ class Noun:
 
     @property
     def the_accusative(self) -> str:
-        """`den Zug`; neuter and feminine do not change."""
+        """Accusative: `den Zug`; neuter and feminine do not change."""
         return f"{'den' if self.article == 'der' else self.article} {self.word}"
 
     @property
     def In_the(self) -> str:
-        """At the start of a sentence: `Im Bahnhof`, `In der Bank`."""
+        """Dative with "in" at the start of a sentence: `Im Bahnhof`, `In der Bank`."""
         return f"{'In der' if self.article == 'die' else 'Im'} {self.word}"
 
 
 @dataclass(frozen=True)
 class Inflected:
-    """A German date or price: nominative when printed bare; `other` is dative (dates) or accusative (prices)."""
+    """A German date or price: nominative when printed by itself; `other` is dative (dates) or accusative (prices)."""
 
     nominative: str
     other: str
@@ -84,14 +84,14 @@ class Inflected:
 
 @dataclass(frozen=True)
 class Slot:
-    """What fills a `{name}` of a template on both sides."""
+    """Text that replaces a `{name}` of a template on each side."""
 
     english: str
     german: str | Noun | Inflected
 
 
 TEMPLATES: tuple[tuple[int, str, str], ...] = (
-    # weight, English, German; a digit after a slot's name makes it a second one of the same kind
+    # weight, English, German; a digit after a slot's name marks a second slot of the same kind
     (6, "{number}", "{number}"),
     (3, "{date}", "der {date}"),
     (3, "{full_date}", "der {full_date}"),
@@ -202,7 +202,7 @@ DAYS_OF_MONTH = (31, 29, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
 
 
 def demo_pairs(split: DemoSplit, seed: int = 1) -> Iterator[tuple[str, str]]:
-    """The (English, German) pairs of a split, in an order that depends on `seed` alone; no source comes twice."""
+    """Yields the (English, German) pairs of a split, in an order that depends only on `seed`; each source once."""
     generator = random.Random(f"{seed}/{split}")
     weights = [weight for weight, _, _ in TEMPLATES]
     seen: set[str] = set()
@@ -234,7 +234,7 @@ def _number(generator: random.Random) -> Slot:
 
 
 def _counted(largest: int) -> Callable[[random.Random], Slot]:
-    """At least two of something; never ..01, where German inflects the one (`einhundertein Bücher`)."""
+    """Returns a draw of counts from 2 on; never ..01, where German inflects the one (`einhundertein Bücher`)."""
 
     def draw(generator: random.Random) -> Slot:
         number = 0
@@ -246,13 +246,13 @@ def _counted(largest: int) -> Callable[[random.Random], Slot]:
 
 
 def _rendered(number: int, generator: random.Random) -> Slot:
-    """Digits only below 10,000: longer ones would be cut into pieces in too many ways."""
+    """Renders a number, in digits only below 10,000: longer ones would be cut into pieces in too many ways."""
     digits = number < 10_000 and generator.random() < DIGITS_SHARE
     return Slot(str(number) if digits else english_number(number), german_number(number))
 
 
 def _random_number(generator: random.Random, largest: int) -> int:
-    """Small numbers more often than large ones, as in life."""
+    """Draws small numbers more often than large ones."""
     (limit,) = generator.choices((100, 1_000, 10_000, LARGEST_NUMBER + 1), (40, 30, 25, 5))
     return generator.randrange(min(limit, largest + 1))
 

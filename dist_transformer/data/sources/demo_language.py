@@ -30,7 +30,7 @@ LARGEST_NUMBER = 999_999
 
 
 def english_number(number: int) -> str:
-    """0 to 999,999 in words: 105 -> `one hundred and five`."""
+    """Returns 0 to 999,999 in words: 105 -> `one hundred and five`."""
     thousands, rest = divmod(number, 1000)
     if thousands == 0:
         return _english_below_thousand(rest)
@@ -41,7 +41,7 @@ def english_number(number: int) -> str:
 
 
 def german_number(number: int) -> str:
-    """0 to 999,999 as one word, as it is counted: 1 -> `eins`, 1001 -> `eintausendeins`."""
+    """Returns 0 to 999,999 as one word, in the form for counting: 1 -> `eins`, 1001 -> `eintausendeins`."""
     thousands, rest = divmod(number, 1000)
     if thousands == 0:
         return _german_below_thousand(rest)
@@ -50,7 +50,7 @@ def german_number(number: int) -> str:
 
 
 def english_ordinal(number: int) -> str:
-    """1 to 31: `first`, `twenty-first`, `thirtieth`."""
+    """Returns the ordinal of 1 to 31: `first`, `twenty-first`, `thirtieth`."""
     tens, unit = divmod(number, 10)
     if number > 20 and unit:
         return f"{ENGLISH_TENS[tens]}-{english_ordinal(unit)}"
@@ -61,12 +61,12 @@ def english_ordinal(number: int) -> str:
 
 
 def german_ordinal(number: int) -> str:
-    """1 to 31 after `der`: `erste`, `einundzwanzigste`; after `am` and `dem` append n."""
+    """Returns the ordinal of 1 to 31 after `der`: `erste`, `einundzwanzigste`; after `am` and `dem` append n."""
     return GERMAN_ORDINALS.get(number, german_number(number) + ("te" if number < 20 else "ste"))
 
 
 def english_year(year: int) -> str:
-    """1100 to 2099: `nineteen eighty-four`, `nineteen oh five`, `nineteen hundred`, `two thousand and five`."""
+    """Spells 1100 to 2099: `nineteen eighty-four`, `nineteen oh five`, `nineteen hundred`, `two thousand and five`."""
     century, rest = divmod(year, 100)
     if 2000 <= year < 2010:
         return english_number(year)
@@ -76,7 +76,7 @@ def english_year(year: int) -> str:
 
 
 def german_year(year: int) -> str:
-    """1100 to 2099: `neunzehnhundertvierundachtzig`, `zweitausendfünf`."""
+    """Spells 1100 to 2099: `neunzehnhundertvierundachtzig`, `zweitausendfünf`."""
     if year >= 2000:
         return german_number(year)
     century, rest = divmod(year, 100)
@@ -84,9 +84,9 @@ def german_year(year: int) -> str:
 
 
 def clock_phrase(hour: int, minute: int) -> tuple[str, str]:
-    """A spoken time of the twelve-hour clock, minute a multiple of 5: (7, 30) -> `half past seven`, `halb acht`.
+    """Spells a time of the twelve-hour clock, minute a multiple of 5: (7, 30) -> `half past seven`, `halb acht`.
 
-    25 and 35 minutes have no form here: German goes by the half hour (`fünf vor halb acht`) where English does not.
+    25 and 35 minutes have no form here: German refers to the half hour (`fünf vor halb acht`), English does not.
     """
     next_hour = hour % 12 + 1
     if minute == 0:
@@ -104,13 +104,13 @@ def clock_phrase(hour: int, minute: int) -> tuple[str, str]:
 
 
 def digital_time(hour: int, minute: int) -> tuple[str, str]:
-    """A time of the twenty-four-hour clock: (13, 45) -> `13:45`, `dreizehn Uhr fünfundvierzig`."""
+    """Returns a time of the twenty-four-hour clock: (13, 45) -> `13:45`, `dreizehn Uhr fünfundvierzig`."""
     german = f"{_before_noun(german_number(hour))} Uhr"
     return f"{hour}:{minute:02d}", german if minute == 0 else f"{german} {german_number(minute)}"
 
 
 def english_price(euros: int, cents: int) -> str:
-    """`four euros and fifty cents`, `one euro`, `fifty cents`; not both 0."""
+    """Returns `four euros and fifty cents`, `one euro`, `fifty cents`; not both are 0."""
     parts = [
         f"{english_number(n)} {unit}{'' if n == 1 else 's'}" for n, unit in ((euros, "euro"), (cents, "cent")) if n
     ]
@@ -118,7 +118,7 @@ def english_price(euros: int, cents: int) -> str:
 
 
 def german_price(euros: int, cents: int, one: str) -> str:
-    """`vier Euro und fünfzig Cent`; `one` is the word for a single one: `ein` (nominative) or `einen` (accusative)."""
+    """Returns `vier Euro und fünfzig Cent`; `one` is the word for 1: `ein` (nominative) or `einen` (accusative)."""
     amounts = [(euros, "Euro"), (cents, "Cent")]
     return " und ".join(f"{one if n == 1 else german_number(n)} {unit}" for n, unit in amounts if n)
 
@@ -154,5 +154,5 @@ def _german_below_hundred(number: int) -> str:
 
 
 def _before_noun(word: str) -> str:
-    """`eins` loses its s before what it counts: `ein Uhr`, `einundzwanzig`, `einhundert`."""
+    """Removes the s of `eins` before the counted noun: `ein Uhr`, `einundzwanzig`, `einhundert`."""
     return word[:-1] if word.endswith("eins") else word

@@ -1,4 +1,4 @@
-"""Which files a corpus names, of which kind they are, and a cheap fingerprint of them."""
+"""Files of a corpus: their names, their formats, and a cheap fingerprint of them."""
 
 import os
 from collections.abc import Callable, Iterable
@@ -15,14 +15,14 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz"}
 LINE_SUFFIXES = (".tsv", ".csv", ".jsonl")
 ARROW_SUFFIXES = (".parquet", ".arrow")
 THREADS = 16
-"""For questions to remote filesystems, one for each file of a pattern."""
+"""Threads for requests to remote filesystems, one request for each file of a pattern."""
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class CorpusFiles:
-    """Paths and addresses; file i of one side is aligned with file i of the other."""
+    """Paths and addresses of a corpus; file i of one side is aligned with file i of the other."""
 
     source: tuple[str, ...] = ()
     target: tuple[str, ...] = ()
@@ -33,10 +33,10 @@ class CorpusFiles:
 
 
 def find_corpus_files(corpus: CorpusConfig, data: DataConfig) -> CorpusFiles:
-    """The files of a corpus, its patterns resolved; none for a Hub dataset or the demonstration corpus.
+    """Returns the files of a corpus, its patterns resolved; none for a Hub dataset or the demonstration corpus.
 
-    DataError when a local file is missing, nothing fits a pattern, or the sides have not the same number of files. An
-    address without a pattern is taken to be there until it is opened.
+    DataError if a local file is missing, no file matches a pattern, or the sides have different numbers of files. An
+    address without a pattern is assumed to exist until it is opened.
     """
     files = CorpusFiles(*(_expand(getattr(corpus, key), data) for key in ("source", "target", "path")))
     if len(files.source) != len(files.target):
@@ -48,13 +48,13 @@ def find_corpus_files(corpus: CorpusConfig, data: DataConfig) -> CorpusFiles:
 
 
 def is_text_at_hand(corpus: CorpusConfig, data: DataConfig) -> bool:
-    """Whether all local files of a corpus are there; remote ones, the Hub and the demonstration corpus count as there."""
+    """True if all local files of a corpus exist; remote files, the Hub and the demo corpus count as existing."""
     names = (corpus.source, corpus.target, corpus.path)
     return all(is_address(located(data.root, name)) or local_files(data.root, name) for name in names if name)
 
 
 def corpus_name(corpus: CorpusConfig, data: DataConfig) -> str:
-    """How messages name a corpus."""
+    """Name of a corpus in messages."""
     if corpus.hub:
         return f"{corpus.hub} ({', '.join(filter(None, (corpus.subset, corpus.split)))})"
     if corpus.demo:
@@ -64,7 +64,7 @@ def corpus_name(corpus: CorpusConfig, data: DataConfig) -> str:
 
 
 def table_kind(file: str) -> str:
-    """tsv, csv, jsonl, parquet or arrow, by the file's name without .gz, .zst or .xz; DataError for another."""
+    """Returns tsv, csv, jsonl, parquet or arrow, by the file's name without .gz, .zst or .xz; else DataError."""
     name = base_name(file)
     plain = name.removesuffix(compression_suffix(file))
     kind = next((suffix for suffix in LINE_SUFFIXES + ARROW_SUFFIXES if plain.endswith(suffix)), None)
@@ -80,15 +80,15 @@ def table_kind(file: str) -> str:
 
 
 def compression_suffix(file: str) -> str:
-    """.gz, .zst, .xz, or nothing."""
+    """Returns .gz, .zst, .xz, or ""."""
     return next((suffix for suffix in COMPRESSIONS if base_name(file).endswith(suffix)), "")
 
 
 def corpus_fingerprint(corpus: CorpusConfig, data: DataConfig) -> dict[str, Any]:
-    """What tells this corpus from another, without reading it all: part of the recipe of a prepared corpus.
+    """Returns a fingerprint of a corpus, without reading all of it: part of the recipe of a prepared corpus.
 
-    A file counts by its name, size and the SHA-256 of its first and last MiB, not by its folder or time: a corpus may
-    be moved. A Hub dataset counts by its id, subset, split and revision. DataError when a file is missing.
+    A file enters by its name, size and the SHA-256 of its first and last MiB, not by its folder or time: a corpus may
+    be moved. A Hub dataset enters by its id, subset, split and revision. DataError if a file is missing.
     """
     given: dict[str, Any] = {"tags": list(corpus.tags)} if corpus.tags else {}
     if corpus.demo:
@@ -104,7 +104,7 @@ def corpus_fingerprint(corpus: CorpusConfig, data: DataConfig) -> dict[str, Any]
 
 
 def for_each_file(ask: Callable[[Item], Result], files: Iterable[Item]) -> list[Result]:
-    """`ask` of each file, many at a time: a remote filesystem takes its time for each answer."""
+    """Calls `ask` for each file, many at a time: remote filesystems answer slowly."""
     with ThreadPoolExecutor(THREADS) as pool:
         return list(pool.map(ask, files))
 

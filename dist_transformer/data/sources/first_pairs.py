@@ -1,5 +1,5 @@
-"""A look at the first pairs of the training corpora, before a job is submitted: what prepare would refuse after hours in the
-queue is found here, where the text lies on this machine.
+"""Check of the first pairs of local training corpora before a job is submitted: finds problems that prepare would
+otherwise report after hours in the queue.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ ROWS = 2000
 
 
 def first_pairs_problems(config: Config) -> list[str]:
-    """Corpora that cannot be read, and those of which the filters leave nothing, as far as their first pairs tell."""
+    """Returns a problem for each corpus that cannot be read, or whose first pairs the filters all drop."""
     data = config.data
     if data.prepared is not None and (Path(data.prepared) / "manifest.json").is_file():
         return []
@@ -23,7 +23,7 @@ def first_pairs_problems(config: Config) -> list[str]:
 
 
 def _problem(corpus: CorpusConfig, config: Config) -> str | None:
-    # Imported here: numpy and pyarrow take longer than all else that `submit` does.
+    # Imported here: numpy and pyarrow take longer than the rest of `submit`.
     from dist_transformer.data.filters import filter_text
     from dist_transformer.data.sources.corpus import read_corpus
     from dist_transformer.data.sources.files import corpus_name
@@ -33,7 +33,7 @@ def _problem(corpus: CorpusConfig, config: Config) -> str | None:
     except DataError as error:
         return str(error)
     kept, dropped = filter_text(batch, config.data.filters)
-    if config.tokenizer.source_model is None:  # ours make at least one token of a word, and the end of the sentence
+    if config.tokenizer.source_model is None:  # ours have at least one token per word, and the end of sentence
         words = [max(len((side[row] or "").split()) for side in (batch.source, batch.target)) for row in kept]
         dropped["too_long"] += sum(count >= config.data.filters.max_tokens for count in words)
     if dropped.total() < len(batch.source):

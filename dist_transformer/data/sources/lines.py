@@ -1,4 +1,4 @@
-r"""Files of lines, exactly: a line ends at "\n" and nowhere else, and every byte is accounted for.
+r"""Exact reader of files of lines: a line ends only at "\n", and every byte is accounted for.
 
 Aligned text is read here and not through `datasets`, whose text reader cuts lines where Python's `splitlines` does (at
 U+2028, form feeds and others), which would shift one side against the other, and cannot name the line of a bad byte.
@@ -20,15 +20,15 @@ from dist_transformer.data.sources.text import decoded, is_utf8
 from dist_transformer.errors import DataError
 
 SCAN_LINES = 1 << 18
-"""Lines between two reports of a scan."""
+"""Lines between two progress reports of a scan."""
 READ_BLOCK_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read_whole_lines(file: str, attempts: int = 1) -> Iterator[bytes]:
-    """Lines with their ends, without a byte order mark; .gz, .zst and .xz are unpacked.
+    """Yields lines with their ends, without a byte order mark; decompresses .gz, .zst and .xz.
 
-    DataError when the file cannot be opened, or is damaged or cut short.
+    DataError if the file cannot be opened, or is damaged or truncated.
     """
     with named_errors(file):
         stream = _unpacked(file, attempts)
@@ -39,7 +39,7 @@ def read_whole_lines(file: str, attempts: int = 1) -> Iterator[bytes]:
 
 
 def read_lines(file: str, attempts: int = 1) -> Iterator[bytes]:
-    """`read_whole_lines` without the ends (LF or CR LF)."""
+    """Yields the lines of `read_whole_lines` without their ends (LF or CR LF)."""
     for line in read_whole_lines(file, attempts):
         yield line.removesuffix(b"\n").removesuffix(b"\r")
 
@@ -47,7 +47,7 @@ def read_lines(file: str, attempts: int = 1) -> Iterator[bytes]:
 def scan_file(file: str, refuse_bad_encoding: bool, progress: Callable[[int], None]) -> int:
     """Reads a file once and counts its lines; DataError names file and line of the first invalid UTF-8, if refused.
 
-    `progress` is told of the lines read now and then.
+    `progress` is called with the number of lines read, every SCAN_LINES lines.
     """
     number = 0
     for number, line in enumerate(read_lines(file), start=1):
@@ -59,7 +59,7 @@ def scan_file(file: str, refuse_bad_encoding: bool, progress: Callable[[int], No
 
 
 def scan_aligned(source: str, target: str, refuse_bad_encoding: bool, progress: Callable[[int], None]) -> int:
-    """`scan_file` of both; DataError with both totals when they have not the same number of lines."""
+    """Scans both files by `scan_file`; DataError with both totals if their numbers of lines differ."""
     source_lines, target_lines = (scan_file(file, refuse_bad_encoding, progress) for file in (source, target))
     if source_lines != target_lines:
         raise _unequal(source, source_lines, target, target_lines)
@@ -67,7 +67,7 @@ def scan_aligned(source: str, target: str, refuse_bad_encoding: bool, progress: 
 
 
 def aligned_reader(source: str, target: str, drop: bool, attempts: int) -> PairReader[tuple[bytes, bytes]]:
-    """The pairs of two files; DataError, with both totals, when one ends before the other.
+    """Returns a reader of two files; DataError, with both totals, if one ends before the other.
 
     Args:
         drop: mark invalid UTF-8 instead of refusing it.
@@ -85,14 +85,14 @@ def aligned_reader(source: str, target: str, drop: bool, attempts: int) -> PairR
 
 
 def tsv_reader(file: str, columns: tuple[str, str], drop: bool, attempts: int) -> PairReader[bytes]:
-    """The pairs of two columns; None where a line is too short.
+    """Returns a reader of two columns; a side is None where a line is too short.
 
-    Columns are numbers from 0 in a file without a header, or names from its first line; DataError when the first line
+    Columns are numbers from 0 in a file without a header, or names from its first line; DataError if the first line
     does not have them.
     """
     lines = read_lines(file, attempts)
     first_line = next(lines, None)
-    if first_line is None:  # the caller says that the corpus is empty
+    if first_line is None:  # the caller reports that the corpus is empty
         return PairReader(iter(()), lambda first, batch: Pairs([], [], set()))
     by_number = all(column.isdecimal() for column in columns)
     positions = _tsv_positions(file, first_line, columns, by_number)
@@ -109,13 +109,13 @@ def tsv_reader(file: str, columns: tuple[str, str], drop: bool, attempts: int) -
 
 
 def refuse_bad_lines(file: str, first: int, lines: Sequence[bytes], bad: Sequence[int]) -> None:
-    """DataError for the first of the bad positions; `lines` begin at line number `first`, counted from 0."""
+    """Raises a DataError for the first bad position; `lines` begin at line number `first`, counted from 0."""
     if bad:
         raise encoding_error(file, first + bad[0] + 1, lines[bad[0]])
 
 
 def encoding_error(file: str, number: int, line: bytes) -> DataError:
-    """Says where in a line that is not valid UTF-8 the first bad byte is; `number` counts from 1."""
+    """Returns an error with the position of the first byte in a line that is not valid UTF-8; `number` is from 1."""
     try:
         line.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Sentence pairs on their way out of a file, some at a time: what every format is read as."""
+"""Reader interface of all formats: sentence pairs of a file, some at a time."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +12,7 @@ Raw = TypeVar("Raw")
 
 @dataclass
 class Pairs:
-    """Neighbouring pairs; `bad_encoding` are the positions of those that are not valid UTF-8."""
+    """Consecutive pairs; `bad_encoding` are the positions of those that are not valid UTF-8."""
 
     source: Texts
     target: Texts
@@ -20,25 +20,25 @@ class Pairs:
 
 
 class Reader(Protocol):
-    """Goes through one file."""
+    """Reads one file in order."""
 
     def has_more(self) -> bool: ...
 
     def take(self, rows: int) -> Pairs:
-        """The next pairs, up to this many."""
+        """Returns the next pairs, up to this many."""
         ...
 
     def skip(self, rows: int) -> int:
-        """Passes over up to this many rows as cheaply as the format allows; returns how many there were."""
+        """Skips up to this many rows as cheaply as the format allows; returns the number of skipped rows."""
         ...
 
 
 class PairReader(Generic[Raw]):
-    """A `Reader` of lines, or of other pieces that are cheap to come by and are parsed only when they are wanted.
+    """A `Reader` of lines, or of other items that are cheap to read and are parsed only when they are wanted.
 
     Args:
         raw: one item for each pair.
-        parse: makes pairs of items, the first of which has the given number, counted from 0.
+        parse: parses items into pairs, given the number of the first item, counted from 0.
     """
 
     def __init__(self, raw: Iterator[Raw], parse: Callable[[int, list[Raw]], Pairs]) -> None:

@@ -1,7 +1,7 @@
-"""Opens files by name, wherever they are: paths on this machine, and every address that fsspec knows.
+"""Opens files by path or address: paths on this machine, and every address that fsspec supports.
 
-fsspec is imported only where there is an address. What a filesystem raises passes through as it is where callers try
-again (see retries.py); `named_errors` makes a DataError of it.
+fsspec is imported only for an address. Exceptions of a filesystem pass through unchanged to callers that retry (see
+retries.py); `named_errors` turns them into a DataError.
 """
 
 import hashlib
@@ -23,14 +23,14 @@ from dist_transformer.errors import DataError
 
 FINGERPRINT_BLOCK_BYTES = 1 << 20
 IDLE_SECONDS = 300
-"""A server that sends nothing for this long is given up."""
+"""Time without data after which the read from a server fails."""
 VERSION_FIELDS = ("ETag", "Content-MD5", "Last-Modified")
 Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
 def open_binary(file: str, attempts: int = 1) -> BinaryIO:
-    """A file to read from its beginning to its end. The reads of a remote one are tried again where that is possible."""
+    """Opens a file for sequential reading. The reads of a remote one are retried where that is possible."""
     if not is_address(file):
         return open(file, "rb")
     remote = retried(file, attempts, lambda: _open_remote(file))
@@ -42,10 +42,10 @@ def open_binary(file: str, attempts: int = 1) -> BinaryIO:
 
 
 def open_seekable(file: str) -> BinaryIO:
-    """A file to read here and there; DataError when its server hands out whole files only."""
+    """Opens a file for random access; DataError if its server sends only complete files."""
     if not is_address(file):
         return open(file, "rb")
-    # The readers of such files ask for just what they need: nothing is read ahead.
+    # The readers of such files request exactly what they need: no read-ahead.
     remote: BinaryIO = _open_remote(file, cache_type="none")
     if not _answers_ranges(remote):
         raise DataError(
@@ -55,14 +55,14 @@ def open_seekable(file: str) -> BinaryIO:
 
 
 def open_parquet(file: str) -> pq.ParquetFile:
-    """A parquet file by path or address. Pages are checked against their checksums, where the file has them."""
+    """Opens a parquet file by path or address. Pages are checked against their checksums, if the file has them."""
     if not is_address(file):
         return pq.ParquetFile(file, page_checksum_verification=True)
     return pq.ParquetFile(open_seekable(file), pre_buffer=True, page_checksum_verification=True)
 
 
 def file_bytes(file: str) -> int:
-    """Size of a file; DataError where nobody knows it."""
+    """Size of a file; DataError if the server does not report it."""
     if not is_address(file):
         return os.path.getsize(file)
     size = _info(file).get("size")
@@ -72,9 +72,9 @@ def file_bytes(file: str) -> int:
 
 
 def files_of_address(address: str, attempts: int) -> list[str]:
-    """The addresses that a pattern stands for, in order; an address that is no pattern stands for itself.
+    """Returns the addresses that match a pattern, in order; for an address that is no pattern the address itself.
 
-    DataError when nothing fits, or when this kind of filesystem cannot be listed.
+    DataError if no file matches, or if this kind of filesystem cannot be listed.
     """
     if not is_pattern(address):
         return [address]
@@ -89,9 +89,9 @@ def files_of_address(address: str, attempts: int) -> list[str]:
 
 
 def file_fingerprint(file: str, attempts: int) -> dict[str, Any]:
-    """Name, size and the SHA-256 of the first and last MiB of a file: the same wherever it lies.
+    """Returns name, size and the SHA-256 of the first and last MiB of a file: independent of its location.
 
-    A server that hands out whole files only tells a version of the file instead.
+    For a server that sends only complete files, the version that it reports replaces the digest.
     """
     name = base_name(file)
     if not is_address(file):
@@ -102,14 +102,14 @@ def file_fingerprint(file: str, attempts: int) -> dict[str, Any]:
 
 
 def base_name(file: str) -> str:
-    """The last part of a path or address, without the query of a web address."""
+    """Returns the last part of a path or address, without the query of a web address."""
     path = urlsplit(file).path if file.startswith(("http://", "https://")) else file
     return path.rstrip("/").rsplit("/", 1)[-1]
 
 
 @contextmanager
 def named_errors(name: str, problem: str = "cannot be read") -> Iterator[None]:
-    """Whatever is wrong with a file, its filesystem or the network becomes a DataError that names the file."""
+    """Turns every error of a file, its filesystem or the network into a DataError that names the file."""
     try:
         yield
     except _file_errors() as error:
@@ -120,12 +120,12 @@ def named_errors(name: str, problem: str = "cannot be read") -> Iterator[None]:
 
 
 def retried(file: str, attempts: int, read: Callable[[], Result]) -> Result:
-    """`with_retries` whose warnings name the file; what is on this machine is read once."""
+    """Calls `with_retries` with warnings that name the file; a file on this machine is read once."""
     return with_retries(read, attempts if is_address(file) else 1, lambda reason: log.warning("%s: %s", file, reason))
 
 
 class _RetriedReads(io.RawIOBase):
-    """Reads a remote file in order, each read anew from where it was when it fails."""
+    """Reads a remote file in order; a read that fails is retried from its position."""
 
     def __init__(self, name: str, remote: Any, attempts: int) -> None:
         self._name, self._remote, self._attempts = name, remote, attempts
@@ -146,7 +146,7 @@ class _RetriedReads(io.RawIOBase):
 
 
 def _filesystem(address: str, **options: Any) -> tuple[Any, str]:
-    """The filesystem of an address and the path in it; DataError when its package is missing or it is unknown."""
+    """Returns the filesystem of an address and the path in it; DataError if it is unknown or its package missing."""
     import fsspec
 
     try:
@@ -166,7 +166,7 @@ def _file_errors() -> tuple[type[Exception], ...]:
 
 
 def _reason_of_web(error: BaseException) -> BaseException:
-    """fsspec says "no such file" of every answer of a web server that it cannot use, and of none."""
+    """Returns the actual cause: fsspec raises "no such file" for every unusable or missing answer of a web server."""
     cause = error.__cause__
     is_other = isinstance(cause, OSError) or getattr(cause, "status", 404) != 404
     return cause if isinstance(error, FileNotFoundError) and cause is not None and is_other else error
@@ -178,7 +178,7 @@ def _open_remote(file: str, **options: Any) -> Any:
 
 
 def _open_stream(file: str) -> Any:
-    """One answer of a web server from its first to its last byte, however long that takes."""
+    """Opens a single response of a web server, read from start to end without a limit of the total time."""
     import aiohttp
 
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=IDLE_SECONDS, sock_read=IDLE_SECONDS)
@@ -187,7 +187,7 @@ def _open_stream(file: str) -> Any:
 
 
 def _answers_ranges(remote: Any) -> bool:
-    """Whether any part of a remote file can be asked for; only web servers may refuse."""
+    """True if any part of a remote file can be requested; only web servers may refuse."""
     protocol = getattr(getattr(remote, "fs", None), "protocol", ())
     if "http" not in protocol:
         return True

@@ -1,4 +1,4 @@
-"""Tries a read again when it fails, with growing pauses: a busy filesystem or network often answers the next time."""
+"""Retries of failed reads, with growing pauses: a busy filesystem or network often answers the next time."""
 
 import errno
 import sys
@@ -17,17 +17,17 @@ REMOTE_ERRORS = {
     "gcsfs.retry": ("HttpError",),
     "httpx": ("HTTPError",),
 }
-"""What the filesystems of fsspec let through that is no OSError. All are optional, so none is imported for it."""
+"""Errors of fsspec's filesystems that are no OSError. Their packages are optional, so none is imported for them."""
 BAD_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM)
 
 Result = TypeVar("Result")
 
 
 def with_retries(read: Callable[[], Result], attempts: int, warn: Callable[[str], None]) -> Result:
-    """What `read` returns; tried up to `attempts` times, pausing 0.1, 0.2, 0.4 ... 5 s and up to 0.1 s by chance.
+    """Returns the result of `read`, tried up to `attempts` times with pauses of 0.1, 0.2, 0.4 ... 5 s plus up to 0.1 s.
 
     Args:
-        warn: told of each failed attempt that is followed by another; the exception of the last one is raised.
+        warn: called after each failed attempt that is followed by another; the exception of the last one is raised.
     """
 
     def before_pause(state: RetryCallState) -> None:
@@ -48,14 +48,14 @@ def with_retries(read: Callable[[], Result], attempts: int, warn: Callable[[str]
 
 
 def read_errors() -> tuple[type[Exception], ...]:
-    """Exceptions of reading: of the disk, the network or the bytes of a file, and not of the program."""
+    """Returns the exceptions of reading: of the disk, the network or the bytes of a file, not of the program."""
     return (OSError, EOFError, pa.ArrowException, *_remote_errors())
 
 
 def is_outage(error: BaseException) -> bool:
-    """Whether the disk or the network failed; else the file is missing, closed to us or damaged.
+    """True if the disk or the network failed; else the file is missing, not permitted or damaged.
 
-    What Arrow finds damaged is an OSError too, but has no error number.
+    Arrow's error for a damaged file is an OSError too, but has no error number.
     """
     if isinstance(error, OSError):
         failed = error.errno is not None and error.errno not in BAD_FILE_ERRNOS
@@ -64,7 +64,7 @@ def is_outage(error: BaseException) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """The text of an exception on one line; its name where it has none."""
+    """Returns the text of an exception on one line; its type if it has none."""
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -1,7 +1,7 @@
-"""Tables of text with a row a line: jsonl, and csv, whose quoted cells may span lines.
+"""Reader of tables with one row per line: jsonl, and csv, whose quoted cells may span lines.
 
-Read line by line and not through Arrow's or pandas' readers, so that every cell is the text that it is (`12`, `NA` and
-`2020-01-01` too), a message names the line, and unwanted rows are passed over without being parsed.
+Read line by line and not through Arrow's or pandas' readers, so that every cell stays text (`12`, `NA` and
+`2020-01-01` too), messages name the line, and unwanted rows are skipped without being parsed.
 """
 
 import csv
@@ -18,11 +18,11 @@ from dist_transformer.errors import DataError
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 ColumnNames = tuple[str, str]
 ChooseColumns = Callable[[list[str], str], ColumnNames]
-"""Takes the existing columns and the file for a message; gives the source and the target column."""
+"""Takes the existing columns and the file's name for messages; returns the source and the target column."""
 
 
 def csv_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) -> PairReader[list[str]]:
-    """The pairs of a csv file with a header; None where a row is too short.
+    """Returns a reader of a csv file with a header; a side is None where a row is too short.
 
     DataError for a missing column, for quotes that do not match, and for invalid UTF-8 unless `drop`.
     """
@@ -37,13 +37,13 @@ def csv_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) -> P
 
 
 def jsonl_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) -> PairReader[bytes]:
-    """The pairs of a file with a JSON object in every line; None for an empty line and where an object has no such key.
+    """Returns a reader of a file with a JSON object per line; a side is None for an empty line or a missing key.
 
-    DataError for a line that is none, a value that is no text, and for invalid UTF-8 unless `drop`.
+    DataError for a line that is no object, a value that is no text, and for invalid UTF-8 unless `drop`.
     """
     lines = read_lines(file, attempts)
     head = list(_to_first_row(lines))
-    # From the first row of the file, whichever rows are wanted: those of other processes are not parsed.
+    # From the first row of the file, even if it is not wanted: rows of other processes are not parsed.
     columns = choose(_paths(_json_object(file, len(head), head[-1], drop)), file) if head and head[-1].strip() else None
 
     def parse_line(number: int, line: bytes) -> tuple[Any, Any]:
@@ -68,7 +68,7 @@ def jsonl_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) ->
 
 
 def _to_first_row(lines: Iterator[bytes]) -> Iterator[bytes]:
-    """The lines up to the first that is not empty."""
+    """Yields the lines up to the first that is not empty."""
     for line in lines:
         yield line
         if line.strip():
@@ -87,7 +87,7 @@ def _csv_rows(file: str, drop: bool, attempts: int) -> Iterator[list[str]]:
 
 
 def _text_lines(file: str, drop: bool, attempts: int) -> Iterator[str]:
-    """Lines with their ends; each byte that is not UTF-8 becomes a lone surrogate, or is refused."""
+    """Yields lines with their ends; each byte that is not UTF-8 becomes a lone surrogate, or is refused."""
     for number, line in enumerate(read_whole_lines(file, attempts), start=1):
         try:
             yield line.decode("utf-8", errors="surrogateescape" if drop else "strict")
@@ -96,7 +96,7 @@ def _text_lines(file: str, drop: bool, attempts: int) -> Iterator[str]:
 
 
 def _valid(source: list[str | None], target: list[str | None]) -> Pairs:
-    """The pairs, with U+FFFD for each lone surrogate: the pairs that have one are badly encoded."""
+    """Returns the pairs, with U+FFFD for each lone surrogate: pairs that have one count as badly encoded."""
     bad = set()
     for side in (source, target):
         for position, text in enumerate(side):
@@ -139,7 +139,7 @@ def _json_text(row: dict[str, Any], column: str, file: str, number: int) -> str 
 
 
 def _paths(row: dict[str, Any], prefix: str = "") -> list[str]:
-    """Names of all values, nested ones with dots."""
+    """Returns the names of all values, nested ones with dots."""
     nested = ((f"{prefix}{key}", value) for key, value in row.items())
     found = ([*_paths(value, f"{name}.")] if isinstance(value, dict) else [name] for name, value in nested)
     return list(itertools.chain.from_iterable(found))

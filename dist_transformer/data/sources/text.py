@@ -1,4 +1,4 @@
-"""What becomes of a sentence between its file and the tokenizer: decoded, brought into one Unicode form, tagged."""
+"""Processing of sentences between their file and the tokenizer: decoding, Unicode normalization, tags."""
 
 import unicodedata
 from collections.abc import Sequence
@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 Texts = list[str | None]
-"""One side of some pairs; None where a table holds nothing."""
+"""One side of some pairs; None where a table has no value."""
 Normalization = Literal["none", "NFC", "NFKC"]
 
 
 def decoded(lines: Sequence[bytes | None]) -> tuple[Texts, list[int]]:
-    """The texts, and the positions of those that are not valid UTF-8; in these U+FFFD stands for each bad byte."""
+    """Decodes lines; returns the texts, with U+FFFD for each bad byte, and the positions of invalid UTF-8."""
     try:
         return [None if line is None else line.decode("utf-8") for line in lines], []
     except UnicodeDecodeError:
@@ -30,26 +30,26 @@ def is_utf8(line: bytes) -> bool:
 
 
 def normalized(texts: Texts, form: Normalization) -> Texts:
-    """The texts in a Unicode form."""
+    """Converts the texts to a Unicode form."""
     if form == "none":
         return texts
     return [None if text is None else unicodedata.normalize(form, text) for text in texts]
 
 
 def tag_prefix(tags: Sequence[str]) -> str:
-    """What is put before each source sentence of a corpus with these tags."""
+    """Returns the prefix of each source sentence of a corpus with these tags."""
     return "".join(f"{tag} " for tag in tags)
 
 
 def tagged(texts: Texts, prefix: str) -> Texts:
-    """The source sentences with their tags. A blank one stays blank, to be dropped as such."""
+    """Prepends the tags to source sentences. A blank sentence stays blank, to be dropped as such."""
     if not prefix:
         return texts
     return [f"{prefix}{text}" if text and not text.isspace() else text for text in texts]
 
 
 def text_column(table: pa.Table | pa.RecordBatch, name: str) -> pa.ChunkedArray:
-    """A column by its name; dots reach into nested ones: translation.en."""
+    """Returns a column by its name; dots reach into nested ones: translation.en."""
     names = table.schema.names
     head, *rest = [name] if name in names else name.split(".")
     column = table.column(head)
@@ -59,12 +59,12 @@ def text_column(table: pa.Table | pa.RecordBatch, name: str) -> pa.ChunkedArray:
 
 
 def is_text(kind: pa.DataType) -> bool:
-    """Whether a column of this type holds text (or nothing at all)."""
+    """True if a column of this type has text (or only nulls)."""
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     checks = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
     return any(check(kind) for check in checks)
 
 
 def decoded_column(column: pa.ChunkedArray) -> tuple[Texts, list[int]]:
-    """`decoded` of a text column; the formats that hold tables do not check that it is UTF-8."""
+    """Decodes a text column by `decoded`; table formats do not check that it is UTF-8."""
     return decoded(column.cast(pa.large_binary()).to_pylist())

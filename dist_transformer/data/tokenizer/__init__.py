@@ -1,1 +1,1 @@
-"""Sentencepiece models: trained, taken, extended, and text to token ids."""
+"""Sentencepiece models: training, loading, extension, and conversion of text to token ids."""

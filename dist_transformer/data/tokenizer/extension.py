@@ -1,7 +1,7 @@
-"""New pieces at the end of a sentencepiece model: old ids stay what they are, and other text is cut as before.
+"""New pieces at the end of a sentencepiece model: existing ids stay the same, and other text is cut as before.
 
-A new piece is one wherever it stands in a text, in the middle of a word too; one that begins with a blank, `▁Wetter`, only
-at the beginning of a word; and `New▁York` is two words.
+A new piece is kept as one piece at any place of a text, also within a word; one that begins with a blank, `▁Wetter`,
+only at the beginning of a word; and `New▁York` is two words.
 """
 
 from collections.abc import Sequence
@@ -13,21 +13,21 @@ from dist_transformer.errors import DataError
 from dist_transformer.files import replacing
 
 JOINERS = {0x200C: None, 0x200D: None}
-"""Cannot be seen, but belong to how some scripts are written."""
+"""Invisible characters that the spelling of some scripts needs."""
 
 
 def missing_pieces(model: Path, pieces: Sequence[str]) -> list[str]:
-    """Those of `pieces` that the model does not have, each once."""
+    """Returns the members of `pieces` that the model does not have, each once."""
     there = set(texts(read_pieces_file(model)))
     return [piece for piece in dict.fromkeys(pieces) if piece not in there]
 
 
 def add_pieces(model: Path, pieces: Sequence[str], out: Path) -> None:
-    """Writes the model with `pieces`, which it does not have, after its own; whole or not at all.
+    """Writes the model with `pieces`, which it does not have, appended to its own; completely or not at all.
 
     Raises:
-        DataError: the model is none, or a piece is empty, holds a space or a character that cannot be seen, or would not
-            come out as one piece.
+        DataError: the file is no model, or a piece is empty, contains a space or an invisible character, or would not
+            be kept as one piece.
     """
     proto = read_pieces_file(model)
     for piece in pieces:
@@ -44,9 +44,9 @@ def add_pieces(model: Path, pieces: Sequence[str], out: Path) -> None:
 
 
 def cuts(model: Path, pieces: Sequence[str]) -> list[list[int]]:
-    """The ids that the model cuts the text of each piece into; unknown ones left out, unless there are no others.
+    """Returns the ids that the model cuts the text of each piece into, without unknown ones unless all are unknown.
 
-    Nor is the blank counted that sentencepiece puts before a sentence, where it stays apart: so it does before the piece.
+    A leading blank is left out too if it is a piece of its own: sentencepiece adds it at the start of a sentence.
     """
     tokenizer = Tokenizer.load(model)
     unknown = {index for index, piece in enumerate(read_pieces_file(model).pieces) if piece.type == Kind.UNKNOWN}
@@ -60,12 +60,12 @@ def cuts(model: Path, pieces: Sequence[str]) -> list[list[int]]:
 
 
 def num_pieces(model: Path) -> int:
-    """How many pieces the model has."""
+    """Number of pieces of the model."""
     return len(read_pieces_file(model).pieces)
 
 
 def _ids(tokenizer: Tokenizer, piece: str) -> list[int]:
-    """Of the text of a piece, without the end of the sentence."""
+    """Returns the ids of the text of a piece, without the end of sentence."""
     return tokenizer.encode_source([piece.replace(BLANK, " ")])[0][:-1]
 
 

@@ -1,7 +1,7 @@
-"""Reading and rewriting the pieces of a sentencepiece model file: which text is which id, and of which kind.
+"""Reading and rewriting the pieces of a sentencepiece model file: their texts, ids and kinds.
 
-The file is a protocol buffer. Its ids are the places in its list of pieces, so another order is another numbering; how a
-text is cut depends on the texts, scores and kinds of the pieces alone.
+The file is a protocol buffer. An id is the index in its list of pieces, so another order is another numbering; how a
+text is cut depends only on the texts, scores and kinds of the pieces.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,13 +15,13 @@ from sentencepiece import sentencepiece_model_pb2
 from dist_transformer.errors import DataError
 
 BLANK = "\u2581"
-"""What stands for a space in a piece."""
+"""Character for a space in a piece."""
 Kind = sentencepiece_model_pb2.ModelProto.SentencePiece
 
 
 @dataclass(frozen=True)
 class SpecialPieces:
-    """The texts of the pieces that are no text; `begin` may be `padding`."""
+    """Names of the special pieces; `begin` may be `padding`."""
 
     unknown: str
     begin: str
@@ -30,7 +30,7 @@ class SpecialPieces:
 
 
 def read_pieces_file(path: Path) -> Any:
-    """The ModelProto of a sentencepiece model. DataError when the file is missing or something else."""
+    """Reads the ModelProto of a sentencepiece model. DataError if the file is missing or something else."""
     proto = sentencepiece_model_pb2.ModelProto()
     try:
         proto.ParseFromString(path.read_bytes())
@@ -46,20 +46,20 @@ def read_pieces_file(path: Path) -> Any:
 
 
 def texts(proto: Any) -> list[str]:
-    """The text of each piece, by id."""
+    """Returns the text of each piece, by id."""
     return [piece.piece for piece in proto.pieces]
 
 
 def produced(proto: Any) -> list[str]:
-    """The pieces that a text can be cut into."""
+    """Returns the pieces that a text can be cut into."""
     return [piece.piece for piece in proto.pieces if piece.type in (Kind.NORMAL, Kind.USER_DEFINED, Kind.BYTE)]
 
 
 def renumbered(proto: Any, pieces: Sequence[str], special: SpecialPieces, whole: Iterable[str]) -> bytes:
-    """A model that cuts text as `proto` does, with the ids of `pieces`: the content of its file.
+    """Returns the file content of a model that cuts text as `proto` does, but with the ids of `pieces`.
 
-    Of `pieces`, those of `whole` become one piece wherever they stand in a text; those that `proto` has not are there for
-    the model that has this vocabulary, no text is cut into them. Every piece that `proto` produces is in `pieces`.
+    Pieces that are also in `whole` are kept as one piece at any place of a text. Pieces that `proto` lacks only
+    complete the numbering: no text is cut into them. `pieces` has every piece that `proto` produces.
     """
     ours = {piece.piece: piece for piece in proto.pieces}
     always = set(whole)
@@ -76,7 +76,7 @@ def renumbered(proto: Any, pieces: Sequence[str], special: SpecialPieces, whole:
 
 
 def without(proto: Any, left_out: Iterable[str]) -> bytes:
-    """The content of a file without these pieces; the other ids move up."""
+    """Returns the content of a file without these pieces; the ids after them decrease."""
     gone = set(left_out)
     kept = [piece for piece in proto.pieces if piece.piece not in gone]
     new = sentencepiece_model_pb2.ModelProto()
@@ -89,7 +89,7 @@ def without(proto: Any, left_out: Iterable[str]) -> bytes:
 
 
 def never_produced(proto: Any) -> list[str]:
-    """Pieces that no text is cut into and that mean nothing either: those that `renumbered` had to add."""
+    """Returns the pieces that no text is cut into and that are not special: those that `renumbered` had to add."""
     trainer = proto.trainer_spec
     special = {trainer.unk_piece, trainer.bos_piece, trainer.eos_piece, trainer.pad_piece}
     kinds = (Kind.UNUSED, Kind.CONTROL)
@@ -103,7 +103,7 @@ def _kind(proto: Any, text: str, piece: Any, special: SpecialPieces) -> int:
         return int(Kind.CONTROL)
     if piece is not None:
         return int(Kind.CONTROL if piece.type == Kind.UNKNOWN else piece.type)
-    # In a BPE model an unused piece is merged and then split again, which other merges would notice.
+    # In a BPE model an unused piece is merged and then split again, which would change other merges.
     is_bpe = proto.trainer_spec.model_type == proto.trainer_spec.BPE
     return int(Kind.CONTROL if is_bpe else Kind.UNUSED)
 

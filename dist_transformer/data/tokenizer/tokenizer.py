@@ -1,7 +1,7 @@
-"""The only adapter of sentencepiece: trains a model on sentences, and turns text to token ids and back.
+"""The only adapter of sentencepiece: trains a model on sentences, and converts text to token ids and back.
 
-Ids of a trained model: padding 0, begin of sentence 1, end of sentence 2, unknown 3. Vocabularies are counted in
-multiples of 8, which matrix kernels need; ids beyond the last piece are never produced and decode to nothing.
+Ids of a trained model: padding 0, begin of sentence 1, end of sentence 2, unknown 3. Sizes of vocabularies are rounded
+up to multiples of 8, which matrix kernels need; ids beyond the last piece are never produced and decode to nothing.
 """
 
 import re
@@ -21,20 +21,20 @@ Result = TypeVar("Result")
 PAD_ID, BOS_ID, EOS_ID, UNKNOWN_ID = 0, 1, 2, 3
 VOCABULARY_MULTIPLE = 8
 TRAINING_THREADS = 4
-"""Fixed, not the machine's cores: unigram training sums in an order that depends on it."""
+"""Number of threads, independent of the machine's cores: unigram training sums in an order that depends on it."""
 SAMPLING_SEED = 1
 ERRORS_ONLY = 2
-"""sentencepiece's `minloglevel`: its progress lines do not belong on the user's screen."""
+"""Value of sentencepiece's `minloglevel`: its progress lines do not belong on the user's screen."""
 
 
 def train_tokenizer(
     sentences: Iterator[str], settings: TokenizerConfig, out: Path, whole_pieces: Sequence[str] = ()
 ) -> None:
-    """Trains one model on `sentences` and writes it to `out` whole or not at all; the same input gives the same file.
+    """Trains a model on `sentences` and writes it to `out` completely or not at all; equal input gives equal files.
 
-    `whole_pieces` become one piece each, wherever they stand in a text; they are part of the vocabulary's size.
-    Raises DataError when the text has too few different pieces, or too many characters, for the vocabulary; what
-    `sentences` raises passes through.
+    `whole_pieces` become one piece each, at any place of a text; they are part of the vocabulary's size.
+    Raises DataError if the text has too few different pieces, or too many characters, for the vocabulary; exceptions of
+    `sentences` pass through.
     """
     size = round_up(settings.vocabulary_size)
     guarded = _Guarded(sentences)
@@ -64,7 +64,7 @@ def train_tokenizer(
 
 
 def with_sampling_seed(seed: int, tokenize: Callable[[], Result]) -> Result:
-    """What `tokenize` returns; what is sampled in it depends on the seed and the sentences alone, in any process.
+    """Returns the result of `tokenize`; random draws in it depend only on the seed and the sentences, in any process.
 
     sentencepiece has a generator for each thread, which takes the seed when the thread draws its first number and never
     again; so each seed gets a thread of its own. (From 0.2.2 on a number of the process is mixed into the seed.)
@@ -75,7 +75,7 @@ def with_sampling_seed(seed: int, tokenize: Callable[[], Result]) -> Result:
 
 
 class Tokenizer:
-    """The two models of a run. Ids end with `eos_id`; `pad_id`, `bos_id`, `eos_id` are the same on both sides."""
+    """The two models of a run. Sentences end with `eos_id`; `pad_id`, `bos_id`, `eos_id` are the same on both sides."""
 
     def __init__(self, source: sentencepiece.SentencePieceProcessor, target: sentencepiece.SentencePieceProcessor):
         self._source, self._target = source, target
@@ -89,7 +89,7 @@ class Tokenizer:
 
     @staticmethod
     def load(source_model: Path, target_model: Path | None = None) -> "Tokenizer":
-        """Loads the models; `target_model` None: one shared model. DataError when a file cannot serve."""
+        """Loads the models; `target_model` None: one shared model. DataError if a file cannot be used."""
         source = _load_model(source_model)
         target = source if target_model is None else _load_model(target_model)
         for name in ("bos_id", "eos_id"):
@@ -101,43 +101,43 @@ class Tokenizer:
         return Tokenizer(source, target)
 
     def search_ids(self) -> dict[str, int]:
-        """What a `Searcher` must know of the target's pieces, by its arguments."""
+        """Returns the arguments of a `Searcher` that describe the target's pieces."""
         pieces: int = self._target.get_piece_size()
         return {"bos_id": self.bos_id, "eos_id": self.eos_id, "pad_id": self.pad_id, "num_pieces": pieces}
 
     def encode_source(self, sentences: Sequence[str], num_threads: int = 1, sampling: float = 0.0) -> list[list[int]]:
-        """Token ids of each sentence, ending with `eos_id`.
+        """Converts sentences to token ids, each ending with `eos_id`.
 
         `sampling`: share of merges left out (bpe) or alpha (unigram), drawn in one thread; see `with_sampling_seed`.
         """
         return _encode(self._source, sentences, num_threads, sampling)
 
     def encode_target(self, sentences: Sequence[str], num_threads: int = 1, sampling: float = 0.0) -> list[list[int]]:
-        """As `encode_source`."""
+        """Converts target sentences to token ids, as `encode_source`."""
         return _encode(self._target, sentences, num_threads, sampling)
 
     def decode_target(self, ids: Sequence[int]) -> str:
-        """The sentence of target ids; padding, begin, end and ids beyond the last piece are left out."""
+        """Converts target ids to a sentence; skips padding, begin, end and ids beyond the last piece."""
         return _decode(self._target, ids, self.pad_id)
 
     def decode_source(self, ids: Sequence[int]) -> str:
-        """The sentence of source ids, as `decode_target`."""
+        """Converts source ids to a sentence, as `decode_target`."""
         return _decode(self._source, ids, self.pad_id)
 
     def source_pieces(self, ids: Sequence[int]) -> list[str]:
-        """The piece of each source id; nothing for those beyond the last piece."""
+        """Returns the piece of each source id; "" for those beyond the last piece."""
         return _pieces(self._source, ids)
 
     def target_pieces(self, ids: Sequence[int]) -> list[str]:
-        """The piece of each target id; nothing for those beyond the last piece."""
+        """Returns the piece of each target id; "" for those beyond the last piece."""
         return _pieces(self._target, ids)
 
     def source_spans(self, sentence: str) -> list[tuple[int, int]]:
-        """Where in `sentence` the text of each of its ids begins and ends, in characters; the end of sentence is last."""
+        """Returns begin and end of the text of each id of `sentence`, in characters; the end of sentence is last."""
         return [*_spans(self._source.encode(sentence, out_type="immutable_proto").pieces), (len(sentence),) * 2]
 
     def target_spans(self, ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Where in `decode_target(ids)` the text of each id begins and ends; those that are left out there are empty."""
+        """Returns begin and end of the text of each id in `decode_target(ids)`; spans of skipped ids are empty."""
         left_out = _left_out(self._target, self.pad_id)
         pieces = self._target.decode([index for index in ids if not left_out(index)], out_type="immutable_proto").pieces
         spans, end = iter(_spans(pieces)), 0
@@ -148,23 +148,23 @@ class Tokenizer:
         return found
 
     def text_of_pieces(self, most: int = 500) -> tuple[str, str]:
-        """The first pieces of each side, one behind the other: a text that it knows, whatever its language."""
+        """Concatenates the first pieces of each side: a text that the model knows, whatever its language."""
         ids = range(most)
         return "".join(self.source_pieces(ids)), "".join(self.target_pieces(ids))
 
     def can_spell_source(self, sentence: str) -> bool:
-        """Whether no part of a source sentence is unknown."""
+        """True if no part of a source sentence is unknown."""
         return self._source.unk_id() not in self._source.encode(sentence)
 
     def first_difference(self) -> tuple[int, str, str] | None:
-        """The first id that stands for another piece on each side, with both; None: both sides are one vocabulary."""
+        """Returns the first id whose pieces differ between the sides, and both pieces; None for a shared vocabulary."""
         ids = range(max(self._source.get_piece_size(), self._target.get_piece_size()))
         pieces = zip(ids, self.source_pieces(ids), self.target_pieces(ids), strict=True)
         return next(((index, ours, theirs) for index, ours, theirs in pieces if ours != theirs), None)
 
 
 class _Guarded:
-    """Keeps what the iterator raises: sentencepiece makes a RuntimeError with a text of it."""
+    """Keeps the exception that the iterator raises: sentencepiece turns it into a RuntimeError with a text."""
 
     def __init__(self, sentences: Iterator[str]) -> None:
         self._sentences = sentences
@@ -179,7 +179,7 @@ class _Guarded:
 
 
 def round_up(size: int) -> int:
-    """The next multiple of 8."""
+    """Rounds up to a multiple of 8."""
     return -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
@@ -187,7 +187,7 @@ def _encode(
     model: sentencepiece.SentencePieceProcessor, sentences: Sequence[str], num_threads: int, sampling: float
 ) -> list[list[int]]:
     if sampling:
-        # One by one: a list is encoded by a thread of its own, whose generator would start from the seed again.
+        # One by one: a list is encoded in a separate thread, whose generator would start from the seed again.
         return [
             model.encode(text, out_type=int, add_eos=True, enable_sampling=True, alpha=sampling, nbest_size=-1)
             for text in sentences
@@ -203,7 +203,7 @@ def _decode(model: sentencepiece.SentencePieceProcessor, ids: Sequence[int], pad
 
 
 def _left_out(model: sentencepiece.SentencePieceProcessor, pad_id: int) -> Callable[[int], bool]:
-    """Whether an id stands for no text."""
+    """Returns a test that is True for an id without text."""
     special, pieces = {pad_id, model.bos_id(), model.eos_id()}, model.get_piece_size()
     return lambda index: index in special or index >= pieces
 
