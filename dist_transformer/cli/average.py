@@ -20,7 +20,7 @@ def average_command(
     best: Annotated[int | None, typer.Option(min=1, help="Average those best by validation.metric.")] = None,
     ema: Annotated[bool, typer.Option("--ema", help="Take the moving average of training.ema_decay.")] = False,
 ) -> None:
-    """Make a model folder of a run's checkpoints; without an option: what checkpoints.final_model says."""
+    """Make a model folder of a run's checkpoints; without an option: as set by checkpoints.final_model."""
     from dist_transformer.data.manifest import Manifest
     from dist_transformer.data.prepare.preparation import prepared_folder
     from dist_transformer.interop.model_folder import MODEL_FOLDER, is_model_folder

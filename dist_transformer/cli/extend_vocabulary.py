@@ -31,7 +31,7 @@ def extend_vocabulary_command(
     pieces_file: Annotated[Path | None, typer.Option(help="A file with a piece a line.")] = None,
     side: Annotated[Side, typer.Option(help="Which of two separate vocabularies.")] = "both",
 ) -> None:
-    """Add pieces to the vocabulary of a trained model, each with the mean of the rows of what it was cut into before."""
+    """Add pieces to the vocabulary of a trained model, each with the mean of the rows of the pieces it was cut into."""
     from dist_transformer.decoding.loaded_model import model_folder_of
     from dist_transformer.interop.model_folder import load_model_folder
 

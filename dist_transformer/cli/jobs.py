@@ -1,4 +1,4 @@
-"""stop, cancel, resume: steering a run from outside."""
+"""stop, cancel, resume: control of a run from outside."""
 
 import typer
 

@@ -46,7 +46,7 @@ def logs_command(
 
 
 def stacks_command(run: RunOrJob, root: Root = RUNS) -> None:
-    """Print where each rank of a running run stands: all threads, also while they wait in a collective."""
+    """Print the stacks of each rank of a running run: all threads, also while they wait in a collective."""
     target = find_run(run, root)
     slurm = ask_slurm(target.job_id)
     job = slurm.job

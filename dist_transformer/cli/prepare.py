@@ -1,4 +1,4 @@
-"""prepare: from text to a prepared corpus, once, by one process or many."""
+"""prepare: makes a prepared corpus of text, once, by one process or many."""
 
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated

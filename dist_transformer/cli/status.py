@@ -34,7 +34,7 @@ _COLUMNS = ("run", "state", "job", "step", "loss", "last record", "checkpoint")
 
 
 def status_command(run: RunOrJob, root: Root = RUNS, as_json: AsJson = False) -> None:
-    """Show how a run and its job stand: why it waits, how far it is, what ended it last."""
+    """Show the state of a run and its job: why it waits, how far it is, what ended it last."""
     document = report(find_run(run, root))
     if as_json:
         print(json.dumps(document, ensure_ascii=False, indent=1))

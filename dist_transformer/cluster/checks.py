@@ -30,7 +30,7 @@ from dist_transformer.run.records import read_record, records_of_training
 from dist_transformer.run.resume_checks import checkpoint_problems
 
 SIGNAL_EARLY_SECONDS = 60
-"""sbatch(1), --signal: the signal may come up to 60 seconds early."""
+"""Seconds by which the signal may come early, from sbatch(1), --signal."""
 
 RECENT_BYTES = 1 << 18
 """Bytes read from the end of metrics.jsonl: a few hundred records, from which times are measured."""

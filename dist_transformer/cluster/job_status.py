@@ -86,7 +86,7 @@ class Answer:
 
 
 def ask_slurm(job_id: str | None) -> Answer:
-    """Asks Slurm about a job; the answer also tells where Slurm cannot be asked."""
+    """Asks Slurm about a job; without Slurm the answer says so."""
     if job_id is None:
         return Answer(None, False, None)
     try:

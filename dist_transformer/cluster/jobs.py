@@ -104,6 +104,6 @@ def _site(slurm: SlurmConfig, excluded: Sequence[str]) -> dict[str, Any]:
 
 
 def _one_gpu(gres: str) -> str:
-    """gpu:h200:8,nvme:400 -> gpu:h200:1,nvme:400"""
+    """Turns gpu:h200:8,nvme:400 into gpu:h200:1,nvme:400."""
     items = gres.split(",")
     return ",".join(re.sub(r":\d+$", ":1", item) if item.startswith("gpu") else item for item in items)

@@ -31,7 +31,7 @@ _SACCT_FIELDS = "JobID,JobIDRaw,State,Start,NNodes,NodeList,Partition,Submit,Exi
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """One job, or one part of an array. Times are unix seconds; None: Slurm does not say.
+    """One job, or one part of an array. Times are unix seconds; None: unknown.
 
     Attributes:
         job_id: 123, 123_4, or from sacct 123_[5-9%2] for the tasks of an array that never began.
@@ -60,7 +60,7 @@ class QueuedJob:
     @property
     def is_over(self) -> bool:
         """True if the job does not run and will not run again."""
-        return self.source == "sacct" or self.state in OVER  # sacct is asked for what squeue has forgotten
+        return self.source == "sacct" or self.state in OVER  # sacct is asked for jobs that squeue has forgotten
 
     @property
     def task(self) -> str | None:

@@ -1,4 +1,4 @@
-"""From a checked configuration to jobs: the exact scripts, the exact `sbatch` commands, and the files of the run folder.
+"""Submission of a checked configuration: the exact scripts, `sbatch` commands, and files of the run folder.
 
 submission = plan_submission(config, to_yaml(config), run_dir, num_parameters)   # touches nothing
 job_ids = submit(submission)                                                    # writes, then calls sbatch
