@@ -8,7 +8,7 @@ set -euo pipefail
 
 hostfile=${1:?usage: launch/hostfile.sh HOSTFILE CONFIG_OR_RUN_FOLDER [section.key=value ...]}
 shift
-# DeepSpeed only warns, and trains on this machine alone.
+# DeepSpeed would only warn, and train on this machine alone.
 [ -f "$hostfile" ] || {
   echo "launch/hostfile.sh: $hostfile: no such file; expected lines like: name slots=8" >&2
   exit 2

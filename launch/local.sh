@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Ranks on this machine, one per GPU (or a few on the CPU):
 #   launch/local.sh NUM_RANKS CONFIG_OR_RUN_FOLDER [section.key=value ...]
-# Ctrl-C, TERM and USR1 save and stop; exit code 75 says that the same command goes on from there.
+# Ctrl-C, TERM and USR1 save and stop; after exit code 75 the same command resumes from there.
 set -euo pipefail
 
 num_ranks=${1:?usage: launch/local.sh NUM_RANKS CONFIG_OR_RUN_FOLDER [section.key=value ...]}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What srun starts once for each rank: Slurm's names become the names that the trainer reads.
-#   srun launch/slurm_task.sh VERB ARGUMENTS     such as: train CONFIG. MASTER_ADDR and MASTER_PORT: the batch script's
+# Command that srun starts once for each rank: sets the variables that the trainer reads from Slurm's.
+#   srun launch/slurm_task.sh VERB ARGUMENTS     such as: train CONFIG. The batch script sets MASTER_ADDR, MASTER_PORT
 set -euo pipefail
 
 export RANK="$SLURM_PROCID" WORLD_SIZE="$SLURM_NTASKS" LOCAL_RANK="$SLURM_LOCALID"
@@ -15,17 +15,17 @@ for group in "${groups[@]}"; do
   if [ "$node" -gt "${SLURM_NODEID:-0}" ]; then break; fi
 done
 
-# The trainer saves by itself when the end of the job is near, should the signal not come. Slurm says when since 23.02.
+# The trainer saves by itself near the end of the job if no signal arrives. Slurm passes the end time since 23.02.
 if [[ "${SLURM_JOB_END_TIME:-}" =~ ^[1-9][0-9]*$ ]]; then
   export DIST_TRANSFORMER_END_TIME=$((SLURM_JOB_END_TIME - ${DIST_TRANSFORMER_SIGNAL_SECONDS:-180}))
 fi
 
-# Slurm signals every process of the step, this shell too: it stays, and the rank answers.
+# Slurm signals every process of the step, this shell too: it keeps running, and the rank handles the signal.
 trap : USR1 USR2 TERM INT
 code=0
 "${DIST_TRANSFORMER_PYTHON:-python3}" -u -m dist_transformer "$@" || code=$?
 if [ "$code" != 0 ] && [ -n "${DIST_TRANSFORMER_FIRST_EXIT:-}" ]; then
-  # Only the first to fail writes: the others follow because of it.
+  # Only the first rank to fail writes: the others fail because of it.
   (set -o noclobber; echo "$code ${SLURMD_NODENAME:-?}" > "$DIST_TRANSFORMER_FIRST_EXIT") 2>/dev/null || :
 fi
 exit "$code"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Ranks across machines without Slurm, by torchrun. Start it on every machine, with its own NODE_RANK:
 #   NUM_NODES=2 NODE_RANK=0 RANKS_PER_NODE=8 MASTER_ADDR=first-machine launch/torchrun.sh CONFIG [section.key=value ...]
-# USR1 or TERM to one torchrun saves and stops. torchrun then exits 1 where the trainer says 75 (it keeps no exit
-# codes): look at the log, and start the same command again to go on.
+# USR1 or TERM to one torchrun saves and stops. torchrun then exits 1 if the trainer exits 75 (it keeps no exit codes):
+# look at the log, and start the same command again to resume.
 set -euo pipefail
 
-# The rendezvous is static, as c10d would not keep rank 0 on the first machine. Without the list of signals torchrun
-# dies of USR1 itself; without the time-out it kills the ranks 30 s after a signal, in the middle of a slow save.
-# Going on after a failure is for whoever starts this script: restarted ranks would have to agree on it first.
+# The rendezvous is static: c10d would not keep rank 0 on the first machine. Without the list of signals torchrun dies
+# of USR1 itself; without the time-out it kills the ranks 30 s after a signal, in the middle of a slow save.
+# No restarts after a failure, which are left to the user: restarted ranks would have to agree on them first.
 exec "${DIST_TRANSFORMER_PYTHON:-python3}" -m torch.distributed.run \
   --nnodes "${NUM_NODES:-1}" \
   --node-rank "${NODE_RANK:-0}" \

@@ -1,1 +1,1 @@
-"""The command line: the only place where the parts are wired together. One file a verb, heavy imports inside."""
+"""The command line, which connects the parts. One file per verb, with heavy imports inside functions."""

@@ -1,4 +1,4 @@
-"""Arguments that several verbs take, and what they mean."""
+"""Arguments common to several verbs."""
 
 import io
 import sys
@@ -22,9 +22,9 @@ Overrides = Annotated[
 
 
 def read_run(run: Path, overrides: list[str] | None = None, *, check_files: bool = True) -> tuple[Config, RunDir]:
-    """Configuration and run folder of a YAML file, or of a run folder that is gone on with.
+    """Configuration and run folder of a YAML file, or of a run folder to be resumed.
 
-    `check_files`: whether the text files that a YAML names are there; a run folder may have outlived them.
+    `check_files`: check that the text files named in a YAML file exist; those of a run folder may have been removed.
     """
     if run.is_dir():
         run_dir = RunDir(run)
@@ -42,12 +42,12 @@ def read_run(run: Path, overrides: list[str] | None = None, *, check_files: bool
         return load_config(run_dir.config, overrides, check_files=False), run_dir
     config = load_config(run, overrides, check_files=check_files)
     run_dir = RunDir(Path(config.run.root) / config.run.name)
-    if config.training.precision == "auto" and run_dir.config.is_file():  # a run goes on in what it was begun in
+    if config.training.precision == "auto" and run_dir.config.is_file():  # a run resumes in its original precision
         config = with_precision(config, load_config(run_dir.config, check_files=False).training.precision)
     return config, run_dir
 
 
 def write_utf8() -> None:
-    """Standard output in UTF-8, as text files are, whatever the terminal's language."""
+    """Sets standard output to UTF-8, like text files, whatever the terminal's language."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")

@@ -9,7 +9,7 @@ from dist_transformer.cli.arguments import read_run
 from dist_transformer.errors import UserError
 from dist_transformer.run.outputs import check_output
 
-if TYPE_CHECKING:  # at run time it would import torch for every command
+if TYPE_CHECKING:  # at run time this would import torch for every command
     from dist_transformer.training.checkpoint.final_model import Averaged
 
 
@@ -20,7 +20,7 @@ def average_command(
     best: Annotated[int | None, typer.Option(min=1, help="Average those best by validation.metric.")] = None,
     ema: Annotated[bool, typer.Option("--ema", help="Take the moving average of training.ema_decay.")] = False,
 ) -> None:
-    """Make a model folder of a run's checkpoints; without an option: what checkpoints.final_model says."""
+    """Make a model folder of a run's checkpoints; without an option: as set by checkpoints.final_model."""
     from dist_transformer.data.manifest import Manifest
     from dist_transformer.data.prepare.preparation import prepared_folder
     from dist_transformer.interop.model_folder import MODEL_FOLDER, is_model_folder
@@ -38,7 +38,7 @@ def average_command(
 
 
 def _choice(last: int | None, best: int | None, ema: bool) -> "Averaged | None":
-    """What the options ask for; None: the configuration says it."""
+    """The selection of the options; None: that of the configuration."""
     from dist_transformer.training.checkpoint.final_model import Averaged
 
     given = [name for name, value in (("--last", last), ("--best", best), ("--ema", ema)) if value]

@@ -28,7 +28,7 @@ def check(config: ConfigArgument, overrides: Overrides = None) -> None:
     if problems := [*start_problems(checked, run_dir), *first_pairs_problems(checked)]:
         raise ConfigError(problems)
     if checked.tracking.enabled:
-        address_of(checked.tracking)  # refuses a variable that holds none
+        address_of(checked.tracking)  # raises if the variable holds no address
     parameters = count_parameters(with_counted_pieces(checked))
     num_ranks = checked.slurm.nodes * checked.slurm.ranks_per_node
     print(

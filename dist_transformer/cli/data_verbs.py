@@ -1,4 +1,4 @@
-"""data inspect | audit: look at what the model eats, and prove that it ate everything once."""
+"""data inspect | audit: look at the training data, and prove that every row was used as often as planned."""
 
 from typing import Annotated
 
@@ -35,7 +35,7 @@ def inspect_command(
     """Print the global batch of a step: sizes, padding and corpora by lane, its digest, and rows as text and pieces.
 
     A run folder is read from its newest checkpoint before the step, a YAML file from the first step on. Prepares the
-    corpus first where it is not prepared yet. The digest is the one in metrics.jsonl, on any number of ranks.
+    corpus first if it is not prepared yet. The digest is the one in metrics.jsonl, on any number of ranks.
     """
     from dist_transformer.data.prepare.progress import prepare_with_progress
     from dist_transformer.data.prepare.scan import load_tokenizer
@@ -59,8 +59,8 @@ def inspect_command(
 def audit_command(run: RunArgument) -> None:
     """Prove from the row ids of a run with data.audit=true that no row was lost or repeated; exit code 2 if one was.
 
-    Batches up to the newest checkpoint are checked: every row must have been used as often as the plan says, through
-    stops, mixtures and cuts. What filters drop on the fly, or quarantine, is not missed.
+    Batches up to the newest checkpoint are checked: every row must have been used as often as planned, through stops,
+    mixtures and cuts, except for rows that filters drop on the fly or that are quarantined.
     """
     from dist_transformer.training.audit_run import audit_run
 

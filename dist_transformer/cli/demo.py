@@ -1,4 +1,4 @@
-"""demo | demo-corpus: the whole way on the embedded corpus, and that corpus as text files."""
+"""demo | demo-corpus: all steps on the embedded corpus, and that corpus as text files."""
 
 import json
 import shutil
@@ -85,7 +85,7 @@ def _holds(content: bytes, path: Path) -> bool:
 
 
 def _is_demo_run(folder: Path) -> bool:
-    """Whether the demo made the run, or was ended before the run had written its settings."""
+    """True if the demo made the run, or was ended before the run had written its settings."""
     run_dir = RunDir(folder)
     if not run_dir.config.exists():
         return {path.name for path in folder.iterdir()} <= {
@@ -103,7 +103,7 @@ def _command(*arguments: object) -> list[str]:
 
 
 def _last_step(run_dir: RunDir) -> int:
-    """The step of the last whole line of metrics.jsonl; 0 before there is one."""
+    """The step of the last complete line of metrics.jsonl; 0 before there is one."""
     if not run_dir.metrics.exists():
         return 0
     lines = run_dir.metrics.read_text(encoding="utf-8").split("\n")[:-1]

@@ -1,4 +1,4 @@
-"""The end of every command: an error that a user can mend is one message and an exit code, never a traceback."""
+"""The end of every command: an error that a user can fix is one message and an exit code, never a traceback."""
 
 import errno
 import gc
@@ -13,9 +13,9 @@ from dist_transformer.run.outputs import told
 
 
 def run_as_command(run: Callable[[], object]) -> None:
-    """Runs the command, or a part of it in a process of its own; ends the process with the exit code of errors.py."""
+    """Runs a command, or a part of it in a new process; ends the process with an exit code of errors.py."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file may be no text
+        sys.stdout.reconfigure(errors="backslashreplace")  # the name of a file may be invalid text
     try:
         run()
     except DistTransformerError as error:
@@ -23,14 +23,14 @@ def run_as_command(run: Callable[[], object]) -> None:
             print(f"dist-transformer: {error}", file=sys.stderr, flush=True)
         _leave(error.exit_code)
     except BrokenPipeError:
-        _drop_output()  # its reader has gone: `| head`
+        _drop_output()  # the reader has ended: `| head`
         sys.exit(EXIT_FAILED)
     except OSError as error:
         if error.filename is not None and error.errno is not None:
             message = told(error)
             print(f"dist-transformer: {message}", file=sys.stderr, flush=True)
             _leave(message.exit_code)
-        # Of standard output: what writes files has told which.
+        # The error is of standard output: errors of other files have a file name.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
         print(
@@ -39,16 +39,16 @@ def run_as_command(run: Callable[[], object]) -> None:
         _drop_output()
         _leave(EXIT_FAILED)
     finally:
-        gc.freeze()  # the end of the interpreter would look through all that torch is made of, for half a second
+        gc.freeze()  # garbage collection at the interpreter's end would take half a second with torch
 
 
 def _drop_output() -> None:
-    """What waits to be written cannot be, and the end of the process would try again."""
+    """Discards buffered output, which cannot be written; the end of the process would try again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _leave(code: int) -> None:
-    """A rank leaves at once: tearing down its group could wait for ranks that wait for it."""
+    """Ends the process; a rank at once, because destroying its group could wait for ranks that wait for it."""
     if "RANK" in os.environ:
         sys.stdout.flush()
         leave(code)

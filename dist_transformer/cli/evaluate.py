@@ -17,24 +17,24 @@ from dist_transformer.errors import UserError
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.outputs import check_output
 
-if TYPE_CHECKING:  # at run time it would import torch for every command
+if TYPE_CHECKING:  # at run time this would import torch for every command
     from dist_transformer.decoding.comet import CometScorer
 
 TELL_SECONDS = 10
 NAME_CHARACTERS = 50
-"""Of a file's name in the name of its results, for file systems end at 255 bytes."""
+"""Characters of a file's name in the name of its results, because file systems allow 255 bytes."""
 Tokenised = Literal["moses", "spaces"]
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Sentences and one or more translations of them, line by line; `sources` may be empty where nothing translates."""
+    """Sentences and one or more translations of them, line by line; `sources` may be empty if nothing is translated."""
 
     sources: list[str]
     references: list[list[str]]
 
     def digests(self) -> dict[str, Any]:
-        """Which sentences these are, whatever their files are called."""
+        """Digests that identify the sentences, whatever the names of their files."""
         return {
             "source_sha256": _digest(self.sources),
             "reference_sha256": [_digest(lines) for lines in self.references],
@@ -75,7 +75,7 @@ def evaluate_command(
 ) -> None:
     """Score a model: sacreBLEU and chrF with their signatures, and the share of exact matches."""
     _refuse_what_does_not_fit(run, source, references, hypothesis, language_pair, beam, length_penalty, comet)
-    scorer = None if comet is None else _scorer(comet)  # a name that is wrong is told before hours of translating
+    scorer = None if comet is None else _scorer(comet)  # a wrong name is reported before hours of translating
     if run is None:
         assert hypothesis is not None
         translations, pairs = _given_pairs(hypothesis, source, references or [])
@@ -144,7 +144,7 @@ def _refuse_what_does_not_fit(
 
 
 def _read_files(first: Path, others: Sequence[Path]) -> Pairs:
-    """The lines of a file, and of others that have as many.
+    """Reads the lines of a file, and of others with as many.
 
     Raises:
         DataError: one is missing or empty, is not UTF-8, or has more or fewer lines than the first.
@@ -183,7 +183,7 @@ def _scorer(comet: str) -> "CometScorer":
 
 
 def _check_writable(run_dir: RunDir, run: Path) -> None:
-    """A run folder that takes no results is told before hours of translating."""
+    """Raises for a run folder that cannot be written, before hours of translating."""
     try:
         check_output(run_dir.evaluation, "results", Path.is_dir)
     except UserError as error:
@@ -211,7 +211,7 @@ def _print_scores(scores: dict[str, Any]) -> None:
 
 
 def _tell_mlflow(config: Config, run_dir: RunDir, scores: dict[str, Any]) -> None:
-    """The scores as `evaluation/<name>/bleu` ... of the run, if MLflow follows it and nobody trains it now."""
+    """Sends the scores as `evaluation/<name>/bleu` ... of the run, if MLflow tracks it and nobody trains it now."""
     from dist_transformer.run.lock import while_nobody_trains
     from dist_transformer.tracking.final_status import settle, status_said
     from dist_transformer.tracking.outbox import add_event
@@ -227,7 +227,7 @@ def _tell_mlflow(config: Config, run_dir: RunDir, scores: dict[str, Any]) -> Non
 
 
 def _corpus_of(data: DataConfig, split: str, run: Path) -> CorpusConfig:
-    """The corpus that --split names."""
+    """The corpus named by --split."""
     given = {"test": data.test, "validation": data.validation, **data.more_validation}
     if (corpus := given.get(split)) is None:
         there = ", ".join(name for name, found in given.items() if found is not None) or "none"

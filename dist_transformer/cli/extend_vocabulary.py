@@ -1,4 +1,4 @@
-"""extend-vocabulary: a model folder with new pieces, ready to be fine-tuned on text that has them."""
+"""extend-vocabulary: a model folder with new pieces, to be fine-tuned on text that has them."""
 
 import shlex
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from dist_transformer.cli.arguments import write_utf8
 from dist_transformer.errors import UserError
 from dist_transformer.run.outputs import check_output
 
-if TYPE_CHECKING:  # at run time it would import torch for every command
+if TYPE_CHECKING:  # at run time this would import torch for every command
     from dist_transformer.interop.model_folder import LoadedModel, TokenizerFiles
     from dist_transformer.interop.vocabulary_extension import Growth
 
@@ -31,7 +31,7 @@ def extend_vocabulary_command(
     pieces_file: Annotated[Path | None, typer.Option(help="A file with a piece a line.")] = None,
     side: Annotated[Side, typer.Option(help="Which of two separate vocabularies.")] = "both",
 ) -> None:
-    """Add pieces to the vocabulary of a trained model, each with the mean of the rows of what it was cut into before."""
+    """Add pieces to the vocabulary of a trained model, each with the mean of the rows of the pieces it was cut into."""
     from dist_transformer.decoding.loaded_model import model_folder_of
     from dist_transformer.interop.model_folder import load_model_folder
 

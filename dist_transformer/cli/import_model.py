@@ -76,7 +76,7 @@ def _refuse_options_of_torch(context: typer.Context) -> None:
 
 
 def _sections(folder: Path) -> Iterator[str]:
-    """The lines of a run's YAML that go on from this model; the sizes that are not the defaults."""
+    """Lines of a run's YAML that starts from this model; the sizes that differ from the defaults."""
     from dist_transformer.config.schema import ModelConfig
     from dist_transformer.interop.model_folder import SOURCE_MODEL, TARGET_MODEL, read_config
 

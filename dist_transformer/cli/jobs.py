@@ -1,4 +1,4 @@
-"""stop, cancel, resume: steering a run from outside."""
+"""stop, cancel, resume: control of a run from outside."""
 
 import typer
 
@@ -15,7 +15,7 @@ from dist_transformer.run.status import look_at
 
 
 def stop_command(run: RunOrJob, root: Root = RUNS) -> None:
-    """Ask a run to save and end at its next step. Its job does not come back; `resume` goes on with it."""
+    """Ask a run to save and end at its next step. Its job is not requeued; `resume` continues the run."""
     target = find_run(run, root)
     run_dir = target.run_dir
     slurm = ask_slurm(target.job_id)
@@ -25,7 +25,7 @@ def stop_command(run: RunOrJob, root: Root = RUNS) -> None:
     if slurm.problem and not slurm.was_asked:
         typer.echo(slurm.problem, err=True)
     elif (job is None or job.is_over) and look_at(run_dir).state not in ("starting", "running"):
-        # The file would stop the next start at once.
+        # The stop file would stop the next start at once.
         raise UserError(f"{run_dir.path}: nothing to stop: {_why_idle(job, target.job_id)}")
     run_dir.stop_file.touch()
     if target.job_id is not None and job is not None and job.state == "PENDING":

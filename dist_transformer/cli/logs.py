@@ -1,4 +1,4 @@
-"""logs, stacks: what a run says, and where its ranks stand."""
+"""logs, stacks: the log of a run, and the stacks of its ranks."""
 
 import time
 from functools import partial
@@ -28,7 +28,7 @@ def logs_command(
     lines: Annotated[int, typer.Option(min=0, help="How many of the last lines to begin with.")] = 50,
     root: Root = RUNS,
 ) -> None:
-    """Print the log of a run's newest job, or train.log where there was none. Of a job id: what that job wrote."""
+    """Print the log of a run's newest job, or train.log if there was none; for a job id, the log of that job."""
     target = find_run(run, root)
     named = None if Path(run).is_dir() else target.job_id
     try:
@@ -46,7 +46,7 @@ def logs_command(
 
 
 def stacks_command(run: RunOrJob, root: Root = RUNS) -> None:
-    """Print where each rank of a running run stands: all threads, also while they wait in a collective."""
+    """Print the stacks of each rank of a running run: all threads, also while they wait in a collective."""
     target = find_run(run, root)
     slurm = ask_slurm(target.job_id)
     job = slurm.job
@@ -68,7 +68,7 @@ def stacks_command(run: RunOrJob, root: Root = RUNS) -> None:
 
 
 def is_over(target: RunRef) -> bool:
-    """Whether nothing will be added to the run's log: by its job, or without one by its own word."""
+    """True if nothing will be added to the run's log, according to its job, or without one to run.json."""
     slurm = ask_slurm(target.job_id)
     if slurm.was_asked:
         return slurm.job is None or slurm.job.is_over
@@ -77,9 +77,9 @@ def is_over(target: RunRef) -> bool:
 
 
 def _log(target: RunRef, named: str | None, *, waits: bool) -> Path:
-    """The log to print. `named`: the job that a person named; no other's log is printed for it.
+    """The log to print. `named`: the job that the user named; no other job's log is printed for it.
 
-    `waits`: for the log of a job that is not over.
+    `waits`: wait for the log of a job that is not over.
     """
     find = partial(log_of_job, target.run_dir, named) if named else partial(log_of_run, target.run_dir, target.job_id)
     path = find()

@@ -1,4 +1,4 @@
-"""The command `dist-transformer`. An error the user can mend is one message and exit code 2, never a traceback."""
+"""The command `dist-transformer`. An error that the user can fix is one message and exit code 2, no traceback."""
 
 from typing import Any
 

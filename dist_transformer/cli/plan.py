@@ -1,4 +1,4 @@
-"""plan: what a run will take on each number of nodes, before it is submitted. Arithmetic: nothing is started."""
+"""plan: memory and time of a run on each number of nodes, before it is submitted. Nothing is started."""
 
 import json
 import math
@@ -62,11 +62,11 @@ def plan_command(
 
 
 def configured(run: Path, overrides: list[str] | None, gpus_per_node: int | None) -> tuple[Config, int]:
-    """What is planned for: the configuration with its vocabulary counted, and the ranks of a node."""
+    """The configuration to plan, with its vocabulary counted, and the ranks of a node."""
     from dist_transformer.planning.vocabulary_sizes import with_counted_pieces
 
     config = with_counted_pieces(fill_from_profile(read_run(run, overrides, check_files=False)[0]))
-    config = with_precision(config, "fp16")  # what auto is on a GPU
+    config = with_precision(config, "fp16")  # the value of auto on a GPU
     return config, gpus_per_node or config.slurm.ranks_per_node
 
 
@@ -78,10 +78,10 @@ def measured_hardware(
     tokens_per_second: float | None,
     all_reduce_gb_per_second: float | None,
 ) -> "Hardware":
-    """The table's row of `gpu`, with what a preflight and a person have measured in its place.
+    """The table's row of `gpu`, with figures measured by a preflight or the user in its place.
 
     Raises:
-        UserError: the table has no such kind, `calibrate` is no report of it, or a figure is no number.
+        UserError: the table has no such kind, `calibrate` is no preflight report, or a figure is no number.
     """
     from dist_transformer.planning.hardware import calibrated, hardware_of
     from dist_transformer.planning.step_time import with_given_rates
@@ -94,9 +94,10 @@ def measured_hardware(
 
 
 def must_be_finite(**options: float | None) -> None:
-    """
+    """Checks numeric options.
+
     Raises:
-        UserError: one is `inf` or `nan`, or above LARGEST, where arithmetic on it would overflow.
+        UserError: one is `inf` or `nan`, or above LARGEST, so that arithmetic on it would overflow.
     """
     for name, value in options.items():
         if value is not None and not math.isfinite(value):
@@ -106,7 +107,8 @@ def must_be_finite(**options: float | None) -> None:
 
 
 def numbers_of_nodes(text: str) -> list[int]:
-    """
+    """Parses --nodes.
+
     Raises:
         UserError: it is no list of whole numbers from 1 on.
     """

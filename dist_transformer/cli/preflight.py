@@ -1,4 +1,4 @@
-"""preflight: are the machines fit? As a rank (RANK is set) it measures its share; otherwise it measures this machine."""
+"""preflight: checks of the machines. As a rank (RANK is set) it measures its share, otherwise this machine."""
 
 import os
 import sys
@@ -49,11 +49,11 @@ def _measure_as_rank(folder: Path, run_folder: Path, seconds: int) -> None:
     limit_own_time(seconds)
     code = measure(folder, run_folder, end, lambda: tracking_warnings(run_folder))
     sys.stdout.flush()
-    os._exit(code)  # tearing down a group that failed could wait for ranks that never come
+    os._exit(code)  # destroying a failed group could wait for ranks that never join
 
 
 def tracking_warnings(run_folder: Path) -> list[str]:
-    """One warning when the MLflow server of the run does not answer; none where the run has no server."""
+    """A warning if the MLflow server of the run does not answer; none if the run has no server."""
     address = os.environ.get("MLFLOW_TRACKING_URI")
     if RunDir(run_folder).config.is_file():
         tracking = read_run(run_folder, check_files=False)[0].tracking
@@ -69,13 +69,13 @@ def _trouble_of_server(address: str) -> str | None:
     from urllib.error import HTTPError
     from urllib.request import urlopen
 
-    # The API itself: a proxy or a page in front may answer where it does not.
+    # A request to the API: a proxy or a page in front of it may answer even if the API does not.
     query = f"{address.rstrip('/')}/api/2.0/mlflow/experiments/get-by-name?experiment_name=Default"
     try:
         with urlopen(query, timeout=SECONDS_TO_ANSWER):
             return None
     except HTTPError as error:
-        # It asks for a password, which is not sent here, or has no experiment of this name: it is there.
+        # The server asks for a password, which is not sent here, or has no such experiment: it is running.
         return None if error.code in (401, 404) else f"answers with the error {error.code}"
     except (OSError, HTTPException, ValueError) as error:
         return f"does not answer: {getattr(error, 'reason', None) or error}"

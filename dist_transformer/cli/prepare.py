@@ -1,4 +1,4 @@
-"""prepare: from text to a prepared corpus, once, by one process or many."""
+"""prepare: makes a prepared corpus of text, once, by one process or many."""
 
 from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +9,7 @@ from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
 from dist_transformer.data.prepare.progress import prepare_with_progress
 from dist_transformer.processes.stop_request import StopRequest
 
-if TYPE_CHECKING:  # at run time it would import numpy for every command
+if TYPE_CHECKING:  # at run time this would import numpy for every command
     pass
 
 Processes = Annotated[
@@ -21,7 +21,7 @@ def prepare_command(run: RunArgument, overrides: Overrides = None, processes: Pr
     """Filter, tokenize and shuffle the corpora of a configuration into shards; `train` does it by itself if need be.
 
     Start it as often as you like, on any machines that see the same disk: all share the work. Started again after a
-    stop, it goes on with what is not done.
+    stop, it continues with the unfinished part.
     """
     config, _ = read_run(run, overrides)
     stop = StopRequest()

@@ -1,4 +1,4 @@
-"""report, compare: pages about runs, each one file that opens anywhere, and the pictures of a run."""
+"""report, compare: pages about runs, each a single file, and the figures of a run."""
 
 import sys
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from dist_transformer.reporting.run_report import write_run_report
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.outputs import check_output, write_output
 
-if TYPE_CHECKING:  # at run time only where something is drawn
+if TYPE_CHECKING:  # imported at run time only for drawing
     from dist_transformer.reporting.compare import Named, Row
 
 
@@ -72,7 +72,7 @@ def compare_command(
 
 def _lines(path: Path) -> list[str]:
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").split("\n")]  # at U+2028 no line ends
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").split("\n")]  # U+2028 ends no line
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: expected a text file in UTF-8, one sentence a line: {error}") from None
     if not any(lines):
@@ -81,7 +81,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def _run_dirs(text: str, root: Path) -> list[RunDir]:
-    """The run that is meant; of a sweep's folder those of its points that have begun."""
+    """The named run, or the runs of a sweep's folder that have begun."""
     from dist_transformer.cluster.run_ref import find_run, is_run_folder, num_points
 
     folder = Path(text)
@@ -92,7 +92,7 @@ def _run_dirs(text: str, root: Path) -> list[RunDir]:
 
 
 def _print_rows(stories: Sequence["Named"], rows: Sequence["Row"]) -> None:
-    """A table on a terminal, lines with tabs elsewhere."""
+    """Prints a table on a terminal, lines with tabs elsewhere."""
     names = [name for name, _ in stories]
     if not sys.stdout.isatty():
         for line in [["", *names], *([row.name, *row.texts] for row in rows)]:

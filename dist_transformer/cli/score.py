@@ -1,4 +1,4 @@
-"""score: how probable given translations are to a model."""
+"""score: probabilities that a model assigns to given translations."""
 
 import json
 import math
@@ -62,7 +62,7 @@ def score_command(
 
 
 def _pairs(source: Path, target: Path, num_pairs: int) -> Iterator[tuple[str, str]]:
-    """The lines of both; UserError where there are fewer by now."""
+    """Yields the lines of both files. Raises UserError if there are fewer than before."""
     from dist_transformer.decoding.sharded_files import numbered_lines
 
     lines, translations = numbered_lines(source), numbered_lines(target)

@@ -1,4 +1,4 @@
-"""Options of the verbs that search for translations, and the settings that come of them."""
+"""Options of the verbs that search for translations, and the resulting settings."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -56,10 +56,10 @@ MaxTokensOption = Annotated[
 
 
 def search_settings(model: Path, **given: Any) -> DecodingConfig:
-    """Those of the run of `model`, where it is a run folder, with what is given and not None in their place.
+    """Settings of the run of `model`, if it is a run folder, overridden by `given` values that are not None.
 
     Raises:
-        ConfigError: settings that no search can have, or that exclude each other.
+        ConfigError: settings are invalid, or exclude each other.
     """
     base = read_run(model)[0].decoding if (model / "config.yaml").is_file() else DecodingConfig()
     changes = {key: value for key, value in given.items() if value is not None}

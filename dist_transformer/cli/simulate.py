@@ -1,4 +1,4 @@
-"""simulate: what failures, saves and slow ranks leave of a run's node-hours, and how often to save. Nothing is started."""
+"""simulate: useful share of a run's node-hours despite failures, saves and slow ranks. Nothing is started."""
 
 import json
 import math
@@ -57,7 +57,7 @@ def simulate_command(
     all_reduce: AllReduce = None,
     as_json: AsJson = False,
 ) -> None:
-    """How much of its node-hours a run keeps on each number of nodes that fail, and how often to save."""
+    """Share of its node-hours that a run keeps on each number of nodes despite failures, and how often to save."""
     from dist_transformer.planning.scale import Site, scale_row
     from dist_transformer.planning.simulation_tables import as_values, print_simulation
 
@@ -83,7 +83,7 @@ def simulate_command(
 
 
 def _limit_seconds(slurm: SlurmConfig) -> float:
-    """From the beginning of a job to the request to save; inf: it has no limit."""
+    """Seconds from the beginning of a job to the request to save; inf: no limit."""
     try:
         limit = parse_time_limit(slurm.time_limit)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""status, list: how runs stand. On a terminal a table; otherwise `key: value` lines; `--json` for scripts."""
+"""status, list: state of runs. On a terminal a table; otherwise `key: value` lines; `--json` for scripts."""
 
 import json
 import logging
@@ -28,13 +28,13 @@ Root = Annotated[Path, typer.Option(help="The folder of runs, looked through for
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document; times in unix seconds.")]
 RUNS = Path("runs")
 MEND_SECONDS = 5
-"""For a server that is away; `status` has said all it knows by then."""
+"""Time limit for a server that is down; `status` has printed everything by then."""
 
 _COLUMNS = ("run", "state", "job", "step", "loss", "last record", "checkpoint")
 
 
 def status_command(run: RunOrJob, root: Root = RUNS, as_json: AsJson = False) -> None:
-    """Show how a run and its job stand: why it waits, how far it is, what ended it last."""
+    """Show the state of a run and its job: why it waits, how far it is, what ended it last."""
     document = report(find_run(run, root))
     if as_json:
         print(json.dumps(document, ensure_ascii=False, indent=1))
@@ -72,7 +72,7 @@ def list_command(
 
 
 def status_rows(document: Document) -> Iterator[tuple[str, str]]:
-    """The document for people: only what is known."""
+    """The known entries of the document as printed rows."""
     now = float(document["time"])
     yield "folder", document["folder"]
     yield from _job_rows(document, now)
@@ -88,9 +88,9 @@ def status_rows(document: Document) -> Iterator[tuple[str, str]]:
 
 
 def _mend_status(document: Document) -> None:
-    """MLflow says RUNNING of a run that was killed until somebody looks: who asks here is that somebody.
+    """Corrects the status of a killed run, which is RUNNING in MLflow until a command corrects it.
 
-    Nothing is done for a run that somebody trains, whatever Slurm says of it, or in a folder that is only to be read.
+    Nothing is done for a run that a process trains, whatever Slurm reports, or in a read-only folder.
     """
     run_dir = RunDir(Path(document["folder"]))
     said = status_said(run_dir) if os.access(run_dir.path, os.W_OK) else None
@@ -101,7 +101,7 @@ def _mend_status(document: Document) -> None:
     if status is None and (is_alive(document) or has_arrived(run_dir)):
         return
     sys.stdout.flush()
-    logging.getLogger("dist_transformer.tracking").setLevel(logging.ERROR)  # what is said below is all there is to say
+    logging.getLogger("dist_transformer.tracking").setLevel(logging.ERROR)  # the message below is enough
     try:
         config = load_config(run_dir.config, check_files=False)
         with while_nobody_trains(run_dir) as is_free:
@@ -116,7 +116,7 @@ def _mend_status(document: Document) -> None:
 
 
 def list_row(document: Document, now: float) -> tuple[str, ...]:
-    """A run in the columns of `list`."""
+    """Row of a run in the table of `list`."""
     job = f"{document['job_id']} {document['job_state'] or ''}".rstrip() if document["job_id"] else "-"
     record = document["record_time"]
     return (
@@ -179,7 +179,7 @@ def _history_rows(document: Document, now: float) -> Iterator[tuple[str, str]]:
 
 
 def _ending(document: Document, now: float) -> str:
-    """How the newest attempt that has ended did so; each thing once."""
+    """End of the newest attempt that has ended, without repetitions."""
     text, code = document["last_exit_text"], document["last_exit_code"]
     if code is None:
         see = f"; see dist-transformer logs {document['folder']}" if document["log"] else ""

@@ -1,4 +1,4 @@
-"""What submit shows of a submission before it is made: its size, its memory, its commands."""
+"""Information that submit prints before a submission: size, memory, commands."""
 
 import shlex
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ def num_parameters_of(config: Config) -> int:
 
 
 def memory_problems(config: Config) -> list[str]:
-    """What does not fit the GPUs of the partition, where slurm.gpu_memory_gb says how large they are."""
+    """Problem of a run that does not fit the GPUs of the partition, if slurm.gpu_memory_gb gives their size."""
     slurm = config.slurm
     if slurm.gpu_memory_gb is None or not slurm.gpus_per_node:
         return []
@@ -25,7 +25,7 @@ def memory_problems(config: Config) -> list[str]:
 
 
 def show_plan(commands: Sequence[str], files: dict[Path, str]) -> None:
-    """What --dry-run prints: every command and every file."""
+    """Prints every command and every file, for --dry-run."""
     for command in commands:
         print(f"# command (the files below must be written first)\n{command}\n")
     for path, text in files.items():
@@ -33,7 +33,7 @@ def show_plan(commands: Sequence[str], files: dict[Path, str]) -> None:
 
 
 def show_commands(folder: Path, verbs: Sequence[tuple[str, str]]) -> None:
-    """Commands to type: what for, and the command with FOLDER in the place of the folder."""
+    """Prints commands for the user: purpose, and command with FOLDER in place of the folder."""
     quoted = shlex.quote(str(folder))
     for purpose, command in verbs:
         print(f"{purpose:8}{command.replace('FOLDER', quoted)}")

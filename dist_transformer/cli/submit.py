@@ -1,4 +1,4 @@
-"""submit: check everything on the login node, then hand the jobs to Slurm."""
+"""submit: checks everything on the login node, then submits the jobs to Slurm."""
 
 import re
 import shlex
@@ -41,7 +41,7 @@ def submit_command(
     ] = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="Runs of a sweep at once.", show_default=False)] = None,
 ) -> None:
-    """Check a run and submit it as a Slurm job that saves, requeues and goes on by itself."""
+    """Check a run and submit it as a Slurm job that saves, requeues and resumes by itself."""
     wanted, waits = read_stages(stages), read_job_ids(after)
     if sweep is None:
         if max_running is not None:
@@ -63,18 +63,18 @@ def submit_run(
     after: Sequence[str] = (),
     dry_run: bool = False,
 ) -> None:
-    """Submits a YAML file or a run folder, and prints the jobs and the commands that watch and stop them.
+    """Submits a YAML file or a run folder, and prints the jobs and the commands to watch and stop them.
 
     Raises:
         ConfigError: all problems of the run together.
-        SlurmError: sbatch refused.
+        SlurmError: sbatch failed.
     """
     config, run_dir = read_run(run, overrides)
     config = fill_from_profile(config)
     if config.tracking.enabled and not any(
         VARIABLE in line for line in (*config.slurm.setup, *config.slurm.environment)
     ):
-        address_of(config.tracking)  # the job inherits the variable: refused where it holds no address
+        address_of(config.tracking)  # the job inherits the variable: raises if it holds no address
     text = to_yaml(with_absolute_paths(config, None))
     submission = plan_submission(
         config, text, run_dir, num_parameters_of(config), stages=stages, after=after,
@@ -89,7 +89,7 @@ def submit_run(
 
 
 def read_stages(text: str) -> tuple[Stage, ...]:
-    """`prepare,train` -> ("prepare", "train")
+    """Parses `prepare,train` to ("prepare", "train").
 
     Raises:
         UserError: another word, another order, or one twice.
@@ -102,7 +102,7 @@ def read_stages(text: str) -> tuple[Stage, ...]:
 
 
 def read_job_ids(text: str) -> tuple[str, ...]:
-    """`12,13_4` -> ("12", "13_4")
+    """Parses `12,13_4` to ("12", "13_4").
 
     Raises:
         UserError: it is no list of job ids.

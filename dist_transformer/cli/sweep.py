@@ -29,7 +29,7 @@ from dist_transformer.run.sweep_folder import SweepDir, SweepState, read_sweep_s
 app = typer.Typer(help="Many runs that differ in some settings; `submit --sweep` starts them.", no_args_is_help=True)
 
 _LAST_WORDS = ("stopped", "failed")
-"""States after which a run does nothing more by itself."""
+"""States after which a run does not continue by itself."""
 
 
 @app.callback()
@@ -50,7 +50,7 @@ def submit_points(
 
     Raises:
         ConfigError: all problems of all points together.
-        SlurmError: sbatch refused.
+        SlurmError: sbatch failed.
     """
     if run.is_dir():
         raise UserError(f"{run}: expected the YAML file that the points of a sweep are laid over, got a folder")
@@ -59,7 +59,7 @@ def submit_points(
         sweep = replace(sweep, max_running=max_running)
     configs = [fill_from_profile(config) for config in load_points(run, overrides, sweep)]
     folder = SweepDir((Path(configs[0].run.root) / configs[0].run.name).absolute())
-    by_data = {_data_of(config): config for config in configs}  # most often all points have the same
+    by_data = {_data_of(config): config for config in configs}  # usually all points have the same data
     of_data = {text: first_pairs_problems(config) for text, config in by_data.items()}
     runs = [_point_run(config, folder, task, of_data[_data_of(config)]) for task, config in enumerate(configs)]
     submission = plan_sweep(sweep, runs, folder, after=after, dry_run=dry_run)
@@ -78,7 +78,7 @@ def status_command(
     reverse: Annotated[bool, typer.Option("--reverse", help="Highest first.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For scripts.")] = False,
 ) -> None:
-    """Each run of a sweep: what sets it apart, where it stands, its newest losses."""
+    """Each run of a sweep: its own settings, its state, its newest losses."""
     event, dot, key = sort.partition(".")
     if not dot or not key:
         raise UserError(f"--sort {sort!r}: expected EVENT.KEY: validation.loss, train.tokens_per_second")
@@ -132,7 +132,7 @@ def _submit(submission: SweepSubmission, max_running: int | None) -> None:
 
 
 def _code_line(submission: SweepSubmission) -> str | None:
-    """Of a sweep whose new tasks do not get the code as it is now."""
+    """Line about the code of a sweep whose new tasks run an older snapshot."""
     tasks = submission.tasks_that_keep_the_code
     if not tasks:
         return None
@@ -165,7 +165,7 @@ def _newest(run_dir: RunDir, event: str) -> dict[str, dict[str, Any]]:
 
 
 def _jobs_of(rows: Sequence[dict[str, Any]]) -> dict[str, QueuedJob] | None:
-    """What Slurm knows of the jobs of the runs that are not finished; None: it does not answer."""
+    """Jobs in Slurm of the runs that are not finished; None: Slurm does not answer."""
     try:
         return known_jobs([row["job_id"] for row in rows if row["job_id"] and row["state"] != "finished"])
     except SlurmError:
@@ -173,7 +173,7 @@ def _jobs_of(rows: Sequence[dict[str, Any]]) -> dict[str, QueuedJob] | None:
 
 
 def _state(own: str | None, job_id: str | None, jobs: Mapping[str, QueuedJob] | None) -> str:
-    """What Slurm says of the job while there is one; else what the run said last."""
+    """State of the job in Slurm while there is one; else the last state in run.json."""
     if own == "finished" or job_id is None:
         return own or "not submitted"
     if jobs is None:
@@ -185,7 +185,7 @@ def _state(own: str | None, job_id: str | None, jobs: Mapping[str, QueuedJob] | 
 
 
 def _sort_key(value: Any, reverse: bool) -> tuple[bool, float]:
-    """Runs without the number, or with one that is none, come last either way."""
+    """Sort key by which runs without the number, or with NaN, come last either way."""
     if not isinstance(value, int | float) or math.isnan(value):
         return True, 0.0
     return False, -float(value) if reverse else float(value)

@@ -1,4 +1,4 @@
-"""track end: what the batch script tells MLflow when an attempt has ended."""
+"""track end: reports to MLflow, from the batch script, that an attempt has ended."""
 
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +20,7 @@ def end_command(
     attempt: Annotated[int, typer.Option(help="Which attempt of it has ended.", show_default=False)],
     seconds: Annotated[int, typer.Option(min=1, help="How long to try.")] = SECONDS,
 ) -> None:
-    """Tell MLflow what became of a job's last attempt; the batch script does. What it cannot be told waits for `sync`."""
+    """Report the end of a job's last attempt to MLflow; the batch script does. Unsent events wait for `sync`."""
     run_dir = RunDir(run)
     status = status_after_attempt(run_dir, job, attempt)
     if status is None or status_said(run_dir) is None:

@@ -1,4 +1,4 @@
-"""track sync | track model | ui: MLflow beside a run."""
+"""track sync | track model | ui: the verbs for MLflow."""
 
 import os
 from pathlib import Path
@@ -14,14 +14,14 @@ app = typer.Typer(help="Bring runs and MLflow together.", no_args_is_help=True)
 
 @app.callback()
 def group() -> None:
-    """Bring runs and MLflow together."""
+    """Send runs and models to MLflow."""
 
 
 @app.command("sync")
 def sync_command(
     run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)], overrides: Overrides = None
 ) -> None:
-    """Send to MLflow what an outage kept in the run folder; to another server with tracking.uri=ADDRESS."""
+    """Send to MLflow what remained in the run folder after an outage; to another server with tracking.uri=ADDRESS."""
     from dist_transformer.tracking.tracker import sync
 
     _refuse_no_run(run)
@@ -68,7 +68,7 @@ def ui_command(
         raise UserError(f"{root}: no such folder; expected the folder of runs (run.root)")
     from dist_transformer.tracking.tracker import ui_command as command
 
-    # MLflow's jobs judge language models; they are many processes.
+    # MLflow's jobs evaluate language models in many processes.
     environment = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true", **os.environ}
     arguments = [*command(root), "--workers", "1", "--port", str(port)]
     print(f"http://127.0.0.1:{port}  ('Model training' on its left shows the runs; Ctrl-C ends it)", flush=True)

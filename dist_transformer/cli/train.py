@@ -1,4 +1,4 @@
-"""train: start, or go on with, a run. As a rank (RANK is set) it trains; otherwise it starts the ranks of this machine."""
+"""train: starts or resumes a run. As a rank (RANK is set) it trains; otherwise it starts the ranks of this machine."""
 
 import os
 import sys
@@ -40,7 +40,7 @@ def train_command(
         int | None, typer.Option(min=0, help="Whose crash to replay; none: that of the rank that failed by itself.")
     ] = None,
 ) -> None:
-    """Train. A run folder that has a checkpoint goes on from its newest whole one, on any number of ranks.
+    """Train. A run folder with checkpoints resumes from its newest complete one, on any number of ranks.
 
     Exit codes: 0 finished, 75 stopped on request and saved (start it again), 2 something you can mend, 1 failed.
     """
@@ -51,11 +51,11 @@ def train_command(
     given = {"--quiet": quiet, "--json": as_json, "--profile": profile}
     stop = StopRequest()
     if of_group or num_ranks == 1:
-        stop.listen()  # before the slow imports: a signal in the first seconds is a request too
+        stop.listen()  # before the slow imports: a signal in the first seconds counts too
         config, run_dir = _read(run, overrides, num_ranks)
         _train_as_rank(config, run_dir, stop, *given.values())
     arguments = [*(flag for flag, is_given in given.items() if is_given), str(run), *(overrides or [])]
-    with forwarding_signals() as signals:  # from here on a stop is for those that are started, as soon as they can hear
+    with forwarding_signals() as signals:  # from here on signals are forwarded to the ranks once they listen
         config, run_dir = _read(run, overrides, num_ranks)
         from dist_transformer.cli.end import run_as_command
         from dist_transformer.data.prepare.progress import prepare_with_progress
@@ -76,7 +76,7 @@ def _read(run: Path, overrides: list[str] | None, num_ranks: int) -> tuple[Confi
             [f"{num_ranks} ranks, but data.lanes is {config.data.lanes}: each rank needs a lane; use fewer ranks"]
         )
     if config.tracking.enabled:
-        address_of(config.tracking)  # refuses a variable that holds none
+        address_of(config.tracking)  # raises if the variable holds no address
     return config, run_dir
 
 
@@ -96,7 +96,7 @@ def _train_as_rank(
 def _replay_crash(run: Path, overrides: list[str] | None, rank: int | None) -> NoReturn:
     from dist_transformer.training.replay import replay_crash
 
-    if not run.is_dir():  # a YAML file has a run name of its own, whatever the overrides say
+    if not run.is_dir():  # a YAML file has its own run name, whatever the overrides
         raise UserError(
             f"{run}: expected a run folder, which keeps the records of its crashes in crash/; give it to --replay-crash in "
             "place of the YAML file"
@@ -104,4 +104,4 @@ def _replay_crash(run: Path, overrides: list[str] | None, rank: int | None) -> N
     config, run_dir = read_run(run, check_files=False)
     code = replay_crash(config, run_dir, rank, overrides)
     sys.stdout.flush()
-    os._exit(code)  # a group of one: there is nobody to leave in order
+    os._exit(code)  # a group of one rank needs no orderly end

@@ -1,4 +1,4 @@
-"""translate: lines in, translations out; a large file in parts, by any number of ranks."""
+"""translate: translates lines; a large file in parts, by any number of ranks."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ from dist_transformer.model.search_interface import Engine
 from dist_transformer.processes.stop_request import StopRequest
 from dist_transformer.run.outputs import check_output
 
-if TYPE_CHECKING:  # at run time it would import torch for every command
+if TYPE_CHECKING:  # at run time this would import torch for every command
     from dist_transformer.decoding.translation_lines import Task
 
 FILES = "Files"
@@ -113,7 +113,7 @@ def translate_command(
 
 
 def _start_ranks(output: Path, num_ranks: int) -> int:
-    """Runs this command as so many processes; the exit code. EXIT_REQUEUE: one was stopped, start it again."""
+    """Runs this command as `num_ranks` processes; returns the exit code. EXIT_REQUEUE: one was stopped, start again."""
     from dist_transformer.decoding.sharded_files import is_whole
     from dist_transformer.processes.launching import start_local_ranks
 
@@ -123,7 +123,7 @@ def _start_ranks(output: Path, num_ranks: int) -> int:
 
 
 def _translate_stream(task: "Task", attention: Path | None) -> None:
-    """Standard input to standard output."""
+    """Translates standard input to standard output."""
     from dist_transformer.decoding.engines import folders_of, open_search
     from dist_transformer.decoding.sharded_files import decoded_lines, numbered_lines
     from dist_transformer.decoding.translate import translate_lines
@@ -132,7 +132,7 @@ def _translate_stream(task: "Task", attention: Path | None) -> None:
 
     write_utf8()
     search = open_search(task.engine, folders_of(task.engine, task.models), task.settings)
-    waiting: deque[str] = deque()  # translations come a chunk of lines later
+    waiting: deque[str] = deque()  # translations are yielded a chunk of lines later
     prefixes = None if task.prefix is None else numbered_lines(task.prefix)
     given = translate_lines(
         search.searcher,
@@ -151,7 +151,7 @@ def _translate_stream(task: "Task", attention: Path | None) -> None:
 
 
 def _kept(lines: Iterable[str], kept: deque[str]) -> Iterator[str]:
-    """The lines, each put into `kept` as it is read."""
+    """Yields the lines and appends each to `kept` as it is read."""
     for line in lines:
         kept.append(line)
         yield line

@@ -1,4 +1,4 @@
-"""What must hold before a job is submitted. Each check yields messages; `submit` reports all of them at once."""
+"""Checks before a job is submitted. Each check yields messages; `submit` reports all of them at once."""
 
 import importlib.util
 import os
@@ -30,10 +30,10 @@ from dist_transformer.run.records import read_record, records_of_training
 from dist_transformer.run.resume_checks import checkpoint_problems
 
 SIGNAL_EARLY_SECONDS = 60
-"""sbatch(1), --signal: the signal may come up to 60 seconds early."""
+"""Seconds by which the signal may come early, from sbatch(1), --signal."""
 
 RECENT_BYTES = 1 << 18
-"""Of metrics.jsonl: a few hundred records, from which times are measured."""
+"""Bytes read from the end of metrics.jsonl: a few hundred records, from which times are measured."""
 
 _OPTION = re.compile(r"--[a-z][a-z0-9-]*(=[^\n\0]*)?")
 _RELIED_ON = (
@@ -53,9 +53,9 @@ _SET_BY_THE_JOB = re.compile(r"(SLURM_|SRUN_|SBATCH_|MASTER_).*|(LOCAL_)?(RANK|W
 def submission_problems(
     config: Config, run_dir: RunDir, num_parameters: int, *, is_after_others: bool = False
 ) -> list[str]:
-    """Everything that can be known without asking Slurm. Nothing is created.
+    """All problems that can be found without asking Slurm. Nothing is created.
 
-    `is_after_others`: jobs that come first may still make what is not there.
+    `is_after_others`: jobs that run first may still create missing files.
     """
     return [
         *_name_problems(run_dir),
@@ -69,7 +69,7 @@ def submission_problems(
 
 
 def job_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
-    """What is wrong with the job that the configuration asks for, whatever there is on the disk."""
+    """Problems of the job that the configuration asks for, regardless of the files on disk."""
     slurm = config.slurm
     yield from _rank_problems(config)
     yield from _time_problems(slurm)
@@ -80,20 +80,20 @@ def job_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
 
 
 def start_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
-    """`job_problems`, and whether the weights to start with are there: for who only looks."""
+    """`job_problems` and those of the initial weights, for `config check`, which submits nothing."""
     yield from job_problems(config, run_dir)
     yield from _initial_weights_problems(config, run_dir)
 
 
 def sbatch_problems() -> list[str]:
-    """Is this a machine from which a job can be submitted?"""
+    """Problem that keeps this machine from submitting jobs."""
     if shutil.which("sbatch") is None:
         return ["sbatch: not found on PATH; submit from a login node of the cluster, or look at it with --dry-run"]
     return []
 
 
 def busy_problems(run_dir: RunDir) -> list[str]:
-    """Does a job or a process work on this run folder already, or wait to do so? Slurm is asked where `sbatch` is."""
+    """Jobs and processes that already work on this run folder or wait to. Slurm is asked where `sbatch` exists."""
     job = read_record(run_dir.job)
     ids = [*filter(None, [job.get("job_id"), *job.get("stages", {}).values(), newest_job_id(run_dir)])]
     known = {} if sbatch_problems() else known_jobs(ids)
@@ -107,10 +107,10 @@ def busy_problems(run_dir: RunDir) -> list[str]:
 
 def parse_time_limit(text: str) -> int | None:
     """Seconds of a time limit as sbatch takes it (minutes, minutes:seconds, hours:minutes:seconds, days-hours,
-    days-hours:minutes, days-hours:minutes:seconds); None for "0", which is no limit.
+    days-hours:minutes, days-hours:minutes:seconds); None for "0", which means no limit.
 
     Raises:
-        ValueError: it is none of these forms.
+        ValueError: the text has none of these forms.
     """
     if not re.fullmatch(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}", text):
         raise ValueError(text)
@@ -149,7 +149,7 @@ def _rank_problems(config: Config) -> Iterator[str]:
 
 def _initial_weights_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
     given = config.training.init_from
-    if given is None or newest_checkpoint(run_dir):  # from which the run goes on
+    if given is None or newest_checkpoint(run_dir):  # the run resumes from its checkpoint
         return
     path = Path(given).expanduser()
     weights = (path / "model.safetensors", path / "manifest.json", RunDir(path).model / "model.safetensors")
@@ -161,7 +161,7 @@ def _initial_weights_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
 
 
 def _package_problems(config: Config) -> Iterator[str]:
-    """Packages that this Python lacks, where the job runs no other."""
+    """Packages that this Python lacks, if the job runs this Python."""
     slurm = config.slurm
     is_other = "DIST_TRANSFORMER_PYTHON" in " ".join([*slurm.environment, *slurm.setup, *os.environ])
     if slurm.container_image or is_other or config.validation.comet is None:
@@ -174,11 +174,11 @@ def _package_problems(config: Config) -> Iterator[str]:
 
 
 def _process_without_job(run_dir: RunDir) -> Iterator[str]:
-    """Training that was started without Slurm, and that has given a sign of life of late."""
+    """Training that was started without Slurm and has a recent heartbeat."""
     owner = read_record(run_dir.owner)
     if not owner or owner.get("job") is not None:
         return
-    with suppress(FileNotFoundError):  # it has just ended
+    with suppress(FileNotFoundError):  # the process has just ended
         if time.time() - modified(run_dir.owner) < STALE_BEATS * BEAT_SECONDS:
             yield f"process {owner.get('pid')} on {owner.get('host')} already works on it, without a job"
 
@@ -251,13 +251,13 @@ def _data_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
 
 
 def _missing_text(config: Config, run_dir: RunDir) -> Iterator[str]:
-    # Of a YAML file they were looked for when it was read; a run folder may have outlived its text.
+    # The loader looks for a YAML file's text files; a run folder's text may have been removed since.
     if run_dir.config.is_file():
         yield from (message for _, message in file_problems(config.data, config.tokenizer))
 
 
 def _measured_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
-    """What earlier attempts of this run took, against what this one is given."""
+    """Times measured in earlier attempts of this run that exceed the configured ones."""
     records = [*records_of_training(run_dir.metrics, RECENT_BYTES)][::-1]
     seconds = [(b["time"] - a["time"]) / (b["step"] - a["step"]) for a, b in pairwise(records) if b["step"] > a["step"]]
     if not seconds:
@@ -290,7 +290,7 @@ def _option_problems(slurm: SlurmConfig) -> Iterator[str]:
             if not _OPTION.fullmatch(option):
                 yield f"slurm.{key}: {option!r}: expected --option or --option=value, one an entry"
     for option in slurm.extra_sbatch:
-        # sbatch also takes an option by its first letters.
+        # sbatch also accepts abbreviated options.
         taken = [name for name in _RELIED_ON if _OPTION.fullmatch(option) and name.startswith(option.split("=")[0])]
         if taken:
             yield (
@@ -324,7 +324,7 @@ def _container_problems(slurm: SlurmConfig, folders: list[Path]) -> Iterator[str
 
 
 def _environment_problems(slurm: SlurmConfig) -> Iterator[str]:
-    # Asked again here, because a cluster profile adds variables of its own.
+    # Checked again here, because a cluster profile adds variables of its own.
     yield from (message for _, message in secret_problems({"slurm": slurm}))
     for name, value in slurm.environment.items():
         where = f"slurm.environment.{name}"

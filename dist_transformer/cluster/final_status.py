@@ -1,7 +1,7 @@
-"""What MLflow should say of a run whose ranks could not say it themselves: killed, lost with their node, cancelled.
+"""MLflow status of a run whose ranks could not report it themselves: killed, lost with their node, cancelled.
 
-A rank says FINISHED, FAILED or SCHEDULED (saved, to be started again) when it ends in order. What becomes of the job after
-that is Slurm's and the batch script's matter, so both are asked here: at the end of an attempt, and by `status`.
+A rank reports FINISHED, FAILED or SCHEDULED (saved, to be started again) when it ends normally. After that Slurm and
+the batch script decide about the job, so both are asked here: at the end of an attempt, and by `status`.
 """
 
 from dist_transformer.cluster.job_status import Document
@@ -13,7 +13,7 @@ from dist_transformer.run.status import SILENT_SECONDS
 
 
 def status_after_attempt(run_dir: RunDir, job: str, attempt: int) -> str | None:
-    """Of a job whose attempt has just ended, as the batch script noted it; None: nothing is noted."""
+    """MLflow status after an attempt that has just ended, from the batch script's record; None: there is no record."""
     noted = [r for r in attempts(run_dir) if (r["event"], r["job"], r.get("attempt")) == ("ended", job, attempt)]
     if not noted:
         return None
@@ -28,19 +28,19 @@ def status_after_attempt(run_dir: RunDir, job: str, attempt: int) -> str | None:
 
 
 def status_found(document: Document, said: str, *, is_by_hand: bool = False) -> str | None:
-    """What a look at a run finds in place of what MLflow was told last; None: that is true, or nobody can know.
+    """MLflow status that `status` finds in place of the last reported one; None: that one holds, or it is unknown.
 
     Args:
-        document: of `report`.
-        said: RUNNING, SCHEDULED, FINISHED, FAILED or KILLED.
-        is_by_hand: the newest start was no job's, whatever jobs there were before.
+        document: from `report`.
+        said: the last reported status: RUNNING, SCHEDULED, FINISHED, FAILED or KILLED.
+        is_by_hand: the newest start was without a job, whatever jobs there were before.
     """
     job, state = document["job"], document["state"]
     if is_alive(document) or said not in ("RUNNING", "SCHEDULED"):
         return None
     if state == "finished":
         return "FINISHED"
-    if document["job_id"] is None or is_by_hand:  # a stopped run is for its user to go on with
+    if document["job_id"] is None or is_by_hand:  # the user resumes a stopped run
         return "FAILED" if state == "failed" else "KILLED" if said == "RUNNING" else None
     if document["next"] is not None:  # the job is over, and the run is not finished
         return "FAILED" if document["last_exit_code"] in (EXIT_FAILED, EXIT_USER_ERROR) else "KILLED"
@@ -49,6 +49,6 @@ def status_found(document: Document, said: str, *, is_by_hand: bool = False) -> 
 
 
 def is_alive(document: Document) -> bool:
-    """Whether a rank had given a sign of life shortly before."""
+    """True if the newest heartbeat was recent."""
     heartbeat = document["heartbeat_time"]
     return heartbeat is not None and document["time"] - heartbeat <= SILENT_SECONDS

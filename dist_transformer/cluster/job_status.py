@@ -1,6 +1,6 @@
-"""Everything that is known of a run in one document: what Slurm says of its job, and what the run says of itself.
+"""Everything known about a run in one document, from Slurm and from the files in its folder.
 
-The document of `status --json`. Every key is always there; null: not known, or there is none. Times are unix seconds.
+The document of `status --json`. Every key is always present; null: unknown, or there is none. Times are unix seconds.
 """
 
 import shlex
@@ -24,7 +24,7 @@ Document = dict[str, Any]
 
 
 def report(target: RunRef) -> Document:
-    """One look at a run and its job."""
+    """Document of one run and its job."""
     view, now = look_at(target.run_dir), time.time()
     slurm = ask_slurm(target.job_id)
     job, said = slurm.job, [slurm.problem] if slurm.problem else []
@@ -73,11 +73,11 @@ def report_all(root: Path) -> list[Document]:
 
 @dataclass(frozen=True)
 class Answer:
-    """What Slurm said of a job.
+    """Slurm's answer about a job.
 
     Attributes:
         was_asked: False where there is no job, or Slurm does not answer.
-        problem: why the job is not known; None where there is nothing to say.
+        problem: why the job is not known; None without a problem.
     """
 
     job: QueuedJob | None
@@ -86,7 +86,7 @@ class Answer:
 
 
 def ask_slurm(job_id: str | None) -> Answer:
-    """Asks for a job; without Slurm that is an answer too."""
+    """Asks Slurm about a job; without Slurm the answer says so."""
     if job_id is None:
         return Answer(None, False, None)
     try:
@@ -122,13 +122,13 @@ def _of_checkpoint(view: RunView, now: float) -> Document:
 
 
 def _attempt_under_way(run_dir: RunDir) -> Document:
-    """The newest record of attempts.jsonl where it has begun and not ended."""
+    """The newest record of attempts.jsonl if that attempt has begun and not ended."""
     newest: Document = next(reversed([*attempts(run_dir)]), {})
     return newest if newest.get("event") == "began" else {}
 
 
 def _without_earlier_attempts(view: RunView, attempt: Document) -> RunView:
-    """What an earlier attempt left does not tell how the one under way stands."""
+    """The view without state and heartbeat of earlier attempts, which say nothing about the current one."""
     began = float(attempt.get("time", 0.0))
     if float(read_record(view.run_dir.state).get("time", 0.0)) < began:
         view = replace(view, state="starting")
@@ -138,13 +138,13 @@ def _without_earlier_attempts(view: RunView, attempt: Document) -> RunView:
 
 
 def _as_it_waits(view: RunView, now: float) -> RunView:
-    """Of a job in the queue: what its last attempt could not take back is no sign that it trains. Somebody else may."""
+    """The view of a queued job: a state left by its last attempt does not mean that it trains; another process may."""
     is_word_of_a_rank = view.state in ("starting", "running")
     return replace(view, state="pending") if is_word_of_a_rank and not view.is_alive(now) else view
 
 
 def _without_ended_job(view: RunView, job_id: str | None, job: QueuedJob | None) -> RunView:
-    """A rank that Slurm ended has left its heartbeat; that of another job, or of none, is a sign of life."""
+    """The view without the heartbeat of a rank that Slurm ended; another job's, or one without a job, is kept."""
     if view.owner.get("job") in {job_id, job.number if job else job_id}:
         view = replace(view, owner={}, heartbeat_time=None)
     return view
@@ -155,7 +155,7 @@ def _has_begun(target: RunRef) -> bool:
 
 
 def _next(run_dir: RunDir, *, has_log: bool) -> str:
-    """What a person does after a job that is over without having finished the run."""
+    """Commands for the user after a job that is over without having finished the run."""
     folder = shlex.quote(str(run_dir.path))
     look = f"dist-transformer logs {folder}, then " if has_log else ""
     return f"{look}dist-transformer resume {folder}"
@@ -207,7 +207,7 @@ def _of_job(job: QueuedJob) -> Document:
 
 
 def _warnings(view: RunView, job: QueuedJob | None, now: float, *, is_job: bool) -> Iterator[str]:
-    """What does not fit together."""
+    """Contradictions between the run's files and Slurm's answer."""
     if view.is_alive(now):
         return
     silent = "no rank works on the run folder" if view.heartbeat_time is None else (
@@ -225,7 +225,7 @@ def _warnings(view: RunView, job: QueuedJob | None, now: float, *, is_job: bool)
 def _job_states(job_ids: list[str]) -> dict[str, str]:
     try:
         return states_of(job_ids)
-    except SlurmError:  # a list of runs is of use without it
+    except SlurmError:  # the list of runs is useful without it
         return {}
 
 

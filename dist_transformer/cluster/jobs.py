@@ -1,8 +1,8 @@
 """The calls of sbatch: one for each stage of a run, and one for all points of a sweep.
 
-    prepare -> train -> average -> evaluate      each waits until the one before it has ended well
+    prepare -> train -> average -> evaluate      each waits until the one before it has succeeded
 
-Training has the nodes of the configuration; the other stages are one task on one node.
+Training has the configured nodes; the other stages are one task on one node.
 """
 
 import re
@@ -15,14 +15,14 @@ from dist_transformer.config.slurm_schema import SlurmConfig, Stage
 from dist_transformer.run.folder import RunDir
 
 COMMENT = "dist-transformer:"
-"""Before the run folder in a job's comment, by which the jobs of this program are found."""
+"""Prefix of the run folder in a job's comment, by which the jobs of this program are found."""
 
 _SCRIPTS = {"prepare": "prepare.sbatch", "train": "train.sbatch"}
 
 
 @dataclass(frozen=True)
 class Job:
-    """One call of sbatch. One element an option, so that no value can become another option."""
+    """One call of sbatch. One element per option, so that no value can become another option."""
 
     stage: Stage
     options: tuple[str, ...]
@@ -30,8 +30,8 @@ class Job:
     arguments: tuple[str, ...]
 
     def sbatch_arguments(self, after: Sequence[str] = ()) -> list[str]:
-        """The argv without the program; `after`: jobs that must have ended well before this one begins."""
-        # A job whose dependency failed would else wait for ever.
+        """The argv without the program; `after`: jobs that must succeed before this one begins."""
+        # Otherwise a job whose dependency failed would wait forever.
         waits = [f"--dependency=afterok:{':'.join(after)}", "--kill-on-invalid-dep=yes"] if after else []
         return [*self.options, *waits, str(self.script), *self.arguments]
 
@@ -45,7 +45,7 @@ def job_of(stage: Stage, slurm: SlurmConfig, run_dir: RunDir, excluded: Sequence
     """The job of one stage of a run; `run_dir` is absolute.
 
     Args:
-        excluded: nodes that the run keeps away from, beside slurm.exclude.
+        excluded: nodes that the run avoids, besides slurm.exclude.
     """
     is_train = stage == "train"
     logs = f"{str(run_dir.slurm).replace('%', '%%')}/{'job' if is_train else stage}-%j.log"
@@ -58,7 +58,7 @@ def job_of(stage: Stage, slurm: SlurmConfig, run_dir: RunDir, excluded: Sequence
 
 
 def array_job(slurm: SlurmConfig, folder: RunDir, array: str, excluded: Sequence[str] = ()) -> Job:
-    """One training job for many run folders `folder`/task_N; `array` as sbatch --array takes it: 0-3,5%2."""
+    """One training job for many run folders `folder`/task_N; `array` in the syntax of sbatch --array: 0-3,5%2."""
     task = f"{folder.path}/task_%a"
     wanted = {"job-name": folder.name, "comment": f"{COMMENT}{task}", "array": array}
     wanted |= {"output": f"{task}/slurm/job-%A_%a.log"} | _resources("train", slurm) | _site(slurm, excluded)
@@ -85,9 +85,9 @@ def _resources(stage: Stage, slurm: SlurmConfig) -> dict[str, Any]:
 
 
 def _signal(stage: Stage, slurm: SlurmConfig) -> str | None:
-    """To the script of a training job, which tells srun; to srun's processes where the script has nothing to decide.
+    """Value of --signal: sent to the batch script of training, which forwards it; in other stages to srun's processes.
 
-    Those that save nothing on the way have no handler: the signal would only end them early.
+    Stages that save nothing on the way have no handler: the signal would only end them early.
     """
     targets = {"train": "B:", "prepare": ""}
     return f"{targets[stage]}USR1@{slurm.signal_seconds}" if stage in targets else None
@@ -104,6 +104,6 @@ def _site(slurm: SlurmConfig, excluded: Sequence[str]) -> dict[str, Any]:
 
 
 def _one_gpu(gres: str) -> str:
-    """gpu:h200:8,nvme:400 -> gpu:h200:1,nvme:400"""
+    """Turns gpu:h200:8,nvme:400 into gpu:h200:1,nvme:400."""
     items = gres.split(",")
     return ",".join(re.sub(r":\d+$", ":1", item) if item.startswith("gpu") else item for item in items)

@@ -1,4 +1,4 @@
-"""The log of a run: its end, and what is added to it, over requeues and new jobs."""
+"""The log of a run: its last lines, and new lines as they are written, across requeues and new jobs."""
 
 import re
 import time
@@ -10,29 +10,29 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.tail import GrowingFile, end_of_last_line, last_lines
 
 MAX_TAIL_BYTES = 16 << 20
-"""How far back lines are looked for: those of one rank may be few."""
+"""Bytes from the end that are searched for lines: those of one rank may be few."""
 
 LOOK_SECONDS = 0.5
 ASK_SECONDS = 10.0
-"""How often is asked whether the run is over: not so often that the controller of a cluster would feel it."""
+"""Interval at which Slurm is asked whether the run is over, long enough not to burden the cluster's controller."""
 LOOKS_A_QUESTION = round(ASK_SECONDS / LOOK_SECONDS)
 
 _HANG = "where each thread stands:"
 
 
 def log_of_job(run_dir: RunDir, job_id: str) -> Path | None:
-    """What one job wrote, of whatever stage: job-5.log, prepare-4.log."""
+    """The log of one job, of whatever stage: job-5.log, prepare-4.log."""
     return next(iter(sorted(run_dir.slurm.glob(f"*-{job_id}.log"))), None)
 
 
 def newest_log(run_dir: RunDir) -> Path | None:
-    """That of the newest training job, else train.log, which rank 0 writes everywhere."""
+    """The log of the newest training job, else train.log, which rank 0 always writes."""
     of_jobs = sorted(run_dir.slurm.glob("job-*.log"), key=lambda path: path.stat().st_mtime)
     return next((path for path in (*reversed(of_jobs), run_dir.log) if path.is_file()), None)
 
 
 def log_of_run(run_dir: RunDir, job_id: str | None) -> Path | None:
-    """That of its newest job; before the job has one, the newest there is."""
+    """The log of job `job_id`; before it has one, the newest log of the run."""
     own = log_of_job(run_dir, job_id) if job_id else None
     return own or newest_log(run_dir)
 
@@ -40,7 +40,7 @@ def log_of_run(run_dir: RunDir, job_id: str | None) -> Path | None:
 def wait_for_log(
     find: Callable[[], Path | None], is_over: Callable[[], bool], wait: Callable[[float], None] = time.sleep
 ) -> Path | None:
-    """What `find` finds as soon as it finds it; None: the run was over before. `is_over`: as of `follow`."""
+    """The path that `find` returns, as soon as it does; None: the run was over before. `is_over`: see `follow`."""
     looks = 0
     while True:
         over = looks % LOOKS_A_QUESTION == 0 and is_over()
@@ -52,7 +52,7 @@ def wait_for_log(
 
 
 def rank_filter(path: Path, rank: int | None) -> Callable[[str], str | None]:
-    """What makes of a line of this log the text to show; None: it is not of this rank.
+    """A function that returns the text to show for a line of this log; None: the line is not of this rank.
 
     Raises:
         UserError: the log does not tell ranks apart.
@@ -75,7 +75,7 @@ def tail(path: Path, num_lines: int, rank: int | None, end: int | None = None) -
         if len(found) >= num_lines:
             break
         text = show(line)
-        if text is not None and (text or found):  # not the nothing behind the last line break
+        if text is not None and (text or found):  # skips the empty text after the last line break
             found.append(text)
     return found[::-1]
 
@@ -88,13 +88,13 @@ def follow(
     is_over: Callable[[], bool],
     wait: Callable[[float], None] = time.sleep,
 ) -> Iterator[str]:
-    """The last lines of a log, those that are added to it, then those of a newer job's; ends when the run is over and
-    all is said.
+    """Yields the last lines of a log, new lines as they are written, then those of a newer job's log; ends when the run
+    is over and everything was yielded.
 
     Args:
-        find_newest: the log that a newer job may have begun by now.
-        path: the log to begin with.
-        is_over: asked at the start and then every ASK_SECONDS; may be slow.
+        find_newest: returns the newest log, which a newer job may have begun.
+        path: the first log.
+        is_over: called at the start and then every ASK_SECONDS; may be slow.
     """
     end = end_of_last_line(path)
     yield from tail(path, num_lines, rank, end)
@@ -117,7 +117,7 @@ def follow(
 
 
 def last_hang(path: Path, max_lines: int = 400) -> list[str]:
-    """Where the ranks stood when the watchdog of one ended the newest attempt that hung; empty: none did."""
+    """Stacks of the ranks from the newest attempt that a rank's Watchdog ended as hung; empty: none hung."""
     lines: list[str] = []
     first = None
     for line in last_lines(path, MAX_TAIL_BYTES):

@@ -1,6 +1,6 @@
-"""Cluster profiles: what differs between sites, in `slurm/clusters/*.yaml` or a file of your own.
+"""Cluster profiles: settings that differ between sites, in `slurm/clusters/*.yaml` or a file of your own.
 
-A profile holds keys of the `slurm:` section and fills only what the run's YAML does not give.
+A profile holds keys of the `slurm:` section and fills only those that the run's YAML does not give.
 """
 
 import difflib
@@ -34,7 +34,7 @@ def load_profile(name_or_path: str) -> dict[str, Any]:
 def fill_from_profile(config: Config) -> Config:
     """`config` with its profile's values where it gives none itself; `environment` is merged name by name.
 
-    Needs the configuration as it was read: one that was written out and read again gives every key.
+    Needs the configuration as it was first read: one that was written out and read again gives every key.
     """
     if config.slurm.cluster is None:
         return config

@@ -1,4 +1,4 @@
-"""A job as Slurm tells of it: `squeue`, and where that has forgotten the job, `sacct` (if the site keeps accounts).
+"""A job as Slurm reports it: by `squeue`, or, once that has forgotten the job, by `sacct` (with accounting only).
 
 Fields are separated by "|"; the comment, which may hold one itself, comes last. The fields are those that every
 version since 22.05 writes in the same way.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from dist_transformer.cluster.jobs import COMMENT
 from dist_transformer.cluster.slurm import list_accounted_jobs, list_jobs
 
-# A job that goes back to the queue after PREEMPTED or NODE_FAIL is PENDING at once; one that stays so does not come back.
+# A job that is requeued after PREEMPTED or NODE_FAIL is PENDING at once; one that keeps the state is not requeued.
 OVER = (
     "BOOT_FAIL",
     "CANCELLED",
@@ -31,17 +31,17 @@ _SACCT_FIELDS = "JobID,JobIDRaw,State,Start,NNodes,NodeList,Partition,Submit,Exi
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """One job, or one part of an array. Times are unix seconds; None: Slurm does not say.
+    """One job, or one part of an array. Times are unix seconds; None: unknown.
 
     Attributes:
-        job_id: as people write it: 123, 123_4, or of sacct 123_[5-9%2] for the tasks of an array that never began.
+        job_id: 123, 123_4, or from sacct 123_[5-9%2] for the tasks of an array that never began.
         number: the plain number that `srun --jobid` takes.
         state: in Slurm's words: PENDING, RUNNING, COMPLETED ...
         reason: why it waits or how it ended, in Slurm's words; may be empty.
-        start_time: of a job that waits, Slurm's estimate.
+        start_time: Slurm's estimate for a job that waits.
         nodes: n[1-2]; empty while it waits.
-        comment: ours holds the run folder.
-        source: the command that told: squeue or sacct.
+        comment: holds the run folder in jobs of this program.
+        source: the command that reported the job: squeue or sacct.
     """
 
     job_id: str
@@ -59,18 +59,18 @@ class QueuedJob:
 
     @property
     def is_over(self) -> bool:
-        """It does not run and will not run again."""
-        return self.source == "sacct" or self.state in OVER  # sacct is asked for what squeue has forgotten
+        """True if the job does not run and will not run again."""
+        return self.source == "sacct" or self.state in OVER  # sacct is asked for jobs that squeue has forgotten
 
     @property
     def task(self) -> str | None:
-        """Number of the task, of one task of an array."""
+        """Task number of one task of an array; None for other jobs."""
         match = re.fullmatch(r"\d+_(\d+)", self.job_id)
         return match[1] if match else None
 
     @property
     def folder(self) -> str | None:
-        """The run folder that `submit` wrote into the comment; %a in it stands for the number of the task."""
+        """The run folder that `submit` wrote into the comment; %a in it stands for the task number."""
         if not self.comment.startswith(COMMENT):
             return None
         folder = self.comment.removeprefix(COMMENT)
@@ -91,7 +91,7 @@ def jobs_of(job_id: str) -> list[QueuedJob]:
 
 
 def job_now(job_id: str) -> QueuedJob | None:
-    """The job, of an array the first part that is not over; None when Slurm has forgotten it.
+    """The job, or the first part of an array that is not over; None when Slurm has forgotten it.
 
     Raises:
         SlurmError: Slurm cannot be asked.
@@ -101,7 +101,7 @@ def job_now(job_id: str) -> QueuedJob | None:
 
 
 def known_jobs(job_ids: Collection[str]) -> dict[str, QueuedJob]:
-    """Those of these jobs, and tasks of arrays, that squeue still knows, in one question.
+    """The jobs and array tasks among `job_ids` that squeue still knows, from one call.
 
     Raises:
         SlurmError: Slurm cannot be asked.
@@ -111,7 +111,7 @@ def known_jobs(job_ids: Collection[str]) -> dict[str, QueuedJob]:
 
 
 def states_of(job_ids: Collection[str]) -> dict[str, str]:
-    """The states of `known_jobs`.
+    """The states of the `known_jobs`.
 
     Raises:
         SlurmError: Slurm cannot be asked.
@@ -170,7 +170,7 @@ def _count(text: str) -> int:
 
 
 def _seconds(text: str) -> int | None:
-    """Seconds of "1-02:03:04", "2:03:04" or "3:04"; None of UNLIMITED, NOT_SET, INVALID, N/A."""
+    """Seconds of "1-02:03:04", "2:03:04" or "3:04"; None for UNLIMITED, NOT_SET, INVALID, N/A."""
     if not re.fullmatch(r"(\d+-)?(\d+:)?\d+:\d+", text):
         return None
     days, _, rest = text.rpartition("-")

@@ -1,4 +1,4 @@
-"""The stacks of all ranks of a run: of a Slurm job from each of its nodes, else from this machine."""
+"""The stacks of all ranks of a run: from each node of its Slurm job, else from this machine."""
 
 import json
 import platform
@@ -17,7 +17,7 @@ from dist_transformer.run.folder import RunDir
 
 @dataclass(frozen=True)
 class NodeStacks:
-    """What one node answered. `problem`: why it has no stacks."""
+    """Answer of one node. `problem`: why it has no stacks."""
 
     node: str
     dumps: tuple[Dump, ...]
@@ -25,10 +25,10 @@ class NodeStacks:
 
 
 def stacks_of_job(run_dir: RunDir, job: QueuedJob) -> list[NodeStacks]:
-    """Asks each node of a running job, by a step beside its ranks.
+    """Asks each node of a running job for its stacks, by a job step beside its ranks.
 
     Raises:
-        SlurmError: Slurm could not start it, and no node answered.
+        SlurmError: Slurm could not start the step, and no node answered.
     """
     code = run_dir.snapshot if run_dir.snapshot.is_dir() else Path(__file__).resolve().parents[2]
     is_old = (code / "dist_transformer" / "stacks.py").is_file()  # a snapshot of version 0.1
@@ -40,7 +40,7 @@ def stacks_of_job(run_dir: RunDir, job: QueuedJob) -> list[NodeStacks]:
 
 
 def by_node(nodes: list[str], lines: list[str]) -> list[NodeStacks]:
-    """Sorts the answers, which come in any order and may be mixed with lines of others, by node and rank."""
+    """Sorts the answers, which come in any order and may be mixed with other output, by node and rank."""
     ranks: dict[str, int] = {}
     dumps: dict[str, dict[int, Dump]] = {node: {} for node in nodes}
     for answer in map(_answer, lines):
@@ -62,10 +62,10 @@ def stacks_here(run_dir: RunDir, owner: Mapping[str, Any]) -> NodeStacks:
     """The ranks of a run that was started on this machine without Slurm.
 
     Args:
-        owner: of owner.json: who trains.
+        owner: the content of owner.json: the process that trains.
 
     Raises:
-        UserError: it runs on another machine, or no longer.
+        UserError: the run is on another machine, or no longer running.
     """
     host = platform.node()
     if owner.get("host") != host:

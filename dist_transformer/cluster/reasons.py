@@ -1,13 +1,13 @@
-"""Slurm's and our own short words, said so that a person knows what to do."""
+"""Slurm's reasons and exit codes as text from which a user knows what to do."""
 
 import signal
 
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE, EXIT_USER_ERROR
 
 HELD = ("JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue", "requeued held")
-"""Beginnings or ends of the reasons of a job that waits until somebody releases it."""
+"""Prefixes and, last, the suffix of the reasons of a job that waits until somebody releases it."""
 
-# The longest that the reason begins with counts: Slurm adds details (", UnavailableNodes:n3") and new words of a kind.
+# The longest matching prefix counts: Slurm appends details (", UnavailableNodes:n3") and adds similar reasons.
 _WAITING = {
     "Resources": "it is next: waits until enough nodes are free",
     "Priority": "other jobs come first",
@@ -69,16 +69,16 @@ _EXIT_CODES = {
 }
 
 SAID_BY_EXIT_CODE = ("done", "a mistake that a restart cannot mend")
-"""Reasons of the batch script's decision that tell no more than the exit code does."""
+"""Reasons of the batch script's decision that add nothing to the exit code."""
 
 
 def is_held(reason: str) -> bool:
-    """Whether a job with this reason waits for somebody to release it."""
+    """True if a job with this reason waits for somebody to release it."""
     return reason.startswith(HELD[:3]) or reason.endswith(HELD[3])
 
 
 def waiting_in_words(reason: str) -> str:
-    """Why a job waits; Slurm's own word where we know no better."""
+    """Explanation why a job waits; Slurm's own reason where we have none."""
     if not reason:
         return _WAITING["None"]
     known = sorted((word for word in _WAITING if reason.startswith(word)), key=len)
@@ -86,7 +86,7 @@ def waiting_in_words(reason: str) -> str:
 
 
 def exit_code_in_words(code: int) -> str:
-    """How an attempt or a rank ended."""
+    """Explanation of the exit code of an attempt or a rank."""
     if code in _EXIT_CODES:
         return _EXIT_CODES[code]
     if code > 128:

@@ -1,14 +1,14 @@
-"""What the batch script asks: which run folder is this, and after an attempt, does the job go back to the queue?
+"""Commands of the batch script: find the run folder and, after an attempt, decide whether the job is requeued.
 
     python -m dist_transformer.cluster.requeue begin JOB ATTEMPT CONFIG_OR_RUN_FOLDER [section.key=value ...]
     python -m dist_transformer.cluster.requeue end RUN_FOLDER JOB ATTEMPT EXIT_CODE HOW   # exits 0: requeue, 3: stop
     python -m dist_transformer.cluster.requeue exclude RUN_FOLDER PREFLIGHT_FOLDER SPARE  # exits 0: nodes were added
     python -m dist_transformer.cluster.requeue excluded RUN_FOLDER NODES                  # NODES and the run's own
 
-HOW is `decide`, `cancelled` when a person ended the job, `ended` when Slurm did, `preflight` when it never began to
-train; any other exit code of `end` says that it could not decide. SPARE is how many nodes more could serve the job. An
+HOW is `decide`, `cancelled` when a person ended the job, `ended` when Slurm did, `preflight` when training never
+began; any other exit code of `end` means that it could not decide. SPARE is the number of spare nodes for the job. An
 attempt that made a new checkpoint may always be followed by another. Without one, at most
-`slurm.max_restarts_without_progress` attempts follow: a job that dies at the same place for ever must not.
+`slurm.max_restarts_without_progress` attempts follow, so that a job that always fails at the same place ends.
 """
 
 import json
@@ -29,12 +29,12 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
 
 EXIT_STOP = 3
-"""Of `end`: the job is not to be requeued. Not 1, with which a failing Python ends."""
+"""Exit code of `end` for a job that is not requeued. Not 1, with which a failing Python ends."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """`reason` is a line for the job's log."""
+    """Decision whether the job is requeued; `reason` is a line for the job's log."""
 
     requeue: bool
     reason: str
@@ -53,11 +53,11 @@ def run_folder(arguments: list[str]) -> RunDir:
 
 
 def begin(run_dir: RunDir, job: str, attempt: int, max_restarts: int) -> None:
-    """Notes that an attempt begins.
+    """Records that an attempt begins.
 
     Raises:
-        MachineError: too many attempts before it ended without a decision and without a new checkpoint, as those do
-            whose node dies each time: Slurm itself would start them for ever.
+        MachineError: too many earlier attempts ended without a decision and without a new checkpoint, as happens when a
+            node dies each time: Slurm itself would start them forever.
     """
     newest = newest_checkpoint(run_dir)
     same = [r for r in attempts(run_dir) if (r["event"], r["job"], r.get("newest")) == ("began", job, newest)]
@@ -71,7 +71,7 @@ def begin(run_dir: RunDir, job: str, attempt: int, max_restarts: int) -> None:
 
 
 def decide(run_dir: RunDir, exit_code: int, max_restarts: int) -> Decision:
-    """Whether the job goes back to the queue after an attempt that ended so; counts the attempt if it does."""
+    """Decides whether the job is requeued after an attempt with this exit code; counts the attempt if it is."""
     if exit_code in (EXIT_DONE, EXIT_USER_ERROR):
         return Decision(False, "done" if exit_code == EXIT_DONE else "a mistake that a restart cannot mend")
     if exit_code == EXIT_REQUEUE and run_dir.stop_file.exists():
@@ -89,10 +89,10 @@ def decide(run_dir: RunDir, exit_code: int, max_restarts: int) -> Decision:
 
 
 def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: str) -> Decision:
-    """Decides after an attempt, and notes it.
+    """Decides after an attempt, and records the decision.
 
     Raises:
-        MachineError: the run folder cannot be seen; where its disk was mounted no other is made.
+        MachineError: the run folder is not visible; none is created in place of a disk that is not mounted.
     """
     if not run_dir.slurm.is_dir():
         raise MachineError(f"{run_dir.slurm}: is gone; is the disk of the run folder away?")
@@ -129,13 +129,13 @@ def _max_restarts(run_dir: RunDir) -> int:
 
 
 def _nodes_to_exclude(run_dir: RunDir, given: str) -> str:
-    """What Slurm excludes already, with the run's own: a new list replaces the old one."""
+    """Nodes that Slurm excludes already and the run's own, because a new list replaces the old one."""
     listed = [] if given in ("", "(null)") else [given]
     return ",".join([*listed, *(node for node in excluded_nodes(run_dir) if node not in given.split(","))])
 
 
 def main(arguments: list[str]) -> int:
-    """The commands of the batch script; returns the exit code."""
+    """Runs a command of the batch script and returns the exit code."""
     try:
         match arguments:
             case ["begin", job, attempt, _, *_]:

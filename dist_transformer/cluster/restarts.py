@@ -1,4 +1,4 @@
-"""The name by which batch scripts of version 0.1 call requeue.py; a job that is queued keeps its script."""
+"""The name by which batch scripts of version 0.1 call requeue.py; a queued job keeps its script."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A submission that is refused leaves the run folder as it was."""
+"""Rollback of the run folder after a refused submission."""
 
 import shutil
 from collections.abc import Iterable, Iterator
@@ -11,7 +11,7 @@ from dist_transformer.files import replacing
 
 @contextmanager
 def put_back_if_refused(files: Iterable[Path], snapshot: Path) -> Iterator[None]:
-    """When sbatch or the disk refuses within, `files`, `snapshot` and the folders above it are as they were before."""
+    """Restores `files`, `snapshot` and the folders above it if sbatch or the disk refuses inside the context."""
     before = {path: path.read_bytes() if path.is_file() else None for path in files}
     made = [folder for folder in (snapshot.parent, *snapshot.parent.parents) if not folder.exists()]
     aside = snapshot.with_name(f"{snapshot.name}.before")
@@ -27,7 +27,7 @@ def put_back_if_refused(files: Iterable[Path], snapshot: Path) -> Iterator[None]
         for path, old in before.items():
             _put_back(path, old)
         for folder in made:  # the deepest first
-            with suppress(OSError):  # it is not empty: another submission's
+            with suppress(OSError):  # not empty: it holds another submission's files
                 folder.rmdir()
         raise
     shutil.rmtree(aside, ignore_errors=True)

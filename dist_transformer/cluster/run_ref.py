@@ -1,4 +1,4 @@
-"""From what a person names, a run folder or a job id, to both."""
+"""Finds the run folder and the job id of a run from either of them."""
 
 import os
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from dist_transformer.run.sweep_folder import SweepDir
 
 @dataclass(frozen=True)
 class RunRef:
-    """A run and its newest job; None: it was never given to Slurm."""
+    """A run and its newest job; None: the run was never submitted to Slurm."""
 
     run_dir: RunDir
     job_id: str | None
@@ -27,10 +27,10 @@ def find_run(text: str, root: Path) -> RunRef:
 
     Args:
         text: a run folder, or a job id: 123, or 123_4 for a task of an array.
-        root: the folder of runs, looked through for a job that Slurm has forgotten.
+        root: the folder of runs, searched for a job that Slurm has forgotten.
 
     Raises:
-        UserError: it is neither, or no run is known by it, or it is a sweep.
+        UserError: `text` is neither, or names no known run, or names a sweep.
     """
     folder = Path(text)
     if folder.is_dir():
@@ -58,7 +58,7 @@ def find_run(text: str, root: Path) -> RunRef:
 
 
 def refuse_unreadable(folder: Path) -> None:
-    """Raises UserError for a folder that one may not look into."""
+    """Raises UserError for a folder that may not be read."""
     try:
         os.listdir(folder)
         os.stat(folder / ".")
@@ -72,7 +72,7 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def num_points(folder: Path) -> int | None:
-    """How many runs the folder of a sweep is for; None of any other folder."""
+    """Number of points of the sweep in `folder`; None for any other folder."""
     state = SweepDir(folder).state
     return len(read_record(state).get("points", [])) if os.path.isfile(state) else None
 
@@ -80,7 +80,7 @@ def num_points(folder: Path) -> int | None:
 def newest_job_id(run_dir: RunDir) -> str | None:
     """The newest job of a run: the one submitted last, or a later one that was started by hand."""
     submitted_at, job_id = _submission(run_dir)
-    if job_id is None and run_dir.name.startswith("task_"):  # of a sweep, submitted as a whole
+    if job_id is None and run_dir.name.startswith("task_"):  # a task of a sweep, which is submitted as one job
         submitted_at, array = _submission(RunDir(run_dir.path.parent))
         job_id = array and f"{array}_{run_dir.name.removeprefix('task_')}"
     attempt = next(reversed([*attempts(run_dir)]), None)

@@ -1,4 +1,4 @@
-"""A batch script with the values of one submission in its block of settings; the rest is the file as people use it."""
+"""A batch script with the values of one submission in its block of settings; the rest is the file in slurm/."""
 
 import shlex
 import sys
@@ -18,17 +18,17 @@ _PYTHON_IN_CONTAINER = "python3"
 
 @dataclass(frozen=True)
 class Code:
-    """What a job runs: the folder of the package, and the interpreter of its batch script."""
+    """Code of a job: the folder of the package, and the interpreter of its batch script."""
 
     folder: Path
     python: str = sys.executable
 
 
 def render_script(name: str, slurm: SlurmConfig, code: Code, folders: Iterable[Path] = ()) -> str:
-    """slurm/NAME with the settings of `slurm`.
+    """The text of slurm/NAME with the settings of `slurm`.
 
     Args:
-        folders: what the ranks must see, also inside a container.
+        folders: folders that must be visible to the ranks, also inside a container.
     """
     lines = (share_folder("slurm") / name).read_text(encoding="utf-8").splitlines()
     begin = next(n for n, line in enumerate(lines) if line.startswith(_SETTINGS_BEGIN))
@@ -37,7 +37,7 @@ def render_script(name: str, slurm: SlurmConfig, code: Code, folders: Iterable[P
 
 
 def needed_folders(config: Config, root: Path) -> list[Path]:
-    """What every rank reads and writes: `root` of the run folders, the text, the prepared corpus."""
+    """Folders that every rank reads and writes: `root` of the run folders, the text, the prepared corpus."""
     given = [config.data.root, config.data.prepared, config.training.init_from]
     local = [Path(path).expanduser().absolute() for path in given if path is not None and not is_address(path)]
     return list(dict.fromkeys([root.absolute(), *local]))
@@ -59,7 +59,7 @@ def _settings(slurm: SlurmConfig, code: Code, folders: Iterable[Path]) -> list[s
 
 
 def _environment(slurm: SlurmConfig) -> dict[str, str]:
-    # The interpreter that submits is the host's; the image has its own, found by its PATH.
+    # The submitting interpreter is the host's; the image has its own on its PATH.
     inside = {"DIST_TRANSFORMER_PYTHON": _PYTHON_IN_CONTAINER} if slurm.container_image else {}
     return {**inside, **slurm.environment}
 
@@ -82,7 +82,7 @@ def _rank_prefix(slurm: SlurmConfig, folders: Iterable[Path]) -> list[str]:
 
 
 def _mounts(slurm: SlurmConfig, folders: Iterable[Path]) -> list[str]:
-    """source:destination each; what the configuration names comes last, so that it may lay something over a folder."""
+    """Mounts as source:destination; those of the configuration come last, so that they can cover a folder."""
     wanted = [*map(str, folders), *slurm.container_mounts]
     return list(dict.fromkeys(mount if ":" in mount else f"{mount}:{mount}" for mount in wanted))
 

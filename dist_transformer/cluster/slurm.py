@@ -1,4 +1,4 @@
-"""The only place that calls Slurm's commands. Arguments travel as lists: nothing passes through a shell."""
+"""Adapter of Slurm's commands, which nothing else calls. Arguments are passed as lists, never through a shell."""
 
 import os
 import re
@@ -9,25 +9,25 @@ from typing import Any
 from dist_transformer.errors import MachineError, UserError
 
 STACKS_SECONDS = 60
-"""How long the answer of a job's nodes is waited for: a dead node never gives one."""
+"""Time limit for the answers of a job's nodes: a dead node never answers."""
 
 _NOT_FOR_A_JOB = ("SLURM_", "SRUN_", "SBATCH_", "MASTER_")
 _NOT_FOR_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
 
 
 class SlurmError(UserError):
-    """A command of Slurm is missing or refused."""
+    """A command of Slurm is missing or failed."""
 
 
 def submit_script(arguments: Sequence[str]) -> str:
     """Runs `sbatch` (its argv without the program) and returns the job id.
 
     Raises:
-        SlurmError: with sbatch's own words.
-        MachineError: sbatch is content and says no id. The job may exist: what it needs must stay.
+        SlurmError: with sbatch's own message.
+        MachineError: sbatch succeeded without printing an id. The job may exist: its files must stay.
     """
     answer = _call(["sbatch", *arguments], clean_environment(os.environ))
-    # --parsable: "id" or "id;cluster". A site's wrapper may say more, before it or behind it.
+    # --parsable: "id" or "id;cluster". A site's wrapper may print more, before or after it.
     found = re.findall(r"^(\d+)(?:;\S+)?$", answer, re.MULTILINE)
     if len(found) != 1:
         raise MachineError(
@@ -38,13 +38,13 @@ def submit_script(arguments: Sequence[str]) -> str:
 
 
 def list_jobs(job_ids: Sequence[str], format_string: str) -> list[str]:
-    """One line of `squeue` for each job and each task of an array, ended ones too; none for those that Slurm has
-    forgotten, and for what is no job id. Times are unix seconds.
+    """One line of `squeue` for each job and each task of an array, ended ones too; none for jobs that Slurm has
+    forgotten and for text that is no job id. Times are unix seconds.
     """
     known = [job_id for job_id in job_ids if is_job_id(job_id)]
-    if not known:  # with an empty list squeue would tell of everybody's jobs
+    if not known:  # with an empty list squeue would list everybody's jobs
         return []
-    # Without --array the tasks that wait together are one line, 12_[3-9], in which none is found by its id.
+    # Without --array pending tasks share one line, 12_[3-9], in which none is found by its id.
     command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(known)}"]
     command.append(f"--format={format_string}")
     try:
@@ -58,7 +58,7 @@ def list_jobs(job_ids: Sequence[str], format_string: str) -> list[str]:
 def list_accounted_jobs(job_id: str, fields: str) -> list[str]:
     """One line of `sacct` for each part of the job, fields separated by "|", times as unix seconds.
 
-    None of them where there is no accounting, or where it does not answer: it is a help, and nothing relies on it.
+    Empty where there is no accounting, or where it does not answer: it is optional, and nothing relies on it.
     """
     if not is_job_id(job_id):
         return []
@@ -72,40 +72,40 @@ def list_accounted_jobs(job_id: str, fields: str) -> list[str]:
 
 
 def cancel_job(job_id: str) -> None:
-    """Ends a job, whether it runs or waits. (`scancel` finds nothing wrong with unknown jobs.)
+    """Cancels a job, whether it runs or waits. (`scancel` accepts unknown jobs.)
 
     Raises:
-        SlurmError: with scancel's own words.
+        SlurmError: with scancel's own message.
     """
-    # No --state=PENDING: with it Slurm 22.05 takes 12_3 for all tasks that wait together with it.
+    # No --state=PENDING: with it Slurm 22.05 treats 12_3 as all tasks that wait together with it.
     _call(["scancel", _checked(job_id)], _asking_environment())
 
 
 def release_job(job_id: str) -> None:
-    """Lets a held job take part in scheduling again.
+    """Releases a held job.
 
     Raises:
-        SlurmError: with scontrol's own words; a job that an administrator holds is not released.
+        SlurmError: with scontrol's own message; a job that an administrator holds is not released.
     """
     _call(["scontrol", "release", _checked(job_id)], _asking_environment())
 
 
 def host_names(node_list: str) -> list[str]:
-    """n[1-2] -> n1, n2."""
+    """Expands n[1-2] to n1, n2."""
     return _call(["scontrol", "show", "hostnames", node_list], _asking_environment()).split()
 
 
 def run_on_each_node(job_id: str, num_nodes: int, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
-    """Runs a command once on each node of a running job, beside its ranks; the lines that came within STACKS_SECONDS.
+    """Runs a command once on each node of a running job, beside its ranks; returns the lines within STACKS_SECONDS.
 
     Args:
-        job_id: the plain number, also of a task of an array.
-        environment: added to that of this process.
+        job_id: the plain number, also for a task of an array.
+        environment: added to the environment of this process.
 
     Raises:
-        SlurmError: with srun's own words, when no line came.
+        SlurmError: with srun's own message, when no line came.
     """
-    # Without --overlap the step would wait for the ranks to end; other steps' plugins and bindings are not for it.
+    # Without --overlap the step would wait for the ranks to end; it does not need other steps' plugins and bindings.
     options = [f"--jobid={_checked(job_id)}", "--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}"]
     options += ["--ntasks-per-node=1", "--cpus-per-task=1", "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0"]
     try:
@@ -119,12 +119,12 @@ def run_on_each_node(job_id: str, num_nodes: int, command: Sequence[str], enviro
 
 
 def is_job_id(value: Any) -> bool:
-    """123 or 123_4, as text."""
+    """True if `value` is a string like 123 or 123_4."""
     return isinstance(value, str) and re.fullmatch(r"\d+(_\d+)?", value, re.ASCII) is not None
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what belongs to the job, node or rank that `submit` happens to run in; the job would inherit it."""
+    """The environment without variables of a job, node or rank that `submit` runs in; the job would inherit them."""
     return {
         name: value
         for name, value in environment.items()
@@ -139,7 +139,7 @@ def _checked(job_id: str) -> str:
 
 
 def _asking_environment() -> dict[str, str]:
-    """Without the user's filters and formats (SQUEUE_STATES, SACCT_FORMAT ...); times as unix seconds."""
+    """Environment without the user's filters and formats (SQUEUE_STATES, SACCT_FORMAT ...); times as unix seconds."""
     kept = {
         n: v for n, v in clean_environment(os.environ).items() if not n.startswith(("SQUEUE_", "SACCT_", "SCANCEL_"))
     }
@@ -164,7 +164,7 @@ def _call(command: list[str], environment: Mapping[str, str] | None = None, seco
             f"{command[0]}: {what}; expected Slurm's commands on PATH; run this on a login node of the cluster"
         ) from None
     except subprocess.TimeoutExpired as late:
-        said: str | bytes = late.stdout or b""  # bytes, also where text was asked for (cpython #87597)
+        said: str | bytes = late.stdout or b""  # bytes even with text=True (cpython #87597)
         lines = (said if isinstance(said, str) else said.decode(errors="replace")).splitlines()
         raise _PartOfAnAnswer(f"{command[0]}: no answer within {seconds:g} s{called}", lines) from None
     if done.returncode != 0:

@@ -1,4 +1,4 @@
-"""From a checked configuration to jobs: the exact scripts, the exact `sbatch` commands, and the files of the run folder.
+"""Submission of a checked configuration: the exact scripts, `sbatch` commands, and files of the run folder.
 
 submission = plan_submission(config, to_yaml(config), run_dir, num_parameters)   # touches nothing
 job_ids = submit(submission)                                                    # writes, then calls sbatch
@@ -31,9 +31,9 @@ REFUSED = "change slurm.partition, gpus_per_node or gres, memory, constraint, ac
 
 @dataclass(frozen=True)
 class Submission:
-    """What `submit` will do. `files` are written into the run folder before sbatch is called.
+    """Plan of `submit`. `files` are written into the run folder before sbatch is called.
 
-    Each job waits for the one before it, the first for the jobs `after`.
+    Each job waits for the one before it, the first one for the jobs `after`.
     """
 
     run_dir: RunDir
@@ -43,13 +43,13 @@ class Submission:
 
     @property
     def commands(self) -> list[str]:
-        """The calls of sbatch as one would type them; a job id that is not known yet is the stage in capitals."""
+        """The calls of sbatch as shell commands; a job id that is not known yet is the stage in capitals."""
         waits = [self.after, *((job.stage.upper(),) for job in self.jobs)]
         return [command_text(job, after) for job, after in zip(self.jobs, waits, strict=False)]
 
 
 def command_text(job: Job, after: Sequence[str]) -> str:
-    """A call of sbatch as one would type it."""
+    """A call of sbatch as a shell command."""
     return shlex.join(["sbatch", *job.sbatch_arguments(after)])
 
 
@@ -64,16 +64,16 @@ def plan_submission(
     problems: Sequence[str] = (),
     dry_run: bool = False,
 ) -> Submission:
-    """Checks everything and composes the jobs, without creating anything.
+    """Checks everything and builds the jobs, without creating anything.
 
     Args:
-        config: the resolved configuration, its cluster profile already filled in.
+        config: the resolved configuration, with its cluster profile filled in.
         config_text: the same as YAML; becomes the run folder's configuration, which the jobs read.
         num_parameters: of the model, for the estimate of disk space.
         stages: one job each.
-        after: ids of jobs that must have ended well before the first stage begins.
-        problems: what the caller has found, told together with the rest.
-        dry_run: only to be looked at: works without Slurm, and while a job works on the run folder.
+        after: ids of jobs that must succeed before the first stage begins.
+        problems: problems found by the caller, reported together with the others.
+        dry_run: for display only: works without Slurm, and while a job works on the run folder.
 
     Raises:
         ConfigError: all problems together.
@@ -85,7 +85,7 @@ def plan_submission(
         raise ConfigError(found, "cannot submit:")
     run_dir = RunDir(run_dir.path.absolute())
     jobs = tuple(job_of(stage, config.slurm, run_dir, list(excluded_nodes(run_dir))) for stage in stages)
-    sweep = sweep_of(run_dir)  # its prepared corpora are those beside it
+    sweep = sweep_of(run_dir)  # its prepared corpora lie beside it
     folders = needed_folders(config, (sweep.path if sweep else run_dir.path).parent)
     code = Code(run_dir.snapshot)
     scripts = {job.script: render_script(script_name(job.stage), config.slurm, code, folders) for job in jobs}
@@ -93,11 +93,11 @@ def plan_submission(
 
 
 def submit(submission: Submission) -> dict[str, str]:
-    """Writes the files and the code snapshot, calls sbatch, notes the jobs in the run folder; the job id of each stage.
+    """Writes files and code snapshot, calls sbatch, records the jobs in the run folder; returns each stage's job id.
 
     Raises:
-        SlurmError: sbatch refused. The run folder is as it was before; where it took jobs of earlier stages, they are in
-            job.json, and the message says them.
+        SlurmError: sbatch failed. The run folder is as it was before; jobs of earlier stages that were accepted are in
+            job.json and in the message.
     """
     run_dir, ids, after = submission.run_dir, dict[str, str](), submission.after
     for job in submission.jobs:
@@ -110,19 +110,19 @@ def submit(submission: Submission) -> dict[str, str]:
 
 
 def write_files(files: Mapping[Path, str]) -> None:
-    """A script is for its owner alone: people put into `slurm.setup` what is nobody else's business. sbatch copies it."""
+    """Writes the files; scripts for their owner only: `slurm.setup` may hold private values. sbatch copies scripts."""
     for path, text in files.items():
         write_text(path, text, mode=0o600 if path.suffix == ".sbatch" else 0o666)
 
 
 def begin_anew(run_dir: RunDir) -> None:
-    """A submission by a person begins a new count of restarts without progress, and overrules an old stop."""
+    """Resets the count of restarts without progress and removes an old stop file, as for a submission by a person."""
     run_dir.restarts.unlink(missing_ok=True)
     run_dir.stop_file.unlink(missing_ok=True)
 
 
 def note_job(run_dir: RunDir, ids: Mapping[str, str], command: str) -> None:
-    """job.json: the training job is what the commands that watch look at; the last one where there is none."""
+    """Writes job.json; its job_id, which `status` and `logs` look at, is the training job's, or else the last one's."""
     job_id = ids.get("train", read_record(run_dir.job).get("job_id", list(ids.values())[-1]))
     submitted_at = datetime.now(UTC).isoformat(timespec="seconds")
     note = {"job_id": job_id, "submitted_at": submitted_at, "command": command}
@@ -131,7 +131,7 @@ def note_job(run_dir: RunDir, ids: Mapping[str, str], command: str) -> None:
 
 def _submit_first(submission: Submission) -> str:
     run_dir = submission.run_dir
-    # The job may start at once: it must find its files, and no old stop.
+    # The job may start at once: it must find its files and no old stop file.
     changed = [*submission.files, run_dir.restarts, run_dir.stop_file]
     try:
         with put_back_if_refused(changed, run_dir.snapshot):

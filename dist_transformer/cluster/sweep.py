@@ -3,12 +3,12 @@
     grid:                                    every combination of these
       optimizer.learning_rate: [1e-3, 3e-4]
       model.dropout: [0.1, 0.3]
-    list:                                    and each of these with every combination
+    list:                                    each of these with every combination
       - {model.num_heads: 1, model.d_model: 512}
       - {model.num_heads: 16}
     max_running: 4                           tasks of the job array that run at once
 
-Either alone is fine. A point becomes a full configuration, as if its settings stood on the command line.
+Either alone is allowed. A point becomes a full configuration, as if its settings were given on the command line.
 """
 
 import itertools
@@ -25,20 +25,20 @@ from dist_transformer.config.yaml_positions import Marked, read_yaml
 from dist_transformer.errors import ConfigError
 
 MOST_POINTS = 1000
-"""Slurm's own limit is one task more, unless the site has raised it (MaxArraySize)."""
+"""Limit of points. Slurm's own limit is one task more, unless the site has raised it (MaxArraySize)."""
 
 _KEYS = ("grid", "list", "max_running")
 
 
 @dataclass(frozen=True)
 class Point:
-    """Settings by their dotted keys, and the line of the file of each."""
+    """Settings by their dotted keys, and the line of the file for each."""
 
     settings: dict[str, Any]
     places: dict[str, str]
 
     def overrides(self) -> list[str]:
-        """As on the command line."""
+        """The settings in the form of the command line."""
         return [f"{key}={_written(value)}" for key, value in self.settings.items()]
 
     def text(self) -> str:
@@ -82,7 +82,7 @@ def load_points(config: Path, overrides: Sequence[str], sweep: Sweep) -> list[Co
     """The configuration of each point, checked like any other.
 
     Raises:
-        ConfigError: the problems of all points; one that every point has is told once.
+        ConfigError: the problems of all points; one that every point has is reported once.
     """
     configs, found = [], dict[int, list[str]]()
     for task, point in enumerate(sweep.points):
@@ -96,7 +96,7 @@ def load_points(config: Path, overrides: Sequence[str], sweep: Sweep) -> list[Co
 
 
 def told_once(found: Mapping[int, Sequence[str]], num_points: int) -> list[str]:
-    """The problems of the points by task, each with the tasks that have it; one that all have without them."""
+    """The problems of all points, each prefixed with the tasks that have it unless all have it."""
     tasks_with: dict[str, list[int]] = {}
     for task, problems in found.items():
         for problem in problems:
@@ -108,7 +108,7 @@ def told_once(found: Mapping[int, Sequence[str]], num_points: int) -> list[str]:
 
 
 def ranges(tasks: Sequence[int]) -> str:
-    """(0, 1, 2, 5) -> 0-2,5"""
+    """Formats (0, 1, 2, 5) as 0-2,5."""
     found: list[list[int]] = []
     for task in tasks:
         if found and found[-1][1] == task - 1:
@@ -119,7 +119,7 @@ def ranges(tasks: Sequence[int]) -> str:
 
 
 def _with_place(problem: str, point: Point) -> str:
-    """What the loader says of the command line is said of the line of the sweep file."""
+    """The loader's message with the line of the sweep file in place of the command line."""
     for place, override in zip(point.places.values(), point.overrides(), strict=True):
         problem = problem.replace(f"command line: {override}: ", f"{place}: ")
     return problem
@@ -191,7 +191,7 @@ def _point_problems(path: Path, points: Sequence[Point]) -> Iterator[str]:
 
 
 def _written(value: Any) -> str:
-    """A value as it was written, or as JSON, which reads back as the same YAML."""
+    """A value as it was written, or as JSON, which is read back as the same YAML."""
     if isinstance(value, WrittenInt | WrittenFloat):
         return str(as_written(value))
     return json.dumps(value, ensure_ascii=False)

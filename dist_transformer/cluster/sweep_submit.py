@@ -1,6 +1,6 @@
-"""From the points of a sweep to one job array: a run folder each, one script, one code snapshot.
+"""Submits the points of a sweep as one job array: a run folder for each, one script, one code snapshot.
 
-Submitted again, the array has only the tasks that are not finished and that no job works on.
+When submitted again, the array has only the tasks that are not finished and that no job works on.
 """
 
 import json
@@ -33,7 +33,7 @@ _FINISHED = "finished"
 
 @dataclass(frozen=True)
 class PointRun:
-    """One point as a run: its cluster profile filled in, its run folder `folder`/task_N, what the caller found wrong."""
+    """One point as a run in `folder`/task_N, with its cluster profile filled in and the problems the caller found."""
 
     config: Config
     config_text: str
@@ -43,7 +43,7 @@ class PointRun:
 
 @dataclass(frozen=True)
 class SweepSubmission:
-    """What `submit_sweep` will do. `tasks` go into the array; `left_out` says of the others why not."""
+    """Plan of `submit_sweep`. `tasks` go into the array; `left_out` has the reasons for the others."""
 
     folder: SweepDir
     state: SweepState
@@ -55,12 +55,12 @@ class SweepSubmission:
 
     @property
     def command(self) -> str:
-        """The call of sbatch as one would type it."""
+        """The call of sbatch as a shell command."""
         return command_text(self.job, self.after)
 
     @property
     def tasks_that_keep_the_code(self) -> tuple[int, ...]:
-        """Those that still run, or will be requeued: they go on with the code that they began with, and so do all."""
+        """Tasks that still run or will be requeued: they, and so all tasks, keep the code snapshot they began with."""
         if not self.folder.common.snapshot.is_dir():
             return ()
         return tuple(task for task, why in self.left_out.items() if why != _FINISHED)
@@ -69,13 +69,13 @@ class SweepSubmission:
 def plan_sweep(
     sweep: Sweep, runs: Sequence[PointRun], folder: SweepDir, *, after: Sequence[str] = (), dry_run: bool = False
 ) -> SweepSubmission:
-    """Checks every point and composes the array, without creating anything.
+    """Checks every point and builds the array, without creating anything.
 
     Args:
         runs: one for each point.
         folder: absolute.
-        after: ids of jobs that must have ended well before.
-        dry_run: only to be looked at: all points, and Slurm is not asked.
+        after: ids of jobs that must succeed before.
+        dry_run: for display only: all points, and Slurm is not asked.
 
     Raises:
         ConfigError: all problems of all points together.
@@ -101,20 +101,20 @@ def plan_sweep(
 
 
 def submit_sweep(submission: SweepSubmission) -> str:
-    """Writes the files and the code snapshot, calls sbatch, notes the job in every run folder; the array's job id.
+    """Writes files and code snapshot, calls sbatch, records the job in every run folder; returns the array's job id.
 
     Raises:
-        SlurmError: sbatch refused; the folders then hold the files, but no job.
+        SlurmError: sbatch failed; the folders then hold the files, but no job.
     """
     folder = submission.folder
     if not submission.tasks_that_keep_the_code:
         take_snapshot(folder.common.snapshot)
     write_files(submission.files)
     _share_prepared(folder)
-    write_json(folder.state, submission.state.as_json())  # its id before the first task can begin
+    write_json(folder.state, submission.state.as_json())  # records the uid before the first task can begin
     for task in submission.tasks:
         begin_anew(folder.task(task))
-        folder.task(task).slurm.mkdir(exist_ok=True)  # sbatch makes no folder for a log
+        folder.task(task).slurm.mkdir(exist_ok=True)  # sbatch does not create folders for logs
     job_id = submit_script(submission.job.sbatch_arguments(submission.after))
     ids = [f"{job_id}_{n}" if n in submission.tasks else old for n, old in enumerate(submission.state.job_ids)]
     write_json(folder.state, replace(submission.state, job_ids=ids).as_json())
@@ -126,12 +126,12 @@ def submit_sweep(submission: SweepSubmission) -> str:
 
 
 def is_finished(run_dir: RunDir) -> bool:
-    """The run has come to its end."""
+    """True if the run has finished."""
     return read_record(run_dir.state).get("state") == "finished"
 
 
 def _all_problems(runs: Sequence[PointRun], folder: SweepDir, *, is_after_others: bool) -> list[str]:
-    """All runs share one disk, so that the first one is asked whether all have space on it."""
+    """Problems of all runs. They share one disk, so the first one checks the space for all."""
     num_parameters = sum(run.num_parameters for run in runs)
     by_task = {
         task: [
@@ -168,7 +168,7 @@ def _folder_problems(
 def _left_out(folder: SweepDir, before: SweepState | None) -> dict[int, str]:
     tasks = range(len(before.points) if before else 0)
     left_out = {task: _FINISHED for task in tasks if is_finished(folder.task(task))}
-    # A person may have submitted one on its own since.
+    # A task may have been submitted on its own since.
     newest = {task: newest_job_id(folder.task(task)) for task in tasks if task not in left_out}
     known = known_jobs([job_id for job_id in newest.values() if job_id])
     for task, job_id in newest.items():
@@ -178,7 +178,7 @@ def _left_out(folder: SweepDir, before: SweepState | None) -> dict[int, str]:
 
 
 def _share_prepared(folder: SweepDir) -> None:
-    """What other runs beside the sweep have prepared is not prepared again."""
+    """Links the prepared corpora of the runs beside the sweep, so that they are not prepared again."""
     beside = folder.path.parent / folder.prepared.name
     beside.mkdir(exist_ok=True)
     if not folder.prepared.is_symlink() and not folder.prepared.exists():
@@ -190,6 +190,6 @@ def _array(tasks: Sequence[int], max_running: int | None) -> str:
 
 
 def _plain(settings: dict[str, Any]) -> dict[str, Any]:
-    """As sweep.json gives them back."""
+    """The settings as sweep.json returns them."""
     plain: dict[str, Any] = json.loads(json.dumps(settings))
     return plain

@@ -1,1 +1,1 @@
-"""From a trained model to text and scores: beam search, translation of lines in order, sacreBLEU."""
+"""Decoding with trained models: beam search, translation of lines in order, scores by sacreBLEU."""

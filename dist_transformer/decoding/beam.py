@@ -1,12 +1,12 @@
-"""Batched beam search on cached keys and values, as the paper's (6.1) in tensor2tensor.
+"""Batched beam search on cached keys and values, like the paper's (6.1) in tensor2tensor.
 
 Every step extends the `beam_size` live hypotheses of each sentence and looks at the 2 * beam_size likeliest extensions:
-those that end and are among the beam_size likeliest join the finished ones, the best of the others live on. So at any
-time beam_size hypotheses live, whatever has finished. (tensor2tensor lets all of the 2 * beam_size end, which finds more
-translations that stop too early; fairseq, Hugging Face and CTranslate2 do as is done here.) A sentence is done when no live
-hypothesis can still come among the n_best finished ones that are asked for, or at its longest length, where only the end of
-sentence may follow; done sentences leave the batch. With a beam of 1 it is greedy search: the sentence is done when its
-likeliest token is the end.
+those that end and are among the beam_size likeliest join the finished ones, the best of the others stay live. So
+beam_size hypotheses are always live, however many have finished. (tensor2tensor lets all of the 2 * beam_size end,
+which finds more translations that stop too early; fairseq, Hugging Face and CTranslate2 work as this search does.) A
+sentence is done when no live hypothesis can still enter the n_best finished ones, or at its longest length, where only
+the end of sentence may follow; done sentences leave the batch. With a beam of 1 this is greedy search: the sentence is
+done when its likeliest token is the end.
 
 Axes: N sentences, K beam, C candidates, B = N * K rows, T generated tokens, G groups, g members of one, V vocabulary.
 """
@@ -23,18 +23,18 @@ from dist_transformer.decoding.ensemble import Ensemble
 from dist_transformer.model.search_interface import Hypothesis
 
 GROUP = 128
-"""Tokens of which only the greatest is looked at first, in the search for a row's likeliest."""
+"""Tokens in a group, of which `likeliest` first compares only the greatest."""
 FEW_ROWS = 8
-"""With fewer rows, the several operations of that search take longer than sorting."""
+"""Rows below which the operations on groups take longer than sorting."""
 
 
 @torch.inference_mode()
 def beam_search(
     ensemble: Ensemble, constraints: Constraints, ids: SpecialIds, config: DecodingConfig
 ) -> list[list[Hypothesis]]:
-    """For each sentence of `ensemble`: its finished hypotheses, best first, at least one and at most `config.n_best`.
+    """Finished hypotheses of each sentence of `ensemble`, best first, at least one and at most `config.n_best`.
 
-    `ensemble` and `constraints` are of the same sentences, with `config.beam_size` rows each.
+    `ensemble` and `constraints` belong to the same sentences, with `config.beam_size` rows each.
     """
     search = _Search(ensemble, constraints, ids, config)
     while search.num_sentences:
@@ -43,14 +43,14 @@ def beam_search(
 
 
 def length_penalty(num_tokens: int, alpha: float) -> float:
-    """((5 + length) / 6) ** alpha, equation 14 of Wu et al. (2016); the length counts eos."""
+    """Returns ((5 + length) / 6) ** alpha, equation 14 of Wu et al. (2016); the length counts eos."""
     return math.pow((5.0 + num_tokens) / 6.0, alpha)
 
 
 def likeliest(value_BV: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` greatest values of each row and their places, as `topk`, which on CPUs takes several times as long.
+    """The `count` greatest values of each row and their indices, like `topk`, which is several times slower on CPUs.
 
-    The greatest values of a row lie in those groups whose own greatest values are the greatest.
+    The greatest values of a row lie in the groups with the greatest maxima.
     """
     vocabulary = value_BV.shape[1]
     num_groups = vocabulary // GROUP
@@ -68,12 +68,12 @@ def likeliest(value_BV: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class _Finished:
-    """The best finished hypotheses of each sentence so far, best first; score -inf where there are fewer than K."""
+    """The best finished hypotheses of each sentence so far, best first; score -inf if there are fewer than K."""
 
     score_NK: Tensor
     log_probability_NK: Tensor
     token_NKT: Tensor
-    """eos included, then padding."""
+    """Tokens including eos, then padding."""
 
     def merge(self, newer: "_Finished") -> None:
         """Keeps the best K of both."""
@@ -109,7 +109,7 @@ class _Search:
         self.longest_penalty_N = torch.tensor(penalties, device=device)
         self.length = 0
         self.live_token_NKT = torch.empty(num_sentences, beam_size, 0, dtype=torch.long, device=device)
-        # All rows of a sentence begin alike: only the first counts until the first step tells them apart.
+        # All rows of a sentence begin equal: only the first counts until the first step makes them differ.
         self.live_NK = torch.full((num_sentences, beam_size), IMPOSSIBLE, device=device)
         self.live_NK[:, 0] = 0.0
         self.newest_B = torch.full((num_sentences * beam_size,), ids.bos, device=device)
@@ -134,9 +134,9 @@ class _Search:
         self._go_on(parent_NC.gather(1, chosen_NK), self._is_done())
 
     def _candidates(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(parent's place in the beam, token, log-probability) of the likeliest extensions, (N, C) each.
+        """Parent's place in the beam, token and log-probability of the likeliest extensions, (N, C) each.
 
-        Of 2 K extensions at most K end, so K can live on. In greedy search the one likeliest extension decides.
+        Of 2 K extensions at most K end, so K can stay live. In greedy search the one likeliest extension decides.
         """
         beam_size = self.config.beam_size
         log_probability_BV = self.ensemble.step(self.newest_B)
@@ -157,12 +157,12 @@ class _Search:
         self.finished.merge(_Finished(log_probability_NK / penalty, log_probability_NK, token_NKT))
 
     def _is_done(self) -> Tensor:
-        """Per sentence. A live hypothesis can at best keep its probability and grow to the longest length."""
+        """True (N) for done sentences. At best a live hypothesis keeps its probability up to the longest length."""
         best_possible_N = self.live_NK[:, 0] / self.longest_penalty_N
         return (best_possible_N <= self.finished.score_NK[:, -1]) | (self.longest_N == self.length)
 
     def _go_on(self, parent_NK: Tensor, done_N: Tensor) -> None:
-        """Hands in the results of done sentences; rows of the others continue from their parents."""
+        """Stores the results of done sentences; rows of the others continue from their parents."""
         is_done = done_N.tolist()
         if any(is_done):
             self._hand_in(self._rows(parent_NK), is_done)
@@ -171,7 +171,7 @@ class _Search:
         self.newest_B = self.live_token_NKT[..., -1].flatten()
 
     def _rows(self, parent_NK: Tensor) -> Tensor:
-        """Places in the beam to rows of the cache."""
+        """Converts places in the beam to rows of the cache."""
         return parent_NK + self.config.beam_size * torch.arange(self.num_sentences, device=parent_NK.device)[:, None]
 
     def _hand_in(self, row_NK: Tensor, is_done: list[bool]) -> None:

@@ -1,4 +1,4 @@
-"""The only adapter of COMET (package unbabel-comet, not installed with this one): a score by a trained model."""
+"""Adapter of COMET (package unbabel-comet, not installed with this one): a score by a trained model."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -15,14 +15,14 @@ MAKERS = "Unbabel/"
 
 
 class CometScorer:
-    """A COMET model in the CPU's memory; it scores on a GPU where there is one.
+    """A COMET model in CPU memory that scores on a GPU if there is one.
 
     Args:
-        name: of a model of the package's makers (Unbabel/wmt22-comet-da), or a checkpoint file. The package unpickles what it
-            loads, which can run anything, so that a name in somebody's YAML must not fetch any other.
+        name: a model of the package's authors (Unbabel/wmt22-comet-da), or a checkpoint file. The package unpickles the
+            file, which can execute code, so a name in a YAML file must not fetch other models.
 
     Raises:
-        UserError: the package is not there, or the model is not, or it is of others.
+        UserError: the package or the model is missing, or the model is by other authors.
     """
 
     def __init__(self, name: str) -> None:
@@ -53,7 +53,7 @@ class CometScorer:
 
     @torch.no_grad()
     def score(self, sources: Sequence[str], translations: Sequence[str], references: Sequence[str]) -> float:
-        """The mean over the sentences; most models give 0 to 1."""
+        """The mean score of the sentences; with most models 0 to 1."""
         samples = [
             {"src": source, "mt": translation, "ref": reference}
             for source, translation, reference in zip(sources, translations, references, strict=True)
@@ -61,7 +61,7 @@ class CometScorer:
         model = self._model.to(self._device)
         total = 0.0
         for first in range(0, len(samples), BATCH_SENTENCES):
-            # Not `predict`: that would start a trainer of its own, with ranks and signal handlers.
+            # Not `predict`: that would start its own trainer, with ranks and signal handlers.
             inputs = model.prepare_for_inference(samples[first : first + BATCH_SENTENCES])
             total += float(model.predict_step(_moved(inputs, self._device)).scores.double().sum())
         self._model = model.to("cpu")
@@ -70,7 +70,7 @@ class CometScorer:
 
 @contextmanager
 def _logging_kept() -> Iterator[None]:
-    """The package sets up logging for the whole process when it is imported: every line of ours would come twice."""
+    """Restores logging, which the package configures for the process on import: our lines would appear twice."""
     handlers, level = list(logging.root.handlers), logging.root.level
     try:
         yield
@@ -80,7 +80,7 @@ def _logging_kept() -> Iterator[None]:
 
 
 def _moved(inputs: Any, device: torch.device) -> Any:
-    """Tensors in tuples and dictionaries, on the device."""
+    """Moves the tensors in tuples and dictionaries to the device."""
     if isinstance(inputs, torch.Tensor):
         return inputs.to(device)
     if isinstance(inputs, dict):

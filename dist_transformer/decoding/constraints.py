@@ -1,6 +1,6 @@
-"""Which tokens may come next: prefixes, n-grams that must not repeat, the longest output.
+"""Constraints on the next token: prefixes, n-grams that must not repeat, the longest output.
 
-Axes: N sentences, B rows (each sentence's side by side), T tokens so far, W n-grams, n tokens of one, V vocabulary.
+Axes: N sentences, B rows (grouped by sentence), T tokens so far, W n-grams, n tokens of one, V vocabulary.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ IMPOSSIBLE = float("-inf")
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Ids of the tokens that are no text: these three, and those from `num_pieces` on; None: the model has no such rows."""
+    """Ids of tokens that are no text: these three, and those from `num_pieces` on; None: the model has no such rows."""
 
     bos: int
     eos: int
@@ -26,7 +26,7 @@ class SpecialIds:
 
 
 class Constraints:
-    """What each sentence of a batch must follow."""
+    """Constraints of each sentence of a batch."""
 
     def __init__(
         self,
@@ -36,15 +36,15 @@ class Constraints:
         max_positions: int | None,
         config: DecodingConfig,
     ) -> None:
-        """Raises UserError: a prefix leaves no position for the end of the translation."""
+        """Raises UserError if a prefix leaves no position for the end of the translation."""
         self.rows_per_sentence, self.ids, self.ngram_size = rows_per_sentence, ids, config.no_repeat_ngram_size
         self.prefixes = [sentence.prefix for sentence in batch]
         self.longest = [longest_output(sentence, max_positions, config) for sentence in batch]
 
     def apply(self, value_BV: Tensor, token_BT: Tensor) -> None:
-        """Sets to -inf, in place, what may not come next: bos, padding, what is no piece, and what breaks a constraint.
+        """Sets forbidden tokens to -inf in place: bos, padding, ids without a piece, and those that break a constraint.
 
-        The end of the sentence is never forbidden but by a prefix, so something is always left.
+        The end of the sentence is forbidden only by a prefix, so at least one token is always left.
         """
         rows, tokens = self._forced(token_BT.shape[1])
         forced = torch.tensor([rows, tokens], device=value_BV.device).unbind() if rows else None
@@ -64,7 +64,7 @@ class Constraints:
         self.longest = [self.longest[sentence] for sentence in kept]
 
     def _forced(self, num_tokens: int) -> tuple[list[int], list[int]]:
-        """Rows that have no choice after `num_tokens` tokens, and the token of each."""
+        """Rows whose next token after `num_tokens` tokens is forced, and these tokens."""
         rows: list[int] = []
         tokens: list[int] = []
         for sentence, (prefix, longest) in enumerate(zip(self.prefixes, self.longest, strict=True)):
@@ -77,7 +77,7 @@ class Constraints:
 
 
 def forbid_repeats(value_BV: Tensor, token_BT: Tensor, ngram_size: int) -> None:
-    """Sets to -inf, in place, every token that would end an n-gram that the row already has."""
+    """Sets to -inf in place every token that would end an n-gram that the row already has."""
     if token_BT.shape[1] < ngram_size:
         return
     ngram_BWn = token_BT.unfold(1, ngram_size, 1)

@@ -1,8 +1,8 @@
-"""A model whose matrices are laid out for the CPU once, instead of in every product: the same numbers, sooner.
+"""A model whose matrices are laid out for the CPU once, instead of in every product: the same numbers, faster.
 
-Decoding is made of small products, where most of the time is bringing the matrix in. PyTorch's usual library does them up to
-twice as fast if the matrix lies input by input. Of larger ones oneDNN makes at least as much of a packed matrix, on some
-processors much more, but takes as long to begin as a small product takes.
+Decoding consists of small products, dominated by reading the matrix. PyTorch's usual library does them up to twice as
+fast with the matrix stored input by input. For larger products oneDNN with a packed matrix is at least as fast, on some
+processors much faster, but its start takes as long as a small product.
 """
 
 import copy
@@ -14,21 +14,21 @@ from torch.nn import functional as F
 from dist_transformer.model.transformer import Transformer
 
 ROWS_HINT = 64
-"""The number of rows that oneDNN's layout is chosen for; it serves 1 and 256 as well."""
+"""Number of rows for which oneDNN's layout is chosen; it suits 1 and 256 as well."""
 SMALL_PRODUCT = 2**24
-"""Products of fewer multiplications are done before oneDNN has begun, or as soon."""
+"""Number of multiplications below which oneDNN is not faster, because of its start."""
 
 
 def packed_for_decoding(model: Transformer) -> Transformer:
-    """A twin of `model` for inference with packed matrices, on a CPU and in fp32; anything else comes back as it is.
+    """Copy of `model` for inference with packed matrices, on a CPU and in fp32; other models are returned unchanged.
 
-    The twin shares the weights of the model and has two other copies of each matrix besides, which do not follow if the
-    model's change. Results are equal within rounding.
+    The copy shares the weights of the model and has two further copies of each matrix, which do not follow changes of
+    the model. Results are equal within rounding.
     """
     if not _can_pack(model.output_weight):
         return model
     kept = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    twin = copy.deepcopy(model, kept)  # what is in `kept` is not copied
+    twin = copy.deepcopy(model, kept)  # tensors in `kept` are shared, not copied
     for parent in list(twin.modules()):
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear) and child is not twin.output:
@@ -38,7 +38,7 @@ def packed_for_decoding(model: Transformer) -> Transformer:
 
 
 class PackedLinear(nn.Module):
-    """x W^T + b for inference."""
+    """Computes x W^T + b for inference."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class PackedLinear(nn.Module):
 
 
 def _can_pack(weight: Tensor) -> bool:
-    """PyTorch's compiler uses the same two operations; builds without oneDNN do not have them."""
+    """True if two operations exist that PyTorch's compiler also uses; builds without oneDNN do not have them."""
     has_library: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     names = ("_reorder_linear_weight", "_linear_pointwise")  # not public: another release may lack them
     has_operations = has_library and all(hasattr(torch.ops.mkldnn, name) for name in names)

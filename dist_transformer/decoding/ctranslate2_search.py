@@ -1,8 +1,8 @@
-"""Translation by CTranslate2: a `Searcher` over an exported model, or over a model folder, which it exports for itself.
+"""Translation by CTranslate2: a `Searcher` for an exported model, or for a model folder, which it exports itself.
 
 Both searches let a translation end only among the likeliest extensions of the beam. CTranslate2's is over when as many
-translations as the beam have ended, ours goes on while a better one can come. Its scores are normalised over the pieces that
-may be produced, ours over all. Both matter for models that are unsure only.
+translations as the beam have ended, ours continues while a better one is possible. Its scores are normalised over the
+pieces that may be produced, ours over all. Both differences matter only for models that are uncertain.
 """
 
 import os
@@ -27,7 +27,7 @@ from dist_transformer.interop.model_folder import load_model_folder
 from dist_transformer.model.search_interface import Hypothesis, SearchInput, longest_output
 
 IMPOSSIBLE = -1e9
-"""CTranslate2 gives worse scores than this to what it could not find."""
+"""Score below which CTranslate2 marks hypotheses that it could not find."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class _Found:
 
 
 class CTranslate2Searcher:
-    """A `Searcher`; the order and the company of the sentences change nothing."""
+    """A `Searcher` whose results do not depend on the order or composition of batches."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class CTranslate2Searcher:
         device: torch.device,
         num_pieces: int | None = None,
     ) -> None:
-        """`folder`: a model folder, or what `export_ctranslate2` wrote. The other arguments as of `TorchSearcher`.
+        """Loads `folder`, a model folder or a result of `export_ctranslate2`. Other arguments: see `TorchSearcher`.
 
         Raises:
-            UserError: the package ctranslate2 is not there; it cannot search as `config` says, or not with this model.
-            CheckpointError: the folder is not whole.
+            UserError: the package ctranslate2 is missing, or does not support `config` or this model.
+            CheckpointError: the folder is incomplete.
         """
         if config.sampling:
             raise UserError(
@@ -74,18 +74,18 @@ class CTranslate2Searcher:
 
     @property
     def max_positions(self) -> int | None:
-        """Longest source and translation in tokens; None: any."""
+        """Longest source and translation in tokens; None: no limit."""
         return self._max_positions
 
     def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
-        """For each sentence at least one translation and at most `config.n_best`, best first.
+        """Translations of each sentence, at least one and at most `config.n_best`, best first.
 
         Raises UserError: a prefix leaves no position for the end of the translation.
         """
         longest = [longest_output(sentence, self._max_positions, self.config) for sentence in batch]
         found = self._translate(batch, max(longest, default=1))
         for place, limit in enumerate(longest):
-            # The others' longest length counted for this one: what lives on beyond its own is searched for again.
+            # The batch's longest length was used for this sentence: if a translation exceeds its own, search again.
             if limit < max(longest) and any(len(each.tokens) >= limit for each in found[place]):
                 (found[place],) = self._translate([batch[place]], limit)
         return [self._best(each) for each in found]
@@ -107,13 +107,13 @@ class CTranslate2Searcher:
             raise CheckpointError(f"{folder}: CTranslate2 cannot load it ({error}). Export the model again.") from error
 
     def _translate(self, batch: Sequence[SearchInput], longest: int) -> list[list[_Found]]:
-        """At least as many as the beam for each sentence; `longest` counts the end."""
+        """At least beam_size translations of each sentence; `longest` counts the end."""
         if not batch:
             return []
-        # Among the first that end are not all of the best: the search goes on for twice as many, if several are wanted.
+        # The first that end may not include all of the best: for several translations, twice as many are searched.
         patience = 2 if self.config.n_best > 1 else 1
         prefixes = [self._target(sentence.prefix) for sentence in batch]
-        # A prefix as long as a translation may be leaves nothing to search for.
+        # A prefix as long as the longest translation leaves nothing to search.
         is_open = [len(prefix) < longest - 1 for prefix in prefixes]
         sources = [self._source(sentence.source) for sentence in batch]
         results = iter(
@@ -123,7 +123,7 @@ class CTranslate2Searcher:
                 beam_size=self.config.beam_size,
                 num_hypotheses=self.config.beam_size * patience,
                 patience=patience,
-                length_penalty=0,  # what is found is ordered by our own
+                length_penalty=0,  # results are ordered by our own length penalty
                 no_repeat_ngram_size=self.config.no_repeat_ngram_size,
                 suppress_sequences=self._never,
                 max_input_length=0,
@@ -150,8 +150,8 @@ class CTranslate2Searcher:
     def _scored(
         self, source: list[str], prefix: list[str], ended: Sequence[tuple[list[str], float]], longest: int
     ) -> list[_Found]:
-        """CTranslate2 counts neither a prefix nor the end of what was cut at the longest length, and takes tokens that
-        would repeat an n-gram out of the sum of probabilities: these are scored anew."""
+        """Hypotheses with scores. CTranslate2 counts neither a prefix nor the end of a translation cut at the longest
+        length, and normalises without tokens that would repeat an n-gram: such translations are scored anew."""
         is_cut = any(len(tokens) == longest - 1 for tokens, _ in ended)
         texts = [tokens for tokens, _ in ended] or [prefix]
         scores = [score for _, score in ended]
@@ -181,6 +181,6 @@ class CTranslate2Searcher:
 
 
 def _num_threads() -> int:
-    """CTranslate2 works in a thread of its own. With as many helpers as there are processors, OpenMP counts more threads
-    than those and lets them sleep between operations: single sentences then took five to ten times as long on two."""
+    """Number of threads besides CTranslate2's own. With as many helpers as processors, OpenMP counts too many threads
+    and lets them sleep between operations: single sentences then took five to ten times as long on two processors."""
     return max(1, min(torch.get_num_threads(), len(os.sched_getaffinity(0)) - 1))

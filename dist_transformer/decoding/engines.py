@@ -1,4 +1,4 @@
-"""Models opened to search with: by our own search, or by CTranslate2 where it is installed."""
+"""Models opened for search: by our own search, or by CTranslate2 if it is installed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from dist_transformer.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class Search:
-    """What translates.
+    """A searcher with its tokenizer.
 
     Attributes:
-        models: of our own search; CTranslate2 shows none.
+        models: the models of our own search; empty for CTranslate2.
     """
 
     searcher: Searcher
@@ -29,10 +29,10 @@ class Search:
 
 
 def folders_of(engine: Engine, given: Sequence[Path]) -> list[Path]:
-    """The folders that are meant: model folders, those of runs, or for CTranslate2 an exported one.
+    """The model folders of the given model or run folders; for CTranslate2 also an exported folder.
 
     Raises:
-        UserError: one holds no model, or there are several for CTranslate2.
+        UserError: one holds no model, or several are given for CTranslate2.
     """
     if engine == "ctranslate2" and len(given) > 1:
         raise UserError("--ensemble: CTranslate2 searches with one model; drop it, or take --engine torch")
@@ -43,7 +43,7 @@ def open_search(engine: Engine, folders: Sequence[Path], settings: DecodingConfi
     """Loads the models of `folders_of`.
 
     Raises:
-        UserError: a folder is not whole, the models do not go together, or CTranslate2 is not there or cannot do it.
+        UserError: a folder is incomplete, the models do not fit together, or CTranslate2 is missing or cannot do it.
     """
     if engine == "torch":
         loaded = load_models(folders)

@@ -1,4 +1,4 @@
-"""Several models that decode the same batch in step, as if they were one: the mean of their probabilities.
+"""Several models that decode the same batch together as one model: the mean of their probabilities.
 
 Axes: B rows, M models, V vocabulary, S source.
 """
@@ -13,7 +13,7 @@ from dist_transformer.model.transformer import Transformer
 
 
 class Ensemble:
-    """The caches of all models for one batch. One model alone is itself, to the bit."""
+    """The caches of all models for one batch. A single model gives bitwise the same results as on its own."""
 
     def __init__(
         self,
@@ -22,8 +22,8 @@ class Ensemble:
         rows_per_sentence: int,
         each_token: Callable[[], None] = lambda: None,
     ) -> None:
-        """`models` share vocabularies, are in eval mode and on the device of `source_BS`. `each_token` is called before
-        each step."""
+        """Takes models that share vocabularies, in eval mode on the device of `source_BS`. `each_token` is called
+        before each step."""
         assert not any(model.training for model in models), "dropout would make the search random: call eval() first"
         self.models, self.device, self._each_token = models, source_BS.device, each_token
         self.caches = [model.start_decoding(model.encode(source_BS), source_BS, rows_per_sentence) for model in models]
@@ -35,7 +35,7 @@ class Ensemble:
         return log_probabilities(logits)
 
     def reorder(self, rows: Tensor) -> None:
-        """Row i goes on from row `rows[i]` of the same sentence."""
+        """Lets row i continue from row `rows[i]` of the same sentence."""
         for cache in self.caches:
             cache.reorder(rows)
 
@@ -46,8 +46,8 @@ class Ensemble:
 
 
 def log_probabilities(logits_of_models: Sequence[Tensor]) -> Tensor:
-    """Natural logarithms (..., V) of the models' mean probability; fp32 at least. Without gradients: they may lie where
-    the logits lay, which saves a CPU the time of another tensor of that size."""
+    """Natural logarithms (..., V) of the models' mean probability; fp32 at least. Without gradients they may overwrite
+    the logits, which saves a CPU the time of another tensor of that size."""
     wide = [logits if logits.dtype == torch.float64 else logits.float() for logits in logits_of_models]
     each = [torch.log_softmax(logits, -1, out=logits) for logits in wide]
     return each[0] if len(each) == 1 else torch.stack(each).logsumexp(0) - math.log(len(each))

@@ -1,4 +1,4 @@
-"""What models think of a given translation: forced decoding, one pass over all positions at once.
+"""Forced decoding: probabilities of a given translation, in one pass over all positions.
 
 Axes: B sentences, S source, T target, V vocabulary.
 """
@@ -22,8 +22,8 @@ def forced_log_probabilities(
     """Natural logarithm of the probability of each token of `target_out_BT`; fp32 (B, T), 0 at padding.
 
     `target_in_BT` is the decoder's input: bos, then `target_out_BT` without its last token. The sum over a sentence is
-    the `log_probability` that a search gives to the same translation. Several models: of the mean of their
-    probabilities. All are in eval mode and on the device of the ids.
+    the `log_probability` of the same translation in a search. With several models the mean of their probabilities
+    counts. All are in eval mode and on the device of the ids.
     """
     assert not any(model.training for model in models), "dropout would make the scores random: call eval() first"
     rows = max(1, CHUNK_TOKENS // target_in_BT.shape[1])

@@ -1,4 +1,4 @@
-"""Model folders ready to translate: models on their device, and the tokenizer."""
+"""Model folders loaded for translation: models on their device, and the tokenizer."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from dist_transformer.model.transformer import Transformer
 
 @dataclass(frozen=True)
 class LoadedModels:
-    """Models that translate together, in eval mode on `device`, and the tokenizer that they share.
+    """Models that translate together, in eval mode on `device`, and their common tokenizer.
 
     Attributes:
         information: the first model's.
@@ -31,16 +31,16 @@ class LoadedModels:
     device: torch.device
 
     def searcher(self, settings: DecodingConfig) -> TorchSearcher:
-        """Our own search with these models."""
+        """Searcher of our own with these models."""
         return TorchSearcher(self.models, **self.tokenizer.search_ids(), config=settings, device=self.device)
 
 
 def model_folder_of(path: Path) -> Path:
-    """The model folder that is meant by a model folder or a run folder."""
+    """The model folder of a model folder or run folder."""
     for folder in (path, path / "model"):
         if (folder / "model.safetensors").is_file():
             return folder
-    if (path / "model.bin").is_file():  # CTranslate2's; its adapter is not loaded to ask, for a served model has it not
+    if (path / "model.bin").is_file():  # CTranslate2's; its adapter is not imported, because a served model lacks it
         raise UserError(
             f"{path}: a model exported to CTranslate2, which translate --engine ctranslate2 takes; the rest needs the model "
             "folder that it was exported from"
@@ -52,10 +52,10 @@ def model_folder_of(path: Path) -> Path:
 
 
 def load_models(folders: Sequence[Path]) -> LoadedModels:
-    """Loads model folders, on a GPU where there is one.
+    """Loads model folders, on a GPU if there is one.
 
     Raises:
-        UserError: a folder is not whole, or the models have different tokenizers.
+        UserError: a folder is incomplete, or the models have different tokenizers.
     """
     loaded, device = [load_model_folder(folder) for folder in folders], device_of_rank()
     for folder, other in zip(folders[1:], loaded[1:], strict=True):
@@ -77,7 +77,7 @@ def device_of_rank() -> torch.device:
 
 
 class LoadedTranslator:
-    """Gives one translation a line, with the model of a folder, on a GPU where there is one."""
+    """Translates lines with the model of a folder, on a GPU if there is one."""
 
     def __init__(self, folder: Path, settings: DecodingConfig) -> None:
         self._loaded = load_models([folder])
@@ -86,7 +86,7 @@ class LoadedTranslator:
         self.information = self._loaded.information
 
     def translate(self, lines: Iterable[str]) -> Iterator[str]:
-        """One translation a line, in order; empty lines stay empty."""
+        """Yields one translation per line, in order; empty lines stay empty."""
         for best, *_ in translate_lines(self._searcher, self._loaded.tokenizer, lines, self._settings):
             yield best.text
 

@@ -1,7 +1,7 @@
-"""Lines too long to be translated at once: cut into parts, and the translations of the parts joined again.
+"""Lines too long to be translated at once: they are cut into parts, whose translations are joined.
 
-A line is cut in two, as near to its middle as there is an end of sentence, else a space, else anywhere; and its halves
-again, until each part is short enough. Tags at its beginning (<2de>) are put before every part.
+A line is cut in two at the end of sentence nearest to its middle, else at a space, else anywhere; and its halves again,
+until each part is short enough. Tags at its beginning (<2de>) are put before every part.
 """
 
 import re
@@ -16,14 +16,14 @@ BREAKS = (
     re.compile(r"\s+"),
     re.compile(r"."),
 )
-"""Where a line may be cut: after a match of the first of these that has one inside the line. A run of signs is looked at
-from its beginning alone: from each of them, a line of full stops would take the square of its length."""
+"""Places to cut a line: after a match of the first pattern that matches inside the line. A run of punctuation is
+matched from its beginning only: otherwise a line of full stops would take quadratic time."""
 WITHOUT_SPACES = ("CJK", "HIRAGANA", "KATAKANA", "IDEOGRAPHIC", "FULLWIDTH", "THAI", "LAO", "KHMER", "MYANMAR")
-"""First words of the Unicode names of letters and signs between which no space is written."""
+"""First words of the Unicode names of characters between which no space is written."""
 
 
 def cut_line(line: str, num_tokens: Callable[[str], int], max_tokens: int) -> list[str]:
-    """The line in parts of at most `max_tokens`, its tags before each; without tags, the parts are the line.
+    """Parts of the line of at most `max_tokens`, its tags before each; without tags, they concatenate to the line.
 
     Raises:
         UserError: a single character, with the tags, has more tokens.
@@ -34,7 +34,7 @@ def cut_line(line: str, num_tokens: Callable[[str], int], max_tokens: int) -> li
 
 
 def join_parts(texts: Sequence[str]) -> str:
-    """The translations of the parts of a line as one, with a space between two where their script writes spaces."""
+    """Joins the translations of the parts of a line, with spaces if their script uses them."""
     joined = ""
     for text in filter(None, texts):
         no_space = not joined or _without_spaces(joined[-1]) or _without_spaces(text[0])

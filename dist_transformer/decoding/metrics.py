@@ -1,7 +1,7 @@
-"""The only adapter of sacreBLEU and sacremoses: scores of a corpus with the signatures that make them comparable (Post, 2018).
+"""Adapter of sacreBLEU and sacremoses: scores of a corpus with signatures that make them comparable (Post, 2018).
 
-`corpus_scores` is for comparing today: text as people read it, tokenised by sacreBLEU. `tokenised_scores` is for comparing
-with papers that counted on text tokenised by themselves, as "Attention Is All You Need" did.
+`corpus_scores` is for present comparisons: detokenized text, tokenised by sacreBLEU. `tokenised_scores` is for
+comparisons with papers that used their own tokenised text, such as "Attention Is All You Need".
 """
 
 import functools
@@ -18,10 +18,10 @@ from dist_transformer.errors import DataError
 log = logging.getLogger(__name__)
 
 Words = Literal["moses", "spaces"]
-"""Where `tokenised_scores` has its words from: Moses' tokenizer, or the text's own spaces."""
+"""Source of the words in `tokenised_scores`: Moses' tokenizer, or the spaces of the text."""
 
 TOKENIZERS = {"zh": "zh", "ja": "ja-mecab", "ko": "ko-mecab"}
-"""Of target languages that are written without spaces, or with few: those that sacreBLEU's command takes for them."""
+"""Tokenizers of target languages written without spaces, or with few, as in sacreBLEU's command."""
 
 
 def corpus_scores(
@@ -32,8 +32,8 @@ def corpus_scores(
 ) -> dict[str, float | str]:
     """BLEU and chrF (0 to 100) of detokenized text with their signatures, and the share of exact matches (0 to 1).
 
-    `target_language` decides BLEU's tokenizer, as in sacreBLEU's command: `zh`, `ja-mecab`, `ko-mecab`, `13a` for others.
-    `further_references` are other translations of the same lines; a match is one with any of them.
+    `target_language` selects BLEU's tokenizer, as in sacreBLEU's command: `zh`, `ja-mecab`, `ko-mecab`, else `13a`.
+    `further_references` are other translations of the same lines; a match with any of them counts.
 
     Raises DataError when there is nothing to score or the sides differ in length.
     """
@@ -57,18 +57,18 @@ def tokenised_scores(
     target_language: str = "",
     further_references: Sequence[Sequence[str]] = (),
 ) -> dict[str, float | str]:
-    """BLEU (0 to 100) as papers counted it before sacreBLEU, with signatures: Moses' multi-bleu.perl on tokenised text.
+    """BLEU (0 to 100) as computed before sacreBLEU, with signatures: Moses' multi-bleu.perl on tokenised text.
 
-    `bleu_tokenised` is on the words as they are; `bleu_compound_split` on them with "rich-text" split into three, as in
-    tensor2tensor's get_ende_bleu.sh, which counted the English-German figures of Vaswani et al. (2017). With `words`
-    "moses" both sides are tokenised here, by the rules of `target_language` (English ones where Moses has none);
-    with "spaces" they are taken as tokenised already.
+    `bleu_tokenised` uses the words unchanged; `bleu_compound_split` splits "rich-text" into three, as in
+    tensor2tensor's get_ende_bleu.sh, which computed the English-German figures of Vaswani et al. (2017). With `words`
+    "moses" both sides are tokenised here, by the rules of `target_language` (English ones if Moses has none);
+    with "spaces" they are assumed to be tokenised.
 
-    Raises DataError when there is nothing to score or the sides differ in length.
+    Raises DataError if there is nothing to score or the sides differ in length.
     """
     every = _every_reference(hypotheses, references, further_references)
     if words == "moses":
-        from sacremoses import MosesTokenizer  # compiles hundreds of expressions: about half a second of a processor
+        from sacremoses import MosesTokenizer  # compiles hundreds of expressions: about half a second
 
         language = _main_language(target_language) or "en"
         moses = MosesTokenizer(language)
@@ -91,17 +91,17 @@ def tokenised_scores(
 
 
 def _multi_bleu(hypotheses: Sequence[str], references: Sequence[Sequence[str]], tokens: str) -> tuple[float, str]:
-    """What multi-bleu.perl prints for words between spaces, not rounded: no smoothing, 0 where no four words match.
+    """BLEU of multi-bleu.perl for words between spaces, not rounded: no smoothing, 0 if no four words match.
 
-    The signature is sacreBLEU's, with `tokens` for the name of its tokenizer.
+    The signature is sacreBLEU's, with `tokens` as the name of its tokenizer.
     """
-    bleu = BLEU(tokenize="none", smooth_method="none", force=True)  # force: tokenised text is what is asked for
+    bleu = BLEU(tokenize="none", smooth_method="none", force=True)  # force: tokenised text is intended here
     score = bleu.corpus_score(list(hypotheses), references).score
     return score, str(bleu.get_signature()).replace("tok:none", f"tok:{tokens}")
 
 
 def _with_compounds_split(lines: Iterable[str]) -> list[str]:
-    """ "rich-text format" becomes "rich ##AT##-##AT## text format"; of "a-b-c" the first, as there."""
+    """Turns "rich-text format" into "rich ##AT##-##AT## text format"; in "a-b-c" the first hyphen, as that script."""
     return [re.sub(r"(\S)-(\S)", r"\1 ##AT##-##AT## \2", line) for line in lines]
 
 
@@ -120,13 +120,13 @@ def _every_reference(
 
 
 def _main_language(code: str) -> str:
-    """`zh` of `zh_CN`."""
+    """Main part of a language code: `zh` for `zh_CN`."""
     return re.split("[-_]", code.lower())[0]
 
 
 @functools.cache
 def _tokenizer(target_language: str) -> str | None:
-    """The name of BLEU's tokenizer; None: sacreBLEU's own default."""
+    """Name of BLEU's tokenizer; None: sacreBLEU's default."""
     language = _main_language(target_language)
     wanted = TOKENIZERS.get(language)
     if wanted is None or wanted == "zh":

@@ -1,7 +1,7 @@
 """Translations drawn at random from the models' distribution, or from its likeliest part.
 
-Each draw takes one number that depends on (seed, line, sample, position) alone, and finds the token whose share of
-the cumulative probability it falls in: so the batch a sentence comes in changes nothing.
+Each draw uses one number that depends only on (seed, line, sample, position) and selects the token whose share of
+the cumulative probability contains it: so the results do not depend on the batch.
 
 Axes: N sentences, K samples of each, B = N * K rows, C candidates, T tokens, V vocabulary.
 """
@@ -23,9 +23,9 @@ from dist_transformer.model.search_interface import Hypothesis, SearchInput
 def sample(
     ensemble: Ensemble, constraints: Constraints, batch: Sequence[SearchInput], ids: SpecialIds, config: DecodingConfig
 ) -> list[list[Hypothesis]]:
-    """For each sentence `config.n_best` translations drawn independently, the likeliest first.
+    """Draws `config.n_best` translations of each sentence independently, the likeliest first.
 
-    Their log-probabilities are the models', whatever the temperature and the tokens left out.
+    Their log-probabilities are the models', whatever the temperature and the excluded tokens.
     """
     search = _Sampling(ensemble, constraints, batch, ids, config)
     while search.input_position:
@@ -34,26 +34,26 @@ def sample(
 
 
 def draws(seed: int, sentence: int, sample: int, count: int) -> list[float]:
-    """The numbers in [0, 1) of the first `count` positions of one sample of one sentence."""
+    """Random numbers in [0, 1) of the first `count` positions of one sample of one sentence."""
     drawn: list[float] = np.random.default_rng([seed, sentence, sample]).random(count).tolist()
     return drawn
 
 
 def choose(logits_BV: Tensor, draw_B: Tensor, config: DecodingConfig) -> Tensor:
-    """The token (B) of each row that its number in [0, 1) chooses."""
+    """Token (B) of each row that its number in [0, 1) selects."""
     logits_BV = logits_BV.double()
-    # The greatest at 0, so that a temperature near 0 makes none infinite.
+    # Shifted so that the greatest is 0 and a temperature near 0 makes none infinite.
     below_BV = (logits_BV - logits_BV.amax(-1, keepdim=True)) / config.temperature
     probability_BC, token_BC = _candidates(below_BV.softmax(-1), config)
     cumulative_BC = probability_BC.cumsum(1)
-    # As a number below 1 in fp64 times the total is below the total, what is chosen has a probability above 0.
+    # A number below 1 in fp64 times the total is below the total, so the chosen token has a probability above 0.
     reached_B1 = draw_B[:, None] * cumulative_BC[:, -1:]
     chosen_B1 = torch.searchsorted(cumulative_BC, reached_B1, right=True).clamp_(max=cumulative_BC.shape[1] - 1)
     return (chosen_B1 if token_BC is None else token_BC.gather(1, chosen_B1)).squeeze(1)
 
 
 def _candidates(probability_BV: Tensor, config: DecodingConfig) -> tuple[Tensor, Tensor | None]:
-    """Probabilities that may be drawn from, and their tokens; None: all, in order."""
+    """Probabilities to draw from, and their tokens; None: all tokens, in order."""
     if config.top_k == 0 and config.top_p == 1:
         return probability_BV, None
     vocabulary = probability_BV.shape[1]
@@ -96,13 +96,13 @@ class _Sampling:
         token_B = token_B.masked_fill(has_ended_B, self.ids.eos)
         chosen_B = log_probability_BV.gather(1, token_B[:, None]).squeeze(1)
         self.log_probability_B += chosen_B.masked_fill(has_ended_B, 0.0)
-        token_B = token_B.masked_fill(self.log_probability_B.isnan(), self.ids.eos)  # it would never be drawn
+        token_B = token_B.masked_fill(self.log_probability_B.isnan(), self.ids.eos)  # else eos would never be drawn
         self.token_BT = torch.cat([self.token_BT, token_B[:, None]], 1)
         self.newest_B = token_B
         self._hand_in((token_B == self.ids.eos).view(-1, self.config.n_best).all(1))
 
     def _hand_in(self, done_N: Tensor) -> None:
-        """The results of done sentences, which leave the batch."""
+        """Stores the results of done sentences, which leave the batch."""
         is_done = done_N.tolist()
         if not any(is_done):
             return

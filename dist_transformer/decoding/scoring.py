@@ -1,6 +1,6 @@
-"""How probable given translations are to a model, token by token.
+"""Probabilities of given translations, token by token.
 
-Axes: B pairs of one batch, S source, T target, the end of sentence included in both.
+Axes: B pairs of one batch, S source, T target, both including the end of sentence.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,12 +26,12 @@ def score_pairs(
     device: torch.device,
     max_tokens: int = BATCHES.max_source_tokens,
 ) -> Iterator[tuple[Ids, list[float]]]:
-    """For each pair (source, target), in order: the target's ids, eos included, and the natural logarithm of the
-    probability of each after the source and those before it. Of several models: of the mean of their probabilities.
+    """Yields for each pair (source, target), in order, the target's ids with eos, and the natural logarithm of the
+    probability of each given the source and the ids before it, of several models the mean probability.
 
     Raises:
-        UserError: a sentence, on either side, has more than `max_tokens` tokens, or than a model has positions; the pairs
-            before its chunk have been given.
+        UserError: a sentence, on either side, has more than `max_tokens` tokens, or than a model has positions; the
+            pairs before its chunk have been yielded.
     """
     remaining, num_before = iter(pairs), 0
     most = min([max_tokens, *(model.max_positions for model in models if model.max_positions is not None)])

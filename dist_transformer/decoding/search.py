@@ -1,4 +1,4 @@
-"""Our own search: one model or several that decode together, by beam or by sampling as the configuration says.
+"""Our own search: one or several models that decode together, by beam search or sampling as configured.
 
 Axes: B sentences, S source.
 """
@@ -33,26 +33,25 @@ class TorchSearcher:
         device: torch.device,
         num_pieces: int | None = None,
     ) -> None:
-        """`models` have the same vocabularies, are on `device` and in eval mode. Several are an ensemble: the search goes
-        by the logarithm of the mean of their probabilities. `num_pieces`: of the target's tokenizer, where the models may have
-        more rows."""
+        """Takes models with the same vocabularies, on `device` and in eval mode. Several are an ensemble: the search
+        uses the logarithm of the mean of their probabilities. `num_pieces`: pieces of the target's tokenizer, if the
+        models may have more rows."""
         assert models, "a search needs a model"
         self.models, self.config, self.device = models, config, device
         self.ids = SpecialIds(bos_id, eos_id, pad_id, num_pieces)
         self.each_token: Callable[[], None] = lambda: None
-        """Called before each token of a batch; what it raises ends the search."""
+        """Callback before each token of a batch; an exception from it ends the search."""
 
     @property
     def max_positions(self) -> int | None:
-        """Longest source and translation in tokens, the shortest of the models'; None: any."""
+        """Longest source and translation in tokens, the smallest of the models' limits; None: no limit."""
         return min((model.max_positions for model in self.models if model.max_positions is not None), default=None)
 
     @torch.inference_mode()
     def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
-        """For each sentence at least one translation and at most `config.n_best`, best first.
+        """Translations of each sentence, at least one and at most `config.n_best`, best first.
 
-        Raises UserError: a prefix leaves no position for the end of the translation; or no translation has a score that is
-        a number.
+        Raises UserError: a prefix leaves no position for the end of the translation; or the scores are NaN.
         """
         if not batch:
             return []
@@ -69,7 +68,7 @@ class TorchSearcher:
 
 
 def _refuse_nan(found: Sequence[Sequence[Hypothesis]]) -> None:
-    """A score that is no number is neither better nor worse than another: a search then finds nothing, or anything."""
+    """Raises UserError for NaN scores, which cannot be compared: a search then finds nothing, or anything."""
     if any(not hypotheses or any(math.isnan(each.score) for each in hypotheses) for hypotheses in found):
         raise UserError(
             "the search found a sentence without any translation whose score is a number: the model's weights are not "
@@ -78,6 +77,6 @@ def _refuse_nan(found: Sequence[Sequence[Hypothesis]]) -> None:
 
 
 def pad_together(sentences: Sequence[Sequence[int]], pad_id: int) -> Tensor:
-    """(B, S) int64 with padding at the end."""
+    """Tensor (B, S) int64 with padding at the end."""
     longest = max(len(ids) for ids in sentences)
     return torch.tensor([[*ids, *[pad_id] * (longest - len(ids))] for ids in sentences])

@@ -1,7 +1,7 @@
-"""How MLflow loads a model folder and translates with it: the loader that a logged model names (`loader_module`).
+"""Loader by which MLflow loads a model folder and translates with it (`loader_module` of a logged model).
 
-MLflow calls `_load_pyfunc(folder, settings)`; `settings` is the section `decoding` of the run that trained the model, and
-whoever loads it may change them: `mlflow.pyfunc.load_model(uri, model_config={"beam_size": 1})`.
+MLflow calls `_load_pyfunc(folder, settings)`; `settings` is the section `decoding` of the run that trained the model,
+and can be changed on loading: `mlflow.pyfunc.load_model(uri, model_config={"beam_size": 1})`.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,21 +13,21 @@ from dist_transformer.decoding.loaded_model import LoadedTranslator
 
 
 class ServedModel:
-    """What MLflow holds; every way of asking for a prediction ends in `predict`."""
+    """The model object for MLflow, which calls `predict` for every kind of prediction."""
 
     def __init__(self, translator: LoadedTranslator) -> None:
         self._translator = translator
 
     def predict(self, model_input: Any, params: Mapping[str, Any] | None = None) -> list[str]:
-        """One translation a line, in order; empty lines, and missing ones of a table, stay empty.
+        """Translates each line, in order; empty lines, and missing values of a table, stay empty.
 
-        `model_input`: a pandas table with one column, or anything that lists strings.
+        `model_input`: a pandas table with one column, or an iterable of strings.
         """
         return list(self._translator.translate(map(_line, _column(model_input))))
 
 
 def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) -> ServedModel:
-    """The name and the arguments are MLflow's."""
+    """Entry point of MLflow, which prescribes its name and arguments."""
     return ServedModel(LoadedTranslator(Path(data_path), DecodingConfig(**(model_config or {}))))
 
 

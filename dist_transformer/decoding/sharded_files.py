@@ -1,13 +1,13 @@
-"""A large file translated in parts, by any number of processes on any machines that see the same disk.
+"""Translation of a large file in parts, by any number of processes on any machines that see the same disk.
 
-The lines are cut into chunks, whose size depends on the number of lines alone. Beside the file that is to be written there
-is, until it is whole, a folder:
+The lines are cut into chunks, whose size depends only on the number of lines. Until the output is complete, there is a
+folder next to it:
 
-    OUTPUT.parts/plan.json     what is translated, with what: input, models, search
-    OUTPUT.parts/0000000.txt   the translations of chunk 0, written whole
+    OUTPUT.parts/plan.json     the plan: input, models, search
+    OUTPUT.parts/0000000.txt   the translations of chunk 0, written atomically
 
-Who finishes the last part joins all of them into OUTPUT, leaves the plan beside it as OUTPUT.plan.json, and removes the
-folder. So a new start finds out what is done, whoever did it.
+The process that finishes the last part joins all of them into OUTPUT, stores the plan as OUTPUT.plan.json, and removes
+the folder. So a new start finds all finished parts, whichever process wrote them.
 """
 
 import codecs
@@ -27,7 +27,7 @@ from dist_transformer.files import read_json, replacing, write_json, write_text
 from dist_transformer.run.outputs import check_output, is_stream, writing
 
 SMALLEST_CHUNK_LINES, LARGEST_CHUNK_LINES, MOST_SMALL_CHUNKS = 256, 16_384, 1024
-"""A chunk fills batches of sentences of like length; a folder of many thousand files would slow a cluster's disk."""
+"""Limits of a chunk, which fills batches of similar length, and of small chunks: many files slow a cluster's disk."""
 PLAN_NAME = "plan.json"
 PART_PATTERN = f"{'[0-9]' * 7}*.txt"
 READ_BYTES = 1 << 20
@@ -37,25 +37,25 @@ Plan = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of one output. `open_parts` makes it."""
+    """The parts of one output, created by `open_parts`."""
 
     output: Path
     plan: Plan
     num_chunks: int
 
     def is_done(self, chunk: int) -> bool:
-        """Whether the part is there, or the output made of it."""
+        """True if the part, or the output made of it, exists."""
         return self._part(chunk).exists() or is_whole(self.output)
 
     def num_done(self) -> int:
-        """Parts that are there, whoever made them."""
+        """Number of existing parts, whichever process wrote them."""
         return sum(self._part(chunk).exists() for chunk in range(self.num_chunks))
 
     def write(self, chunk: int, lines: Sequence[str]) -> None:
-        """Writes a part whole; or nothing where the output has been joined meanwhile.
+        """Writes a part atomically; or nothing if the output has been joined meanwhile.
 
         Raises:
-            UserError: the folder of the parts was removed, or is another translation's by now.
+            UserError: the folder of the parts was removed, or now belongs to another translation.
             MachineError: the disk is full, or fails.
         """
         with _locked(self.output):
@@ -63,7 +63,7 @@ class Parts:
                 write_text(self._part(chunk), "".join(f"{line}\n" for line in lines))
 
     def join(self) -> bool:
-        """Makes the output if every part is there; whether it is whole now. Any number of processes may call it.
+        """Makes the output if every part exists; returns True if it is complete. Any number of processes may call it.
 
         Raises UserError and MachineError as `write` does.
         """
@@ -72,7 +72,7 @@ class Parts:
                 return True
             if self.num_done() < self.num_chunks:
                 return False
-            # The plan first: an output without one is somebody else's.
+            # The plan first: an output without one counts as an unrelated file.
             write_json(_plan_of(self.output), self.plan)
             with replacing(self.output) as temporary, temporary.open("wb") as out:
                 for chunk in range(self.num_chunks):
@@ -82,7 +82,7 @@ class Parts:
             return True
 
     def _is_joined(self) -> bool:
-        """Whether the output is whole; UserError where neither it nor the folder of the parts is this translation's."""
+        """True if the output is complete. Raises UserError if neither it nor the folder belongs to this translation."""
         planned = _plan_of(self.output) if is_whole(self.output) else _folder(self.output) / PLAN_NAME
         if not planned.exists():
             raise UserError(f"{planned.parent}: was removed while it was written to; start the same command again")
@@ -94,11 +94,11 @@ class Parts:
 
 
 def open_parts(output: Path, plan: Plan, num_chunks: int) -> Parts | None:
-    """The parts of the output, as far as they are done; None when it is whole already, by the same plan.
+    """Opens the parts of the output, finished or not; None if the output is already complete by the same plan.
 
     Raises:
-        UserError: the output, or its parts, are of another plan; there is a file of unknown origin; or nothing can be
-            written at this path.
+        UserError: the output or its parts belong to another plan; there is a file of unknown origin; or the path cannot
+            be written.
         MachineError: the disk is full, or fails.
     """
     if is_stream(output):
@@ -106,38 +106,38 @@ def open_parts(output: Path, plan: Plan, num_chunks: int) -> Parts | None:
             f"{output}: is a device or a pipe, but the output is made of parts: name a file, or leave --input and --output out "
             "and give < FILE"
         )
-    check_output(output, "a translation", is_whole, is_file=True)  # a lock would be waited for where none can be
+    check_output(output, "a translation", is_whole, is_file=True)  # before waiting for a lock where none can exist
     with _locked(output):
         if is_whole(output):
             _refuse_other(_plan_of(output), plan, output)
-            _remove_folder(output)  # left by a process that died while it cleared up
+            _remove_folder(output)  # left by a process that died during its removal
             return None
         check_output(output, "a translation", is_file=True)
-        if (of_before := _plan_of(output)).exists():  # of an output that was removed, or was about to be written
+        if (of_before := _plan_of(output)).exists():  # the output was removed, or was about to be written
             _read_plan(of_before)
         if (planned := _folder(output) / PLAN_NAME).exists():
             _refuse_other(planned, plan, output)
         else:
-            _clear(planned.parent, (f".{PLAN_NAME}.*.tmp",))  # of a process that died before it had begun
+            _clear(planned.parent, (f".{PLAN_NAME}.*.tmp",))  # left by a process that died at its start
             check_output(planned.parent, "the parts of a translation")
             write_json(planned, plan)
         of_before.unlink(missing_ok=True)
-        output.unlink(missing_ok=True)  # an empty file: one beside a plan is whole
+        output.unlink(missing_ok=True)  # an empty file: one with a plan would be complete
     return Parts(output, plan, num_chunks)
 
 
 def is_whole(output: Path) -> bool:
-    """Whether the output has been joined of its parts."""
+    """True if the output has been joined from its parts."""
     return _plan_of(output).exists() and output.exists()
 
 
 def chunk_lines(num_lines: int) -> int:
-    """Lines of a chunk of a file of so many lines."""
+    """Lines of a chunk in a file of `num_lines` lines."""
     return min(LARGEST_CHUNK_LINES, max(SMALLEST_CHUNK_LINES, -(-num_lines // MOST_SMALL_CHUNKS)))
 
 
 def digest_of(path: Path) -> str:
-    """SHA-256 of a file. UserError: it cannot be read."""
+    """SHA-256 of a file. Raises UserError if it cannot be read."""
     digest = hashlib.sha256()
     with _opened(path) as file:
         while data := file.read(READ_BYTES):
@@ -146,10 +146,10 @@ def digest_of(path: Path) -> str:
 
 
 def digest_and_lines(path: Path) -> tuple[str, int]:
-    """SHA-256 of a text file, and how many lines it has.
+    """SHA-256 and number of lines of a text file.
 
     Raises:
-        UserError: it cannot be read, now and once more; or it is not valid UTF-8.
+        UserError: it cannot be read, or not a second time; or it is not valid UTF-8.
     """
     if path.exists() and not path.is_file() and not path.is_dir():
         raise UserError(
@@ -166,24 +166,24 @@ def digest_and_lines(path: Path) -> tuple[str, int]:
             decoder.decode(b"", final=True)
         except UnicodeDecodeError:
             file.seek(0)
-            for _ in decoded_lines(file, str(path)):  # it tells the line
+            for _ in decoded_lines(file, str(path)):  # raises with the number of the line
                 pass
             raise
     return digest.hexdigest(), num_lines + (last != b"\n")
 
 
 class LineReader:
-    """Reads ranges of lines of a file, from its beginning on."""
+    """Reads ranges of lines of a file in ascending order."""
 
     def __init__(self, path: Path) -> None:
         self._lines = numbered_lines(path)
         self._next = 0
 
     def read(self, first: int, count: int) -> list[str]:
-        """So many lines from number `first` on, counted from 0, or those up to the end; `first` never goes back.
+        """Reads `count` lines from line `first`, counted from 0, or those up to the end; `first` must not decrease.
 
         Raises:
-            UserError: one of them, or one before, is not valid UTF-8.
+            UserError: one of them, or an earlier one, is not valid UTF-8.
         """
         assert first >= self._next, "it reads forward"
         lines = list(islice(self._lines, first - self._next, first - self._next + count))
@@ -192,7 +192,7 @@ class LineReader:
 
 
 def numbered_lines(path: Path) -> Iterator[str]:
-    """The lines of a file without their ends.
+    """Yields the lines of a file without line breaks.
 
     Raises:
         UserError: the file cannot be read, or a line is not valid UTF-8.
@@ -202,7 +202,7 @@ def numbered_lines(path: Path) -> Iterator[str]:
 
 
 def decoded_lines(lines: Iterable[bytes], name: str) -> Iterator[str]:
-    """Lines of bytes as text without their ends; UserError, with `name` and the number, for one that is not UTF-8."""
+    """Decodes lines without line breaks. Raises UserError, with `name` and line number, for one that is not UTF-8."""
     for number, line in enumerate(lines, start=1):
         try:
             yield line.decode("utf-8").rstrip("\r\n")
@@ -218,7 +218,7 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _read_plan(path: Path) -> Plan:
-    """UserError: it is not what `open_parts` writes, but somebody else's."""
+    """Reads a plan. Raises UserError if `open_parts` did not write the file."""
     try:
         plan = read_json(path)
     except (OSError, ValueError):
@@ -245,7 +245,7 @@ def _refuse_other(planned: Path, now: Plan, output: Path) -> None:
 
 
 def _short(value: Any) -> str:
-    """A digest is known by its beginning."""
+    """Text of a value, with digests shortened."""
     text = "none" if value is None else str(value)
     return text[:12] if len(text) == 64 else text
 
@@ -259,12 +259,12 @@ def _plan_of(output: Path) -> Path:
 
 
 def _made_of(output: Path) -> str:
-    """What to remove, so that it can be made anew."""
+    """Names of the files to remove before the output can be made anew."""
     return f"{output} and {_plan_of(output).name}" if is_whole(output) else f"the folder {_folder(output)}"
 
 
 def _remove_folder(output: Path) -> None:
-    """The plan last, which says what the rest is of. A folder with files of somebody else's stays."""
+    """Removes the folder of parts, the plan last, because it identifies the rest. Unrelated files keep the folder."""
     _clear(_folder(output), (PART_PATTERN, f".{PART_PATTERN}.*.tmp", f".{PLAN_NAME}.*.tmp", PLAN_NAME))
     with suppress(OSError):
         _folder(output).rmdir()
@@ -278,7 +278,7 @@ def _clear(folder: Path, patterns: Sequence[str]) -> None:
 
 @contextmanager
 def _locked(output: Path) -> Iterator[None]:
-    """For moments only. A soft lock, of a disk without real ones, would outlive a process that dies."""
+    """Context with a lock, held briefly. A soft lock, on disks without real ones, would outlive a dead process."""
     with writing(output):
         output.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(output.with_name(f".{output.name}.lock"), fallback_to_soft=False):

@@ -1,6 +1,6 @@
-"""Lines of text to translations: cut into batches of sentences of like length, given back in the order they came.
+"""Translation of lines of text in batches of sentences of similar length, yielded in the original order.
 
-A line that is too long is refused, or cut into parts that are translated like lines of their own and joined.
+A line that is too long is refused, or cut into parts that are translated like separate lines and joined.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,13 +16,13 @@ from dist_transformer.errors import UserError
 from dist_transformer.model.search_interface import Searcher, SearchInput, check_prefix
 
 CHUNK_LINES = 2048
-"""Lines read, sorted by length and translated together: enough for full batches, little enough to stream."""
+"""Lines read, sorted by length and translated together: enough for full batches, few enough for streaming."""
 NUMBERS_OF_A_PART = 2**40
-"""The parts of a line are numbered so far apart that no line has the number of a part."""
+"""Distance between the numbers of the parts of a line, so large that no line has the number of a part."""
 
 
 class TranslationTokenizer(Protocol):
-    """What translation needs of a tokenizer."""
+    """Tokenizer interface for translation."""
 
     @property
     def bos_id(self) -> int: ...
@@ -40,17 +40,17 @@ class TranslationTokenizer(Protocol):
         ...
 
     def decode_target(self, ids: list[int], /) -> str:
-        """The sentence of target ids."""
+        """Sentence of the target ids."""
         ...
 
 
 @dataclass(frozen=True)
 class Translation:
-    """One translation of a line; of a line that was cut, score and log-probability are the sums over its parts.
+    """One translation of a line; if the line was cut, score and log-probability are the sums over its parts.
 
     Attributes:
         tokens: target ids without bos and eos.
-        score: `log_probability` over the length penalty; the higher the better.
+        score: `log_probability` divided by the length penalty; the higher the better.
         log_probability: natural logarithm of the probability of the tokens and the eos after them.
     """
 
@@ -68,18 +68,18 @@ def translate_lines(
     prefixes: Iterable[str] | None = None,
     num_before: int = 0,
 ) -> Iterator[list[Translation]]:
-    """The translations of each line, in order, the best first; a blank line has an empty one. Reads `CHUNK_LINES` ahead.
+    """Yields each line's translations in order, best first; a blank line has an empty one. Reads CHUNK_LINES ahead.
 
-    A batch has at most `config.max_tokens` source tokens times beam; a line above it goes alone.
+    A batch has at most `config.max_tokens` source tokens times beam; a line above that forms its own batch.
 
     Args:
-        prefixes: for each line, what its translations begin with; an empty one: anything.
-        num_before: lines before the first of `lines` that are translated elsewhere. With sampling, the number of a line
-            decides what is drawn.
+        prefixes: for each line, the beginning of its translations; empty: not prescribed.
+        num_before: lines before the first of `lines` that are translated elsewhere. With sampling, the draws depend on
+            the number of a line.
 
     Raises:
-        UserError: a line is too long and `config.too_long` is "refuse", a prefix is too long, or there are more or fewer
-            prefixes than lines; the lines before its chunk have been given.
+        UserError: a line is too long and `config.too_long` is "refuse", a prefix is too long, or there are more or
+            fewer prefixes than lines; the lines before its chunk have been yielded.
     """
     remaining = _with_prefixes(lines, prefixes)
     while chunk := list(islice(remaining, CHUNK_LINES)):
@@ -104,13 +104,13 @@ def translate_together(
     progress: Callable[[], None],
     wants_stop: WantsStop,
 ) -> list[str]:
-    """The best of what `translate_lines` gives, on every rank: its batches are dealt out to the ranks (collective).
+    """The best translations of `translate_lines`, on every rank: its batches are shared among the ranks (collective).
 
-    No rank waits for another in a search. `progress` is called after each round of one batch a rank. `lines` and the
+    No rank waits for another in a search. `progress` is called after each round of one batch per rank. `lines` and the
     model's weights are the same on every rank.
 
     Raises:
-        Stopped, WorkFailed: on every rank, as `in_rounds` does.
+        Stopped, WorkFailed: on every rank, as from `in_rounds`.
     """
     batches: list[list[_Part]] = []
     for first in range(0, len(lines), CHUNK_LINES):
@@ -138,17 +138,17 @@ def translate_together(
 
 
 def first_batch(tokenizer: TranslationTokenizer, lines: Sequence[str], config: DecodingConfig) -> list[str]:
-    """The lines that `translate_together` translates first, as one batch: the longest ones."""
+    """The first batch of lines that `translate_together` translates: the longest ones."""
     chunk = list(lines[:CHUNK_LINES])
     lengths = [len(ids) for ids in tokenizer.encode_source(chunk)]
     return [chunk[index] for index in next(token_batches(lengths, config), [])]
 
 
 def token_batches(lengths: Sequence[int], config: DecodingConfig) -> Iterator[list[int]]:
-    """Indices of `lengths`, longest first, in batches of at most `config.max_tokens` padded source tokens times the
-    hypotheses that each sentence has at once.
+    """Yields indices of `lengths`, longest first, in batches of at most `config.max_tokens` padded source tokens times
+    the hypotheses that each sentence has at once.
 
-    Longest first, so that a batch that does not fit in memory shows at once. What is too long alone goes alone.
+    Longest first, so that a batch that exceeds memory fails at once. A sentence above the limit forms its own batch.
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -163,7 +163,7 @@ def token_batches(lengths: Sequence[int], config: DecodingConfig) -> Iterator[li
 
 @dataclass(frozen=True)
 class _Part:
-    """What is searched for at once: a line or, where it is too long, a part of one."""
+    """A line or, if it is too long, a part of one."""
 
     line: int
     number: int
@@ -196,19 +196,19 @@ def _parts(
     max_positions: int | None,
     config: DecodingConfig,
 ) -> list[_Part]:
-    """In order; those of lines that have a token."""
+    """Parts of the lines in order, without those of lines that have no token."""
     texts, prefixes = [line.strip() for line, _ in chunk], [prefix for _, prefix in chunk]
     most = min(config.max_source_tokens, max_positions or config.max_source_tokens)
     encoded = tokenizer.encode_source(texts)
     starts = tokenizer.encode_target(prefixes) if any(prefixes) else [[] for _ in chunk]
     parts = []
     for line, (text, source, start) in enumerate(zip(texts, encoded, starts, strict=True), start=num_before):
-        # Nothing but the end of sentence: a blank line, or characters that normalisation takes away.
+        # Only the end of sentence: a blank line, or characters that normalisation removes.
         if len(source) < 2:
             continue
-        check_prefix(max(len(start) - 1, 0), line, max_positions)  # a search would say it too, but batch by batch
+        check_prefix(max(len(start) - 1, 0), line, max_positions)  # a search would raise it too, but batch by batch
         cut = [source] if len(source) <= most else _cut(tokenizer, line, text, len(source), most, config)
-        # Without its end, a prefix can go on; the later parts of a line begin anew.
+        # Without its end, a prefix can be continued; the later parts of a line have none.
         parts += [_Part(line, n, ids, start[:-1] if n == 0 else []) for n, ids in enumerate(cut)]
     return parts
 
@@ -216,7 +216,7 @@ def _parts(
 def _cut(
     tokenizer: TranslationTokenizer, line: int, text: str, num_tokens: int, most: int, config: DecodingConfig
 ) -> list[list[int]]:
-    """The parts of a line that is too long."""
+    """Parts of a line that is too long."""
     if config.too_long == "refuse":
         limit = "decoding.max_source_tokens" if most == config.max_source_tokens else "model.max_positions"
         raise UserError(
@@ -231,7 +231,7 @@ def _cut(
 
 
 def _search(searcher: Searcher, tokenizer: TranslationTokenizer, batch: Sequence[_Part]) -> Iterator[list[Translation]]:
-    """The translations of each part, the best first."""
+    """Yields the translations of each part, the best first."""
     for hypotheses in searcher.search([part.input for part in batch]):
         yield [
             Translation(_text(tokenizer, found.tokens), found.tokens, found.score, found.log_probability)
@@ -240,12 +240,12 @@ def _search(searcher: Searcher, tokenizer: TranslationTokenizer, batch: Sequence
 
 
 def _text(tokenizer: TranslationTokenizer, tokens: list[int]) -> str:
-    """A line stays a line, though a vocabulary of bytes can write an end of line."""
+    """Text on one line, because a vocabulary of bytes can produce a line break."""
     return tokenizer.decode_target(tokens).replace("\n", " ")
 
 
 def _of_line(parts: Sequence[list[Translation]]) -> list[Translation]:
-    """The translations of a line of the given parts: the best ones joined, the second best ones ..."""
+    """Translations of a line from those of its parts: the best ones joined, the second best ones ..."""
     if not parts:
         return [Translation("", [], 0.0, 0.0)]
     return parts[0] if len(parts) == 1 else [_joined(together) for together in zip(*parts, strict=False)]

@@ -1,6 +1,6 @@
-"""A file translated in parts: by this process, by several that it starts, or by the ranks of a Slurm job.
+"""Translation of a file in parts: by this process, by several that it starts, or by the ranks of a Slurm job.
 
-Rank r of N takes the chunks r, r + N, ... that are not done. The ranks never meet: what is done lies on the disk.
+Rank r of N takes the unfinished chunks of r, r + N, ... The ranks do not communicate: finished parts are on the disk.
 """
 
 import os
@@ -34,11 +34,11 @@ FILES_OF_A_MODEL = (".json", ".safetensors", ".model", ".bin")
 
 
 def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) -> None:
-    """This rank's chunks that are not done; and, with the last of all, the output. A stop request ends it with 75.
+    """Translates this rank's unfinished chunks and, after the last of all, joins the output. A stop request exits 75.
 
     Raises:
-        UserError: a file cannot be read or changes, a line cannot be translated, the output is of something else, or a
-            job that was restarted often is stopped before any part is done.
+        UserError: a file cannot be read or changes, a line cannot be translated, the output belongs to something else,
+            or a job that was restarted often is stopped before any part is finished.
         MachineError: the disk is full, or fails.
     """
     num_ranks = num_ranks_given(()) or 1
@@ -69,7 +69,7 @@ def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) ->
 
 
 def _read(path: Path, reader: LineReader, first: int, count: int) -> list[str]:
-    """So many lines from number `first` on; UserError where they are not there any more."""
+    """Reads `count` lines from line `first`. Raises UserError if they no longer exist."""
     lines = reader.read(first, count)
     if len(lines) != count:
         raise UserError(
@@ -80,7 +80,7 @@ def _read(path: Path, reader: LineReader, first: int, count: int) -> list[str]:
 
 
 def _translated(search: Search, task: Task, texts: Sequence[list[str]], num_before: int) -> Iterator[str]:
-    """What is written of each line of a chunk; `texts`: the lines, and their prefixes where there are some."""
+    """Yields the output of each line of a chunk; `texts`: the lines and, if any, their prefixes."""
     lines, prefixes = texts[0], texts[1] if len(texts) > 1 else None
     given = translate_lines(search.searcher, search.tokenizer, lines, task.settings, prefixes, num_before)
     for number, (line, translations) in enumerate(zip(lines, given, strict=True), start=num_before):
@@ -88,9 +88,9 @@ def _translated(search: Search, task: Task, texts: Sequence[list[str]], num_befo
 
 
 def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, Any], int]:
-    """What the output depends on; and the number of lines.
+    """Everything that the output depends on, and the number of lines.
 
-    Sizes of batches change nothing; nor does `too_long`: to go on after a line that was refused, with it cut.
+    Batch sizes are excluded, and `too_long` too, so that a translation can resume after a refused line by cutting it.
     """
     digest, num_lines = digest_and_lines(source)
     plan: dict[str, Any] = {
@@ -116,10 +116,10 @@ def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, 
 
 
 class _StoppableSearcher:
-    """A searcher that ends the process between two batches when it was asked to stop; the chunk is done anew later.
+    """A searcher that ends the process between two batches after a stop request; the chunk is repeated later.
 
-    A Slurm job that was put back into the queue some times ends when no rank has done a part since this start: else a part
-    that takes longer than the job's time limit would bring it back for ever.
+    A Slurm job that was requeued several times ends if no rank finished a part since this start: otherwise a part that
+    takes longer than the job's time limit would requeue it forever.
     """
 
     def __init__(self, searcher: Searcher, stop: StopRequest, parts: Parts) -> None:

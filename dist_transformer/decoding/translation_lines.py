@@ -1,4 +1,4 @@
-"""How translations are written: a line each, n-best lists as Moses and Marian write them, word alignment, JSON."""
+"""Output formats of translations: plain lines, n-best lists as in Moses and Marian, word alignment, JSON."""
 
 import json
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from dist_transformer.model.search_interface import Engine
 
 @dataclass(frozen=True)
 class Form:
-    """What is written of the translations of a line.
+    """Output format of the translations of a line.
 
     Attributes:
         n_best: a line for each translation: number of the line, text, log-probability, score.
-        alignment: pairs of words as well.
-        as_json: one object a line, with everything.
+        alignment: also pairs of words.
+        as_json: one object per line, with everything.
     """
 
     n_best: bool
@@ -29,11 +29,11 @@ class Form:
 
 @dataclass(frozen=True)
 class Task:
-    """What `translate` is asked for, whatever the lines come from.
+    """Settings of `translate`, independent of the source of the lines.
 
     Attributes:
         models: model folders or run folders; several are an ensemble.
-        prefix: a file with what the translations of each line begin with; None: anything.
+        prefix: a file with the beginning of each line's translations; None: not prescribed.
     """
 
     models: Sequence[Path]
@@ -44,7 +44,7 @@ class Task:
 
 
 def written(form: Form, search: Search, number: int, line: str, translations: Sequence[Translation]) -> str:
-    """The translations of a line, whose number is counted from 0: one line of text, or one for each of the n best."""
+    """Output for the translations of a line, numbered from 0: one line of text, or one for each of the n best."""
     if form.as_json:
         return _json(form, search, line, translations)
     if not form.n_best:

@@ -1,9 +1,10 @@
-"""Which words of a sentence the words of its translation come from, read from the model's cross-attention.
+"""Word alignment between a sentence and its translation, from the model's cross-attention.
 
-As the layer average of Garg et al. (2019), "Jointly Learning to Align and Translate": the mean over the heads of the last
-layer but one. The weights of a word's pieces are added up, and each target word goes to the source word with the most.
+As the layer average of Garg et al. (2019), "Jointly Learning to Align and Translate": the mean over the heads of the
+last layer but one. The weights of a word's pieces are summed, and each target word is aligned to the source word with
+the greatest sum.
 
-Axes: L layers, H heads, S source pieces, T target pieces, the end of sentence last in both.
+Axes: L layers, H heads, S source pieces, T target pieces, both with the end of sentence last.
 """
 
 import io
@@ -28,7 +29,7 @@ Spans = list[tuple[int, int]]
 
 
 class SpanTokenizer(TranslationTokenizer, Protocol):
-    """A tokenizer that knows where in a text its pieces are, in characters."""
+    """A tokenizer that returns the positions of its pieces in a text, in characters."""
 
     def source_spans(self, sentence: str, /) -> Spans: ...
     def target_spans(self, ids: list[int], /) -> Spans: ...
@@ -38,7 +39,7 @@ class SpanTokenizer(TranslationTokenizer, Protocol):
 
 @torch.no_grad()
 def cross_attention(model: Transformer, tokenizer: SpanTokenizer, line: str, translation: Translation) -> Tensor:
-    """The weights (L, H, T, S) of the decoder's looks at the source, at each piece that it predicts; fp32, on the CPU.
+    """Cross-attention weights (L, H, T, S) of the decoder at each piece that it predicts; fp32, on the CPU.
 
     `line` is not blank.
     """
@@ -52,8 +53,8 @@ def cross_attention(model: Transformer, tokenizer: SpanTokenizer, line: str, tra
 def word_alignment(
     model: Transformer, tokenizer: SpanTokenizer, line: str, translation: Translation
 ) -> list[tuple[int, int]]:
-    """For each word of the translation its number and, first, that of its word in `line`; words are apart by spaces, and
-    counted from 0."""
+    """Pairs (word in `line`, word of the translation) for each word of the translation; words are separated by spaces
+    and counted from 0."""
     if not translation.text.split() or not line.split():
         return []
     text = line.strip()
@@ -65,13 +66,13 @@ def word_alignment(
 
 
 def words_of(text: str, spans: Spans) -> list[int]:
-    """For each piece of a text the number of its word: the one at its first character that is no space."""
+    """Number of the word of each piece of a text: the one at its first character that is no space."""
     ends = [word.end() for word in re.finditer(r"\S+", text)]
     return [min(bisect_right(ends, begin), len(ends) - 1) for begin, _ in spans]
 
 
 def links(weights_TS: Tensor, source_words: Sequence[int], target_words: Sequence[int]) -> list[tuple[int, int]]:
-    """(source word, target word) for each target word that has a piece, in order."""
+    """Pairs (source word, target word) for each target word that has a piece, in order."""
     num_source, num_target = max(source_words) + 1, max(target_words) + 1
     from_words = torch.zeros(len(weights_TS), num_source)
     from_words.index_add_(1, torch.tensor(source_words), weights_TS)
@@ -84,13 +85,13 @@ def links(weights_TS: Tensor, source_words: Sequence[int], target_words: Sequenc
 def attention_file(
     path: Path, model: Transformer, tokenizer: SpanTokenizer
 ) -> Iterator[Callable[[int, str, Translation], None]]:
-    """Yields what writes the cross-attention of a line (number from 1, text, translation); blank ones have none.
+    """Yields a function that writes the cross-attention of a line (number from 1, text, translation), if not blank.
 
-    The file is whole or not there. numpy.load opens it: for line 3, `3/cross` (L, H, T, S), `3/source` and `3/target`, the
-    pieces.
+    The file is written atomically. numpy.load opens it: for line 3, `3/cross` (L, H, T, S), and the pieces `3/source`
+    and `3/target`.
 
     Raises:
-        UserError: nothing can be written at this path.
+        UserError: the path cannot be written.
         MachineError: the disk is full, or fails.
     """
     with ExitStack() as stack:

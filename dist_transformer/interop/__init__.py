@@ -1,1 +1,1 @@
-"""Models as people keep and share them: model folders of safetensors, and averages of checkpoints."""
+"""Models outside of training: model folders of safetensors, import and export, and averages of checkpoints."""

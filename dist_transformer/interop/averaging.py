@@ -16,7 +16,7 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class _Source:
-    """One set of weights that is read tensor by tensor; `label` names it in messages."""
+    """A set of weights that is read tensor by tensor; `label` names it in messages."""
 
     label: str
     names: frozenset[str]
@@ -26,8 +26,8 @@ class _Source:
 def average_weights(sources: Sequence[Weights | Path]) -> dict[str, Tensor]:
     """The fp32 mean of each tensor over `sources`: weights by name, or safetensors files of them.
 
-    Summed in fp64, one tensor at a time, so files need no more memory than the result. Raises CheckpointError when
-    there are no sources, one cannot be read, or they differ in names or shapes.
+    Summed in fp64, one tensor at a time, so files need no more memory than the result. Raises CheckpointError if there
+    are no sources, one cannot be read, or they differ in names or shapes.
     """
     if not sources:
         raise CheckpointError("There are no checkpoints to average: expected at least one. Save one first.")

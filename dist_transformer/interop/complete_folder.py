@@ -1,4 +1,4 @@
-"""A folder that is there whole or not at all."""
+"""Atomic writing of folders."""
 
 import os
 import shutil
@@ -14,16 +14,16 @@ from dist_transformer.run.outputs import check_output, never, writing
 def whole_folder(
     folder: Path, kind: str, is_own: Callable[[Path], bool] = never, own_files: Sequence[str] = ()
 ) -> Iterator[Path]:
-    """Yields an empty folder beside `folder`, which in the end takes its place, and that of an older one, by a rename.
+    """Yields an empty folder next to `folder`, which at the end is renamed to it and replaces an older one.
 
-    Where the block raises, `folder` stays as it was. The files may lie in it directly only.
+    If the block raises, `folder` stays unchanged. Subfolders are not allowed.
 
     Args:
-        kind, is_own: of check_output, which says what an older one is.
-        own_files: those of an older one that are replaced; others stay in it.
+        kind, is_own: as for check_output, to recognise an older folder.
+        own_files: files of an older folder that are replaced; others stay in it.
 
     Raises:
-        UserError: something else is there, or nothing can be written at this path.
+        UserError: the path holds something else or cannot be written.
         MachineError: the disk is full, or fails.
     """
     check_output(folder, kind, is_own)
@@ -45,7 +45,7 @@ def whole_folder(
 
 
 def _replace(folder: Path, temporary: Path, own_files: Sequence[str]) -> None:
-    """Renames `temporary` to `folder`; of an older folder everything but `own_files` is moved into it."""
+    """Renames `temporary` to `folder` and moves everything but `own_files` from an older folder into it."""
     if not folder.exists() or not any(folder.iterdir()):
         os.rename(temporary, folder)
         flush_to_disk(folder.parent)

@@ -1,7 +1,7 @@
-"""A model folder as a CTranslate2 model, the program to translate fast with on CPUs and GPUs.
+"""A model folder as a model of CTranslate2, a program for fast translation on CPUs and GPUs.
 
-The exported folder holds CTranslate2's own files, and for the text our sentencepiece models and `dist_transformer.json`. Its
-vocabulary names each row of the model by its piece: tokens go in and come out as pieces.
+The exported folder holds CTranslate2's own files and, for the text, our sentencepiece models and
+`dist_transformer.json`. Its vocabulary names each row of the model by its piece: input and output are pieces.
 """
 
 import shutil
@@ -30,25 +30,25 @@ from dist_transformer.model.transformer import Transformer
 
 INFORMATION = "dist_transformer.json"
 LONGEST_TOKENS = 4096
-"""Positions written into the exported model where ours has no limit."""
+"""Positions written into the exported model if ours has no limit."""
 QUANTIZATIONS = ("int8", "int16", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """What lies beside CTranslate2's files."""
+    """Content of our file next to CTranslate2's."""
 
     information: ModelInformation
     max_positions: int | None
-    """Longest source and translation in tokens; None: any."""
+    """Longest source and translation in tokens; None: no limit."""
 
 
 def export_ctranslate2(loaded: LoadedModel, out: Path, quantization: str | None = None) -> None:
     """Writes a folder for `ctranslate2.Translator`.
 
-    `quantization`: one of `QUANTIZATIONS`, how the matrices are kept; None: fp32.
+    `quantization`: type of the stored matrices, one of `QUANTIZATIONS`; None: fp32.
 
-    Raises UserError: the package ctranslate2 is not there, or the model has something that CTranslate2 has not.
+    Raises UserError: the package ctranslate2 is missing, or the model has something that CTranslate2 lacks.
     """
     _refuse_what_ctranslate2_lacks(loaded.config)
     spec = _spec(loaded)
@@ -65,7 +65,7 @@ def export_ctranslate2(loaded: LoadedModel, out: Path, quantization: str | None 
 
 
 def load_exported(folder: Path) -> ExportedModel:
-    """What `export_ctranslate2` wrote beside the model. CheckpointError when it is missing or something else."""
+    """Reads our file next to the model. Raises CheckpointError if it is missing or something else."""
     path = folder / INFORMATION
     try:
         content = read_json(path)
@@ -79,12 +79,12 @@ def load_exported(folder: Path) -> ExportedModel:
 
 
 def is_exported(folder: Path) -> bool:
-    """Whether the folder is one that `export_ctranslate2` wrote."""
+    """True if `export_ctranslate2` wrote the folder."""
     return (folder / INFORMATION).is_file()
 
 
 def import_ctranslate2() -> Any:
-    """The package. UserError when it is not installed."""
+    """Returns the package. Raises UserError if it is not installed."""
     try:
         import ctranslate2
         import ctranslate2.specs
@@ -117,7 +117,7 @@ def _spec(loaded: LoadedModel) -> Any:
     activation = {"relu": activations.RELU, "gelu": activations.GELU}.get(config.activation, activations.SWISH)
     of_both: dict[str, Any] = dict(
         num_heads=config.num_heads,
-        pre_norm=True,  # only to have a place for a final norm, which post-norm layers may have too; set below
+        pre_norm=True,  # creates the entry of a final norm, which post-norm models may have too; set below
         activation=activation,
         ffn_glu=config.activation == "swiglu",
         rms_norm=config.norm_type == "rms",
@@ -188,7 +188,7 @@ def _set_feed_forward(spec: Any, feed_forward: FeedForward, residual: AddAndNorm
 
 
 def _set_linear(spec: Any, linear: nn.Linear, alpha: float = 1.0) -> None:
-    """DeepNorm's norm(alpha x + sublayer(x)) is norm(x + sublayer(x) / alpha), but for the epsilon of the norm."""
+    """Sets weights divided by alpha: DeepNorm's norm(alpha x + f(x)) is norm(x + f(x) / alpha), except for epsilon."""
     spec.weight, spec.bias = _array(linear.weight / alpha), _array(linear.bias / alpha)
 
 
@@ -217,11 +217,11 @@ def _set_vocabulary(spec: Any, loaded: LoadedModel) -> None:
 
 
 def _tokens(pieces: list[str], rows: int, pad_id: int) -> list[str]:
-    """A name for each row of the model; rows beyond the last piece have no text."""
+    """Name of each row of the model; rows after the last piece have no text."""
     beyond = ["<pad>" if number == pad_id else f"<unused_{number}>" for number in range(len(pieces), rows)]
     return pieces + beyond
 
 
 def _array(tensor: Tensor) -> Any:
-    """A copy: quantization writes into it."""
+    """Copy of a tensor, because quantization writes into it."""
     return tensor.detach().float().clone(memory_format=torch.contiguous_format).numpy()

@@ -1,4 +1,4 @@
-"""Reading weights that another program wrote."""
+"""Reading weights written by other programs."""
 
 from pathlib import Path
 from pickle import UnpicklingError
@@ -12,9 +12,9 @@ from dist_transformer.interop.model_folder import open_safetensors
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or of one of `torch.save`, by name; on the CPU.
+    """The tensors of a file of safetensors or `torch.save` by name, on the CPU.
 
-    Raises CheckpointError: the file is missing, damaged, or holds anything but tensors.
+    Raises CheckpointError: the file is missing, damaged, or holds something other than tensors.
     """
     if path.is_dir():
         raise CheckpointError(f"{path}: is a folder, expected a file of weights.")
@@ -22,12 +22,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         with open_safetensors(path) as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     try:
-        # Tensors alone are read: anything else that a pickle could do is refused.
+        # Only tensors are read: anything else in a pickle is refused.
         content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file, expected weights.") from error
     except UnpicklingError as error:
-        # torch's own text advises to run what the file says.
+        # torch's own message advises to execute the file.
         if is_zipfile(path):
             raise CheckpointError(f"{path}: holds a pickled model, not its weights; save model.state_dict()") from error
         raise CheckpointError(f"{path}: damaged, or not weights that torch.save wrote. Copy it again.") from error

@@ -1,7 +1,7 @@
-"""Weights of another run or model as the start of a new one: what fits is copied, what does not is told by name.
+"""Weights of another run or model as the start of a new one: fitting tensors are copied, others reported by name.
 
-A tensor fits when the model has one of the same name and shape that means the same. Shapes alone do not tell: the rows
-of an embedding belong to the pieces of one tokenizer, and a projection of attention to its number of heads.
+A tensor fits if the model has one of the same name, shape and meaning. Shapes alone are not enough: the rows of an
+embedding belong to the pieces of one tokenizer, and a projection of attention to its number of heads.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,12 +21,12 @@ OTHER_TOKENIZER = "of another tokenizer, whose pieces are other rows"
 OTHER_HEADS = "of attention heads of another number or size"
 OTHER_FORM = "settings that no shape tells, but that the weights were trained with"
 FORM = ("norm", "norm_type", "activation", "positions")
-"""The settings of the model that say what is computed with tensors of the same shapes."""
+"""Settings of the model that change the computation without changing the shapes of tensors."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """What the tensors of a source, or of the model that is to take them, mean.
+    """Meaning of the tensors of a source or of the model to be initialised.
 
     Attributes:
         tokenizers: SHA-256 of the source and of the target side's sentencepiece model, or its first digits.
@@ -40,9 +40,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class Fit:
-    """What became of each name: the tensors to take, and the others as (name, why, details), sorted by name.
+    """Result of a comparison: the fitting tensors, and the others as (name, reason, details), sorted by name.
 
-    Among the others are settings, `model.norm`, that differ without a tensor that could tell.
+    Among the others are differing settings, such as `model.norm`, that no tensor shows.
     """
 
     taken: tuple[str, ...]
@@ -57,12 +57,12 @@ def form_of(settings: Mapping[str, object]) -> dict[str, str]:
 def load_initial_weights(
     model: Transformer, weights: Mapping[str, Tensor], there: Origin, here: Origin, label: str, partially: bool
 ) -> Fit:
-    """Copies what fits of `weights` into the fp32 model on the CPU, and says by name what does not.
+    """Copies the fitting ones of `weights` into the fp32 model on the CPU and returns the others by name.
 
     `label` names the source in messages. Every rank calls it with the same arguments; nothing is communicated.
 
     Raises:
-        UserError: something does not fit, and not `partially`; or nothing does. The model is then unchanged.
+        UserError: a tensor does not fit and `partially` is false, or none fits. The model is then unchanged.
     """
     fit = compare(model, weights, there, here)
     if not fit.taken:
@@ -84,11 +84,11 @@ def load_initial_weights(
 
 
 def compare(model: Transformer, weights: Mapping[str, Tensor], there: Origin, here: Origin) -> Fit:
-    """What fits, tied tensors once."""
+    """Compares names, shapes and meaning; tied tensors count once."""
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     foreign = _foreign_matrices(model, there, here)
     heads = f"{there.num_heads} there, {here.num_heads} here"
-    names = set(weights)  # to ask the mapping itself may read the tensor
+    names = set(weights)  # a lookup in the mapping itself may read the tensor
     taken, others = [], [(name, UNKNOWN, "") for name in names - shapes.keys()]
     others += [
         (f"model.{name}", OTHER_FORM, f"{there.form[name]} there, {here.form[name]} here")
@@ -111,13 +111,13 @@ def compare(model: Transformer, weights: Mapping[str, Tensor], there: Origin, he
 
 
 def _value_sizes_differ(name: str, shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]) -> bool:
-    """Then the matrices that lie side by side in one tensor are others, even where their sum is the same."""
+    """True if value sizes differ: the matrices joined in one tensor then differ, even if their total size is equal."""
     output = f"{name.split('attention.')[0]}attention.output.weight"
     return output in weights and tuple(weights[output].shape) != shapes[output]
 
 
 def fit_text(fit: Fit) -> str:
-    """Why and what was not taken, a line for each layer or other part; every name is there.
+    """All names that do not fit, grouped by reason, with a line for each layer or other part.
 
     2 not in the source:
       decoder_layers.1: feed_forward.inner.bias, feed_forward.inner.weight
@@ -137,7 +137,7 @@ def _lines(others: Sequence[tuple[str, str, str]]) -> Iterator[str]:
 
 
 def _part(name: str) -> str:
-    """`decoder_layers.1` of `decoder_layers.1.feed_forward.inner.bias`; the module of any other name."""
+    """`decoder_layers.1` for `decoder_layers.1.feed_forward.inner.bias`; the module for any other name."""
     words = name.split(".")
     is_layer = len(words) > 2 and words[1].isdigit()
     return ".".join(words[:2] if is_layer else words[:-1]) or name
@@ -153,6 +153,6 @@ def _foreign_matrices(model: Transformer, there: Origin, here: Origin) -> set[st
 
 
 def _is_same_digest(first: str, second: str) -> bool:
-    """As far as both go: a checkpoint keeps the first digits only."""
+    """True if the common digits are equal: a checkpoint keeps the first digits only."""
     digits = min(len(first), len(second))
     return first[:digits] == second[:digits]

@@ -1,4 +1,4 @@
-"""MarianMTModel folders of Hugging Face (OPUS-MT is a thousand of them), in and out. The package transformers is not needed."""
+"""Import and export of Hugging Face's MarianMTModel folders, such as OPUS-MT, without the package transformers."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -35,16 +35,16 @@ CONFIG, GENERATION, WEIGHTS, PICKLED_WEIGHTS = (
     "pytorch_model.bin",
 )
 NEAREST_LENGTH_TOKENS = 25
-"""Length at which the exported length penalty changes with the length as ours does."""
+"""Length at which the exported length penalty has the same slope as ours."""
 
 
 def import_marian(source: Path, out: Path) -> None:
-    """Writes a model folder of what lies in the folder `source`, whose logits and token ids are the same.
+    """Converts the folder `source` to a model folder with the same logits and token ids.
 
     Raises:
         CheckpointError: weights are missing, damaged, or not those of config.json.
-        DataError: a file of the tokenizer is missing or not what it should be.
-        UserError: a setting that has no counterpart here.
+        DataError: a file of the tokenizer is missing or invalid.
+        UserError: a setting has no counterpart here.
     """
     settings = read_settings(source / CONFIG)
     ids = settings.ids
@@ -73,7 +73,7 @@ def import_marian(source: Path, out: Path) -> None:
 def export_marian(loaded: LoadedModel, out: Path) -> None:
     """Writes a folder for `MarianMTModel.from_pretrained` and `MarianTokenizer.from_pretrained`.
 
-    Raises UserError: the model has something that MarianMTModel has not.
+    Raises UserError: the model has something that MarianMTModel lacks.
     """
     config, information = loaded.config, loaded.information
     _refuse_what_marian_lacks(config)
@@ -164,7 +164,7 @@ def _special_ids(information: ModelInformation) -> dict[str, Any]:
 
 
 def _generation_config(information: ModelInformation) -> dict[str, Any]:
-    """There, a sum of log-probabilities is divided by length ** length_penalty."""
+    """Content of generation_config.json; Hugging Face divides log-probabilities by length ** length_penalty."""
     never, search = sorted({information.pad_id, information.bos_id}), DecodingConfig()
     return {
         **_special_ids(information),

@@ -1,4 +1,4 @@
-"""config.json of a MarianMTModel, read once: every entry that matters, of the right type and in its range."""
+"""Reader of config.json of a MarianMTModel: checks type and range of every entry that matters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from dist_transformer.errors import UserError
 from dist_transformer.interop.marian_vocabulary import SpecialIds, read_object
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu"}
-"""Marian's name -> ours."""
+"""Our names by Marian's."""
 
 
 @dataclass(frozen=True)
 class MarianSettings:
-    """What config.json says.
+    """Content of config.json.
 
     Attributes:
-        config: the same model here.
-        sizes: rows of the matrices there, the source's and the target's.
+        config: the same model as our configuration.
+        sizes: rows of Marian's matrices, the source's and the target's.
         is_shared: one vocabulary and one matrix for both languages.
     """
 
@@ -30,9 +30,11 @@ class MarianSettings:
 
 
 def read_settings(path: Path) -> MarianSettings:
-    """Raises:
-    DataError: the file is missing, or no JSON object.
-    UserError: all entries together that are missing, of another kind than expected, or have no counterpart here.
+    """Reads config.json.
+
+    Raises:
+        DataError: the file is missing, or no JSON object.
+        UserError: all entries that are missing, of the wrong type, or without a counterpart here, together.
     """
     entries = _Entries(read_object(path))
     ids = SpecialIds(*(entries.whole(f"{name}_token_id", least=0) for name in ("decoder_start", "eos", "pad")))
@@ -50,7 +52,7 @@ def read_settings(path: Path) -> MarianSettings:
 
 
 class _Entries:
-    """Entries of the file, those that are null as if they were not there; collects what is wrong with them."""
+    """Entries of the file, where null counts as missing; collects the problems."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         self.content = {name: value for name, value in content.items() if value is not None}
@@ -78,7 +80,7 @@ class _Entries:
         return default
 
     def of_both(self, name: str) -> int:
-        """A size of the encoder that must be the decoder's, too."""
+        """A size that must be the same in encoder and decoder."""
         num_problems = len(self.problems)
         encoders, decoders = self.whole(f"encoder_{name}"), self.whole(f"decoder_{name}")
         if encoders != decoders and len(self.problems) == num_problems:
@@ -103,7 +105,7 @@ def _sizes(entries: _Entries) -> dict[str, Any]:
 
 
 def _layer_drop(entries: _Entries) -> float:
-    """Of training only, so that one of the encoder alone is no reason to refuse a model."""
+    """LayerDrop of encoder and decoder, else 0: it matters in training only, so a difference is no reason to refuse."""
     of_encoder, of_decoder = (entries.share(f"{side}_layerdrop", 0.0) for side in ("encoder", "decoder"))
     return of_encoder if of_encoder == of_decoder else 0.0
 
@@ -122,7 +124,7 @@ def _kinds(entries: _Entries, is_shared: bool) -> dict[str, Any]:
 
 
 def _check(entries: _Entries, model: Mapping[str, Any], ids: SpecialIds) -> None:
-    """What is well formed, but cannot be here."""
+    """Adds problems of valid entries that have no counterpart here."""
     if (model_type := entries.content.get("model_type")) != "marian":
         entries.problems.append(f"model_type is {model_type!r}, expected 'marian'")
     if not entries.truth("scale_embedding", False):

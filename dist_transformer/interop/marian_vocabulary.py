@@ -1,12 +1,12 @@
-"""The tokenizer of a Marian folder of Hugging Face, both ways.
+"""Import and export of the tokenizer of Hugging Face's Marian folders.
 
-There: `vocab.json` numbers the pieces of both languages; `source.spm` and `target.spm` cut text, and their own ids mean
-nothing. A piece that a language cuts its text into, but that vocab.json lacks, is the unknown piece. A language code
-(`>>fra<<`) at the beginning of a text is one piece, whatever the sentencepiece model says.
+Marian: `vocab.json` numbers the pieces of both languages; `source.spm` and `target.spm` cut text, and their own ids
+are not used. A piece of a text that vocab.json lacks is the unknown piece. A language code (`>>fra<<`) at the
+beginning of a text is one piece, whatever the sentencepiece model says.
 
 Here: two sentencepiece models whose ids are those of vocab.json, so that nothing else is needed. Pieces that vocab.json
-lacks come after the others, each with a copy of the unknown piece's row; a language code is a piece of its own. Differences
-are left for what is hardly text; docs/interop.md names them.
+lacks come after the others, each with a copy of the unknown piece's row; a language code is a piece of its own. Some
+differences remain for unusual text; docs/interop.md lists them.
 """
 
 import json
@@ -34,12 +34,12 @@ from dist_transformer.interop.vocabulary_rows import Rows
 SOURCE, TARGET, VOCABULARY, TARGET_VOCABULARY = "source.spm", "target.spm", "vocab.json", "target_vocab.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 LONGEST_TOKENS = 1024
-"""Of an exported model: Hugging Face computes that many positions when it loads it, and can take no longer sentence."""
+"""Positions of an exported model: Hugging Face computes them on loading and accepts no longer sentence."""
 
 
 @dataclass(frozen=True)
 class SpecialIds:
-    """Of the pieces that are no text, as a Marian folder's config.json gives them."""
+    """Ids of the pieces that are no text, from a Marian folder's config.json."""
 
     begin: int
     end: int
@@ -48,7 +48,7 @@ class SpecialIds:
 
 @dataclass(frozen=True)
 class TokenizerNames:
-    """What tokenizer_config.json says, else MarianTokenizer's defaults."""
+    """Entries of tokenizer_config.json, else MarianTokenizer's defaults."""
 
     unknown: str
     source_language: str
@@ -67,8 +67,8 @@ def import_vocabulary(folder: Path, sizes: tuple[int, int], is_shared: bool, ids
     """The source side and the target side. `sizes` are the rows of Marian's matrices.
 
     Raises:
-        DataError: a file is missing, or not what it should be.
-        UserError: a vocabulary of a kind that has no place here.
+        DataError: a file is missing or invalid.
+        UserError: the vocabulary has no counterpart here.
     """
     protos = [read_pieces_file(folder / name) for name in (SOURCE, TARGET)]
     names = (VOCABULARY, VOCABULARY if is_shared else TARGET_VOCABULARY)
@@ -83,9 +83,9 @@ def import_vocabulary(folder: Path, sizes: tuple[int, int], is_shared: bool, ids
 
 
 def export_vocabulary(folder: Path, files: TokenizerFiles, is_shared: bool, languages: tuple[str, str]) -> list[int]:
-    """Writes the tokenizer's files into `folder`; the number of pieces of each side.
+    """Writes the tokenizer's files into `folder` and returns the number of pieces of each side.
 
-    Raises UserError when one matrix serves two vocabularies that differ.
+    Raises UserError if one matrix is used for two different vocabularies.
     """
     tokenizer = Tokenizer.load(files.source, files.target)
     paths = [files.source, files.target or files.source]
@@ -107,7 +107,7 @@ def export_vocabulary(folder: Path, files: TokenizerFiles, is_shared: bool, lang
 
 
 def read_tokenizer_names(folder: Path) -> TokenizerNames:
-    """DataError when an entry of the file is no text; there may be no file."""
+    """Reads tokenizer_config.json, which is optional. Raises DataError if an entry is no text."""
     path = folder / TOKENIZER_CONFIG
     content = read_object(path) if path.exists() else {}
     unknown = content.get("unk_token") or "<unk>"
@@ -123,7 +123,7 @@ def read_tokenizer_names(folder: Path) -> TokenizerNames:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file. DataError when it is missing or something else."""
+    """The JSON object of a file. Raises DataError if it is missing or something else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -138,7 +138,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def _numbered_pieces(path: Path, size: int) -> list[str]:
-    """The text of each id; ids that vocab.json leaves out get a text that stands nowhere."""
+    """The text of each id; ids that vocab.json lacks get a text that never occurs."""
     text_of: dict[int, str] = {}
     for text, number in read_object(path).items():
         if type(number) is not int or not 0 <= number < size:
@@ -167,7 +167,7 @@ def _special(pieces: Sequence[list[str]], unknown: str, ids: SpecialIds, folder:
 
 
 def _not_in(numbered: list[str], protos: Sequence[Any]) -> list[str]:
-    """The pieces that text is cut into, but that have no number; each once."""
+    """Pieces that text may be cut into, but that have no number; each once."""
     known = set(numbered)
     return list(dict.fromkeys(text for proto in protos for text in produced(proto) if text not in known))
 
@@ -181,7 +181,7 @@ def _imported(proto: Any, numbered: list[str], added: list[str], special: Specia
 
 
 def _marian_vocabulary(proto: Any, pad_id: int) -> dict[str, int]:
-    """vocab.json: the id of each piece; padding that has no piece gets one."""
+    """Content of vocab.json: the id of each piece; padding without a piece gets one."""
     pieces = [_language_code(text) for text in texts(proto)]
     pieces += [f"<unused_{number}>" for number in range(len(pieces), pad_id)]
     pieces += ["<pad>"] * (pad_id == len(pieces))
@@ -189,7 +189,7 @@ def _marian_vocabulary(proto: Any, pad_id: int) -> dict[str, int]:
 
 
 def _language_code(piece: str) -> str:
-    """Of the piece of a language code the code alone, as Marian writes it; any other piece as it is."""
+    """The language code of a piece as Marian writes it; any other piece unchanged."""
     is_code = piece.startswith(f"{BLANK}>>") and piece.endswith("<<")
     return piece.removeprefix(BLANK) if is_code else piece
 

@@ -1,8 +1,8 @@
-"""The weights of this package's Transformer and of Hugging Face's MarianMTModel: the same numbers in another layout.
+"""Conversion of weights between this package's Transformer and Hugging Face's MarianMTModel.
 
-Three things differ. Names. Marian has queries, keys and values as three matrices, we as one. And Marian's positions are all
-sines, then all cosines, ours a sine and a cosine in turn, so that the axis of d_model is in another order: what is our
-entry 2i is Marian's i, our 2i + 1 Marian's d_model / 2 + i. Reordering that axis in every tensor makes the models equal.
+Three things differ. Names. Marian has queries, keys and values as three matrices, we as one. And Marian's positions are
+all sines, then all cosines, ours alternate sine and cosine, so that the axis of d_model is in another order: our entry
+2i is Marian's i, our 2i + 1 Marian's d_model / 2 + i. Reordering that axis in every tensor makes the models equal.
 
 Axes: V vocabulary, D model.
 """
@@ -19,12 +19,12 @@ from dist_transformer.interop.vocabulary_rows import UNREACHABLE, Rows, filled
 from dist_transformer.model.layers import sinusoids
 
 POSITIONS = ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight")
-"""Sinusoids, which older folders hold although they are no weights."""
+"""Names of sinusoids, which older folders hold although they are no weights."""
 
 
 @dataclass(frozen=True)
 class _Module:
-    """A linear layer or norm: our name, Marian's names (their rows one below the other), and the axes of d_model."""
+    """A linear layer or norm: our name, Marian's names (whose rows are concatenated), and the axes of d_model."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -52,7 +52,7 @@ _DECODER = (
 
 
 def from_marian(tensors: Mapping[str, Tensor], config: ModelConfig, source: Rows, target: Rows) -> dict[str, Tensor]:
-    """Our weights, fp32, from those of a MarianMTModel. CheckpointError names what is missing or left over."""
+    """Our weights, fp32, from those of a MarianMTModel. CheckpointError names missing and unexpected tensors."""
     order_D = _order(config.d_model)
     _refuse_other_positions(tensors, order_D)
     left = {name: tensor for name, tensor in tensors.items() if name not in POSITIONS}
@@ -85,7 +85,7 @@ def from_marian(tensors: Mapping[str, Tensor], config: ModelConfig, source: Rows
 def to_marian(
     weights: Mapping[str, Tensor], config: ModelConfig, num_source: int, num_target: int
 ) -> dict[str, Tensor]:
-    """The tensors of a MarianMTModel, tied ones once, with the first `num_source` and `num_target` rows of the vocabularies."""
+    """The tensors of a MarianMTModel, tied ones once, with `num_source` and `num_target` rows of the vocabularies."""
     order_D = _order(config.d_model).argsort()
     tensors = {}
     for name, theirs, axes in _layer_tensors(config):
@@ -114,13 +114,13 @@ def _refuse_other_positions(tensors: Mapping[str, Tensor], order_D: Tensor) -> N
 
 
 def _order(d_model: int) -> Tensor:
-    """Marian's place of each of our entries of the axis of d_model."""
+    """Marian's index of each of our entries of the axis of d_model."""
     place_D = torch.arange(d_model)
     return place_D // 2 + place_D % 2 * (d_model // 2)
 
 
 def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, list[str], tuple[int, ...]]]:
-    """(our name, Marian's names, the axes of d_model) of every tensor of the layers."""
+    """Yields (our name, Marian's names, the axes of d_model) of every tensor of the layers."""
     stacks: Sequence[tuple[str, int, Sequence[_Module]]] = (
         ("encoder", config.num_encoder_layers, _ENCODER),
         ("decoder", config.num_decoder_layers, _DECODER),
@@ -151,7 +151,7 @@ def _is_taken(name: str, config: ModelConfig) -> bool:
 
 
 def _take(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
-    """The first of these that is there."""
+    """The first of these tensors that exists."""
     for name in names:
         if name in tensors:
             return tensors[name]

@@ -1,10 +1,10 @@
-"""A model folder: what people translate with, share and register. No pickles, nothing executed on loading.
+"""A model folder, for translating, sharing and registering a model. No pickles, nothing executed on loading.
 
 model/
   model.safetensors   fp32 weights by parameter name, tied ones once
-  config.json         what it is: format, ModelConfig, vocabularies, special ids, languages, training step
-  source.model        the sentencepiece model, of both languages where they share one
-  target.model        the target side's, where they do not
+  config.json         format, ModelConfig, vocabularies, special ids, languages, training step
+  source.model        the sentencepiece model of the source, or of both languages if they share one
+  target.model        the sentencepiece model of the target, if they do not
 """
 
 import json
@@ -46,7 +46,7 @@ class TokenizerFiles:
 
 @dataclass(frozen=True)
 class ModelInformation:
-    """What must be known beside the weights."""
+    """Information about a model besides its weights."""
 
     source_vocabulary: int
     target_vocabulary: int
@@ -56,12 +56,12 @@ class ModelInformation:
     source_language: str
     target_language: str
     step: int
-    """Optimizer steps behind the (newest) weights."""
+    """Optimizer steps of the (newest) weights."""
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in eval mode on the CPU, the tokenizer files beside it, and what it is."""
+    """A model in eval mode on the CPU, with its tokenizer files, configuration and information."""
 
     model: Transformer
     tokenizer_files: TokenizerFiles
@@ -76,9 +76,9 @@ def save_model_folder(
     tokenizer_files: TokenizerFiles,
     information: ModelInformation,
 ) -> None:
-    """Writes the folder whole or not at all, in place of an older model folder; one process calls it.
+    """Writes the folder atomically, in place of an older model folder; one process calls it.
 
-    `weights` are those of `model.named_parameters()`, in any float type. Raises CheckpointError when they are not the
+    `weights` are those of `model.named_parameters()`, in any float type. Raises CheckpointError if they are not the
     weights of `config`.
     """
     _check_weights(weights, _model_of(config, information), f"the weights for {folder}")
@@ -103,7 +103,7 @@ def _save_weights(weights: dict[str, Tensor], path: Path) -> None:
 
 
 def load_model_folder(folder: Path) -> LoadedModel:
-    """Loads a folder that `save_model_folder` wrote. CheckpointError names what is missing, damaged or does not fit."""
+    """Loads a folder written by `save_model_folder`. CheckpointError names missing, damaged or unfitting parts."""
     config, information = read_config(folder)
     files = tokenizer_files(folder)
     model = _model_of(config, information)
@@ -117,33 +117,33 @@ def load_model_folder(folder: Path) -> LoadedModel:
 
 
 def is_model_folder(folder: Path) -> bool:
-    """Whether this program wrote it, in this version or another, as its label says."""
+    """True if this program, in any version, wrote the folder, by the label in it."""
     return read_record(folder / CONFIG).get("label") == LABEL
 
 
 def tokenizer_files(folder: Path) -> TokenizerFiles:
-    """The sentencepiece models of a model folder, or of one exported to CTranslate2. CheckpointError: there are none."""
+    """The sentencepiece models of a model folder or of a folder for CTranslate2. CheckpointError: there are none."""
     target = folder / TARGET_MODEL
     return TokenizerFiles(_existing(folder / SOURCE_MODEL, folder), target if target.is_file() else None)
 
 
 def read_config(folder: Path) -> tuple[ModelConfig, ModelInformation]:
-    """What a model folder says of its model. CheckpointError when it does not, or is the folder of another program."""
+    """Reads config.json of a model folder. Raises CheckpointError if it is missing, invalid or another program's."""
     return _read_config(_existing(folder / CONFIG, folder))
 
 
 def empty_model(config: ModelConfig, source_vocabulary: int, target_vocabulary: int, pad_id: int) -> Transformer:
-    """The model with shapes but no values, on "meta": takes no memory, no time, and no random numbers."""
+    """The model with shapes but no values, on "meta": needs no memory, no time, and no random numbers."""
     with torch.device("meta"), _NothingDrawn():
         return Transformer(config, source_vocabulary, target_vocabulary, pad_id)
 
 
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """The opened file, tensors read when asked for. CheckpointError when it is missing, cut short or something else."""
+    """Opens a file whose tensors are read on access. Raises CheckpointError if it is missing, cut short or invalid."""
 
     def opened() -> Any:
-        path.open("rb").close()  # safetensors says of every file that it cannot open that there is none
+        path.open("rb").close()  # safetensors reports every file that it cannot open as missing
         return safe_open(path, framework="pt")
 
     try:
@@ -196,7 +196,7 @@ def _refuse_marian(content: dict[str, Any], path: Path) -> None:
 
 
 def _information(content: dict[str, Any]) -> ModelInformation:
-    """TypeError for a missing, unknown or wrongly typed entry."""
+    """Parses the entries. Raises TypeError for a missing, unknown or wrongly typed one."""
     information = ModelInformation(**content)
     for name, value in asdict(information).items():
         expected = str if name.endswith("_language") else int
@@ -206,7 +206,7 @@ def _information(content: dict[str, Any]) -> ModelInformation:
 
 
 def _check_sizes(config: ModelConfig, information: ModelInformation) -> None:
-    """ValueError for sizes that no model can have."""
+    """Raises ValueError for sizes that no model can have."""
     rows = min(information.source_vocabulary, information.target_vocabulary)
     for name in ("pad_id", "bos_id", "eos_id"):
         if not 0 <= getattr(information, name) < rows:
@@ -230,7 +230,7 @@ def _model_of(config: ModelConfig, information: ModelInformation) -> Transformer
 
 
 class _NothingDrawn(TorchFunctionMode):
-    """Leaves out the initial values, which "meta" has no place for: to draw none, torch would import its compiler."""
+    """Skips drawing initial values, which "meta" tensors do not hold: for that torch would import its compiler."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,8 +1,7 @@
-"""Weights of `torch.nn.Transformer`, with embeddings and output around it as in PyTorch's translation tutorial, as a model
-folder.
+"""Import of weights of `torch.nn.Transformer`, with embeddings and output as in PyTorch's translation tutorial.
 
-A state dict says neither how many heads there are, nor where the norms stand, nor which activation is used: the caller
-does. Embeddings are taken to be multiplied by sqrt(d_model), and positions to be the paper's sinusoids (3.4, 3.5).
+A state dict contains neither the number of heads, nor the position of the norms, nor the activation: the caller passes
+them. Embeddings are assumed to be multiplied by sqrt(d_model), and positions to be the paper's sinusoids (3.4, 3.5).
 """
 
 from collections.abc import Mapping
@@ -41,12 +40,12 @@ DECODER_LAYER = {
     "cross_attention_residual.norm": "norm2",
     "feed_forward_residual.norm": "norm3",
 }
-"""Our modules or parameters and torch's of the same values; the input of the cross-attention comes apart."""
+"""torch's modules or parameters by ours; the input projections of the cross-attention are converted separately."""
 
 
 @dataclass(frozen=True)
 class TorchModel:
-    """What a state dict does not say, and the names of what stands around the Transformer in it."""
+    """Settings that a state dict does not contain, and the names of embeddings and output in it."""
 
     num_heads: int
     norm: Literal["post", "pre"] = "post"
@@ -59,11 +58,11 @@ class TorchModel:
 def import_torch(
     source: Path, out: Path, described: TorchModel, files: TokenizerFiles, languages: tuple[str, str] = ("", "")
 ) -> None:
-    """Writes a model folder of a state dict: safetensors, or what `torch.save(model.state_dict(), ...)` wrote.
+    """Converts a state dict, as safetensors or from `torch.save(model.state_dict(), ...)`, to a model folder.
 
     Raises:
-        CheckpointError: the file is damaged, or holds other tensors than expected.
-        UserError: the sizes do not fit together, or not the tokenizers.
+        CheckpointError: the file is damaged, or holds unexpected tensors.
+        UserError: the sizes do not fit each other or the tokenizers.
     """
     tensors = _Tensors(read_tensors(source), source)
     tokenizer = Tokenizer.load(files.source, files.target)
@@ -83,7 +82,7 @@ def import_torch(
 
 
 class _Tensors:
-    """The state dict; knows what has been asked for."""
+    """The state dict; records which tensors were taken."""
 
     def __init__(self, tensors: Mapping[str, Tensor], source: Path) -> None:
         self.tensors, self.source = _without_wrapper(tensors), source
@@ -110,7 +109,7 @@ class _Tensors:
         return len({name.removeprefix(start).split(".")[0] for name in self.tensors if name.startswith(start)})
 
     def refuse_others(self, d_model: int) -> None:
-        """Sinusoids may be left over, as people keep them in a buffer."""
+        """Raises CheckpointError for tensors not taken, except sinusoids, which many models keep in a buffer."""
         for name in sorted(self.left):
             table = self.tensors[name].float().squeeze()
             is_table = table.ndim == 2 and table.shape[1] == d_model
@@ -122,7 +121,7 @@ class _Tensors:
 
 
 def _without_wrapper(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Names without what DataParallel puts before each of them."""
+    """The tensors with names without DataParallel's prefix."""
     if not all(name.startswith("module.") for name in tensors):
         return tensors
     return {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
@@ -192,7 +191,7 @@ def _layers(tensors: _Tensors) -> dict[str, Tensor]:
 
 
 def _checked_rows(matrix: Tensor, rows: int, side: str) -> int:
-    """`rows`, which are the tokenizer's up to a multiple of 8."""
+    """Returns `rows`, the tokenizer's pieces rounded up to a multiple of 8. Raises UserError if the matrix differs."""
     if not rows - 8 < len(matrix) <= rows:
         raise UserError(
             f"the {side} embedding has {len(matrix)} rows, but the {side} tokenizer about {rows} pieces: expected a row a "

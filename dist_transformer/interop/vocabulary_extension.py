@@ -1,6 +1,6 @@
-"""New rows of a model for the new pieces of its tokenizer: the mean of the rows of the pieces it was cut into before.
+"""Rows of a model for new pieces of its tokenizer: the mean of the rows of the pieces a new one was cut into before.
 
-A new piece then begins as what the model already makes of its parts (Gee et al., 2022, "Fast Vocabulary Transfer").
+A new piece then begins as the mean of its parts (Gee et al., 2022, "Fast Vocabulary Transfer").
 
 rows of a vocabulary of 13 pieces, 3 of them new:   0 .. 9 as before | 10 11 12 means | 13 14 15 as padding, up to 16
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Growth:
-    """What becomes of the rows of one vocabulary.
+    """Change of the rows of one vocabulary.
 
     Attributes:
-        num_pieces: pieces before; rows behind them stand for nothing, one of them perhaps for padding.
-        cuts: of each new piece the ids it was cut into.
-        vocabulary: rows after, a multiple of 8.
+        num_pieces: pieces before; rows after them are unused, except perhaps one for padding.
+        cuts: for each new piece the ids it was cut into.
+        vocabulary: rows after the extension, a multiple of 8.
         pad_id: the row of padding before.
     """
 
@@ -31,9 +31,9 @@ class Growth:
 def extended_weights(
     weights: Mapping[str, Tensor], source: Growth, target: Growth, shared_embeddings: bool
 ) -> dict[str, Tensor]:
-    """The weights of a model by parameter name, with the rows of both vocabularies grown; the others are the same tensors.
+    """The weights of a model by name, with the rows of both vocabularies extended; the others are the same tensors.
 
-    Where one matrix is for both sides, the cuts of both give its means.
+    If both sides share a matrix, its means are over the cuts of both.
     """
     if shared_embeddings:
         both = tuple((*a, *b) for a, b in zip(source.cuts, target.cuts, strict=True))
@@ -48,10 +48,10 @@ def extended_weights(
 
 
 def extended(rows: Tensor, growth: Growth) -> Tensor:
-    """The rows (V, ...) of a vocabulary after its growth.
+    """The rows (V, ...) of a vocabulary after its extension.
 
-    Rows that stand for no piece are copies of that of padding: like it they are never a target, so that the model finds
-    them as unlikely.
+    Rows without a piece are copies of the padding row: like it they are never a target, so that the model makes them
+    as unlikely.
     """
     grown = rows[growth.pad_id].repeat(growth.vocabulary, *[1] * (rows.dim() - 1))
     grown[: growth.num_pieces] = rows[: growth.num_pieces]

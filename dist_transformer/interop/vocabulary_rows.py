@@ -1,4 +1,4 @@
-"""The rows of imported matrices: as many as there are pieces there, and up to a multiple of 8 here."""
+"""Rows of imported matrices, extended to a multiple of 8."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from torch import Tensor
 from dist_transformer.errors import CheckpointError
 
 UNREACHABLE = -100.0
-"""Output bias of the rows that fill up a vocabulary: never the likeliest, yet of a finite loss."""
+"""Output bias of the rows that fill up a vocabulary: never the likeliest, but with a finite loss."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows the matrices of a vocabulary have: those imported, copies of the unknown piece's, and all."""
+    """Numbers of rows of a vocabulary's matrices: imported ones, copies of the unknown piece's, and all."""
 
     imported: int
     copies_of_unknown: int
@@ -22,9 +22,9 @@ class Rows:
 
 
 def filled(matrix: Tensor, rows: Rows, filler: float) -> Tensor:
-    """`matrix`, then a copy of the unknown piece's row for each piece taken for it, then rows of `filler`.
+    """Returns `matrix`, then a copy of the unknown piece's row for each piece replaced by it, then rows of `filler`.
 
-    Raises CheckpointError: it has not the expected number of rows.
+    Raises CheckpointError: `matrix` has an unexpected number of rows.
     """
     if len(matrix) != rows.imported:
         raise CheckpointError(

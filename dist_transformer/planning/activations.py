@@ -1,12 +1,12 @@
-"""What a forward pass keeps for the backward pass, tensor by tensor, and the largest micro-batch there can be.
+"""Tensors that a forward pass keeps for the backward pass, and the largest possible micro-batch.
 
-Counted from model/: a linear layer keeps its input, attention its queries, keys, values, result and one number a head
-and token (those that rotary positions turned, beside those they were), a norm its input, dropout its mask, ReLU its result,
-GELU and SiLU their input too, SwiGLU both its factors and the gate's input; the loss its gradients. On CPUs an RMS norm keeps
-what it normalised besides, in fp32, and attention keeps everything in fp32. Attention weights are never kept: on CPUs
-`scaled_dot_product_attention` takes the flash kernel where keys and values are of one size (measured), and on GPUs the
-flash and the memory-efficient ones are assumed. bf16 is autocast: the residual sums are fp32, and each linear layer keeps
-a bf16 copy of its input and of its weight; but in ZeRO 3 DeepSpeed's own, which keeps them as they are.
+Counted from model/: a linear layer keeps its input; attention its queries, keys, values, result and one number per head
+and token (with rotary positions the rotated queries and keys too); a norm its input; dropout its mask; ReLU its result;
+GELU and SiLU their input too; SwiGLU both its factors and the gate's input; the loss its gradients. On CPUs an RMS norm
+also keeps the normalised input in fp32, and attention keeps everything in fp32. Attention weights are never kept: on
+CPUs `scaled_dot_product_attention` uses the flash kernel if keys and values have the same size (measured), and on GPUs
+the flash and the memory-efficient kernels are assumed. bf16 is autocast: the residual sums are fp32, and each linear
+layer keeps a bf16 copy of its input and of its weight; ZeRO 3 uses DeepSpeed's bf16, which keeps them uncopied.
 """
 
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from dist_transformer.config.model_size import feed_forward_matrices, has_final_
 from dist_transformer.config.schema import Config, ModelConfig
 
 CHUNK_TOKENS, CPU_CHUNK_TOKENS = 1024, 256
-"""Target tokens whose logits exist at once, on GPUs and CPUs: those of model/loss.py."""
+"""Target tokens whose logits exist at once, on GPUs and on CPUs; the same as in model/loss.py."""
 RATIO_FREE_TOKENS = 10
-"""Pairs whose longer side is under this pass the length ratio: that of data/filters.py."""
+"""Pairs whose longer side is below this always pass the length ratio; the same as in data/filters.py."""
 KEPT_INNER = {"relu": 1, "gelu": 2, "silu": 2, "swiglu": 4}
-"""Tensors as wide as d_ff that a feed-forward network keeps."""
+"""Number of tensors of width d_ff that a feed-forward network keeps."""
 BOUNDED_RATIO = 2.0
-"""The sides of a shape of `data.batch_shapes: bounded` are at most one place of a table apart: 8 and 16 at the most."""
+"""Largest ratio of a shape's sides with `data.batch_shapes: bounded`: one place of its table, at worst 8 and 16."""
 
 
 class Shape(NamedTuple):
@@ -45,11 +45,11 @@ class Activations:
     """Bytes of one micro-batch.
 
     Attributes:
-        kept: from the forward pass to the backward pass.
-        weight_copies: bf16 copies of the weights, kept as long; with activation checkpointing of one layer at a time.
-        logits: what the loss takes beside, at the end of the forward pass.
-        recomputed: of one layer, with activation checkpointing, in the backward pass.
-        first_gradients: those that the backward pass begins with.
+        kept: tensors kept from the forward pass to the backward pass.
+        weight_copies: bf16 copies of the weights, kept as long; 0 with activation checkpointing.
+        logits: further tensors of the loss, at the end of the forward pass.
+        recomputed: tensors and weight copies of one layer in the backward pass, with activation checkpointing.
+        first_gradients: gradients that the backward pass begins with.
     """
 
     kept: int
@@ -61,8 +61,8 @@ class Activations:
 
 @dataclass(frozen=True)
 class _Widths:
-    """Bytes of an element: of what matrix products give, of what attention keeps, of the normed inputs that linear layers
-    keep, of the residual sums, of dropout masks; and bytes of a token that a norm keeps."""
+    """Bytes per element of results of matrix products, of tensors kept by attention, of normed inputs kept by linear
+    layers, of residual sums and of dropout masks (0 without); `norm`: bytes per token that a norm keeps."""
 
     product: int
     attention: int
@@ -82,19 +82,19 @@ class _Widths:
 
 
 def _norm_bytes(model: ModelConfig, residual: int, on_gpu: bool) -> int:
-    """Its input and its statistics; on CPUs torch's RMS norm is a chain of operations in fp32."""
+    """Bytes per token of a norm's input and statistics; on CPUs torch's RMS norm is a chain of operations in fp32."""
     if model.norm_type == "layer":
         return (model.d_model + 2) * residual
     return model.d_model * residual + 4 if on_gpu else 4 * (2 * model.d_model + 1)
 
 
 def _copies_to_bf16(config: Config) -> bool:
-    """Whether linear layers keep copies of what they multiply."""
+    """True if linear layers keep bf16 copies of their factors."""
     return config.training.precision == "bf16" and config.training.zero_stage < 3
 
 
 def activations(config: Config, vocabulary: int, shape: Shape, on_gpu: bool) -> Activations:
-    """What `shape` takes in the precision of the run."""
+    """Activation memory of a micro-batch of `shape` in the precision of the run."""
     widths, model = _Widths.of(config, on_gpu), config.model
     source, target = shape.rows * shape.source_length, shape.rows * shape.target_length
     by_source, by_target = token_bytes(config, on_gpu)
@@ -116,9 +116,9 @@ def token_bytes(config: Config, on_gpu: bool) -> tuple[int, int]:
     model, widths = config.model, _Widths.of(config, on_gpu)
     num_encoder, num_decoder = model.num_encoder_layers, model.num_decoder_layers
     stream = model.d_model * widths.residual
-    ends = widths.norm if has_final_norm(model) else 0  # of each side
+    ends = widths.norm if has_final_norm(model) else 0  # on each side
     source, target = 8 + model.d_model * widths.mask, 16 + model.d_model * (widths.mask + 4)
-    if config.training.activation_checkpointing:  # the input of each layer, and the memory
+    if config.training.activation_checkpointing:  # the input of each layer, and the encoder's output
         return source + (num_encoder + 1) * stream + ends, target + num_decoder * stream + ends
     memory = 0 if _copies_to_bf16(config) else model.d_model * widths.input
     source += num_encoder * _encoder_bytes(model, widths) + ends + memory
@@ -127,7 +127,7 @@ def token_bytes(config: Config, on_gpu: bool) -> tuple[int, int]:
 
 
 def _encoder_bytes(model: ModelConfig, widths: _Widths) -> int:
-    """Of a layer, for a token: 2 norms; inputs of 2 sub-layers, 3 projections, what was attended, inner activations."""
+    """Bytes per token of a layer: 2 norms, 2 sub-layers' inputs, 3 projections, attention result, inner activations."""
     return (
         2 * (widths.norm + model.d_model * (widths.mask + widths.input))
         + 2 * projected_width(model) * widths.attention
@@ -138,7 +138,7 @@ def _encoder_bytes(model: ModelConfig, widths: _Widths) -> int:
 
 
 def _decoder_bytes(model: ModelConfig, widths: _Widths) -> int:
-    """Of a layer, for a target token: a third sub-layer, whose queries only are the decoder's."""
+    """Bytes per target token of a layer: with a third sub-layer, of which only the queries are the decoder's."""
     return (
         3 * (widths.norm + model.d_model * (widths.mask + widths.input))
         + 3 * projected_width(model) * widths.attention
@@ -149,7 +149,7 @@ def _decoder_bytes(model: ModelConfig, widths: _Widths) -> int:
 
 
 def _attended_bytes(model: ModelConfig, widths: _Widths, attentions: int = 1) -> int:
-    """Of what is kept twice: with copies of another type the results of all attentions, else what positions turned."""
+    """Bytes per token kept twice: attention results if copied to another type, else the rotated queries and keys."""
     key_size, value_size = head_sizes(model)
     if widths.attention != widths.product:
         return attentions * model.num_heads * value_size * widths.product
@@ -157,13 +157,13 @@ def _attended_bytes(model: ModelConfig, widths: _Widths, attentions: int = 1) ->
 
 
 def _inner_width(model: ModelConfig, widths: _Widths) -> int:
-    """Of what feed-forward networks keep between their matrices; autocast copies the input for SwiGLU's second one."""
+    """Width of the tensors kept inside a feed-forward network; autocast copies the input for SwiGLU's second matrix."""
     copy = model.d_model if model.activation == "swiglu" and widths.input < widths.residual else 0
     return KEPT_INNER[model.activation] * model.d_ff + copy
 
 
 def _memory_bytes(model: ModelConfig, widths: _Widths) -> int:
-    """Of a decoder layer, for a source token: keys and values; autocast copies the memory for each layer."""
+    """Bytes per source token of a decoder layer: keys and values; autocast copies the encoder's output per layer."""
     copy = model.d_model if widths.input < widths.residual else 0
     return projected_width(model) * widths.attention + copy * widths.product
 
@@ -173,7 +173,7 @@ def _decoder_layer_bytes(model: ModelConfig, widths: _Widths, source: int, targe
 
 
 def sum_of_matrices(model: ModelConfig) -> int:
-    """Elements of all matrices of all layers: what a token is multiplied with, but for the output projection."""
+    """Number of elements of all matrices of all layers, without the output projection."""
     encoder, decoder = _layer_matrices(model)
     return model.num_encoder_layers * encoder + model.num_decoder_layers * decoder
 
@@ -185,12 +185,12 @@ def _layer_matrices(model: ModelConfig) -> tuple[int, int]:
 
 
 def projected_width(model: ModelConfig) -> int:
-    """Of keys and values of all heads together: queries are as wide as keys, what was attended as values."""
+    """Width of the keys and values of all heads together: queries are as wide as keys, results as values."""
     return model.num_heads * sum(head_sizes(model))
 
 
 def _loss_bytes(config: Config, vocabulary: int, target: int, on_gpu: bool) -> int:
-    """The largest of: logits of a chunk beside what is multiplied or added, gradient of the weight, of the hidden states."""
+    """Bytes of the loss: the logits of a chunk with factors and products, the gradients of weight and hidden states."""
     d_model, precision = config.model.d_model, config.training.precision
     is_half = precision == "bf16" or (precision == "fp16" and on_gpu)  # CPUs multiply fp16 as fp32
     logits = 4 * min(CHUNK_TOKENS if on_gpu else CPU_CHUNK_TOKENS, target) * vocabulary
@@ -203,19 +203,19 @@ def _loss_bytes(config: Config, vocabulary: int, target: int, on_gpu: bool) -> i
 
 
 def largest_shape(data: DataConfig, max_tokens: int, source_bytes: int, target_bytes: int) -> Shape:
-    """The shape of a micro-batch of at most `max_tokens` that takes most, by the bytes of a token of each side."""
+    """Shape of the micro-batch of at most `max_tokens` that takes most memory, by the bytes per token of each side."""
     shorter, longer = unequal_sides(data)
     source, target = np.concatenate([shorter, longer]), np.concatenate([longer, shorter])
     rows = np.maximum(1, max_tokens // (source + target))
     num_bytes = rows.astype(float) * (source * float(source_bytes) + target * float(target_bytes))
-    place = np.lexsort((target, source, -num_bytes))[0]  # of equal ones the first, by source and target
+    place = np.lexsort((target, source, -num_bytes))[0]  # the first of equal ones, by source and target
     return Shape(int(rows[place]), int(source[place]), int(target[place]))
 
 
 def unequal_sides(data: DataConfig) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Shorter and longer side of the most unequal pair that the filters keep, for each number of tokens of both together.
+    """Shorter and longer side of the most unequal pair that the filters keep, for each number of tokens of both sides.
 
-    What grows evenly with each side is largest for one of these, so that not all pairs, the square, need be looked at.
+    A quantity that is linear in each side is largest for one of these, so that not all pairs of lengths are needed.
     """
     longest, is_bounded = data.filters.max_tokens, data.batch_shapes == "bounded"
     ratio = min(data.filters.max_length_ratio, BOUNDED_RATIO) if is_bounded else data.filters.max_length_ratio

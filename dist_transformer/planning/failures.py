@@ -1,9 +1,9 @@
-"""How much of its time a job keeps that fails now and then: closed form, best save interval, and simulated runs.
+"""Share of its time that a job keeps despite failures: closed form, best save interval, and simulated runs.
 
-An attempt begins with `restart_seconds` and then trains; every `interval` seconds of training it stands still for
-`save_seconds`, and the copy is a whole checkpoint `write_seconds` later. Failures come at random with the mean M of the
-job, also while it starts. A failure loses what no whole checkpoint holds. Its nodes are held until it is noticed; then the
-job waits in the queue, without nodes. At `limit_seconds` the attempt is told to save, and loses nothing.
+An attempt begins with `restart_seconds` and then trains; every `interval` seconds of training it stops for
+`save_seconds`, and the copy is a complete checkpoint `write_seconds` later. Failures occur at random with the mean M of
+the job, also while it starts. A failure loses what no complete checkpoint holds. Its nodes are held until it is
+detected; then the job waits in the queue, without nodes. At `limit_seconds` the attempt saves and loses nothing.
 
 With period P = interval + save, an attempt without limit keeps on average interval x exp(-(restart + write) / M) /
 (exp(P / M) - 1) and takes M: with write, detect and requeue 0 this is the complete model of Daly (2006).
@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_ATTEMPTS = 2000
-"""Of a simulated run: one that needs more is cut short, and its time taken in proportion."""
+"""Limit of attempts of a simulated run: one that needs more is cut short, and its time is scaled up."""
 MOST_ROUNDS = 5 * MOST_ATTEMPTS
-"""After so many the runs that are not done never will be: nearly every attempt of theirs makes no checkpoint."""
+"""Limit of rounds, after which unfinished runs never end: nearly none of their attempts makes a checkpoint."""
 SLIGHT_LOSS = 0.001
-"""Of node-hours: what another interval than the best one may cost."""
+"""Share of node-hours that an interval may cost more than the best one."""
 INTERVALS_LOOKED_AT = 400
 
 Numbers = NDArray[np.float64]
@@ -31,11 +31,11 @@ Numbers = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Conditions:
-    """Of one job; all in seconds, and what each is of stands at the top of this file.
+    """Conditions of one job, in seconds; the top of this file explains each.
 
     Attributes:
-        between_failures_seconds: mean, of the whole job: that of a node divided by the nodes.
-        requeue_seconds: from the moment that the nodes are free to the next attempt.
+        between_failures_seconds: mean of the whole job: a node's mean divided by the number of nodes.
+        requeue_seconds: from the release of the nodes to the next attempt.
         limit_seconds: from the beginning of an attempt to the request to save and stop; inf: none.
     """
 
@@ -48,18 +48,18 @@ class Conditions:
     limit_seconds: float = math.inf
 
     def period_seconds(self, interval: float) -> float:
-        """From save to save; only one is in flight, so that the next one waits for it."""
+        """Time from save to save; only one is in flight, so that the next one waits for it."""
         return max(interval + self.save_seconds, self.write_seconds)
 
     @property
     def end_seconds(self) -> float:
-        """Of an attempt that meets its limit: its last checkpoint is waited for."""
+        """Duration of an attempt that reaches its limit, including the wait for its last checkpoint."""
         return self.limit_seconds + self.save_seconds + self.write_seconds
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """What an attempt comes to on average, in seconds: of training that is kept, with nodes, and with the wait after it."""
+    """Mean seconds of an attempt: of training that is kept, with nodes, and including the wait after it."""
 
     kept: float
     held: float
@@ -67,17 +67,17 @@ class Attempt:
 
     @property
     def kept_share(self) -> float:
-        """Of node-hours."""
+        """Share of node-hours spent on training that is kept."""
         return self.kept / self.held
 
 
 def young_interval(conditions: Conditions) -> float:
-    """Young (1974): sqrt(2 x save x M) seconds of training between saves."""
+    """Seconds of training between saves by Young (1974): sqrt(2 x save x M)."""
     return math.sqrt(2 * conditions.save_seconds * conditions.between_failures_seconds)
 
 
 def daly_interval(conditions: Conditions) -> float:
-    """Daly (2006), equation 37: Young's with two terms more, and without the save itself; M where saves take 2 M."""
+    """Daly (2006), equation 37: Young's with two more terms, without the save itself; M if a save takes 2 M or more."""
     save, mean = conditions.save_seconds, conditions.between_failures_seconds
     if save >= 2 * mean:
         return mean
@@ -86,7 +86,7 @@ def daly_interval(conditions: Conditions) -> float:
 
 
 def expected_attempt(conditions: Conditions, interval: float) -> Attempt:
-    """The closed form, for `interval` seconds of training between saves."""
+    """Closed form of an attempt with `interval` seconds of training between saves."""
     mean, period = conditions.between_failures_seconds, conditions.period_seconds(interval)
     at_end = math.exp(-conditions.end_seconds / mean)
     each, first = math.exp(-period / mean), math.exp(-(conditions.restart_seconds + conditions.write_seconds) / mean)
@@ -94,18 +94,18 @@ def expected_attempt(conditions: Conditions, interval: float) -> Attempt:
     training = max(0.0, conditions.limit_seconds - conditions.restart_seconds)
     if math.isinf(training):
         kept = all_saves
-    else:  # saves up to the limit, of attempts that fail; all of it, of those that do not
+    else:  # attempts that fail keep the saves up to the limit, the others all training
         saves = math.floor(training / period)
         kept = all_saves * -math.expm1(-saves * period / mean) - saves * interval * at_end
         kept += at_end * (saves * interval + min(training - saves * period, interval))
-    fails = -math.expm1(-conditions.end_seconds / mean)  # 1 - at_end, to the last digit where failures are rare
+    fails = -math.expm1(-conditions.end_seconds / mean)  # 1 - at_end, exact where failures are rare
     held = fails * (mean + conditions.detect_seconds)
     return Attempt(kept, held, held + conditions.requeue_seconds)
 
 
 @dataclass(frozen=True)
 class SaveInterval:
-    """In steps: the best one, and the shortest and longest around it up to which none costs more than SLIGHT_LOSS more."""
+    """Best interval in steps, and the shortest and longest between which none costs more than SLIGHT_LOSS more."""
 
     least_steps: int
     best_steps: int
@@ -113,7 +113,7 @@ class SaveInterval:
 
 
 def best_interval(conditions: Conditions, step_seconds: float) -> SaveInterval:
-    """By the closed form, which unlike Young's and Daly's knows the write, the limit and whole steps."""
+    """Best interval by the closed form, which unlike Young's and Daly's includes the write, limit and whole steps."""
     longest = max(
         30 * max(young_interval(conditions), conditions.write_seconds, step_seconds),
         conditions.between_failures_seconds,
@@ -131,13 +131,13 @@ def best_interval(conditions: Conditions, step_seconds: float) -> SaveInterval:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of simulated runs. Times and attempts are infinite where runs come to no end.
+    """Result of simulated runs. Times and attempts are infinite if a run does not end.
 
     Attributes:
-        kept_share: of all node-hours of all runs, spent on training that stayed.
-        wall_seconds: of a run, on average.
-        late_seconds: nine of ten runs take at most so long.
-        gave_up_share: of the runs, those with `patience` attempts in a row that made no checkpoint.
+        kept_share: share of the node-hours of all runs spent on training that was kept.
+        wall_seconds: mean time of a run.
+        late_seconds: time within which nine of ten runs end.
+        gave_up_share: share of the runs with `patience` attempts in a row that made no checkpoint.
     """
 
     kept_share: float
@@ -155,9 +155,9 @@ def simulated_runs(
     patience: int,
     generator: np.random.Generator,
 ) -> Outcome:
-    """Runs of `work_seconds` of training from their first start to their end, attempt by attempt.
+    """Simulates runs of `work_seconds` of training from their first start to their end, attempt by attempt.
 
-    A run that would have been given up goes on, as when a person submits it again at once.
+    A run that would have been given up continues, as if it were submitted again at once.
     """
     expected = expected_attempt(conditions, interval).kept
     if expected * 1e9 <= work_seconds:
@@ -191,11 +191,11 @@ def simulated_runs(
 def simulated_attempts(
     conditions: Conditions, interval: float, left: Numbers, life: Numbers
 ) -> tuple[Numbers, Numbers, NDArray[np.bool_]]:
-    """One attempt of each run: seconds of training kept, seconds that it took, whether it failed.
+    """Simulates one attempt of each run: seconds of training kept, seconds that it took, whether it failed.
 
     Args:
         left: seconds of training to the end of each run.
-        life: seconds until each fails, if it is not over before.
+        life: seconds until each attempt fails, unless it ends before.
     """
     period, restart = conditions.period_seconds(interval), conditions.restart_seconds
     saves_to_end = np.maximum(np.ceil(left / interval) - 1, 0)

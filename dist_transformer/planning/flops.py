@@ -1,10 +1,10 @@
-"""The arithmetic that a step of training needs, and what a device can do of it: what MFU is the quotient of.
+"""FLOPs of a training step and the published FLOP/s of devices, whose quotient is the MFU.
 
     a token times a matrix of n elements: 2 n in the forward pass, 4 n in the backward pass
-    a query of length-k keys, of one layer: 2 k (K + V) H forward, twice that backward; causal layers counted whole
+    a query and k keys, in one layer: 2 k (K + V) H forward, twice that backward; causal layers are counted in full
 
-Only real tokens and matrix products count: no padding, no norms, no dropout, nothing that is computed again in the backward
-pass. That is the model FLOPs of MFU in Chowdhery et al. (2022), "PaLM", appendix B, with both sides counted by themselves.
+Only real tokens and matrix products count: no padding, norms, dropout or recomputation in the backward pass. These are
+the model FLOPs of MFU in Chowdhery et al. (2022), "PaLM", appendix B, with encoder and decoder counted separately.
 """
 
 import re
@@ -16,7 +16,7 @@ from dist_transformer.planning.activations import projected_width
 from dist_transformer.planning.hardware import HARDWARE
 
 PASSES = 6
-"""FLOPs of an element of a matrix and a token: multiplied and added, forward, and twice as much backward."""
+"""FLOPs per element of a matrix and token: a multiplication and an addition forward, and twice as much backward."""
 
 _KINDS = {
     r"\bH200\b(?! NVL)": "h200-141g",
@@ -27,7 +27,7 @@ _KINDS = {
     r"\bRTX 4090$": "rtx4090-24g",
     r"\bV100-SXM": "v100-32g",
 }
-"""In CUDA's names of devices. Those of other clocks are not there: H100 PCIe, H200 NVL, V100 PCIe."""
+"""GPUs by CUDA's device names. Variants with other clocks are missing: H100 PCIe, H200 NVL, V100 PCIe."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class ModelFlops:
     """FLOPs of forward and backward pass.
 
     Attributes:
-        projections: of queries, keys, values and what was attended.
+        projections: projections of queries, keys, values and attention results.
         scores: queries times keys, and weights times values.
-        output: hidden states times the vocabulary, within the loss.
+        output: hidden states times the vocabulary, in the loss.
     """
 
     projections: float
@@ -55,21 +55,21 @@ class ModelFlops:
 
 
 def add_flops(one: ModelFlops, other: ModelFlops) -> ModelFlops:
-    """Of both."""
+    """Sum of both, field by field."""
     return ModelFlops(**{name: value + getattr(other, name) for name, value in vars(one).items()})
 
 
 def model_flops(
     model: ModelConfig, target_vocabulary: int, pairs: float, source_tokens: float, target_tokens: float
 ) -> ModelFlops:
-    """Of so many pairs with so many tokens in all. Their scores are those of pairs of equal lengths: a lower bound."""
+    """FLOPs of `pairs` with so many tokens in all. The scores assume pairs of equal length, which is a lower bound."""
     width, encoder, decoder = projected_width(model), model.num_encoder_layers, model.num_decoder_layers
     square, network = model.d_model * width, feed_forward_matrices(model) * model.d_model * model.d_ff
-    # Queries, keys, values and output are 2 squares; of the cross-attention half is the source's.
+    # Queries, keys, values and output are 2 squares; half of the cross-attention is the source's.
     projected = encoder * 2 * square * source_tokens + decoder * square * (3 * target_tokens + source_tokens)
     scores = (
         encoder * source_tokens**2 + decoder * target_tokens * (target_tokens + source_tokens)
-    ) / pairs  # of lengths
+    ) / pairs  # of the lengths
     return ModelFlops(
         projections=PASSES * projected,
         scores=PASSES * width * scores,
@@ -79,15 +79,15 @@ def model_flops(
 
 
 def published_flops(device_name: str, precision: str) -> float | None:
-    """Per second, dense, of the data sheet; None for a device or precision that the table of GPUs does not have, and for
-    a slice of one (MIG).
+    """Dense FLOP/s of the data sheet; None for a device or precision missing in the table of GPUs, and for a slice of a
+    GPU (MIG).
 
-    fp32 is that of fp32 arithmetic: training does not round to TF32.
+    The rate of fp32 is that of fp32 arithmetic: training does not round to TF32.
     """
     kind = next((kind for pattern, kind in _KINDS.items() if re.search(pattern, device_name)), None)
     if (
         kind is None or re.search(r"\bMIG\b", device_name) or (precision == "bf16" and kind.startswith("v100"))
-    ):  # which has no bf16 units
+    ):  # a V100 has no bf16 units
         return None
     gpu = HARDWARE[kind]
     return (gpu.single_tflops if precision == "fp32" else gpu.half_tflops).value * 1e12

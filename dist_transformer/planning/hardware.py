@@ -1,7 +1,7 @@
-"""The one table of what a GPU, a link and a network are taken to do, each figure with where it comes from.
+"""Table of the assumed speeds of GPUs, links and networks, each figure with its source.
 
-No figure of a GPU in here was measured by this project: they are of the vendors' data sheets, or assumed. `--calibrate`
-puts the medians of a preflight in their place.
+No figure of a GPU here was measured by this project: they are from the vendors' data sheets, or assumed. `--calibrate`
+replaces them by the medians of a preflight.
 """
 
 import json
@@ -25,15 +25,15 @@ class Constant:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of GPU and what joins it to others.
+    """One kind of GPU and its connections to others.
 
     Attributes:
         half_tflops, single_tflops: dense matrix products of fp16 and bf16, and of fp32, per second.
-        matmul_share: of these, what a large matrix product reaches; not applied to a rate that was measured.
-        model_share: of the rate of a large product, what a whole model reaches.
-        link_gb_per_second: of a GPU to those of its node, in one direction.
-        network_gb_per_second: of a GPU's share of its node's network, in one direction.
-        latency_seconds: of one message of a collective.
+        matmul_share: share of these that a large matrix product reaches; not applied to a measured rate.
+        model_share: share of a large product's rate that a whole model reaches.
+        link_gb_per_second: between the GPUs of a node, in one direction.
+        network_gb_per_second: a GPU's share of its node's network, in one direction.
+        latency_seconds: latency of one message of a collective.
     """
 
     memory_gb: Constant
@@ -47,7 +47,7 @@ class Hardware:
     latency_seconds: Constant
 
     def achieved_tflops(self, precision: str) -> float:
-        """Of a whole model: layer norms, dropout and small matrices are slower than large products."""
+        """TFLOP/s of a whole model: layer norms, dropout and small matrices are slower than large products."""
         rate = self.single_tflops if precision == "fp32" else self.half_tflops
         reached = 1.0 if rate.source == MEASURED else self.matmul_share.value
         return rate.value * reached * self.model_share.value
@@ -80,14 +80,15 @@ HARDWARE: Mapping[str, Hardware] = {
     "l40s-48g": _gpu(48, 362, 91.6, 864, 32, 12.5),
     "rtx4090-24g": _gpu(24, 165, 82.6, 1008, 32, 1.25),
     "v100-32g": _gpu(32, 125, 15.7, 900, 150, 12.5),
-    "cpu": Hardware(  # one core, as a rank of a test has it
+    "cpu": Hardware(  # one core, as a rank has in tests
         *(Constant(value, ASSUMED) for value in (8, 0.05, 0.05, 0.7, 0.3, 10, 5, 1.25, 1e-4))
     ),
 }
 
 
 def hardware_of(kind: str) -> Hardware:
-    """
+    """Row of the table for `kind`.
+
     Raises:
         UserError: the table has no such kind.
     """
@@ -97,13 +98,13 @@ def hardware_of(kind: str) -> Hardware:
 
 
 def calibrated(hardware: Hardware, report: Path) -> Hardware:
-    """With the medians of a preflight's report.json in place of data sheets and assumptions.
+    """Hardware with the medians of a preflight's report.json in place of data sheets and assumptions.
 
-    On GPUs preflight multiplies in a 16-bit type only, so that the rate of fp32 stays that of the data sheet. Its all-reduce
-    over several nodes is taken for the network, and that within one node for the link.
+    On GPUs preflight multiplies in a 16-bit type only, so that the rate of fp32 stays that of the data sheet. An
+    all-reduce over several nodes measures the network, one within a node the link.
 
     Raises:
-        UserError: the file is no such report, or has none of the figures.
+        UserError: the file is no preflight report, or has none of the figures.
     """
     read = _read_report(report)
     on_cpu = read.device.startswith("cpu")

@@ -1,8 +1,8 @@
-"""Memory of a rank, part by part, for any ZeRO stage and number of ranks: when it is fullest, and whether it fits.
+"""Memory of a rank, part by part, for any ZeRO stage and number of ranks: its peak, and whether it fits.
 
-The peak is the largest of four moments: the end of the forward pass, where all activations are there and the logits; the
-beginning of the backward pass; its end, where all gradients are there; the update. What each stage of DeepSpeed 0.19.8
-holds at each of them was measured on 1 and 2 ranks, and is held to it by benchmarks/memory_plan.py.
+The peak is the largest of four moments: the end of the forward pass, with all activations and the logits; the beginning
+of the backward pass; its end, with all gradients; the update. The memory of each stage of DeepSpeed 0.19.8 at these
+moments was measured on 1 and 2 ranks; benchmarks/memory_plan.py checks the formulas against it.
 """
 
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ from dist_transformer.planning.activations import Activations, Shape, activation
 from dist_transformer.planning.vocabularies import count_parameters, vocabulary_sizes
 
 USABLE_SHARE = 0.9
-"""Of a GPU's memory, as training/memory.py has it: the rest is for communication and what fragmentation loses."""
+"""Share of a GPU's memory, as in training/memory.py: the rest is for communication and fragmentation."""
 LIVE_AT_ONCE, FETCHED_AT_ONCE = 10**9, 5 * 10**7
-"""Weights, in elements, that stage 3 keeps gathered, and gathers with one collective: DeepSpeed's own."""
+"""Elements of weights that stage 3 keeps gathered, and gathers with one collective: DeepSpeed's defaults."""
 AUTO_MAX_TOKENS, AUTO_MULTIPLE_TOKENS = 65_536, 256
-"""Of `data.max_tokens: auto`, as training/batch_size_finder.py has them."""
+"""Upper limit and step of `data.max_tokens: auto`, as in training/batch_size_finder.py."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class RankMemory:
     """Bytes of a rank.
 
     Attributes:
-        parts: by name, what there is at any time; they are not all there at once.
-        moments: by name, what is there together.
-        cpu_bytes: in the CPU's memory: what is offloaded, and the copy that checkpoints are written from.
+        parts: the memory of each part by name; not all exist at once.
+        moments: the memory in use at each moment by name.
+        cpu_bytes: CPU memory: the offloaded state, and the copy from which checkpoints are written.
     """
 
     shape: Shape
@@ -55,11 +55,11 @@ class RankMemory:
 def memory_of_rank(
     config: Config, num_ranks: int, *, shape: Shape | None = None, on_gpu: bool = True, micro_batches: int | None = None
 ) -> RankMemory:
-    """What a rank takes in training.
+    """Memory of a rank in training.
 
     Args:
-        shape: of the micro-batch; default: the largest that `data` can give.
-        micro_batches: of a rank in a step; default: as many as its lanes.
+        shape: shape of the micro-batch; default: the largest that `data` can give.
+        micro_batches: micro-batches of a rank in a step; default: as many as its lanes.
     """
     parameters, (_, vocabulary) = count_parameters(config), vocabulary_sizes(config)
     shape = shape or largest_shape(config.data, config.data.token_budget(), *token_bytes(config, on_gpu))
@@ -85,7 +85,7 @@ def memory_of_rank(
 
 @dataclass(frozen=True)
 class _State:
-    """Bytes of the training state on the device; `flat`: of a copy of all gradients of a rank's part in fp32."""
+    """Bytes of the training state on the device; `flat`: a copy in fp32 of all gradients of a rank's part."""
 
     weights: int
     gradients: int
@@ -121,20 +121,20 @@ class _State:
 def _moments(state: _State, batch: Activations, training: TrainingConfig, is_repeated: bool) -> dict[str, int]:
     stage = training.zero_stage
     always = state.weights + state.optimizer + (state.gradients + state.buffer if stage == 3 else 0)
-    # What earlier micro-batches of the step leave: stage 1 reduces once a step, and its buffer stays until then.
+    # Memory left by earlier micro-batches of the step: stage 1 reduces once a step and keeps its buffer until then.
     left = state.gradients + (state.buffer if stage == 1 else 0) if is_repeated and stage < 3 else 0
     buffer = 0 if stage in (0, 3) or (stage == 1 and is_repeated) else state.buffer
     kept = batch.kept + batch.weight_copies
     reducing = _bytes_while_reducing(state, stage)
     first_reduced = round((1 - state.share_reduced_at_once) * (kept + state.gathered)) if stage > 1 else 0
     taken_over = left if stage == 2 else 0
-    # Beside the gradients in the weights' type: stages 1 and 2 have them in fp32, and a flat copy; stage 3 has them in
-    # fp32, and a copy in fp16; stage 0 one flat copy, but on one rank. Adam is one kernel, which takes nothing.
+    # Besides the gradients in the weights' type: stages 1 and 2 have them in fp32 and as a flat copy; stage 3 in fp32
+    # and as a copy in fp16; stage 0 has one flat copy, except on one rank. Adam is one kernel without extra memory.
     update = {
         0: state.gradients + state.flat,
         3: state.flat + (state.flat // 2 if training.precision == "fp16" else 0),
     }.get(stage, 2 * state.flat)
-    # The buffer of what was gathered last goes with the last layer that takes its weights from it, before the logits come.
+    # The last gathered buffer is freed with the last layer whose weights it holds, before the logits are computed.
     return {
         "forward": always + left + kept + state.gathered + max(batch.logits, state.fetched),
         "backward": always + left + buffer + kept + batch.recomputed + batch.first_gradients + state.gathered,
@@ -144,10 +144,10 @@ def _moments(state: _State, batch: Activations, training: TrainingConfig, is_rep
 
 
 def _bytes_while_reducing(state: _State, stage: int) -> int:
-    """At the end of the backward pass.
+    """Bytes of gradients and buffers at the end of the backward pass.
 
-    Gradients and the buffer; in stage 2 the buffer, whose parts they are, and the flat copy that is sent; in stage 3 beside
-    the buffer that copy, and the one that gloo makes of it (NCCL is taken to make one, too).
+    Stages 0 and 1: gradients and buffer. Stage 2: the buffer, which holds the gradients, and the flat copy to be sent.
+    Stage 3: besides the buffer that copy, and the one that gloo makes of it (NCCL is assumed to make one, too).
     """
     return 2 * state.buffer if stage >= 2 else state.gradients + state.buffer
 
@@ -157,7 +157,7 @@ def with_tokens(config: Config, max_tokens: int) -> Config:
 
 
 def most_tokens(config: Config, num_ranks: int, memory_bytes: float) -> int:
-    """The largest `data.max_tokens` that fits into `memory_bytes`, a multiple of 256; 0 where not even one pair does."""
+    """Largest `data.max_tokens` that fits into `memory_bytes`, a multiple of 256; 0 if not even one pair fits."""
     smallest = 2 * config.data.filters.max_tokens
 
     def fits(tokens: int) -> bool:
@@ -172,9 +172,9 @@ def most_tokens(config: Config, num_ranks: int, memory_bytes: float) -> int:
 
 
 def memory_problem(config: Config, num_ranks: int, memory_gb: float) -> str | None:
-    """Why a run of `num_ranks` ranks does not fit into GPUs of `memory_gb`, and what would help; None where it does.
+    """Message why a run of `num_ranks` ranks does not fit into GPUs of `memory_gb`, with a remedy; None if it fits.
 
-    With `data.max_tokens: auto` it fits when the smallest micro-batch does.
+    With `data.max_tokens: auto` a run fits if the smallest micro-batch does.
     """
     config, usable = (
         with_effective_zero_stage(with_precision(config, "fp16"), num_ranks),
@@ -195,7 +195,7 @@ def memory_problem(config: Config, num_ranks: int, memory_gb: float) -> str | No
 
 
 def remedy(config: Config, num_ranks: int, memory_gb: float) -> str:
-    """The first change that makes the run fit: alone, then all of them together, then fewer tokens."""
+    """First change that makes the run fit: a single one, then all together, then fewer tokens."""
     usable = memory_gb * 1e9 * USABLE_SHARE
     changes = [change for change in _CHANGES if _is_more(config.training, change)]
     for change in [*([one] for one in changes), changes]:
@@ -219,7 +219,7 @@ _CHANGES: tuple[Change, ...] = (
 
 
 def _is_more(training: TrainingConfig, change: Change) -> bool:
-    """Whether the change would save memory over what is set."""
+    """True if the change would save memory compared with the configured values."""
     ((key, value),) = change
     if key == "zero_stage":
         return training.zero_stage < int(str(value))
@@ -237,7 +237,7 @@ def _settings(changes: list[Change]) -> str:
 
 
 def _merged(changes: list[Change]) -> dict[str, object]:
-    """Later changes over earlier ones."""
+    """Merged changes; later ones override earlier ones."""
     return {key: value for change in changes for key, value in change}
 
 

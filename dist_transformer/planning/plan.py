@@ -1,4 +1,4 @@
-"""One row for each number of nodes: does it fit, how long it takes, and what a person should look at before starting."""
+"""Rows of a plan, one for each number of nodes: memory, duration, and warnings before a run is started."""
 
 from dataclasses import dataclass
 
@@ -17,17 +17,17 @@ from dist_transformer.planning.step_time import StepTime, step_time
 
 HIGH_COMMUNICATION_SHARE = 0.3
 FEW_TOKENS = 2048
-"""A micro-batch of fewer leaves most of a GPU idle. Assumed."""
+"""Micro-batches of fewer tokens leave most of a GPU idle. Assumed."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What is foretold of one number of nodes.
+    """Estimates for one number of nodes.
 
     Attributes:
-        max_tokens: data.max_tokens, or what was found for `auto`: the smallest there is where nothing fits.
+        max_tokens: data.max_tokens, or the resolved value of `auto`: the smallest possible if nothing fits.
         by_stage: peak bytes of a rank for each ZeRO stage, all else as configured.
-        problem: why it does not run, with what would help; None where it does.
+        problem: why the run is impossible, with a remedy; None if it is possible.
         time: None for more ranks than lanes.
     """
 
@@ -44,7 +44,7 @@ class Row:
 
 
 def plan_row(config: Config, nodes: int, gpus_per_node: int, hardware: Hardware) -> Row:
-    """`hardware` is that of each rank; a rank has one GPU."""
+    """Row for `nodes` nodes. `hardware` is that of each rank; a rank has one GPU."""
     num_ranks, memory_gb = nodes * gpus_per_node, hardware.memory_gb.value
     usable = memory_gb * 1e9 * USABLE_SHARE
     config = with_resolved_token_budget(with_effective_zero_stage(config, num_ranks), num_ranks, hardware)
@@ -79,7 +79,7 @@ def plan_row(config: Config, nodes: int, gpus_per_node: int, hardware: Hardware)
 
 
 def with_resolved_token_budget(config: Config, num_ranks: int, hardware: Hardware) -> Config:
-    """With a number for `data.max_tokens: auto`: the most that fit, or the smallest there is where nothing fits."""
+    """Replaces `data.max_tokens: auto` by the largest number that fits, or the smallest possible if nothing fits."""
     if config.data.max_tokens != "auto":
         return config
     tokens = most_tokens(config, num_ranks, hardware.memory_gb.value * 1e9 * USABLE_SHARE)
@@ -87,7 +87,7 @@ def with_resolved_token_budget(config: Config, num_ranks: int, hardware: Hardwar
 
 
 def _at_stage(config: Config, stage: int) -> Config:
-    """Stage 0 offloads nothing, and only stage 3 weights."""
+    """Configuration at another ZeRO stage: stage 0 offloads nothing, and only stage 3 offloads weights."""
     offload = config.training.offload
     if stage == 0:
         offload = "none"

@@ -1,11 +1,11 @@
-"""What a run keeps of its node-hours on each number of nodes: collectives, ranks that wait for each other, failures.
+"""Useful share of a run's node-hours on each number of nodes: collectives, ranks that wait for each other, failures.
 
     a step = slowest rank's micro-batches + collectives + update (step_time.py)
     efficiency = a rank's micro-batches / a step;   useful share of node-hours = efficiency x kept share (failures.py)
 
-The times of micro-batches are taken to be log-normal around their mean, each independent of the others: a rank with many
-lanes is steadier than one with few, and the slowest of n ranks is E[max] = integral of z-quantiles x d(Phi(z)^n). The sum of
-a rank's lanes is taken as log-normal of the same mean and variance (Fenton 1960), which the simulation does without.
+The times of micro-batches are assumed log-normal around their mean and independent: a rank with many lanes varies less
+than one with few, and the slowest of n ranks is E[max] = integral of z-quantiles x d(Phi(z)^n). The sum of a rank's
+lanes is approximated as log-normal of the same mean and variance (Fenton 1960), which the simulation does not need.
 """
 
 import math
@@ -32,23 +32,23 @@ from dist_transformer.planning.step_time import StepTime, step_time
 from dist_transformer.planning.vocabularies import count_parameters
 
 COPY_GB_PER_SECOND = 8.0
-"""Of a rank's part of a checkpoint into memory. Measured on a CPU: benchmarks/checkpoint.py."""
+"""Speed of copying a rank's part of a checkpoint into memory. Measured on a CPU: benchmarks/checkpoint.py."""
 WRITE_GB_PER_SECOND, DISK_GB_PER_SECOND = 0.2, 2.0
-"""Of a rank with checksums, measured on a CPU; of the disk that all ranks write to, assumed."""
+"""Write speed of a rank with checksums, measured on a CPU; speed of the disk shared by all ranks, assumed."""
 NUM_RUNS = 500
 NUM_STEPS, NUM_DRAWS = 10_000, 2_000_000
-"""Steps drawn for each number of nodes, where that takes no more micro-batches."""
+"""Steps drawn for each number of nodes, and the limit of micro-batches drawn for them."""
 NUM_ATTEMPTS = 200
-"""Of each simulated run, where its own start and end are not to count."""
+"""Attempts of each simulated run, enough that its start and end do not matter."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """What a cluster and a person say of failures; None: as the size of a checkpoint has it.
+    """Failures and times of a site, as given by the user; None: computed from the size of a checkpoint.
 
     Attributes:
         lane_spread: standard deviation of the time of a micro-batch, as a share of its mean.
-        limit_seconds: of an attempt, until it is told to save; inf: none.
+        limit_seconds: duration of an attempt until it is signalled to save; inf: no limit.
     """
 
     node_hours_between_failures: float
@@ -63,17 +63,17 @@ class Site:
 
 @dataclass(frozen=True)
 class ScaleRow:
-    """What is foretold of one number of nodes.
+    """Estimates for one number of nodes.
 
     Attributes:
-        lanes: data.lanes, or one for each rank where there are more ranks: the recipe of another run.
-        time: of a step whose slowest rank is waited for.
-        stragglers: time of the slowest rank's micro-batches over that of a rank alone; simulated beside it.
-        interval: of checkpoints, and what Young and Daly advise, in seconds of training.
-        kept_share: of node-hours, with the best interval; `set_share` with checkpoints.every_steps as it is.
-        useful_share: of node-hours, spent on micro-batches whose step stayed.
-        simulated: of runs of many attempts, beside `kept_share`.
-        run: of this one, from its first start to its end; None where it has no number of steps.
+        lanes: data.lanes, or one for each rank if there are more ranks, which is another training recipe.
+        time: a step including the wait for the slowest rank.
+        stragglers: time of the slowest rank's micro-batches over that of a single rank; also simulated.
+        interval: best checkpoint interval; `young_seconds` and `daly_seconds`: theirs, in seconds of training.
+        kept_share: share of node-hours with the best interval; `set_share`: with checkpoints.every_steps as configured.
+        useful_share: share of node-hours spent on micro-batches whose step was kept.
+        simulated: runs of many attempts, to compare with `kept_share`.
+        run: this run from its first start to its end; None without a number of steps.
     """
 
     nodes: int
@@ -95,7 +95,7 @@ class ScaleRow:
 
 
 def scale_row(config: Config, nodes: int, ranks_per_node: int, hardware: Hardware, site: Site) -> ScaleRow:
-    """The closed form and the simulation; the latter is the same in every call."""
+    """Closed form and simulation; the simulation gives the same result in every call."""
     num_ranks = nodes * ranks_per_node
     config = with_resolved_token_budget(config, num_ranks, hardware)
     lanes, tokens = max(config.data.lanes, num_ranks), config.data.lanes
@@ -109,7 +109,7 @@ def scale_row(config: Config, nodes: int, ranks_per_node: int, hardware: Hardwar
     best = expected_attempt(conditions, interval.best_steps * time.seconds)
     as_set = expected_attempt(conditions, config.checkpoints.every_steps * time.seconds)
     steps = config.training.max_steps
-    # As many tokens as the run was to see: fewer steps where its steps became larger.
+    # The run trains on the configured number of tokens: fewer steps if the steps became larger.
     work = None if steps is None else max(1.0, steps * tokens / lanes) * time.seconds
     generator = np.random.default_rng(nodes)
 
@@ -138,12 +138,12 @@ def scale_row(config: Config, nodes: int, ranks_per_node: int, hardware: Hardwar
 
 
 def patience(slurm: SlurmConfig) -> int:
-    """After so many attempts in a row that made no checkpoint a job whose nodes fail is given up (cluster/requeue.py)."""
+    """Attempts in a row without a checkpoint after which a job whose nodes fail is given up (cluster/requeue.py)."""
     return LOST_ATTEMPTS * slurm.max_restarts_without_progress + 1
 
 
 def conditions_of(site: Site, nodes: int, num_ranks: int, num_bytes: int) -> Conditions:
-    """Of a job on so many nodes; each rank copies and writes its part of a checkpoint of so many bytes."""
+    """Conditions of a job on `nodes` nodes; each rank copies and writes its part of a checkpoint of `num_bytes`."""
     gigabytes = num_bytes / 1e9
     save, write = site.save_seconds, site.write_seconds
     return Conditions(
@@ -158,7 +158,7 @@ def conditions_of(site: Site, nodes: int, num_ranks: int, num_bytes: int) -> Con
 
 
 def straggler_factor(num_ranks: int, micro_batches: int, lane_spread: float) -> float:
-    """Expected time of the slowest of `num_ranks` ranks over the mean, each with so many micro-batches in a step."""
+    """Expected time of the slowest of `num_ranks` ranks over the mean, each with `micro_batches` in a step."""
     variance = math.log1p(lane_spread**2 / micro_batches)
     deviation, width = math.sqrt(variance), 0.01
     total = 0.0
@@ -173,9 +173,9 @@ def straggler_factor(num_ranks: int, micro_batches: int, lane_spread: float) -> 
 def simulated_stragglers(
     num_ranks: int, micro_batches: int, lane_spread: float, generator: np.random.Generator
 ) -> float:
-    """The same from drawn micro-batches: mean over steps of the slowest rank's sum."""
+    """`straggler_factor` from drawn micro-batches: mean over steps of the slowest rank's sum."""
     variance = math.log1p(lane_spread**2)
-    # Of very many micro-batches a part is drawn: their mean is as much steadier as they are more.
+    # Of very many micro-batches only a part is drawn; the deviation of its mean is scaled down to that of all.
     drawn_of_rank = min(micro_batches, max(1, NUM_DRAWS // num_ranks))
     lanes, spread = num_ranks * drawn_of_rank, math.sqrt(drawn_of_rank / micro_batches)
     at_once = max(1, NUM_DRAWS // (8 * lanes))

@@ -1,4 +1,4 @@
-"""A simulation as tables for people, and as values for scripts."""
+"""A simulation as printed tables, and as values for scripts."""
 
 import math
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ MANY_GIVE_UP = 0.01
 def as_values(
     config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, site: Site, rows: Sequence[ScaleRow]
 ) -> dict[str, Any]:
-    """The whole simulation in numbers and seconds; null where there is none. Keys stay as they are in all releases."""
+    """The whole simulation in numbers and seconds; null: no value. Keys stay the same in all releases."""
     return {
         "parameters": count_parameters(config),
         "lanes": config.data.lanes,
@@ -88,7 +88,7 @@ def _finite(value: float | None) -> float | None:
 def print_simulation(
     config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, site: Site, rows: Sequence[ScaleRow]
 ) -> None:
-    """What it is of, a table of steps, one of failures, what to set, and where each figure comes from."""
+    """Prints the simulated run, a table of steps, one of failures, advised settings, and the source of each figure."""
     print(
         f"{config.run.name}: {count_parameters(config):,} parameters, {config.training.precision}, ZeRO "
         f"{config.training.zero_stage}, {config.data.lanes} lanes; {gpus_per_node} x {gpu} a node; a node fails every "
@@ -130,7 +130,7 @@ def _failure_cells(row: ScaleRow) -> list[str]:
 
 
 def _remarks(config: Config, rows: Sequence[ScaleRow]) -> list[str]:
-    """What to set for the run's own nodes, or the fewest, and what to look at."""
+    """Advised settings for the run's own number of nodes, or the smallest one, and warnings."""
     row = next((row for row in rows if row.nodes == config.slurm.nodes), rows[0])
     interval, as_it_is = row.interval, config.checkpoints.every_steps
     is_good = row.set_share >= row.kept_share - SLIGHT_LOSS

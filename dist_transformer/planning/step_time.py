@@ -1,12 +1,12 @@
-"""How long a step takes: arithmetic of the GPUs, then collectives between them, then the update.
+"""Time of a step: arithmetic of the GPUs, then collectives between them, then the update.
 
-    FLOPs of a token of a matrix: 6 (2 forward, 4 backward; 8 where layers are computed again in the backward pass)
+    FLOPs per token and matrix element: 6 (2 forward, 4 backward; 8 if layers are recomputed in the backward pass)
     all-reduce of B bytes over n ranks on a ring: 2 (n - 1) / n x B / bandwidth + 2 (n - 1) x latency; half for the others
-    sent in a step, in bytes of weights W and gradients G, as DeepSpeed 0.19.8 was seen to on 2 ranks:
+    sent in a step, in bytes of weights W and gradients G, as observed with DeepSpeed 0.19.8 on 2 ranks:
         ZeRO 0: all-reduce G;  1: all-reduce G, all-gather W;  2: all-reduce G per micro-batch, all-gather W;
         ZeRO 3: reduce-scatter G and 2 all-gathers W per micro-batch
 
-Nothing is hidden behind arithmetic: training sets `overlap_comm: false`.
+Communication is not overlapped with arithmetic: training sets `overlap_comm: false`.
 """
 
 from dataclasses import dataclass, replace
@@ -18,20 +18,20 @@ from dist_transformer.planning.hardware import GIVEN, Constant, Hardware
 from dist_transformer.planning.vocabularies import count_parameters, vocabulary_sizes
 
 FILLED_SHARE = 0.93
-"""Of data.max_tokens, real tokens; the rest is padding and room. Assumed; `padding_share` in the log is that of a run."""
+"""Share of data.max_tokens that are real tokens, not padding or unused. Assumed; the log has `padding_share`."""
 MEAN_TOKENS = 32
-"""Length of a sentence, for the attention terms. Assumed."""
+"""Sentence length for the attention terms. Assumed."""
 UPDATE_BYTES = 32
-"""Read and written for a parameter by Adam in fp32: gradient, master and two moments, weight."""
+"""Bytes that Adam in fp32 reads and writes for a parameter: gradient, master and two moments, weight."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, and what it trains on.
+    """Seconds of a step, and its tokens.
 
     Attributes:
-        idle_share: of the ranks' time, where the lanes are no multiple of them.
-        target_tokens: real ones, of all lanes.
+        idle_share: idle share of the ranks' time if the lanes are no multiple of the ranks.
+        target_tokens: real target tokens of all lanes.
     """
 
     micro_batches: int
@@ -51,7 +51,7 @@ class StepTime:
 
     @property
     def efficiency(self) -> float:
-        """Of the ranks' time, what goes into micro-batches with tokens."""
+        """Share of the ranks' time spent on micro-batches with tokens."""
         return self.compute_seconds * (1 - self.idle_share) / self.seconds
 
     @property
@@ -60,7 +60,7 @@ class StepTime:
 
 
 def step_time(config: Config, num_ranks: int, ranks_per_node: int, hardware: Hardware) -> StepTime:
-    """A step of `num_ranks` ranks, which are at most as many as lanes."""
+    """Time of a step of `num_ranks` ranks, which may not exceed the lanes."""
     lanes, budget = config.data.lanes, config.data.token_budget()
     micro_batches = -(-lanes // num_ranks)
     flops = micro_batches * micro_batch_flops(config, budget / 2, budget / 2)
@@ -82,10 +82,10 @@ def with_given_rates(
     tokens_per_second: float | None,
     all_reduce_gb_per_second: float | None,
 ) -> Hardware:
-    """With what a person has measured; None: as `hardware` has it.
+    """Hardware with rates measured by the user; None: as in `hardware`.
 
     Args:
-        tokens_per_second: real target tokens of one rank that has no other to wait for, as its log says them.
+        tokens_per_second: real target tokens of a single rank that waits for no other, as in its log.
         all_reduce_gb_per_second: between nodes, as preflight prints it: 2 (n - 1) / n x bytes / seconds.
     """
     if tokens_per_second is not None:
@@ -99,7 +99,7 @@ def with_given_rates(
 
 
 def micro_batch_flops(config: Config, source_tokens: float, target_tokens: float) -> float:
-    """Forward and backward pass, padding counted: it is multiplied like any token."""
+    """FLOPs of forward and backward pass; padding counts, because it is multiplied like any token."""
     pairs = source_tokens / MEAN_TOKENS
     flops = model_flops(config.model, vocabulary_sizes(config)[1], pairs, source_tokens, target_tokens)
     again = 8 / 6 if config.training.activation_checkpointing else 1.0
@@ -109,7 +109,7 @@ def micro_batch_flops(config: Config, source_tokens: float, target_tokens: float
 def _communication_seconds(
     config: Config, num_ranks: int, ranks_per_node: int, micro_batches: int, hardware: Hardware
 ) -> float:
-    """All collectives of a step; every one of them is half an all-reduce or a whole one."""
+    """Time of all collectives of a step; each is half an all-reduce or a full one."""
     if num_ranks == 1:
         return 0.0
     halves = half_all_reduces(config.training.zero_stage, micro_batches)
@@ -126,5 +126,5 @@ def _communication_seconds(
 
 
 def half_all_reduces(zero_stage: int, micro_batches: int) -> int:
-    """Reduce-scatters and all-gathers of all parameters in a step; an all-reduce is both."""
+    """Number of reduce-scatters and all-gathers of all parameters in a step; an all-reduce counts as both."""
     return (2, 3, 2 * micro_batches + 1, 3 * micro_batches)[zero_stage]

@@ -1,4 +1,4 @@
-"""A plan as tables for people, and as values for scripts."""
+"""A plan as printed tables, and as values for scripts."""
 
 import sys
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ ASSUMPTIONS = {
     "overlapped_communication_share": 0.0,
     "usable_memory_share": USABLE_SHARE,
 }
-"""What is taken for granted beside the table of hardware."""
+"""Assumptions besides the table of hardware."""
 
 CHECKED = (
     "computed: all in the tables; memory was checked with real steps on CPUs only (within a tenth), times were not. "
@@ -46,7 +46,7 @@ CHECKED = (
 
 
 def as_values(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, rows: Sequence[Row]) -> dict[str, Any]:
-    """The whole plan in numbers, bytes and seconds; null where there is none. Keys stay as they are in all releases."""
+    """The whole plan in numbers, bytes and seconds; null: no value. Keys stay the same in all releases."""
     parameters = count_parameters(config)
     return {
         "parameters": parameters,
@@ -92,7 +92,7 @@ def _row_values(row: Row) -> dict[str, Any]:
 
 
 def print_plan(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, rows: Sequence[Row]) -> None:
-    """What it is of, two tables, what to look at, and where each figure comes from."""
+    """Prints the planned run, two tables, warnings, and the source of each figure."""
     parameters = count_parameters(config)
     print(
         f"{config.run.name}: {parameters:,} parameters, {config.training.precision}, ZeRO {config.training.zero_stage}, "
@@ -109,7 +109,7 @@ def print_plan(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware,
 
 
 def _fits(row: Row, hardware: Hardware) -> str:
-    """yes; no, by memory; `lanes` where only they are too few."""
+    """Returns "yes", "no" if memory is too small, or "lanes" if only the lanes are too few."""
     if row.problem is None:
         return "yes"
     has_memory = row.memory.peak_bytes <= hardware.memory_gb.value * 1e9 * USABLE_SHARE
@@ -133,7 +133,7 @@ def _memory_cells(row: Row) -> list[str]:
 
 
 def print_sources(hardware: Hardware) -> None:
-    """Every figure that a plan rests on, by where it comes from."""
+    """Prints every figure that a plan uses, grouped by source."""
     by_source: dict[str, list[str]] = {}
     for name, constant in hardware.constants().items():
         by_source.setdefault(constant.source, []).append(f"{name} {constant.value:g}")
@@ -145,7 +145,7 @@ def print_sources(hardware: Hardware) -> None:
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Lines on a terminal, columns of words elsewhere."""
+    """Prints a table with rules on a terminal, as aligned columns elsewhere."""
     if sys.stdout.isatty():
         table = Table(box=SIMPLE)
         for name in header:

@@ -1,4 +1,4 @@
-"""How many pieces and parameters a run will have: what `config check` and `submit` ask, so nothing heavy is imported."""
+"""Numbers of pieces and parameters of a run, for `config check` and `submit`; imports nothing heavy."""
 
 from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.config.model_size import parameter_count
@@ -6,21 +6,21 @@ from dist_transformer.config.schema import Config
 
 
 class CountedTokenizer(TokenizerConfig):
-    """A tokenizer whose pieces are known: they are in files already."""
+    """A tokenizer whose numbers of pieces are known, because its files exist."""
 
     source_vocabulary: int
     target_vocabulary: int
 
 
 def with_vocabularies(config: Config, source: int, target: int) -> Config:
-    """`config` to plan with, with so many pieces of each side."""
+    """Configuration for planning with so many pieces on each side."""
     sizes = {"source_vocabulary": source, "target_vocabulary": target}
     counted = CountedTokenizer.model_construct(**{**dict(config.tokenizer), **sizes})
     return config.model_copy(update={"tokenizer": counted})
 
 
 def vocabulary_sizes(config: Config) -> tuple[int, int]:
-    """Pieces of the source and of the target: as `with_vocabularies` has them, else as `prepare` makes them."""
+    """Numbers of source and target pieces: those set by `with_vocabularies`, else those that `prepare` makes."""
     tokenizer = config.tokenizer
     if isinstance(tokenizer, CountedTokenizer):
         return tokenizer.source_vocabulary, tokenizer.target_vocabulary

@@ -1,4 +1,4 @@
-"""How many pieces a run will have, before anything is prepared: tokenizers that are given are looked into."""
+"""Numbers of pieces of a run before anything is prepared: given tokenizers are read."""
 
 import functools
 from pathlib import Path
@@ -8,9 +8,9 @@ from dist_transformer.planning.vocabularies import with_vocabularies
 
 
 def with_counted_pieces(config: Config) -> Config:
-    """With the pieces of `tokenizer.source_model` and `target_model`, for a plan and its counts.
+    """Configuration for planning with the pieces counted in `tokenizer.source_model` and `target_model`.
 
-    Where they are not given, or gone, as a run folder may outlive them, `tokenizer.vocabulary_size` counts.
+    If they are not given, or were removed after the run began, `tokenizer.vocabulary_size` is used.
     Raises DataError: a file is no sentencepiece model.
     """
     source, target = config.tokenizer.source_model, config.tokenizer.target_model
@@ -19,7 +19,7 @@ def with_counted_pieces(config: Config) -> Config:
     return with_vocabularies(config, *_sizes(Path(source), Path(target) if target else None))
 
 
-@functools.cache  # the points of a sweep have one tokenizer
+@functools.cache  # the points of a sweep share a tokenizer
 def _sizes(source: Path, target: Path | None) -> tuple[int, int]:
     from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 

@@ -1,4 +1,5 @@
-"""Preflight: are the nodes of this job fit, and which is not? Each is measured alone and with its neighbours.
+"""Preflight: finds unfit nodes of a job. Each node is measured alone and with its neighbours.
 
-`alone` and `together` measure, on every rank; `judge` compares the nodes; `report` reads what the ranks wrote and says it.
+`node_benchmarks` and `network_benchmarks` measure, on every rank; `outliers` compares the nodes; `report` reads the
+ranks' files and reports the result.
 """

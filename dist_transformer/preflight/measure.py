@@ -1,4 +1,4 @@
-"""One rank of a preflight: measures, and writes what it knows as soon as it knows it."""
+"""One rank of a preflight: measures, and writes each result as soon as it is known."""
 
 import os
 import re
@@ -22,7 +22,7 @@ from dist_transformer.processes.stacks import host_name
 
 @dataclass
 class RankRecord:
-    """What the file of a rank holds; `together` is "done", or what it did not come to the end of."""
+    """Content of a rank's file; `together` is "done", or names the step that was not completed."""
 
     rank: int
     node: str
@@ -36,7 +36,7 @@ class RankRecord:
 
 
 def limit_own_time(seconds: int) -> None:
-    """The kernel ends this process after that time, also in the middle of a call that never returns."""
+    """Lets the kernel end this process after `seconds`, even in the middle of a call that never returns."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(seconds)
 
@@ -45,10 +45,10 @@ def measure(folder: Path, run_folder: Path, end: float, warn: Callable[[], list[
     """Measures this rank, alone and then with the others (collective), and returns the exit code.
 
     Args:
-        folder: gets the file of this rank.
-        run_folder: whose disk is measured.
-        end: by the monotonic clock; by then all is done or given up.
-        warn: further checks, made by the first rank of each node: what there is to warn of.
+        folder: where this rank's file is written.
+        run_folder: a folder on the disk to be measured.
+        end: deadline by the monotonic clock.
+        warn: further checks, made by the first rank of each node; returns warnings.
     """
     folder.mkdir(parents=True, exist_ok=True)
     device = node_benchmarks.device_of_rank()
@@ -66,7 +66,7 @@ def measure(folder: Path, run_folder: Path, end: float, warn: Callable[[], list[
         **node_benchmarks.memory(device),
         "matmul_tflops": node_benchmarks.matmul_tflops(device),
     }
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a node at once would measure each other
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a node at once would disturb each other
         measures, warnings = node_benchmarks.disk(run_folder)
         record.measures |= measures
         record.warnings += warnings + warn()
@@ -80,7 +80,7 @@ def measure(folder: Path, run_folder: Path, end: float, warn: Callable[[], list[
 
 def _measure_together(record: RankRecord, path: Path, end: float) -> int:
     try:
-        # A rank that waits must be able to say so before its time is over.
+        # A rank that waits must be able to write so before its time is over.
         ranks = join(max(1, int(0.8 * (end - time.monotonic()))))
         record.versions[REACHES_FIRST] = "yes"
         nodes = _ranks_of_nodes(ranks, record.node)
@@ -94,7 +94,7 @@ def _measure_together(record: RankRecord, path: Path, end: float) -> int:
             write_json(path, vars(record))
             record.measures |= step()
         ranks.barrier()
-    except (RuntimeError, UserError) as error:  # what torch raises when a rank does not come, or leaves
+    except (RuntimeError, UserError) as error:  # torch raises them when a rank does not join, or leaves
         text = (str(error).splitlines() or [type(error).__name__])[0][:300]
         if re.search(r"client socket has (timed out|failed)|failed to connect", text):
             record.versions[REACHES_FIRST] = "no"
@@ -103,7 +103,7 @@ def _measure_together(record: RankRecord, path: Path, end: float) -> int:
         return EXIT_FAILED
     record.together = DONE
     write_json(path, vars(record))
-    with suppress(RuntimeError):  # all is measured
+    with suppress(RuntimeError):  # everything is measured
         leave()
     return EXIT_DONE
 

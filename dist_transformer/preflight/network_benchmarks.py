@@ -1,4 +1,4 @@
-"""What the ranks measure together. Every function is for all ranks (collective); times are medians of a few repeats."""
+"""Measurements of all ranks together. Every function is collective; times are medians of a few repeats."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -12,9 +12,9 @@ from dist_transformer.distributed.group import Ranks
 LATENCY_REPEATS = 20
 BANDWIDTH_REPEATS = 3
 PINGS = 100
-"""On a busy machine most wait for a processor; the shortest way of many does not."""
+"""Round trips of the clock measurement. On a busy machine most wait for a processor; the shortest does not."""
 BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
-"""Sent at once: enough for the full speed of the network, and not more than slow ones move in a second."""
+"""Bytes sent at once: enough for the full speed of a network, and not more than a slow one moves in a second."""
 
 
 def all_reduce(ranks: Ranks) -> dict[str, float]:
@@ -30,7 +30,7 @@ def all_reduce(ranks: Ranks) -> dict[str, float]:
 
 
 def exchange(ranks: Ranks, nodes: Sequence[Sequence[int]]) -> dict[str, float]:
-    """The better one of the bandwidths to the two neighbouring nodes, so that a good node next to a bad one is not blamed.
+    """The better of the bandwidths to the two neighbouring nodes, so that a good node next to a bad one is not blamed.
 
     Args:
         nodes: the ranks of each node. The i-th rank of a node exchanges with the i-th of its neighbours.
@@ -56,13 +56,13 @@ def ring_rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
 
 
 def partners(rank: int, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[int]:
-    """With whom this rank exchanges in a round: one rank, or none where the nodes have different numbers of ranks."""
+    """Ranks with which `rank` exchanges in a round: one, or none if the nodes have different numbers of ranks."""
     both = [pair for left, right in pairs for pair in zip(left, right, strict=False)]
     return [b if rank == a else a for a, b in both if rank in (a, b)]
 
 
 def clock(ranks: Ranks, first_ranks: Sequence[int]) -> dict[str, float]:
-    """By how much this node's clock is ahead of rank 0's, and the shortest way there and back; one node after the other.
+    """Seconds by which this node's clock is ahead of rank 0's, and the shortest round trip; one node after the other.
 
     Args:
         first_ranks: one rank of each node; only these measure.
@@ -83,7 +83,7 @@ def _answer(ranks: Ranks, client: int) -> None:
 
 
 def _ask(ranks: Ranks) -> dict[str, float]:
-    """As NTP does: rank 0 read its clock in the middle of the way there and back; the shortest way is the surest."""
+    """Measures as NTP does: rank 0 reads its clock in the middle of the round trip; the shortest one is most exact."""
     values = torch.zeros(1, dtype=torch.float64)
     found = []
     for _ in range(PINGS):
@@ -97,7 +97,7 @@ def _ask(ranks: Ranks) -> dict[str, float]:
 
 
 def _median_seconds(work: Callable[[], object], repeats: int) -> float:
-    work()  # connections are made by the first one
+    work()  # the first call makes the connections
     return median(_seconds(work) for _ in range(repeats))
 
 

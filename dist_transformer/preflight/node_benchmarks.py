@@ -1,4 +1,4 @@
-"""What a rank can measure without the others, within a few seconds."""
+"""Measurements of a rank without the others, within a few seconds."""
 
 import os
 import platform
@@ -17,21 +17,21 @@ from dist_transformer.processes.stacks import host_name
 
 REPEATS = 8
 REPEAT_SECONDS = 0.25
-"""Longer than the 0.1 s within which a CPU quota is dealt out, so that each repeat sees the throttling."""
+"""Duration of a repeat, longer than the 0.1 s period of a CPU quota, so that each repeat is throttled."""
 DISK_BYTES = 16 * 2**20
 DISK_REPEATS = 4
 LOW_SPACE_GB = 5.0
 
 
 def device_of_rank() -> torch.device:
-    """The GPU of this rank where there is one; ranks that share too few GPUs are found by counting them."""
+    """The GPU of this rank, else the CPU; ranks that share too few GPUs are found by counting them."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def matmul_tflops(device: torch.device) -> float:
-    """Median of several repeats; float32 on the CPU, else the 16-bit type that the GPU prefers."""
+    """TFLOP/s as the median of several repeats; float32 on the CPU, else the 16-bit type that the GPU prefers."""
     size = 8192 if device.type == "cuda" else 512
     dtype = torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float16
     dtype = dtype if device.type == "cuda" else torch.float32
@@ -54,7 +54,7 @@ def _products_a_second(left: torch.Tensor, right: torch.Tensor, seconds: float) 
 
 
 def memory(device: torch.device) -> dict[str, float]:
-    """Of the machine and, on a GPU, of the GPU."""
+    """Total and free memory of the machine and, on a GPU, of the GPU."""
     fields = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/meminfo").read_text(encoding="ascii"), re.MULTILINE))
     found = {"memory_total_gb": int(fields["MemTotal"]) / 1e6, "memory_free_gb": int(fields["MemAvailable"]) / 1e6}
     if device.type == "cuda":
@@ -64,7 +64,7 @@ def memory(device: torch.device) -> dict[str, float]:
 
 
 def counts() -> dict[str, float]:
-    """GPUs that are seen, and that Slurm gave; CPUs that may be used."""
+    """Numbers of visible GPUs, of GPUs allocated by Slurm, and of usable CPUs."""
     return {
         "gpus": torch.cuda.device_count(),
         "gpus_expected": int(os.environ.get("SLURM_GPUS_ON_NODE") or 0),
@@ -73,11 +73,11 @@ def counts() -> dict[str, float]:
 
 
 def disk_speed(folder: Path) -> dict[str, float]:
-    """MB/s of writing a file until it is on the disk, and of reading it from there. The best of a few: other nodes write
-    to a shared disk at the same moment, and now and then one of them waits for all others.
+    """MB/s of writing a file until it is on the disk, and of reading it back. The best of a few: other nodes write to a
+    shared disk at the same time, and now and then one of them waits for all others.
 
     Raises:
-        OSError: the disk does not take it.
+        OSError: the disk cannot be written.
     """
     content = os.urandom(DISK_BYTES)
     path = folder / f".preflight.{host_name()}.{os.getpid()}.tmp"
@@ -95,7 +95,7 @@ def _write_and_read(path: Path, content: bytes) -> tuple[float, float]:
         file.write(content)
         os.fsync(file.fileno())
         written = time.perf_counter()
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # else it is read from memory
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # otherwise it is read from memory
         file.seek(0)
         asked = time.perf_counter()
         while file.read(2**20):
@@ -106,7 +106,7 @@ def _write_and_read(path: Path, content: bytes) -> tuple[float, float]:
 
 
 def free_space(run_folder: Path) -> dict[str, float]:
-    """Of the disks of the run folder and of temporary files."""
+    """Free space of the disks of the run folder and of temporary files."""
     return {
         "run_disk_free_gb": shutil.disk_usage(run_folder).free / 1e9,
         "temporary_disk_free_gb": shutil.disk_usage(tempfile.gettempdir()).free / 1e9,
@@ -114,7 +114,7 @@ def free_space(run_folder: Path) -> dict[str, float]:
 
 
 def disk(run_folder: Path) -> tuple[dict[str, float], list[str]]:
-    """Speed and free space, and what there is to warn of. A disk that cannot be written has the speed 0."""
+    """Speed and free space, and warnings. A disk that cannot be written has the speed 0."""
     try:
         measures = {**disk_speed(run_folder), **free_space(run_folder)}
     except OSError as error:
@@ -128,7 +128,7 @@ def disk(run_folder: Path) -> tuple[dict[str, float], list[str]]:
 
 
 def versions() -> dict[str, str]:
-    """Of what must be the same on all nodes."""
+    """Versions of everything that must be the same on all nodes."""
     found = {"dist_transformer": __version__, "python": platform.python_version(), "torch": torch.__version__}
     try:
         found["deepspeed"] = version("deepspeed")

@@ -1,7 +1,7 @@
-"""Which nodes stand out: pure functions of what the ranks wrote. No torch: the batch script's own Python runs this.
+"""Outliers among the nodes: pure functions of the ranks' records. No torch: the batch script's own Python runs this.
 
-A node's figure is that of its worst rank, and it is compared with the median of the nodes. Of an even number of nodes the
-median is the better one of the two in the middle, so that of two nodes that differ the slower one is named.
+A node's figure is that of its worst rank, and it is compared with the median of the nodes. With an even number of nodes
+the median is the better of the two in the middle, so that of two nodes that differ the slower one is named.
 """
 
 from collections import Counter, defaultdict
@@ -11,21 +11,23 @@ from statistics import median_high, median_low
 from typing import Any, Literal
 
 Record = Mapping[str, Any]
-"""What a rank wrote: rank, node, num_ranks, ranks_per_node, measures, versions, warnings, together."""
+"""Record of a rank: rank, node, num_ranks, ranks_per_node, measures, versions, warnings, together."""
 DONE = "done"
-"""The field `together` of a rank that came to the end."""
+"""The field `together` of a rank that completed all measurements."""
 REACHES_FIRST = "reaches rank 0"
-"""Beside the versions, since it is judged like them: "yes" or "no" of a rank that tried to join the others."""
+"""Key among the versions, because it is compared like them: "yes" or "no" for a rank that tried to join the others."""
 LARGEST_CLOCK_SKEW_SECONDS = 1.0
 EXCLUDED_SHARE = 10
-"""One node in so many may be excluded, and one where there are fewer: if most look bad, we are what is wrong."""
+"""One node in so many may be excluded, and at least one: if most look bad, the measurement is at fault."""
 
 
 @dataclass(frozen=True)
 class Measure:
-    """Attributes:
-    better: "shown" is not judged: the same on all nodes, or judged in its own way.
-    slack: how many times further from the median than others it may be, where chance and other users have a part.
+    """One measurement of a rank.
+
+    Attributes:
+        better: "shown" is not compared: the same on all nodes, or compared in its own way.
+        slack: factor by which the tolerance is divided, for measurements subject to chance and other users.
     """
 
     name: str
@@ -57,12 +59,12 @@ MEASURES = (
 _BY_NAME = {measure.name: measure for measure in MEASURES}
 
 Values = dict[str, dict[str, float]]
-"""Node, measure, value."""
+"""Values by node and measure."""
 
 
 @dataclass(frozen=True)
 class Outlier:
-    """`ratio`: how good it is beside the others: 1 as good, 0 useless."""
+    """A node's figure that stands out. `ratio`: its quality relative to the others: 1 as good, 0 useless."""
 
     node: str
     measure: str
@@ -72,7 +74,7 @@ class Outlier:
 
     @property
     def text(self) -> str:
-        """ "matmul 0.21 of the median (12 of 57 TFLOP/s)"."""
+        """Text like "matmul 0.21 of the median (12 of 57 TFLOP/s)"."""
         if self.measure == "clock_offset_seconds":
             return f"clock {float(self.value) - float(self.median):+.3g} s away from the median"
         if self.measure == REACHES_FIRST:
@@ -91,7 +93,7 @@ class Outlier:
 
 @dataclass(frozen=True)
 class Judgement:
-    """`bad`: every node that stands out, the worst first; `exclude` the first of them, as many as may be."""
+    """Result of `judge`. `bad`: every node that stands out, the worst first; `exclude`: as many of them as allowed."""
 
     values: Values
     medians: dict[str, float]
@@ -107,8 +109,8 @@ def judge(records: Iterable[Record], nodes: Sequence[str], tolerance: float) -> 
     """Compares the nodes of a job.
 
     Args:
-        records: of the ranks that wrote one, in any order.
-        nodes: all nodes of the job; of those that are missing here the names in `records` are taken.
+        records: records of the ranks that wrote one, in any order.
+        nodes: all nodes of the job; nodes missing here are taken from `records`.
         tolerance: a node that reaches less than this share of the median stands out.
     """
     by_node: dict[str, list[Record]] = defaultdict(list)
@@ -180,7 +182,7 @@ def _missing_gpus(values: Values, medians: Mapping[str, float]) -> Iterable[Outl
 
 
 def _missing_ranks(by_node: Mapping[str, list[Record]]) -> Iterable[Outlier]:
-    """Ranks that wrote nothing on a node where others did: a GPU that hangs."""
+    """Nodes on which some ranks wrote nothing, as with a GPU that hangs."""
     for node, own in by_node.items():
         expected = int(own[0]["ranks_per_node"])
         if len(own) < expected:
@@ -188,7 +190,7 @@ def _missing_ranks(by_node: Mapping[str, list[Record]]) -> Iterable[Outlier]:
 
 
 def _wrong_clocks(values: Values, medians: Mapping[str, float]) -> Iterable[Outlier]:
-    """Against the median, as rank 0's clock may be the wrong one; of two nodes nobody knows which."""
+    """Clocks far from the median, since rank 0's may be the wrong one; of two nodes it is unknown which."""
     known = {node: own["clock_offset_seconds"] for node, own in values.items() if "clock_offset_seconds" in own}
     for node, offset in known.items() if len(known) > 2 else ():
         skew = abs(offset - medians["clock_offset_seconds"])

@@ -1,9 +1,9 @@
-"""Reads what the ranks of a preflight wrote, and says which nodes are bad. Needs no torch, and not every rank's answer.
+"""Reads the ranks' files of a preflight and reports bad nodes. Needs no torch, and not every rank's file.
 
     python -m dist_transformer.preflight.report FOLDER TOLERANCE [NODE ...]
 
-FOLDER holds a file rank_N.json of each rank that got so far. Written beside them: report.json, and `exclude`, the nodes
-to keep away from, where there are any. Exit codes: 0 none, 3 some, 1 no rank wrote anything, 2 wrong arguments.
+FOLDER holds a file rank_N.json of each rank that got so far. Written next to them: report.json, and `exclude` with the
+nodes to exclude, if any. Exit codes: 0 none, 3 some, 1 no rank wrote anything, 2 wrong arguments.
 """
 
 import sys
@@ -18,19 +18,19 @@ from dist_transformer.run.outputs import check_output
 from dist_transformer.run.records import read_record
 
 EXIT_EXCLUDE = 3
-"""There are nodes to exclude."""
+"""Exit code if there are nodes to exclude."""
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """Where that rank writes."""
+    """Path of the file of `rank`."""
     return folder / f"rank_{rank}.json"
 
 
 def begin_anew(folder: Path) -> None:
-    """Removes what an earlier preflight has written there.
+    """Removes the ranks' files and `exclude` of an earlier preflight.
 
     Raises:
-        UserError: a file of somebody else's has such a name, or nothing can be written there.
+        UserError: an unrelated file has such a name, or the folder cannot be written.
     """
     ranks = [*folder.glob("rank_*.json")]
     for path in ranks:
@@ -47,7 +47,7 @@ def begin_anew(folder: Path) -> None:
 
 
 def read_records(folder: Path) -> list[Record]:
-    """Of all ranks that wrote one."""
+    """Records of all ranks that wrote one."""
     return [read_json(path) for path in sorted(folder.glob("rank_*.json"))]
 
 
@@ -77,7 +77,7 @@ def as_json(found: Judgement, records: list[Record]) -> dict[str, Any]:
 
 
 def shown(report: dict[str, Any]) -> str:
-    """A table of the nodes, what stands out, and the option that keeps a job away from the bad ones."""
+    """Table of the nodes, the outliers, and the option that excludes the bad nodes from a job."""
     lines = [f"preflight of {len(report['nodes'])} nodes, {report['num_ranks']} ranks ({report['device']})"]
     lines += _table(report["nodes"], report["medians"])
     lines += [f"{found['node']}: {found['text']}" for found in report["outliers"]]
@@ -102,7 +102,7 @@ def _table(nodes: dict[str, dict[str, float]], medians: dict[str, float]) -> lis
 
 
 def _failures(records: list[Record]) -> list[str]:
-    """Why ranks did not come to the end together; many ranks say the same."""
+    """Reasons of the ranks that did not complete the joint measurements, each with its ranks."""
     by_reason: dict[str, list[str]] = {}
     for record in sorted(records, key=lambda record: int(record["rank"])):
         if record["together"] != DONE:
@@ -111,7 +111,7 @@ def _failures(records: list[Record]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """What the batch script runs after the ranks; returns the exit code."""
+    """Command that the batch script runs after the ranks; returns the exit code."""
     try:
         folder, tolerance, nodes = Path(arguments[0]), float(arguments[1]), arguments[2:]
     except (IndexError, ValueError):

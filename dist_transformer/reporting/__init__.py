@@ -1,1 +1,1 @@
-"""Pictures and pages about runs, made from what stands in their folders and from arrays; without torch."""
+"""Figures and pages about runs, made from the files in their folders and from arrays; without torch."""

@@ -1,8 +1,8 @@
-"""Where a model looks: the attention weights of one sentence, all heads of all layers, in one picture.
+"""Figure of the attention weights of one sentence, for all heads of all layers.
 
 Three blocks: encoder self-attention, decoder self-attention, cross-attention. In each, small maps of every layer (rows)
 and head (columns) at the left, and at the right the mean over the heads of the last layer, large and with its pieces.
-A row of a map is what one position looks at: darker is more, and the weights of a row sum to 1.
+A row of a map is the attention of one position: darker is more, and the weights of a row sum to 1.
 
 Axes: H heads, S source pieces, T target pieces.
 """
@@ -17,22 +17,22 @@ from numpy.typing import NDArray
 
 from dist_transformer.reporting.fonts import drawable
 
-if TYPE_CHECKING:  # at run time only where something is drawn: it takes half a second
+if TYPE_CHECKING:  # imported at run time only for drawing: it takes half a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 Map = NDArray[np.floating[Any]]
 GAP_SHARE = 0.12
-"""Room between two small maps, of the longer side of one."""
+"""Space between two small maps, as a share of the longer side of one."""
 LONGEST_PIECE = 14
 MOST_LABELS = 64
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 WORD_BEGIN = "\N{LOWER ONE EIGHTH BLOCK}"
-"""What sentencepiece writes for a space."""
+"""Character by which sentencepiece represents a space."""
 WIDTH_INCHES, HEADS_INCHES, TITLE_INCHES, SCALE_INCHES = 13.0, 5.7, 0.75, 0.5
 INK, PAPER = "#222222", "#ffffff"
 GAMMA = 0.5
-"""Darkness is the weight to this power: small weights, as those spread over a long sentence, are seen too."""
+"""Exponent from weight to darkness, so that small weights, spread over a long sentence, are visible too."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class SentenceAttention:
 
     Attributes:
         source_pieces: (S), the end of sentence last.
-        read_pieces: (T) what the decoder was given, the begin of sentence first.
-        target_pieces: (T) what it predicts at each, the end of sentence last.
+        read_pieces: (T) the decoder's input, the begin of sentence first.
+        target_pieces: (T) its prediction at each, the end of sentence last.
         encoder: for each layer (H, S, S).
         decoder: for each layer (H, T, T): at each target piece over those read.
         cross: for each layer (H, T, S): at each target piece over the source pieces.
@@ -69,7 +69,7 @@ class _Block:
 
 
 def attention_png(sentence: SentenceAttention) -> bytes:
-    """The picture, as a PNG file."""
+    """The figure as the content of a PNG file."""
     from matplotlib.figure import Figure
 
     blocks = _blocks(sentence)
@@ -77,7 +77,7 @@ def attention_png(sentence: SentenceAttention) -> bytes:
     figure = Figure(figsize=(WIDTH_INCHES, height), facecolor=PAPER)
 
     def place(left: float, top: float, width: float, tall: float) -> "Axes":
-        """Axes whose upper left corner lies so many inches from that of the picture."""
+        """Axes whose upper left corner lies so many inches from that of the figure."""
         size = (left / WIDTH_INCHES, (height - top - tall) / height, width / WIDTH_INCHES, tall / height)
         return figure.add_axes(size)
 
@@ -95,7 +95,7 @@ def attention_png(sentence: SentenceAttention) -> bytes:
 def composed(layers: Sequence[Map]) -> NDArray[np.float32]:
     """All maps as one array, layers downwards and heads to the right, NaN between them.
 
-    Map h of layer l begins at row l * (rows + gap) and column h * (columns + gap), gap as `gap_of` says.
+    Map h of layer l begins at row l * (rows + gap) and column h * (columns + gap), with the gap of `gap_of`.
     """
     num_heads, rows, columns = layers[0].shape
     gap = gap_of(layers[0])
@@ -129,7 +129,7 @@ def _blocks(sentence: SentenceAttention) -> list[_Block]:
 
 
 def _height(block: _Block) -> float:
-    """In inches, so that the labels of the large map have room, and few layers are not drawn out."""
+    """Height of a block in inches, with space for the labels of the large map, and without stretching few layers."""
     return TITLE_INCHES + _label_inches(block.columns) + float(np.clip(0.19 * len(block.rows), 2.6, 7.0)) + 0.35
 
 
@@ -150,7 +150,7 @@ def _draw_block(block: _Block, place: Callable[[float, float, float, float], "Ax
 
 
 def _draw_scale(figure: "Figure", shades: Any, axes: "Axes") -> None:
-    """What a shade means."""
+    """Draws the scale of the shades."""
     bar = figure.colorbar(shades, cax=axes, orientation="horizontal", ticks=(0, 0.05, 0.2, 0.5, 1))
     bar.ax.set_xticklabels(["0", "0.05", "0.2", "0.5", "1"], fontsize=8, color=INK)
     bar.ax.set_ylabel("weight", fontsize=9, color=INK, rotation=0, ha="right", va="center")

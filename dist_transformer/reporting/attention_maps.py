@@ -1,4 +1,4 @@
-"""The attention weights of a model on sentences and its own translations of them, as arrays for a picture.
+"""The attention weights of a model on sentences and its own translations of them, as arrays for a figure.
 
 Axes: S source tokens, T target tokens.
 """
@@ -17,14 +17,14 @@ from dist_transformer.model.transformer import Transformer
 from dist_transformer.reporting.attention import SentenceAttention
 
 MOST_TOKENS = 200
-"""Of a sentence: a map of more could not be seen, and takes long on a CPU."""
+"""Limit of a sentence: a larger map would be illegible, and takes long on a CPU."""
 
 
 def attention_of(folder: Path, sentences: list[str]) -> list[SentenceAttention]:
-    """Translates each sentence as `translate` does, with the model of a folder, on the CPU, and looks where it looked.
+    """Translates each sentence like `translate`, with the model of a folder, on the CPU, and returns its attention.
 
     Raises:
-        UserError: the folder holds no whole model, or a sentence has no tokens or too many.
+        UserError: the folder holds no complete model, or a sentence has no tokens or too many.
     """
     loaded = load_model_folder(folder)
     tokenizer = Tokenizer.load(loaded.tokenizer_files.source, loaded.tokenizer_files.target)

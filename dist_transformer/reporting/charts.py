@@ -1,4 +1,4 @@
-"""Which curves are drawn together: the small pictures of a run, and those of several runs laid over each other."""
+"""Selection of the curves in each panel of a run, and in the panels that compare several runs."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,9 +10,9 @@ from dist_transformer.reporting.curves import Curve, Curves
 from dist_transformer.reporting.run_history import RunStory
 
 WARM_UP_SHARE = 0.03
-"""The first steps of a run, whose losses would press all later ones flat."""
+"""Share of the first steps of a run, whose losses would flatten all later ones."""
 MOST_LINES = 8
-"""Of more nodes or GPUs than this, the lowest, the mean and the highest are drawn."""
+"""Lines for nodes or GPUs; of more of them, the lowest, the mean and the highest are drawn."""
 QUANTITIES = {
     "cpu_percent": ("Processors in use", "%"),
     "memory_gb": ("Memory in use", "GB"),
@@ -23,9 +23,9 @@ QUANTITIES = {
     "GPU watts": ("Power of GPUs", "W"),
     "GPU celsius": ("Temperature of GPUs", "\N{DEGREE SIGN}C"),
 }
-"""Titles and units of what is measured of a node, or of a GPU of it."""
+"""Titles and units of the quantities measured on a node, or on a GPU of it."""
 WIDE_RANGE = 20.0
-"""Values whose largest is so many times the smallest are drawn on a logarithmic axis, where a panel allows it."""
+"""Ratio of the largest to the smallest value above which an axis is logarithmic, if the panel allows it."""
 FROM_ZERO = ("%", "GB", "MB/s")
 """Units whose axes begin at 0."""
 TITLES = {
@@ -39,7 +39,7 @@ TITLES = {
 """Titles and units of the measures that are drawn."""
 SHARES = {"padding": "padding_share", "waiting for data": "data_wait_share"}
 OF_FURTHER_CORPORA = ("loss", "bleu")
-"""Of data.more_validation, where runs are compared."""
+"""Measures of data.more_validation that are compared between runs."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +47,18 @@ class Line:
     label: str
     curve: Curve
     style: int = 0
-    """Its color and dashes; lines of one run, or of one thing, have the same."""
+    """Color and dashes; lines of the same run or quantity share them."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One small picture over the steps.
+    """One small chart over the steps.
 
     Attributes:
         name: unique on a page; letters, digits and dashes.
-        cuts_start: the first steps may lie outside of the picture.
-        may_be_log: a logarithmic axis where values range widely.
-        from_zero: the axis begins at 0, unless it is logarithmic; of percentages it ends at 100 at the most.
+        cuts_start: the first steps may lie outside of the chart.
+        may_be_log: the axis is logarithmic if values range widely.
+        from_zero: the axis begins at 0, unless it is logarithmic; for percentages it ends at 100 at most.
         best: step and value to be marked.
     """
 
@@ -79,7 +79,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Marks:
-    """What all pictures of a page share: the steps from 0 to `last_step`, and those with a line down the picture."""
+    """Marks common to all panels of a page: the steps from 0 to `last_step`, and those with a vertical line."""
 
     last_step: int
     restarts: Sequence[int] = ()
@@ -91,14 +91,14 @@ def marks_of(story: RunStory) -> Marks:
 
 
 def panels_of(story: RunStory) -> list[Panel]:
-    """The pictures of one run, without those that it has no numbers for."""
+    """The panels of one run, without those for which it has no numbers."""
     curves = story.curves
     panels = [*_loss_panels(curves), *_score_panels(curves), *_training_panels(curves), *_mixture_panels(curves)]
     return [_with_best(panel, story) for panel in [*panels, *_system_panels(curves)]]
 
 
 def compared_panels(stories: Sequence[tuple[str, RunStory]]) -> list[Panel]:
-    """The pictures of several runs by name, a line each."""
+    """The panels of several named runs, with a line for each."""
     wanted = [
         ("train-loss", f"training {TITLES['loss'][0]}", TITLES["loss"][1], "train", "loss"),
         *_compared_measures(stories),
@@ -120,7 +120,7 @@ def compared_panels(stories: Sequence[tuple[str, RunStory]]) -> list[Panel]:
 
 
 def _compared_measures(stories: Sequence[tuple[str, RunStory]]) -> Iterator[tuple[str, str, str, str, str]]:
-    """(name, title, unit, event, measure) of data.validation, then of each further corpus of any run."""
+    """Yields (name, title, unit, event, measure) of data.validation, then of each further corpus of any run."""
     for key, (title, unit) in TITLES.items():
         yield f"validation-{key.replace('_', '-')}", f"validation {title}", unit, "validation", key
     names = dict.fromkeys(name for _, story in stories for name in story.curves.names("validation"))
@@ -149,7 +149,7 @@ def _score_panels(curves: Curves) -> list[Panel]:
 
 
 def _drawn(curves: Curves, event: str, name: str) -> Curve | None:
-    """A curve as it is drawn: what is a share, in per cent."""
+    """A curve as it is drawn: shares in per cent."""
     curve = curves.of(event, name)
     is_share = name.rpartition("/")[2] in ("token_accuracy", "mfu", *SHARES.values())
     return Curve(curve.steps, 100 * curve.values) if curve and is_share else curve
@@ -189,7 +189,7 @@ def _from_zero(panels: list[Panel]) -> list[Panel]:
 
 
 def _mixture_panels(curves: Curves) -> list[Panel]:
-    """How many pairs came from each corpus of a mixture between two log lines."""
+    """Panel of the pairs from each corpus of a mixture between two log lines."""
     found = {
         name.removeprefix("pairs/"): curves.of("train", name) for name in curves.names("train") if "pairs/" in name
     }
@@ -197,7 +197,7 @@ def _mixture_panels(curves: Curves) -> list[Panel]:
 
 
 def _system_panels(curves: Curves) -> list[Panel]:
-    """One picture a quantity, a line a node or GPU: `n1/cpu_percent`, `n1/gpu0/percent`."""
+    """One panel per quantity, one line per node or GPU: `n1/cpu_percent`, `n1/gpu0/percent`."""
     groups: dict[str, dict[str, Curve]] = defaultdict(dict)
     for name in curves.names("system"):
         machine, _, quantity = name.rpartition("/")
@@ -229,7 +229,7 @@ def _varies(curve: Curve | None) -> bool:
 def _panel(
     name: str, title: str, unit: str, curves: Mapping[str, Curve | None], styles: Mapping[str, int] | None = None
 ) -> list[Panel]:
-    """One panel of the curves that are there and have finite values; none where there are none."""
+    """One panel of the existing curves with finite values; none without such curves."""
     styles = styles or {label: number for number, label in enumerate(curves)}
     lines = [
         Line(label, finite, styles[label])

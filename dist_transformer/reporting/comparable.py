@@ -1,4 +1,4 @@
-"""Which scores of several runs may be called better or worse: those that were measured alike."""
+"""Comparability of the scores of several runs: only scores that were measured alike may be ranked."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,15 +13,15 @@ OF_TRANSLATIONS = (
     "decoding.length_penalty",
     "decoding.max_extra_tokens",
 )
-"""What bleu, chrf and comet depend on besides the weights and the corpus."""
+"""Settings on which bleu, chrf and comet depend besides the weights and the corpus."""
 OF_TOKENS = ("tokenizer.type", "tokenizer.vocabulary_size", "tokenizer.shared", "tokenizer.source_model")
-"""What the pieces are that loss, nll, perplexity and token accuracy are a mean over."""
+"""Settings of the pieces over which loss, nll, perplexity and token accuracy are averaged."""
 OF_EVALUATION = ("source_sha256", "reference_sha256", "pairs", "beam_size", "length_penalty", "max_extra_tokens")
-"""Of the files in evaluation/."""
+"""Entries of the files in evaluation/ that must be equal."""
 
 
 def differences(stories: Sequence[RunStory], keys: Iterable[str]) -> list[str]:
-    """Those settings that begin with one of `keys` and are not the same in all runs, in order."""
+    """Settings that begin with one of `keys` and are not the same in all runs, in order."""
     wanted = tuple(keys)
     found = [
         {key: value for key, (value, _) in settings_that_differ(story.settings).items() if key.startswith(wanted)}
@@ -32,7 +32,7 @@ def differences(stories: Sequence[RunStory], keys: Iterable[str]) -> list[str]:
 
 
 def why_not_alike(stories: Sequence[RunStory], measure: str) -> list[str]:
-    """The settings by which a measure of validation is another one from run to run; empty: it may be compared."""
+    """Settings by which a measure of validation differs between runs; empty: it may be compared."""
     corpus, key = corpus_and_measure(measure)
     found = _other_text(stories, f"data.more_validation.{corpus}" if corpus else "data.validation")
     if key in TRANSLATION_MEASURES:
@@ -44,17 +44,17 @@ def why_not_alike(stories: Sequence[RunStory], measure: str) -> list[str]:
 def why_evaluated_otherwise(
     stories: Sequence[RunStory], evaluations: Sequence[Mapping[str, Any]], name: str, measure: str
 ) -> list[str]:
-    """The same of results of `evaluate`, of which none is empty, under this name in each of the runs."""
+    """Settings by which results of `evaluate`, none of them empty, differ between runs under this name."""
     keys = (*OF_EVALUATION, f"{measure}_signature" if measure != "comet" else "comet_model")
     found = [key for key in keys if any(each.get(key) != evaluations[0].get(key) for each in evaluations)]
     if all("source_sha256" in each for each in evaluations):
         return found
     of_split = f"data.{name}" if name in ("test", "validation") else f"data.more_validation.{name}"
-    return found or _other_text(stories, of_split)  # of a version that did not note what it scored
+    return found or _other_text(stories, of_split)  # from a version that did not record what it scored
 
 
 def _other_text(stories: Sequence[RunStory], corpus: str) -> list[str]:
-    """By what the settings `corpus` name another text from run to run; the prepared corpora know the one they have."""
+    """Settings by which `corpus` is another text in other runs; prepared corpora record their text."""
     known = [story.prepared.validation for story in stories if story.prepared and story.prepared.validation]
     if corpus == "data.validation" and len(known) == len(stories):
         return [f"{corpus} (its text)"] if any(each != known[0] for each in known) else []

@@ -1,4 +1,4 @@
-"""Several runs side by side: what differs in their settings, their scores, their curves, their translations."""
+"""Comparison of several runs: differing settings, scores, curves and translations side by side."""
 
 import time
 from collections import Counter
@@ -38,18 +38,18 @@ OF_SAMPLES = (
     "validation.samples",
     "validation.max_sentences",
 )
-"""Settings that decide which sentences are the fixed ones."""
+"""Settings that determine the fixed sentences."""
 MOST_SENTENCES = 8
 """Fixed sentences that are shown side by side."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the comparison: what it is about, and a text for each run.
+    """A line of the comparison: its name, and a text for each run.
 
     Attributes:
-        best: the run that is best in it.
-        note: why none is marked as best, of scores that were not measured alike.
+        best: index of the best run.
+        note: reason why no score is marked as best, if they were not measured alike.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Row:
 
 
 def named(stories: Sequence[RunStory]) -> list[Named]:
-    """Each run under the name of its folder; with those above it, where two have the same."""
+    """Each run with the name of its folder, and with parent folders if two names are equal."""
     names, depth = [story.name for story in stories], 1
     while max(Counter(names).values()) > 1 and depth < 8:
         depth += 1
@@ -68,7 +68,7 @@ def named(stories: Sequence[RunStory]) -> list[Named]:
 
 
 def result_rows(stories: Sequence[Named]) -> list[Row]:
-    """How far the runs are, how fast they are, and their scores: last, best, of the final model."""
+    """Rows of the runs' progress, speed and scores: last, best, of the final model."""
     now = time.time()
     rows = [
         Row("state", [state_text(story, now) for _, story in stories]),
@@ -89,7 +89,7 @@ def setting_rows(stories: Sequence[Named]) -> list[Row]:
 
 
 def compare_page(stories: Sequence[Named]) -> str:
-    """The page as HTML, in one file."""
+    """The page as HTML in one file."""
     names = [name for name, _ in stories]
     results, settings = result_rows(stories), setting_rows(stories)
     parts = [
@@ -118,14 +118,14 @@ def _score_rows(stories: Sequence[Named]) -> Iterator[Row]:
 
 
 def _scored(name: str, texts: list[str], best: int | None, why: Sequence[str]) -> Row:
-    """A row of scores; where they were not measured alike, without a best one."""
+    """A row of scores, without a best one if they were not measured alike."""
     if best is None or not why:
         return Row(name, texts, best)
     return Row(name, texts, note=f"the runs differ in {', '.join(why)}")
 
 
 def _evaluation_rows(stories: Sequence[Named]) -> Iterator[Row]:
-    """The results of `evaluate`: how they were found stands in the row's name, or where that differs beside each."""
+    """Yields the results of `evaluate`, with their conditions in the row's name or, if these differ, beside each."""
     for name, text in dict.fromkeys(
         (name, _text_of(scores)) for _, story in stories for name, scores in story.evaluations.items()
     ):
@@ -147,19 +147,19 @@ def _evaluation_rows(stories: Sequence[Named]) -> Iterator[Row]:
 
 
 def _text_of(scores: Mapping[str, Any]) -> str:
-    """What tells the sentences of a result from others; empty in results of versions that did not note it."""
+    """Digest that identifies the sentences of a result; empty in results of versions that did not record it."""
     digests = f"{scores['source_sha256']} {scores.get('reference_sha256')}" if "source_sha256" in scores else ""
     return sha256(digests.encode()).hexdigest() if digests else ""
 
 
 def _name_of(name: str, text: str, stories: Sequence[Named]) -> str:
-    """The name of the corpus, and the beginning of its digest where other sentences have the same."""
+    """The name of the corpus, with the beginning of its digest if other sentences have the same name."""
     texts = {_text_of(story.evaluations[name]) for _, story in stories if name in story.evaluations}
     return name if len(texts) == 1 else f"{name} [{text[:8] or 'text not known'}]"
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """Why no run is marked as best in some rows, a line for each reason."""
+    """Reasons why no run is marked as best in some rows, one line for each."""
     names: dict[str, list[str]] = {}
     for row in rows:
         if row.note:
@@ -172,7 +172,7 @@ def _notes(rows: Sequence[Row]) -> Html:
 
 
 def _measures(stories: Sequence[Named]) -> list[str]:
-    """Those that any run has: of data.validation first, then of further corpora."""
+    """Measures that any run has: of data.validation first, then of further corpora."""
     names = dict.fromkeys(name for _, story in stories for name in story.curves.names("validation"))
     known = [name for name in names if name.rpartition("/")[2] in MEASURES]
     return sorted(
@@ -181,7 +181,7 @@ def _measures(stories: Sequence[Named]) -> list[str]:
 
 
 def _best(values: Sequence[Any], highest: bool) -> int | None:
-    """Which is best; None where they are all the same, or fewer than two are known."""
+    """Index of the best value; None if all are equal, or fewer than two are known."""
     known = [
         (value, place) for place, value in enumerate(values) if isinstance(value, int | float) and np.isfinite(value)
     ]
@@ -214,7 +214,7 @@ def _curves(stories: Sequence[Named]) -> Html:
 
 
 def _samples(stories: Sequence[Named]) -> Html:
-    """The newest translation of each fixed sentence by each run; of those that at least two runs have."""
+    """The newest translation by each run of each fixed sentence that at least two runs have."""
     by_run = {name: {(each.corpus, each.source): each for each in fixed_sentences(story)} for name, story in stories}
     num_runs = Counter(key for sentences in by_run.values() for key in sentences)
     keys = [key for key, count in num_runs.items() if count > 1][:MOST_SENTENCES]

@@ -1,4 +1,4 @@
-"""The curves of a run: one array of steps and one of values for each number in metrics.jsonl, thinned for pictures.
+"""The curves of a run: one array of steps and one of values for each number in metrics.jsonl, thinned for charts.
 
 curves = read_curves(run_dir.metrics)
 curves.of("train", "loss")              # Curve(steps, values), or None
@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Curve:
-    """Values by step, steps ascending; both of one length, at least 1. Values may be NaN or infinite."""
+    """Values by step, steps ascending; both of the same length, at least 1. Values may be NaN or infinite."""
 
     steps: Floats
     values: Floats
@@ -30,12 +30,12 @@ class Curve:
         return float(self.values[-1])
 
     def finite(self) -> "Curve | None":
-        """The points that are finite; None where there are none."""
+        """The finite points; None without any."""
         is_finite = np.isfinite(self.values)
         return Curve(self.steps[is_finite], self.values[is_finite]) if is_finite.any() else None
 
     def best(self, measure: str, after_step: int = -1) -> tuple[int, float] | None:
-        """Step and value of the first best finite point, of what validation names so: loss, newstest2013/bleu."""
+        """Step and value of the first best finite point of a validation measure: loss, newstest2013/bleu."""
         later = self.steps > after_step
         finite = Curve(self.steps[later], self.values[later]).finite()
         if finite is None:
@@ -46,11 +46,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Curves:
-    """All that metrics.jsonl holds.
+    """Content of metrics.jsonl.
 
     Attributes:
-        by_event: the curves of "train", "validation", "system" by the name of the number; "time" is one of them.
-        newest: the newest record of each event, as it was written.
+        by_event: the curves of "train", "validation", "system" by the name of the number, including "time".
+        newest: the newest record of each event, unchanged.
     """
 
     by_event: dict[str, dict[str, Curve]] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class Curves:
 
     @property
     def last_step(self) -> int:
-        """The newest step of any record; 0 where there is none."""
+        """The newest step of any record; 0 without records."""
         return max((int(record.get("step", 0)) for record in self.newest.values()), default=0)
 
     def of(self, event: str, name: str) -> Curve | None:
@@ -70,7 +70,7 @@ class Curves:
 
 @dataclass(frozen=True)
 class Thinned:
-    """A curve with fewer points: `middle` is the mean around each; `low` and `high` its extremes, None: none is left out."""
+    """A curve with fewer points: `middle` is the mean around each, `low` and `high` the extremes; None: not thinned."""
 
     steps: Floats
     middle: Floats
@@ -79,7 +79,7 @@ class Thinned:
 
 
 def read_curves(path: Path) -> Curves:
-    """Every number of every record; what is torn is left out, and a file that is not there has no curves."""
+    """Reads every number of every record, except for torn lines; a missing file has no curves."""
     columns: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
     newest: dict[str, dict[str, Any]] = {}
     for record in read_records(path):
@@ -96,7 +96,7 @@ def read_curves(path: Path) -> Curves:
 
 
 def thinned(curve: Curve, num_points: int) -> Thinned:
-    """At most `num_points` points, equally far apart in steps, of a curve of finite values; a spike stays in `high`."""
+    """At most `num_points` points, equally spaced in steps, of a curve of finite values; a spike stays in `high`."""
     if len(curve.steps) <= num_points:
         return Thinned(curve.steps, curve.values)
     first, last = curve.steps[0], curve.steps[-1]

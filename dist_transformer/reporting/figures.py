@@ -1,6 +1,6 @@
-"""Panels as pictures: each as an SVG for a page, all together as one PNG. The only drawing of curves.
+"""Drawing of panels: each as an SVG for a page, all together as one PNG.
 
-Colors can be told apart by people who see few of them, and lines in print by their dashes.
+Colors are distinguishable with color blindness, and lines in print by their dashes.
 """
 
 import io
@@ -15,26 +15,26 @@ from dist_transformer.reporting.charts import WARM_UP_SHARE, Line, Marks, Panel
 from dist_transformer.reporting.curves import Curve, Floats, Thinned, thinned
 from dist_transformer.reporting.fonts import drawable, legend_text
 
-if TYPE_CHECKING:  # at run time only where something is drawn: it takes half a second
+if TYPE_CHECKING:  # imported at run time only for drawing: it takes half a second
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 LINE_COLORS = ("#0072b2", "#d55e00", "#00875f", "#b0508c", "#7a6a00", "#3a9bd0", "#a03030", "#606060")
-"""Okabe and Ito's, darkened where they are too pale for a line on white."""
+"""Colors of Okabe and Ito, darkened if too pale for a line on white."""
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 INK, GRID, RESTART, DIVERGENCE = "#222222", "#dddddd", "#888888", "#c00000"
 POINTS = 400
 WIDTH_INCHES, PLOT_INCHES, LEFT_INCHES, BELOW_INCHES, TITLE_INCHES = 4.6, 1.8, 0.74, 0.46, 0.27
 LEGEND_CHARACTERS = 62
-"""What a line of a legend has room for."""
+"""Characters that fit on a line of a legend."""
 STEPS = (1, 2, 2.5, 5, 10)
-"""Between the numbers on an axis."""
+"""Intervals between the numbers on an axis."""
 FEW_POINTS = 40
-"""Lines of no more points show each."""
+"""Lines with at most so many points show each one."""
 
 
 def panel_svg(panel: Panel, marks: Marks) -> str:
-    """An <svg> element that stands in a page: no fixed size, colors from the page's variables (page_style.py)."""
+    """An <svg> element for a page: no fixed size, colors from the page's variables (page_style.py)."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -49,7 +49,7 @@ def panel_svg(panel: Panel, marks: Marks) -> str:
 
 
 def curves_png(panels: list[Panel], marks: Marks, path: Path, title: str) -> None:
-    """All panels in one picture, two in a row, each with its title; `panels` is not empty."""
+    """Draws all panels in one figure, two in a row, each with its title; `panels` is not empty."""
     from matplotlib.figure import Figure
 
     legend = max(_legend_inches(panel, marks) for panel in panels)
@@ -76,7 +76,7 @@ def _placed(figure: "Figure", left: float, bottom: float) -> "Axes":
 
 
 def _legend_columns(labels: list[str]) -> int:
-    """How many labels stand beside each other."""
+    """Number of columns of a legend."""
     if sum(len(label) + 7 for label in labels) <= LEGEND_CHARACTERS:
         return len(labels)
     return int(np.clip(LEGEND_CHARACTERS // (max(map(len, labels)) + 6), 1, 4))
@@ -106,7 +106,7 @@ def draw(panel: Panel, marks: Marks, axes: "Axes") -> None:
 
 
 def description(panel: Panel) -> str:
-    """What the picture shows, for those who do not see it."""
+    """Text alternative of the chart, for screen readers."""
     said = []
     for line in panel.lines:
         values, steps = line.curve.values, line.curve.steps
@@ -163,7 +163,7 @@ def _set_axes(panel: Panel, axes: "Axes") -> None:
 
 
 def _top(panel: Panel, top: float) -> float:
-    """The upper end of an axis from 0: of percentages no more than 100."""
+    """The upper end of an axis from 0: for percentages at most 100."""
     highest = max(float(line.curve.values.max()) for line in panel.lines)
     return min(top, max(100.0, highest)) if panel.unit == "%" else top
 
@@ -174,7 +174,7 @@ def _decades(panel: Panel) -> float:
 
 
 def _limits(panel: Panel) -> tuple[float, float]:
-    """Of the values behind the first steps of each line, with some room; of a line of few points all are shown."""
+    """Limits of the values after the first steps of each line, with a margin; lines of few points are shown in full."""
     shown = np.concatenate([_behind_start(line.curve) for line in panel.lines])
     low, high = float(shown.min()), float(shown.max())
     room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
@@ -202,7 +202,7 @@ def _draw_marks(marks: Marks, axes: "Axes") -> None:
 
 
 def short_number(value: float) -> str:
-    """12000 -> 12k, 1500000 -> 1.5M, 0.0007 -> 0.0007"""
+    """Formats 12000 as 12k, 1500000 as 1.5M, 0.0007 as 0.0007."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"

@@ -1,4 +1,4 @@
-"""What the font of the pictures can draw, so that no text of a run makes drawing fail or warn."""
+"""Characters that the font of the figures can draw, so that no text of a run makes drawing fail or warn."""
 
 from functools import cache
 
@@ -13,7 +13,7 @@ def drawable(text: str) -> str:
 
 
 def legend_text(text: str) -> str:
-    """`text` as matplotlib's legends and titles show it: neither read as mathematics nor left out for its "_"."""
+    """Escapes `text` for matplotlib's legends and titles: not parsed as mathematics, nor hidden for a leading "_"."""
     cut = text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "\N{HORIZONTAL ELLIPSIS}"
     escaped = drawable(cut).replace("$", r"\$")
     return f" {escaped}" if escaped.startswith("_") else escaped

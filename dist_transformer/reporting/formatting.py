@@ -1,4 +1,4 @@
-"""Numbers, times and names as a page says them."""
+"""Formatting of numbers, times and names on pages."""
 
 import math
 from datetime import UTC, datetime
@@ -8,23 +8,23 @@ from dist_transformer.reporting.run_history import Record, RunStory
 
 NAMES = {"bleu": "BLEU", "chrf": "chrF", "comet": "COMET", "nll": "nll", "token_accuracy": "token accuracy"}
 FORMS = {"bleu": ".2f", "chrf": ".2f", "perplexity": ".2f"}
-"""How a measure of a validation is written; the token accuracy in per cent, the others with four digits behind the point."""
+"""Formats of validation measures; token accuracy is in per cent, the others have four decimal places."""
 NOTHING = "-"
 
 
 def measure_name(measure: str) -> str:
-    """bleu -> BLEU; newstest2013/bleu -> newstest2013 BLEU"""
+    """Display name: BLEU for bleu, newstest2013 BLEU for newstest2013/bleu."""
     corpus, _, key = measure.rpartition("/")
     return f"{corpus} {NAMES.get(key, key.replace('_', ' '))}".strip()
 
 
 def metric_name(measure: str) -> str:
-    """bleu -> validation BLEU; newstest2013/bleu -> newstest2013 BLEU"""
+    """Display name: validation BLEU for bleu, newstest2013 BLEU for newstest2013/bleu."""
     return measure_name(measure if "/" in measure else f"validation/{measure}")
 
 
 def measure_text(measure: str, value: Any) -> str:
-    """A measure's value with the digits that matter; "-" where there is none."""
+    """A measure's value with its significant digits; "-" without a value."""
     key = measure.rpartition("/")[2]
     if key == "token_accuracy" and isinstance(value, int | float) and math.isfinite(value):
         return f"{100 * value:.1f} %"
@@ -32,14 +32,14 @@ def measure_text(measure: str, value: Any) -> str:
 
 
 def search_text(beam_size: Any) -> str:
-    """greedy search, or beam 4; empty of what is no number."""
+    """Text like "greedy search" or "beam 4"; empty if not a number."""
     if not isinstance(beam_size, int):
         return ""
     return "greedy search" if beam_size == 1 else f"beam {beam_size}"
 
 
 def evaluation_text(scores: Record) -> str:
-    """How the final model was scored: (beam 4, 1,000 pairs)"""
+    """Conditions of a score of the final model: (beam 4, 1,000 pairs)."""
     pairs = number(scores.get("pairs"))
     said = [search_text(scores.get("beam_size")), "" if pairs == NOTHING else f"{pairs} pairs"]
     known = ", ".join(filter(None, said))
@@ -47,14 +47,14 @@ def evaluation_text(scores: Record) -> str:
 
 
 def number(value: Any, form: str = ",.0f") -> str:
-    """12345 -> 12,345; "-" of what is no number."""
+    """Formats 12345 as 12,345; "-" if not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return NOTHING
     return format(value, form) if math.isfinite(value) else str(value)
 
 
 def moment(seconds: Any) -> str:
-    """Unix seconds -> 2026-11-22 03:38 UTC"""
+    """Formats unix seconds as 2026-11-22 03:38 UTC."""
     if not isinstance(seconds, int | float) or not seconds:
         return NOTHING
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -70,7 +70,7 @@ def setting_text(value: Any) -> str:
 
 
 def state_text(story: RunStory, now: float) -> str:
-    """How the run stands; what run.json says is doubted where no rank gives a sign of life."""
+    """State of the run; "running" in run.json is qualified if no rank has a recent heartbeat."""
     state = story.view.state or "not started"
     if state in ("starting", "running") and not story.view.is_alive(now):
         return f"{state}, but no rank gives a sign of life"
@@ -78,7 +78,7 @@ def state_text(story: RunStory, now: float) -> str:
 
 
 def steps_text(story: RunStory) -> str:
-    """400 of 1,000"""
+    """Progress like "400 of 1,000"."""
     most = story.settings.get("training.max_steps")
     return f"{story.view.step:,} of {most:,}" if isinstance(most, int) else f"{story.view.step:,}"
 

@@ -1,4 +1,4 @@
-"""HTML in small pieces. A plain `str` is text and is escaped; only `Html` goes into a page as it is.
+"""HTML from small parts. A plain `str` is text and is escaped; only `Html` is inserted unchanged.
 
 table(["step", "BLEU"], [[1000, "21.5"]])       figure(png(data, "what it shows"), "Figure 1 <3")
 """
@@ -14,10 +14,10 @@ from dist_transformer.reporting.page_style import STYLE
 _NOT_ALLOWED = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]")
 _NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?( ?[%a-zA-Z/]{1,8})?|nan|-?inf|-|")
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
-"""Nothing is loaded and nothing runs, wherever the page is opened."""
+"""Content security policy: nothing is loaded and nothing is executed, wherever the page is opened."""
 LABEL = '<meta name="generator" content="Dist Transformer">'
 FOOTER = " by Dist Transformer "
-"""Of pages that have no label yet."""
+"""Text that identifies pages of versions without a label."""
 
 
 class Html(str):
@@ -30,7 +30,7 @@ Content = str | int | float | None
 
 
 def html(content: Content) -> Html:
-    """Content as HTML: text is escaped, None is nothing; characters that no page may hold become a mark."""
+    """Content as HTML: text is escaped, None is empty; characters not allowed in HTML are replaced."""
     if isinstance(content, Html):
         return content
     text = "" if content is None else str(content)
@@ -38,7 +38,7 @@ def html(content: Content) -> Html:
 
 
 def tag(name: str, *contents: Content, **attributes: str | None) -> Html:
-    """<name attributes>contents</name>; `class_` is class, `aria_label` aria-label; None is left out."""
+    """Returns <name attributes>contents</name>; `class_` is class, `aria_label` aria-label; None is omitted."""
     given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
     written = "".join(f' {key}="{html(value)}"' for key, value in given.items())
     return Html(f"<{name}{written}>{together(contents)}</{name}>")
@@ -54,9 +54,9 @@ def table(
     caption: str | None = None,
     best_row: int | None = None,
 ) -> Html:
-    """A table in a box that scrolls by itself; columns of numbers are set to the right, the first cell names its row.
+    """A table in a scrollable box; columns of numbers are right-aligned, the first cell names its row.
 
-    `head` of nothing but empty names is left out.
+    A `head` with only empty names is omitted.
     """
     cells = [[html(cell) for cell in row] for row in rows]
     kinds = [_kind([row[column] for row in cells]) for column in range(len(head))]
@@ -70,24 +70,24 @@ def table(
 
 
 def facts(values: Iterable[tuple[str, Content]]) -> Html:
-    """Names and values, the few that matter most."""
+    """List of names and values, for the few that matter most."""
     return tag("dl", *(tag("div", tag("dt", name), tag("dd", value)) for name, value in values), class_="facts")
 
 
 def png(data: bytes, alt: str) -> Html:
-    """A picture that is part of the page."""
+    """A PNG image embedded in the page."""
     source = f"data:image/png;base64,{base64.b64encode(data).decode()}"
     return Html(f'<img src="{source}" alt="{html(alt)}">')
 
 
 def picture(svg: str, title: str, caption: str | None = None) -> Html:
-    """A small picture with its title; `svg` comes from figures.py."""
+    """A small chart with its title; `svg` comes from figures.py."""
     below = tag("figcaption", caption) if caption else None
     return tag("figure", tag("h3", title), Html(svg), below)
 
 
 def details(summary: str, *contents: Content) -> Html:
-    """What opens when its summary is touched."""
+    """Contents that unfold on a click on the summary."""
     return tag("details", tag("summary", summary), *contents)
 
 
@@ -98,10 +98,10 @@ def section(identity: str, title: str, *contents: Content) -> Html:
 
 
 def document(title: str, header: Content, sections: Sequence[tuple[str, str, Html]], footer: str) -> str:
-    """A whole page in one file.
+    """A complete page in one file.
 
     Args:
-        sections: (identity, title, contents), in order; those of the table of contents too.
+        sections: (identity, title, contents), in order; they also form the table of contents.
     """
     links = together(tag("li", tag("a", name, href=f"#{identity}")) for identity, name, _ in sections)
     body = together(
@@ -121,13 +121,13 @@ def document(title: str, header: Content, sections: Sequence[tuple[str, str, Htm
 
 
 def is_own_page(path: Path) -> bool:
-    """Whether this program wrote the page."""
+    """True if this program wrote the page."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return LABEL in text or (POLICY in text and FOOTER in text)
 
 
 def _kind(cells: list[Html]) -> str:
-    """ "number", "words" of long texts, or "" """
+    """Kind of a column: "number", "words" for long texts, or ""."""
     if any(cells) and all(_NUMBER.fullmatch(cell) for cell in cells):
         return "number"
     return "words" if any(len(cell) > 40 and " " in cell for cell in cells) else ""

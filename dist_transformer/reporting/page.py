@@ -1,6 +1,6 @@
-"""The page about one run: one file, with its history, its data, its scores, its samples and its pictures.
+"""The page about one run: one file with its history, data, scores, samples and figures.
 
-It loads nothing, needs no script, and reads on a phone, in print and in the dark.
+It loads nothing, needs no script, and is made for phones, print and dark mode.
 """
 
 import shlex
@@ -42,8 +42,8 @@ def run_page(
     """The page as HTML.
 
     Args:
-        attention: sentences with their pictures (attention.attention_png).
-        attention_note: why there are none.
+        attention: sentences with their figures (attention.attention_png).
+        attention_note: reason if there are none.
     """
     now = time.time()
     parts = [
@@ -69,7 +69,7 @@ def footer(now: float) -> str:
 
 
 def pictures(panels: Sequence[Panel], marks: Marks) -> Html:
-    """Small pictures side by side, below each other on a narrow screen."""
+    """Small charts side by side, below each other on a narrow screen."""
     return tag("div", *(picture(panel_svg(panel, marks), panel.title) for panel in panels), class_="pictures")
 
 
@@ -132,7 +132,7 @@ def _model(story: RunStory) -> str | None:
 
 
 def _not_evaluated(story: RunStory) -> Content:
-    """What to do where a test corpus is given and has no scores yet."""
+    """Command that evaluates a given test corpus that has no scores yet."""
     is_given = any(value for key, value in story.settings.items() if key.startswith("data.test."))
     if not is_given or "test" in story.evaluations:
         return None
@@ -183,5 +183,5 @@ def _one_attention(sentence: SentenceAttention, data: bytes) -> Html:
 
 
 def drawn(sentences: Sequence[SentenceAttention]) -> list[tuple[SentenceAttention, bytes]]:
-    """Each sentence with its picture."""
+    """Each sentence with its figure."""
     return [(sentence, attention_png(sentence)) for sentence in sentences]

@@ -1,4 +1,4 @@
-"""How the pages look: one style sheet, for narrow and wide screens, light and dark, and print."""
+"""Style sheet of the pages, for narrow and wide screens, light and dark mode, and print."""
 
 STYLE = """
 :root {

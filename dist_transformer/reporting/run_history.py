@@ -1,6 +1,6 @@
-"""Everything that a run folder says of its run. Nothing is required: what is missing or torn is empty or None.
+"""Everything that a run folder contains about its run. Nothing is required: missing or torn data is empty or None.
 
-A run may still be going, be killed, have no validation, be of an older version, or be one point of a sweep.
+A run may be running, be killed, have no validation, be of an older version, or be one point of a sweep.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,12 +23,12 @@ from dist_transformer.run.status import RunView, look_at
 
 Record = dict[str, Any]
 PLACES = ("run.name", "run.root", "data.root", "data.prepared")
-"""Settings that say where a run is, not what it is."""
+"""Settings of a run's location, not of the run itself."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """One start of training: its record in history.jsonl, and that of its end; {}: none was written (killed, or going on)."""
+    """One start of training: its record in history.jsonl, and that of its end; {}: none (killed, or still running)."""
 
     begun: Record
     ended: Record
@@ -40,7 +40,7 @@ class Start:
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A folder of checkpoints/. `suffix`: "damaged", "diverged" of one that was set aside, else empty."""
+    """A folder of checkpoints/. `suffix`: "damaged" or "diverged" if it was set aside, else empty."""
 
     name: str
     step: int
@@ -52,12 +52,12 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class PreparedCorpus:
-    """The folder of the prepared corpus: its report.json, its digest, and its picture of the lengths.
+    """The folder of the prepared corpus: its report.json, its digest, and its figure of the lengths.
 
     Attributes:
         vocabularies: sizes of the source and the target vocabulary.
-        pieces: what tells its tokenizer from another.
-        validation: what tells its validation corpus from another, wherever the files lie.
+        pieces: identity of its tokenizer.
+        validation: identity of its validation corpus, independent of the location of its files.
     """
 
     folder: Path
@@ -71,7 +71,7 @@ class PreparedCorpus:
 
 @dataclass(frozen=True)
 class Best:
-    """The best validation by `validation.metric`, or by the loss where that was not measured."""
+    """The best validation by `validation.metric`, or by the loss if that was not measured."""
 
     measure: str
     step: int
@@ -80,14 +80,14 @@ class Best:
 
 @dataclass(frozen=True)
 class RunStory:
-    """One run, as its folder tells it.
+    """One run, from the files in its folder.
 
     Attributes:
         settings: config.yaml as dotted keys, without secrets: {"model.d_model": 512}.
         run: run.json.
         samples: records of samples.jsonl, oldest first.
         evaluations: the files of evaluation/ by name.
-        measured_since: the step since which validation.metric has been measured in one way; 0: always.
+        measured_since: the step since which validation.metric is measured the same way; 0: always.
     """
 
     run_dir: RunDir
@@ -117,7 +117,7 @@ class RunStory:
 
     @property
     def num_parameters(self) -> int | None:
-        """Of the model; None where the settings or the prepared corpus do not tell."""
+        """Number of the model's parameters; None if the settings or the prepared corpus do not determine it."""
         sizes = {name: value for key, value in self.settings.items() if (name := key.removeprefix("model.")) != key}
         vocabularies = self.prepared.vocabularies if self.prepared else None
         try:
@@ -127,7 +127,7 @@ class RunStory:
 
     @property
     def restart_steps(self) -> list[int]:
-        """The steps from which later starts went on."""
+        """The steps from which later starts resumed."""
         if self.starts:
             return [start.step for start in self.starts[1:]]
         began = [record for record in self.attempts if record.get("event") == "began"]
@@ -139,7 +139,7 @@ class RunStory:
 
     @property
     def trained_seconds(self) -> float | None:
-        """Time between the starts and their ends; a killed one ended with its last record. None: not known."""
+        """Time between the starts and their ends; a killed one ended with its last record. None: unknown."""
         times = self.curves.of("train", "time")
         known = [] if times is None else times.values.tolist()
         if not self.starts:
@@ -154,7 +154,7 @@ class RunStory:
 
 
 def read_story(run_dir: RunDir) -> RunStory:
-    """Reads a run folder; `run_dir.path` is one (cluster.targets.is_run_folder)."""
+    """Reads a run folder; `run_dir.path` is one (cluster.run_ref.is_run_folder)."""
     settings = _settings(run_dir)
     records = [*read_records(run_dir.history)]
     return RunStory(
@@ -187,7 +187,7 @@ def starts_of(records: list[Record]) -> list[Start]:
 
 
 def settings_that_differ(settings: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """The settings that are not the defaults: (value, default). What names the run and its files is not among them."""
+    """Settings that differ from the defaults, as (value, default), without those of the run's name and files."""
     defaults, corpus = _default_settings(settings), CorpusConfig().model_dump(mode="json")
     expected = {key: defaults.get(key, corpus.get(key.rpartition(".")[2])) for key in settings}
     return {
@@ -196,7 +196,7 @@ def settings_that_differ(settings: Mapping[str, Any]) -> dict[str, tuple[Any, An
 
 
 def _default_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What the same keys are where nothing is given; sizes of the model are those of its preset."""
+    """Defaults of the same keys; sizes of the model are those of its preset."""
     defaults = _flat(Config.model_validate({"data": {}}).model_dump(mode="json"))
     try:
         model = ModelConfig.model_validate({"preset": settings.get("model.preset")}).model_dump(mode="json")
@@ -214,7 +214,7 @@ def _settings(run_dir: RunDir) -> dict[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"optimizer": {"beta1": 0.9}} -> {"optimizer.beta1": 0.9}"""
+    """Flattens {"optimizer": {"beta1": 0.9}} to {"optimizer.beta1": 0.9}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -225,7 +225,7 @@ def _without_secret(key: str, value: Any) -> Any:
     if key.startswith("slurm.environment.") and is_secret(key.rpartition(".")[2], str(value)):
         return "***"
     if key in ("slurm.setup", "slurm.extra_srun", "slurm.extra_sbatch") and holds_secret(str(value)):
-        return "***"  # of a version that let it through
+        return "***"  # from a version that accepted it
     return without_credentials(value) if isinstance(value, str) else value
 
 

@@ -1,4 +1,4 @@
-"""The report of one run: its page and its pictures, with attention maps drawn by the newest model."""
+"""The report of one run: its page and its figures, with attention maps of the newest model."""
 
 import logging
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from dist_transformer.files import replacing
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.outputs import write_output, writing
 
-if TYPE_CHECKING:  # at run time only where something is drawn
+if TYPE_CHECKING:  # imported at run time only for drawing
     from dist_transformer.reporting.attention import SentenceAttention
     from dist_transformer.reporting.run_history import RunStory
 
@@ -19,21 +19,21 @@ log = logging.getLogger(__name__)
 
 
 MOST_SENTENCES = 3
-"""Whose attention is drawn."""
+"""Sentences whose attention is drawn."""
 
 
 LONGEST_CHARACTERS = 160
-"""Of a sentence that is chosen for its attention: a longer one has more pieces than a picture can name."""
+"""Length limit of a sentence chosen for its attention: a longer one has more pieces than a figure can label."""
 
 
 LARGEST_AT_END_BYTES = 200_000_000
-"""Of metrics.jsonl, for a report at the end of a run, when all ranks and their GPUs wait for it: 240 MB took 12 s."""
+"""Size limit of metrics.jsonl for a report at the end of a run, while all ranks and GPUs wait: 240 MB took 12 s."""
 
 
 def report_after_training(run_dir: RunDir) -> bool:
-    """Pictures and page at the end of a run (rank 0); whether they were written.
+    """Writes figures and page at the end of a run (rank 0); returns True if they were written.
 
-    Whatever fails is a warning: the run is over and saved. A history that takes long to read is left to people.
+    A failure is a warning: the run is over and saved. A history that takes long to read is left to the user.
     """
     size = run_dir.metrics.stat().st_size if run_dir.metrics.is_file() else 0
     if size > LARGEST_AT_END_BYTES:
@@ -56,14 +56,14 @@ def write_run_report(
     *,
     with_attention: bool = True,
 ) -> Path:
-    """Writes the page about a run, and without `output` its pictures too; returns where the page is.
+    """Writes the page about a run, and without `output` its figures too; returns the path of the page.
 
     Args:
         output: default: report.html in the run folder.
-        sentences: whose attention is drawn; None: the shortest of the fixed samples.
+        sentences: sentences whose attention is drawn; None: fixed samples.
 
     Raises:
-        UserError: the page cannot be written there, or `sentences` are given and there is no model to translate them.
+        UserError: the page cannot be written, or `sentences` are given and there is no model to translate them.
     """
     from dist_transformer.reporting.page import drawn, run_page
     from dist_transformer.reporting.run_history import read_story
@@ -80,7 +80,7 @@ def write_run_report(
 
 
 def write_figures(story: "RunStory", attention: Sequence[bytes]) -> None:
-    """The pictures of a run as files: curves.png, attention_1.png ..., lengths.png. Older ones are replaced."""
+    """Writes the figures of a run: curves.png, attention_1.png ..., lengths.png. Older ones are replaced."""
     from dist_transformer.reporting.charts import marks_of, panels_of
     from dist_transformer.reporting.figures import curves_png
 
@@ -95,7 +95,7 @@ def write_figures(story: "RunStory", attention: Sequence[bytes]) -> None:
 
 
 def _attention(story: "RunStory", sentences: Sequence[str] | None) -> tuple[list["SentenceAttention"], str]:
-    """The maps of chosen sentences, or why there are none."""
+    """The maps of chosen sentences, or the reason why there are none."""
     if sentences is not None:
         return _maps(story.run_dir, list(sentences)), ""
     chosen = _chosen(story)
@@ -117,7 +117,7 @@ def _maps(run_dir: RunDir, sentences: list[str]) -> list["SentenceAttention"]:
 
 
 def _chosen(story: "RunStory") -> list[str]:
-    """Fixed samples that a picture can show: the first ones that are not too long."""
+    """Fixed samples that fit a figure: the first ones that are not too long."""
     from dist_transformer.reporting.samples import fixed_sentences
 
     sources = dict.fromkeys(sentence.source for sentence in fixed_sentences(story))

@@ -1,4 +1,4 @@
-"""Sample translations as tables: the fixed sentences step by step, and what was drawn at the newest validations."""
+"""Sample translations as tables: the fixed sentences step by step, and those drawn at the newest validations."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -9,16 +9,16 @@ from dist_transformer.reporting.html import Html, details, table, tag, together
 from dist_transformer.reporting.run_history import RunStory
 
 MOST_STEPS = 12
-"""Of a fixed sentence no more different translations are shown, the first and the last among them."""
+"""Limit of different translations shown for a fixed sentence, including the first and the last."""
 OPEN_SENTENCES = 2
-"""Fixed sentences that are shown at once; the others fold away."""
+"""Fixed sentences that are shown at once; the others are folded."""
 NEWEST_DRAWN = 3
 """Validations whose drawn sentences are shown."""
 
 
 @dataclass(frozen=True)
 class FixedSentence:
-    """One that is translated at each validation: (step, translation), steps ascending."""
+    """A sentence that is translated at each validation: (step, translation), steps ascending."""
 
     corpus: str
     number: int
@@ -28,7 +28,7 @@ class FixedSentence:
 
 
 def fixed_sentences(story: RunStory) -> list[FixedSentence]:
-    """The fixed sentences of all corpora, in the order in which they first came."""
+    """The fixed sentences of all corpora, in the order of their first appearance."""
     found: dict[tuple[str, int, str], FixedSentence] = {}
     for record in story.samples:
         corpus = str(record.get("corpus", "validation"))
@@ -42,7 +42,7 @@ def fixed_sentences(story: RunStory) -> list[FixedSentence]:
 
 
 def changes(translations: Sequence[tuple[int, str]]) -> list[tuple[int, int, str]]:
-    """(first step, last step, translation), one for each stretch of validations that gave the same."""
+    """Tuples (first step, last step, translation), one for each series of validations with the same translation."""
     stretches: list[tuple[int, int, str]] = []
     for step, translation in translations:
         if stretches and stretches[-1][2] == translation:
@@ -53,7 +53,7 @@ def changes(translations: Sequence[tuple[int, str]]) -> list[tuple[int, int, str
 
 
 def samples_part(story: RunStory) -> Html:
-    """The section of a page."""
+    """The section of sample translations of a page."""
     fixed = [_step_by_step(sentence, story) for sentence in fixed_sentences(story)]
     more = fixed[OPEN_SENTENCES:]
     folded = [details(f"{len(more)} more of the fixed sentences", *more)] if more else []
@@ -77,7 +77,7 @@ def _step_by_step(sentence: FixedSentence, story: RunStory) -> Html:
 
 
 def _newest_drawn(story: RunStory) -> list[Html]:
-    """Sentences that were drawn anew, of the newest validations of each corpus."""
+    """Newly drawn sentences of the newest validations of each corpus."""
     by_corpus: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for record in story.samples:
         by_corpus[str(record.get("corpus", "validation"))].append(record)
@@ -96,7 +96,7 @@ def _newest_drawn(story: RunStory) -> list[Html]:
 
 
 def words(text: Any, language: str | None) -> Html:
-    """A sentence, marked with its language and written in its direction."""
+    """A sentence marked with its language and shown in its direction."""
     return tag("span", str(text or ""), lang=language, dir="auto")
 
 
@@ -110,7 +110,7 @@ def _steps(first: int, last: int) -> str:
 
 
 def _spread(items: list[Any], most: int) -> list[Any]:
-    """At most so many, evenly over all of them, the first and the last among them."""
+    """At most `most` items, evenly spaced, including the first and the last."""
     if len(items) <= most:
         return items
     return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]

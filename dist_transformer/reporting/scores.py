@@ -1,4 +1,4 @@
-"""The section of scores: what was measured, on what, by which signature, and which validation was the best."""
+"""The section of scores: measures, their corpora and signatures, and the best validation."""
 
 from collections.abc import Iterator
 
@@ -9,15 +9,15 @@ from dist_transformer.reporting.run_history import RunStory
 
 MEASURES = ("bleu", "chrf", "comet", "loss", "perplexity", "token_accuracy", "nll")
 EVALUATED = TRANSLATION_MEASURES
-"""What is shown of `evaluate`."""
+"""Measures of `evaluate` that are shown."""
 FEW_ROWS = 12
-"""A table of no more rows stands open."""
+"""Tables with at most so many rows are not folded."""
 NEWEST_ROWS = 5
-"""Of a longer one, beside the best."""
+"""Rows shown of a longer table, besides the best."""
 
 
 def scores_part(story: RunStory) -> Html:
-    """The section of a page."""
+    """The section of scores of a page."""
     parts = [_evaluations(story)] if story.evaluations else []
     parts += [_validations(story, corpus) for corpus in validation_corpora(story)]
     return together([*parts, _signatures(story)]) if parts else tag("p", "Nothing was validated or evaluated yet.")
@@ -30,7 +30,7 @@ def validation_corpora(story: RunStory) -> list[str]:
 
 
 def _translated(story: RunStory, corpus: str) -> str:
-    """What the translations of a validation are, as the settings say: greedy search, of the first 500 sentences."""
+    """Conditions of a validation's translations from the settings: greedy search, of the first 500 sentences."""
     search = search_text(story.settings.get("validation.beam_size"))
     most = story.settings.get("validation.max_sentences")
     rows = _num_rows(story, corpus)
@@ -39,7 +39,7 @@ def _translated(story: RunStory, corpus: str) -> str:
 
 
 def _num_rows(story: RunStory, corpus: str) -> int | None:
-    """The pairs of data.validation, as prepared; those of further corpora are not counted there."""
+    """Number of pairs of data.validation as prepared; those of further corpora are not counted there."""
     corpora = story.prepared.report.get("corpora", {}) if story.prepared and not corpus else {}
     rows = corpora.get("validation", {}).get("rows")
     return rows if isinstance(rows, int) else None
@@ -62,7 +62,7 @@ def _evaluations(story: RunStory) -> Html:
 
 
 def _validations(story: RunStory, corpus: str) -> Html:
-    """All validations of a corpus, step by step, the best one marked where validation.metric is of this corpus."""
+    """All validations of a corpus, step by step, with the best one marked if validation.metric is of this corpus."""
     curves = {key: curve for key in MEASURES if (curve := story.curves.of("validation", corpus + key)) is not None}
     by_step = {
         key: dict(zip(curve.steps.tolist(), curve.values.tolist(), strict=True)) for key, curve in curves.items()
@@ -83,7 +83,7 @@ def _validations(story: RunStory, corpus: str) -> Html:
 
 
 def _best_step(story: RunStory, corpus: str) -> float | None:
-    """The best step, where it is that of a measure of this corpus."""
+    """The best step, if it is that of a measure of this corpus."""
     best = story.best
     if best is None or corpus_and_measure(best.measure)[0] != (corpus.rstrip("/") or None):
         return None
@@ -91,7 +91,7 @@ def _best_step(story: RunStory, corpus: str) -> float | None:
 
 
 def _about(story: RunStory, corpus: str, measures: list[str]) -> Iterator[str]:
-    """The best step, and what the numbers were measured on."""
+    """Yields the best step, and the data on which the numbers were measured."""
     best = story.best
     if best is not None and _best_step(story, corpus) is not None:
         yield f"Best by {measure_name(corpus_and_measure(best.measure)[1])}: step {best.step:,}."
@@ -110,7 +110,7 @@ def _listed(measures: list[str]) -> str:
 
 
 def _signatures(story: RunStory) -> Html:
-    """The signature of each score; with the corpora it is of, where they do not all have the same."""
+    """The signature of each score, with its corpora unless all have the same."""
     newest = story.curves.newest.get("validation", {})
     found = [(corpus.rstrip("/") or "validation", corpus, newest) for corpus in validation_corpora(story)]
     found += [(f"evaluated: {name}", "", scores) for name, scores in story.evaluations.items()]

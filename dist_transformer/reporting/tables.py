@@ -1,4 +1,4 @@
-"""Parts of a run's page that are tables of what was: its data, its history, its checkpoints, its configuration."""
+"""Tables of a run's page: its data, history, checkpoints and configuration."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,7 +20,7 @@ CHECKPOINT_MEASURES = ("bleu", "chrf", "comet", "loss", "perplexity")
 
 
 def data_part(story: RunStory) -> Html:
-    """The corpora as prepared: what was kept, what was dropped, how long sentences are."""
+    """The corpora as prepared: kept and dropped pairs, lengths of sentences."""
     prepared = story.prepared
     if prepared is None or not (prepared.report or prepared.digest):
         where = f" in {prepared.folder}" if prepared else ""
@@ -38,7 +38,7 @@ def data_part(story: RunStory) -> Html:
 
 
 def history_part(story: RunStory) -> Html:
-    """Each start and its end, attempts of the Slurm job, divergences, nodes that are kept away from."""
+    """Each start and its end, attempts of the Slurm job, divergences, excluded nodes."""
     parts = [
         _starts(story.starts) if story.starts else tag("p", "The run folder has no history of its starts."),
         _attempts(story) if story.attempts else None,
@@ -54,7 +54,7 @@ def history_part(story: RunStory) -> Html:
 
 
 def checkpoints_part(story: RunStory) -> Html:
-    """The checkpoints that exist, the newest first, with what was measured at their steps."""
+    """The existing checkpoints, the newest first, with the measures at their steps."""
     found = sorted(story.checkpoints, key=lambda checkpoint: -checkpoint.step)
     if not found:
         return tag("p", "There is no checkpoint.")
@@ -81,7 +81,7 @@ def checkpoints_part(story: RunStory) -> Html:
 
 
 def configuration_part(story: RunStory) -> Html:
-    """What is not the default, then every setting."""
+    """Settings that differ from the default, then every setting."""
     if not story.settings:
         return tag("p", "The run folder has no config.yaml that can be read.")
     differing = settings_that_differ(story.settings)
@@ -104,7 +104,7 @@ def _key(key: str) -> Html:
 
 
 def _sources(story: RunStory) -> Html:
-    """Where the text came from, as the configuration says."""
+    """Sources of the text in the configuration."""
     places = ("source", "target", "path", "hub", "demo")
     rows = [
         [key.removeprefix("data."), setting_text(value)]
@@ -221,7 +221,7 @@ def _divergences(story: RunStory) -> Html:
 
 
 def _measures(story: RunStory, checkpoint: SavedCheckpoint) -> dict[str, Any]:
-    """What its state says was measured, or metrics.jsonl of its step."""
+    """Measures in the checkpoint's state, or in metrics.jsonl at its step."""
     if checkpoint.measures:
         return checkpoint.measures
     found = {key: story.curves.of("validation", key) for key in CHECKPOINT_MEASURES}

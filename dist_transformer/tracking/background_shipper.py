@@ -16,11 +16,11 @@ POLL_SECONDS = 2.0
 FIRST_WAIT_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 60.0
 PREDECESSOR_SECONDS = 15.0
-"""The request in which an abandoned thread hangs is given up after 10."""
+"""Wait for an abandoned thread, whose hanging request times out after 10 seconds."""
 
 
 class BackgroundShipper:
-    """Repeats `Shipper.deliver` in a daemon thread until closed. The thread logs; it never raises into training."""
+    """Repeats `Shipper.deliver` in a daemon thread until closed. Errors are logged and never raised into training."""
 
     def __init__(self, shipper: Shipper) -> None:
         self._shipper = shipper
@@ -34,9 +34,9 @@ class BackgroundShipper:
         self._thread.start()
 
     def close(self, seconds: float, busy_seconds: float = 0.0) -> bool:
-        """Try until all is delivered, for at most `seconds`; a server that answers gets `busy_seconds` more.
+        """Tries until everything is delivered, for at most `seconds`; a server that answers gets `busy_seconds` more.
 
-        False: the rest stays in the run folder.
+        Returns False if something is undelivered; it stays in the run folder.
         """
         self._closing.set()
         self._thread.join(timeout=seconds)
@@ -52,12 +52,12 @@ class BackgroundShipper:
             self._deliver_until_closed()
         except Abandoned:
             return
-        except Exception:  # noqa: BLE001 - the end of a thread: a bug in tracking is shown, and training goes on
+        except Exception:  # noqa: BLE001 - the end of a thread: a bug in tracking is logged, and training continues
             report = without_secrets(traceback.format_exc())
             logger.error("tracking stopped by an error of ours; training and metrics.jsonl go on\n%s", report)
 
     def _wait_for_predecessors(self) -> None:
-        """What an abandoned one of this folder was sending must have arrived, or never will, before we look there."""
+        """Waits for abandoned threads of this folder, whose last request must have ended before the run is opened."""
         for thread in threading.enumerate():
             if thread.name == self._thread.name and thread is not self._thread:
                 thread.join(PREDECESSOR_SECONDS)
@@ -65,7 +65,7 @@ class BackgroundShipper:
     def _deliver_until_closed(self) -> None:
         outage = self._outage
         while not self._abandoned.is_set():
-            closing = self._closing.is_set()  # read before the pass: all that was spooled before closing is in it
+            closing = self._closing.is_set()  # read before the pass, so that it includes all events added until closing
             try:
                 delivery = self._shipper.deliver(CHANNELS if closing else PROMPT_LANES)
             except ServerTrouble as trouble:
@@ -77,13 +77,13 @@ class BackgroundShipper:
                 self._delivered_all = closing
                 if closing:
                     return
-            # While closing only abandonment may cut the wait short, and the server gets a try each second.
+            # While closing, only abandonment may cut the wait short, and the server is tried each second.
             seconds = min(outage.wait_seconds, FIRST_WAIT_SECONDS) if closing else outage.wait_seconds
             (self._abandoned if closing else self._closing).wait(seconds)
 
 
 class Outage:
-    """One warning when the server stops answering, one line when it has caught up, growing waits in between."""
+    """State of an outage: one warning when the server stops answering, one line when it caught up, growing waits."""
 
     def __init__(self) -> None:
         self.wait_seconds = POLL_SECONDS

@@ -1,4 +1,4 @@
-"""What MLflow is given: points of curves, references to what stays where it is, models, and their files."""
+"""Content sent to MLflow: points of curves, references to local checkpoints and models, and uploaded models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Reference:
-    """A checkpoint or model that stays where it is and is found in MLflow by its name, parameters and scores."""
+    """A checkpoint or model that is not uploaded and is found in MLflow by its name, parameters and scores."""
 
     name: str
     kind: str
@@ -28,9 +28,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Model:
-    """A model folder on its way to MLflow. `decoding`: the settings it translates with; None for no registered name.
+    """A model folder to be sent to MLflow. `decoding`: the settings it translates with; `register_as`: None for none.
 
-    `upload`: a folder that does not exist, for the copy in MLflow's format.
+    `upload`: a folder that does not exist yet, for the copy in MLflow's format.
     """
 
     folder: Path
@@ -43,11 +43,11 @@ class Model:
     register_as: str | None = None
     alias: str | None = None
     by_hand: bool = False
-    """A person asks for it now: the alias is set even if this version had it before."""
+    """True if requested by a user: the alias is set even if this version had it before."""
 
 
 def files_of(folder: Path) -> list[Path]:
-    """All files below `folder`, sorted. Raises FileNotFoundError when it is no folder."""
+    """All files below `folder`, sorted. Raises FileNotFoundError if it is no folder."""
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not there any more")
     return sorted(path for path in folder.rglob("*") if path.is_file())

@@ -1,4 +1,4 @@
-"""What MLflow shows about a run beside its own tags: who started it, with which command, and a few words about it."""
+"""Standard tags and description of a run in MLflow: who started it, with which command, and a short summary."""
 
 import contextlib
 import getpass
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 GIT_COMMIT = "git_commit"
-"""The tag with the version of the code; MLflow has a name of its own for it."""
+"""Our tag with the version of the code; MLflow uses another name for it."""
 
 _WORDS = {"model": "{} model", "languages": "{}", "precision": "{}"}
 _COUNTS = {"num_ranks": "rank", "num_nodes": "node"}
@@ -22,7 +22,7 @@ def standard_tags(tags: Mapping[str, str]) -> dict[str, str]:
         "mlflow.source.name": " ".join(["dist-transformer", *sys.argv[1:]]),
         "mlflow.source.type": "JOB" if "SLURM_JOB_ID" in os.environ else "LOCAL",
     }
-    with contextlib.suppress(KeyError, OSError, ImportError):  # a container may not know the name
+    with contextlib.suppress(KeyError, OSError, ImportError):  # a container may not know the user's name
         found["mlflow.user"] = getpass.getuser()
     if GIT_COMMIT in tags:
         found["mlflow.source.git.commit"] = tags[GIT_COMMIT]
@@ -30,7 +30,7 @@ def standard_tags(tags: Mapping[str, str]) -> dict[str, str]:
 
 
 def description(tags: Mapping[str, str], datasets: Sequence[Mapping[str, Any]], run_folder: Path) -> str:
-    """A few lines in Markdown: model, corpora, hardware, where the run folder is. What is not known is left out:
+    """A few lines in Markdown: model, corpora, hardware, location of the run folder. Unknown items are omitted:
 
     base model of 63,000,000 parameters, en-de, fp16, 16 ranks, 2 nodes
     - wmt14 (training): 4,500,000 rows

@@ -1,4 +1,4 @@
-"""Tells MLflow how a start of a run ended that could not say so itself: it was killed, or its node is gone."""
+"""Reports to MLflow the end of a start that could not report it itself: it was killed, or its node is gone."""
 
 import importlib
 from pathlib import Path
@@ -17,7 +17,7 @@ _DOOR = "dist_transformer.tracking.mlflow_client"
 
 
 def status_said(run_dir: RunDir) -> str | None:
-    """The status that MLflow was told last, or will be as soon as it answers; None: the run was never followed."""
+    """The status last reported to MLflow, or to be reported once it answers; None: the run was never tracked."""
     said = None
     for event in read_records(run_dir.tracking_events):
         if event["event"] in ("start", "status"):
@@ -26,16 +26,16 @@ def status_said(run_dir: RunDir) -> str | None:
 
 
 def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store: Path, seconds: float) -> str | None:
-    """Sets the status, and sends all that has not arrived, for at most so many seconds; why not, if it did not.
+    """Sets the status and sends everything undelivered, for at most `seconds`; returns the reason of a failure.
 
-    Nobody may train in the run folder meanwhile. What did not arrive stays there for the next start, or `sync`.
+    Nobody may train in the run folder meanwhile. Undelivered events stay there for the next start, or `sync`.
 
     Raises:
         OSError: the run folder cannot be written.
     """
     try:
         target, memory = target_of(settings, run_dir, default_store), memory_of(run_dir, run_dir.name, uid_of(run_dir))
-    except UserError as error:  # of the variable; who asks for something else shall have that
+    except UserError as error:  # an invalid address in the variable must not stop the calling command
         return str(error)
     address = without_credentials(target.uri)
     if memory.is_followed_elsewhere(address):
@@ -44,13 +44,13 @@ def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store
         add_event(run_dir.tracking_events, "status", {"status": status})
     if has_arrived(run_dir):
         return None
-    importlib.import_module(_DOOR)  # seconds on a busy machine, which are not the server's
+    importlib.import_module(_DOOR)  # takes seconds on a busy machine, which must not count against the server's
     shipper = BackgroundShipper(Shipper(run_dir, target, memory))
     shipper.start()
     return None if shipper.close(seconds) else f"no answer; later: dist-transformer track sync {run_dir.path}"
 
 
 def has_arrived(run_dir: RunDir) -> bool:
-    """Whether MLflow has taken all that it was told of starts, checkpoints and ends."""
+    """True if MLflow has received all events of starts, checkpoints and ends."""
     memory = memory_of(run_dir, run_dir.name, uid_of(run_dir))
     return next(read_records_from(run_dir.tracking_events, memory.spool_offset), None) is None

@@ -1,16 +1,16 @@
-"""What each record of the run folder becomes in MLflow.
+"""Conversion of the records of a run folder for MLflow.
 
 metrics.jsonl  {"event": "train", "step": 50, "loss": 9.01}   the point (50, 9.01) of the curve train/loss
-the spool      start        status RUNNING, tags, description, parameters, the file config.yaml, the corpora
-               checkpoint   a logged model that is only a reference: path, step, scores; which is best, which are gone
+the outbox     start        status RUNNING, tags, description, parameters, the file config.yaml, the corpora
+               checkpoint   a logged model that is only a reference: path, step, scores; tags of best and deleted ones
                samples      the table samples.json: all of samples.jsonl
                profile      the file profile.md
                figures      the files of figures/, and report.html
-               model        a logged model that MLflow can serve, registered if asked
+               model        a logged model that MLflow can serve, registered on request
                evaluation   points evaluation/<corpus>/<measure>
                status       FINISHED, FAILED, KILLED, SCHEDULED
 
-A path in the spool is relative to the run folder where it lies in there, since the folder may be sent from elsewhere.
+A path in the outbox is relative if it lies inside the run folder, because that may be moved before it is sent.
 """
 
 import hashlib
@@ -54,7 +54,7 @@ SAMPLE_COLUMNS = ("step", "corpus", "number", "fixed", "source", "reference", "t
 
 
 def points_of(record: Mapping[str, Any]) -> list[Point]:
-    """The finite numbers of one record of metrics.jsonl as curves `<event>/<key>`; the rest stays local."""
+    """The finite numbers of one record of metrics.jsonl as points of curves `<event>/<key>`; the rest stays local."""
     numbers = {
         key: float(value)
         for key, value in record.items()
@@ -64,14 +64,14 @@ def points_of(record: Mapping[str, Any]) -> list[Point]:
 
 
 def goes_by(event: Mapping[str, Any], lane: str) -> bool:
-    """Whether something of this record of the spool goes to the server by `lane`."""
+    """True if a part of this event of the outbox is sent over channel `lane`."""
     return lane in _LANES_OF.get(event["event"], ())
 
 
 def send_event(run: "TrackedRun", event: Mapping[str, Any], lane: str, run_dir: RunDir) -> None:
-    """Deliver what of one record of the spool goes by `lane`. All may be delivered twice with the result of once.
+    """Sends the parts of an event of the outbox that go over channel `lane`. Sending twice has the effect of once.
 
-    Raises ServerTrouble; CannotBeSent for a record that is damaged.
+    Raises ServerTrouble; CannotBeSent for a damaged event.
     """
     if not _NEEDED[event["event"]] <= event.keys() or event.get("status", "RUNNING") not in STATUSES:
         raise CannotBeSent("its record is damaged")
@@ -126,9 +126,9 @@ def _send_figures(run: "TrackedRun", folder: Path, report: Path) -> None:
 
 
 def send_model(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> None:
-    """Deliver a model folder; the tags of the run name the run's own.
+    """Sends a model folder; if it is the run's own, its path and digest become tags of the run.
 
-    Raises ServerRefused when it is gone, or cannot be registered.
+    Raises ServerRefused if the folder is gone or cannot be registered.
     """
     from dist_transformer.tracking import mlflow_models
 
@@ -152,14 +152,14 @@ def send_model(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> 
 
 
 def sample_rows(samples: Path) -> Iterator[list[Any]]:
-    """The sentences of samples.jsonl, one a row of SAMPLE_COLUMNS, in the order of the file."""
+    """The sentences of samples.jsonl, each as a row of SAMPLE_COLUMNS, in the order of the file."""
     for record in (r for r in read_records(samples) if {"step", "corpus", "sentences"} <= r.keys()):
         for sentence in record["sentences"]:
             yield [record["step"], record["corpus"], *(sentence.get(column) for column in SAMPLE_COLUMNS[2:])]
 
 
 def folder_digest(folder: Path) -> str:
-    """SHA-256 over the names and contents of all files of `folder`; a folder that is gone is refused, not awaited."""
+    """SHA-256 over the names and contents of all files of `folder`. Raises CannotBeSent if the folder is gone."""
     digest = hashlib.sha256()
     with local_files_refused():
         for file in files_of(folder):

@@ -1,7 +1,7 @@
-"""The only adapter of MLflow: thin calls of MlflowClient. Nothing here touches MLflow's fluent state (active run, global
-tracking address): its defaults block for minutes when the server is away, and its exit hooks set a wrong status.
+"""Adapter of MLflow: thin calls of MlflowClient. Nothing here touches MLflow's fluent state (active run, global
+tracking address): its defaults block for minutes while the server is down, and its exit hooks set a wrong status.
 
-Every call raises ServerTrouble when the server is away or busy, ServerRefused when it will never take the data.
+Every call raises ServerTrouble if the server is down or busy, ServerRefused if it will never accept the data.
 """
 
 import hashlib
@@ -31,16 +31,16 @@ from dist_transformer.tracking.outbox import (
     local_files_refused,
 )
 
-# By default MLflow tries for 4 minutes (server down) or 20 (frozen) and then raises; the shipper does the waiting.
-# A variable that is empty says as much as one that is not there.
+# By default MLflow retries for 4 minutes (server down) or 20 (frozen) and then raises; here the shipper retries.
+# An empty variable counts as unset.
 os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES") or "0"
 os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = os.environ.get("MLFLOW_HTTP_REQUEST_TIMEOUT") or "10"
 # Read when mlflow is imported: compute nodes often have no network, and a training run reports to its owner only.
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
 os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-# Else the end of a run prints the server's address, with the user and password that it may hold.
+# Otherwise the end of a run prints the server's address, with the user and password that it may hold.
 os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
-# Else a model gets the pyproject.toml of the folder that one happens to be in.
+# Otherwise a model gets the pyproject.toml of the current folder.
 os.environ.setdefault("MLFLOW_UV_AUTO_DETECT", "false")
 
 from filelock import FileLock
@@ -51,7 +51,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 logger = logging.getLogger(__name__)
 
-# MLflow's own use of SQLAlchemy, said once into every training log; nothing its users can change.
+# Caused by MLflow's use of SQLAlchemy and printed into every training log; its users cannot change it.
 warnings.filterwarnings("ignore", message="The ``noload`` loader strategy is deprecated")
 
 RUN_UID_TAG = "dist_transformer.run_uid"
@@ -68,20 +68,20 @@ REMEDIES = {
     "MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN, to what the server accepts",
     r"too many 5\d\d error responses": "the server's own log says why; perhaps its disk is full or its database is away",
 }
-"""By a sign in the answer."""
+"""Remedies by a pattern in the server's answer."""
 _NO_SERVER = (
     r"ConnectionPool\(host='(?P<host>[^']+)', port=(?P<port>\d+)\).*"
     r"(?P<cause>Connection refused|No route to host|Name or service not known|Network is unreachable|timed out)"
 )
 METRICS_A_BATCH = 900
-"""The server takes 1,000."""
+"""Points per request; the server accepts 1,000."""
 PARAMETERS_A_BATCH = 100
 BEFORE_ALL = -1
 MOST_RUNS = 10_000
-"""Of one search; a sweep has 1,000."""
+"""Limit of runs found by one search; a sweep has 1,000."""
 LONGEST_KEY = 250
 LONGEST_PARAMETER = 500
-"""What every server takes; one that has a longer value finds all values whole in the artifact parameters.json."""
+"""Length that every server accepts; if a value is longer, the artifact parameters.json has all values uncut."""
 LONGEST_TAG = 5000
 DATABASE_LOCK_SECONDS = 60
 ENDED = {"FINISHED", "FAILED", "KILLED"}
@@ -90,7 +90,7 @@ Item = TypeVar("Item")
 
 
 class TrackedRun:
-    """One run on one server."""
+    """A run on an MLflow server."""
 
     def __init__(self, client: MlflowClient, run: Run) -> None:
         self.client = client
@@ -99,28 +99,28 @@ class TrackedRun:
         self._newest_steps: dict[str, int] = {metric.key: metric.step for metric in run.data.to_proto().metrics}
 
     def newest_step(self, event: str) -> int:
-        """Of the curves of this event, as it was when the run was opened; -1 without a point."""
+        """Newest step of this event's curves when the run was opened; -1 without a point."""
         steps = (step for key, step in self._newest_steps.items() if key.startswith(f"{event}/"))
         return max(steps, default=BEFORE_ALL)
 
     def log_points(self, points: Sequence[Point]) -> None:
-        """Send what is beyond the steps that the server had when the run was opened.
+        """Sends the points after the newest steps that the server had when the run was opened.
 
-        So no step is there twice after an answer that was lost on the way, even if training was set back meanwhile.
+        So no step is stored twice if an answer was lost, even if training was rolled back meanwhile.
         """
         fresh = [point for point in points if point.step > self._newest_steps.get(valid_key(point.key), BEFORE_ALL)]
         with translated_errors():
             self._log_points(fresh, None)
 
     def remove_doubles(self, run_uid: str) -> None:
-        """Delete empty runs with our tag: a request to make a run may be carried out after we gave it up."""
+        """Deletes empty runs with our tag: a request to create a run may be executed after we gave up on it."""
         with translated_errors():
             for run in self.client.search_runs([self.experiment_id], f"tags.`{RUN_UID_TAG}` = '{run_uid}'"):
                 if run.info.run_id != self.run_id and not run.data.metrics and not run.data.params:
                     self.client.delete_run(run.info.run_id)
 
     def log_parameters(self, parameters: Mapping[str, str]) -> None:
-        """Log new ones; a changed one becomes the tag param_drift.<key>: MLflow refuses to change parameters."""
+        """Logs new parameters; a changed one becomes the tag param_drift.<key>: MLflow refuses to change parameters."""
         cut = {valid_key(key): value[:LONGEST_PARAMETER] for key, value in parameters.items()}
         with translated_errors():
             stored = self.client.get_run(self.run_id).data.params
@@ -130,7 +130,7 @@ class TrackedRun:
         self.set_tags({f"param_drift.{key}": f"{stored[key]} -> {value}" for key, value in changed.items()})
 
     def log_long_parameters(self, parameters: Mapping[str, str]) -> None:
-        """All of them whole, as a file, where one was cut."""
+        """Uploads all parameters uncut, as a file, if one was cut."""
         if any(len(value) > LONGEST_PARAMETER for value in parameters.values()):
             self.log_text(json.dumps(dict(parameters), indent=1, ensure_ascii=False), "parameters.json")
 
@@ -141,7 +141,7 @@ class TrackedRun:
                 self.client.log_batch(self.run_id, tags=chunk, synchronous=True)
 
     def set_status(self, status: str, time_ms: int) -> None:
-        """RUNNING, SCHEDULED (will go on), FINISHED, FAILED or KILLED; the last three with the time of the end."""
+        """Sets RUNNING, SCHEDULED (to be resumed), FINISHED, FAILED or KILLED; the last three with the end time."""
         with translated_errors():
             if status in ENDED:
                 self.client.set_terminated(self.run_id, status=status, end_time=time_ms)
@@ -159,7 +159,7 @@ class TrackedRun:
             self.client.log_text(self.run_id, text, name)
 
     def log_table(self, rows: Iterable[Sequence[Any]], columns: Sequence[str], name: str) -> None:
-        """Replace the table `name` (.json) as a whole: MLflow's own log_table would append to it."""
+        """Replaces the table `name` (.json): MLflow's own log_table would append to it."""
         self.log_text(json.dumps({"columns": columns, "data": list(rows)}, ensure_ascii=False), name)
         with translated_errors():
             tables = json.loads(self.client.get_run(self.run_id).data.tags.get(TABLES_TAG, "[]"))
@@ -172,13 +172,13 @@ class TrackedRun:
             self.client.log_artifact(self.run_id, str(file))
 
     def log_folder(self, folder: Path, name: str) -> None:
-        """Upload the files of `folder` under `name`. Raises ServerRefused when it is gone."""
+        """Uploads the files of `folder` under `name`. Raises ServerRefused if the folder is gone."""
         with translated_errors(), local_files_refused(), artifact_errors():
             if files_of(folder):
                 self.client.log_artifacts(self.run_id, str(folder), name)
 
     def describe(self, text: str) -> None:
-        """The description on the run's page; one that a person has changed stays as it is."""
+        """Sets the description on the run's page; one that a user has changed is kept."""
         with translated_errors():
             tags = self.client.get_run(self.run_id).data.tags
         found = tags.get(NOTE_TAG, "")
@@ -186,7 +186,7 @@ class TrackedRun:
             self.set_tags({NOTE_TAG: text, OUR_NOTE_TAG: _digest(text)})
 
     def log_model_points(self, points: Sequence[Point], model_id: str) -> None:
-        """Points of the run that belong to one of its logged models."""
+        """Logs points of the run that belong to one of its logged models."""
         with translated_errors():
             self._log_points(points, model_id)
 
@@ -198,7 +198,7 @@ class TrackedRun:
 
 
 def open_run(target: Target, memory: DeliveryState) -> TrackedRun:
-    """The run of this run folder on the server: the one remembered, else the one with our tag, else a new one."""
+    """The run of this run folder on the server: the recorded one, else the one with our tag, else a new one."""
     with translated_errors():
         client = _client(target.uri)
         found = _run_by_id(client, memory.run_id) if memory.run_id else None
@@ -214,7 +214,7 @@ def open_run(target: Target, memory: DeliveryState) -> TrackedRun:
 
 @contextmanager
 def artifact_errors() -> Iterator[None]:
-    """Around uploads: a store's client (boto3, Azure, ...) has errors of its own, and may not be installed."""
+    """Context of uploads: a store's client (boto3, Azure, ...) raises its own errors, and may not be installed."""
     try:
         yield
     except (MlflowException, OSError, SQLAlchemyError, ServerTrouble):
@@ -227,7 +227,7 @@ def artifact_errors() -> Iterator[None]:
 
 @contextmanager
 def patient_requests(seconds: float) -> Iterator[None]:
-    """Within it a server may take so long to answer each request: it stores a large file before it does."""
+    """Context with a longer timeout of each request: a server stores a large file before it answers."""
     name = "MLFLOW_HTTP_REQUEST_TIMEOUT"
     before = os.environ[name]
     os.environ[name] = str(max(int(before), int(seconds)))
@@ -239,21 +239,21 @@ def patient_requests(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def translated_errors() -> Iterator[None]:
-    """Turns the errors of MLflow, its connections and its database into ServerTrouble; others are bugs and pass."""
+    """Converts errors of MLflow, its connections and its database into ServerTrouble; others are bugs and pass."""
     try:
         yield
     except MlflowException as error:
         kind = KINDS_OF_ERRORS.get(error.error_code, ServerTrouble)
         raise kind(explanation(str(error))) from None
     except (OSError, SQLAlchemyError, sqlite3.Error) as error:
-        # Only uploads end here with a status: other answers of the server are MlflowExceptions.
+        # Only uploads arrive here with a status: other answers of the server are MlflowExceptions.
         status = getattr(getattr(error, "response", None), "status_code", None)
         kind = ServerRefused if status in REFUSING_STATUSES else ServerTrouble
         raise kind(explanation(f"{type(error).__name__}: {error}")) from None
 
 
 def explanation(message: str) -> str:
-    """The server's answer on one line without credentials, with the remedy where the cause is known."""
+    """The server's answer on one line without credentials, with a remedy if the cause is known."""
     answer = " ".join(without_secrets(message).split())[:500]
     if found := re.search(_NO_SERVER, answer):
         return f"no server answers at {found['host']}:{found['port']} ({found['cause'].lower()})"
@@ -262,7 +262,7 @@ def explanation(message: str) -> str:
 
 
 def valid_key(key: str) -> str:
-    """A key MLflow accepts: letters, digits, _ - . space : / and at most LONGEST_KEY of them, no path to another one."""
+    """A key that MLflow accepts: at most LONGEST_KEY letters, digits, _ - . space : / and no path with `.` or `..`."""
     parts = re.sub(r"[^\w\-. :/]", "_", key)[:LONGEST_KEY].rstrip("/").split("/")
     valid = "/".join(part if part.strip(".") else "_" for part in parts)
     return f"__{valid[2:]}" if valid.startswith("..") else valid
@@ -281,7 +281,7 @@ def _client(uri: str) -> MlflowClient:
 
 
 def _create_database(database: Path) -> None:
-    """Make a missing sqlite store, whole or not at all: two makers at once, or one killed half-way, would break it."""
+    """Creates a missing sqlite store atomically: two processes at once, or one killed half-way, would break it."""
     if database.exists():
         return
     database.parent.mkdir(parents=True, exist_ok=True)

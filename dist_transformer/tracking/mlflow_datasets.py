@@ -1,4 +1,4 @@
-"""The corpora of a run as MLflow's dataset inputs: which, by digest, from where, and what for."""
+"""The corpora of a run as MLflow's dataset inputs: name, digest, source and context."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ from dist_transformer.tracking.mlflow_client import TrackedRun, translated_error
 
 CONTEXT_TAG = "mlflow.data.context"
 LONGEST_DIGEST = 36
-"""The profile has it whole."""
+"""Length limit of MLflow; the dataset's profile has the full digest."""
 
 
 def log_datasets(run: TrackedRun, datasets: Sequence[Mapping[str, Any]]) -> None:
-    """Each has `name`, `digest`, `source` and `context`; what else is known (rows, tokens) is in its profile.
+    """Logs datasets with `name`, `digest`, `source` and `context`; other values (rows, tokens) go into the profile.
 
-    The server knows a corpus by name and digest: logged again, it is there once.
+    The server identifies a corpus by name and digest: logged again, it is stored once.
     """
     whole = (values for values in datasets if {"name", "digest", "source", "context"} <= values.keys())
     inputs = [DatasetInput(_dataset(values), [InputTag(CONTEXT_TAG, values["context"])]) for values in whole]
@@ -38,7 +38,7 @@ def _dataset(values: Mapping[str, Any]) -> Dataset:
 
 
 def _source(source: str) -> tuple[str, str]:
-    """Its kind and description as MLflow has them; what is JSON already is a description of ours."""
+    """Kind and description of a source in MLflow's form; JSON is already a description of ours."""
     if source.startswith("{"):
         return "corpus", source
     if source.startswith(("http://", "https://")):

@@ -1,6 +1,6 @@
-"""Checkpoints and models of a run in MLflow: references to what stays where it is, uploaded models, registered versions.
+"""Checkpoints and models of a run in MLflow: references to local folders, uploaded models, registered versions.
 
-Everything here may be done twice with the result of once. A model is known by the SHA-256 of its folder.
+Every call may be repeated with the effect of one. A model is identified by the SHA-256 of its folder.
 """
 
 import json
@@ -29,11 +29,11 @@ DIGEST_TAG, ALIAS_TAG = "model.sha256", "dist_transformer.alias"
 EXTERNAL_TAG, VERSIONS_TAG = "mlflow.model.isExternal", "mlflow.modelVersions"
 MODELS_A_PAGE = 100
 MOST_SECONDS_A_FILE = 120
-"""A server that keeps artifacts elsewhere passes a file of weights on before it answers."""
+"""Timeout of an upload: a server that keeps artifacts elsewhere forwards a file of weights before it answers."""
 
 
 def log_reference(run: TrackedRun, reference: Reference) -> None:
-    """An external logged model, made once: one that is complete on the server is left as it is."""
+    """Creates an external logged model once: one that is complete on the server is left unchanged."""
     with translated_errors():
         model = _find_reference(run, reference) or run.client.create_logged_model(
             run.experiment_id,
@@ -49,9 +49,9 @@ def log_reference(run: TrackedRun, reference: Reference) -> None:
 
 
 def mark_checkpoints(run: TrackedRun, best: str | None, kept: Collection[str] | None) -> None:
-    """Tag the references: best=true is on one of them, deleted=true on those whose folder is no longer `kept`.
+    """Tags the references: best=true on one of them, deleted=true on those whose folder is no longer `kept`.
 
-    None: nothing is known about that, and the tags stay.
+    None: unknown, and the tags stay.
     """
     with translated_errors():
         for model in _models_of(run):
@@ -63,11 +63,11 @@ def mark_checkpoints(run: TrackedRun, best: str | None, kept: Collection[str] | 
 
 
 def log_model(run: TrackedRun, model: Model) -> None:
-    """Upload a model that MLflow can serve, and register it if asked; of one that is too large only a reference.
+    """Uploads a model that MLflow can serve and registers it on request; of too large a model only a reference is made.
 
-    Raises ServerRefused when it is to be registered and cannot translate: then nothing is uploaded.
+    Raises ServerRefused if the model is to be registered and cannot translate: then nothing is uploaded.
     """
-    shutil.rmtree(model.upload, ignore_errors=True)  # of an upload that was killed
+    shutil.rmtree(model.upload, ignore_errors=True)  # left by an upload that was killed
     with local_files_refused():
         megabytes = sum(file.stat().st_size for file in files_of(model.folder)) / 2**20
     if megabytes > model.upload_megabytes:
@@ -130,7 +130,7 @@ def _new_version(run: TrackedRun, model: Model, logged: LoggedModel) -> ModelVer
             raise
     version = client.create_model_version(
         name,
-        # Not models:/<id>: a store without a server would look that up at MLflow's global address, not at this one.
+        # Not models:/<id>: a store without a server would resolve that at MLflow's global address, not at this one.
         source=logged.artifact_location,
         run_id=run.run_id,
         tags={DIGEST_TAG: model.sha256},
@@ -143,7 +143,7 @@ def _new_version(run: TrackedRun, model: Model, logged: LoggedModel) -> ModelVer
 
 
 def _show_version(client: MlflowClient, logged: LoggedModel, version: ModelVersion) -> None:
-    """The tag by which MLflow's pages lead from a model to its versions; a server sets it itself, a store does not."""
+    """Sets the tag by which MLflow's pages link a model to its versions; a server sets it itself, a store does not."""
     shown = json.loads(client.get_logged_model(logged.model_id).tags.get(VERSIONS_TAG, "[]"))
     if all((entry["name"], str(entry["version"])) != (version.name, str(version.version)) for entry in shown):
         shown.append({"name": version.name, "version": version.version})
@@ -156,7 +156,7 @@ def _find_version(run: TrackedRun, model: Model) -> ModelVersion | None:
 
 
 def _set_alias(client: MlflowClient, model: Model, version: ModelVersion) -> None:
-    """Once, so that a second delivery does not take it from the version that a person gave it to since."""
+    """Sets the alias once, so that a repeated delivery does not take it from a version that a user gave it to since."""
     if model.alias and (model.by_hand or version.tags.get(ALIAS_TAG) != model.alias):
         client.set_registered_model_alias(version.name, model.alias, version.version)
         client.set_model_version_tag(version.name, version.version, ALIAS_TAG, model.alias)
@@ -200,5 +200,5 @@ def _parameters(model: Model) -> dict[str, str]:
 
 
 def _name(folder: Path) -> str:
-    """The folder's, without the characters that MLflow does not take in the name of a model."""
+    """The folder's name, without the characters that MLflow does not accept in the name of a model."""
     return "".join("_" if character in "/:.%\"'" else character for character in folder.name)

@@ -1,7 +1,7 @@
-"""A store without a server that was moved together with its runs.
+"""Handling of a store without a server that was moved together with its runs.
 
-MLflow writes the absolute path of every artifact into its database. Left as they are, the old folder would be made anew
-by the next upload, and the page would show no file.
+MLflow writes the absolute path of every artifact into its database. Without an update the next upload would create the
+old folder again, and the page would show no file.
 """
 
 import sqlite3
@@ -24,7 +24,7 @@ _PLACES = (
 
 
 def follow_moved_artifacts(target: Target, run_id: str, artifact_uri: str) -> None:
-    """Where the store lies beside its artifacts, and they are gone from where this run has them: notes the new place.
+    """Updates the paths in the database if its artifacts lie next to it and not where this run has them.
 
     Raises:
         OSError, sqlite3.Error: the database cannot be written now.

@@ -1,13 +1,13 @@
-"""What waits in the run folder to be told to MLflow, and what has arrived there already.
+"""Outbox of events for MLflow in the run folder, and the state of their delivery.
 
-tracking_events.jsonl  one line for each start, checkpoint, final model and change of status, in order. Points are not
-                       here: metrics.jsonl holds them.
-tracking.json          the memory: which run on which server, the newest step sent of each event, how many bytes of the
-                       spool have arrived. It is replaced after a delivery succeeded: a crash in between delivers
-                       some things twice, and those are exact repeats, which MLflow drops.
+tracking_events.jsonl  the outbox: one line for each start, checkpoint, final model and change of status, in order.
+                       Points are not here: metrics.jsonl holds them.
+tracking.json          the delivery state: run and server, the newest step sent of each event, the number of delivered
+                       bytes of the outbox. It is replaced after each successful delivery: after a crash in between
+                       some events are sent twice, as exact repeats, which MLflow drops.
 
-An event goes to the server by one lane or by two: the start's configuration file is for another lane than its tags.
-Each lane is in order and remembers how far it came, so that what is quick does not wait for what is slow.
+An event is sent over one or two channels: the start's configuration file goes over another channel than its tags. Each
+channel is in order and has its own offset, so that quick events do not wait for slow ones.
 """
 
 import logging
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 PROMPT_LANES = ("words", "files")
 CHANNELS = (*PROMPT_LANES, "figures", "model")
-"""The first that has something goes first; those that are not prompt wait for the end of a start, after its status."""
+"""Channels by priority; those that are not prompt wait for the end of a start, after its status."""
 
 Bytes = Annotated[int, Field(ge=0)]
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where to: the server's address, the experiment's name, and where a store without a server keeps artifacts."""
+    """Destination: the server's address, the experiment's name, and the artifact folder of a store without a server."""
 
     uri: str
     experiment: str
@@ -44,24 +44,24 @@ class Target:
 
 
 class ServerTrouble(DistTransformerError):
-    """The server did not take what was sent. The message is the server's answer, without credentials."""
+    """The server did not accept a request. The message is the server's answer, without credentials."""
 
 
 class ServerRefused(ServerTrouble):
-    """The server understood the request and will not take it, now or later."""
+    """The server understood the request and will never accept it."""
 
 
 class CannotBeSent(ServerRefused):
-    """What is to be sent is gone or broken on our side: no server was asked, and none would help."""
+    """The data to be sent is gone or broken on our side: no server was asked, and none would accept it."""
 
 
 class NotValid(ServerRefused):
-    """Something that was sent breaks the server's rules; what else was sent with it may do."""
+    """A part of the request breaks the server's rules; the other parts may be accepted."""
 
 
 @dataclass
 class DeliveryState:
-    """The content of tracking.json. Before byte `spool_offset` of the spool all has arrived; a lane may be `ahead`."""
+    """Content of tracking.json. The outbox is delivered up to byte `spool_offset`; a channel may be `ahead` of it."""
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
@@ -75,7 +75,7 @@ class DeliveryState:
     ahead: dict[str, Bytes] = field(default_factory=dict)
 
     def offset(self, lane: str) -> int:
-        """Before this byte of the spool all that goes by `lane` has arrived."""
+        """Byte of the outbox before which all events of channel `lane` are delivered."""
         return self.spool_offset + self.ahead.get(lane, 0)
 
     def advance(self, lane: str, offset: int) -> None:
@@ -86,7 +86,7 @@ class DeliveryState:
         }
 
     def is_followed_elsewhere(self, address: str) -> bool:
-        """Whether the run was begun at another address; a sqlite file that is gone was moved together with its runs."""
+        """True if the run began at another address; a missing sqlite file counts as moved together with its runs."""
         if self.uri in (None, address):
             return False
         old, new = (Path(uri.removeprefix("sqlite:///")) for uri in (str(self.uri), address))
@@ -96,7 +96,7 @@ class DeliveryState:
         return not was_moved
 
     def forget_server(self) -> None:
-        """Nothing has arrived: the whole history will be sent."""
+        """Marks everything as undelivered: the whole history will be sent."""
         self.run_id, self.sent, self.spool_offset, self.ahead = None, {}, 0, {}
 
     def save(self, path: Path) -> None:
@@ -104,7 +104,7 @@ class DeliveryState:
 
 
 def load_memory(path: Path, run_name: str, run_uid: str | None = None) -> DeliveryState:
-    """The memory of this run folder; where there is none that can be used, a new one, not yet written, of this run."""
+    """The delivery state in this file; if none is usable, a new one of this run, not yet written."""
     try:
         return TypeAdapter(DeliveryState).validate_json(path.read_bytes())
     except FileNotFoundError:
@@ -116,7 +116,7 @@ def load_memory(path: Path, run_name: str, run_uid: str | None = None) -> Delive
 
 
 def add_event(path: Path, event: str, details: Mapping[str, Any]) -> None:
-    """Append one event to the spool. Raises OSError when the disk does not take it."""
+    """Appends one event to the outbox. Raises OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_torn_line(path)
     with path.open("a", encoding="utf-8") as file:
@@ -125,7 +125,7 @@ def add_event(path: Path, event: str, details: Mapping[str, Any]) -> None:
 
 @contextmanager
 def local_files_refused() -> Iterator[None]:
-    """A local file that is gone or forbidden is no outage: CannotBeSent, because waiting does not help."""
+    """Context in which a missing or unreadable local file raises CannotBeSent, because waiting would not help."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, PermissionError) as error:

@@ -1,9 +1,9 @@
-"""A model folder as a model that MLflow can load and serve by itself: our code, its settings and what it needs are in it.
+"""A model folder as a model that MLflow can load and serve by itself, with our code, settings and requirements.
 
 MLmodel             signature (strings -> strings), settings of the search, loader
-data/model/         the model folder as it is
+data/model/         the model folder, unchanged
 code/               the part of this package that translates: it need not be installed where the model is served
-requirements.txt    what translating imports, in the versions of this machine
+requirements.txt    packages that translating imports, in the versions of this machine
 input_example.json
 """
 
@@ -44,9 +44,9 @@ assert len(answer) == 1 and isinstance(answer[0], str), f"expected one translati
 
 @contextmanager
 def pyfunc_folder(model: Path, settings: Mapping[str, Any], temporary: Path) -> Iterator[Path]:
-    """A folder in MLflow's format, made of a model folder and the settings of `decoding` it was trained with.
+    """Context with a folder in MLflow's format, made of a model folder and its settings of `decoding`.
 
-    `temporary`: made for it, and removed at the end.
+    `temporary`: created for it, and removed at the end.
     """
     try:
         for module in modules_reached(LOADER):
@@ -70,11 +70,11 @@ def pyfunc_folder(model: Path, settings: Mapping[str, Any], temporary: Path) -> 
 
 
 def check_translates(folder: Path) -> None:
-    """Load what `pyfunc_folder` made and translate a sentence, in a process of its own as a server would.
+    """Loads the result of `pyfunc_folder` and translates a sentence in a new process, as a server would.
 
-    Raises CannotBeSent with what that process said: such a model must not get into a registry.
+    Raises CannotBeSent with that process' output: such a model must not be registered.
     """
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # the GPU may be full of what was trained
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # the GPU's memory may be full from training
     command = [sys.executable, "-c", CHECK, str(folder), *EXAMPLE]
     try:
         done = subprocess.run(
@@ -88,12 +88,12 @@ def check_translates(folder: Path) -> None:
 
 
 def requirements() -> list[str]:
-    """What translating imports, as pip takes it; a build's own label (2.8.0+cu128) is not on pip's index and left out."""
+    """Packages that translating imports, as pip requirements; a local version label (2.8.0+cu128) is omitted."""
     return [f"{name}=={importlib.metadata.version(name).split('+')[0]}" for name in REQUIREMENTS]
 
 
 def modules_reached(module: str) -> set[Path]:
-    """The files of this package that importing a module of it imports, at once or later, itself and packages included."""
+    """Files of this package that a module of it imports, at once or later, including itself and its packages."""
     reached: set[Path] = set()
     waiting = [module]
     while waiting:

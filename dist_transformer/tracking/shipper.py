@@ -1,7 +1,7 @@
-"""Carries metrics.jsonl and the spool of a run folder to MLflow, in order, as often as it takes.
+"""Sends metrics.jsonl and the outbox of a run folder to MLflow, in order and with retries.
 
-Words go first (tags, checkpoints, the status), then files; pictures and the model wait for the end of a start. One pass
-of `Shipper.deliver` sends all that is there.
+Text is sent first (tags, checkpoints, the status), then files; figures and the model wait for the end of a start. One
+pass of `Shipper.deliver` sends everything present.
 """
 
 import logging
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 POINTS_A_BATCH = 900
-"""One request, after which tracking.json remembers what arrived; MLflow takes 1,000."""
+"""Points per request, after which tracking.json records the delivery; MLflow accepts 1,000."""
 NEVER_SENT = -1
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """What one pass brought to the server."""
+    """Counts of one pass' deliveries."""
 
     run_id: str
     points: int
@@ -51,7 +51,7 @@ class Delivery:
 
 @dataclass
 class Batch:
-    """Points of whole records: `newest` step of each event, `end` is the offset in metrics.jsonl behind them."""
+    """Points of complete records: `newest` step of each event; `end` is the offset in metrics.jsonl after them."""
 
     points: list[Point]
     newest: dict[str, int]
@@ -59,11 +59,11 @@ class Batch:
 
 
 class Abandoned(Exception):
-    """Nobody waits any more for what a shipper delivers, and another one may do it: this one must end."""
+    """Ends a shipper that nobody waits for any more, because another one may take over its delivery."""
 
 
 class Shipper:
-    """Delivers one run folder to one server and remembers in tracking.json what arrived.
+    """Delivers one run folder to one server and records the progress in tracking.json.
 
     Once `abandoned` is set it sends nothing more and leaves tracking.json alone.
     """
@@ -86,7 +86,7 @@ class Shipper:
         return self._run_dir.path
 
     def deliver(self, lanes: Sequence[str] = CHANNELS) -> Delivery:
-        """One pass. Raises ServerTrouble; what had arrived before is remembered, the rest is sent by the next pass.
+        """Runs one pass. Raises ServerTrouble; earlier deliveries are recorded, the rest is sent by the next pass.
 
         Also raises Abandoned.
         """
@@ -94,7 +94,7 @@ class Shipper:
             run = self._run = self._run or self._open_run()
             return self._deliver_to(run, lanes)
         except (ServerTrouble, OSError) as trouble:
-            self._run = None  # opened anew by the next pass: it may have been deleted meanwhile
+            self._run = None  # the next pass opens the run anew: it may have been deleted meanwhile
             if isinstance(trouble, ServerTrouble):
                 raise
             raise ServerTrouble(f"the run folder cannot be read or written: {trouble}") from trouble
@@ -105,11 +105,11 @@ class Shipper:
         while (found := self._next_event(lanes)) is not None:
             lane, event, end = found
             if lane != "words" or event["event"] == "status":
-                points += self._send_points(run)  # an ended run gets no points afterwards, and they wait for no upload
+                points += self._send_points(run)  # sent before the end of the run and before any upload
             try:
                 self._send_event(run, event, lane)
             except ServerTrouble:
-                self._send_points(run)  # an event that must wait does not hold up the curves
+                self._send_points(run)  # an event that must wait does not delay the curves
                 raise
             self._memory.advance(lane, end)
             self._save()
@@ -119,7 +119,7 @@ class Shipper:
         return Delivery(run.run_id, points + self._send_points(run), len(arrived))
 
     def _next_event(self, lanes: Sequence[str]) -> tuple[str, dict[str, Any], int] | None:
-        """The lane, the event and the offset behind it. Looked up anew each time: words may have come meanwhile."""
+        """Channel, event and the offset after it. Searched anew each time: text may have been added meanwhile."""
         for lane in CHANNELS:
             for event, end in read_records_from(self._run_dir.tracking_events, self._memory.offset(lane)):
                 if not goes_by(event, lane):
@@ -139,14 +139,14 @@ class Shipper:
             raise Abandoned
 
     def _open_run(self) -> "TrackedRun":
-        # Imported here, in the thread: it takes 2 seconds, and commands that track nothing never pay them.
+        # Imported here, in the thread: it takes 2 seconds, which commands without tracking do not spend.
         from dist_transformer.tracking import mlflow_client
 
         memory, address = self._memory, without_credentials(self._target.uri)
         moves = memory.is_followed_elsewhere(address)
-        self._save()  # the tag that finds the run again, before there can be one
+        self._save()  # saves the tag's value by which the run is found, before the run can exist
         run = mlflow_client.open_run(self._target, replace(memory, run_id=None) if moves else memory)
-        if moves:  # not before the new address has answered: it may be a slip
+        if moves:  # only after the new address has answered: it may be a mistake
             logger.warning("tracking moves from %s to %s: the whole history is sent there", memory.uri, address)
         memory.uri = address
         if moves or run.run_id != memory.run_id:
@@ -180,7 +180,7 @@ class Shipper:
         return count
 
     def _log_points(self, run: "TrackedRun", points: Sequence[Point]) -> None:
-        """Curves that the server refuses for good are left out, each with one warning; the others go on."""
+        """Logs points. Curves that the server refuses for good are omitted, with one warning each; others continue."""
         points = [point for point in points if point.key not in self._left_out]
         try:
             run.log_points(points)
@@ -194,7 +194,7 @@ class Shipper:
                     self._log_points(run, [point for point in points if point.key == key])
 
     def _batches(self) -> Iterator[Batch]:
-        """The records beyond the newest step sent of their event: steps only ever grow on the server."""
+        """Yields the records after the newest step sent of their event: on the server steps only grow."""
         self._start_over_if_replaced()
         batch = Batch([], dict(self._memory.sent), self._offset)
         for record, end in read_records_from(self._run_dir.metrics, self._offset):
@@ -212,9 +212,9 @@ class Shipper:
         self._offset = batch.end
 
     def _start_over_if_replaced(self) -> None:
-        """A rewind replaces metrics.jsonl by a shorter file: offsets into the old one mean nothing in it.
+        """Starts from offset 0 if a rewind replaced metrics.jsonl by a shorter file, for which old offsets are invalid.
 
-        The old one is held open meanwhile, or the new one might get its number.
+        The old file is held open meanwhile, because otherwise the new one might get its inode number.
         """
         path = self._run_dir.metrics
         if self._file is not None:
@@ -224,7 +224,7 @@ class Shipper:
         self._file, self._offset = path.open("rb") if path.exists() else None, 0
 
     def _send_event(self, run: "TrackedRun", event: dict[str, Any], lane: str) -> None:
-        """An event refused twice, the second time on a freshly opened run, is given up: others wait behind it."""
+        """Sends an event; one refused twice, the second time on a newly opened run, is dropped: others wait for it."""
         self._end_if_abandoned()
         try:
             send_event(run, event, lane, self._run_dir)

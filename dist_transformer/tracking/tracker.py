@@ -1,4 +1,4 @@
-"""What training calls on rank 0 to have a run followed in MLflow. Every call writes a line and returns.
+"""Tracking of a run in MLflow, called by training on rank 0. Every call writes a line and returns.
 
 A start in four calls; between them training appends to metrics.jsonl, which the shipper reads:
 
@@ -45,10 +45,10 @@ from dist_transformer.tracking.shipper import Delivery, Shipper
 logger = logging.getLogger(__name__)
 
 Status = Literal["FINISHED", "FAILED", "KILLED", "SCHEDULED"]
-"""SCHEDULED: stopped with everything saved, to be started again."""
+"""Status at the end of a start. SCHEDULED: stopped with everything saved, to be resumed."""
 
 MODEL_SECONDS = 60.0
-"""How much longer than `close_seconds` a server that answers may take when there is a model to check and upload."""
+"""Time beyond `close_seconds` for a server that answers if there is a model to check and upload."""
 
 VARIABLE = "MLFLOW_TRACKING_URI"
 STORE = "mlflow.db"
@@ -58,15 +58,15 @@ SYNC_WAIT_SECONDS = 1.0
 
 
 class Tracker:
-    """One run folder's voice to MLflow. No call waits for the server but `close`, and that one for a limited time."""
+    """Tracks one run folder in MLflow. Only `close` waits for the server, for a limited time."""
 
     def __init__(
         self, run_dir: RunDir, settings: TrackingConfig, run_name: str, default_store: Path, run_uid: str
     ) -> None:
-        """`default_store`: the folder of runs, whose mlflow.db is used when `settings.uri` names no server.
+        """Takes the folder of runs, `default_store`, whose mlflow.db is used if `settings.uri` names no server.
 
-        `run_uid`: what tells this run from every other, as its checkpoints have it. A folder of which only checkpoints
-        are left goes on in the same MLflow run, which has it as a tag.
+        `run_uid`: the unique id of this run, stored in its checkpoints. A folder of which only checkpoints are left
+        continues in the same MLflow run, which has the id as a tag.
         """
         self._run_dir = run_dir
         self._settings = settings
@@ -86,10 +86,10 @@ class Tracker:
         config_text: str,
         datasets: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        """Begin to follow: at every start of the run folder, once. The run on the server is made in the background.
+        """Begins tracking: once at every start of the run folder. The run on the server is created in the background.
 
-        `datasets`: of each corpus `name`, `context` (training, validation or test), `digest`, `source`, and what else is
-        known (rows, tokens).
+        `datasets`: for each corpus `name`, `context` (training, validation or test), `digest`, `source`, and further
+        values (rows, tokens).
         """
         self._add(
             "start",
@@ -104,27 +104,27 @@ class Tracker:
     def checkpoint_saved(
         self, step: int, path: Path, metrics: Mapping[str, float], is_best: bool, kept: Sequence[str]
     ) -> None:
-        """A reference to a checkpoint, found in MLflow by its scores; nothing is uploaded.
+        """Adds a reference to a checkpoint, found in MLflow by its scores; nothing is uploaded.
 
-        `is_best`: by validation.metric, of all so far. `kept`: names of the checkpoint folders that still exist.
+        `is_best`: best of all so far by validation.metric. `kept`: names of the checkpoint folders that still exist.
         """
         values = {"path": str(path.absolute()), "metrics": finite(metrics), "is_best": is_best, "kept": list(kept)}
         self._add("checkpoint", step=step, **values)
 
     def samples_written(self, step: int) -> None:
-        """samples.jsonl has grown."""
+        """Reports that samples.jsonl has grown."""
         self._add("samples", step=step)
 
     def profile_written(self, table: Path) -> None:
-        """Where a step goes, of `train --profile`: the table only, traces stay where they are."""
+        """Adds the table of `train --profile`; traces are not sent."""
         self._add("profile", path=_within(self._run_dir, table))
 
     def figures_written(self, folder: Path) -> None:
-        """The pictures of the run, and the report if there is one, were drawn anew."""
+        """Reports that the figures of the run, and the report if there is one, were drawn anew."""
         self._add("figures", path=_within(self._run_dir, folder))
 
     def model_written(self, folder: Path, metrics: Mapping[str, float]) -> None:
-        """The model folder that people use: uploaded when it is small enough, else its path and digest."""
+        """Adds the exported model folder: uploaded if it is small enough, else its path and digest."""
         try:
             event = model_event(self._run_dir, self._settings, folder, metrics)
         except (OSError, ValueError, UserError) as error:
@@ -134,9 +134,9 @@ class Tracker:
             self._busy_seconds = MODEL_SECONDS
 
     def close(self, status: Status) -> None:
-        """Wait at most `close_seconds` for the server, MODEL_SECONDS more if it answers and there is a model to send.
+        """Waits at most `close_seconds` for the server, MODEL_SECONDS more if it answers and there is a model to send.
 
-        What it did not take stays in the run folder for a later job.
+        Undelivered events stay in the run folder for a later job.
         """
         self._add("status", status=status)
         began = time.monotonic()
@@ -153,9 +153,9 @@ class Tracker:
 
 
 def sync(run_dir: RunDir, settings: TrackingConfig, default_store: Path) -> Delivery:
-    """Send everything of a run folder that its server does not have yet, in the foreground.
+    """Sends everything of a run folder that its server does not have yet, in the foreground.
 
-    Raises UserError with the server's answer when it does not take it.
+    Raises UserError with the server's answer if it does not accept it.
     """
     target = target_of(settings, run_dir, default_store)
     shipper = Shipper(run_dir, target, memory_of(run_dir, run_dir.name, uid_of(run_dir)))
@@ -165,9 +165,9 @@ def sync(run_dir: RunDir, settings: TrackingConfig, default_store: Path) -> Deli
 def log_model(
     run_dir: RunDir, settings: TrackingConfig, default_store: Path, folder: Path, metrics: Mapping[str, float]
 ) -> Delivery:
-    """Send a run's history, then a model folder made of it, in the foreground; registered as `settings` say.
+    """Sends a run's history, then a model folder made of it, in the foreground; registered according to `settings`.
 
-    Raises UserError when it is no model folder, is too large, does not translate, or the server does not take it.
+    Raises UserError if it is no model folder, is too large, does not translate, or the server does not accept it.
     """
     target, memory = target_of(settings, run_dir, default_store), memory_of(run_dir, run_dir.name, uid_of(run_dir))
     shipper = Shipper(run_dir, target, memory)
@@ -190,7 +190,7 @@ def log_model(
 def model_event(
     run_dir: RunDir, settings: TrackingConfig, folder: Path, metrics: Mapping[str, float]
 ) -> dict[str, Any]:
-    """What the spool says about a model folder. It translates with the settings that the run's configuration has."""
+    """Event of the outbox for a model folder, with the decoding settings of the run's configuration."""
     config = load_config(run_dir.config, check_files=False) if run_dir.config.is_file() else None
     return {
         "step": _step_of(run_dir, folder),
@@ -202,16 +202,16 @@ def model_event(
 
 
 def memory_of(run_dir: RunDir, run_name: str, run_uid: str | None) -> DeliveryState:
-    """What was kept in the run folder; else a new memory, of the run that has this id on the server."""
+    """The delivery state in the run folder; else a new one, of the run that has this id on the server."""
     memory = load_memory(run_dir.tracking, run_name_of(run_dir, run_name), run_uid)
     spooled = run_dir.tracking_events.stat().st_size if run_dir.tracking_events.is_file() else 0
-    if any(memory.offset(lane) > spooled for lane in CHANNELS):  # another, shorter spool: all of it is new
+    if any(memory.offset(lane) > spooled for lane in CHANNELS):  # another, shorter outbox: all of it is new
         memory.spool_offset, memory.ahead = 0, {}
     return memory
 
 
 def uid_of(run_dir: RunDir) -> str | None:
-    """The run's own id in run.json; None: it never trained."""
+    """The run's id in run.json; None: it never trained."""
     run_id: str | None = read_record(run_dir.state).get("run_id")
     return run_id
 
@@ -240,9 +240,9 @@ def _refuse_too_large(folder: Path, limit_megabytes: int) -> None:
 
 
 def address_of(settings: TrackingConfig) -> str | None:
-    """`settings.uri`, or MLflow's own variable (it may hold credentials: it is only used, never written); None: sqlite.
+    """Returns `settings.uri`, or MLflow's variable (it may hold credentials and is never written); None: sqlite.
 
-    Raises UserError where the variable is there and holds no address: a run that is meant for a server goes to no other.
+    Raises UserError if the variable is set to no address: a run that is meant for a server must go to no other.
     """
     said = os.environ.get(VARIABLE)
     if settings.uri or said is None:
@@ -258,10 +258,10 @@ def address_of(settings: TrackingConfig) -> str | None:
 
 
 def target_of(settings: TrackingConfig, run_dir: RunDir, default_store: Path) -> Target:
-    """Where the run is followed: at its address, else in the store of its folder of runs.
+    """Destination of the run's tracking: its address, else the store of its folder of runs.
 
-    That folder may have been moved since the run was begun in `default_store`; a run that was moved out of it stays with
-    the store that it had.
+    That folder may have been moved since the run began in `default_store`; a run that was moved out of it keeps its
+    store.
     """
     here = run_dir.path.absolute().parent
     has_moved = (store_folder(here) / STORE).exists() or not default_store.is_dir()
@@ -286,7 +286,7 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _step_of(run_dir: RunDir, model: Path) -> int:
-    """The step that a model folder says it has been trained to, else the newest one of the run.
+    """The training step recorded in a model folder, else the newest one of the run.
 
     Raises ValueError for a model folder whose config.json is no JSON object.
     """
@@ -302,6 +302,6 @@ def _clean(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _within(run_dir: RunDir, path: Path) -> str:
-    """Relative to the run folder where it is in there: the folder may have moved when the spool is sent."""
+    """Relative path if inside the run folder, which may have been moved when the outbox is sent; else absolute."""
     inside = path.absolute().is_relative_to(run_dir.path.absolute())
     return str(path.absolute().relative_to(run_dir.path.absolute()) if inside else path.absolute())
