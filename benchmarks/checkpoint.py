@@ -82,7 +82,7 @@ class Case:
         return time.perf_counter() - began
 
     def ours(self) -> Figures:
-        """A save while training goes on, then a resume from it."""
+        """A save while training continues, then a resume from it."""
         alone = statistics.median([self.step_seconds() for _ in range(3)])
         began = time.perf_counter()
         self._saver.begin(self.engine, {"step": self._steps, "run_id": RUN_ID})

@@ -56,7 +56,7 @@ def batch_of_step(data: RunData, run_dir: RunDir | None, step: int | None) -> Se
 
     Raises:
         UserError: the run has no such step.
-        CheckpointError: the step was trained with other lanes, or the run cannot be gone on with.
+        CheckpointError: the step was trained with other lanes, or the run cannot be resumed.
         DataError: a row group cannot be read.
     """
     kept = _checkpoints(run_dir) if run_dir is not None else []

@@ -1,6 +1,6 @@
-"""Saves while training goes on: this rank's fragments are copied, a thread writes the copy, all ranks confirm, one commits.
+"""Saves while training continues: this rank's fragments are copied, a thread writes the copy, all ranks confirm, one commits.
 
-    begin    step_N.tmp/ is made, free space is looked at; the fragments are copied; training goes on
+    begin    step_N.tmp/ is made, free space is looked at; the fragments are copied; training continues
     thread   step_N.tmp/state_R.safetensors, fsync, SHA-256
     complete the scores of a validation that was still to come
     finish   every rank says whether its file is on disk; then state.json, manifest.json, rename to step_N/, `latest`
@@ -182,9 +182,9 @@ class AsyncWriter:
         if self._ranks.is_rank_zero:
             shutil.rmtree(flight.temporary, ignore_errors=True)
             whole = checkpoints.saved(self._run_dir)
-            kept = f"the run can go on from {whole[-1].name}" if whole else "there is no earlier checkpoint"
+            kept = f"the run can resume from {whole[-1].name}" if whole else "there is no earlier checkpoint"
             message = (
-                f"{problem} (attempts: {self._attempts}); {kept}. Free space or mend the filesystem of "
+                f"{problem} (attempts: {self._attempts}); {kept}. Free space or repair the filesystem of "
                 f"{self._run_dir.checkpoints}"
             )
         return str(self._ranks.broadcast_object(message))

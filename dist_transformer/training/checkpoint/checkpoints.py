@@ -78,7 +78,7 @@ def newest_whole(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
     Rank 0 only, with the run folder's lock held: it also clears what a killed save left behind.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is whole: a run never silently starts again from scratch. Or the
+        CheckpointError: there are checkpoints, but none is complete: a run never silently starts again from scratch. Or the
             newest whole one is of another version of the format.
     """
     for left_over in [*_with_suffix(run_dir, "tmp"), *_with_suffix(run_dir, "trash")]:
@@ -97,7 +97,7 @@ def newest_whole(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
     diverged = [path.name for path in _with_suffix(run_dir, "diverged")]
     if candidates or (not diverged and _with_suffix(run_dir, "damaged")):
         raise CheckpointError(
-            f"{run_dir.checkpoints}: has checkpoints, but none is whole. To train again from scratch, choose another "
+            f"{run_dir.checkpoints}: has checkpoints, but none is complete. To train again from scratch, choose another "
             "run.name or move this folder away."
         )
     if diverged:

@@ -279,7 +279,7 @@ def _spans(profiler: profile, num_steps: int) -> list[Span]:
 
 
 def _on_disk(path: Path, write: Callable[[], None]) -> None:
-    """A disk that does not take a profile is a warning: training goes on."""
+    """A disk that does not take a profile is a warning: training continues."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write()
