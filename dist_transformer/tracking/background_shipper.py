@@ -7,7 +7,7 @@ import time
 import traceback
 
 from dist_transformer.config.credentials import without_secrets
-from dist_transformer.tracking.outbox import CHANNELS, PROMPT_LANES, ServerTrouble
+from dist_transformer.tracking.outbox import CHANNELS, PROMPT_CHANNELS, ServerTrouble
 from dist_transformer.tracking.shipper import Abandoned, Delivery, Shipper
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class BackgroundShipper:
         while not self._abandoned.is_set():
             closing = self._closing.is_set()  # read before the pass, so that it includes all events added until closing
             try:
-                delivery = self._shipper.deliver(CHANNELS if closing else PROMPT_LANES)
+                delivery = self._shipper.deliver(CHANNELS if closing else PROMPT_CHANNELS)
             except ServerTrouble as trouble:
                 if self._abandoned.is_set():
                     return

@@ -11,9 +11,9 @@ from dist_transformer.run.metrics_log import read_records, read_records_from
 from dist_transformer.tracking.background_shipper import BackgroundShipper
 from dist_transformer.tracking.outbox import add_event
 from dist_transformer.tracking.shipper import Shipper
-from dist_transformer.tracking.tracker import memory_of, target_of, uid_of
+from dist_transformer.tracking.tracker import memory_of, run_id_of, target_of
 
-_DOOR = "dist_transformer.tracking.mlflow_client"
+_ADAPTER = "dist_transformer.tracking.mlflow_client"
 
 
 def status_said(run_dir: RunDir) -> str | None:
@@ -34,7 +34,10 @@ def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store
         OSError: the run folder cannot be written.
     """
     try:
-        target, memory = target_of(settings, run_dir, default_store), memory_of(run_dir, run_dir.name, uid_of(run_dir))
+        target, memory = (
+            target_of(settings, run_dir, default_store),
+            memory_of(run_dir, run_dir.name, run_id_of(run_dir)),
+        )
     except UserError as error:  # an invalid address in the variable must not stop the calling command
         return str(error)
     address = without_credentials(target.uri)
@@ -44,7 +47,7 @@ def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store
         add_event(run_dir.tracking_events, "status", {"status": status})
     if has_arrived(run_dir):
         return None
-    importlib.import_module(_DOOR)  # takes seconds on a busy machine, which must not count against the server's
+    importlib.import_module(_ADAPTER)  # takes seconds on a busy machine, which must not count against the server's
     shipper = BackgroundShipper(Shipper(run_dir, target, memory))
     shipper.start()
     return None if shipper.close(seconds) else f"no answer; later: dist-transformer track sync {run_dir.path}"
@@ -52,5 +55,5 @@ def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store
 
 def has_arrived(run_dir: RunDir) -> bool:
     """True if MLflow has received all events of starts, checkpoints and ends."""
-    memory = memory_of(run_dir, run_dir.name, uid_of(run_dir))
-    return next(read_records_from(run_dir.tracking_events, memory.spool_offset), None) is None
+    memory = memory_of(run_dir, run_dir.name, run_id_of(run_dir))
+    return next(read_records_from(run_dir.tracking_events, memory.outbox_offset), None) is None

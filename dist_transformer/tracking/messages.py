@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dist_transformer.tracking.mlflow_client import TrackedRun
 
 SAMPLES = "samples.json"
-_LANES_OF = {
+_CHANNELS_OF = {
     "start": ("words", "files"),
     "checkpoint": ("words",),
     "samples": ("files",),
@@ -63,19 +63,19 @@ def points_of(record: Mapping[str, Any]) -> list[Point]:
     return _points(record["event"], numbers, record)
 
 
-def goes_by(event: Mapping[str, Any], lane: str) -> bool:
-    """True if a part of this event of the outbox is sent over channel `lane`."""
-    return lane in _LANES_OF.get(event["event"], ())
+def goes_by(event: Mapping[str, Any], channel: str) -> bool:
+    """True if a part of this event of the outbox is sent over channel `channel`."""
+    return channel in _CHANNELS_OF.get(event["event"], ())
 
 
-def send_event(run: "TrackedRun", event: Mapping[str, Any], lane: str, run_dir: RunDir) -> None:
-    """Sends the parts of an event of the outbox that go over channel `lane`. Sending twice has the effect of once.
+def send_event(run: "TrackedRun", event: Mapping[str, Any], channel: str, run_dir: RunDir) -> None:
+    """Sends the parts of an event of the outbox that go over channel `channel`. Sending twice has the effect of once.
 
     Raises ServerTrouble; CannotBeSent for a damaged event.
     """
     if not _NEEDED[event["event"]] <= event.keys() or event.get("status", "RUNNING") not in STATUSES:
         raise CannotBeSent("its record is damaged")
-    match lane, event["event"]:
+    match channel, event["event"]:
         case "words", "start":
             _send_start(run, event)
         case "words", "checkpoint":

@@ -112,10 +112,10 @@ class TrackedRun:
         with translated_errors():
             self._log_points(fresh, None)
 
-    def remove_doubles(self, run_uid: str) -> None:
+    def remove_doubles(self, run_id: str) -> None:
         """Deletes empty runs with our tag: a request to create a run may be executed after we gave up on it."""
         with translated_errors():
-            for run in self.client.search_runs([self.experiment_id], f"tags.`{RUN_UID_TAG}` = '{run_uid}'"):
+            for run in self.client.search_runs([self.experiment_id], f"tags.`{RUN_UID_TAG}` = '{run_id}'"):
                 if run.info.run_id != self.run_id and not run.data.metrics and not run.data.params:
                     self.client.delete_run(run.info.run_id)
 
@@ -201,10 +201,10 @@ def open_run(target: Target, memory: DeliveryState) -> TrackedRun:
     """The run of this run folder on the server: the recorded one, else the one with our tag, else a new one."""
     with translated_errors():
         client = _client(target.uri)
-        found = _run_by_id(client, memory.run_id) if memory.run_id else None
+        found = _run_by_id(client, memory.mlflow_run_id) if memory.mlflow_run_id else None
         if found is None:
             experiment_id = _experiment_id(client, target)
-            found = _run_by_uid(client, experiment_id, memory.run_uid) or _new_run(client, experiment_id, memory)
+            found = _run_by_uid(client, experiment_id, memory.run_id) or _new_run(client, experiment_id, memory)
         if found.info.lifecycle_stage == "deleted":
             logger.warning("MLflow run %s had been deleted on the server and is restored", found.info.run_id)
             client.restore_run(found.info.run_id)
@@ -313,14 +313,14 @@ def _run_by_id(client: MlflowClient, run_id: str) -> Any | None:
         return None
 
 
-def _run_by_uid(client: MlflowClient, experiment_id: str, run_uid: str) -> Any | None:
-    query = f"tags.`{RUN_UID_TAG}` = '{run_uid}'"
+def _run_by_uid(client: MlflowClient, experiment_id: str, run_id: str) -> Any | None:
+    query = f"tags.`{RUN_UID_TAG}` = '{run_id}'"
     found = client.search_runs([experiment_id], query, run_view_type=ViewType.ALL)
     return min(found, key=lambda run: (run.info.lifecycle_stage == "deleted", not run.data.metrics), default=None)
 
 
 def _new_run(client: MlflowClient, experiment_id: str, memory: DeliveryState) -> Any:
-    tags = {RUN_UID_TAG: memory.run_uid} | ({REPLACES_TAG: memory.run_id} if memory.run_id else {})
+    tags = {RUN_UID_TAG: memory.run_id} | ({REPLACES_TAG: memory.mlflow_run_id} if memory.mlflow_run_id else {})
     return client.create_run(experiment_id, int(memory.created * 1000), tags, memory.run_name)
 
 

@@ -15,7 +15,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,8 +27,8 @@ from dist_transformer.run.metrics_log import encode, remove_torn_line
 
 logger = logging.getLogger(__name__)
 
-PROMPT_LANES = ("words", "files")
-CHANNELS = (*PROMPT_LANES, "figures", "model")
+PROMPT_CHANNELS = ("words", "files")
+CHANNELS = (*PROMPT_CHANNELS, "figures", "model")
 """Channels by priority; those that are not prompt wait for the end of a start, after its status."""
 
 Bytes = Annotated[int, Field(ge=0)]
@@ -61,28 +61,32 @@ class NotValid(ServerRefused):
 
 @dataclass
 class DeliveryState:
-    """Content of tracking.json. The outbox is delivered up to byte `spool_offset`; a channel may be `ahead` of it."""
+    """Content of tracking.json. The outbox is delivered up to byte `outbox_offset`; a channel may be `ahead` of it.
+
+    Attributes:
+        run_id: of this program, stored in checkpoints too. In the file it is `run_uid`, and MLflow's id is `run_id`.
+    """
 
     __pydantic_config__ = ConfigDict(extra="forbid", strict=True)
 
     run_name: str
-    run_uid: str = field(default_factory=lambda: uuid.uuid4().hex)
+    run_id: Annotated[str, Field(alias="run_uid")] = field(default_factory=lambda: uuid.uuid4().hex)
     created: float = field(default_factory=time.time)
     uri: str | None = None
-    run_id: str | None = None
+    mlflow_run_id: Annotated[str | None, Field(alias="run_id")] = None
     sent: dict[str, int] = field(default_factory=dict)
-    spool_offset: Bytes = 0
+    outbox_offset: Annotated[Bytes, Field(alias="spool_offset")] = 0
     ahead: dict[str, Bytes] = field(default_factory=dict)
 
-    def offset(self, lane: str) -> int:
-        """Byte of the outbox before which all events of channel `lane` are delivered."""
-        return self.spool_offset + self.ahead.get(lane, 0)
+    def offset(self, channel: str) -> int:
+        """Byte of the outbox before which all events of channel `channel` are delivered."""
+        return self.outbox_offset + self.ahead.get(channel, 0)
 
-    def advance(self, lane: str, offset: int) -> None:
-        offsets = {each: self.offset(each) for each in CHANNELS} | {lane: offset}
-        self.spool_offset = min(offsets.values())
+    def advance(self, channel: str, offset: int) -> None:
+        offsets = {each: self.offset(each) for each in CHANNELS} | {channel: offset}
+        self.outbox_offset = min(offsets.values())
         self.ahead = {
-            each: offset - self.spool_offset for each, offset in offsets.items() if offset > self.spool_offset
+            each: offset - self.outbox_offset for each, offset in offsets.items() if offset > self.outbox_offset
         }
 
     def is_followed_elsewhere(self, address: str) -> bool:
@@ -97,13 +101,13 @@ class DeliveryState:
 
     def forget_server(self) -> None:
         """Marks everything as undelivered: the whole history will be sent."""
-        self.run_id, self.sent, self.spool_offset, self.ahead = None, {}, 0, {}
+        self.mlflow_run_id, self.sent, self.outbox_offset, self.ahead = None, {}, 0, {}
 
     def save(self, path: Path) -> None:
-        write_json(path, asdict(self))
+        write_json(path, TypeAdapter(DeliveryState).dump_python(self, by_alias=True))
 
 
-def load_memory(path: Path, run_name: str, run_uid: str | None = None) -> DeliveryState:
+def load_memory(path: Path, run_name: str, run_id: str | None = None) -> DeliveryState:
     """The delivery state in this file; if none is usable, a new one of this run, not yet written."""
     try:
         return TypeAdapter(DeliveryState).validate_json(path.read_bytes())
@@ -112,7 +116,7 @@ def load_memory(path: Path, run_name: str, run_uid: str | None = None) -> Delive
     except (OSError, ValueError) as error:
         why = f"{error}".replace("\n", " ")[:200]
         logger.warning("%s: cannot be used, so delivery begins again; MLflow keeps each point once: %s", path, why)
-    return DeliveryState(run_name) if run_uid is None else DeliveryState(run_name, run_uid)
+    return DeliveryState(run_name) if run_id is None else DeliveryState(run_name, run_id)
 
 
 def add_event(path: Path, event: str, details: Mapping[str, Any]) -> None:

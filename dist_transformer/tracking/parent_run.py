@@ -44,13 +44,13 @@ def join_sweep(run: "TrackedRun", sweep: SweepDir, target: Target) -> "TrackedRu
     # All runs of a sweep may begin at once; the second one finds the parent that the first created.
     with mlflow_client.translated_errors(), FileLock(sweep.tracking_lock, timeout=LOCK_SECONDS):
         memory = load_memory(sweep.tracking, state.name)
-        memory.run_uid = state.uid
+        memory.run_id = state.uid
         if memory.uri != address:
             memory.forget_server()
         parent = mlflow_client.open_run(target, memory)
-        if parent.run_id != memory.run_id:
+        if parent.run_id != memory.mlflow_run_id:
             parent.log_text(sweep.file.read_text(encoding="utf-8"), sweep.file.name)
-        memory.uri, memory.run_id = address, parent.run_id
+        memory.uri, memory.mlflow_run_id = address, parent.run_id
         memory.save(sweep.tracking)
     parent.set_status("RUNNING", 0)
     run.set_tags({PARENT_TAG: parent.run_id})

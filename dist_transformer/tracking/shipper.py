@@ -85,47 +85,47 @@ class Shipper:
     def folder(self) -> Path:
         return self._run_dir.path
 
-    def deliver(self, lanes: Sequence[str] = CHANNELS) -> Delivery:
+    def deliver(self, channels: Sequence[str] = CHANNELS) -> Delivery:
         """Runs one pass. Raises ServerTrouble; earlier deliveries are recorded, the rest is sent by the next pass.
 
         Also raises Abandoned.
         """
         try:
             run = self._run = self._run or self._open_run()
-            return self._deliver_to(run, lanes)
+            return self._deliver_to(run, channels)
         except (ServerTrouble, OSError) as trouble:
             self._run = None  # the next pass opens the run anew: it may have been deleted meanwhile
             if isinstance(trouble, ServerTrouble):
                 raise
             raise ServerTrouble(f"the run folder cannot be read or written: {trouble}") from trouble
 
-    def _deliver_to(self, run: "TrackedRun", lanes: Sequence[str]) -> Delivery:
-        began, points = self._memory.spool_offset, 0
+    def _deliver_to(self, run: "TrackedRun", channels: Sequence[str]) -> Delivery:
+        began, points = self._memory.outbox_offset, 0
         arrived: set[int] = set()
-        while (found := self._next_event(lanes)) is not None:
-            lane, event, end = found
-            if lane != "words" or event["event"] == "status":
+        while (found := self._next_event(channels)) is not None:
+            channel, event, end = found
+            if channel != "words" or event["event"] == "status":
                 points += self._send_points(run)  # sent before the end of the run and before any upload
             try:
-                self._send_event(run, event, lane)
+                self._send_event(run, event, channel)
             except ServerTrouble:
                 self._send_points(run)  # an event that must wait does not delay the curves
                 raise
-            self._memory.advance(lane, end)
+            self._memory.advance(channel, end)
             self._save()
             arrived.add(end)
-        if self._memory.spool_offset != began:
+        if self._memory.outbox_offset != began:
             self._save()
         return Delivery(run.run_id, points + self._send_points(run), len(arrived))
 
-    def _next_event(self, lanes: Sequence[str]) -> tuple[str, dict[str, Any], int] | None:
+    def _next_event(self, channels: Sequence[str]) -> tuple[str, dict[str, Any], int] | None:
         """Channel, event and the offset after it. Searched anew each time: text may have been added meanwhile."""
-        for lane in CHANNELS:
-            for event, end in read_records_from(self._run_dir.tracking_events, self._memory.offset(lane)):
-                if not goes_by(event, lane):
-                    self._memory.advance(lane, end)
-                elif lane in lanes:
-                    return lane, event, end
+        for channel in CHANNELS:
+            for event, end in read_records_from(self._run_dir.tracking_events, self._memory.offset(channel)):
+                if not goes_by(event, channel):
+                    self._memory.advance(channel, end)
+                elif channel in channels:
+                    return channel, event, end
                 else:
                     break
         return None
@@ -145,11 +145,11 @@ class Shipper:
         memory, address = self._memory, without_credentials(self._target.uri)
         moves = memory.is_followed_elsewhere(address)
         self._save()  # saves the tag's value by which the run is found, before the run can exist
-        run = mlflow_client.open_run(self._target, replace(memory, run_id=None) if moves else memory)
+        run = mlflow_client.open_run(self._target, replace(memory, mlflow_run_id=None) if moves else memory)
         if moves:  # only after the new address has answered: it may be a mistake
             logger.warning("tracking moves from %s to %s: the whole history is sent there", memory.uri, address)
         memory.uri = address
-        if moves or run.run_id != memory.run_id:
+        if moves or run.run_id != memory.mlflow_run_id:
             logger.info("MLflow run %s in experiment %r at %s", run.run_id, self._target.experiment, address)
             self._begin_again(run)
         elif any(run.newest_step(event) < step for event, step in memory.sent.items()):
@@ -165,7 +165,7 @@ class Shipper:
 
     def _begin_again(self, run: "TrackedRun") -> None:
         self._memory.forget_server()
-        self._memory.run_id = run.run_id
+        self._memory.mlflow_run_id = run.run_id
         self._offset = 0
 
     def _send_points(self, run: "TrackedRun") -> int:
@@ -223,18 +223,18 @@ class Shipper:
             self._file.close()
         self._file, self._offset = path.open("rb") if path.exists() else None, 0
 
-    def _send_event(self, run: "TrackedRun", event: dict[str, Any], lane: str) -> None:
+    def _send_event(self, run: "TrackedRun", event: dict[str, Any], channel: str) -> None:
         """Sends an event; one refused twice, the second time on a newly opened run, is dropped: others wait for it."""
         self._end_if_abandoned()
         try:
-            send_event(run, event, lane, self._run_dir)
+            send_event(run, event, channel, self._run_dir)
             if event["event"] == "status":
-                run.remove_doubles(self._memory.run_uid)
+                run.remove_doubles(self._memory.run_id)
             if self._parent is not None and self._sweep is not None and event["event"] == "status":
                 end_if_all_finished(self._parent, self._sweep, int(event["time"] * 1000))
         except ServerRefused as refusal:
             self._end_if_abandoned()
-            here = (lane, self._memory.offset(lane))
+            here = (channel, self._memory.offset(channel))
             if not isinstance(refusal, CannotBeSent) and self._refused != here:
                 self._refused = here
                 raise

@@ -2,7 +2,7 @@
 
 A start in four calls; between them training appends to metrics.jsonl, which the shipper reads:
 
-    tracker = Tracker(run_dir, config.tracking, config.run.name, config.run.root, run_uid)
+    tracker = Tracker(run_dir, config.tracking, config.run.name, config.run.root, run_id)
     tracker.start(parameters, tags, config_text, datasets)
     tracker.checkpoint_saved(1000, path, {"loss": 2.31}, is_best=True, kept=["step_00001000"])
     tracker.close("FINISHED")
@@ -61,23 +61,23 @@ class Tracker:
     """Tracks one run folder in MLflow. Only `close` waits for the server, for a limited time."""
 
     def __init__(
-        self, run_dir: RunDir, settings: TrackingConfig, run_name: str, default_store: Path, run_uid: str
+        self, run_dir: RunDir, settings: TrackingConfig, run_name: str, default_store: Path, run_id: str
     ) -> None:
         """Takes the folder of runs, `default_store`, whose mlflow.db is used if `settings.uri` names no server.
 
-        `run_uid`: the unique id of this run, stored in its checkpoints. A folder of which only checkpoints are left
+        `run_id`: the unique id of this run, stored in its checkpoints. A folder of which only checkpoints are left
         continues in the same MLflow run, which has the id as a tag.
         """
         self._run_dir = run_dir
         self._settings = settings
         self._busy_seconds = 0.0
-        self._memory = memory_of(run_dir, run_name, run_uid)
+        self._memory = memory_of(run_dir, run_name, run_id)
         self._shipper = BackgroundShipper(Shipper(run_dir, target_of(settings, run_dir, default_store), self._memory))
 
     @property
-    def run_id(self) -> str | None:
+    def mlflow_run_id(self) -> str | None:
         """MLflow's id of this run; None until the server has answered for the first time."""
-        return self._memory.run_id
+        return self._memory.mlflow_run_id
 
     def start(
         self,
@@ -158,7 +158,7 @@ def sync(run_dir: RunDir, settings: TrackingConfig, default_store: Path) -> Deli
     Raises UserError with the server's answer if it does not accept it.
     """
     target = target_of(settings, run_dir, default_store)
-    shipper = Shipper(run_dir, target, memory_of(run_dir, run_dir.name, uid_of(run_dir)))
+    shipper = Shipper(run_dir, target, memory_of(run_dir, run_dir.name, run_id_of(run_dir)))
     return _insisting(shipper.deliver, target, f"the history of {run_dir.path}")
 
 
@@ -169,7 +169,7 @@ def log_model(
 
     Raises UserError if it is no model folder, is too large, does not translate, or the server does not accept it.
     """
-    target, memory = target_of(settings, run_dir, default_store), memory_of(run_dir, run_dir.name, uid_of(run_dir))
+    target, memory = target_of(settings, run_dir, default_store), memory_of(run_dir, run_dir.name, run_id_of(run_dir))
     shipper = Shipper(run_dir, target, memory)
     event = {"time": time.time(), **model_event(run_dir, settings, folder, metrics), "by_hand": True}
     _refuse_too_large(folder, settings.upload_megabytes)
@@ -201,16 +201,16 @@ def model_event(
     }
 
 
-def memory_of(run_dir: RunDir, run_name: str, run_uid: str | None) -> DeliveryState:
+def memory_of(run_dir: RunDir, run_name: str, run_id: str | None) -> DeliveryState:
     """The delivery state in the run folder; else a new one, of the run that has this id on the server."""
-    memory = load_memory(run_dir.tracking, run_name_of(run_dir, run_name), run_uid)
-    spooled = run_dir.tracking_events.stat().st_size if run_dir.tracking_events.is_file() else 0
-    if any(memory.offset(lane) > spooled for lane in CHANNELS):  # another, shorter outbox: all of it is new
-        memory.spool_offset, memory.ahead = 0, {}
+    memory = load_memory(run_dir.tracking, run_name_of(run_dir, run_name), run_id)
+    recorded = run_dir.tracking_events.stat().st_size if run_dir.tracking_events.is_file() else 0
+    if any(memory.offset(channel) > recorded for channel in CHANNELS):  # another, shorter outbox: all of it is new
+        memory.outbox_offset, memory.ahead = 0, {}
     return memory
 
 
-def uid_of(run_dir: RunDir) -> str | None:
+def run_id_of(run_dir: RunDir) -> str | None:
     """The run's id in run.json; None: it never trained."""
     run_id: str | None = read_record(run_dir.state).get("run_id")
     return run_id

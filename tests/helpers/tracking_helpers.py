@@ -19,8 +19,8 @@ Curve = list[tuple[int, float, int]]
 
 
 def tracker_of(run_dir: RunDir, uri: str | None, close_seconds: int = 30) -> Tracker:
-    run_uid = uuid.uuid5(uuid.NAMESPACE_URL, str(run_dir.path)).hex
-    return Tracker(run_dir, settings_of(uri, close_seconds), "a run", run_dir.path.parent, run_uid)
+    run_id = uuid.uuid5(uuid.NAMESPACE_URL, str(run_dir.path)).hex
+    return Tracker(run_dir, settings_of(uri, close_seconds), "a run", run_dir.path.parent, run_id)
 
 
 def settings_of(uri: str | None, close_seconds: int = 30) -> TrackingConfig:

@@ -142,7 +142,7 @@ class NotingRun:
     def log_points(self, points: list[Point]) -> None:
         pass
 
-    def remove_doubles(self, run_uid: str) -> None:
+    def remove_doubles(self, run_id: str) -> None:
         pass
 
 
@@ -196,7 +196,7 @@ def test_words_go_before_files_before_pictures_before_models_each_in_order(
     assert shipper_of(run_dir).deliver().events == len(SPOOL)
     assert notes == IN_ORDER
     assert shipper_of(run_dir).deliver().events == 0
-    assert load_memory(run_dir.tracking, "").spool_offset == run_dir.tracking_events.stat().st_size
+    assert load_memory(run_dir.tracking, "").outbox_offset == run_dir.tracking_events.stat().st_size
 
 
 @pytest.mark.parametrize("is_kept", [False, True])

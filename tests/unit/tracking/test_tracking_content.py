@@ -54,8 +54,8 @@ def deliver_again(run_dir: RunDir) -> None:
     assert sync(run_dir, settings_of(None), run_dir.path.parent).events > 0
 
 
-def tracker_of(run_dir: RunDir, run_uid: str = UID) -> Tracker:
-    return Tracker(run_dir, settings_of(None), "a run", run_dir.path.parent, run_uid)
+def tracker_of(run_dir: RunDir, run_id: str = UID) -> Tracker:
+    return Tracker(run_dir, settings_of(None), "a run", run_dir.path.parent, run_id)
 
 
 def started(run_dir: RunDir, parameters: dict[str, str] | None = None, **tags: str) -> Tracker:
@@ -81,12 +81,12 @@ def test_a_folder_of_which_only_a_checkpoint_was_copied_goes_on_in_the_same_run(
     train(MetricsLog(stored_run_dir.metrics), range(1, 21))
     tracker.close("SCHEDULED")
     elsewhere = RunDir(stored_run_dir.path.parent / "copy")
-    tracker = tracker_of(elsewhere)  # its run_uid is the checkpoint's
+    tracker = tracker_of(elsewhere)  # its run_id is the checkpoint's
     tracker.start({}, {}, "")
     train(MetricsLog(elsewhere.metrics), range(13, 31))  # the checkpoint was older than the newest points
     tracker.close("FINISHED")
-    assert tracker.run_id == run_id_of(stored_run_dir)
-    curve = curves_on_server(store_of(stored_run_dir), str(tracker.run_id))["train/loss"]
+    assert tracker.mlflow_run_id == run_id_of(stored_run_dir)
+    curve = curves_on_server(store_of(stored_run_dir), str(tracker.mlflow_run_id))["train/loss"]
     assert [(step, value) for step, value, _ in curve] == [(step, 10 / step) for step in range(1, 31)]
 
 
@@ -95,7 +95,7 @@ def test_what_a_run_folder_remembers_goes_before_the_id_it_is_given(stored_run_d
     tracker = tracker_of(stored_run_dir, "another id")
     tracker.start({}, {}, "")
     tracker.close("FINISHED")
-    assert tracker.run_id == run_id_of(stored_run_dir)
+    assert tracker.mlflow_run_id == run_id_of(stored_run_dir)
     assert read_json(stored_run_dir.tracking)["run_uid"] == UID
 
 

@@ -77,7 +77,7 @@ def test_an_answer_with_a_known_cause_comes_with_its_remedy(answer: str, remedy:
 
 
 def test_the_memory_is_read_back_as_it_was_saved(tmp_path: Path) -> None:
-    memory = DeliveryState("a run", run_id="abc", sent={"train": 5}, spool_offset=17, ahead={"words": 4})
+    memory = DeliveryState("a run", mlflow_run_id="abc", sent={"train": 5}, outbox_offset=17, ahead={"words": 4})
     memory.save(tmp_path / "tracking.json")
     assert load_memory(tmp_path / "tracking.json", "another name") == memory
 
@@ -153,7 +153,7 @@ def test_a_memory_that_cannot_be_used_is_a_warning_and_delivery_begins_again(
 
 def test_what_a_spool_that_was_replaced_by_a_shorter_one_holds_is_sent(run_dir: RunDir) -> None:
     add_event(run_dir.tracking_events, "status", {"status": "FAILED"})
-    DeliveryState("a run", spool_offset=1000, ahead={"words": 5}).save(run_dir.tracking)
+    DeliveryState("a run", outbox_offset=1000, ahead={"words": 5}).save(run_dir.tracking)
     assert not has_arrived(run_dir)
     assert memory_of(run_dir, "a run", None).offset("words") == 0
 

@@ -80,7 +80,7 @@ def test_a_second_start_continues_the_run_and_a_changed_parameter_becomes_a_tag(
     wait_until(lambda: client.get_run(first).info.status == "RUNNING")
     tracker.close("FINISHED")
     data = client.get_run(first).data
-    assert run_id_of(stored_run_dir) == first == tracker.run_id
+    assert run_id_of(stored_run_dir) == first == tracker.mlflow_run_id
     assert data.params == {"seed": "1", "model.d_model": "512", "long": "x" * 500, "new": "3"}
     assert {k: v for k, v in data.tags.items() if k.startswith("param_drift")} == {"param_drift.seed": "1 -> 2"}
     assert data.tags["slurm.job_id"] == "7"
