@@ -70,13 +70,13 @@ def main() -> None:
     from dist_transformer.training import rank
     from dist_transformer.training.checkpoint import async_writer
     from dist_transformer.training.metrics.console import ProgressBar
-    from dist_transformer.training.metrics.logger import Reporter
+    from dist_transformer.training.metrics.logger import MetricsLogger
 
     clocks, file, train = Clocks(), Path(sys.argv[1]), rank.train_rank
-    for owner, name in ((Reporter, "count"), (Reporter, "log"), (ProgressBar, "show")):
+    for owner, name in ((MetricsLogger, "count"), (MetricsLogger, "log"), (ProgressBar, "show")):
         clocks.time(owner, name)
     clocks.time_thread(async_writer._Writer, "run", "writing")
-    clocks.sample_after(Reporter, "log", lambda reporter: _run_dir(reporter._config).tracking.exists())
+    clocks.sample_after(MetricsLogger, "log", lambda logger: logger._run_log._run_dir.tracking.exists())
 
     def train_and_write(*arguments: Any) -> int:
         code = train(*arguments)
@@ -86,12 +86,6 @@ def main() -> None:
     rank.train_rank = train_and_write  # type: ignore[assignment]
     sys.argv[1:] = ["train", *sys.argv[2:]]
     command()
-
-
-def _run_dir(config: Any) -> Any:
-    from dist_transformer.run.folder import RunDir
-
-    return RunDir(Path(config.run.root) / config.run.name)
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:

@@ -223,3 +223,11 @@ def with_absolute_paths(config: Config, prepared: Path | None) -> Config:
     given = {key: str(Path(model).absolute()) for key, model in models.items() if model is not None}
     tokenizer = config.tokenizer.model_copy(update=given)
     return config.model_copy(update={"run": run, "data": data, "training": training, "tokenizer": tokenizer})
+
+
+def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Joins nested keys by dots: {"optimizer": {"beta1": 0.9}} becomes {"optimizer.beta1": 0.9}; lists stay values."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_transformer.config.data_schema import TokenizerConfig
+from dist_transformer.config.loading import flatten
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import file_sha256
 from dist_transformer.data.sources.files import corpus_fingerprint
@@ -45,7 +46,7 @@ def recipe_without_corpora(config: Config) -> dict[str, Any]:
 
 def refuse_other_recipe(folder: Path, found: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Raises a DataError that names the differences if `folder` has another recipe; only keys of `wanted` count."""
-    ours, theirs = flat(wanted), flat({key: value for key, value in found.items() if key in wanted})
+    ours, theirs = flatten(wanted), flatten({key: value for key, value in found.items() if key in wanted})
     differing = [key for key in sorted({*ours, *theirs}) if ours.get(key) != theirs.get(key)]
     if differing:
         lines = [f"  {_difference(key, theirs.get(key), ours.get(key))}" for key in differing]
@@ -85,11 +86,3 @@ def _model_sha256(path: Path) -> str:
     if not path.is_file():
         raise DataError(f"{path}: no such file, expected a sentencepiece model (.model).")
     return file_sha256(path)
-
-
-def flat(value: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested keys, joined by dots; lists stay values."""
-    items: dict[str, Any] = {}
-    for key, item in value.items():
-        items.update(flat(item, f"{prefix}{key}.") if isinstance(item, dict) else {f"{prefix}{key}": item})
-    return items

@@ -1,6 +1,5 @@
 """Model folders loaded for translation: models on their device, and the tokenizer."""
 
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.cpu_packed import packed_for_decoding
 from dist_transformer.decoding.search import TorchSearcher
 from dist_transformer.decoding.translate import translate_lines
+from dist_transformer.distributed.devices import device_of_rank
 from dist_transformer.errors import UserError
 from dist_transformer.interop.model_folder import LoadedModel, ModelInformation, load_model_folder
 from dist_transformer.model.transformer import Transformer
@@ -67,13 +67,6 @@ def load_models(folders: Sequence[Path]) -> LoadedModels:
     tokenizer = _tokenizer(loaded[0], folders[0])
     models = [packed_for_decoding(each.model.to(device)) for each in loaded]
     return LoadedModels(models, tokenizer, loaded[0].information, device)
-
-
-def device_of_rank() -> torch.device:
-    """The GPU with the number of this rank on its node, or the CPU."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 class LoadedTranslator:

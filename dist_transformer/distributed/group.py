@@ -6,7 +6,6 @@ gloo and on the CPU, moves a few integers a step, so that the ranks never wait f
 
 import os
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from dist_transformer.errors import UserError
+from dist_transformer.processes.launching import free_port
 
 
 @dataclass
@@ -163,7 +163,9 @@ def join(timeout_seconds: int) -> Ranks:
     """
     _let_segments_grow()
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=_free_port())
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port())
+        )
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     rank_of_node = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", rank_of_node) if torch.cuda.is_available() else torch.device("cpu")
@@ -239,9 +241,3 @@ def leave() -> None:
 
 def _size(values: torch.Tensor) -> str:
     return f"{values.numel():,} {str(values.dtype).removeprefix('torch.')}"
-
-
-def _free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from dist_transformer.distributed.devices import device_of_rank
 from dist_transformer.distributed.group import Ranks, join, leave
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, UserError
 from dist_transformer.files import write_json
@@ -51,7 +52,7 @@ def measure(folder: Path, run_folder: Path, end: float, warn: Callable[[], list[
         warn: further checks, made by the first rank of each node; returns warnings.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    device = node_benchmarks.device_of_rank()
+    device = device_of_rank()
     record = RankRecord(
         rank=int(os.environ.get("RANK", "0")),
         node=host_name(),

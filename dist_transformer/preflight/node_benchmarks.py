@@ -23,13 +23,6 @@ DISK_REPEATS = 4
 LOW_SPACE_GB = 5.0
 
 
-def device_of_rank() -> torch.device:
-    """The GPU of this rank, else the CPU; ranks that share too few GPUs are found by counting them."""
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-
-
 def matmul_tflops(device: torch.device) -> float:
     """TFLOP/s as the median of several repeats; float32 on the CPU, else the 16-bit type that the GPU prefers."""
     size = 8192 if device.type == "cuda" else 512

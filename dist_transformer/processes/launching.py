@@ -164,7 +164,7 @@ def _run(
     grace_seconds: float,
     leave_together: bool,
 ) -> int:
-    port = _free_port()
+    port = free_port()
     with _ended_at_the_end(signals):
         for rank in range(num_ranks):
             signals.add(partial(start, rank_environment(rank, num_ranks, port)), are_held)
@@ -233,7 +233,8 @@ def _named_failure(who: str, code: int) -> int:
     return code
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Returns a TCP port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -10,6 +10,7 @@ from typing import Any
 
 from dist_transformer.config.credentials import holds_secret, is_secret, without_credentials
 from dist_transformer.config.data_schema import CorpusConfig
+from dist_transformer.config.loading import flatten
 from dist_transformer.config.model_size import parameter_count
 from dist_transformer.config.schema import Config, ModelConfig
 from dist_transformer.config.yaml_positions import read_yaml
@@ -197,12 +198,12 @@ def settings_that_differ(settings: Mapping[str, Any]) -> dict[str, tuple[Any, An
 
 def _default_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of the same keys; sizes of the model are those of its preset."""
-    defaults = _flat(Config.model_validate({"data": {}}).model_dump(mode="json"))
+    defaults = flatten(Config.model_validate({"data": {}}).model_dump(mode="json"))
     try:
         model = ModelConfig.model_validate({"preset": settings.get("model.preset")}).model_dump(mode="json")
     except ValueError:  # a preset of another version
         return defaults
-    return {**defaults, **_flat(model, "model."), "model.preset": defaults["model.preset"]}
+    return {**defaults, **flatten(model, "model."), "model.preset": defaults["model.preset"]}
 
 
 def _settings(run_dir: RunDir) -> dict[str, Any]:
@@ -210,15 +211,7 @@ def _settings(run_dir: RunDir) -> dict[str, Any]:
         values = read_yaml(run_dir.config).values
     except ConfigError:
         return {}
-    return {key: _without_secret(key, value) for key, value in _flat(values).items()}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens {"optimizer": {"beta1": 0.9}} to {"optimizer.beta1": 0.9}."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
+    return {key: _without_secret(key, value) for key, value in flatten(values).items()}
 
 
 def _without_secret(key: str, value: Any) -> Any:

@@ -13,11 +13,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from dist_transformer.config.credentials import without_credentials
-from dist_transformer.config.loading import load_config, with_absolute_paths
+from dist_transformer.config.loading import flatten, load_config, with_absolute_paths
 from dist_transformer.config.metrics import measured_with
 from dist_transformer.config.schema import Config
 from dist_transformer.config.yaml12 import dump
-from dist_transformer.data.recipe import flat
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import UserError
 from dist_transformer.files import write_text
@@ -70,7 +69,7 @@ def changes_of(config: Config, prepared: Path, run_dir: RunDir, checkpoint: Chec
     former = _former(run_dir, checkpoint) if checkpoint is not None else None
     if checkpoint is None or former is None:
         return Changes(settings, 0, {}, {}, metric)
-    then, now = flat(former), flat(settings)
+    then, now = flatten(former), flatten(settings)
     keys = [key for key in sorted({*then, *now}) if then.get(key) != now.get(key)]
     return Changes(settings, checkpoint.step, former, {key: (then.get(key), now.get(key)) for key in keys}, metric)
 

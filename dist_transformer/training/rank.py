@@ -22,6 +22,7 @@ from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, DataError, MachineError, UserError
 from dist_transformer.interop.model_folder import MODEL_FOLDER, is_model_folder
+from dist_transformer.processes.launching import threads_per_rank
 from dist_transformer.processes.stop_request import StopRequest, leave
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import RunLock
@@ -166,7 +167,7 @@ def _set_up_logging(run_dir: RunDir, ranks: Ranks, terminal: Terminal) -> None:
 def _default_threads(ranks: Ranks) -> int:
     """What the launcher or the batch script gave each rank, else this rank's share of the cores it may use."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": of nested regions, too
-    return (int(given) if given.isdecimal() else 0) or max(1, len(os.sched_getaffinity(0)) // ranks.ranks_per_node)
+    return (int(given) if given.isdecimal() else 0) or threads_per_rank(ranks.ranks_per_node)
 
 
 def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from dist_transformer.config.loading import flatten
 from dist_transformer.config.schema import Config
 from dist_transformer.data.loader.loader import LaneLoader, LoaderSettings, MicroBatch, validation_batches
 from dist_transformer.data.loader.mixture import stages
@@ -15,7 +16,6 @@ from dist_transformer.data.loader.position import Position, position_from_json
 from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.loader.window import WindowBuilder
 from dist_transformer.data.manifest import Manifest, json_digest, verify_shards
-from dist_transformer.data.recipe import flat
 from dist_transformer.errors import CheckpointError, DataError
 from dist_transformer.run.resume_checks import recipe_of_checkpoint, recipe_settings
 from dist_transformer.training.checkpoint.checkpoints import Checkpoint
@@ -91,7 +91,7 @@ class RunData:
             "eos_id": manifest.eos_id,
             "source tokenizer": manifest.tokenizer.source_sha256[:DIGEST_DIGITS],
             "target tokenizer": manifest.tokenizer.target_sha256[:DIGEST_DIGITS],
-            **{f"prepared with {key}": _short(value) for key, value in flat(manifest.recipe).items()},
+            **{f"prepared with {key}": _short(value) for key, value in flatten(manifest.recipe).items()},
             "prepared corpus": manifest.digest,
         }
 

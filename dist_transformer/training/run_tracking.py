@@ -8,7 +8,7 @@ from typing import Any
 
 from dist_transformer import __version__
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
-from dist_transformer.config.loading import to_yaml, with_absolute_paths
+from dist_transformer.config.loading import flatten, to_yaml, with_absolute_paths
 from dist_transformer.config.model_size import parameter_count
 from dist_transformer.config.paths import is_address, located
 from dist_transformer.config.schema import Config
@@ -39,7 +39,7 @@ def start_tracker(
     tracker = Tracker(run_dir, config.tracking, config.run.name, Path(config.run.root), run_id)
     config = with_absolute_paths(config, prepared)  # the same whether the YAML file or the run folder was given
     tags = {**_tags(config, ranks, manifest), **origin}
-    tracker.start(_flat(config.model_dump(mode="json")), tags, to_yaml(config), _datasets(config, prepared, manifest))
+    tracker.start(_parameters(config), tags, to_yaml(config), _datasets(config, prepared, manifest))
     return tracker
 
 
@@ -103,12 +103,7 @@ def _digest(corpus: CorpusConfig, data: DataConfig) -> str:
     return json_digest(corpus.model_dump(mode="json"))
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """{"optimizer": {"beta1": 0.9}} -> {"optimizer.beta1": "0.9"}; what is not given is left out."""
-    flat: dict[str, str] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{key}.")
-        elif value is not None:
-            flat[prefix + key] = str(value)
-    return flat
+def _parameters(config: Config) -> dict[str, str]:
+    """Settings by their keys, without those that have no value."""
+    given = flatten(config.model_dump(mode="json"))
+    return {key: str(value) for key, value in given.items() if value is not None}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import EXIT_REQUEUE, DistTransformerError, MachineError, UserError
+from dist_transformer.processes.launching import threads_per_rank
 from dist_transformer.processes.stop_request import StopRequest, end_with_parent, ignore_stop_signals
 from dist_transformer.run.outputs import is_misplaced
 
@@ -69,7 +70,7 @@ def _told_disk_errors(folder: Path) -> Iterator[None]:
 def _threads_of_each(processes: int) -> int:
     """Returns this process's share of the cores; the ranks of a machine all prepare."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, len(os.sched_getaffinity(0)) // (processes * ranks))
+    return threads_per_rank(processes * ranks)
 
 
 @contextmanager
