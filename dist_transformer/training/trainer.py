@@ -174,7 +174,7 @@ def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> En
 
 def _open_run_log(run: Run, state: TrainState, tags: dict[str, str]) -> RunLog | None:
     """Opens the records of this start on rank 0; dropping those beyond `state` may take long (collective)."""
-    opened: list[RunLog] = []  # it stays on rank 0
+    opened: list[RunLog] = []  # not sent to the other ranks
     echo = sys.stdout if run.terminal.as_json else None
 
     def open_it() -> None:
