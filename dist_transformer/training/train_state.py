@@ -52,7 +52,7 @@ class Interval:
 
     @property
     def seconds(self) -> float:
-        """Time spent training in this interval, validation and saving left out."""
+        """Time spent training in this interval, without validation and saving."""
         return self.seconds_before + time.monotonic() - self.started
 
 
