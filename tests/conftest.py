@@ -5,6 +5,7 @@ import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from command_server import quick_command
 from running import NOT_INHERITED, Command, without
@@ -13,6 +14,8 @@ from dist_transformer.data.sources.demo_corpus import demo_pairs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks of a test share two cores
 os.environ["DIST_TRANSFORMER_FP16_ON_CPU"] = "1"  # what fp16 does in a step is tested without a GPU
+hypothesis.settings.register_profile("any machine", deadline=None)  # a busy moment is no failure
+hypothesis.settings.load_profile("any machine")
 # Started by nohup or in the background, tests inherit ignored signals, and so would the processes they signal.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -44,7 +44,7 @@ def demo_command(
     process.send_signal(signal.SIGUSR1)
     _expect(process.wait(), EXIT_REQUEUE, train)
     _say(
-        f"Stopped with exit code {EXIT_REQUEUE}: saved, start me again. 2/4 The same command goes on where it stopped."
+        f"Stopped with exit code {EXIT_REQUEUE}: saved, start me again. 2/4 The same command resumes where it stopped."
     )
     _expect(subprocess.run(train, check=False).returncode, EXIT_DONE, train)
     _say("3/4 Scoring on 1,000 held-out pairs.")

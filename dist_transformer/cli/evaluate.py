@@ -223,7 +223,7 @@ def _tell_mlflow(config: Config, run_dir: RunDir, scores: dict[str, Any]) -> Non
         add_event(run_dir.tracking_events, "evaluation", scores)
         problem = settle(run_dir, status, config.tracking, Path(config.run.root), TELL_SECONDS)
     if problem is not None:
-        print(f"MLflow is not told: {problem}", file=sys.stderr)
+        print(f"not reported to MLflow: {problem}", file=sys.stderr)
 
 
 def _corpus_of(data: DataConfig, split: str, run: Path) -> CorpusConfig:

@@ -1,16 +1,13 @@
 """prepare: makes a prepared corpus of text, once, by one process or many."""
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
 from dist_transformer.data.prepare.progress import prepare_with_progress
 from dist_transformer.processes.stop_request import StopRequest
-
-if TYPE_CHECKING:  # at run time this would import numpy for every command
-    pass
 
 Processes = Annotated[
     int, typer.Option(min=1, help="Processes on this machine that share the work; as many as it has cores is fastest.")

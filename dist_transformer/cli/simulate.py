@@ -94,7 +94,7 @@ def _limit_seconds(slurm: SlurmConfig) -> float:
         return math.inf
     if limit <= slurm.signal_seconds:
         raise UserError(
-            f"slurm.time_limit: {slurm.time_limit} is {limit} s, but the job is told to save {slurm.signal_seconds} s "
+            f"slurm.time_limit: {slurm.time_limit} is {limit} s, but the job is signalled to save {slurm.signal_seconds} s "
             "before its end (slurm.signal_seconds); give more"
         )
     return limit - slurm.signal_seconds

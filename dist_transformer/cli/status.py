@@ -110,9 +110,12 @@ def _mend_status(document: Document) -> None:
             problem = settle(run_dir, status or said, config.tracking, Path(config.run.root), MEND_SECONDS)
     except (UserError, OSError) as error:
         problem = str(error)
-    told = f"now it is told {status or said}" if problem is None else f"it is not told {status or said}: {problem}"
-    before = f"was told {said} of this run" if status else f"had not heard {said} of this run"
-    print(f"MLflow {before}; {told}", file=sys.stderr)
+    now = status or said
+    before = f"had {said} as the status of this run" if status else f"did not have {said} as the status of this run"
+    print(
+        f"MLflow {before}; " + (f"it is {now} now" if problem is None else f"{now} was not sent: {problem}"),
+        file=sys.stderr,
+    )
 
 
 def list_row(document: Document, now: float) -> tuple[str, ...]:

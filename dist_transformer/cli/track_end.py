@@ -30,4 +30,4 @@ def end_command(
         if is_free and config.tracking.enabled:
             problem = settle(run_dir, status, config.tracking, Path(config.run.root), seconds)
             if problem is not None:
-                print(f"MLflow is not told {status}: {problem}")
+                print(f"the status {status} was not sent to MLflow: {problem}")

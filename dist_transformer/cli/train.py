@@ -42,7 +42,7 @@ def train_command(
 ) -> None:
     """Train. A run folder with checkpoints resumes from its newest complete one, on any number of ranks.
 
-    Exit codes: 0 finished, 75 stopped on request and saved (start it again), 2 something you can mend, 1 failed.
+    Exit codes: 0 finished, 75 stopped on request and saved (start it again), 2 something you can fix, 1 failed.
     """
     if replay_crash or crash_rank is not None:
         _replay_crash(run, overrides, crash_rank)

@@ -30,7 +30,8 @@ def translate_command(
         Path | None, typer.Option("--input", help="A file of lines; none: standard input.", rich_help_panel=FILES)
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="With --input: written whole; goes on after a stop.", rich_help_panel=FILES)
+        Path | None,
+        typer.Option(help="With --input: complete or not there; resumes after a stop.", rich_help_panel=FILES),
     ] = None,
     ranks: Annotated[
         int, typer.Option(min=1, help="Processes that share the file on this machine.", rich_help_panel=FILES)

@@ -232,7 +232,7 @@ def _time_problems(slurm: SlurmConfig) -> Iterator[str]:
     needed = slurm.signal_seconds + SIGNAL_EARLY_SECONDS
     if limit_seconds is not None and limit_seconds <= needed:
         yield (
-            f"slurm.time_limit: {slurm.time_limit} is {limit_seconds} s, but the job is told to save "
+            f"slurm.time_limit: {slurm.time_limit} is {limit_seconds} s, but the job is signalled to save "
             f"{slurm.signal_seconds} s before its end (slurm.signal_seconds), and Slurm may be "
             f"{SIGNAL_EARLY_SECONDS} s early; give more than {needed} s"
         )
@@ -272,7 +272,7 @@ def _measured_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
     needed = max(record.get("save_seconds", 0.0) for record in records) + step_seconds
     if needed > config.slurm.signal_seconds:
         yield (
-            f"slurm.signal_seconds: {config.slurm.signal_seconds} s before the limit the job is told to save, but a step "
+            f"slurm.signal_seconds: {config.slurm.signal_seconds} s before the limit the job is signalled to save, but a step "
             f"and a save took {needed:.0f} s in this run; give more than that"
         )
 

@@ -217,9 +217,9 @@ def _warnings(view: RunView, job: QueuedJob | None, now: float, *, is_job: bool)
         if now - (job.start_time or 0) > SILENT_SECONDS:
             yield f"the job is RUNNING, but {silent}: do its ranks start, hang, or not reach the folder? See `logs`, `stacks`"
     elif view.state in ("starting", "running") and not is_job:
-        yield f"run.json says {view.state}, but {silent}: it was ended without a word; `train` goes on with it"
+        yield f"run.json says {view.state}, but {silent}: it was ended without a word; `train` resumes it"
     elif view.state == "running" and job is not None and job.is_over:
-        yield f"run.json says running, but the job is over and {silent}: `resume` goes on with it"
+        yield f"run.json says running, but the job is over and {silent}: `resume` submits it again"
 
 
 def _job_states(job_ids: list[str]) -> dict[str, str]:

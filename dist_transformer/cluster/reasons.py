@@ -14,7 +14,7 @@ _WAITING = {
     "Dependency": "waits for another job to end",
     "DependencyNeverSatisfied": "the job that it waits for has failed: it will never run; cancel it",
     "BeginTime": "its time has not come (a job that was put back into the queue is held back for about 2 minutes)",
-    "JobHeldUser": "held by its owner: `dist-transformer resume` or `scontrol release` lets it go on",
+    "JobHeldUser": "held by its owner: `dist-transformer resume` or `scontrol release` releases it",
     "JobHeldAdmin": "held by an administrator: ask them",
     "JobHoldMaxRequeue": "held: Slurm put it back into the queue too often; look at its log, then `dist-transformer resume`",
     "JobArrayTaskLimit": "as many tasks of the array run as its limit allows",
@@ -48,9 +48,9 @@ _WAITING = {
     "ReservationDeleted": "its reservation was deleted: it will not start",
     "Licenses": "waits for licences",
     "Cleaning": "the nodes of its last attempt are being cleaned up",
-    "launch failed requeued held": "a node could not start it, so it is held: `dist-transformer resume` lets it go on",
+    "launch failed requeued held": "a node could not start it, so it is held: `dist-transformer resume` releases it",
     "user env retrieval failed requeued held": "a node could not read your environment, so it is held: "
-    "`dist-transformer resume` lets it go on",
+    "`dist-transformer resume` releases it",
     "DeadLine": "it cannot end before its deadline: it will not start",
     "MaxMemPerLimit": "it asks for more memory than a limit of the site allows",
     "FedJobLock": "waits for the clusters of the federation to agree",
@@ -63,12 +63,12 @@ _WAITING = {
 _EXIT_CODES = {
     EXIT_DONE: "finished",
     EXIT_FAILED: "failed",
-    EXIT_USER_ERROR: "a mistake that somebody must mend",
+    EXIT_USER_ERROR: "a mistake that somebody must fix",
     EXIT_HANG: "a rank made no progress (training.hang_seconds)",
     EXIT_REQUEUE: "saved on request",
 }
 
-SAID_BY_EXIT_CODE = ("done", "a mistake that a restart cannot mend")
+SAID_BY_EXIT_CODE = ("done", "a mistake that a restart cannot fix")
 """Reasons of the batch script's decision that add nothing to the exit code."""
 
 

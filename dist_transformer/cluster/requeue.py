@@ -73,7 +73,7 @@ def begin(run_dir: RunDir, job: str, attempt: int, max_restarts: int) -> None:
 def decide(run_dir: RunDir, exit_code: int, max_restarts: int) -> Decision:
     """Decides whether the job is requeued after an attempt with this exit code; counts the attempt if it is."""
     if exit_code in (EXIT_DONE, EXIT_USER_ERROR):
-        return Decision(False, "done" if exit_code == EXIT_DONE else "a mistake that a restart cannot mend")
+        return Decision(False, "done" if exit_code == EXIT_DONE else "a mistake that a restart cannot fix")
     if exit_code == EXIT_REQUEUE and run_dir.stop_file.exists():
         return Decision(False, f"stopped by the file {run_dir.stop_file}")
     newest, without_progress = newest_checkpoint(run_dir), 0
@@ -83,7 +83,7 @@ def decide(run_dir: RunDir, exit_code: int, max_restarts: int) -> Decision:
     if without_progress >= max_restarts:
         return Decision(False, f"{without_progress} restarts without a new checkpoint after {newest or 'the start'}")
     write_json(run_dir.restarts, {"newest_checkpoint": newest, "without_progress": without_progress + 1})
-    start = f"goes on from {newest}" if newest else "begins again, as there is no checkpoint yet"
+    start = f"resumes from {newest}" if newest else "begins again, as there is no checkpoint yet"
     left = f"; restart {without_progress + 1} of {max_restarts} without a new one" if without_progress else ""
     return Decision(True, start + left)
 

@@ -140,7 +140,9 @@ class DataConfig(Section):
     on_bad_row_group: Literal["raise", "quarantine"] = Field(
         "raise", description="A row group that cannot be read: end the run, or leave it out, counted and named."
     )
-    max_quarantined_row_groups: PositiveInt = Field(10, description="The run ends when more than these were left out.")
+    max_quarantined_row_groups: PositiveInt = Field(
+        10, description="The run ends when more row groups are quarantined."
+    )
     audit: Bool = Field(False, description="Also write the row ids of every step to audit.jsonl.")
 
     def token_budget(self) -> int:

@@ -183,7 +183,7 @@ class DivergenceConfig(Section):
 
     policy: Literal["stop", "lower_learning_rate", "switch_to_bf16"] = Field(
         "stop",
-        description="After the return to the last good checkpoint: end with exit code 2, or go on by itself.",
+        description="After the return to the last good checkpoint: end with exit code 2, or continue by itself.",
     )
     window_steps: PositiveInt = Field(200, description="Steps of the loss's moving average and deviation.")
     deviations: Number = Field(
@@ -247,7 +247,7 @@ class CheckpointConfig(Section):
     )
     save_attempts: PositiveInt = Field(3, description="Attempts to write a checkpoint before it is given up.")
     stop_on_failed_save: Bool = Field(
-        False, description="End the run when a checkpoint was given up; false: go on, and try again at the next one."
+        False, description="End the run when a checkpoint was given up; false: continue, and try again at the next one."
     )
 
 

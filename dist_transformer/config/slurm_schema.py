@@ -32,7 +32,9 @@ class SlurmConfig(Section):
     )
     memory: Str | None = Field(None, pattern=r"^\d+[KMGT]?$", description="Memory per node as sbatch --mem takes it.")
     time_limit: Str = Field("24:00:00", pattern=r"^[0-9:-]+$", description="Time limit as sbatch --time takes it.")
-    signal_seconds: PositiveInt = Field(180, description="Seconds before the limit at which the job is told to save.")
+    signal_seconds: PositiveInt = Field(
+        180, description="Seconds before the limit at which the job is signalled to save."
+    )
     partition: Str | None = Field(None, description="Partition, as sbatch --partition takes it; none: the default one.")
     account: Str | None = Field(None, description="Account that the job's hours are charged to (sbatch --account).")
     qos: Str | None = Field(None, description="Quality of service (sbatch --qos).")

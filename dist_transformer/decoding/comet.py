@@ -38,7 +38,7 @@ class CometScorer:
         except ImportError as error:
             raise UserError(
                 f"COMET scores need the package unbabel-comet, which cannot be imported ({error}): "
-                "pip install unbabel-comet, or go on without (validation.comet, --comet)"
+                "pip install unbabel-comet, or continue without (validation.comet, --comet)"
             ) from error
         try:
             file = name if Path(name).is_file() else download_model(name)

@@ -239,7 +239,7 @@ def _refuse_other(planned: Path, now: Plan, output: Path) -> None:
     ]
     if differing:
         raise UserError(
-            f"{output}: was begun as another translation ({'; '.join(differing)}): go on as it was begun, name another file, "
+            f"{output}: was begun as another translation ({'; '.join(differing)}): continue as it was begun, name another file, "
             f"or remove {_made_of(output)}"
         )
 

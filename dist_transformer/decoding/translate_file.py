@@ -138,6 +138,6 @@ class _StoppableSearcher:
                     f"last: {self._num_before} of {parts.num_chunks} are; give the job more time (--time) or more tasks, and "
                     "submit it again: what is done is kept"
                 )
-            print(f"stopped while translating ({reason}); the same command goes on", file=sys.stderr, flush=True)
+            print(f"stopped while translating ({reason}); the same command resumes it", file=sys.stderr, flush=True)
             sys.exit(EXIT_REQUEUE)
         return self._searcher.search(batch)

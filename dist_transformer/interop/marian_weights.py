@@ -156,5 +156,5 @@ def _take(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:
         if name in tensors:
             return tensors[name]
     raise CheckpointError(
-        f"the Marian weights lack {names[0]}: expected those of a whole MarianMTModel; copy them again"
+        f"the Marian weights lack {names[0]}: expected those of a complete MarianMTModel; copy them again"
     )

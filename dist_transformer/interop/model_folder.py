@@ -152,7 +152,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         raise CheckpointError(f"{path}: no such file, expected safetensors weights.") from error
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path}: damaged or cut short, expected a whole safetensors file ({error}). Copy or save it again."
+            f"{path}: damaged or cut short, expected a complete safetensors file ({error}). Copy or save it again."
         ) from error
     with file:
         yield file
@@ -161,7 +161,7 @@ def open_safetensors(path: Path) -> Iterator[Any]:
 def _existing(path: Path, folder: Path) -> Path:
     if not path.is_file():
         raise CheckpointError(
-            f"{folder} is not a whole model folder: {path.name} is missing. Expected {CONFIG}, {WEIGHTS} and "
+            f"{folder} is not a complete model folder: {path.name} is missing. Expected {CONFIG}, {WEIGHTS} and "
             f"{SOURCE_MODEL}, as in the `model` folder of a finished run."
         )
     return path

@@ -99,7 +99,7 @@ def fork_and_wait(work: Callable[[], object], meanwhile: Callable[[], None], sig
     if code < 0:
         return _named_failure("the process that prepares the corpus", code)
     if signals.came and code == EXIT_DONE:
-        print("stopped before the first step; the same command goes on", file=sys.stderr, flush=True)
+        print("stopped before the first step; the same command resumes it", file=sys.stderr, flush=True)
         return EXIT_REQUEUE
     return code
 

@@ -182,7 +182,7 @@ def _starts(starts: list[Start]) -> Html:
 
 def _end(start: Start, *, is_newest: bool) -> str:
     if not start.ended:
-        return "no end was written: going on, or killed" if is_newest else "no end was written: killed"
+        return "no end was recorded: running, or killed" if is_newest else "no end was written: killed"
     reason = start.ended.get("reason")
     return f"{start.ended.get('state', NOTHING)}" + (f": {reason}" if reason else "")
 
@@ -216,7 +216,7 @@ def _divergences(story: RunStory) -> Html:
         ]
         for event in story.view.divergences
     ]
-    head = ["since step", "noticed", "why", "policy", "went on from step"]
+    head = ["since step", "noticed", "why", "policy", "resumed from step"]
     return together([tag("h3", "Divergences"), table(head, rows)])
 
 

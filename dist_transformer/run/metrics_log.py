@@ -97,7 +97,7 @@ def read_records_from(path: Path, offset: int) -> Iterator[tuple[dict[str, Any],
             offset += len(line)
             record = _decode(line)
             if record is None:
-                logger.warning("%s: the line that ends at byte %d is damaged and left out", path, offset)
+                logger.warning("%s: the line that ends at byte %d is damaged and skipped", path, offset)
             else:
                 yield record, offset
 

@@ -121,7 +121,7 @@ def told(error: OSError) -> UserError:
             "another, or mend this one"
         )
     return MachineError(
-        f"{place}{error.strerror or error}: a fault of the disk or of the machine; start again when it is mended"
+        f"{place}{error.strerror or error}: a fault of the disk or of the machine; start again when it is repaired"
     )
 
 

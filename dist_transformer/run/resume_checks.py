@@ -60,7 +60,7 @@ def checkpoint_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
         changes = ", ".join(f"{key}: {before.get(key)} -> {now[key]}" for key in changed)
         reslice = f", set data.reslice_from={before['data.lanes']}" if changed == ["data.lanes"] else ""
         yield (
-            f"run folder {run_dir.path}: its checkpoint {newest} cannot be gone on with: {changes}; put "
+            f"run folder {run_dir.path}: its checkpoint {newest} cannot be resumed: {changes}; put "
             f"{'it' if len(changed) == 1 else 'them'} back{reslice}, or choose another run.name"
         )
 
@@ -74,7 +74,7 @@ def stage_problems(config: Config, run_dir: RunDir, stages: Sequence[Stage], aft
         step, max_steps = int(run.get("step", 0)), config.training.max_steps
         if run.get("state") == "finished" and max_steps is not None and step >= max_steps:
             yield (
-                f"{run_dir.path}: is finished at step {step} of {max_steps}; give a larger training.max_steps to go on"
+                f"{run_dir.path}: is finished at step {step} of {max_steps}; give a larger training.max_steps to continue"
             )
     elif {"average", "evaluate"} & {*stages} and not (after or newest_checkpoint(run_dir) or run_dir.model.is_dir()):
         yield (

@@ -96,7 +96,7 @@ class Outage:
     def note(self, trouble: ServerTrouble) -> None:
         if self._began is None:
             self._began, self.wait_seconds = time.monotonic(), FIRST_WAIT_SECONDS
-            logger.warning("MLflow takes no data; training goes on and all is sent later. Its answer: %s", trouble)
+            logger.warning("MLflow takes no data; training continues and all is sent later. Its answer: %s", trouble)
         else:
             self.wait_seconds = min(2 * self.wait_seconds, LONGEST_WAIT_SECONDS)
 

@@ -188,7 +188,7 @@ class Shipper:
             keys = {point.key for point in points}
             if len(keys) == 1:
                 self._left_out |= keys
-                logger.warning("MLflow refuses the curve %r, which is left out: %s", points[0].key, refusal)
+                logger.warning("MLflow refuses the curve %r, which is skipped: %s", points[0].key, refusal)
             else:
                 for key in sorted(keys):
                     self._log_points(run, [point for point in points if point.key == key])
@@ -238,4 +238,4 @@ class Shipper:
             if not isinstance(refusal, CannotBeSent) and self._refused != here:
                 self._refused = here
                 raise
-            logger.warning("MLflow refused the event %r, which is left out: %s", event["event"], refusal)
+            logger.warning("MLflow refused the event %r, which is skipped: %s", event["event"], refusal)

@@ -128,7 +128,7 @@ class Tracker:
         try:
             event = model_event(self._run_dir, self._settings, folder, metrics)
         except (OSError, ValueError, UserError) as error:
-            logger.warning("MLflow is not told of the model %s: %s", folder, error)
+            logger.warning("MLflow does not get the model %s: %s", folder, error)
         else:
             self._add("model", **event)
             self._busy_seconds = MODEL_SECONDS

@@ -36,7 +36,7 @@ def print_batch(seen: SeenBatch, manifest: Manifest) -> None:
     for rule, count in sorted(seen.dropped.items()):
         print(f"dropped       {count} pairs by {rule} from the windows that begin here")
     for lost in seen.left_out:
-        print(f"left out      {lost.place}, of lane {lost.key.lane}: {lost.reason}")
+        print(f"quarantined   {lost.place}, of lane {lost.key.lane}: {lost.reason}")
 
 
 def print_rows(seen: SeenBatch, manifest: Manifest, tokenizer: Tokenizer, lane: int | None, count: int) -> None:

@@ -115,7 +115,7 @@ def read_crash(run_dir: RunDir, rank: int | None) -> Crash:
             + (
                 f"; there are those of ranks {known}"
                 if known
-                else ": a stop, or an error that a person can mend, is none"
+                else ": a stop, or an error that a person can fix, is none"
             )
         )
     crashes = [_read(folder) for folder in folders]

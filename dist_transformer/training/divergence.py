@@ -202,11 +202,11 @@ def recover(run_dir: RunDir, settings: DivergenceConfig, diverged: Diverged, goo
     seen = f"training diverged at step {event.since_step}: {event.reason}."
     place = f"from the checkpoint of step {good_step}" if good_step else "from scratch, as no checkpoint is older"
     if end is not None:
-        raise UserError(f"{seen} {end} The same command goes on {place}. {_advice(before)}")
+        raise UserError(f"{seen} {end} The same command resumes {place}. {_advice(before)}")
     after = read_recovery(run_dir)
     change = "in bf16" if policy == "switch_to_bf16" else f"with {after.learning_rate_factor:g} x the learning rate"
     log.warning(
-        "divergence %s Going on %s, %s (return %d of at most %d)",
+        "divergence %s Resuming %s, %s (return %d of at most %d)",
         seen,
         place,
         change,
@@ -258,7 +258,7 @@ def _read_events(run_dir: RunDir) -> list[Event]:
     except (OSError, json.JSONDecodeError, UnicodeDecodeError, TypeError, ValueError) as error:
         raise UserError(
             f"{run_dir.divergence}: cannot be read as the record of this run's divergences ({error}). It says with which "
-            "learning rate and precision the run goes on: put it back, or remove it to go on as the configuration says."
+            "learning rate and precision the run resumes: put it back, or remove it to resume as the configuration says."
         ) from error
 
 

@@ -68,7 +68,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
         _note_failure(run_dir, ranks, str(error))
         raise
     except OSError as error:
-        message = f"{error}. Is the disk of {run_dir.path} or of the prepared corpus full, or gone? Start again when it is mended"
+        message = f"{error}. Is the disk of {run_dir.path} or of the prepared corpus full, or gone? Start again when it is back"
         _note_failure(run_dir, ranks, message)
         # A path that was writable at the start and is not any more is on a disk that failed: no error of the user.
         is_theirs = is_misplaced(error) and error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
@@ -190,5 +190,5 @@ def _end(run: Run, outcome: Outcome, step: int) -> int:
         return EXIT_DONE
     reason = ", ".join(sorted(set(reasons)))
     note(run_dir, ranks, "stopped", step, reason)
-    log.info("end        stopped at step %d (%s); the same command goes on", step, reason)
+    log.info("end        stopped at step %d (%s); the same command resumes it", step, reason)
     return EXIT_REQUEUE if ranks.is_rank_zero else EXIT_DONE

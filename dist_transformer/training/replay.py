@@ -100,7 +100,7 @@ def _load_weights(engine: Engine, run_dir: RunDir, crash_step: int) -> None:
         older = crash_step - 1 - checkpoints.step_of(path)
         print(f"weights    {path.name}, {older} updates before those that crashed")
         return
-    print("weights    as they are at the start of a run: no whole checkpoint is older than the crash")
+    print("weights    as they are at the start of a run: no complete checkpoint is older than the crash")
 
 
 def _first_line(text: str) -> str:

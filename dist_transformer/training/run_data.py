@@ -123,12 +123,12 @@ class RunData:
         before = checkpoint.state.get("libraries", {})
         changed = [name for name, now in self.libraries.items() if before.get(name, now)["probe"] != now["probe"]]
         if changed:
-            told = [f"{name} {self.libraries[name]['version']}, not {before[name]['version']}" for name in changed]
+            versions = [f"{name} {self.libraries[name]['version']}, not {before[name]['version']}" for name in changed]
             install = " ".join(f"{name}=={before[name]['version']}" for name in changed)
             raise CheckpointError(
-                f"{checkpoint.path} cannot be gone on with, since rows would come twice or never: they are put in order and "
-                f"cut into pieces by {' and '.join(told)} with which it was trained, and the two do it differently. Go on "
-                f"with pip install {install}, or give the run another run.name."
+                f"{checkpoint.path} cannot be resumed, since rows would come twice or never: they are put in order and "
+                f"cut into pieces by {' and '.join(versions)} with which it was trained, and the two do it differently. Resume "
+                f"after pip install {install}, or give the run another run.name."
             )
 
     def _refuse_other_shares(self, checkpoint: Checkpoint, position: Position) -> None:
@@ -136,7 +136,7 @@ class RunData:
         before, now = position.segment.shares, self.planner.shares_at(max(batches - 1, 0))
         if batches and before != now:
             raise CheckpointError(
-                f"{checkpoint.path} cannot be gone on with, since the shares of the corpora have changed for steps that "
+                f"{checkpoint.path} cannot be resumed, since the shares of the corpora have changed for steps that "
                 f"are already trained: {_shares_text(before)} then, {_shares_text(now)} now. Put data.mixture back, and "
                 f"give new weights in data.mixture.schedule from step {batches + 1} on."
             )
@@ -165,7 +165,7 @@ def _refuse_changes(checkpoint: Checkpoint, recipe: Mapping[str, Any], allowed: 
             else ""
         )
         raise CheckpointError(
-            f"{checkpoint.path} cannot be gone on with, since these have changed:\n" + "\n".join(lines) + "\n"
+            f"{checkpoint.path} cannot be resumed, since these have changed:\n" + "\n".join(lines) + "\n"
             f"Put them back, or give the changed run another run.name.{other_lanes}"
         )
 

@@ -74,7 +74,7 @@ def install(fault: str) -> None:
 
 
 def install_disk(fault: str) -> None:
-    """A disk that takes the first checkpoint only while training goes on; or the second one kills the writer."""
+    """A disk that takes the first checkpoint only while training continues; or the second one kills the writer."""
     import dist_transformer.training.checkpoint.async_writer as saver
 
     begin, write = saver.AsyncWriter.begin, saver.write_state_file

@@ -58,10 +58,10 @@ def test_a_run_whose_node_died_says_that_it_waits_once_somebody_looks(
     try:
         wait_until(lambda: slurm_cluster.state(run.job_id) == "PENDING", 120, run.log)
         slurm_cluster.run("scontrol", "hold", run.job_id)
-        assert "now it is told SCHEDULED" in look(run)
+        assert "it is SCHEDULED now" in look(run)
         wait_for_status(run, "SCHEDULED")
         slurm_cluster.run("scancel", run.job_id)
-        assert "now it is told KILLED" in look(run)
+        assert "it is KILLED now" in look(run)
         wait_for_status(run, "KILLED")
     finally:
         slurm_cluster.node("start", node)

@@ -206,8 +206,10 @@ def test_on_a_full_disk_training_goes_on_until_the_last_checkpoint_and_after_mor
     assert "checkpoint of step 6 was given up: needs 1." in said
     saved = sorted(p.name for p in (small_disk / "checkpoints").glob("step_????????"))
     assert saved
-    assert f"the run can go on from {saved[-1]}" in said
-    assert "training goes on, and tries again at the next one" in (small_disk / "train.log").read_text(encoding="utf-8")
+    assert f"the run can resume from {saved[-1]}" in said
+    assert "training continues, and tries again at the next one" in (small_disk / "train.log").read_text(
+        encoding="utf-8"
+    )
     assert [r["step"] for r in records(small_disk)] == [1, 2, 3, 4, 5, 6]
     subprocess.run(["mount", "-o", "remount,size=50m", small_disk], check=True)
     command(*arguments)
@@ -219,7 +221,7 @@ def test_a_run_that_must_not_go_on_without_its_checkpoints_ends_at_the_first_tha
     said = refusal(command, "train", "small.yaml", "run.name=full", *settings)
     last = checkpoints.step_of(checkpoints.saved(RunDir(small_disk))[-1])
     assert f"checkpoint of step {last + 1} was given up: needs 1." in said
-    assert f"the run can go on from step_{last:08d}" in said
+    assert f"the run can resume from step_{last:08d}" in said
     steps = [r["step"] for r in records(small_disk)]
     assert last < steps[-1] <= last + 3  # it was being written while the next steps were done
 

@@ -49,7 +49,7 @@ def status_on_server(run_dir: RunDir) -> str:
 
 def test_who_asks_for_the_status_of_a_killed_run_mends_it_in_mlflow(command: Command, killed: RunDir) -> None:
     assert status_on_server(killed) == "RUNNING"
-    assert "MLflow was told RUNNING of this run; now it is told KILLED\n" in command("status", killed.path)
+    assert "MLflow had RUNNING as the status of this run; it is KILLED now\n" in command("status", killed.path)
     assert status_on_server(killed) == "KILLED"
     assert "MLflow" not in command("status", killed.path)
 
@@ -79,9 +79,7 @@ def test_a_server_that_is_away_is_told_later(command: Command, tmp_path: Path) -
     settings = load_config(run_dir.config, check_files=False).tracking
     assert "no answer; later: dist-transformer track sync" in str(settle(run_dir, "KILLED", settings, tmp_path, 1))
     assert status_said(run_dir) == "KILLED"
-    said = (
-        "MLflow had not heard KILLED of this run; it is not told KILLED: no answer; later: dist-transformer track sync"
-    )
+    said = "MLflow did not have KILLED as the status of this run; KILLED was not sent: no answer; later: dist-transformer track sync"
     assert f"{said} {run_dir.path}\n" in command("status", run_dir.path)
 
 
@@ -89,7 +87,7 @@ def test_who_has_another_address_does_not_move_the_run_there(command: Command, k
     memory = read_json(killed.tracking)
     add_event(killed.tracking_events, "start", {"tags": {}, "parameters": {}, "config": ""})
     out = command("status", killed.path, MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path}/other.db")
-    assert f"it is not told FINISHED: the run is followed at {memory['uri']}" in out
+    assert f"FINISHED was not sent: the run is followed at {memory['uri']}" in out
     assert read_json(killed.tracking) == memory
     assert not (tmp_path / "other.db").exists()
 
@@ -97,7 +95,7 @@ def test_who_has_another_address_does_not_move_the_run_there(command: Command, k
 def test_nothing_is_said_of_a_run_that_somebody_trains(command: Command, killed: RunDir) -> None:
     with filelock.FileLock(killed.lock):
         assert "MLflow" not in command("status", killed.path)
-    assert "now it is told FINISHED" in command("status", killed.path), "it had finished before"
+    assert "it is FINISHED now" in command("status", killed.path), "it had finished before"
 
 
 def test_scores_of_an_evaluation_are_found_with_the_run(command: Command, killed: RunDir) -> None:

@@ -19,7 +19,7 @@ def test_a_run_whose_validation_text_is_gone_says_so_and_goes_on_without_transla
     said = command("train", run, "training.max_steps=6", "--ranks", 2, code=2)
     assert "data.validation: " in said
     assert f"{tmp_path}/valid.de: no such file" in said
-    assert "put it back, or go on without translations: validation.translate=false" in said
+    assert "put it back, or continue without translations: validation.translate=false" in said
     assert "Traceback" not in said
     command("train", run, "training.max_steps=6", "validation.translate=false")
     assert [("bleu" in record, record["step"]) for record in records(run, "validation")] == [

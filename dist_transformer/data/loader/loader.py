@@ -235,7 +235,7 @@ def _refuse_other_rows(window: Window) -> None:
     if newly:
         raise DataError(
             f"{newly[0].place} cannot be read ({newly[0].reason}), but it could when {window.request.key} was "
-            f"begun, so that it cannot be left out now. Restore the file, or go on from a "
+            f"begun, so that it cannot be quarantined now. Restore the file, or resume from a "
             "checkpoint before that window: move the newer ones out of the run's folder `checkpoints`."
         )
 

@@ -75,7 +75,7 @@ def position_from_json(value: Mapping[str, Any], where: str) -> Position:
     if value.get("version") != POSITION_VERSION:
         raise CheckpointError(
             f"{where}: its data position has version {value.get('version')}, this program reads version "
-            f"{POSITION_VERSION}. Go on with the version of dist-transformer that wrote it, or give the run another "
+            f"{POSITION_VERSION}. Resume with the version of dist-transformer that wrote it, or give the run another "
             "run.name."
         )
     opened = {int(lane): windows for lane, windows in value["open"].items()}

@@ -23,7 +23,7 @@ from dist_transformer.errors import DataError, MachineError, UserError
 
 Groups = dict[tuple[int, int], pa.Table]
 """Tables by (corpus, row group)."""
-LEFT_OUT_BEFORE = "left out before"
+LEFT_OUT_BEFORE = "quarantined before"
 """Reason given for a row group that the request excludes."""
 
 
@@ -139,13 +139,13 @@ class RowReader:
         """Returns the row group as quarantined; DataError if `data.on_bad_row_group` does not allow that."""
         place = self._corpora[corpus].places[row_group]
         if self._data.on_bad_row_group == "raise":
-            mend = f"{self._mend(place)}, or set data.on_bad_row_group: quarantine to go on without its rows"
+            mend = f"{self._mend(place)}, or set data.on_bad_row_group: quarantine to continue without its rows"
             raise _error(_cannot_read(place, error, mend), error) from error
         return LostRowGroup(corpus, row_group, str(place), str(error))
 
     def _mend(self, place: RowGroupPlace) -> str:
         if place.is_in_place:
-            return "Mend or restore the file"
+            return "Repair or restore the file"
         return f"The shard is missing or damaged: delete {self._folder} and run `dist-transformer prepare` again"
 
 

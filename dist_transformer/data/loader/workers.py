@@ -168,7 +168,7 @@ def _start(builder: WindowBuilder, count: int) -> list[_LoaderProcess]:
         _kill(processes)
         raise MachineError(
             f"the loader processes cannot be started ({error}). Is the folder for temporary files full, or a limit on "
-            "processes or open files reached (ulimit -a)? Mend that, or set data.loader_workers=0"
+            "processes or open files reached (ulimit -a)? Fix that, or set data.loader_workers=0"
         ) from error
     return processes
 

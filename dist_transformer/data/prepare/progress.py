@@ -44,7 +44,7 @@ def prepare_with_progress(
                 if stage == WAITING and bar.disable and "RANK" not in os.environ:
                     print(f"{WAITING} that prepares {folder} too", file=sys.stderr, flush=True)
             if stop is not None and (reason := stop.reason()):
-                print(f"stopped while preparing the corpus ({reason}); the same command goes on", file=sys.stderr)
+                print(f"stopped while preparing the corpus ({reason}); the same command resumes it", file=sys.stderr)
                 sys.exit(EXIT_REQUEUE)
             bar.update(tasks[stage], completed=rows_done, total=rows_total)
 
@@ -62,7 +62,7 @@ def _told_disk_errors(folder: Path) -> Iterator[None]:
     except (OSError, ArrowException) as error:
         raise (UserError if is_misplaced(error) else MachineError)(
             f"{folder}: preparing the corpus failed: {type(error).__name__}: {error}. Is its disk full, closed to this "
-            "user, or gone? What is done is kept: start the same command again when it is mended"
+            "user, or gone? What is done is kept: start the same command again when it is repaired"
         ) from error
 
 

@@ -59,7 +59,7 @@ def jsonl_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) ->
         if pairs.bad_encoding and not drop:
             number = first + 1 + min(pairs.bad_encoding)
             raise DataError(
-                f"{file}:{number}: not valid Unicode: half of a surrogate pair (\\ud800 to \\udfff). Mend the line, or "
+                f"{file}:{number}: not valid Unicode: half of a surrogate pair (\\ud800 to \\udfff). Fix the line, or "
                 f"set data.filters.bad_encoding to drop."
             )
         return pairs

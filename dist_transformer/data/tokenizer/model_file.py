@@ -39,9 +39,11 @@ def read_pieces_file(path: Path) -> Any:
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}), expected a sentencepiece model.") from error
     except DecodeError as error:
-        raise DataError(f"{path}: not a whole sentencepiece model ({error}). Copy or train it again.") from error
+        raise DataError(f"{path}: not a complete sentencepiece model ({error}). Copy or train it again.") from error
     if not proto.pieces or not all(isinstance(text, str) for text in texts(proto)):  # bytes: no UTF-8
-        raise DataError(f"{path}: not a whole sentencepiece model (it has no pieces of text). Copy or train it again.")
+        raise DataError(
+            f"{path}: not a complete sentencepiece model (it has no pieces of text). Copy or train it again."
+        )
     return proto
 
 

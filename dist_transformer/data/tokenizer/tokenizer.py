@@ -225,9 +225,9 @@ def _load_model(path: Path) -> sentencepiece.SentencePieceProcessor:
         model.load_from_serialized_proto(path.read_bytes())
         pieces = model.get_piece_size()
     except (RuntimeError, OSError) as error:
-        raise DataError(f"{path}: not a whole sentencepiece model ({error}). Copy or train it again.") from error
+        raise DataError(f"{path}: not a complete sentencepiece model ({error}). Copy or train it again.") from error
     if pieces == 0:
-        raise DataError(f"{path}: not a whole sentencepiece model (it has no pieces). Copy or train it again.")
+        raise DataError(f"{path}: not a complete sentencepiece model (it has no pieces). Copy or train it again.")
     for name in ("bos", "eos"):
         if getattr(model, f"{name}_id")() < 0:
             raise DataError(f"{path}: the model has no {name} piece. Train it with --{name}_id set to an id from 0 on.")

@@ -182,9 +182,9 @@ class AsyncWriter:
         if self._ranks.is_rank_zero:
             shutil.rmtree(flight.temporary, ignore_errors=True)
             whole = checkpoints.saved(self._run_dir)
-            kept = f"the run can go on from {whole[-1].name}" if whole else "there is no earlier checkpoint"
+            kept = f"the run can resume from {whole[-1].name}" if whole else "there is no earlier checkpoint"
             message = (
-                f"{problem} (attempts: {self._attempts}); {kept}. Free space or mend the filesystem of "
+                f"{problem} (attempts: {self._attempts}); {kept}. Free space or repair the filesystem of "
                 f"{self._run_dir.checkpoints}"
             )
         return str(self._ranks.broadcast_object(message))

@@ -97,7 +97,7 @@ def newest_whole(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
     diverged = [path.name for path in _with_suffix(run_dir, "diverged")]
     if candidates or (not diverged and _with_suffix(run_dir, "damaged")):
         raise CheckpointError(
-            f"{run_dir.checkpoints}: has checkpoints, but none is whole. To train again from scratch, choose another "
+            f"{run_dir.checkpoints}: has checkpoints, but none is complete. To train again from scratch, choose another "
             "run.name or move this folder away."
         )
     if diverged:

@@ -54,7 +54,7 @@ def write_final_model(
     metric = config.validation.metric
     used = _chosen(run_dir, config.checkpoints.every_steps, choice, metric)
     if asked is not None and len(used) < asked.count:  # the configured count is a limit: a short run has fewer
-        what = f"whole and with a validation {metric}" if asked.kind == "average_best" else "whole"
+        what = f"complete and with a validation {metric}" if asked.kind == "average_best" else "complete"
         log.warning("%d checkpoints asked for, %d there (%s)", asked.count, len(used), what)
     files = manifest.tokenizer
     target = None if files.target == files.source else prepared / files.target
@@ -90,7 +90,7 @@ def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged, metric: str) ->
             "data.validation and checkpoints.keep_best, or average the last ones (--last)"
         )
     if not used:
-        raise CheckpointError(f"{run_dir.checkpoints}: there is no whole checkpoint to make a model of; train first")
+        raise CheckpointError(f"{run_dir.checkpoints}: there is no complete checkpoint to make a model of; train first")
     return used
 
 

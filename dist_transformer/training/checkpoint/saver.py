@@ -87,7 +87,7 @@ class CheckpointSaver:
             message = f"checkpoint of step {saved.step} was given up: {saved.problem}"
             if is_last or self._stop_on_failure:
                 raise CheckpointError(message).agreed()
-            log.error("save       %s; training goes on, and tries again at the next one", message)
+            log.error("save       %s; training continues, and tries again at the next one", message)
         elif not saved.was_there:
             self._saved(saved)
         self._stood_still(time.monotonic() - started)

@@ -56,7 +56,7 @@ def check_version(path: Path, state: Mapping[str, Any]) -> None:
     if (version := state.get("version")) != VERSION:
         age = "an older" if isinstance(version, int) and version < VERSION else "another"
         raise CheckpointError(
-            f"{path}: is a checkpoint of format version {version}, this program reads version {VERSION}. Go on with {age} "
+            f"{path}: is a checkpoint of format version {version}, this program reads version {VERSION}. Resume with {age} "
             "version of Dist Transformer, the one that wrote it, or choose another run.name to train again."
         )
 

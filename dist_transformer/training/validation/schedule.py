@@ -117,6 +117,6 @@ class ValidationSchedule:
     def _failed(self, step: int, reason: str) -> None:
         self._recorded_step = step  # it would fail again
         give_back(self._ranks.device)
-        log.error("validation of step %d failed, and training goes on without it: %s. %s", step, reason, LESS_MEMORY)
+        log.error("validation of step %d failed, and training continues without it: %s. %s", step, reason, LESS_MEMORY)
         if self._run_log:
             self._run_log.validation_failed(step, reason)

@@ -135,9 +135,9 @@ def _read(
             return kept_pairs(corpus, data.config.data, most, data.folder)
         except DataError as error:
             remedy = (
-                "put it back, or go on without translations: validation.translate=false"
+                "put it back, or continue without translations: validation.translate=false"
                 if key == "validation"
-                else "put it back, or go on without this corpus"
+                else "put it back, or continue without this corpus"
             )
             raise DataError(f"data.{key}: {error} ({remedy})") from error
 

@@ -57,7 +57,7 @@ def test_the_last_end_says_each_thing_once(slurm: FakeSlurm, run_dir: RunDir) ->
     slurm.answers("squeue", job_line("5", "COMPLETED"))
     assert ended(run_dir, 0, "done") == "finished (exit code 0)"
     assert ended(run_dir, 9, "goes on") == "exit code 9; goes on"
-    assert ended(run_dir, 2, decide(run_dir, 2, 3).reason) == "a mistake that somebody must mend (exit code 2)"
+    assert ended(run_dir, 2, decide(run_dir, 2, 3).reason) == "a mistake that somebody must fix (exit code 2)"
     assert ended(run_dir, 75, "stopped by the file x") == "saved on request (exit code 75); stopped by the file x"
 
 

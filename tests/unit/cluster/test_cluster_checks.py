@@ -133,7 +133,7 @@ def test_checkpoints_that_are_there_already_need_no_more_space(run_dir: RunDir) 
 
 def test_a_time_limit_must_leave_time_before_the_signal(run_dir: RunDir) -> None:
     [problem] = _problems(run_dir, time_limit="4:00", signal_seconds=180)
-    assert problem.startswith("slurm.time_limit: 4:00 is 240 s, but the job is told to save 180 s before its end")
+    assert problem.startswith("slurm.time_limit: 4:00 is 240 s, but the job is signalled to save 180 s before its end")
     assert problem.endswith("give more than 240 s")
     assert _problems(run_dir, time_limit="4:01", signal_seconds=180) == []
     assert _problems(run_dir, time_limit="0") == []
@@ -288,7 +288,9 @@ def test_a_checkpoint_interval_longer_than_the_job_is_refused_once_a_run_has_mea
 def test_a_save_that_took_longer_than_there_is_time_for_is_refused(run_dir: RunDir) -> None:
     _record(run_dir, seconds_a_step=10.0, save_seconds=175.0)
     [problem] = _problems(run_dir, signal_seconds=180)
-    assert problem.startswith("slurm.signal_seconds: 180 s before the limit the job is told to save, but a step and a")
+    assert problem.startswith(
+        "slurm.signal_seconds: 180 s before the limit the job is signalled to save, but a step and a"
+    )
     assert "took 185 s in this run" in problem
     assert _problems(run_dir, signal_seconds=185) == []
 

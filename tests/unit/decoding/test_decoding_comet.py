@@ -25,6 +25,6 @@ def test_a_model_of_others_is_not_fetched_by_its_name(monkeypatch: pytest.Monkey
 
 def test_a_missing_package_is_named_with_how_to_install_it_and_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "comet", None)
-    with pytest.raises(UserError, match=r"unbabel-comet.*pip install unbabel-comet, or go on without") as caught:
+    with pytest.raises(UserError, match=r"unbabel-comet.*pip install unbabel-comet, or continue without") as caught:
         CometScorer("Unbabel/wmt22-comet-da")
     assert "\n" not in str(caught.value)

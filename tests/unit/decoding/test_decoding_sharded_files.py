@@ -63,7 +63,7 @@ def test_what_another_plan_began_or_made_is_refused(tmp_path: Path) -> None:
     parts = opened(output)
     other = {"input": "b" * 64, "beam_size": 4, "seed": 1}
     differing = r"input: a{12} there, b{12} now; seed: none there, 1 now"
-    with pytest.raises(UserError, match=rf"{differing}\): go on as it was begun, .* remove the folder .*out\.parts"):
+    with pytest.raises(UserError, match=rf"{differing}\): continue as it was begun, .* remove the folder .*out\.parts"):
         open_parts(output, other, 3)
     for chunk in range(3):
         parts.write(chunk, [])

@@ -250,7 +250,7 @@ def test_missing_and_damaged_files_are_refused_by_name(tmp_path: Path):
         import_marian(tmp_path / "theirs", tmp_path / "ours")
     (tmp_path / "theirs/model.safetensors").write_bytes(weights)
     (tmp_path / "theirs/source.spm").write_bytes(b"")
-    with pytest.raises(DataError, match=r"source\.spm: not a whole sentencepiece model"):
+    with pytest.raises(DataError, match=r"source\.spm: not a complete sentencepiece model"):
         import_marian(tmp_path / "theirs", tmp_path / "ours")
     (tmp_path / "theirs/source.spm").write_bytes((tmp_path / "theirs/target.spm").read_bytes())
     (tmp_path / "theirs/vocab.json").write_text("[]")

@@ -106,12 +106,12 @@ def test_a_save_that_fails_leaves_the_older_folder_as_it_was(save_small_model: S
 def test_a_missing_file_is_named(name: str, save_small_model: Save) -> None:
     folder = save_small_model().folder
     (folder / name).unlink()
-    with pytest.raises(CheckpointError, match=f"{folder} is not a whole model folder: {name} is missing"):
+    with pytest.raises(CheckpointError, match=f"{folder} is not a complete model folder: {name} is missing"):
         load_model_folder(folder)
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere is not a whole model folder"):
+    with pytest.raises(CheckpointError, match="nowhere is not a complete model folder"):
         load_model_folder(tmp_path / "nowhere")
 
 

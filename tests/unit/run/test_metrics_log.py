@@ -58,7 +58,7 @@ def test_a_damaged_line_in_the_middle_is_left_out_with_a_warning(
         file.write(b"\0\0\0\n[1]\n")
     log.append("train", 2, {})
     assert steps_of(log.path) == [1, 2]
-    assert "damaged and left out" in caplog.text
+    assert "damaged and skipped" in caplog.text
 
 
 def test_a_file_that_does_not_exist_has_no_records(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_another_model_than_that_of_the_checkpoint_is_refused_before_its_configu
         with pytest.raises(ConfigError) as caught:
             submit_run(run, ["model.d_model=64"])
         assert str(caught.value) == (
-            f"cannot submit:\n  run folder {run_dir.path}: its checkpoint step_00000060 cannot be gone on with: "
+            f"cannot submit:\n  run folder {run_dir.path}: its checkpoint step_00000060 cannot be resumed: "
             "model.d_model: 128 -> 64; put it back, or choose another run.name"
         )
     assert run_dir.config.read_text() == before
@@ -84,7 +84,7 @@ def test_a_checkpoint_from_before_a_setting_goes_on_where_the_setting_is_what_it
     for name, value in YOUNGER.items():
         changed = config.model_copy(update={"model": config.model.model_copy(update={name: value})})
         [problem] = submission_problems(changed, run_dir, 1)
-        assert f"cannot be gone on with: model.{name}: {getattr(config.model, name)} -> {value}; put it back" in problem
+        assert f"cannot be resumed: model.{name}: {getattr(config.model, name)} -> {value}; put it back" in problem
 
 
 FIRST = {
@@ -113,7 +113,7 @@ def test_how_the_first_weights_were_drawn_may_change(yaml: Path, run_dir: RunDir
 def test_all_changes_are_named_and_other_lanes_have_a_remedy_of_their_own(yaml: Path, run_dir: RunDir) -> None:
     _save(run_dir, load_config(yaml, ["data.lanes=4"]))
     [problem] = submission_problems(load_config(yaml, ["run.seed=9"]), run_dir, 1)
-    assert "with: data.lanes: 4 -> 8, run.seed: 1 -> 9; put them back, or choose" in problem
+    assert "data.lanes: 4 -> 8, run.seed: 1 -> 9; put them back, or choose" in problem
     [problem] = submission_problems(load_config(yaml), run_dir, 1)
     assert problem.endswith("put it back, set data.reslice_from=4, or choose another run.name")
     assert submission_problems(load_config(yaml, ["data.reslice_from=4"]), run_dir, 1) == []
@@ -138,7 +138,7 @@ def test_a_finished_run_is_not_trained_again_unless_it_is_given_more_steps(
     submit_run(yaml, ["data.test={demo: test}"])
     run_dir.model.mkdir()
     write_json(run_dir.state, {"state": "finished", "step": 60})
-    finished = f"{run_dir.path}: is finished at step 60 of 60; give a larger training.max_steps to go on"
+    finished = f"{run_dir.path}: is finished at step 60 of 60; give a larger training.max_steps to continue"
     with pytest.raises(ConfigError) as caught:
         submit_run(run_dir.path, [])
     assert (caught.value.exit_code, caught.value.problems) == (2, [finished])

@@ -302,7 +302,7 @@ def test_a_model_folder_that_cannot_be_read_does_not_end_training(
 ) -> None:
     (finished.model / "config.json").write_text("{")
     assert client.get_run(deliver(finished)).info.status == "FINISHED"
-    assert f"MLflow is not told of the model {finished.model}" in caplog.text
+    assert f"MLflow does not get the model {finished.model}" in caplog.text
 
 
 def test_a_server_that_answers_gets_more_time_for_a_model(

@@ -51,7 +51,7 @@ MEASURES = {
 }
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=150),
     st.integers(80, 900),

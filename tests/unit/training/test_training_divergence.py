@@ -61,7 +61,7 @@ def test_a_bump_in_the_warm_up_is_no_divergence():
 
 
 @given(seed=st.integers(0, 10**6), start=st.integers(1500, 2500), factor=st.floats(2.0, 100.0))
-@hypothesis_settings(max_examples=25, deadline=None)
+@hypothesis_settings(max_examples=25)
 def test_a_jump_that_stays_is_noticed_after_exactly_the_patience(seed, start, factor):
     losses = usual_losses(start, seed, 0.03) + [factor * loss for loss in usual_losses(start + 100, seed, 0.03)[start:]]
     assert first_alarm(losses) == (start + DEFAULTS.patience_steps, start + 1)
@@ -71,7 +71,7 @@ def test_a_jump_that_stays_is_noticed_after_exactly_the_patience(seed, start, fa
     height=st.floats(10.0, 1e30) | st.just(math.nan) | st.just(math.inf) | st.just(-math.inf),
     length=st.integers(1, DEFAULTS.patience_steps - 1),
 )
-@hypothesis_settings(max_examples=25, deadline=None)
+@hypothesis_settings(max_examples=25)
 def test_spikes_shorter_than_the_patience_are_no_divergence_and_leave_no_trace(height, length):
     usual = usual_losses(1600, 4)
     with_spikes, without = LossMonitor(DEFAULTS, None), LossMonitor(DEFAULTS, None)
@@ -121,7 +121,7 @@ def test_after_other_data_begin_the_window_is_filled_anew():
 
 
 @given(seed=st.integers(0, 10**6), cut=st.integers(1, 1700), jump=st.integers(1500, 1650))
-@hypothesis_settings(max_examples=25, deadline=None)
+@hypothesis_settings(max_examples=25)
 def test_a_resumed_run_decides_as_one_that_never_stopped(seed, cut, jump):
     losses = [loss * (3 if step >= jump else 1) for step, loss in enumerate(usual_losses(1700, seed, 0.03))]
     expected = first_alarm(losses)
@@ -249,7 +249,7 @@ def test_the_policy_stop_ends_the_run_and_says_what_it_goes_on_from_and_what_to_
     message = str(ended.value)
     for part in (
         "training diverged at step 70: the loss was above 9", "divergence.policy is stop",
-        "goes on from the checkpoint of step 60", "optimizer.learning_rate", "schedule.warmup_steps",
+        "resumes from the checkpoint of step 60", "optimizer.learning_rate", "schedule.warmup_steps",
         "training.gradient_clip_norm=1", "training.precision=bf16", "divergence.policy=lower_learning_rate",
     ):  # fmt: skip
         assert part in message
@@ -257,7 +257,7 @@ def test_the_policy_stop_ends_the_run_and_says_what_it_goes_on_from_and_what_to_
 
 
 def test_a_run_without_an_older_checkpoint_goes_on_from_scratch(tmp_path):
-    with pytest.raises(UserError, match="goes on from scratch"):
+    with pytest.raises(UserError, match="resumes from scratch"):
         recover(RunDir(tmp_path), DEFAULTS, DIVERGED, 0)
 
 

@@ -76,7 +76,7 @@ def test_a_flipped_byte_in_a_page_is_found_by_its_checksum(tmp_path, tokens):
         message = (
             rf"^{path}: row group 1 cannot be read \(could not verify page integrity, CRC checksum verification failed "
             rf"for page_ordinal 0\)\. The shard is missing or damaged: delete {tmp_path} and run `dist-transformer "
-            r"prepare` again, or set data\.on_bad_row_group: quarantine to go on without its rows\.$"
+            r"prepare` again, or set data\.on_bad_row_group: quarantine to continue without its rows\.$"
         )
         assert_raised_or_quarantined(tmp_path, tokens, 1, message)
 
@@ -186,7 +186,7 @@ def test_row_groups_that_the_request_leaves_out_are_not_touched(tmp_path, tokens
     read = reader_of(tmp_path, {"train": tokens}).read(replace(WINDOW, without=(*without, (0, 17))))
     file = str(shard_of(tmp_path, tokens))
     assert read.lost == tuple(
-        LostRowGroup(0, group, f"row group {group} of {file}", "left out before") for group in range(3)
+        LostRowGroup(0, group, f"row group {group} of {file}", "quarantined before") for group in range(3)
     )
 
 
@@ -203,8 +203,8 @@ def test_a_damaged_file_of_the_user_is_to_be_mended_by_the_user(tmp_path, texts)
     path = tmp_path / "corpus.parquet"
     path.write_bytes(path.read_bytes()[:100])
     message = (
-        rf"^{path}: row group 0 cannot be read \(.+\)\. Mend or restore the file, or set data\.on_bad_row_group: "
-        r"quarantine to go on without its rows\.$"
+        rf"^{path}: row group 0 cannot be read \(.+\)\. Repair or restore the file, or set data\.on_bad_row_group: "
+        r"quarantine to continue without its rows\.$"
     )
     with pytest.raises(DataError, match=message):
         reader_of(tmp_path / "prepared", {"train": texts}, read_attempts=1).read(WINDOW)
@@ -216,7 +216,7 @@ def test_bad_encoding_names_the_column_and_the_row(tmp_path, texts):
     write_table(pa.table({"en": ["good"] * 120, "de": text}), tmp_path / "corpus.parquet", GROUPS)
     message = (
         r"row group 1 cannot be read \(column 'de' is not valid UTF-8 in row 5 of the row group; convert it, or set "
-        r"data\.filters\.bad_encoding: drop\)\. Mend or restore the file"
+        r"data\.filters\.bad_encoding: drop\)\. Repair or restore the file"
     )
     assert_raised_or_quarantined(tmp_path / "prepared", texts, 1, message)
 
@@ -234,7 +234,7 @@ def test_columns_that_do_not_hold_text_are_named(tmp_path, texts, table, columns
     path = tmp_path / "other.parquet"
     shard = Shard(str(path), 0, "", write_table(pa.table(table), path, [1]))
     split = split_of([shard], TextColumns(*columns, ""))
-    with pytest.raises(DataError, match=rf"^{path}: row group 0 cannot be read \({message}\)\. Mend or restore"):
+    with pytest.raises(DataError, match=rf"^{path}: row group 0 cannot be read \({message}\)\. Repair or restore"):
         reader_of(tmp_path / "prepared", {"train": split}).read(request((0, 0, 0, 1)))
 
 
@@ -283,7 +283,7 @@ def test_a_slow_remote_that_fails_twice_is_read_in_the_third_attempt(tmp_path, t
 def test_a_remote_that_never_answers_raises_or_is_left_out(tmp_path, remote, faults, reason):
     plan_faults(tmp_path, **faults)
     address = f"faulty://{tmp_path}/remote/corpus.parquet"
-    message = rf"^{address}: row group 0 cannot be read \(.*{reason}\)\. Mend or restore the file, or set data"
+    message = rf"^{address}: row group 0 cannot be read \(.*{reason}\)\. Repair or restore the file, or set data"
     with pytest.raises(DataError, match=message):
         remote_reader(tmp_path, remote, read_attempts=2).read(WINDOW)
     read = remote_reader(tmp_path, remote, read_attempts=2, on_bad_row_group="quarantine").read(WINDOW)

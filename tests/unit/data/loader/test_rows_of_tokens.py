@@ -88,6 +88,6 @@ def test_the_rows_of_a_window_that_is_left_out_whole_are_none(reader):
     assert as_lists(read.rows) == []
     assert read.rows.source_offsets.tolist() == read.rows.target_offsets.tolist() == [0]
     assert [(lost.corpus, lost.row_group, lost.reason) for lost in read.lost] == [
-        (0, 1, "left out before"),
-        (1, 2, "left out before"),
+        (0, 1, "quarantined before"),
+        (1, 2, "quarantined before"),
     ]

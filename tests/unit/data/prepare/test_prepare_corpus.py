@@ -140,7 +140,7 @@ def test_a_taken_model_that_is_missing_or_damaged_is_named(tmp_path: Path):
     with pytest.raises(DataError, match=r"gone\.model: no such file"):
         prepare(config_of(tmp_path, tokenizer={"source_model": str(tmp_path / "gone.model")}))
     (tmp_path / "bad.model").write_bytes(b"bad")
-    with pytest.raises(DataError, match=r"bad\.model: not a whole sentencepiece model"):
+    with pytest.raises(DataError, match=r"bad\.model: not a complete sentencepiece model"):
         prepare(config_of(tmp_path, tokenizer={"source_model": str(tmp_path / "bad.model")}))
 
 

@@ -92,5 +92,5 @@ def test_a_shorter_and_a_longer_piece_live_together(model: Path, tmp_path: Path)
 
 def test_a_file_that_is_no_model_is_named(tmp_path: Path):
     (tmp_path / "text.model").write_text("this is text\n" * 100)
-    with pytest.raises(DataError, match=r"text\.model: not a whole sentencepiece model"):
+    with pytest.raises(DataError, match=r"text\.model: not a complete sentencepiece model"):
         add_pieces(tmp_path / "text.model", ["<bt>"], tmp_path / "new.model")

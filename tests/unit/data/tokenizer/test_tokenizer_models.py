@@ -122,13 +122,13 @@ def test_a_missing_model_is_named(tmp_path: Path):
 def test_a_truncated_model_is_named(tmp_path: Path, model: Path, kept_share: float):
     content = model.read_bytes()
     (tmp_path / "cut.model").write_bytes(content[: int(kept_share * len(content))])
-    with pytest.raises(DataError, match=r"cut\.model: not a whole sentencepiece model"):
+    with pytest.raises(DataError, match=r"cut\.model: not a complete sentencepiece model"):
         Tokenizer.load(tmp_path / "cut.model")
 
 
 def test_another_kind_of_file_is_named(tmp_path: Path):
     (tmp_path / "text.model").write_text("this is text\n" * 100)
-    with pytest.raises(DataError, match=r"text\.model: not a whole sentencepiece model"):
+    with pytest.raises(DataError, match=r"text\.model: not a complete sentencepiece model"):
         Tokenizer.load(tmp_path / "text.model")
 
 

@@ -158,7 +158,7 @@ def test_a_save_that_never_succeeds_is_given_up_on_all_ranks_and_leaves_the_olde
         "rank 1: state_1.safetensors",
         "No space left",
         "attempts: 3",
-        "go on from step_00000004",
+        "resume from step_00000004",
         "Free space",
     ):
         assert said in first.problem

@@ -87,7 +87,7 @@ def test_the_best_are_so_by_the_metric_of_validation(averaged):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("average_last", "(whole)"), ("average_best", "(whole and with a validation loss)")]
+    ("kind", "said"), [("average_last", "(complete)"), ("average_best", "(complete and with a validation loss)")]
 )
 def test_fewer_than_asked_for_are_taken_with_a_warning_but_not_where_only_the_configuration_asks(
     averaged, caplog, kind, said
@@ -133,7 +133,7 @@ def test_a_moving_average_that_was_never_kept_is_refused(averaged, run_dir):
 @pytest.mark.parametrize("kind", ["average_last", "average_best", "ema"])
 def test_without_checkpoints_there_is_no_model(averaged, run_dir, kind):
     run_dir.checkpoints.rename(run_dir.checkpoints.with_name("elsewhere"))
-    with pytest.raises(CheckpointError, match="there is no whole checkpoint to make a model of; train first"):
+    with pytest.raises(CheckpointError, match="there is no complete checkpoint to make a model of; train first"):
         averaged(Averaged(kind, 2))
 
 

@@ -132,7 +132,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_from_scratch(run_d
     for path in checkpoints.saved(run_dir):
         DAMAGES[damage](path / file)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match=r"none is whole.*choose another\s+run\.name"):
+        with pytest.raises(CheckpointError, match=r"none is complete.*choose another\s+run\.name"):
             checkpoints.newest_whole(run_dir, RUN_ID)
 
 

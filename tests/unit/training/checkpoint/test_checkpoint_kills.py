@@ -112,7 +112,7 @@ def test_a_full_disk_gives_up_the_save_and_keeps_the_older_one(small_disk, run_d
     (small_disk / "filler").write_bytes(bytes(shutil.disk_usage(small_disk).free - 4096))
     (problem,) = {saved.problem for saved in save(run_dir, 2, save_attempts=2)}
     assert ("are free on" if looks_first else "No space left on device") in problem
-    assert "go on from step_00000001" in problem
+    assert "resume from step_00000001" in problem
     assert folders(run_dir) == ["step_00000001"]
     (small_disk / "filler").unlink()
     assert save(run_dir, 2)[0].path is not None
