@@ -1,10 +1,10 @@
-"""What a step loses to all that is not the model: data, padding, logging, checkpoints, the memory of the loss. For step.py.
+"""Costs of a step beside the model: data, padding, logging, checkpoints, the memory of the loss. For step.py.
 
-One real run of `dist-transformer train` on text in an invented language, with its loader process, its log, MLflow in sqlite
-and checkpoints, in a process of its own. Figures are what the run wrote into metrics.jsonl, and those of clocks
-(timed_train.py) where it writes none. Two of them are bounds: each window is taken to be waited for in full, though
-the loader process has it long before; and CPU-seconds of threads in the background are taken to hold up training, as they do
-on a machine without a free core.
+One real run of `dist-transformer train` on text in an invented language, with its loader process, its log, MLflow in
+sqlite and checkpoints, in a process of its own. Figures are those of the run's metrics.jsonl, and of clocks
+(timed_train.py) for the others. Two of them are bounds: training is assumed to wait for each window in full, though the
+loader process has built it long before; and CPU-seconds of background threads are assumed to hold up training, as they
+do on a machine without a free core.
 """
 
 import argparse
@@ -40,13 +40,13 @@ PREPARED, CONFIG = "prepared", "run.yaml"
 LOG_EVERY_STEPS = 10
 CHECKPOINT_EVERY_STEPS = 20
 SAVE_SECONDS = 600.0
-"""Between two checkpoints, for their budget."""
+"""Time between two checkpoints, for their budget."""
 BYTES_OF_FP32 = 4
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the report; `figure` and `budget` are shares, or in the unit that says how a number of them is written."""
+    """A line of the report; `figure` and `budget` are shares, or numbers in the format `unit`."""
 
     what: str
     figure: float
@@ -65,7 +65,7 @@ class Row:
 
 @dataclass(frozen=True)
 class RealRun:
-    """A run that has ended: its "train" records, its clocks at the same log lines, its data."""
+    """A completed run: its "train" records, its clocks at the same log lines, its data."""
 
     records: list[dict[str, Any]]
     clocks: list[dict[str, float]]
@@ -73,7 +73,7 @@ class RealRun:
 
     @property
     def seconds(self) -> float:
-        """Of training, checkpoints left out."""
+        """Time of training, without checkpoints."""
         return sum(record["target_tokens"] / record["tokens_per_second"] for record in self.records)
 
     @property
@@ -81,13 +81,13 @@ class RealRun:
         return sum(int(record["target_tokens"]) for record in self.records)
 
     def share_of_seconds(self, name: str) -> float:
-        """The mean of a record's value, each by its seconds."""
+        """Returns the mean of a record's value, weighted by the seconds of each record."""
         weights = [record["target_tokens"] / record["tokens_per_second"] for record in self.records]
         return sum(w * record[name] for w, record in zip(weights, self.records, strict=True)) / self.seconds
 
 
 def measure(arguments: argparse.Namespace) -> list[Row]:
-    """All rows; the run is made in a temporary folder."""
+    """Measures all rows; the run is made in a temporary folder."""
     with tempfile.TemporaryDirectory() as name:
         run = _train(Path(name), arguments)
         rows = [_data_wait(run), *_padding(run), _logging(run), _checkpoints(run), _start(Path(name))]
@@ -118,7 +118,7 @@ def _train(folder: Path, arguments: argparse.Namespace) -> RealRun:
 
 
 def _run(folder: Path, name: str, *settings: str) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
-    """The "train" records and the clocks of a run of the folder's configuration."""
+    """Runs the folder's configuration. Returns its "train" records and clocks."""
     clocks, script = folder / "clocks.json", Path(__file__).with_name("timed_train.py")
     environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
     done = subprocess.run(
@@ -150,7 +150,7 @@ def _config(folder: Path, arguments: argparse.Namespace) -> Config:
 
 
 def _data_wait(run: RealRun) -> Row:
-    """What was waited within a window, and what a window would take if nothing made it ahead."""
+    """Measures the wait within a window, and the time to build a window if it were not built ahead."""
     data = run.data.config.data
     began = time.perf_counter()
     run.data.loader(run.data.start(), 0, 0, 1, 0).next_step()
@@ -167,7 +167,7 @@ def _data_wait(run: RealRun) -> Row:
 
 
 def _padding(run: RealRun) -> list[Row]:
-    """Padding of the run's own batches; and of the same corpus packed, into batches of the usual size."""
+    """Measures padding of the run's own batches, and of the same corpus packed into batches of the usual size."""
     padded = run.share_of_seconds("padding_share")
     usual = DataConfig().max_tokens
     config = run.data.config.model_copy(update={"data": run.data.config.data.model_copy(update={"max_tokens": usual})})
@@ -182,7 +182,7 @@ def _padding(run: RealRun) -> list[Row]:
 
 
 def _logging(run: RealRun) -> Row:
-    """Between the first log line after MLflow's run was made and the last one."""
+    """Measures from the first log line after MLflow's run was made to the last one."""
     samples = [sample for sample in run.clocks if sample["tracked"]]
     assert len(samples) > 1, "the run ended before its MLflow run was made: give it more steps (--run-steps)"
     wall, held, followers = (samples[-1][name] - samples[0][name] for name in ("wall", "logging", "followers"))
@@ -194,7 +194,7 @@ def _logging(run: RealRun) -> Row:
 
 
 def _checkpoints(run: RealRun) -> Row:
-    """Each save stands still twice (copy, commit), and its thread computes checksums in between."""
+    """Measures saves: training waits twice (copy, commit), and a thread computes checksums in between."""
     saves = (run.records[-1]["step"] - 1) // CHECKPOINT_EVERY_STEPS
     still = sum(record["save_seconds"] for record in run.records) / saves
     last = run.clocks[-1]
@@ -206,7 +206,7 @@ def _checkpoints(run: RealRun) -> Row:
 
 
 def _start(folder: Path) -> Row:
-    """Of another run on the corpus that the first one has prepared; its only step included."""
+    """Measures the start of another run on the corpus that the first one has prepared; its only step included."""
     began = time.time()
     (record,), _ = _run(folder, "start", "training.max_steps=1", "schedule.warmup_steps=1")
     note = "from the command to the log line of its first step; the corpus is prepared"
@@ -214,7 +214,7 @@ def _start(folder: Path) -> Row:
 
 
 def _loss_memory(arguments: argparse.Namespace) -> Row:
-    """The peak of the loss and its backward pass, gradients included: below a single tensor of all logits in fp32."""
+    """Measures the peak of loss and backward pass, with gradients; its budget is one tensor of all logits in fp32."""
     d_model, vocabulary, tokens = (
         ModelConfig(preset=arguments.preset).d_model,
         arguments.vocabulary,
@@ -242,7 +242,7 @@ def _loss_memory(arguments: argparse.Namespace) -> Row:
 
 
 def allocated(work: Callable[[], None]) -> tuple[int, int]:
-    """Bytes in tensors on the CPU that `work` takes beyond those before it: the peak, and the largest single tensor."""
+    """Returns the bytes that `work` allocates in tensors on the CPU: the peak, and the largest single tensor."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as recorded:
         work()
     in_use = peak = largest = 0

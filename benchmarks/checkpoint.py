@@ -1,13 +1,13 @@
-"""What a checkpoint costs: how long training stands still for a save, and how long a resume takes.
+"""Costs of a checkpoint: the time that training waits for a save, and the time of a resume.
 
     python benchmarks/checkpoint.py                             # 60 M and 200 M parameters, ZeRO 0 to 3, one rank
     python benchmarks/checkpoint.py --sizes 60M --stages 1 3 --ranks 2
 
-Ours: the real engine and saver. Training stands still while the state is copied (`begin`) and while the files of all ranks
-are confirmed and committed (`finish`); in between it goes on, perhaps slower, while a thread writes, flushes to disk and
-hashes. All that is lost is both together. Beside it, on the same engine: DeepSpeed's `save_checkpoint`, which trains nothing
-meanwhile, flushes nothing and keeps no checksums. A resume of ours reads every byte against its checksum before it loads.
-Files that were just written are in the page cache for both.
+Ours: the real engine and writer. Training waits while the state is copied (`begin`) and while the files of all ranks
+are confirmed and committed (`finish`); in between it continues, perhaps slower, while a thread writes, flushes to disk
+and hashes. The cost is the sum of both. Beside it, on the same engine: DeepSpeed's `save_checkpoint`, during which no
+step is trained, and which neither flushes nor computes checksums. A resume of ours checks every byte against its
+checksum before it loads. Files that were just written are in the page cache for both.
 """
 
 import argparse
@@ -46,7 +46,7 @@ OURS, DEEPSPEED = "ours", "DeepSpeed"
 RUN_ID = "benchmark"
 SEED = 1
 BUDGET_SECONDS = 12.0
-"""2 % of the 10 minutes between two saves."""
+"""Budget of a save: 2 % of the 10 minutes between two saves."""
 
 
 class Case:
@@ -70,7 +70,7 @@ class Case:
         self.step_seconds()  # chooses kernels
 
     def step_seconds(self) -> float:
-        """A step on one micro-batch."""
+        """Measures a step on one micro-batch."""
         source, target = self._ids
         self._ranks.barrier()
         began = time.perf_counter()
@@ -82,7 +82,7 @@ class Case:
         return time.perf_counter() - began
 
     def ours(self) -> Figures:
-        """A save while training continues, then a resume from it."""
+        """Measures a save during training, then a resume from it."""
         alone = statistics.median([self.step_seconds() for _ in range(3)])
         began = time.perf_counter()
         self._saver.begin(self.engine, {"step": self._steps, "run_id": RUN_ID})
@@ -111,7 +111,7 @@ class Case:
         return self._cleared(saved.path, figures)
 
     def deepspeed(self) -> Figures:
-        """The same by DeepSpeed's own functions."""
+        """Measures the same with DeepSpeed's own functions."""
         folder, native = self._folder / "deepspeed", self.engine._engine
         seconds = self._timed(lambda: native.save_checkpoint(str(folder), tag="now"))
         figures = {
@@ -167,14 +167,14 @@ def main() -> None:
 
 
 def _measure(arguments: argparse.Namespace, ranks: Ranks, folder: Path) -> tuple[dict[str, Rounds], dict[str, int]]:
-    """One engine at a time: all of them would not fit into memory."""
+    """Measures one engine at a time, as all of them would not fit into memory."""
     rounds, parameters = {}, {}
     for size in arguments.sizes:
         for stage in arguments.stages:
             case = Case(size, stage, arguments, ranks, folder / f"{size}-{stage}")
             parameters[size] = case.num_parameters
             ways: dict[str, Callable[[], Figures]] = {OURS: case.ours, DEEPSPEED: case.deepspeed}
-            common.interleaved(ways, 1)  # allocates what is used again
+            common.interleaved(ways, 1)  # warms up: allocates memory that is reused
             rounds[f"{size}, ZeRO {stage}"] = common.interleaved(ways, arguments.rounds)
             case.engine.close()
             del case, ways

@@ -1,7 +1,7 @@
-"""What the benchmarks share: beginning and end, clocks, interleaved repeats, markdown tables.
+"""Common parts of the benchmarks: beginning and end, clocks, interleaved repeats, markdown tables.
 
-A case is a function that does its work once and returns figures by name. Cases take turns, round by round, so that what
-else the machine does falls on all of them; a ratio is taken within each round, and medians over the rounds.
+A case is a function that does its work once and returns figures by name. Cases take turns, round by round, so that
+other work on the machine affects all of them; a ratio is taken within each round, and medians over the rounds.
 """
 
 import argparse
@@ -23,16 +23,16 @@ import torch
 
 Figures = dict[str, float]
 Rounds = dict[str, list[Figures]]
-"""The figures of each case, one for each round."""
+"""Figures of each case, one for each round."""
 
 PACKAGES = ("torch", "deepspeed", "datasets", "pyarrow", "numpy")
 
 
 class Stopwatch:
-    """Wall and CPU seconds since it was made.
+    """Wall and CPU seconds since its construction.
 
-    CPU: all threads of this process, and if asked of its descendants that are alive when it is read. Those are read from
-    the process table, which takes milliseconds and counts in hundredths of a second.
+    CPU: all threads of this process and, if requested, of its descendants that are alive at the reading. Those are read
+    from the process table, which takes milliseconds and counts in hundredths of a second.
     """
 
     def __init__(self, with_descendants: bool) -> None:
@@ -48,14 +48,14 @@ class Stopwatch:
     def _descendants_cpu_seconds(self) -> dict[psutil.Process, float]:
         found = {}
         for process in psutil.Process().children(recursive=True) if self._with_descendants else []:
-            with contextlib.suppress(psutil.NoSuchProcess):  # one that has just ended
+            with contextlib.suppress(psutil.NoSuchProcess):  # the process has just ended
                 spent = process.cpu_times()
                 found[process] = spent.user + spent.system
         return found
 
 
 def interleaved(cases: Mapping[str, Callable[[], Figures]], num_rounds: int) -> Rounds:
-    """Every case once a round, the order turned round by one place each time."""
+    """Runs every case once per round, with the order rotated by one place each time."""
     names, rounds = list(cases), {name: [] for name in cases}
     for number in range(num_rounds):
         first = number % len(names)
@@ -65,7 +65,7 @@ def interleaved(cases: Mapping[str, Callable[[], Figures]], num_rounds: int) -> 
 
 
 def rates(pairs: int, tokens: int, wall_seconds: float, cpu_seconds: float) -> Figures:
-    """What a loader gave, in all and by time."""
+    """Returns the figures of a loader: totals and rates."""
     return {
         "pairs": pairs,
         "wall_seconds": wall_seconds,
@@ -82,18 +82,18 @@ def median(samples: Sequence[Figures], figure: str) -> float:
 
 
 def median_ratio(samples: Sequence[Figures], reference: Sequence[Figures], figure: str) -> float:
-    """The median over the rounds of samples / reference."""
+    """Returns the median over the rounds of samples / reference."""
     return statistics.median(a[figure] / b[figure] for a, b in zip(samples, reference, strict=True))
 
 
 def ratio_range(samples: Sequence[Figures], reference: Sequence[Figures], figure: str) -> str:
-    """The smallest and the largest ratio of a round, as text."""
+    """Returns the smallest and the largest ratio of a round as text."""
     ratios = [a[figure] / b[figure] for a, b in zip(samples, reference, strict=True)]
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
 
 
 def machine() -> dict[str, Any]:
-    """Where and with what this was measured. `load_average` (1 minute) tells of other work on the machine."""
+    """Returns the machine and the versions of this measurement. `load_average` (1 minute) shows other work on it."""
     cuda = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "date": date.today().isoformat(),
@@ -109,7 +109,7 @@ def machine() -> dict[str, Any]:
 
 
 def machine_line(found: Mapping[str, Any]) -> str:
-    """`machine()` as one line of text."""
+    """Formats `machine()` as one line of text."""
     packages = ", ".join(f"{name} {found[name]}" for name in ("python", *PACKAGES))
     return (
         f"{found['date']}: {found['cores']} {found['architecture']} cores ({found['vector_instructions']}), "
@@ -126,13 +126,13 @@ def _system_name() -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table; the first column to the left, the others to the right."""
+    """Returns a markdown table; the first column is aligned left, the others right."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def arguments_of(parser: argparse.ArgumentParser, rounds: int) -> argparse.Namespace:
-    """The command line, with what every benchmark takes."""
+    """Parses the command line, with the arguments of every benchmark added."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--json", type=Path, help="file for all figures of all rounds")
@@ -140,7 +140,7 @@ def arguments_of(parser: argparse.ArgumentParser, rounds: int) -> argparse.Names
 
 
 def begin(threads: int) -> dict[str, Any]:
-    """Says where and with what this is measured."""
+    """Prints and returns the machine and the versions of this measurement."""
     torch.set_num_threads(threads)
     logging.disable(logging.WARNING)
     found = machine()
@@ -149,7 +149,7 @@ def begin(threads: int) -> dict[str, Any]:
 
 
 def finish(arguments: argparse.Namespace, found: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
-    """Writes all figures of all rounds as JSON, where that was asked for."""
+    """Writes all figures of all rounds as JSON, if requested."""
     if arguments.json:
         plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
         value = {"machine": found, "arguments": plain, "figures": figures}

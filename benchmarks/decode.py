@@ -1,12 +1,13 @@
-"""How fast `translate` searches: ours, CTranslate2 and Hugging Face `generate` on the same weights and sentences.
+"""Speed of the search of `translate`: ours, CTranslate2 and Hugging Face `generate` on the same weights and sentences.
 
     python benchmarks/decode.py                                     # random weights, sizes small and base
     python benchmarks/decode.py --model runs/my --source test.en    # a trained model on real sentences
 
-The model is written as a Marian folder and as a CTranslate2 folder by the package's own adapters. Every engine gets the same
-token ids in the same batches, in a process of its own: in one process the threads of one slow down those of the others.
-Tokenizing is not timed. Length penalty 0, which all three understand alike. With random weights
-the end of sentence is made impossible, so that every translation has the same length; a trained model's end where they end.
+The model is written as a Marian folder and as a CTranslate2 folder by the package's own adapters. Every engine receives
+the same token ids in the same batches, in a process of its own: in one process the threads of one slow down those of
+the others. Tokenizing is not timed. The length penalty is 0, which has the same meaning in all three. With random
+weights the end of sentence is made impossible, so that all translations have the same length; with a trained model they
+end normally.
 """
 
 import argparse
@@ -60,7 +61,7 @@ from dist_transformer.model.transformer import Transformer
 
 Ids = list[list[int]]
 Engine = Callable[[Ids], Ids]
-"""Source ids of a batch to target ids, without eos."""
+"""Function from source ids of a batch to target ids, without eos."""
 EXTRA_TOKENS = 50
 RANDOM_LENGTH = 24
 
@@ -91,9 +92,9 @@ def model_folders(arguments: argparse.Namespace, temporary: Path) -> list[tuple[
 
 
 def random_model(preset: str, vocabulary: int, temporary: Path) -> Path:
-    """A model folder whose translations never end by themselves. Its tokenizer only lends it a name for each id."""
+    """Writes a model folder whose translations never end by themselves. Its tokenizer only provides a name per id."""
     model_file = temporary / "pieces.model"
-    names = [f"<{number}>" for number in range(vocabulary - 400)]  # the demo corpus has not so many pieces
+    names = [f"<{number}>" for number in range(vocabulary - 400)]  # the demo corpus yields fewer pieces
     text = (sentence for pair in demo_pairs("validation") for sentence in pair)
     train_tokenizer(text, TokenizerConfig(vocabulary_size=vocabulary), model_file, names)
     tokenizer = Tokenizer.load(model_file)
@@ -111,12 +112,12 @@ def random_model(preset: str, vocabulary: int, temporary: Path) -> Path:
 
 @dataclass(frozen=True)
 class Case:
-    """What a process needs to know to translate.
+    """Settings of a process that translates.
 
     Attributes:
-        folder: of the model.
-        exports: where it lies as a Marian and as a CTranslate2 folder.
-        extra_tokens: how much longer than its source a translation may be.
+        folder: folder of the model.
+        exports: folder with the model in Marian's and CTranslate2's formats.
+        extra_tokens: tokens by which a translation may be longer than its source.
     """
 
     folder: Path
@@ -126,7 +127,7 @@ class Case:
 
 
 def measure(name: str, folder: Path, arguments: argparse.Namespace, exports: Path) -> dict[str, Rounds]:
-    """Figures of every engine, by batch and beam."""
+    """Measures every engine, by batch and beam."""
     loaded = load_model_folder(folder)
     export_marian(loaded, exports / "marian")
     export_ctranslate2(loaded, exports / "ctranslate2")
@@ -140,7 +141,7 @@ def measure(name: str, folder: Path, arguments: argparse.Namespace, exports: Pat
             batches = in_batches(sentences, batch)
             for beam in arguments.beams:
                 case = Case(folder, exports, beam, extra_tokens)
-                found = {  # warms up, too
+                found = {  # also warms up
                     engine: own.submit(translate, engine, case, batches[:1]).result()
                     for engine, own in processes.items()
                 }
@@ -192,7 +193,7 @@ def table_rows(batch: int, beam: int, rounds: Rounds, found: dict[str, Ids]) -> 
 
 
 def source_ids(loaded: LoadedModel, arguments: argparse.Namespace) -> Ids:
-    """Longest first."""
+    """Returns the source sentences as ids, longest first."""
     files, information = loaded.tokenizer_files, loaded.information
     if arguments.source is None:
         ids = torch.randint(4, information.source_vocabulary, (arguments.sentences, RANDOM_LENGTH - 1)).tolist()

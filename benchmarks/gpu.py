@@ -1,15 +1,15 @@
-"""What one GPU trains: real target tokens per second, MFU and memory, and what each lever gains. On an H200 in ten minutes.
+"""Training on one GPU: real target tokens per second, MFU, memory and the gain of each lever; ten minutes on an H200.
 
     python benchmarks/gpu.py                            # writes benchmarks/results/<date>-gpu.md
     python benchmarks/gpu.py --presets big --precisions fp16 --seconds 200
     python benchmarks/gpu.py --device cpu --presets tiny --vocabulary 500 --max-tokens 256 --batches 2 --output gpu.md
 
-`base` and `big` in fp16 and bf16 as they are trained, then each lever alone on bf16, the largest model first. A case is a
-process of its own with a time limit: one that fails or takes too long is a row that says so, and when the time is up the
-rest are rows too. Without a GPU the file says "not measured".
+Measured are `base` and `big` in fp16 and bf16 with default settings, then each lever alone in bf16, the largest model
+first. A case is a process of its own with a time limit: the table also has a row for each case that fails, takes too
+long or is not reached in time. Without a GPU the file says "not measured".
 
-A step is the training loop's: a micro-batch from the loader, copied to the GPU, forward and backward pass, update, the loss
-read. The corpus is synthetic, of random ids with lengths like those of English-German news.
+A step is that of the training loop: a micro-batch from the loader, copied to the GPU, forward and backward pass,
+update, the loss read. The corpus is synthetic, of random ids with lengths like those of English-German news.
 """
 
 import argparse
@@ -61,14 +61,14 @@ NOT_BUILT = ("CUDA graphs",)
 LEVERS_PRECISION = "bf16"
 TIMES_THE_TOKENS = 3
 GOALS = {"big": (230_000, 300_000)}
-"""Real target tokens per second on one H200: 30 % and 40 % MFU."""
+"""Goals in real target tokens per second on one H200: 30 % and 40 % MFU."""
 PUBLISHED = "NVIDIA's figure for `big` on one A100 with mixed precision: 82,059 real target tokens/s"
 WINDOW_ROWS = 20_000
 
 
 @dataclass(frozen=True)
 class Case:
-    """What one process measures."""
+    """Settings of the measurement in one process."""
 
     preset: str
     precision: str
@@ -77,7 +77,7 @@ class Case:
     vocabulary: int
     num_batches: int
     num_passes: int
-    """Over the same micro-batches, timed; one more before them compiles, chooses kernels and fills the allocator."""
+    """Timed passes over the same micro-batches; one before them compiles, chooses kernels and fills the allocator."""
     device: str
     folder: str
 
@@ -100,13 +100,13 @@ def main() -> None:
     for case, outcome in _measured_cases(arguments):
         results.append((case, outcome))
         text = f"{_description(arguments)}\n\n{_table(results)}\n"
-        output.write_text(head + text, encoding="utf-8")  # after each case: what is killed leaves what it has
+        output.write_text(head + text, encoding="utf-8")  # after each case: a killed benchmark keeps its results
     print("\n" + text)
     common.finish(arguments, found, {_name(case): outcome for case, outcome in results})
 
 
 def _measured_cases(arguments: argparse.Namespace) -> Iterator[tuple[Case, Figures | str]]:
-    """The figures of each case, or why there are none."""
+    """Yields the figures of each case, or the reason why there are none."""
     deadline = time.monotonic() + arguments.seconds
     with tempfile.TemporaryDirectory() as folder:
         write_tokens(Path(folder), arguments.pairs, arguments.vocabulary, 4096)
@@ -118,7 +118,7 @@ def _measured_cases(arguments: argparse.Namespace) -> Iterator[tuple[Case, Figur
 
 
 def _cases(arguments: argparse.Namespace, folder: str) -> Iterator[Case]:
-    """What is asked first comes first, levers last; the largest model first."""
+    """Yields the cases in the order of the arguments, levers last."""
     sizes = (arguments.vocabulary, arguments.batches, arguments.rounds, arguments.device, folder)
     for preset in arguments.presets:
         for precision in arguments.precisions:
@@ -130,7 +130,7 @@ def _cases(arguments: argparse.Namespace, folder: str) -> Iterator[Case]:
 
 
 def _measured(case: Case, limit_seconds: float) -> Figures | str:
-    """The answer of the case's process; when it takes too long, it and what it has started are killed."""
+    """Returns the result of the case's process; at the time limit it and its child processes are killed."""
     environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if case.device == "cpu" else {})}
     process = subprocess.Popen(
         [sys.executable, __file__, CASE, json.dumps(asdict(case))], env=environment, text=True,
@@ -197,7 +197,7 @@ def _unfused(adam: Callable[..., torch.optim.AdamW]) -> Callable[..., torch.opti
 
 
 def _batches(case: Case) -> list[MicroBatch]:
-    """The first micro-batches of a shuffled epoch, on the CPU as the loader gives them."""
+    """Returns the first micro-batches of a shuffled epoch, on the CPU as the loader yields them."""
     folder = Path(case.folder)
     data = Corpus(folder, Manifest.load(folder)).run_data(1, case.max_tokens, WINDOW_ROWS)
     loader = data.loader(data.start(), 0, 0, 1, 0)
@@ -206,14 +206,14 @@ def _batches(case: Case) -> list[MicroBatch]:
 
 
 def _pass_seconds(engine: engine_module.Engine, batches: Sequence[MicroBatch], ranks: Ranks) -> float:
-    """An optimizer step on each micro-batch."""
+    """Measures an optimizer step on each micro-batch."""
     began = time.perf_counter()
     for number, batch in enumerate(batches):
         torch.manual_seed(dropout_seed(SEED, number, batch.lane))
         loss, _ = forward(engine, batch, ranks.device)
         engine.backward(loss, batch.shape.target_tokens)
         engine.step(1e-4)
-        float(loss.detach())  # as the training loop does, and waits for the step with it
+        float(loss.detach())  # as in the training loop; waits for the step
     if ranks.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began
@@ -242,7 +242,7 @@ def _figures(case: Case, batches: Sequence[MicroBatch], seconds: Sequence[float]
 
 
 def _not_measured(arguments: argparse.Namespace) -> str:
-    """The file where there is no GPU: what the command would measure, and that it did not."""
+    """Returns the text of the file without a GPU: what the command would measure, and that it did not."""
     rows = [[_name(case), "not measured: no CUDA device"] for case in _cases(arguments, "")]
     return f"**not measured**: no CUDA device.\n\n{common.markdown_table(['case', 'real target tokens/s'], rows)}\n"
 

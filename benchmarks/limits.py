@@ -1,10 +1,10 @@
-"""How near the machine's limits a run comes: each part's arithmetic over the peak of products, or its bytes over a bandwidth.
+"""Share of the machine's limits in a run: each part's arithmetic over the peak, or its bytes over a bandwidth.
 
     python benchmarks/limits.py                     # one thread; up to ten minutes
     python benchmarks/limits.py --preset base --vocabulary 37000 --max-tokens 4096 --precisions bf16
 
-Every round measures the limit and the part just after each other, so that other work on the machine falls on both. A share is the
-time at the limit over the time taken: 100 % would mean that nothing else is done.
+Every round measures the limit and the part directly after each other, so that other work on the machine affects both. A
+share is the time at the limit over the time taken: 100 % would mean that the part does no other work.
 """
 
 import argparse
@@ -36,9 +36,9 @@ from dist_transformer.planning.flops import model_flops
 from dist_transformer.training.metrics.mfu import DTYPES, flops_of_batches, measured_flops
 
 ADAM_BYTES = 7 * 4
-"""Of a parameter in fp32: weight, gradient and two moments are read, weight and moments are written."""
+"""Bytes of an update per fp32 parameter: weight, gradient and two moments are read, weight and moments are written."""
 STATE_BYTES = 3 * 4
-"""Of a parameter in a checkpoint: weight and two moments."""
+"""Bytes of a checkpoint per parameter: weight and two moments."""
 PEAK_SECONDS = 0.3
 COPIED_BYTES = 1 << 28
 PIECE_BYTES = 1 << 22
@@ -46,11 +46,11 @@ PIECE_BYTES = 1 << 22
 
 @dataclass(frozen=True)
 class Part:
-    """A part of the work and what bounds it.
+    """A part of the work and its limit.
 
     Attributes:
-        limit: what it is divided by, in words.
-        measure: the seconds at the limit, and the seconds taken.
+        limit: description of the limit.
+        measure: returns the seconds at the limit, and the seconds taken.
     """
 
     what: str
@@ -147,7 +147,7 @@ def _searching_seconds(case: decode.Case, sentences: decode.Ids, flops: float) -
 
 
 def saving(arguments: argparse.Namespace, ranks: Ranks, folder: Path) -> Iterator[Part]:
-    """The three have one save each: what bounds them is measured beside it."""
+    """Yields three parts with one save each; the limit of each is measured beside it."""
     case = checkpoint.Case(arguments.checkpoint_size, 1, arguments, ranks, folder / "checkpoint")
     num_bytes = STATE_BYTES * case.num_parameters
     size = f"{num_bytes / 1e6:.0f} MB"
@@ -196,7 +196,7 @@ PARTS = (training, translating, saving, loading)
 
 
 def _copied_bytes_per_second() -> float:
-    """Bytes read and bytes written."""
+    """Measures the rate of a copy; bytes read and bytes written both count."""
     source, target = torch.ones(2, COPIED_BYTES, dtype=torch.uint8).unbind()
     return 2 * COPIED_BYTES / min(_seconds(lambda: target.copy_(source)) for _ in range(3))
 

@@ -1,10 +1,10 @@
-"""How fast a corpus is loaded, how much of a batch is padding, and how soon a resumed run has its first batch.
+"""Speed of loading a corpus, share of padding in a batch, and time to the first batch of a resumed run.
 
     python benchmarks/loader.py                     # 200,000 pairs, three rounds
     python benchmarks/loader.py --pairs 2000000 --json loader.json --peers litdata
 
-Beside it, in the same rounds, other loaders hand out the same rows one by one (loader_peers.py); ours come shuffled, bucketed by
-length and padded into tensors.
+Beside it, in the same rounds, other loaders yield the same rows one by one (loader_peers.py); ours are shuffled,
+bucketed by length and padded into tensors.
 """
 
 import argparse
@@ -72,18 +72,18 @@ def _open(run: RunData, position: Position, num_workers: int) -> LaneLoader:
 
 
 def epoch_steps(run: RunData) -> Iterator[Step]:
-    """Those of the first epoch, made in this process."""
+    """Yields the steps of the first epoch, built in this process."""
     return _steps(_open(run, run.start(), 0))
 
 
 def _steps(loader: LaneLoader) -> Iterator[Step]:
-    """The steps of the rest of this epoch; a lane that has ended is left out."""
+    """Yields the steps of the rest of this epoch, without lanes that have ended."""
     while step := [batch for batch in loader.next_step().batches if batch is not None]:
         yield step
 
 
 def _batching_figures(corpus: Corpus, arguments: argparse.Namespace) -> dict[str, dict[str, Figures]]:
-    """Padding and stragglers of one epoch, by layout and window: counts, the same on every machine."""
+    """Returns padding and stragglers of one epoch, by layout and window: counts, the same on every machine."""
     figures: dict[str, dict[str, Figures]] = {"free": {}, "bounded": {}, "packed": {}}
     for window_rows in arguments.windows:
         for layout in ("free", "bounded"):
@@ -111,7 +111,7 @@ def _padded(run: RunData) -> Figures:
 
 
 def packed_figures(run: RunData, corpus: Corpus) -> Figures:
-    """Padding of an epoch laid end to end. All micro-batches have one shape: no straggler."""
+    """Returns the padding of a packed epoch. All micro-batches have one shape: there is no straggler."""
     split = corpus.split
     shape = packed_shape(run.config.data.max_tokens, split.rows, split.source_tokens, split.target_tokens)
     reader = RowReader(corpus.folder, corpus.manifest, run.config.data, 0.0, run.config.run.seed)
@@ -151,10 +151,10 @@ def _throughput_cases(
 
 
 def _epoch(run: RunData, num_workers: int) -> Figures:
-    """The second epoch, between two moments of the same kind: just after its first step, and after that of the third.
+    """Measures the second epoch, from just after its first step to just after the first step of the third.
 
-    Both times the first windows of all lanes have just come from the worker, so nothing was made ahead before the clock
-    began; its start, and the windows that the loader makes itself meanwhile, lie in the first epoch.
+    Both times the first windows of all lanes have just come from the worker, so none was built ahead before the clock
+    began; the worker's start, and the windows that the loader builds itself meanwhile, are part of the first epoch.
     """
     loader = _open(run, run.start(), num_workers)
     num_steps = sum(1 for _ in _steps(loader))
@@ -170,7 +170,7 @@ def _epoch(run: RunData, num_workers: int) -> Figures:
 
 
 def _size(step: Step) -> tuple[int, int]:
-    """(pairs, real tokens of both sides)."""
+    """Returns (pairs, real tokens of both sides)."""
     shapes = [batch.shape for batch in step]
     return sum(s.pairs for s in shapes), sum(s.source_tokens + s.target_tokens for s in shapes)
 
@@ -185,7 +185,7 @@ def _resume_cases(runs: dict[str, RunData]) -> dict[str, Callable[[], Figures]]:
 
 
 def _middle(run: RunData) -> Position:
-    """The position after half of the steps of the first epoch."""
+    """Returns the position after half of the steps of the first epoch."""
     loader = _open(run, run.start(), 0)
     positions = [loader.lane_positions() for _ in _steps(loader)]
     lanes = positions[len(positions) // 2]
@@ -193,7 +193,7 @@ def _middle(run: RunData) -> Position:
 
 
 def _first_batch(run: RunData, position: Position, num_workers: int) -> Figures:
-    """From nothing to the first micro-batch of every lane."""
+    """Measures from no loader to the first micro-batch of every lane."""
     clock = Stopwatch(with_descendants=num_workers > 0)
     loader = _open(run, position, num_workers)
     loader.next_step()

@@ -1,9 +1,9 @@
-"""The memory of the loader over an epoch: the training process and its loader processes, as a plot and in figures.
+"""Memory of the loader over an epoch: the training process and its loader processes, as a plot and in figures.
 
-    python benchmarks/loader_memory.py --plot loader-memory.png            # 5,000,000 pairs: some minutes, 0.7 GB of disk
+    python benchmarks/loader_memory.py --plot loader-memory.png   # 5,000,000 pairs: some minutes, 0.7 GB of disk
 
-An epoch is gone through without training on it, as fast as it is loaded. A process's memory is its proportional set
-size: pages that several processes share count for each of them in part, so the sum is what the machine really gives.
+An epoch is loaded at full speed without training on it. A process's memory is its proportional set size: pages shared
+by several processes count for each of them in part, so the sum is the memory really used.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def _run_data(corpus: Corpus, arguments: argparse.Namespace) -> RunData:
 
 
 def _epoch(run: RunData, num_workers: int) -> Samples:
-    """Memory at the start of an epoch and after each hundredth of it."""
+    """Measures memory at the start of an epoch and after each hundredth of it."""
     loader, pairs, samples = run.loader(run.start(), 0, 0, 1, num_workers), 0, []
     step_pairs = sum(run.planner.rows) / NUM_SAMPLES
     while step := [batch for batch in loader.next_step().batches if batch is not None]:
@@ -73,7 +73,7 @@ def _proportional_set_megabytes(processes: list[psutil.Process]) -> float:
 
 
 def _table(samples: dict[str, Samples]) -> str:
-    """Growth: from the second quarter of the epoch, when all buffers have been filled, to the last."""
+    """Returns a table; growth is from the second quarter of the epoch, when all buffers are filled, to the last."""
     header = ["loader", "process", "mean, MB", "largest, MB", "last quarter to second, MB", "in per cent"]
     rows = []
     for name, series in samples.items():

@@ -1,7 +1,7 @@
-"""Other loaders on the same rows: they hand out rows one by one, neither bucketed nor padded nor as tensors.
+"""Other loaders on the same rows: they yield rows one by one, neither bucketed nor padded nor as tensors.
 
 `datasets` reads our own parquet shards as a stream, in their order. litdata reads its own chunks, made here from our
-shards, and shuffles; it is no dependency: `pip install litdata` into an environment of its own, or leave it out.
+shards, and shuffles; it is optional: `pip install litdata` into an environment of its own.
 """
 
 import itertools
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 
 
 def datasets_rows(files: Sequence[str], cache: Path, num_rows: int) -> Figures:
-    """The first rows of the files, streamed in this process."""
+    """Measures the first rows of the files, streamed in this process."""
     rows = datasets.load_dataset("parquet", data_files=list(files), split="train", streaming=True, cache_dir=str(cache))
     return _timed(rows, num_rows, with_descendants=False)
 
@@ -34,7 +34,7 @@ def has_litdata() -> bool:
 
 
 def write_litdata(files: Sequence[str], folder: Path) -> None:
-    """The rows of the files as litdata's own chunks."""
+    """Writes the rows of the files as litdata's own chunks."""
     from litdata.streaming import Cache
 
     cache = Cache(str(folder), chunk_bytes=CHUNK_BYTES)
@@ -45,7 +45,7 @@ def write_litdata(files: Sequence[str], folder: Path) -> None:
 
 
 def litdata_rows(folder: Path, num_rows: int, num_workers: int) -> Figures:
-    """The first rows of a shuffled epoch, from this process or through a worker."""
+    """Measures the first rows of a shuffled epoch, from this process or through a worker."""
     import litdata
 
     rows = litdata.StreamingDataset(str(folder), shuffle=True)
@@ -56,7 +56,7 @@ def litdata_rows(folder: Path, num_rows: int, num_workers: int) -> Figures:
 
 
 def _timed(rows: Iterable[Row], num_rows: int, with_descendants: bool) -> Figures:
-    """From the first row on, so that no start of a process is counted; some rows must be left, or its end is missed."""
+    """Measures from the first row on, without the start of a worker; some rows must be left, as it must still live."""
     stream = (row for row in rows)
     next(stream)
     clock, pairs, tokens = Stopwatch(with_descendants), 0, 0

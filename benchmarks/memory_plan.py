@@ -1,16 +1,16 @@
-"""Is the memory that `plan` foretells what an engine takes? Planned and measured peak, part of the step by part.
+"""Comparison of the memory that `plan` predicts with that of an engine: planned and measured peak, by part of the step.
 
     python benchmarks/memory_plan.py                    # one rank
     python benchmarks/memory_plan.py --ranks 2
 
-The real engine makes one step of two equal micro-batches without padding. Measured is the peak of the bytes in tensors:
-torch's CPU allocator reports each allocation and release to the profiler, to the byte and in order, from before the model
-was made on. (The process's own size would add libraries and what malloc keeps; hooks on saved tensors would see neither
-gradients nor what lives for a moment only.) Garbage in reference cycles is collected between the parts of the step, as a
-long run does now and then. After each collective this thread waits until gloo's has let go of the tensors: what a thread
-of gloo releases is not reported, and would count for ever. On CPUs attention takes the flash kernel of
-`scaled_dot_product_attention` on fp32 copies, fp16 is multiplied as fp32 in the loss and Adam takes a temporary copy:
-the plan knows these, and leaves them out for GPUs.
+The real engine computes one step of two equal micro-batches without padding. Measured is the peak of the bytes in
+tensors: torch's CPU allocator reports each allocation and release to the profiler, to the byte and in order, beginning
+before the model is built. (The process's own size would add libraries and memory kept by malloc; hooks on saved tensors
+would miss gradients and short-lived tensors.) Garbage in reference cycles is collected between the parts of the step,
+as happens at times in a long run. After each collective this thread waits until gloo's thread has released its
+references to the tensors: memory released by a thread of gloo is not reported, and would count for ever. On CPUs
+attention uses the flash kernel of `scaled_dot_product_attention` on fp32 copies, fp16 is multiplied as fp32 in the loss
+and Adam makes a temporary copy: the plan includes these, but not for GPUs.
 """
 
 import argparse
@@ -58,17 +58,17 @@ CASES = [
     ],
 ]
 LINEAR = torch.nn.functional.linear
-"""Stage 3 puts its own in its place, for all engines of the process that come after."""
+"""The original function: stage 3 replaces it for all later engines of the process."""
 
 
 def configuration(model: dict[str, int], training: dict[str, object], vocabulary: int) -> Config:
-    """One micro-batch after another on a rank, with the loss scale low enough for a first update."""
+    """Returns a configuration with sequential micro-batches and a loss scale low enough for a first update."""
     values = {"data": {"lanes": 64}, "tokenizer": {"vocabulary_size": vocabulary}, "model": model}
     return Config.model_validate({**values, "training": {"initial_loss_scale": 2, **training}})
 
 
 def measured(config: Config, shape: Shape, ranks: Ranks) -> Figures:
-    """Peak bytes of a real step: of all of it, and by moment (collective); and those released without a report."""
+    """Measures peak bytes of a real step, in all and by moment, and those released without a report (collective)."""
     torch.manual_seed(1)
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as recorded:
@@ -81,18 +81,18 @@ def measured(config: Config, shape: Shape, ranks: Ranks) -> Figures:
             continue
         place, count = event.extra_fields.ptr, event.extra_fields.alloc_size
         if count > 0:
-            unseen += sizes.get(place, 0)  # what was there must have been released
+            unseen += sizes.get(place, 0)  # the previous block must have been released
             in_use += count - sizes.get(place, 0)
             sizes[place] = count
         else:
-            in_use -= sizes.pop(place, 0)  # not what was there before: of an engine that is gone
+            in_use -= sizes.pop(place, 0)  # without blocks allocated before, by an earlier engine
         if moment:
             peaks[moment] = max(peaks.get(moment, 0), in_use)
     return {**peaks, "peak": max(peaks.values()), "unseen": unseen}
 
 
 def all_events(recorded: profile) -> list[Any]:
-    """What was recorded, in its order where times are equal."""
+    """Returns all recorded events, those with equal times in recorded order."""
     found, waiting = [], recorded.profiler.kineto_results.experimental_event_tree()[::-1]
     while waiting:
         found.append(waiting.pop())
@@ -101,9 +101,9 @@ def all_events(recorded: profile) -> list[Any]:
 
 
 def _release_in_this_thread() -> None:
-    """After a collective lets gloo's thread drop its tensors while this thread still holds them.
+    """Waits after each collective until gloo's thread has dropped its tensors, while this thread still holds them.
 
-    Whichever thread drops them last releases them, and what gloo's releases the profiler does not see.
+    The last thread to drop a tensor releases it, and the profiler does not see releases by gloo's thread.
     """
     wait = Work.wait
 

@@ -1,11 +1,11 @@
-"""What it costs to plan an epoch: seconds and memory, for a corpus of which there is only the manifest.
+"""Cost of planning an epoch: seconds and memory, for a corpus that consists only of its manifest.
 
     python benchmarks/plan.py                                # 50,000,000 pairs
     python benchmarks/plan.py --pairs 1000000000 --lanes 64 512
 
-Planning is all that a run computes to know the rows of every window of an epoch: the manifest is loaded, the row groups
-are permuted and cut into lanes and windows, and every window's request is made once. Each case runs in a process of its
-own; memory is the peak of what Python and numpy allocate there beyond the imported modules, measured in another one.
+Planning is the computation of the rows of every window of an epoch: the manifest is loaded, the row groups are permuted
+and cut into lanes and windows, and every window's request is made once. Each case runs in a process of its own; memory
+is the peak that Python and numpy allocate beyond the imported modules, measured in another process.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def plan_epoch(folder: Path, lanes: int, window_rows: int) -> Figures:
 
 
 def plan_epoch_with_memory(folder: Path, lanes: int, window_rows: int) -> Figures:
-    """The peak of the memory that `plan_epoch` allocates."""
+    """Measures the peak of the memory that `plan_epoch` allocates."""
     tracemalloc.start()
     plan_epoch(folder, lanes, window_rows)
     _, peak_bytes = tracemalloc.get_traced_memory()

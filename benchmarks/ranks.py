@@ -3,10 +3,10 @@
     python benchmarks/ranks.py                          # ZeRO 0 to 3, `small`, vocabulary 8000, fp32
     python benchmarks/ranks.py --stages 1 --rounds 3
 
-Wants a machine with as many free cores as ranks. All sides train on the same global batches, of as many lanes as there are
-ranks: two ranks on one lane each, a single rank on both, one after the other. Each side is a group of processes that is
-started once for a stage and sleeps while another side works. A step is what training does: the feed with its all-reduce,
-forward and backward pass of each lane, DeepSpeed's collectives, the update.
+It needs a machine with as many free cores as ranks. All sides train on the same global batches, of as many lanes as
+there are ranks: two ranks on one lane each, a single rank on both, one after the other. Each side is a group of
+processes that is started once for a stage and sleeps while another side works. A step is that of training: the
+prefetched batch with its all-reduce, forward and backward pass of each lane, DeepSpeed's collectives, the update.
 """
 
 import argparse
@@ -49,7 +49,7 @@ PAIRS, WINDOW_ROWS = 40_000, 20_000
 
 
 class Group:
-    """The processes of one side; they take steps when told to, all together."""
+    """The processes of one side, which compute steps together on request."""
 
     def __init__(self, num_ranks: int, threads: int, stage: int, folder: Path, arguments: argparse.Namespace) -> None:
         settings = {name: getattr(arguments, name) for name in ("preset", "vocabulary", "max_tokens", "precision")}
@@ -64,7 +64,7 @@ class Group:
             self._processes.append(process)
 
     def take(self, steps: int) -> Figures:
-        """Wall seconds of the slowest rank, CPU-seconds of all, and of the parts of the steps on the slowest rank."""
+        """Returns wall seconds of the slowest rank and of its parts of the steps, and CPU-seconds of all ranks."""
         for process in self._processes:
             assert process.stdin is not None
             print(steps, file=process.stdin, flush=True)
@@ -105,13 +105,13 @@ def _stage(stage: int, folder: Path, arguments: argparse.Namespace) -> Rounds:
         for name, (num_ranks, threads) in sides.items():
             group = Group(num_ranks, threads, stage, folder, arguments)
             stack.callback(group.end)
-            group.take(1)  # allocates what is used again
+            group.take(1)  # warms up: allocates memory that is reused
             cases[name] = partial(group.take, arguments.steps)
         return common.interleaved(cases, arguments.rounds)
 
 
 def _be_a_rank(settings: dict[str, Any]) -> None:
-    """Answers each number of steps on standard input with the figures of so many steps, a line of JSON."""
+    """Reads numbers of steps from standard input, and prints the figures of those steps, a line of JSON each."""
     torch.set_num_threads(settings["threads"])
     logging.disable(logging.WARNING)
     ranks = group.join(600)
@@ -134,7 +134,7 @@ def _be_a_rank(settings: dict[str, Any]) -> None:
 
 
 def _steps(engine: Engine, batches: GlobalBatchPrefetcher, ranks: Ranks, numbers: range) -> Figures:
-    """Steps as the training loop makes them, without its log; wall seconds of their parts."""
+    """Computes steps like the training loop, without its log. Returns wall seconds of their parts."""
     figures, total = dict.fromkeys((*PARTS, "target_tokens"), 0.0), Stopwatch(with_descendants=False)
     for number in numbers:
         clock = Stopwatch(with_descendants=False)

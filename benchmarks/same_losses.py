@@ -1,10 +1,10 @@
-"""Whether the demo model has the same losses in every ZeRO stage, precision and on every number of ranks (promises P1, P4).
+"""Losses of the demo model in every ZeRO stage, precision and number of ranks, which must agree (promises P1, P4).
 
     python benchmarks/same_losses.py                                    # 11 combinations on 1, 2 and 3 ranks
     python benchmarks/same_losses.py --precisions fp32 --ranks 1 4 --steps 50
 
-Each case is the real command, `dist-transformer train` on configs/demo.yaml, for some steps with dropout on, each started
-from nothing. A figure is the largest relative difference of a step's loss per token from that of ZeRO 0 in fp32 on one rank.
+Each case is the real command, `dist-transformer train` on configs/demo.yaml, for some steps with dropout on, from
+scratch. A figure is the largest relative difference of a step's loss per token from that of ZeRO 0 in fp32 on one rank.
 """
 
 import argparse
@@ -22,8 +22,9 @@ import common
 DEMO = Path(__file__).resolve().parents[1] / "configs" / "demo.yaml"
 STAGES = {"fp32": (0, 1, 2, 3), "bf16": (0, 1, 2, 3), "fp16": (1, 2, 3)}
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
-"""In fp32 sums of another order agree to 1e-7, until the input of a ReLU that is within that of zero falls on its other side:
-the gradient of that unit then jumps by a token's share, and Adam spreads it. Then the 8 and 11 bits of the short formats."""
+"""Relative differences allowed. In fp32, sums in another order agree to 1e-7, until the input of a ReLU within that of
+zero changes its sign: the gradient of that unit then jumps by a token's share, and Adam spreads it. The others follow
+from the 8 and 11 bits of bf16 and fp16."""
 Case = tuple[str, int, int]
 """Precision, stage, ranks."""
 

@@ -1,15 +1,16 @@
-"""The share of its time that a job keeps whose ranks are killed again and again, beside what `simulate` foretells.
+"""Share of its time that a job keeps whose ranks are killed again and again, beside the prediction of `simulate`.
 
     python benchmarks/simulation.py            # as root: starts a Slurm on this machine (Debian), about five minutes
 
-A tiny run on two nodes of a real cluster, as in slurm_recovery.py. Each attempt lives for a random, exponential time, then
-one of its ranks, drawn too, is killed with SIGKILL; the batch script requeues the job. What counts is the checkpoint that
-it goes on from. The first attempt, which also prepares the corpus, is not counted. An attempt that ends otherwise counts as
-one that failed then.
+It is a tiny run on two nodes of a real cluster, as in slurm_recovery.py. Each attempt lives for a random, exponential
+time, then one of its ranks, also drawn at random, is killed with SIGKILL; the batch script requeues the job. Steps up
+to the checkpoint that the job resumes from count as kept. The first attempt, which also prepares the corpus, is not
+counted. An attempt that ends otherwise counts as one that failed then.
 
-The simulation is fed with the means of the same run: of a step, of a save and its write, from the start of an attempt to its
-first step, from a kill to the next attempt. *These kills*: it is given the moments of the kills, too, so that only the
-model is on trial. *Expected*: the closed form for kills with that mean; *8 of 10 series*: how far chance takes so few kills.
+The simulation uses the means of the same run: of a step, of a save and its write, from the start of an attempt to its
+first step, from a kill to the next attempt. *These kills*: it also uses the times of the kills, so that only the model
+is tested. *Expected*: the closed form for kills with that mean; *8 of 10 series*: the range of chance with so few
+kills.
 """
 
 import argparse
@@ -52,12 +53,12 @@ class Killed:
 
 
 def has_another(run: Run, number: int) -> bool:
-    """Whether the attempt after this one has begun."""
+    """True if the attempt after this one has begun."""
     return len(run.attempts()) > number + 1
 
 
 def kill_a_rank(run: Run, rank: int) -> bool:
-    """Whether there was one: of an attempt that has only just begun there is none."""
+    """Kills a rank. False: there is no such process, as in an attempt that has only just begun."""
     command = b"\0".join([b"-m", b"dist_transformer", b"train", str(run.run_dir.path).encode()])
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -69,7 +70,7 @@ def kill_a_rank(run: Run, rank: int) -> bool:
 
 
 def one_attempt(run: Run, number: int, life: float, rank: int) -> Killed:
-    """Lets attempt `number`, which has begun, live so long; returns when the next one has begun."""
+    """Kills attempt `number`, which has begun, after `life` seconds; returns when the next one has begun."""
     began, start = run.attempts()[number]["time"], newest_step(run)
     has_ended = partial(has_another, run, number)
     while not (is_killed := time.time() >= began + life and kill_a_rank(run, rank)) and not has_ended():
@@ -93,12 +94,12 @@ def one_attempt(run: Run, number: int, life: float, rank: int) -> Killed:
 
 
 def newest_step(run: Run) -> int:
-    """Of the checkpoint that it goes on from."""
+    """Returns the step of the checkpoint that the run resumes from."""
     return int((newest_checkpoint(run.run_dir) or "step_0").removeprefix("step_"))
 
 
 def written_seconds(run: Run) -> float:
-    """From the beginning of a save to the whole checkpoint, as the log says."""
+    """Returns the mean time from the beginning of a save to the complete checkpoint, by the log."""
     found = re.findall(r"saved step_\d+ in ([\d.]+) s", run.run_dir.log.read_text(encoding="utf-8"))
     return statistics.mean(float(seconds) for seconds in found)
 
@@ -117,7 +118,7 @@ def killed_again_and_again(run: Run, arguments: argparse.Namespace) -> list[Kill
 def conditions_of(
     attempts: list[Killed], written: float, mean_life: float, every_steps: int
 ) -> tuple[Conditions, float]:
-    """Means of the run, and seconds of a step."""
+    """Returns the means of the run, and the seconds of a step."""
     spans = max(1, sum(max(0, each.steps_made - 1) for each in attempts))
     step = sum(each.training_seconds for each in attempts) / spans
     saves = max(1, sum(each.steps_made // every_steps for each in attempts))
@@ -129,7 +130,7 @@ def conditions_of(
 
 
 def shares(conditions: Conditions, interval: float, lives: np.ndarray) -> np.ndarray:
-    """Of the wall time of each row of attempts, what is kept."""
+    """Returns the kept share of the wall time of each row of attempts."""
     kept, seconds, _ = simulated_attempts(conditions, interval, np.full(lives.shape, ENDLESS), lives)
     return kept.sum(axis=-1) / (seconds + conditions.requeue_seconds).sum(axis=-1)
 

@@ -1,12 +1,12 @@
-"""How long a Slurm job takes to save and requeue itself, and to train again after one of its nodes has died.
+"""Time that a Slurm job takes to save and requeue itself, and to train again after one of its nodes has died.
 
     python benchmarks/slurm_recovery.py            # as root: starts a Slurm of four nodes on this machine (Debian)
 
-A tiny run on two nodes of a real cluster (tests/slurm/cluster_up.sh), each round submitted anew. Told to save: from
-`scancel --signal=USR1` to the checkpoint under its final name, and to the job being back in the queue. Node killed: from
-the death of the second node, as if its power went, to the job being back in the queue, to its next attempt, and to that
-attempt's first step. Slurm's own times bound these; the table names them with the values of this cluster and Slurm's
-defaults.
+It is a tiny run on two nodes of a real cluster (tests/slurm/cluster_up.sh), each round submitted anew. Told to save:
+from `scancel --signal=USR1` to the checkpoint under its final name, and to the job being back in the queue. Node
+killed: from the death of the second node, as in a power failure, to the job being back in the queue, to its next
+attempt, and to that attempt's first step. Slurm's own times bound these; the table names them with the values of this
+cluster and Slurm's defaults.
 """
 
 import argparse
@@ -38,7 +38,7 @@ tracking: {enabled: false}
 slurm: {nodes: 2, time_limit: "1:00:00", signal_seconds: 60, cpu_bind: null}
 """
 SETTINGS = {"SlurmdTimeout": "300 s", "KillWait": "30 s", "AuthInfo": "cred_expire 120 s"}
-"""What bounds these times, and Slurm's defaults."""
+"""Settings of Slurm that bound these times, with its defaults."""
 
 
 class Cluster:
@@ -83,7 +83,7 @@ class Run:
         return [record for record in self.records(self.run_dir.attempts) if record["event"] == "began"]
 
     def ends(self) -> list[dict[str, Any]]:
-        """Of attempts whose batch script lived to say it."""
+        """Returns the ends of attempts, as far as their batch script lived to record them."""
         return [record for record in self.records(self.run_dir.attempts) if record["event"] == "ended"]
 
     def is_pending(self) -> bool:
@@ -95,7 +95,7 @@ class Run:
 
 
 def until(condition: Callable[[], bool], seconds: float = 300) -> float:
-    """The time at which it holds."""
+    """Waits until the condition holds, and returns the time."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -105,7 +105,7 @@ def until(condition: Callable[[], bool], seconds: float = 300) -> float:
 
 
 def told_to_save(cluster: Cluster, folder: Path, name: str) -> Figures:
-    """From the signal on."""
+    """Measures from the signal on."""
     run = Run(cluster, folder, name)
     until(lambda: run.steps() >= 25)
     began = time.time()
@@ -117,7 +117,7 @@ def told_to_save(cluster: Cluster, folder: Path, name: str) -> Figures:
 
 
 def node_killed(cluster: Cluster, folder: Path, name: str) -> Figures:
-    """From the node's death on."""
+    """Measures from the node's death on."""
     run = Run(cluster, folder, name)
     until(lambda: run.steps() >= 25)
     began = time.time()

@@ -1,4 +1,4 @@
-"""Where a training step goes: what is lost to all that is not the model, and the model against a plain torch loop.
+"""Cost of a training step: all that is not the model, and the model against a plain torch loop.
 
     python benchmarks/step.py                                   # `small`, vocabulary 8000, fp32 and bf16
     python benchmarks/step.py --only budgets
@@ -9,9 +9,9 @@
 *Speed*: forward, backward and update of one rank, against a plain torch.nn.Transformer loop.
 
 Both sides train networks of the same parameters on the same micro-batches with the same threads, in one process, taking
-turns. Ours is the real engine under DeepSpeed for each ZeRO stage; the plain one is what a careful person writes with
-torch alone: nn.Transformer, F.cross_entropy, torch.optim.Adam, autocast for bf16; once with nn.Transformer's own dropout
-and once with dropout only where ours has it.
+turns. Ours is the real engine under DeepSpeed for each ZeRO stage; the plain one is a careful loop in torch alone:
+nn.Transformer, F.cross_entropy, torch.optim.Adam, autocast for bf16; once with nn.Transformer's own dropout and once
+with dropout only where ours has it.
 """
 
 import argparse
@@ -46,15 +46,15 @@ PARTS = ("budgets", "speed")
 PHASES = ("forward", "backward", "update")
 PLAIN = "torch.nn.Transformer"
 SAME_DROPOUT = "torch.nn.Transformer, our dropout"
-"""The reference of all ratios: the same computation. As it comes, nn.Transformer also drops attention weights and inner
-activations of the feed-forward networks, which the paper does not."""
+"""Reference of all ratios: the same computation. By default nn.Transformer also drops attention weights and inner
+activations of the feed-forward networks, unlike the paper."""
 
 
 class Trainee(Protocol):
     """One side of the comparison."""
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Label-smoothed loss, summed over the target tokens."""
+        """Returns the label-smoothed loss, summed over the target tokens."""
 
     def backward(self, loss_sum: Tensor, target_tokens: int) -> None: ...
 
@@ -85,7 +85,7 @@ class Ours:
 
 
 class PlainTorch(nn.Module):
-    """torch's own network of the same sizes, with the embedding shared and tied as ours is by default."""
+    """torch's own network of the same sizes, with the embedding shared and tied like ours by default."""
 
     def __init__(
         self, config: ModelConfig, vocabulary: int, precision: str, dropout: str, device: torch.device
@@ -144,7 +144,7 @@ class PlainTorch(nn.Module):
 
 def _drop_as_the_paper_does(network: nn.Transformer) -> None:
     for layer in (*network.encoder.layers, *network.decoder.layers):
-        layer.dropout = nn.Identity()  # of the feed-forward network's inner activations
+        layer.dropout = nn.Identity()  # that of the feed-forward network's inner activations
     for module in network.modules():
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0
@@ -181,7 +181,7 @@ def _speed(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed_steps(trainee: Trainee, batches: Sequence[MicroBatch]) -> Figures:
-    """An optimizer step on each micro-batch. Seconds of the phases are wall seconds of all steps together."""
+    """Measures an optimizer step on each micro-batch. Seconds of the phases are wall seconds of all steps together."""
     figures = dict.fromkeys(PHASES, 0.0)
     tokens, total = 0, Stopwatch(with_descendants=False)
     for batch in batches:
@@ -200,7 +200,7 @@ def timed_steps(trainee: Trainee, batches: Sequence[MicroBatch]) -> Figures:
 
 
 def _end(clock: Stopwatch, figures: Figures, phase: str, batch: MicroBatch) -> Stopwatch:
-    """Adds what the phase took, in CPU-seconds where the CPU computes; the clock of the next one."""
+    """Adds the time of a phase, in CPU-seconds if the CPU computes. Returns the clock of the next phase."""
     if batch.source_BS.is_cuda:
         torch.cuda.synchronize()
     wall, cpu = clock.read()
@@ -224,7 +224,7 @@ def _name(what: str, precision: str) -> str:
 
 
 def batches_of(arguments: argparse.Namespace, device: torch.device) -> list[MicroBatch]:
-    """The first micro-batches of a shuffled epoch of the synthetic corpus."""
+    """Returns the first micro-batches of a shuffled epoch of the synthetic corpus."""
     rows_in_all = min(20_000, 40 * arguments.steps * max(1, arguments.max_tokens // 60))
     with tempfile.TemporaryDirectory() as name:
         corpus = write_tokens(Path(name), rows_in_all, arguments.vocabulary, 4096)

@@ -1,8 +1,8 @@
 """A prepared corpus of random token ids, written by the package's own shard and manifest code: no text, no tokenizer.
 
 Lengths are log-normal, fitted to the means and 95th percentiles of a sample of English-German news and proceedings
-(28.9 + 30.8 and 54 / 58 tokens); that the logarithms of both sides correlate by 0.9 is an assumption. Token ids are drawn
-by Zipf's law, independently of each other.
+(28.9 + 30.8 and 54 / 58 tokens); that the logarithms of both sides correlate by 0.9 is an assumption. Token ids are
+drawn by Zipf's law, independently of each other.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from dist_transformer.training.run_data import RunData
 PAD_ID, BOS_ID, EOS_ID, FIRST_WORD_ID = 0, 1, 2, 4
 MEAN_SOURCE_TOKENS, MEAN_TARGET_TOKENS = 29.0, 31.0
 LOG_DEVIATION, LOG_CORRELATION = 0.44, 0.9
-"""Of the logarithms of both sides' lengths."""
+"""Parameters of the logarithms of both sides' lengths."""
 LONGEST_TOKENS = 256
 SHARD_ROWS = 1 << 17
 SEED = 1
@@ -48,13 +48,13 @@ class Corpus:
         return self.manifest.splits[TRAINING]
 
     def run_data(self, lanes: int, max_tokens: int, window_rows: int, batch_shapes: str = "free") -> RunData:
-        """The corpus as a run with these settings reads it."""
+        """Returns the data of a run with these settings on the corpus."""
         data = {"lanes": lanes, "max_tokens": max_tokens, "window_rows": window_rows, "batch_shapes": batch_shapes}
         return RunData(synthetic_config(self.folder, data, {}), self.folder, self.manifest)
 
 
 def write_tokens(folder: Path, num_pairs: int, vocabulary: int, row_group_rows: int) -> Corpus:
-    """A prepared corpus of random ids, of two bytes each; the same arguments give the same files."""
+    """Writes a prepared corpus of random ids, of two bytes each; the same arguments give the same files."""
     assert vocabulary <= LARGEST_UINT16_VOCABULARY
     random = np.random.default_rng(SEED)
     shards = []
@@ -69,7 +69,7 @@ def write_tokens(folder: Path, num_pairs: int, vocabulary: int, row_group_rows: 
 
 
 def synthetic_config(folder: Path, data: dict[str, object], tokenizer: dict[str, object]) -> Config:
-    """A configuration with these settings; its training corpus is `<folder>/text.parquet`, which need not be there."""
+    """Returns a configuration with these settings; its corpus is `<folder>/text.parquet`, which need not exist."""
     train = {"path": str(folder / "text.parquet"), "columns": ("en", "de")}
     filters = {"max_tokens": LONGEST_TOKENS}
     return Config.model_validate(
@@ -82,7 +82,7 @@ def synthetic_config(folder: Path, data: dict[str, object], tokenizer: dict[str,
 
 
 def pair_lengths(num_pairs: int, random: np.random.Generator) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Tokens of the sources and of the targets, end of sentence included."""
+    """Draws the tokens of the sources and of the targets, end of sentence included."""
     covariance = LOG_DEVIATION**2 * np.array([[1.0, LOG_CORRELATION], [LOG_CORRELATION, 1.0]])
     logarithms = random.multivariate_normal([0.0, 0.0], covariance, num_pairs).T
     # The mean of a log-normal variable is exp(mean + variance / 2) of its logarithm.
@@ -92,7 +92,7 @@ def pair_lengths(num_pairs: int, random: np.random.Generator) -> tuple[NDArray[n
 
 
 def manifest_of(shards: list[Shard], vocabulary: int) -> Manifest:
-    """The manifest of a corpus of these shards."""
+    """Returns the manifest of a corpus of these shards."""
     groups: list[RowGroup] = [group for shard in shards for group in shard.row_groups]
     rows, source, target = (
         sum(getattr(g, count) for g in groups) for count in ("rows", "source_tokens", "target_tokens")
@@ -123,5 +123,5 @@ def _ids(lengths: NDArray[np.int64], vocabulary: int, random: np.random.Generato
 
 
 def zipf_ranks(limit: int, number: int, random: np.random.Generator) -> NDArray[np.int64]:
-    """Log-uniform ranks from 0: the chance of rank r is about proportional to 1 / (r + 1)."""
+    """Draws log-uniform ranks from 0: the probability of rank r is about proportional to 1 / (r + 1)."""
     return (limit ** random.random(number)).astype(np.int64) - 1

@@ -15,13 +15,13 @@ from dist_transformer.data.prepare.preparation import prepare
 
 WORDS = 60_000
 TOKENS_OF_WORD = 1.2
-"""About what the tokenizer trained on it makes of a word."""
+"""Approximate number of tokens per word with a tokenizer trained on the text."""
 TRAINING_SENTENCES = 20_000
 SYLLABLE_LETTERS = ("bdfghklmnprstvwz", "aeiou", "lmnrst")
 
 
 def prepare_text(folder: Path, num_pairs: int, vocabulary: int, row_group_rows: int) -> Corpus:
-    """The text of `write_text`, with a BPE model trained on it."""
+    """Prepares the text of `write_text`, with a BPE model trained on it."""
     write_text(folder, num_pairs, row_group_rows)
     tokenizer = {"vocabulary_size": vocabulary, "training_sentences": TRAINING_SENTENCES}
     config = synthetic_config(folder, {"on_the_fly": True}, tokenizer)
@@ -29,7 +29,7 @@ def prepare_text(folder: Path, num_pairs: int, vocabulary: int, row_group_rows: 
 
 
 def write_text(folder: Path, num_pairs: int, row_group_rows: int) -> None:
-    """`text.parquet` in `folder`, with the columns `en` and `de`; the same arguments give the same file."""
+    """Writes `text.parquet` with the columns `en` and `de` into `folder`; the same arguments give the same file."""
     random = np.random.default_rng(SEED)
     sides = [_sentences(lengths, random) for lengths in pair_lengths(num_pairs, random)]
     pq.write_table(pa.table({"en": sides[0], "de": sides[1]}), folder / "text.parquet", row_group_size=row_group_rows)
@@ -42,7 +42,7 @@ def _sentences(lengths: NDArray[np.int64], random: np.random.Generator) -> list[
 
 
 def word(rank: int) -> str:
-    """A word of one syllable for each of the first ranks, of two for the next, ..."""
+    """Returns the word of a rank: of one syllable for the first ranks, of two for the next, ..."""
     letters = []
     while True:
         for choice in SYLLABLE_LETTERS:

@@ -2,9 +2,10 @@
 
     python benchmarks/timed_train.py CLOCKS.json RUN.yaml [SECTION.KEY=VALUE ...]
 
-At each log line: how long the training thread has been held up by counting, logging and drawing, and the CPU-seconds of the
-threads that follow the run (the tracker's, the sampler's); of each checkpoint, those of the thread that writes it. All sums
-are since the start. Imports nothing heavy at the top: loader processes import the main module too.
+It records at each log line the time that the training thread spent on counting, logging and drawing, and the
+CPU-seconds of the threads that follow the run (the tracker's, the sampler's); of each checkpoint, those of the thread
+that writes it. All sums are since the start. The module has no slow imports at the top, as loader processes import the
+main module too.
 """
 
 import contextlib
@@ -19,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 FOLLOWERS = ("tracking ", "system metrics")
-"""How the names of the threads begin that follow a run."""
+"""Prefixes of the names of the threads that follow a run."""
 
 
 class Clocks:
-    """Sums of seconds by what they were spent on, and the samples taken of them at log lines."""
+    """Sums of seconds by purpose, and their samples at log lines."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -31,7 +32,7 @@ class Clocks:
         self._depth = 0
 
     def time(self, owner: Any, name: str) -> None:
-        """Wall seconds of the outermost of these calls count as "logging"; they are of the training thread."""
+        """Counts wall seconds of the outermost of these calls, in the training thread, as "logging"."""
 
         def timed(method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
             self._depth += 1
@@ -45,7 +46,7 @@ class Clocks:
         _wrap(owner, name, timed)
 
     def time_thread(self, owner: Any, name: str, what: str) -> None:
-        """CPU-seconds of a thread whose whole work is this call."""
+        """Counts CPU-seconds of a thread whose whole work is this call."""
 
         def timed(method: Callable[..., Any], *arguments: Any) -> None:
             method(*arguments)
@@ -55,7 +56,7 @@ class Clocks:
         _wrap(owner, name, timed)
 
     def sample_after(self, owner: Any, name: str, is_tracked: Callable[[Any], bool]) -> None:
-        """A sample after each such call; `is_tracked` is asked of the object whether its MLflow run has been made."""
+        """Takes a sample after each such call; `is_tracked` returns whether the object's MLflow run has been made."""
 
         def sampled(method: Callable[..., Any], self_: Any, *arguments: Any) -> None:
             method(self_, *arguments)
@@ -102,7 +103,7 @@ def _cpu_seconds_of_followers() -> float:
     seconds = 0.0
     for thread in threading.enumerate():
         if thread.name.startswith(FOLLOWERS) and thread.ident is not None:
-            with contextlib.suppress(OSError):  # it has just ended
+            with contextlib.suppress(OSError):  # the thread has just ended
                 seconds += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
     return seconds
 

@@ -1,15 +1,15 @@
-"""What following a run in MLflow costs training: with a healthy server, a slow one, a frozen one and none at all.
+"""Cost of following a run in MLflow for training: with a healthy server, a slow one, a frozen one and none at all.
 
     python benchmarks/tracking.py
 
-A step is a load like training, matrix products of about 20 ms in the main thread, and then the logging of its 12 values. Cases
-take turns in blocks of steps: the values only appended to metrics.jsonl (*off*), and appended while a tracker follows the run
-(*on*). What the training thread is held up by is the time in the call itself; what its background thread takes from it in
-other ways (Python lets one thread run at a time) shows in the time of whole steps, on against off, where the machine is
-quiet; the CPU seconds of the process, all threads, bound it where it is not.
+A step is a load like training, matrix products of about 20 ms in the main thread, and then the logging of its 12
+values. Cases take turns in blocks of steps: the values only appended to metrics.jsonl (*off*), and appended while a
+tracker follows the run (*on*). The training thread is held up by the time in the call itself; the other costs of the
+background thread (Python runs one thread at a time) show in the time of whole steps, on against off, on a quiet
+machine; on a busy one the CPU seconds of the process, all threads, bound them.
 
-Beside it `mlflow.log_metrics` called by the same loop with MLflow's settings as they are, in a process of its own that is
-killed when a situation took too long: it tries for minutes before it gives up, and then raises.
+Beside it `mlflow.log_metrics` is called by the same loop with MLflow's default settings, in a process of its own that
+is killed if a situation takes too long: MLflow retries for minutes before it gives up and raises.
 """
 
 import argparse
@@ -50,13 +50,13 @@ ON, OFF, DIRECT = "ours", "metrics.jsonl only", "mlflow.log_metrics"
 NUM_VALUES = 12
 MATRIX = 512
 BUDGET = 0.01
-"""Of the time of a step (promise P6)."""
+"""Maximum share of the time of a step (promise P6)."""
 OUR_SETTINGS = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT")
 RELAY, CALLER = "--as-relay", "--as-caller"
 
 
 class Load:
-    """Matrix products in the calling thread that take about so many seconds."""
+    """Matrix products in the calling thread that take about `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self._matrix = torch.randn(MATRIX, MATRIX, generator=torch.Generator().manual_seed(1)) / MATRIX**0.5
@@ -76,7 +76,7 @@ class Load:
 
 
 class Relay:
-    """Between the measured process and the server, in a process of its own, so that it can be slow, freeze and die alone."""
+    """Relay from the measured process to the server, a process of its own that can be slow, freeze and die alone."""
 
     def __init__(self, server_port: int, seconds: float) -> None:
         self._port = free_port()
@@ -102,7 +102,7 @@ class Relay:
 
 @dataclass(frozen=True)
 class Situation:
-    """An address, and what makes its server behave so and well again while it is in use."""
+    """An address, and functions that begin and end a trouble of its server while it is in use."""
 
     uri: str
     begin: Callable[[], None] = lambda: None
@@ -155,7 +155,7 @@ def _ours(situation: Situation, folder: Path, arguments: argparse.Namespace) -> 
 
 
 def _block(case: str, load: Load, situation: Situation, folder: Path, num_steps: int) -> Figures:
-    """Steps of a run folder of their own. With a tracker the trouble begins once the server has made the run."""
+    """Measures steps in a new run folder. With a tracker the trouble begins once the server has made the run."""
     run_dir = RunDir(Path(tempfile.mkdtemp(dir=folder)))
     log = MetricsLog(run_dir.metrics)
     if case == OFF:
@@ -169,14 +169,14 @@ def _block(case: str, load: Load, situation: Situation, folder: Path, num_steps:
     figures = _steps(log, load, num_steps)
     situation.end()
     tracker.close("FINISHED")
-    for thread in threading.enumerate():  # one that still waits for an answer must not burden the next case
+    for thread in threading.enumerate():  # a thread that still waits for an answer must not burden the next case
         if thread.name.startswith("tracking "):
             thread.join()
     return figures
 
 
 def _is_delivered(run_dir: RunDir) -> bool:
-    """Whether the run is made on the server and has all that a start says, as after the first seconds of a real one."""
+    """True if the server has the run and all data of its start, as after the first seconds of a real one."""
     sent = read_json(run_dir.tracking)["spool_offset"] if run_dir.tracking.exists() else 0
     return bool(sent == run_dir.tracking_events.stat().st_size)
 
@@ -197,7 +197,7 @@ def _steps(log: MetricsLog, load: Load, num_steps: int) -> Figures:
 
 
 def _direct(situation: Situation, arguments: argparse.Namespace) -> Figures:
-    """The same loop calling MLflow itself, killed after a time."""
+    """Measures the same loop calling MLflow itself, killed after a time."""
     environment = {name: value for name, value in os.environ.items() if name not in OUR_SETTINGS}
     values = (situation.uri, arguments.load_milliseconds, arguments.direct_steps)
     caller = subprocess.Popen(
@@ -221,7 +221,7 @@ def _direct(situation: Situation, arguments: argparse.Namespace) -> Figures:
 
 
 def _call_mlflow(uri: str, load_milliseconds: float, num_steps: int) -> None:
-    """In a process of its own: the seconds of each call, a line each, once the run is made and the parent says go."""
+    """Prints the seconds of each call, a line each, once the run is made and the parent sends "go"; its own process."""
     import mlflow
 
     torch.set_num_threads(1)

@@ -1,8 +1,9 @@
-"""The model on real tokens alone: the rows of a micro-batch end to end, attention within each by cumulative lengths.
+"""The model on real tokens only: the rows of a micro-batch end to end, attention within each by cumulative lengths.
 
-A lever of gpu.py, with the same weights and the same loss: not part of the package as long as no GPU has shown that it pays.
+A lever of gpu.py, with the same weights and the same loss: not part of the package until a gain is measured on a GPU.
 
-Axes: B batch, S source, T target; N and M real tokens of a side (of queries, of keys), D model, H heads, K size of a head.
+Axes: B batch, S source, T target; N and M real tokens of a side (of queries, of keys), D model, H heads, K size of a
+head.
 """
 
 from dataclasses import dataclass
@@ -16,19 +17,19 @@ from dist_transformer.model.loss import label_smoothed_cross_entropy
 from dist_transformer.model.transformer import Transformer
 
 CAUSAL, WHOLE = (-1, 0), (-1, -1)
-"""Windows of attention: positions before and after the query's own."""
+"""Windows of attention: numbers of positions before and after the query's own; -1: all."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the real tokens of a side are."""
+    """Places of the real tokens of a side."""
 
     place_N: Tensor
-    """In the flattened (B, length)."""
+    """Index of each real token in the flattened (B, length)."""
     row_N: Tensor
     position_N: Tensor
     ends: Tensor
-    """(B + 1,) int32: row b is tokens ends[b] to ends[b + 1]."""
+    """Bounds of the rows, (B + 1,) int32: row b is tokens ends[b] to ends[b + 1]."""
     longest: int
 
     @classmethod
@@ -40,7 +41,7 @@ class Rows:
 
 
 class WithoutPadding(Transformer):
-    """A `Transformer` of the paper's options that computes its loss so; all else is inherited, and pads."""
+    """A `Transformer` with the paper's options whose loss uses no padding; all else is inherited, with padding."""
 
     def loss(
         self,
@@ -103,7 +104,7 @@ def _attend_to_memory(
 
 
 def attend(query_NHK: Tensor, key_MHK: Tensor, value_MHK: Tensor, queries: Rows, keys: Rows, is_causal: bool) -> Tensor:
-    """(N, H, K): every query over the keys of its own row. On CPUs, which have no kernel for it, by a block-diagonal mask."""
+    """Attends from every query to the keys of its row: (N, H, K). CPUs, without a kernel, use a block-diagonal mask."""
     if query_NHK.is_cuda:
         from torch.nn.attention.varlen import varlen_attn  # since torch 2.10
 

@@ -1,6 +1,7 @@
-"""Values that the ranks agree on along with each global batch: the mean loss of a step, and whether a checkpoint is on disk.
+"""Values that the ranks agree on with each global batch: the mean loss of a step, and whether a checkpoint is on disk.
 
-A rank sends them when it begins to fetch a batch and reads the sums when it takes that batch, one step later: nobody waits.
+A rank sends them when it begins to fetch a batch and reads the sums when it takes that batch, one step later: no rank
+waits.
 """
 
 import math
@@ -15,7 +16,7 @@ from dist_transformer.training.divergence import LossMonitor
 from dist_transformer.training.global_batch import GlobalBatch, RankStatus, fixed_point, from_fixed_point
 
 UncheckedLoss = tuple[int, float | None, bool]
-"""Step, loss per token (None: not finite), and whether its text is another than that of the step before."""
+"""Step, loss per token (None: not finite), and `StepLoss.is_of_other_text`."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Agreement:
         if (loss := self._loss_in_flight) is not None:
             self._loss_in_flight = None
             self._check(loss.step, batch.loss_sum / loss.target_tokens, loss.is_of_other_text)
-        # The answer is from before the last step: it may be about an earlier checkpoint than the one in flight.
+        # The ranks sent their status before the last step: it may be about an earlier checkpoint than that in flight.
         asked, in_flight = self._save_asked_about, self._saver.step_in_flight
         if not batch.is_writing and in_flight is not None and asked == in_flight:
             self._saver.finish()

@@ -1,4 +1,4 @@
-"""data audit: whether a run used every row as often as was due, by the row ids that it wrote down."""
+"""`data audit`: checks by the recorded row ids that a run used every row as often as was due."""
 
 from itertools import islice
 
@@ -20,7 +20,7 @@ def audit_run(config: Config, run_dir: RunDir) -> None:
     """Checks the batches up to the newest checkpoint, and prints how often rows were used.
 
     Raises:
-        UserError: the run did not write its row ids down, or has no checkpoint.
+        UserError: the run did not record its row ids, or has no checkpoint.
         DataError: a row was lost or repeated, or a digest is not that of its rows.
     """
     if not run_dir.audit.is_file():

@@ -1,11 +1,11 @@
-"""The largest micro-batch: which shapes it can have, a dry run of them before training, and how large it may be.
+"""The largest micro-batch: its possible shapes, a dry run of them before training, and the search for its size.
 
     largest_shapes(DataConfig(max_tokens=8192, filters.max_tokens=128, ...))
     [32 x (128 + 128) tokens,     # the most attention: both sides at their longest
-     63 x (13 + 117) tokens,      # the most target tokens: sources as short as the length ratio lets them be
+     63 x (13 + 117) tokens,      # the most target tokens: sources as short as the length ratio allows
      63 x (117 + 13) tokens]      # the most source tokens
 
-So a run that does not fit into memory ends in its first minute, and not at the first batch of long sentences.
+A run that does not fit into memory thus ends in its first minute, and not at the first batch of long sentences.
 """
 
 import copy
@@ -39,26 +39,26 @@ from dist_transformer.training.memory import (
 log = logging.getLogger(__name__)
 
 AUTO_MAX_TOKENS = 65_536
-"""`data.max_tokens: auto` goes no further: larger micro-batches are not faster on any device."""
+"""Upper limit of `data.max_tokens: auto`: larger micro-batches are not faster on any device."""
 AUTO_MULTIPLE_TOKENS = 256
 SLOW_SECONDS = 20.0
-"""On CPUs no micro-batch is made larger than one that takes so long."""
+"""Time of a pass at which the search stops on CPUs: no larger micro-batch is tried."""
 
 
 def largest_shapes(data: DataConfig) -> list[Shape]:
-    """The shapes of which one has the most attention, target tokens, source tokens of any micro-batch of `data`.
+    """Returns the shapes with the most attention, target tokens and source tokens of any micro-batch of `data`.
 
-    A free micro-batch has the lengths of its longest rows, and as many rows as the budget holds. A pair of just these
-    two lengths would pass the filters too: the other side of a row that is longest on one is never longer than them.
+    A free micro-batch has the lengths of its longest rows, and as many rows as the budget holds. A pair of these two
+    lengths would pass the filters too: the other side of a row that is longest on one side is never longer than them.
     """
     longest, budget = data.filters.max_tokens, data.token_budget()
     if data.batch_shapes == "bounded":
         rows, source, target = np.array(bounded_shapes(budget, longest)).T
     else:
         shorter, longer = unequal_sides(data)
-        even = (shorter + longer) // 2, -(-(shorter + longer) // 2)  # of the largest product
+        even = (shorter + longer) // 2, -(-(shorter + longer) // 2)  # the sides with the largest product
         sides = [(shorter, longer), (longer, shorter), even, even[::-1]]
-        source, target = np.unique(np.concatenate(sides, axis=1), axis=1)  # in order
+        source, target = np.unique(np.concatenate(sides, axis=1), axis=1)  # sorted
         rows = np.maximum(1, budget // (source + target))
     tokens = rows * (source + target)
     sizes = [
@@ -70,16 +70,16 @@ def largest_shapes(data: DataConfig) -> list[Shape]:
     ]
     places: list[int] = []
     for size in sizes:
-        if not places or size[places].max() < size.max():  # else one that was chosen already is as large
-            places.append(int(np.argmax(size * (budget + 1) + tokens)))  # among equals that of most tokens
+        if not places or size[places].max() < size.max():  # else a shape chosen before is as large
+            places.append(int(np.argmax(size * (budget + 1) + tokens)))  # among equals the one with the most tokens
     return [Shape(int(rows[i]), int(source[i]), int(target[i])) for i in places]
 
 
 def dry_run(
     engine: Engine, shapes: Sequence[Shape], ranks: Ranks, token_id: int, progress: Callable[[str], None]
 ) -> None:
-    """One forward and backward pass on each shape (collective), whose gradient is exactly zero: training is the same
-    with and without it. `token_id`: any but padding. `progress` is told what begins.
+    """Runs one forward and backward pass on each shape (collective). The gradient is exactly zero, so that training is
+    the same with and without it. `token_id`: any but padding. `progress` is called with a text for each shape.
 
     Raises:
         UserError: this rank is out of memory.
@@ -113,10 +113,10 @@ def find_max_tokens(
     precision: str,
     progress: Callable[[], None] = lambda: None,
 ) -> int:
-    """The largest `data.max_tokens` whose micro-batches fit into the memory of every rank (collective).
+    """Finds the largest `data.max_tokens` whose micro-batches fit into the memory of every rank (collective).
 
-    Each rank tries growing micro-batches on a copy of the plain module, before there is an engine: nobody waits for a
-    rank that is out of memory. Memory grows evenly with the tokens, so that the last two sizes tell of the next.
+    Each rank tries growing micro-batches on a copy of the plain module, before there is an engine: no rank waits for
+    one that is out of memory. Memory grows linearly with the tokens, so the last two sizes predict the next.
 
     Args:
         state_bytes: weights, gradients and optimizer state of a rank in training.
@@ -125,11 +125,11 @@ def find_max_tokens(
     Raises:
         UserError: two sentences of data.filters.max_tokens do not fit on some rank; raised on every rank.
     """
-    # Weights are in state_bytes, and those of the module are in memory already.
+    # state_bytes includes the weights, and the module's weights are in memory already.
     held = 0 if ranks.device.type == "cuda" else sum(p.numel() * p.element_size() for p in module.parameters())
     found = allowance(ranks)
     for_activations = Allowance(found.bytes + held - state_bytes, found.limited_by)
-    ranks.barrier()  # no rank fills memory before all have seen how much there is
+    ranks.barrier()  # no rank fills memory before all have measured the free memory
     with telling_out_of_memory("the search for the largest data.max_tokens", ranks.device):  # a GPU may not recover
         growth = _growth(module, data, ranks.device, precision, for_activations.bytes, progress)
         give_back(ranks.device)
@@ -153,11 +153,12 @@ def find_max_tokens(
 
 @dataclass(frozen=True)
 class Growth:
-    """What was measured: bytes for activations at growing budgets.
+    """Measured bytes of activations at growing budgets.
 
     Attributes:
-        smallest: the budget that was tried first, the least there may be.
-        too_large: a budget that ran out of memory; AUTO_MAX_TOKENS + 1 where none did.
+        smallest: the first budget tried, and the minimum.
+        measured: (budget, bytes) of each measurement.
+        too_large: a budget that ran out of memory; AUTO_MAX_TOKENS + 1 if none did.
         is_slow: a larger micro-batch would take too long.
     """
 
@@ -167,14 +168,14 @@ class Growth:
     is_slow: bool = False
 
     def peak_bytes(self, tokens: int) -> int:
-        """Bytes at a budget: on the line through the last two measurements. That line counts at least half as steep as
-        one from zero: the first small steps of a process may reuse memory that it has.
+        """Extrapolates the bytes at a budget from the last two measurements. The slope is at least half that of a line
+        from zero: the first small steps of a process may reuse memory that it has.
         """
         last_tokens, last_bytes = self.measured[-1]
         return round(last_bytes + (tokens - last_tokens) * self._bytes_per_token())
 
     def most_tokens(self, limit_bytes: int) -> int:
-        """The largest budget within the limit, a multiple of AUTO_MULTIPLE_TOKENS or the smallest; 0: none fits."""
+        """Returns the largest budget within the limit, a multiple of AUTO_MULTIPLE_TOKENS or the smallest; 0: none."""
         if not self.measured:
             return 0
         last_tokens, last_bytes = self.measured[-1]
@@ -196,9 +197,9 @@ Measure = Callable[[int], tuple[int, float] | None]
 
 
 def grow(smallest: int, measure: Measure, limit_bytes: int, may_be_slow: bool) -> Growth:
-    """Doubles the budget from `smallest` on, as long as the next one is expected within the limit and the time.
+    """Doubles the budget from `smallest` on, as long as the next one is expected to be within both limits.
 
-    `measure` gives bytes and seconds of a budget, None when out of memory.
+    `measure` returns bytes and seconds of a budget, None when out of memory.
     """
     growth, tokens = Growth(smallest), smallest
     while True:
@@ -214,7 +215,7 @@ def grow(smallest: int, measure: Measure, limit_bytes: int, may_be_slow: bool) -
 
 
 class _Probe:
-    """A copy of the module, as the engine will have it on the device, with its gradients, to be thrown away."""
+    """A temporary copy of the module with its gradients, on the device and in the precision of the engine."""
 
     def __init__(
         self, module: Objective, data: DataConfig, device: torch.device, precision: str, progress: Callable[[], None]
@@ -228,7 +229,7 @@ class _Probe:
         self._before = begin_peak(device)
 
     def measure(self, budget: int) -> tuple[int, float] | None:
-        """(bytes above the module and its gradients, seconds of the slowest pass); None: out of memory."""
+        """Returns (bytes above the module and its gradients, seconds of the slowest pass); None: out of memory."""
         slowest = 0.0
         try:
             for shape in largest_shapes(self._data.model_copy(update={"max_tokens": budget})):
@@ -267,7 +268,7 @@ def _growth(
 
 
 def _tokens(shape: Shape, token_id: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """(source, target in, target out) without padding, so that nothing is left out of the loss."""
+    """Returns (source, target in, target out) without padding, so that every position is part of the loss."""
     source = torch.full((shape.rows, shape.source_length), token_id, device=device)
     target = torch.full((shape.rows, shape.target_length), token_id, device=device)
     return source, target, target

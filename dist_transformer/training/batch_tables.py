@@ -1,4 +1,4 @@
-"""A global batch on the screen: a table by lane and, of some rows, their ids as text and as pieces."""
+"""Output of a global batch for people: a table by lane and, for some rows, their ids as text and as pieces."""
 
 import itertools
 import sys
@@ -16,11 +16,11 @@ from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.training.inspect_batch import SeenBatch
 
 HEADER = ("lane", "rows", "source", "target", "pairs", "real", "padded", "padding", "pairs by corpus")
-"""`rows` counts the dummy rows of bounded shapes; `source`, `target` are padded lengths; `real`, `padded` are tokens."""
+"""Columns: `rows` with dummy rows of bounded shapes; `source`, `target`: padded lengths; `real`, `padded`: tokens."""
 
 
 def print_batch(seen: SeenBatch, manifest: Manifest) -> None:
-    """Sizes by lane and in all, the digest, and what was left out."""
+    """Prints sizes by lane and in all, the digest, dropped pairs and quarantined row groups."""
     shapes = [batch.shape for batch in seen.micro_batches]
     counts = [batch.pairs_by_corpus(len(manifest.training)) for batch in seen.micro_batches]
     real, padded = sum(map(_real_tokens, seen.micro_batches)), sum(shape.padded_tokens for shape in shapes)
@@ -40,7 +40,7 @@ def print_batch(seen: SeenBatch, manifest: Manifest) -> None:
 
 
 def print_rows(seen: SeenBatch, manifest: Manifest, tokenizer: Tokenizer, lane: int | None, count: int) -> None:
-    """The first `count` rows of a lane, None: of the first that has some."""
+    """Prints the first `count` rows of a lane; None: of the first lane with rows."""
     chosen = [batch for batch in seen.micro_batches if lane in (None, batch.lane)]
     if not chosen:
         print(f"\nlane {lane} has no row at this step")
@@ -74,12 +74,12 @@ def _by_corpus(counts: Sequence[int], manifest: Manifest) -> str:
 
 
 def _ids(padded: list[int], tokenizer: Tokenizer) -> list[int]:
-    """The ids of a row up to its end of sentence."""
+    """Returns the ids of a row up to its end of sentence."""
     return padded[: padded.index(tokenizer.eos_id) + 1]
 
 
 def _print_table(rows: list[tuple[str, ...]]) -> None:
-    """Ruled on a terminal; elsewhere as columns of text that `awk` can take."""
+    """Prints a ruled table on a terminal, elsewhere columns of text that `awk` can read."""
     if sys.stdout.isatty():
         table = Table(box=SIMPLE)
         for name in HEADER:

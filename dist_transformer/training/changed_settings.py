@@ -1,7 +1,7 @@
-"""Settings that a start changes in a run that goes on: told in the log, in history.jsonl and in MLflow; the former are kept.
+"""Settings that a start changes in a resumed run: reported in log, history.jsonl and MLflow; previous ones are kept.
 
-A checkpoint holds the settings that it was trained with (`settings` of its state.json), so that what is told is true after
-any return, copy or submission. One that is older is compared with the config.yaml of its run folder.
+A checkpoint holds the settings that it was trained with (`settings` of its state.json), so that reported changes are
+right after any rollback, copy or submission. An older checkpoint is compared with the config.yaml of its run folder.
 """
 
 import logging
@@ -27,12 +27,17 @@ from dist_transformer.training.run_log import add_to_history
 log = logging.getLogger(__name__)
 
 LOSS = "training.label_smoothing"
-"""The setting that makes another loss of the same text."""
+"""Setting that changes the loss of the same text."""
 
 
 @dataclass(frozen=True)
 class Changes:
-    """The settings of a start, and those of the checkpoint that it goes on from as far as they were others: (then, now)."""
+    """Settings of a start compared with those of the checkpoint that it resumes from.
+
+    Attributes:
+        former: all settings of the checkpoint.
+        by_key: the changed ones: (then, now).
+    """
 
     settings: dict[str, Any]
     since_step: int
@@ -42,29 +47,29 @@ class Changes:
 
     @property
     def is_other_metric(self) -> bool:
-        """Whether a value of validation.metric of before says nothing of one of now."""
+        """True if values of validation.metric from before and after the change cannot be compared."""
         now = measured_with(self.settings, self.metric)
         return bool(self.by_key) and measured_with(self.former, self.metric) != now
 
     def early_stopping(self, checkpoint: Checkpoint | None) -> dict[str, Any] | None:
-        """Its state to go on with; None: it begins anew."""
+        """Returns the state of early stopping to resume from; None: it begins anew."""
         return None if checkpoint is None or self.is_other_metric else checkpoint.state.get("early_stopping")
 
     def loss_monitor(self, checkpoint: Checkpoint | None) -> dict[str, Any] | None:
-        """Its state to go on with; None: it begins anew, as losses of before and of now are of two kinds."""
+        """Returns the state of the loss monitor to resume from; None: it begins anew, as the loss was changed."""
         return None if checkpoint is None or LOSS in self.by_key else checkpoint.state["loss_monitor"]
 
     def texts(self) -> list[str]:
-        """A line for each setting."""
+        """Returns a line for each changed setting."""
         return [f"{key}: {then} -> {now}" for key, (then, now) in self.by_key.items()]
 
     def tags(self) -> dict[str, str]:
-        """What MLflow is told."""
+        """Returns the tag for MLflow that names the changes; {} without any."""
         return {f"changed_since_step_{self.since_step}": "; ".join(self.texts())} if self.by_key else {}
 
 
 def changes_of(config: Config, prepared: Path, run_dir: RunDir, checkpoint: Checkpoint | None) -> Changes:
-    """Compares the settings of this start with those that the checkpoint was trained with; none without one."""
+    """Compares the settings of this start with those of the checkpoint; without one there are no changes."""
     settings, metric = settings_of(config, prepared), config.validation.metric
     former = _former(run_dir, checkpoint) if checkpoint is not None else None
     if checkpoint is None or former is None:
@@ -77,7 +82,10 @@ def changes_of(config: Config, prepared: Path, run_dir: RunDir, checkpoint: Chec
 def compare_and_tell(
     config: Config, prepared: Path, run_dir: RunDir, checkpoint: Checkpoint | None, ranks: Ranks
 ) -> Changes:
-    """`changes_of`, told by rank 0, which keeps the former configuration; before config.yaml is written (collective)."""
+    """Returns `changes_of`; rank 0 reports them and keeps the previous configuration (collective).
+
+    To be called before config.yaml is written.
+    """
     compared = changes_of(config, prepared, run_dir, checkpoint) if ranks.is_rank_zero else None
     changes: Changes = ranks.broadcast_object(compared)
     if ranks.is_rank_zero and changes.by_key:
@@ -97,7 +105,7 @@ def _tell(changes: Changes, run_dir: RunDir) -> None:
 
 
 def settings_of(config: Config, prepared: Path | None) -> dict[str, Any]:
-    """The configuration as plain JSON with absolute paths; without credentials, and what a job's environment holds."""
+    """Returns the configuration as plain JSON with absolute paths, without credentials and a job's environment."""
     values = with_absolute_paths(config, prepared).model_dump(mode="json")
     del values["slurm"]["environment"]
     cleaned: dict[str, Any] = _cleaned(values)
@@ -107,7 +115,7 @@ def settings_of(config: Config, prepared: Path | None) -> dict[str, Any]:
 def _former(run_dir: RunDir, checkpoint: Checkpoint) -> dict[str, Any] | None:
     kept = checkpoint.state.get("settings")
     try:
-        # Settings that are younger than the checkpoint are what they are where nothing is given.
+        # Settings that are newer than the checkpoint get their defaults.
         config = Config.model_validate(kept) if kept else load_config(run_dir.config, check_files=False)
     except (UserError, ValidationError) as error:
         log.warning("settings   those until step %d are of another version: not compared (%s)", checkpoint.step, error)

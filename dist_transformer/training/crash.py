@@ -1,4 +1,4 @@
-"""What a rank was doing when it failed, so that it can be done again on one rank: `train RUN --replay-crash`.
+"""Record of a failed rank and its micro-batches, to be computed again on one rank by `train RUN --replay-crash`.
 
 crash/rank_00003/crash.json          exception, traceback, step, lanes and row ids of the micro-batches, versions
                  config.yaml         the configuration of that start
@@ -48,20 +48,20 @@ class Crash:
 
     @property
     def lanes(self) -> list[int]:
-        """Of the micro-batches that the rank was working on."""
+        """Lanes of the micro-batches that the rank was working on."""
         return [int(lane) for lane in self.values["micro_batches"]]
 
     def pairs_and_tokens(self, lane: int) -> tuple[int, int]:
-        """How many real pairs and target tokens a lane's micro-batch has."""
+        """Returns the numbers of real pairs and target tokens of a lane's micro-batch."""
         micro_batch = self.values["micro_batches"][str(lane)]
         return len(micro_batch["row_ids"]), int(micro_batch["target_tokens"])
 
     def sides(self, lane: int) -> list[Tensor]:
-        """source_BS, target_in_BT and target_out_BT of a lane's micro-batch."""
+        """Returns source_BS, target_in_BT and target_out_BT of a lane's micro-batch."""
         return [self.tensors[_key(lane, side)] for side in SIDES]
 
     def config(self, overrides: list[str] | None = None) -> Config:
-        """That of the start that failed."""
+        """Returns the configuration of the start that failed."""
         return load_config(self.path / "config.yaml", overrides, check_files=False)
 
 
@@ -73,10 +73,10 @@ def write_crash(
     progress: TrainState | None,
     batch: GlobalBatch | None,
 ) -> Path | None:
-    """Writes this rank's folder, in place of an older one; what hinders that is only logged. Not collective.
+    """Writes this rank's folder and replaces an older one; an error of writing is only logged. Not collective.
 
     Args:
-        progress, batch: what the trainer was at; None where it had not begun.
+        progress, batch: state and current batch of the loop; None if it had not begun.
     """
     folder = _folder(run_dir, ranks.rank)
     temporary = folder.with_name(folder.name + ".tmp")
@@ -91,7 +91,7 @@ def write_crash(
         flush_to_disk(temporary / "batch.safetensors")
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
-    except (OSError, SafetensorError, RuntimeError, MemoryError) as problem:  # the failure itself must stay the news
+    except (OSError, SafetensorError, RuntimeError, MemoryError) as problem:  # must not hide the failure itself
         log.error("crash      rank %d could not write %s: %s", ranks.rank, folder, problem)
         shutil.rmtree(temporary, ignore_errors=True)
         return None
@@ -99,7 +99,7 @@ def write_crash(
 
 
 def read_crash(run_dir: RunDir, rank: int | None) -> Crash:
-    """The record of this rank; None: of the newest start's, that of the rank that failed by itself.
+    """Reads the record of this rank; None: of the rank of the newest start that failed by itself.
 
     Raises:
         UserError: there is none, or it cannot be read.

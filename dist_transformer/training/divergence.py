@@ -1,10 +1,10 @@
-"""Divergence: how it is noticed, and how a run goes on after it.
+"""Divergence: its detection, and the recovery of a run after it.
 
     monitor = LossMonitor(config.divergence, checkpoint.state["loss_monitor"])
     monitor.add(step, loss)                     # raises Diverged, on every rank at the same step
     recovery = recover(run_dir, config.divergence, diverged, good_step)     # rank 0
 
-What was decided stands in divergence.json of the run folder, so that a later start trains on in the same way.
+Decisions are recorded in divergence.json of the run folder, so that a later start resumes training in the same way.
 """
 
 import json
@@ -23,15 +23,16 @@ from dist_transformer.run.folder import RunDir
 log = logging.getLogger(__name__)
 
 LEAST_DEVIATION = 0.01
-"""Of the average: a loss that hardly varies (few, long batches) must not make every small rise count."""
+"""Minimum of the deviation as a share of the average: a loss that hardly varies must not make every small rise count.
+It varies little with few, long batches."""
 
 
 class Diverged(Exception):
-    """Training diverged; every rank raises it at the same step.
+    """Divergence of training; every rank raises it at the same step.
 
     Attributes:
-        reason: what was seen, for people.
-        since_step: the step at which it began: only checkpoints of earlier steps are good.
+        reason: text for people.
+        since_step: the step at which the divergence began: only checkpoints of earlier steps are good.
     """
 
     def __init__(self, reason: str, since_step: int) -> None:
@@ -40,18 +41,18 @@ class Diverged(Exception):
 
 
 class LossMonitor:
-    """Watches the loss per target token for a rise that stays.
+    """Watches the loss per target token for a lasting rise.
 
-    It keeps an average and a deviation of the losses within bounds: over all of them at first, exponentially fading
-    ones over about `window_steps` later. A loss is out of bounds when it is `deviations` deviations above the average,
-    or not finite; `patience_steps` of them in a row are a divergence. Before `window_steps` losses only those that are
-    not finite count.
+    It keeps an average and a deviation of the losses within bounds: first over all of them, later exponential moving
+    ones over about `window_steps`. A loss is out of bounds if it is `deviations` deviations above the average or not
+    finite; `patience_steps` such losses in a row are a divergence. During the first `window_steps` losses only those
+    that are not finite count.
 
-    The deviation is that of the losses below the average, taken twice (for even noise, the usual one): a loss that climbs
-    for hundreds of steps, as in most divergences, lies above its average all the time and must not pass for noise.
+    The deviation counts losses below the average twice, others not (for symmetric noise the usual one): a loss that
+    climbs for hundreds of steps, as in most divergences, is always above its average and must not pass for noise.
 
     Args:
-        state: that of `state()`, where a run goes on: it then decides as if it had never stopped.
+        state: result of `state()` if a run is resumed: the monitor then decides as if the run had never stopped.
     """
 
     def __init__(self, settings: DivergenceConfig, state: Mapping[str, Any] | None) -> None:
@@ -64,7 +65,7 @@ class LossMonitor:
         self._since_step = int(state.get("since_step", 0))
 
     def add(self, step: int, loss: float) -> None:
-        """The mean loss of a step over all ranks.
+        """Adds the mean loss of a step over all ranks.
 
         Raises:
             Diverged: this was the last of `patience_steps` steps in a row that were out of bounds.
@@ -80,11 +81,11 @@ class LossMonitor:
             raise Diverged(self._reason(loss), self._since_step)
 
     def begin_anew(self) -> None:
-        """Other data from here on (a new stage of a mixture): what was usual before says nothing of it."""
+        """Forgets the losses so far: a new stage of a mixture begins, and earlier losses are no measure of it."""
         self._count = self._out_of_bounds = 0
 
     def state(self) -> dict[str, Any]:
-        """All that a later start needs, for a checkpoint."""
+        """Returns the state of the monitor, for a checkpoint."""
         return {
             "count": self._count,
             "average": self._average,
@@ -105,7 +106,7 @@ class LossMonitor:
         return max(math.sqrt(self._variance), LEAST_DEVIATION * abs(self._average))
 
     def _include(self, loss: float) -> None:
-        """One more loss. The weights 1, 1/2, 1/3 ... 1/window make the plain mean first: no bias towards a start value."""
+        """Adds a loss to the average. Weights 1, 1/2, 1/3 ... 1/window begin with the plain mean: no start value."""
         self._count += 1
         share = max(1.0 / self._count, 1.0 / self._settings.window_steps)
         if self._count == 1:
@@ -125,24 +126,24 @@ class LossMonitor:
 
 @dataclass(frozen=True)
 class Event:
-    """A divergence, and what was done. `policy` "stop": the run ended, and a person decides."""
+    """A divergence and the reaction to it. `policy` "stop": the run ended, and a person decides."""
 
     since_step: int
     reason: str
     policy: str
     went_on_from: int
-    """Step of the checkpoint that the run goes on from; 0: from scratch."""
+    """Step of the checkpoint that the run resumes from; 0: from scratch."""
     learning_rate_factor: float
-    """What all later steps are trained with a further time; 1 unless the policy lowers the learning rate."""
+    """Further factor of the learning rate of all later steps; 1 unless the policy lowers the learning rate."""
     time: float
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """What all divergences so far ask of a start.
+    """Changes that all divergences so far require of a start.
 
     Attributes:
-        rollbacks: returns to a checkpoint that the run made by itself since a person last started it.
+        rollbacks: rollbacks to a checkpoint that the run made by itself since a person last started it.
     """
 
     learning_rate_factor: float
@@ -150,16 +151,16 @@ class Recovery:
     rollbacks: int
 
     def text(self) -> str:
-        """What it changes."""
+        """Returns a description of the changes."""
         precision = " in bf16, where fp16 is given" if self.switch_to_bf16 else ""
         return f"{self.learning_rate_factor:g} x the learning rate{precision}"
 
 
 def read_recovery(run_dir: RunDir) -> Recovery:
-    """What divergence.json asks for; nothing without one.
+    """Reads divergence.json; without the file nothing changes.
 
     Raises:
-        UserError: it is damaged, or not ours.
+        UserError: the file is damaged, or not ours.
     """
     return _recovery(_read_events(run_dir))
 
@@ -170,12 +171,12 @@ def record(run_dir: RunDir, event: Event) -> None:
 
 
 def first_bad_step(run_dir: RunDir, settings: DivergenceConfig, diverged: Diverged) -> int:
-    """The step from which on no checkpoint is to be gone on with.
+    """Returns the first step whose checkpoint must not be resumed.
 
-    A return that did not help goes further back than the one before it: where the run diverges again about where it did,
-    the checkpoint that it went on from was bad already.
+    After a rollback that did not help, the next one goes further back: if the run diverges again at about the same
+    step, the checkpoint that it resumed from was bad already.
     """
-    bad = diverged.since_step - 1  # the loss of a step is that of the weights before it
+    bad = diverged.since_step - 1  # the loss of a step is that of the weights before its update
     last = next(reversed(_read_events(run_dir)), None)
     if last and last.policy != "stop" and diverged.since_step <= last.since_step + settings.patience_steps:
         log.warning("divergence the return to step %d did not help: this one goes further back", last.went_on_from)
@@ -184,13 +185,13 @@ def first_bad_step(run_dir: RunDir, settings: DivergenceConfig, diverged: Diverg
 
 
 def recover(run_dir: RunDir, settings: DivergenceConfig, diverged: Diverged, good_step: int) -> Recovery:
-    """Decides how the run goes on, and writes it down (rank 0, after the bad checkpoints were set aside).
+    """Decides how the run continues, and records it (rank 0, after the bad checkpoints were set aside).
 
     Args:
-        good_step: of the checkpoint that the run goes on from; 0: from scratch.
+        good_step: step of the checkpoint that the run resumes from; 0: from scratch.
 
     Raises:
-        UserError: the run ends here: the policy says so, or it can do no more.
+        UserError: the run ends here: the policy is "stop", or has no further means.
     """
     before = read_recovery(run_dir)
     end = _reason_to_end(settings, before)

@@ -1,5 +1,5 @@
-"""The end of a start, in every rank: rank 0 writes the model, draws the report and waits for MLflow, and nobody is
-taken for hung meanwhile."""
+"""End of a start, in every rank: rank 0 writes the model, draws the report and waits for MLflow; the watchdogs of all
+ranks receive progress meanwhile."""
 
 import logging
 import shutil
@@ -21,9 +21,9 @@ from dist_transformer.training.watchdog import Watchdog
 log = logging.getLogger(__name__)
 
 REPORT_SECONDS = 600.0
-"""Time for drawing the report before it counts as a hang: many times what the largest one takes."""
+"""Time for drawing the report before it counts as a hang: many times that of the largest report."""
 MARGIN_SECONDS = 30.0
-"""Time that closing takes beside its waits for the server."""
+"""Time that closing takes in addition to its waits for the server."""
 
 
 class RunEnd:
@@ -41,10 +41,10 @@ class RunEnd:
         self._is_closed = False
 
     def draw_report(self, wants_stop: WantsStop) -> None:
-        """Draws the pictures and the page, for the run's artifacts (collective). A run that is not tracked gets none.
+        """Draws the figures and the page, for the run's artifacts (collective). A run that is not tracked gets none.
 
         Raises:
-            Stopped: a rank wants to stop, on every rank.
+            Stopped: on every rank: a rank was asked to stop.
         """
 
         def draw() -> None:
@@ -55,8 +55,8 @@ class RunEnd:
             self._on_rank_zero(draw, "drawing the report", REPORT_SECONDS, wants_stop)
 
     def close(self, status: Status) -> None:
-        """Waits for MLflow, all ranks together (collective)."""
-        self._is_closed = True  # whatever comes of it: nobody waits a second time
+        """Waits for MLflow on all ranks (collective)."""
+        self._is_closed = True  # even after a failure: no rank waits a second time
 
         def close() -> None:
             if self.tracker is not None:
@@ -67,7 +67,7 @@ class RunEnd:
             self._on_rank_zero(close, "waiting for MLflow to take the rest", seconds)
 
     def close_alone(self, status: Status) -> None:
-        """After an error, when other ranks may be gone; nothing when it is closed already."""
+        """Closes the tracker after an error, when other ranks may be gone; does nothing if it is closed."""
         if self.tracker is not None and not self._is_closed:
             self._watchdog.progress("waiting for MLflow to take the rest")
             self.tracker.close(status)
@@ -79,7 +79,7 @@ class RunEnd:
 
 
 def finish(run: Run, end: RunEnd, step: int, early_stop: str) -> bool:
-    """Writes the model and the report of a run that has trained its last step (collective). False: a stop came first."""
+    """Writes the model and the report of a run after its last step (collective). False: interrupted by a stop."""
     try:
         _write_model(run, end.tracker)
         note(run.run_dir, run.ranks, "finished", step, early_stop)
@@ -90,11 +90,11 @@ def finish(run: Run, end: RunEnd, step: int, early_stop: str) -> bool:
 
 
 def _write_model(run: Run, tracker: Tracker | None) -> None:
-    """Rank 0 writes the model folder; a failure or a stop is every rank's (collective)."""
+    """Writes the model folder on rank 0; a failure or a stop is raised on every rank (collective)."""
     run_dir = run.run_dir
 
     def write() -> str:
-        for left_over in run_dir.path.glob(f".{run_dir.model.name}.*.tmp"):  # of a start that ended here
+        for left_over in run_dir.path.glob(f".{run_dir.model.name}.*.tmp"):  # of a start that was killed here
             shutil.rmtree(left_over, ignore_errors=True)
         try:
             return write_final_model(run.config, run_dir, run.data.folder, run.manifest, run_dir.model)

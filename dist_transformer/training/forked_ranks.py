@@ -1,7 +1,7 @@
-"""The ranks of this machine for `train --ranks`: what training imports is imported once, and each rank forked from there.
+"""Ranks of this machine for `train --ranks`: the modules of training are imported once, then each rank is forked.
 
-A forked process is whole only if the one it comes from has a single thread and has not begun to use a GPU. Where one of
-the two cannot be told, each rank is a program of its own, and imports for itself.
+Forking is safe only if the parent process has a single thread and has not begun to use a GPU. If this is not known,
+each rank is a program of its own with its own imports.
 """
 
 import gc
@@ -21,19 +21,19 @@ from dist_transformer.processes.launching import (
 )
 
 GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Of NVIDIA, AMD and Windows' Linux. To ask torch for a GPU can be the beginning of its use."""
+"""Devices of NVIDIA, AMD and Windows' Linux. Asking torch for a GPU may already begin to use it."""
 
 
 def run_local_ranks(
     prepare: Callable[[], object], train: Callable[[], object], arguments: list[str], num_ranks: int, signals: Signals
 ) -> int:
-    """Prepares the corpus in a process of its own, then trains on `num_ranks` ranks; the exit code.
+    """Prepares the corpus in a process of its own, then trains on `num_ranks` ranks. Returns the exit code.
 
-    Call it before anything has started a thread.
+    To be called before any thread is started.
 
     Args:
-        prepare, train: what those processes do, forked from this one; they ask for their stop signals themselves.
-        arguments: of `train`, for ranks that are no forks.
+        prepare, train: functions of those processes, forked from this one; they set up their stop signals themselves.
+        arguments: command line of `train`, for ranks that are not forked.
     """
     has_no_gpu = not any(map(os.path.exists, GPU_DEVICES))
     meanwhile = partial(_import_training, num_ranks) if has_no_gpu else lambda: None
@@ -47,7 +47,7 @@ def run_local_ranks(
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
-    """Imports within it are not interrupted to look for garbage, of which they make next to none, nor looked at later."""
+    """Disables garbage collection during imports, which make almost no garbage; later ones skip imported objects."""
     gc.disable()
     try:
         yield
@@ -57,12 +57,10 @@ def quick_imports() -> Iterator[None]:
 
 
 def _import_training(num_ranks: int) -> None:
-    """What takes longest of what a rank imports, and starts no thread, as pyarrow does."""
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(num_ranks)))  # is read when torch is loaded
+    """Imports the slowest modules of a rank that start no thread (pyarrow does)."""
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(num_ranks)))  # torch reads it at import
     given = os.environ.get("OPENBLAS_NUM_THREADS")
-    os.environ["OPENBLAS_NUM_THREADS"] = (
-        "1"  # else numpy starts threads when it is loaded; training has no use for them
-    )
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # else numpy starts threads at import, which training does not use
     with quick_imports():
         import dist_transformer.training.engine.engine  # noqa: F401
     if given is None:

@@ -1,8 +1,8 @@
 """Global batches, fetched one step ahead. While a step computes, the next one is fetched and counted over all ranks.
 
-One small all-reduce a step carries everything the ranks must agree on: how many target tokens the loss is divided by,
-whether any rank was asked to stop or still writes a checkpoint, the loss of the step before, whether any rank could not
-read its data, and the digest of the global batch.
+One small all-reduce per step carries everything the ranks must agree on: the number of target tokens that divides the
+loss, whether any rank was asked to stop or still writes a checkpoint, the loss of the previous step, whether any rank
+could not read its data, and the digest of the global batch.
 """
 
 import math
@@ -26,26 +26,26 @@ from dist_transformer.errors import DataError, UserError
 TOTALS = (
     "target_tokens", "source_tokens", "pairs", "quarantined", "stop", "writing", "loss", "not_finite", "error", "digest",
 )  # fmt: skip
-"""What is summed over the ranks; after it padded tokens by lane, dropped pairs by rule, pairs by corpus."""
+"""Values summed over the ranks; followed by padded tokens by lane, dropped pairs by rule, pairs by corpus."""
 
 LARGEST_LOSS = 2.0**30
-"""Of a rank in a step, summed over tokens."""
+"""Maximum loss of a rank in a step, summed over tokens."""
 LOSS_UNIT = 2.0**-20
-"""Losses are summed as integers of this unit, with the other counts: exact in any order of the ranks."""
+"""Unit of the integers that losses are summed as, with the other counts: exact in any order of the ranks."""
 
 
 def fixed_point(loss: float) -> tuple[int, int]:
-    """(in units of LOSS_UNIT, 0), or (0, 1) where it is not finite, or so large that a sum could overflow."""
+    """Returns (loss in units of LOSS_UNIT, 0), or (0, 1) if it is not finite or so large that a sum could overflow."""
     return (round(loss / LOSS_UNIT), 0) if abs(loss) < LARGEST_LOSS else (0, 1)
 
 
 def from_fixed_point(units: int, not_finite: int) -> float:
-    """A sum of `fixed_point` over the ranks, as a number."""
+    """Converts a sum of `fixed_point` over the ranks to a number."""
     return math.nan if not_finite else units * LOSS_UNIT
 
 
 class Fetched:
-    """A number of the device on its way to the host: what is begun after it is not waited for."""
+    """A number on its way from the device to the host; reading it does not wait for work queued later."""
 
     def __init__(self, number: torch.Tensor) -> None:
         self._number = number.to("cpu", non_blocking=True)  # into page-locked memory
@@ -65,9 +65,9 @@ class RankStatus:
 
     wants_stop: bool
     is_writing: bool
-    """Its file of a checkpoint is not on disk yet."""
+    """True while the rank's file of a checkpoint is not on disk."""
     loss_sum: float
-    """Of its micro-batches of the step computed last; 0 without one."""
+    """Loss of the rank's micro-batches of the last computed step; 0 without one."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class GlobalBatch:
     micro_batches: list[MicroBatch | None]
     partition: Partition
     lane_positions: dict[int, tuple[int, int]]
-    """(window, micro-batches handed out) of this rank's lanes after this step."""
+    """Positions (window, micro-batches handed out) of this rank's lanes after this step."""
     target_tokens: int
     source_tokens: int
     pairs: int
@@ -88,15 +88,15 @@ class GlobalBatch:
     dropped: Counter[str]
     """Pairs by rule that were dropped from the windows begun in this step."""
     quarantined: tuple[Quarantined, ...]
-    """Row groups of all ranks that the windows begun in this step left out."""
+    """Row groups of all ranks that were quarantined in the windows begun in this step."""
     stop: bool
     is_writing: bool
-    """Some rank still writes a checkpoint."""
+    """True if some rank still writes a checkpoint."""
     loss_sum: float
-    """Of the step that was computed last when this batch was begun: the sum of every rank's `RankStatus`."""
+    """Loss of the last step computed before this batch was begun: the sum over every rank's `RankStatus`."""
     digest: str
     wait_seconds: float
-    """How long training stood still for this batch."""
+    """Time that training waited for this batch."""
 
     @property
     def epoch(self) -> int:
@@ -171,7 +171,7 @@ class GlobalBatchPrefetcher:
         self.prefetch(status)
 
     def _repartition(self) -> None:
-        """Other weights hold from here on: every rank divides the rest of the epoch anew, from where all lanes are."""
+        """Divides the rest of the epoch anew, by new weights and from the positions of all lanes (collective)."""
         lanes = {
             lane: at
             for part in self._ranks.all_gather_object(self._loader.lane_positions())
@@ -208,7 +208,7 @@ class GlobalBatchPrefetcher:
 
 
 class StepOfEpoch(Protocol):
-    """One step of one rank or of all: of interest here is whether it has pairs."""
+    """One step, of one rank or of all ranks."""
 
     @property
     def pairs(self) -> int: ...
@@ -221,10 +221,10 @@ Step = TypeVar("Step", bound=StepOfEpoch)
 
 
 def next_with_pairs(fetch: Callable[[], Step], start_epoch: Callable[[], None], max_epochs: int | None) -> Step | None:
-    """Returns the next step that has pairs, if need be of the next epoch; None after the last epoch.
+    """Returns the next step that has pairs, if necessary of the next epoch; None after the last epoch.
 
     Raises:
-        DataError: a whole epoch has none; on every rank.
+        DataError: on every rank: a whole epoch has no pairs.
     """
     for _ in range(2):  # the end of an epoch, and the next one from its start
         step = fetch()

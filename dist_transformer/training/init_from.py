@@ -1,4 +1,4 @@
-"""`training.init_from`: finds the weights that a path names, and starts a model with them."""
+"""`training.init_from`: finds the weights that a path names, and initialises a model with them."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -24,10 +24,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Found:
-    """The folder that a path stands for: a model folder, or a whole checkpoint.
+    """The folder that a path names: a model folder, or a complete checkpoint.
 
     Attributes:
-        sha256: of the model's weights file, or of the checkpoint's manifest, which has that of every file.
+        sha256: SHA-256 of the model's weights file, or of the checkpoint's manifest, which has that of every file.
     """
 
     folder: Path
@@ -38,12 +38,12 @@ class Found:
 def initialise(
     model: Transformer, config: Config, manifest: Manifest, ranks: Ranks, progress: Callable[[], None]
 ) -> dict[str, str]:
-    """Puts the weights of `training.init_from` into the fp32 model on the CPU (collective); rank 0 logs what was taken.
+    """Loads the weights of `training.init_from` into the fp32 model on the CPU (collective); rank 0 logs which.
 
-    Returns what is to be tracked: the folder that was taken, and the SHA-256 of its weights.
+    Returns the values to track: the folder that was used, and the SHA-256 of its weights.
 
     Raises:
-        UserError: there is no such model, or it does not fit; the same on every rank.
+        UserError: the same on every rank: there is no such model, or it does not fit.
     """
     path = Path(str(config.training.init_from)).expanduser()
     found = run_on_rank_zero(ranks, lambda: _found(path), progress)
@@ -61,13 +61,13 @@ def initialise(
 
 
 def find(path: Path) -> Found:
-    """What `path` stands for: a model folder, a checkpoint, or a run folder (its model, else its newest checkpoint).
+    """Finds the weights of a model folder, a checkpoint, or a run folder (its model, else its newest checkpoint).
 
     Every byte of a checkpoint is read and compared with its manifest.
 
     Raises:
-        UserError: it is none of these.
-        CheckpointError: it is a damaged checkpoint.
+        UserError: `path` is none of these.
+        CheckpointError: `path` is a damaged checkpoint.
     """
     for folder in (path, RunDir(path).model):
         if (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file():
@@ -95,7 +95,7 @@ def _found(path: Path) -> Found:
 
 
 def _load(model: Transformer, found: Found, here: Origin, partially: bool) -> Fit | UserError:
-    """An error is given back, so that all ranks can agree on it: another node may not see the folder."""
+    """Loads the weights; returns an error so that all ranks can agree on it: another node may not see the folder."""
     try:
         weights, there = _of_model(found.folder) if found.is_model else _of_checkpoint(found.folder)
         return load_initial_weights(model, weights, there, here, str(found.folder), partially)

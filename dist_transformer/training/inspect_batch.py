@@ -1,4 +1,4 @@
-"""The global batch of a step as training sees it, found without an engine and without ranks: for `data inspect`."""
+"""The global batch of a step as in training, computed without an engine and without ranks: for `data inspect`."""
 
 import sys
 from collections import Counter
@@ -28,9 +28,9 @@ class SeenBatch:
     """One global batch.
 
     Attributes:
-        beginning: where the way to it began.
+        beginning: start of the walk to it: a checkpoint, or the first step.
         dropped: pairs dropped by rule from the windows begun for it.
-        left_out: row groups left out of these windows.
+        left_out: row groups quarantined in these windows.
     """
 
     step: int
@@ -42,17 +42,17 @@ class SeenBatch:
 
     @cached_property
     def digest(self) -> str:
-        """That of metrics.jsonl."""
+        """Digest of the batch, as in metrics.jsonl."""
         return digest_text(sum(batch.digest() for batch in self.micro_batches))
 
     @property
     def straggler_ratio(self) -> float:
-        """Padded tokens of the largest micro-batch over the mean."""
+        """Ratio of the padded tokens of the largest micro-batch to the mean."""
         return straggler_ratio([batch.shape.padded_tokens for batch in self.micro_batches])
 
 
 def batch_of_step(data: RunData, run_dir: RunDir | None, step: int | None) -> SeenBatch:
-    """The batch of this step; None: of the next one. Changes nothing in the run folder.
+    """Returns the batch of this step; None: of the next one. Changes nothing in the run folder.
 
     Raises:
         UserError: the run has no such step.
@@ -89,7 +89,7 @@ class _Step:
 
 
 class _Walk:
-    """Goes through the global batches as the training loop does, with all lanes in one process."""
+    """Follows the global batches as the training loop does, with all lanes in one process."""
 
     def __init__(self, data: RunData, progress: TrainState, beginning: str) -> None:
         self.step, self.beginning = progress.batches, beginning
@@ -97,7 +97,7 @@ class _Walk:
         self._loader = data.loader(progress.position, progress.batches, rank=0, num_ranks=1, num_workers=0)
 
     def next_batch(self) -> SeenBatch:
-        """Goes one batch on; UserError when the run ends before it."""
+        """Returns the next batch; raises UserError if the run ends before it."""
         most_tokens = self._training.max_target_tokens
         if most_tokens is not None and self._target_tokens >= most_tokens:
             raise _beyond_the_end("max_target_tokens", most_tokens, self.step)
@@ -118,7 +118,7 @@ class _Walk:
 
 
 def _checkpoints(run_dir: RunDir) -> list[Checkpoint]:
-    """Those of the run folder whose state can be read, oldest first."""
+    """Returns the checkpoints of the run folder whose state can be read, oldest first."""
     found = []
     for path in checkpoints.saved(run_dir):
         try:
@@ -129,7 +129,7 @@ def _checkpoints(run_dir: RunDir) -> list[Checkpoint]:
 
 
 def _progress(data: RunData, beginning: Checkpoint | None, newest: Checkpoint | None) -> TrainState:
-    """Where to begin. What the run left out of windows until now is left out of them again, mended or not."""
+    """Returns the state to begin from. Row groups that the run has quarantined stay so, even if fixed since."""
     position = data.start() if beginning is None else data.position_of(beginning)
     if newest is not None:
         where = str(newest.path / STATE)
@@ -157,7 +157,7 @@ def _beyond_the_end(setting: str, value: int, last: int) -> UserError:
 
 
 def _refuse_other_lanes(data: RunData, step: int, beginning: Checkpoint | None, following: Checkpoint) -> None:
-    """A step that is trained already is shown with the lanes that it had, or not at all."""
+    """Refuses a step that was trained with other lanes than now."""
     lanes, before, had = (
         data.config.data.lanes,
         data.config.data.reslice_from,

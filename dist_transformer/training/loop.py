@@ -33,11 +33,11 @@ from dist_transformer.training.validation.token_metrics import forward
 log = logging.getLogger(__name__)
 
 MAX_SKIPS_IN_A_ROW = 100
-"""More than fp16's loss scale needs on its way from any power of 2 down to its floor."""
+"""Limit above the number of skips that fp16's loss scale needs from any power of 2 down to its floor."""
 
 
 class Outcome(Enum):
-    """How a run's process ended."""
+    """Outcome of a run's process."""
 
     FINISHED = "finished"
     STOPPED = "stopped"
@@ -121,7 +121,7 @@ class Loop:
             if state.step % self._config.training.log_every_steps == 0:
                 self._log()
             self._validation.step_computed(state.step)
-            # The save first: a validation may take longer than what is left of a job.
+            # The save comes first: a validation may take longer than the rest of a job.
             if state.step % every == 0 or self._has_ended():
                 self._save()
             if self._validation.is_due:
@@ -146,7 +146,7 @@ class Loop:
         """Returns the next batch with rows in it; None after the last epoch.
 
         Raises:
-            Stopped: on every rank: one was asked to stop.
+            Stopped: on every rank: a rank was asked to stop.
         """
         max_epochs = self._config.training.max_epochs
         return next_with_pairs(self._receive, lambda: self._batches.start_epoch(self._status()), max_epochs)
@@ -175,7 +175,7 @@ class Loop:
             loss, nll = forward(self._engine, micro_batch or self._weightless, device)
             self._engine.backward(loss, batch.target_tokens)
             losses += torch.stack([loss.detach(), nll.detach()]).double()
-        loss_sum = Fetched(losses[0])  # before the update, whose end is not waited for then
+        loss_sum = Fetched(losses[0])  # before the update, so that reading it does not wait for the update
         watchdog.progress(f"{doing}, the update")
         is_applied = self._engine.step(self._run.learning_rate(state.step + 1))
         self._count(batch, is_applied, losses, loss_sum.value())
@@ -207,7 +207,7 @@ class Loop:
             raise Diverged(f"the gradients of {MAX_SKIPS_IN_A_ROW} batches in a row were not finite", step)
 
     def _quarantine(self, row_groups: tuple[Quarantined, ...]) -> None:
-        """Logs and keeps the row groups left out; too many of them end the run, on every rank."""
+        """Logs and keeps quarantined row groups; too many of them end the run, on every rank."""
         state, most = self.state, self._config.data.max_quarantined_row_groups
         state.position = state.position.leaving_out(row_groups)
         for row_group in row_groups if self._ranks.is_rank_zero else ():
@@ -235,7 +235,7 @@ class Loop:
         self._run.watchdog.progress(f"validating after step {self.state.step}")
 
     def _checkpoint_state(self) -> dict[str, Any]:
-        """Returns all of a checkpoint but tensors (collective)."""
+        """Returns the content of a checkpoint except its tensors (collective)."""
         state, training = self.state, self._run.training
         lanes = torch.zeros(self._config.data.lanes, 2, dtype=torch.int64)
         for lane, at in self._lane_positions.items():
@@ -260,6 +260,6 @@ class Loop:
 
 
 def _weightless(pad_id: int, eos_id: int) -> MicroBatch:
-    """A micro-batch without a real target token: its loss and gradient are zero, its collectives are everyone's."""
+    """Returns a micro-batch without a real target token: its loss and gradient are zero, its collectives the same."""
     token, pad = torch.full((1, 1), eos_id), torch.full((1, 1), pad_id)
     return MicroBatch(-1, BatchShape(1, 1, 1, 0, 0, 0), token, token, pad, torch.zeros(0, dtype=torch.int64))

@@ -1,7 +1,7 @@
-"""How much memory this rank has and used at most, and what is said when it was not enough.
+"""Memory of this rank: the available amount, the peak, and the message when it is out of memory.
 
-On a GPU the allocator counts. On a CPU the peak is that of the whole process as the kernel counts it, and what a rank
-may use is the least of three: what the machine has left, what the job's cgroup allows (Slurm's --mem), `ulimit -v`.
+On a GPU the allocator counts. On a CPU the peak is that of the whole process as counted by the kernel, and a rank may
+use the least of three: the machine's available memory, the limit of the job's cgroup (Slurm's --mem), `ulimit -v`.
 """
 
 import gc
@@ -19,11 +19,11 @@ from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import UserError
 
 GPU_SHARE = 0.9
-"""Of a GPU's memory; the rest is for the buffers of communication and what fragmentation loses."""
+"""Usable share of a GPU's memory; the rest is for the buffers of communication and fragmentation."""
 CPU_SHARE = 0.8
-"""Of a machine's memory; the rest is for loader processes, files and other programs."""
+"""Usable share of a machine's memory; the rest is for loader processes, files and other programs."""
 RESERVED_ADDRESS_BYTES = 1_500_000_000
-"""`ulimit -v` counts addresses, not memory: the readers of the corpus and threads reserve about so many later on."""
+"""Addresses that readers of the corpus and threads reserve later: `ulimit -v` counts addresses, not memory."""
 CGROUPS = Path("/sys/fs/cgroup")
 
 _TRIED = re.compile(r"tried to allocate ([\d.]+) ?(\w+)", re.IGNORECASE)
@@ -31,7 +31,7 @@ _OUT_OF_MEMORY = re.compile(
     "out of memory|_STATUS_ALLOC_FAILED|failed to CUDA (host )?[cm]?alloc|can(no|')t allocate memory|bad_alloc",
     re.IGNORECASE,
 )
-"""Said by torch for CPUs and, beside its own allocator, by CUDA, cuBLAS, cuDNN and NCCL."""
+"""Messages of torch for CPUs, and of CUDA, cuBLAS, cuDNN and NCCL, which do not use torch's allocator."""
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _ADVICE = (
     "Lower data.max_tokens (auto finds the largest that fits), or set training.activation_checkpointing=true, a higher "
@@ -41,14 +41,14 @@ _ADVICE = (
 
 @dataclass(frozen=True)
 class Allowance:
-    """Memory that this rank may still use, and what sets the limit."""
+    """Memory that this rank may still use, and the name of the limit."""
 
     bytes: int
     limited_by: str
 
 
 def allowance(ranks: Ranks) -> Allowance:
-    """What this rank may use beside what its process holds already; a machine's memory is shared by its ranks."""
+    """Returns the memory that this rank may use in addition to that of its process; ranks share a machine's memory."""
     if ranks.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ranks.device)
         return Allowance(int(GPU_SHARE * (free + torch.cuda.memory_reserved(ranks.device))), "the GPU's memory")
@@ -74,10 +74,10 @@ def _left_to_process() -> list[Allowance]:
 
 
 def cgroup_allowances(cgroups: Path, membership: str) -> list[Allowance]:
-    """What each limited cgroup of a process has left, file cache counted as free; the limit may be a parent's.
+    """Returns the memory left in each limited cgroup of a process or its parents, file cache counted as free.
 
     `membership`: the text of /proc/self/cgroup, lines of `number:controllers:path`. Inside a container the path may be
-    one of the host: then only the parents are found.
+    that of the host: then only the parents are found.
     """
     allowances = []
     for line in membership.splitlines():
@@ -88,7 +88,7 @@ def cgroup_allowances(cgroups: Path, membership: str) -> list[Allowance]:
         root = cgroups / "memory" if controllers else cgroups
         here = root / path.lstrip("/")
         for folder in (here, *(parent for parent in here.parents if parent.is_relative_to(root))):
-            with suppress(OSError, ValueError):  # `max`, no limit, is no number
+            with suppress(OSError, ValueError):  # `max`, meaning no limit, is no number
                 limit, used = (int((folder / name).read_text()) for name in version[:2])
                 cache = re.search(rf"^{version[2]} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
                 left = limit - used + (int(cache[1]) if cache else 0)
@@ -101,18 +101,18 @@ _VERSION_2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def begin_peak(device: torch.device) -> int:
-    """From here on `peak` counts; the bytes in use now."""
+    """Resets the count of `peak`, and returns the bytes in use now."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
-    with suppress(OSError):  # where the kernel does not let it: the peak is that since the process began
+    with suppress(OSError):  # not permitted by the kernel: the peak is that since the process began
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return int(psutil.Process().memory_info().rss)
 
 
 def peak(device: torch.device) -> int:
-    """Most bytes in use at once since `begin_peak`."""
+    """Returns the maximum of bytes in use since `begin_peak`."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device)
@@ -121,7 +121,7 @@ def peak(device: torch.device) -> int:
 
 
 def give_back(device: torch.device) -> None:
-    """Returns what is no longer in use to the system, and lets peaks be counted anew."""
+    """Releases unused memory to the system, and resets the count of peaks."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -130,7 +130,7 @@ def give_back(device: torch.device) -> None:
 
 @contextmanager
 def telling_out_of_memory(doing: str, device: torch.device, kind: type[UserError] = UserError) -> Iterator[None]:
-    """What runs inside and is out of memory raises an error of `kind` that says how much was wanted, and what to do."""
+    """Converts an out-of-memory error in the block to one of `kind` with the requested amount and advice."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -140,14 +140,14 @@ def telling_out_of_memory(doing: str, device: torch.device, kind: type[UserError
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch has a class of its own only for what its allocator of a GPU finds no room for."""
+    """True for an out-of-memory error of any library; torch has a class of its own only for its GPU allocator's."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError) and _OUT_OF_MEMORY.search(str(error)) is not None
     )
 
 
 def as_text(count: float) -> str:
-    """Bytes for people, in powers of ten: 1.2 GB."""
+    """Formats bytes for people, in powers of ten: 1.2 GB."""
     return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.0f} MB"
 
 
@@ -161,7 +161,7 @@ def _in_use(device: torch.device) -> str:
         in_use = f"{as_text(torch.cuda.memory_allocated(device))} are in use by this rank"
         try:
             free, total = torch.cuda.mem_get_info(device)
-        except RuntimeError as error:  # there may be no memory for the answer either
+        except RuntimeError as error:  # the query itself may need memory
             return f"{in_use}; how much is free, the GPU does not say: {str(error).splitlines()[0]}"
         return f"{in_use}, {as_text(free)} of the GPU's {as_text(total)} are free"
     least = min([*_left_to_all(), *_left_to_process()], key=lambda left: left.bytes)

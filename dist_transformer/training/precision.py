@@ -1,4 +1,4 @@
-"""The precision of a run, settled by each rank before anything else: what `auto` is here, and what this machine refuses."""
+"""The precision of a run, resolved by each rank before anything else: the value of `auto`, limits of the machine."""
 
 import os
 
@@ -10,11 +10,11 @@ from dist_transformer.config.schema import Config
 from dist_transformer.errors import ConfigError, UserError
 
 FP16_ON_CPU = "DIST_TRANSFORMER_FP16_ON_CPU"
-"""Tests set this variable: what fp16 does in a step is the same on a CPU, but for the time and the rounding of norms."""
+"""Variable by which tests allow fp16 on a CPU: steps are the same there, except for time and the rounding of norms."""
 
 
 def settled_precision(config: Config, has_gpu: bool) -> tuple[Config, str]:
-    """The configuration with a precision in place of `auto`, and the word of the log on it; "" where it was given.
+    """Replaces the precision `auto` in the configuration, and returns a message for the log too; "" if it was given.
 
     Raises:
         UserError: on every rank: this machine cannot train in that precision, or another setting forbids it.
@@ -35,7 +35,7 @@ def settled_precision(config: Config, has_gpu: bool) -> tuple[Config, str]:
 
 
 def bf16_warning(config: Config, device: torch.device) -> str:
-    """The word of the log on a GPU that has no arithmetic for the run's bf16; "" on any other device."""
+    """Returns a message for the log if the run is in bf16 on a GPU without bf16 arithmetic, else ""."""
     if config.training.precision != "bf16" or device.type != "cuda":
         return ""
     if torch.cuda.is_bf16_supported(including_emulation=False):

@@ -56,7 +56,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
     torch.set_num_threads(config.training.threads_per_rank or _default_threads(ranks))
     if config.training.max_hours is not None:
         stop.end_at(stop.started + 3600 * config.training.max_hours)
-    lock = _lock(run_dir, ranks, stop)  # before the first word into the run folder: it may be another job's
+    lock = _lock(run_dir, ranks, stop)  # before anything is written into the run folder: another job may use it
     try:
         _refuse_different_corpora(folder, manifest, ranks)
         _set_up_logging(run_dir, ranks, terminal)
@@ -71,11 +71,11 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
     except OSError as error:
         message = f"{error}. Is the disk of {run_dir.path} or of the prepared corpus full, or gone? Start again when it is back"
         _note_failure(run_dir, ranks, message)
-        # What could be written at the start, and cannot now, is a disk that has gone.
+        # A path that was writable at the start and is not any more is on a disk that failed: no error of the user.
         is_theirs = is_misplaced(error) and error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
         raise (UserError if is_theirs else MachineError)(message) from error
-    except Exception as error:  # noqa: BLE001  (the last line of defence: say it and leave, so that the other ranks can)
-        cause = group.explain(error)  # of a rank that only lost another one, whose news this must not bury
+    except Exception as error:  # noqa: BLE001  (the last handler: reports and leaves, so that the other ranks can)
+        cause = group.explain(error)  # short if this rank only lost another one, whose message must stay visible
         said = without_secrets(traceback.format_exc()) if cause is None else f"{cause} ({ranks.last.text()})"
         print(f"rank {ranks.rank} of {ranks.num_ranks} on {platform.node()} failed: {said}", file=sys.stderr)
         _note_failure(run_dir, ranks, said)
@@ -87,7 +87,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
 
 
 def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: StopRequest, terminal: Terminal) -> int:
-    """Trains until the end or a stop; after a divergence from the newest good checkpoint again, as the policy says."""
+    """Trains until the end or a stop; after a divergence it resumes from the newest good checkpoint by the policy."""
     run_id, recovery = run_on_rank_zero(ranks, lambda: (run_id_of(run_dir), read_recovery(run_dir)), lambda: None)
     if recovery.learning_rate_factor != 1.0 or recovery.switch_to_bf16:
         log.warning("divergence %s asks for %s", run_dir.divergence, recovery.text())
@@ -97,15 +97,15 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: S
             try:
                 return _end(run, *train(run))
             except Diverged as error:
-                diverged = Diverged(error.reason, error.since_step)  # the first one's traceback holds the engine
-            gc.collect()  # the engine that diverged, before there is another
+                diverged = Diverged(error.reason, error.since_step)  # the traceback of `error` holds the engine
+            gc.collect()  # frees the engine that diverged before the next one is built
             recovery = run_on_rank_zero(
                 ranks, partial(_recover, run, diverged), run.doing("going back after a divergence")
             )
 
 
 def _recover(run: Run, diverged: Diverged) -> Recovery:
-    """Sets aside the checkpoints that came after, and decides how the run goes on (rank 0)."""
+    """Sets aside the checkpoints of steps that diverged, and decides how the run continues (rank 0)."""
     add_to_history(run.run_dir, "end", diverged.since_step, {"state": "diverged", "reason": diverged.reason})
     checkpoints.set_aside_from(run.run_dir, first_bad_step(run.run_dir, run.config.divergence, diverged))
     good = checkpoints.saved(run.run_dir)[-1:]
@@ -121,7 +121,7 @@ def _refuse_different_corpora(folder: Path, manifest: Manifest, ranks: Ranks) ->
 
 
 def _lock(run_dir: RunDir, ranks: Ranks, stop: StopRequest) -> RunLock:
-    """Only one job works on a run folder. Rank 0 holds the lock and looks for the stop file; every rank hears of it."""
+    """Locks the run folder for this job: rank 0 holds the lock and watches the stop file; all ranks raise a refusal."""
     refusal: UserError | None = None
     lock = RunLock(run_dir)
     if ranks.is_rank_zero:
@@ -129,7 +129,7 @@ def _lock(run_dir: RunDir, ranks: Ranks, stop: StopRequest) -> RunLock:
             with writing(run_dir.path):
                 run_dir.path.mkdir(parents=True, exist_ok=True)
                 check_run_folder(run_dir)
-                check_output(run_dir.model, MODEL_FOLDER, is_model_folder)  # not only when it is trained
+                check_output(run_dir.model, MODEL_FOLDER, is_model_folder)  # now, and not only after training
                 lock.acquire()
             stop.watch_file(run_dir.stop_file)
         except UserError as error:
@@ -141,7 +141,7 @@ def _lock(run_dir: RunDir, ranks: Ranks, stop: StopRequest) -> RunLock:
 
 
 def _set_up_logging(run_dir: RunDir, ranks: Ranks, terminal: Terminal) -> None:
-    """Rank 0 writes to stderr, unless that is to be quiet, and appends to train.log; the others write warnings only."""
+    """Sets up the log: rank 0 writes to stderr, unless quiet, and appends to train.log; others write only warnings."""
     from rich.console import Console
     from rich.logging import RichHandler
 
@@ -165,13 +165,13 @@ def _set_up_logging(run_dir: RunDir, ranks: Ranks, terminal: Terminal) -> None:
 
 
 def _default_threads(ranks: Ranks) -> int:
-    """What the launcher or the batch script gave each rank, else this rank's share of the cores it may use."""
+    """Returns the threads set by the launcher or the batch script, else this rank's share of the available cores."""
     given = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2": of nested regions, too
     return (int(given) if given.isdecimal() else 0) or threads_per_rank(ranks.ranks_per_node)
 
 
 def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:
-    """The failure in train.log and run.json, as far as the disk takes it; each rank that has its own says it itself."""
+    """Records a failure in train.log and run.json, unless the disk fails; other ranks print theirs themselves."""
     if ranks.is_rank_zero:
         log.error("end        failed: %s", message, extra={"is_said_elsewhere": True})
     with contextlib.suppress(OSError):
@@ -183,7 +183,7 @@ def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:
 
 
 def _end(run: Run, outcome: Outcome, step: int) -> int:
-    """Every rank passes the barrier, so that rank 0 ends last with the code that the batch script decides on."""
+    """Records the end and returns the exit code (collective: rank 0, whose code the batch script reads, ends last)."""
     run_dir, ranks, stop = run.run_dir, run.ranks, run.stop
     reasons = [reason for reason in ranks.all_gather_object(stop.reason()) if reason]
     if outcome is Outcome.FINISHED:

@@ -1,4 +1,4 @@
-"""train RUN --replay-crash: the micro-batches that a rank failed on, once more on one rank. Changes nothing of the run."""
+"""`train RUN --replay-crash`: computes the micro-batches of a failed rank again on one rank. The run is not changed."""
 
 import sys
 import traceback
@@ -24,12 +24,12 @@ from dist_transformer.training.trainer import build_objective
 
 
 def replay_crash(run_config: Config, run_dir: RunDir, rank: int | None, overrides: list[str] | None) -> int:
-    """Forward and backward of each micro-batch of the crash, with the dropout that it had. Returns the exit code.
+    """Computes forward and backward of each micro-batch of the crash, with its dropout. Returns the exit code.
 
     Args:
-        run_config: that of the run folder, which says where the prepared corpus is.
-        rank: None: the one that failed by itself, and last.
-        overrides: of the configuration of the crash: training.precision=fp32 shows whether it is one of precision.
+        run_config: configuration of the run folder, which names the prepared corpus.
+        rank: rank to replay; None: the last one that failed by itself.
+        overrides: changes of the crash's configuration: training.precision=fp32 shows whether precision is the cause.
 
     Raises:
         UserError: there is no crash to replay.
@@ -50,7 +50,7 @@ def replay_crash(run_config: Config, run_dir: RunDir, rank: int | None, override
             _replay_lane(engine, crash, lane, config.run.seed, ranks.device)
     except (DistTransformerError, KeyboardInterrupt):
         raise
-    except Exception as error:  # noqa: BLE001  (whatever the crash was: that it comes again is the result)
+    except Exception as error:  # noqa: BLE001  (any error: its recurrence is the result)
         traceback.print_exc()
         print(f"crashed again: {type(error).__name__}: {_first_line(str(error))}")
         sys.stderr.flush()
@@ -60,7 +60,7 @@ def replay_crash(run_config: Config, run_dir: RunDir, rank: int | None, override
 
 
 def _replay_lane(engine: Engine, crash: Crash, lane: int, seed: int, device: torch.device) -> None:
-    """One micro-batch as if it were its rank's whole step. With a learning rate of 0 the weights stay what they are."""
+    """Computes one micro-batch as its rank's whole step. A learning rate of 0 keeps the weights unchanged."""
     tokens, batches = int(crash.values["target_tokens"]), int(crash.values["batches"])
     scaler = engine.scaler_state()
     torch.manual_seed(dropout_seed(seed, batches, lane))
@@ -89,7 +89,7 @@ def _engine(config: Config, manifest: Manifest, ranks: Ranks) -> Engine:
 
 
 def _load_weights(engine: Engine, run_dir: RunDir, crash_step: int) -> None:
-    """Those of the newest whole checkpoint from before the crash; looked for without setting anything aside."""
+    """Loads the weights of the newest complete checkpoint before the crash; damaged ones are not set aside."""
     for path in reversed(checkpoints.saved(run_dir)):
         if checkpoints.step_of(path) >= crash_step:
             continue

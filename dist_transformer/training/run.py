@@ -1,4 +1,4 @@
-"""One start of a run, as its parts in a rank see it."""
+"""One start of a run, as passed to its parts within a rank."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The data of a run: its prepared corpus, the plan of its batches, and where in it a checkpoint goes on."""
+"""The data of a run: its prepared corpus, the plan of its batches, and the position from which a checkpoint resumes."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ DIGEST_DIGITS = 16
 
 @dataclass(frozen=True)
 class RunData:
-    """The prepared corpus, and how this run cuts it into micro-batches."""
+    """The prepared corpus, and its division into micro-batches by this run."""
 
     config: Config
     folder: Path
@@ -37,7 +37,7 @@ class RunData:
         return self.planner_of(self.config.data.lanes)
 
     def planner_of(self, num_lanes: int) -> Planner:
-        """The planner of a run with so many lanes: that of a checkpoint, before it is cut into others."""
+        """Returns the planner for a number of lanes, which a checkpoint may have other than the configuration."""
         splits = [self.manifest.splits[name] for name in self.manifest.training]
         group_rows = tuple(tuple(group.rows for group in split.row_groups) for split in splits)
         data = self.config.data
@@ -58,12 +58,12 @@ class RunData:
         )  # fmt: skip
 
     def validation(self) -> Iterator[MicroBatch]:
-        """The micro-batches of the validation corpus; none without one."""
+        """Yields the micro-batches of the validation corpus; none without one."""
         if "validation" in self.manifest.splits:
             yield from validation_batches(self.builder, self.manifest.bos_id)
 
     def start(self) -> Position:
-        """Before the first batch."""
+        """Returns the position before the first batch."""
         return Position.start(self.planner.first_segment())
 
     def loader(
@@ -75,13 +75,13 @@ class RunData:
         num_workers: int,
         progress: Callable[[], None] = lambda: None,
     ) -> LaneLoader:
-        """The loader of one rank; `batch` is the number of the next global batch, `progress` called for each window."""
+        """Returns the loader of one rank. `batch`: number of the next global batch; `progress`: called for a window."""
         settings = LoaderSettings(self.manifest.bos_id, num_workers, self.config.data.stall_seconds)
         lanes = range(rank, self.config.data.lanes, num_ranks)
         return LaneLoader(self.builder, self.planner, position, batch, lanes, settings, progress)
 
     def recipe(self) -> dict[str, Any]:
-        """What a resume must find unchanged: the shape of the model, the prepared corpus and the order of the data."""
+        """Returns the values that a resume must find unchanged: model shape, prepared corpus and order of the data."""
         manifest = self.manifest
         return {
             **recipe_settings(self.config),
@@ -97,14 +97,14 @@ class RunData:
 
     @cached_property
     def libraries(self) -> dict[str, dict[str, str]]:
-        """Those whose version decides which rows come when: the version, and a digest of what it gives."""
+        """Libraries whose version decides the order of the rows: the version, and a digest of its results."""
         return {name: {"version": version(name), "probe": probe} for name, probe in self.reader.probes().items()}
 
     def position_of(self, checkpoint: Checkpoint) -> Position:
-        """Where `checkpoint` goes on, cut into other lanes where data.reslice_from allows that.
+        """Returns the position from which `checkpoint` resumes, cut into other lanes if data.reslice_from allows that.
 
         Raises:
-            CheckpointError: another version wrote it, or what decides the order of the data has changed.
+            CheckpointError: another version wrote it, or values that decide the order of the data have changed.
         """
         position = position_from_json(checkpoint.state["position"], str(checkpoint.path / STATE))
         lanes_before = len(position.lanes)
@@ -119,7 +119,7 @@ class RunData:
         return replace(position, segment=segment, lanes=Position.start(segment).lanes)
 
     def _refuse_other_libraries(self, checkpoint: Checkpoint) -> None:
-        """What an older checkpoint does not name is taken to be the same."""
+        """Refuses changed libraries; those that an older checkpoint does not name are taken as unchanged."""
         before = checkpoint.state.get("libraries", {})
         changed = [name for name, now in self.libraries.items() if before.get(name, now)["probe"] != now["probe"]]
         if changed:
@@ -143,7 +143,7 @@ class RunData:
 
 
 def open_run_data(config: Config, folder: Path, manifest: Manifest) -> RunData:
-    """The data of a run; DataError when shards are missing or there are fewer pairs than lanes."""
+    """Opens the data of a run; raises DataError if shards are missing or there are fewer pairs than lanes."""
     verify_shards(folder, manifest)
     rows = sum(manifest.splits[name].rows for name in manifest.training)
     if rows < config.data.lanes:
@@ -171,7 +171,7 @@ def _refuse_changes(checkpoint: Checkpoint, recipe: Mapping[str, Any], allowed: 
 
 
 def _short(value: Any) -> Any:
-    """A long list (the files of a corpus) by its digest."""
+    """Replaces a list (the files of a corpus), which may be long, by its digest."""
     return json_digest(value)[:DIGEST_DIGITS] if isinstance(value, list) else value
 
 

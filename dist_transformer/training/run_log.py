@@ -1,4 +1,4 @@
-"""What a run leaves behind beside checkpoints: metrics files, run.json, its MLflow run. Rank 0 writes them."""
+"""Records of a run beside its checkpoints: metrics files, run.json, its MLflow run. Rank 0 writes them."""
 
 import logging
 import math
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class RunLog:
-    """Records of one start: metrics.jsonl, samples.jsonl, audit.jsonl, history.jsonl and the MLflow run. Rank 0 has one.
+    """Records of one start: metrics.jsonl, samples.jsonl, audit.jsonl, history.jsonl and the MLflow run. Rank 0 only.
 
     Attributes:
         audit: row ids of each batch; None without `data.audit`.
@@ -114,11 +114,11 @@ def open_run_log(
     tags: dict[str, str],
     echo: TextIO | None = None,
 ) -> RunLog:
-    """Begins the records of this start (rank 0): drops what an earlier one wrote beyond `state`, then begins with MLflow.
+    """Begins the records of this start (rank 0): drops those of an earlier one beyond `state`, then starts MLflow's.
 
     Args:
-        tags: of the MLflow run: where the initial weights came from, which settings changed.
-        echo: gets each record of metrics.jsonl too.
+        tags: tags of the MLflow run: origin of the initial weights, changed settings.
+        echo: receives each record of metrics.jsonl too.
     """
     write_text(run_dir.config, to_yaml(with_absolute_paths(config, prepared)))
     run_log = RunLog(config, run_dir, None, echo)
@@ -131,7 +131,7 @@ def open_run_log(
 
 
 def newest_records(run_dir: RunDir) -> dict[str, dict[str, Any]]:
-    """The newest record of a log line and of a validation in metrics.jsonl; of step 0 where there is none."""
+    """Returns the newest records of a log line and of a validation in metrics.jsonl; step 0 if there is none."""
     newest: dict[str, dict[str, Any]] = {"train": {"step": 0}, "validation": {"step": 0}}
     for record in read_records(run_dir.metrics):
         if record["event"] in newest and record.get("step", -1) >= newest[record["event"]]["step"]:
@@ -140,7 +140,7 @@ def newest_records(run_dir: RunDir) -> dict[str, dict[str, Any]]:
 
 
 def note(run_dir: RunDir, ranks: Ranks, state: str, step: int | None = None, reason: str = "") -> None:
-    """run.json, what people and scripts ask about a run, and its history; without a step the one noted before."""
+    """Records the state of a run in run.json, for people and scripts, and in its history; no step: the one before."""
     if not ranks.is_rank_zero:
         return
     before = {"starts": 0, "step": 0, **_noted(run_dir)}
@@ -166,7 +166,7 @@ def note(run_dir: RunDir, ranks: Ranks, state: str, step: int | None = None, rea
 
 
 def add_to_history(run_dir: RunDir, event: str, step: int, values: dict[str, Any]) -> None:
-    """Adds a record to history.jsonl, which no resume shortens (rank 0). A disk that does not take it is a warning."""
+    """Adds a record to history.jsonl, which no resume shortens (rank 0). An error of the disk is only a warning."""
     with _warned_of_disk(run_dir.history):
         history = MetricsLog(run_dir.history)
         history.append(event, step, values)
@@ -174,19 +174,19 @@ def add_to_history(run_dir: RunDir, event: str, step: int, values: dict[str, Any
 
 
 def is_best_so_far(state: Mapping[str, Any], metric: str) -> bool:
-    """Whether the checkpoint of this `state` was validated at its step, better than at any step before."""
+    """True if the checkpoint of this `state` was validated at its step, with a better result than any step before."""
     stopping = state.get("early_stopping") or {}
     best = stopping.get("best") if stopping.get("metric") == metric else None
     if best is not None and stopping["best_step"] == state["step"]:
         return True
-    # A run's last validation may be at no regular step, and is not in `stopping`.
+    # The last validation of a run may not be at a regular step, and is then not in `stopping`.
     value = float((state["validation"] or {}).get(metric, math.nan))
     return math.isfinite(value) and is_better(metric, value, math.nan if best is None else float(best))
 
 
 @contextmanager
 def _warned_of_disk(path: Path) -> Iterator[None]:
-    """A full disk must not end what goes on in memory, least of all on one rank alone."""
+    """Converts errors of the disk to warnings: a full disk must not end training, least of all on one rank alone."""
     try:
         yield
     except (OSError, MachineError) as error:
@@ -205,9 +205,9 @@ def _start_of(ranks: Ranks) -> dict[str, Any]:
 
 
 def run_id(run_dir: RunDir) -> str:
-    """What tells this run from every other; drawn once (rank 0, with the run folder's lock held).
+    """Returns the unique id of this run; drawn once (rank 0, with the run folder's lock held).
 
-    A folder without run.json but with checkpoints is a copy made by a person: it goes on under their id.
+    A folder without run.json but with checkpoints is a copy made by a person: it continues under their id.
     """
     before = {"state": "starting", "starts": 0, "step": 0, **_noted(run_dir)}
     if "run_id" not in before:
@@ -222,10 +222,10 @@ def _note_step(run_dir: RunDir, step: int) -> None:
 
 
 def _noted(run_dir: RunDir) -> dict[str, Any]:
-    """run.json; empty where there is none, or a damaged one: what it said is in the checkpoints too.
+    """Reads run.json; empty if it is missing or damaged: its content is in the checkpoints too.
 
     Raises:
-        MachineError: it cannot be read now.
+        MachineError: the file cannot be read now.
     """
     if not is_file(run_dir.state):
         return {}

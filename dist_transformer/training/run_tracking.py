@@ -1,4 +1,4 @@
-"""What MLflow is told when a start of a run begins: parameters, the tags that runs are found by, and the data. Rank 0."""
+"""Reports to MLflow at each start of a run: parameters, the tags by which runs are found, and the data. Rank 0."""
 
 import logging
 import os
@@ -35,7 +35,7 @@ def start_tracker(
     origin: dict[str, str],
     run_id: str,
 ) -> Tracker:
-    """`origin`: where the initial weights came from."""
+    """Starts the tracker of a run. `origin`: tags with the origin of the initial weights and changed settings."""
     tracker = Tracker(run_dir, config.tracking, config.run.name, Path(config.run.root), run_id)
     config = with_absolute_paths(config, prepared)  # the same whether the YAML file or the run folder was given
     tags = {**_tags(config, ranks, manifest), **origin}
@@ -64,7 +64,7 @@ def _tags(config: Config, ranks: Ranks, manifest: Manifest) -> dict[str, str]:
 
 
 def _datasets(config: Config, prepared: Path, manifest: Manifest) -> list[dict[str, Any]]:
-    """Each prepared corpus, and the held-out ones that are read as text."""
+    """Describes each prepared corpus, and the held-out ones that are read as text."""
     splits = [
         {
             "name": name,
@@ -93,7 +93,7 @@ def _datasets(config: Config, prepared: Path, manifest: Manifest) -> list[dict[s
 
 
 def _digest(corpus: CorpusConfig, data: DataConfig) -> str:
-    """Of its files where they lie on a disk; of its description where to look would be a question to a network."""
+    """Returns a digest of a corpus's files if they are on a disk, else of its description, without network access."""
     names = [name for name in (corpus.source, corpus.target, corpus.path) if name]
     if names and not any(is_address(located(data.root, name)) for name in names):
         try:

@@ -17,23 +17,23 @@ INTERVAL_COUNTS = ("pairs_by_corpus", "dropped")
 
 @dataclass
 class TrainState:
-    """How far the run is: all of it goes into a checkpoint. `position` is that of the last batch trained on."""
+    """Progress of a run, all saved in a checkpoint. `position` is that after the last batch trained on."""
 
     position: Position
     step: int = 0
     """Updates applied."""
     batches: int = 0
-    """Global batches trained on: `step`, and those whose update was skipped."""
+    """Global batches trained on: `step` plus those whose update was skipped."""
     skipped_updates: int = 0
     total_target_tokens: int = 0
 
 
 @dataclass
 class Interval:
-    """Sums since the last log line; the first two over this rank, the others over all."""
+    """Sums since the last log line; losses and times of this rank, counts over all ranks."""
 
     losses: torch.Tensor
-    """(2,): loss and nll, fp64, on the device."""
+    """Sums of loss and nll: (2,), fp64, on the device."""
     target_tokens: int = 0
     source_tokens: int = 0
     padded_tokens: int = 0
@@ -45,20 +45,20 @@ class Interval:
     """Pairs dropped by rule, of text that is tokenized on the fly."""
     wait_seconds: float = 0.0
     save_seconds: float = 0.0
-    """How long training stood still for checkpoints."""
+    """Time that training waited for checkpoints."""
     seconds_before: float = 0.0
-    """Of the part that an earlier start trained."""
+    """Time of the part that an earlier start trained."""
     started: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
-        """Time spent training in this interval, validation and saving left out."""
+        """Time spent training in this interval, without validation and saving."""
         return self.seconds_before + time.monotonic() - self.started
 
 
 def dropout_seed(seed: int, batches: int, lane: int) -> int:
-    """Dropout masks are a function of (seed, batch, lane): the same on any number of ranks, and nothing to save.
+    """Returns the seed of a micro-batch's dropout masks: the same on any number of ranks, with no state to save.
 
-    A hash, since torch's generator on CPUs takes the last 32 bits alone: sums would come again in them.
+    It is a hash, as torch's generator on CPUs uses only the last 32 bits, in which sums would repeat.
     """
     return int.from_bytes(blake2b(f"{seed} {batches} {lane}".encode(), digest_size=8).digest()) >> 1

@@ -1,4 +1,4 @@
-"""One start of a run within a rank, from its newest complete checkpoint to an outcome: where the parts of training meet."""
+"""One start of a run within a rank, from its newest complete checkpoint to an outcome; connects training's parts."""
 
 import logging
 import sys
@@ -54,7 +54,7 @@ def train(run: Run) -> tuple[Outcome, int]:
     """Trains from the newest complete checkpoint until the end of the run, a stop or a divergence (collective).
 
     Returns:
-        How it ended, and the last step.
+        The outcome, and the last step.
 
     Raises:
         Diverged: on every rank; the checkpoint in flight is complete, and the records are closed.
@@ -85,7 +85,7 @@ def train(run: Run) -> tuple[Outcome, int]:
 
 
 def settle_config(run: Run, checkpoint: Checkpoint | None) -> Run:
-    """Replaces what depends on this start's ranks, checkpoint and divergences; nothing changes it later (collective).
+    """Resolves settings that depend on this start's ranks, checkpoint and divergences, once and for all (collective).
 
     `data.max_tokens: auto` becomes a number at the first start and stays that number.
     """
@@ -101,7 +101,7 @@ def settle_config(run: Run, checkpoint: Checkpoint | None) -> Run:
 
 
 def build_objective(model: ModelConfig, training: TrainingConfig, manifest: Manifest) -> Objective:
-    """The model with its loss, newly initialised from torch's random state."""
+    """Builds the model with its loss, newly initialised from torch's random state."""
     transformer = Transformer(
         model,
         manifest.source_vocabulary,
@@ -118,7 +118,7 @@ def _initial_objective(run: Run) -> Objective:
 
 
 def _token_budget(run: Run, checkpoint: Checkpoint | None) -> int:
-    """Of the checkpoint, or of a start that did not come to its first one; else searched for (collective)."""
+    """Returns the budget of the checkpoint, or of a start that ended before the first, else searches (collective)."""
     ranks, training = run.ranks, run.training
     found = ranks.broadcast_object(_budget_found_before(run.run_dir) if ranks.is_rank_zero else None)
     if checkpoint is not None:
@@ -163,7 +163,7 @@ def _train_state(data: RunData, checkpoint: Checkpoint | None) -> TrainState:
 
 
 def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> Engine:
-    """The engine, with the state of the checkpoint (collective)."""
+    """Builds the engine with the state of the checkpoint (collective)."""
     run.watchdog.progress("building the engine")
     with telling_out_of_memory("the weights, gradients and optimizer state", run.ranks.device):
         engine = Engine(objective, run.training, run.config.optimizer, run.ranks)
@@ -173,8 +173,8 @@ def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> En
 
 
 def _open_run_log(run: Run, state: TrainState, tags: dict[str, str]) -> RunLog | None:
-    """The records of this start, on rank 0; dropping those beyond `state` may take long (collective)."""
-    opened: list[RunLog] = []  # it stays on rank 0
+    """Opens the records of this start on rank 0; dropping those beyond `state` may take long (collective)."""
+    opened: list[RunLog] = []  # not sent to the other ranks
     echo = sys.stdout if run.terminal.as_json else None
 
     def open_it() -> None:
@@ -189,7 +189,7 @@ def _open_run_log(run: Run, state: TrainState, tags: dict[str, str]) -> RunLog |
 def _loop(
     run: Run, engine: Engine, checkpoint: Checkpoint | None, changes: Changes, state: TrainState, run_log: RunLog | None
 ) -> tuple[Outcome, str]:
-    """Makes the parts of the loop and runs it (collective). Returns how it ended, and why before the last step, or ""."""
+    """Builds the parts of the loop and runs it (collective). Returns the outcome, and the reason of an early stop."""
     config, ranks, data, watchdog = run.config, run.ranks, run.data, run.watchdog
     recorded = run_on_rank_zero(ranks, lambda: newest_records(run.run_dir), run.doing("reading the earlier records"))
     validator = open_validator(config, data, engine, ranks, watchdog.progress, run.wants_stop)
@@ -246,13 +246,13 @@ def _loop(
 
 
 def _take_memory(run: Run, engine: Engine, writer: AsyncWriter, validator: Validator) -> None:
-    """Takes the memory that training will need, so that a run which has too little ends before its first step."""
+    """Allocates the memory that training will need, so that a run with too little ends before its first step."""
     config, ranks, progress = run.config, run.ranks, run.watchdog.progress
     with telling_out_of_memory("the copy of the state for checkpoints", ranks.device):
         writer.reserve(engine)
     if config.training.dry_run:
         dry_run(engine, largest_shapes(config.data), ranks, run.manifest.eos_id, progress)
-        if ranks.device.type == "cuda":  # on CPUs a search takes long, and there is mostly memory to swap
+        if ranks.device.type == "cuda":  # on CPUs a search takes long, and memory can mostly be swapped
             dry_run_of_validation(validator, config, run.data, ranks, progress)
 
 
@@ -265,7 +265,7 @@ def _profile(run: Run, peak: Peak, run_log: RunLog | None, watched: Watched) -> 
 
 
 def _sum(ranks: Ranks, value: float) -> float:
-    """The sum over the ranks (collective)."""
+    """Returns the sum over the ranks (collective)."""
     return float(ranks.all_reduce_sum(torch.tensor([value], dtype=torch.float64)))
 
 
@@ -279,10 +279,10 @@ def _crash_records(run: Run, loop: Loop) -> Iterator[None]:
             loop.end_save()
         raise
     except OSError:
-        raise  # of the machine; there is nothing to replay
+        raise  # an error of the machine; there is nothing to replay
     except Exception as error:
         config = run.config.model_copy(update={"training": run.training})
         write_crash(run.run_dir, run.ranks, error, config, loop.state, loop.current_batch)
         where = f"step {loop.state.step + 1} of rank {run.ranks.rank}"
-        with telling_out_of_memory(where, run.ranks.device, MachineError):  # it went well before: again it may
+        with telling_out_of_memory(where, run.ranks.device, MachineError):  # a retry may succeed, as earlier steps did
             raise

@@ -1,4 +1,4 @@
-"""No hang (promise P7): a rank that makes no progress prints where every thread stands and leaves with its own code."""
+"""Detection of hangs (promise P7): a rank without progress prints each thread's stack and leaves with its own code."""
 
 import faulthandler
 import os
@@ -11,8 +11,8 @@ from dist_transformer.errors import EXIT_HANG
 
 
 class Watchdog:
-    """Ends this process when `progress` was not called for `hang_seconds`. The message says what it was doing, and which
-    collective it is in or has ended last: ranks that name different ones have lost each other.
+    """Ends this process if `progress` was not called for `hang_seconds`. The message names the last progress and the
+    current or last collective: ranks that name different ones are out of step.
     """
 
     def __init__(self, hang_seconds: int, ranks: Ranks) -> None:
@@ -32,7 +32,7 @@ class Watchdog:
         self._ended.set()
 
     def progress(self, doing: str) -> None:
-        """Says that the process lives, and what it does from now on."""
+        """Reports progress; `doing` describes the work that begins now."""
         self._doing, self._since = doing, time.monotonic()
 
     def _watch(self) -> None:

@@ -1,1 +1,1 @@
-"""Checkpoints that are whole or not there, and the model folder that is made of them."""
+"""Checkpoints, each complete or absent, and the model folder made of them."""

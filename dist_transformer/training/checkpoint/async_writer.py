@@ -1,11 +1,11 @@
-"""Saves while training continues: this rank's fragments are copied, a thread writes the copy, all ranks confirm, one commits.
+"""Saves during training: each rank copies its fragments, a thread writes the copy, all ranks confirm, rank 0 commits.
 
-    begin    step_N.tmp/ is made, free space is looked at; the fragments are copied; training continues
+    begin    step_N.tmp/ is made, free space is checked; the fragments are copied; training continues
     thread   step_N.tmp/state_R.safetensors, fsync, SHA-256
-    complete the scores of a validation that was still to come
-    finish   every rank says whether its file is on disk; then state.json, manifest.json, rename to step_N/, `latest`
+    complete the scores of a validation that ends later
+    finish   every rank reports whether its file is on disk; then state.json, manifest.json, rename to step_N/, `latest`
 
-Nothing but the last rename makes a checkpoint, so a kill at any moment leaves a whole one or none.
+Only the last rename makes a checkpoint, so a kill at any moment leaves a complete one or none.
 """
 
 import itertools
@@ -39,39 +39,39 @@ from dist_transformer.training.checkpoint.tensor_files import (
     write_state_file,
 )
 
-if TYPE_CHECKING:  # the engine is only handed in; importing it here would import DeepSpeed
+if TYPE_CHECKING:  # the engine is only passed in; importing it here would import DeepSpeed
     from dist_transformer.training.engine.engine import Engine, Fragment
 
 log = logging.getLogger(__name__)
 
 SECONDS_BETWEEN_ATTEMPTS = 1.0
 LOOK_SECONDS = 0.2
-"""How often the ranks tell each other how far their files are, once they wait for them."""
+"""Interval at which ranks that wait for files exchange how far they are."""
 HEADER_BYTES = 256
-"""At most, of one fragment in its file's header: its name, type, size and start."""
+"""Maximum size of a fragment's entry in the header of its file: name, type, size and start."""
 MARGIN_BYTES = 2**20
-"""For the small files and what a filesystem needs itself."""
+"""Space for the small files and the filesystem itself."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save ended, the same on every rank."""
+    """Result of a save, the same on every rank."""
 
     step: int
     path: Path | None
-    """None: it was given up."""
+    """Folder of the checkpoint; None: the save was given up."""
     problem: str | None
-    """Why it was given up, what there is instead, and what to do."""
+    """Reason for giving up, the checkpoint that remains, and what to do."""
     seconds: float
-    """From `begin` until all was on disk."""
+    """Time from `begin` until all files were on disk."""
     was_there: bool = False
-    """An earlier start had written it: nothing was done."""
+    """True if an earlier start had written the checkpoint: nothing was done."""
 
 
 class AsyncWriter:
     """Writes the checkpoints of a run, one at a time, in the background.
 
-    `progress` is told what is done whenever something moved, never for mere waiting: a stalled disk is the watchdog's.
+    `progress` is called with a text at any real progress, never for mere waiting: a stalled disk is the watchdog's.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class AsyncWriter:
         self._flight: PendingSave | None = None
 
     def reserve(self, engine: "Engine") -> None:
-        """Takes the memory of the copy now, not at the first save (not collective)."""
+        """Allocates the memory of the copy now, not at the first save (not collective)."""
         self._snapshot.take(engine.fragments())
 
     def begin(self, engine: "Engine", state: dict[str, Any]) -> None:
         """Copies this rank's part of the training state and begins to write it (collective).
 
         Args:
-            state: what else the checkpoint holds, at least "step" and "run_id"; taken as it is now.
+            state: other content of the checkpoint, at least "step" and "run_id"; copied.
         """
         assert self._flight is None, "a save is in flight: finish() comes first"
         final = self._run_dir.checkpoints / checkpoints.folder_name(state["step"])
@@ -106,12 +106,12 @@ class AsyncWriter:
             self._attempt(flight)
 
     def complete(self, values: Mapping[str, Any]) -> None:
-        """Replaces values of the state given to `begin`: what was not known yet (not collective)."""
+        """Replaces values of the state given to `begin` that were not known then (not collective)."""
         assert self._flight is not None, "no save is in flight"
         self._flight.state |= json.loads(json.dumps(values))
 
     def is_writing(self) -> bool:
-        """Whether this rank's file is not on disk yet."""
+        """True while this rank's file is not on disk."""
         return self._flight is not None and self._flight.writer is not None and self._flight.writer.is_alive()
 
     def finish(self) -> Saved | None:
@@ -137,7 +137,7 @@ class AsyncWriter:
         return Saved(step, flight.final, None, seconds, flight.was_there)
 
     def _attempt(self, flight: "PendingSave") -> None:
-        """An empty folder, and this rank's thread that writes into it (collective)."""
+        """Makes an empty folder, and starts this rank's thread that writes into it (collective)."""
         problem = _prepare(flight.temporary, flight.needed_bytes) if self._ranks.is_rank_zero else None
         flight.problem = self._ranks.broadcast_object(problem)
         flight.writer = None
@@ -147,11 +147,11 @@ class AsyncWriter:
             flight.writer.start()
 
     def _confirm(self, flight: "PendingSave") -> str | None:
-        """Waits for every rank's file and commits; what went wrong, the same on every rank (collective)."""
+        """Waits for every rank's file and commits. Returns the problem or None, the same on every rank (collective)."""
         if flight.problem is not None:
             return flight.problem
         writer = flight.writer
-        assert writer is not None  # made with the preparation
+        assert writer is not None  # `_attempt` makes it if there was no problem
         self._wait(writer, f"writing checkpoint {flight.final.name}")
         results = self._ranks.all_gather_object(writer.result())
         problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(results) if problem is not None]
@@ -166,7 +166,7 @@ class AsyncWriter:
         return problem
 
     def _wait(self, writer: "_Writer", doing: str) -> None:
-        """Until no rank writes (collective). What moved on any rank is progress on all: the others wait for it."""
+        """Waits until no rank writes (collective). Progress on one rank is progress on all, as others wait for it."""
         self._progress(doing)
         before = self._ranks.all_gather_object(writer.standing())
         while any(is_alive for is_alive, _, _ in before):
@@ -177,7 +177,7 @@ class AsyncWriter:
             before = now
 
     def _give_up(self, flight: "PendingSave", problem: str) -> str:
-        """Removes what was written; what people are told (collective)."""
+        """Removes the unfinished files, and returns a message for people (collective)."""
         message = None
         if self._ranks.is_rank_zero:
             shutil.rmtree(flight.temporary, ignore_errors=True)
@@ -200,7 +200,7 @@ class PendingSave:
     was_there: bool = False
     needed_bytes: int = 0
     problem: str | None = None
-    """Of the preparation: nothing is written."""
+    """Problem of the preparation; if there is one, nothing is written."""
     writer: "_Writer | None" = None
 
     @property
@@ -218,17 +218,17 @@ class StagingBuffer:
 
     @property
     def num_bytes(self) -> int:
-        """Of the file that holds it, at most."""
+        """Maximum size of the file that will hold the copy."""
         return sum(values.nbytes + HEADER_BYTES + len(key.encode()) for key, values in self.fragments.items())
 
     def take(self, fragments: "list[Fragment]") -> None:
-        """Copies; pinned memory and one wait at the end where the state is on a GPU."""
+        """Copies the fragments; from a GPU into pinned memory, with one wait at the end."""
         keys = [fragment.key for fragment in fragments]
         assert len(set(keys)) == len(keys), "a rank holds one fragment of a tensor"
         sizes = [fragment.values.numel() for fragment in fragments]
         if sum(sizes) != self._buffer.numel():
             is_on_gpu = any(fragment.values.is_cuda for fragment in fragments)
-            # In one piece: pinned memory is handed out in powers of two.
+            # One allocation for all: sizes of pinned memory are rounded up to powers of two.
             self._buffer = torch.empty(sum(sizes), dtype=torch.float32, pin_memory=is_on_gpu)
         begins = itertools.accumulate(sizes, initial=0)
         self.fragments = {
@@ -241,7 +241,7 @@ class StagingBuffer:
 
 
 class _Writer(threading.Thread):
-    """Writes one rank's file. A daemon: a disk that stalls must not keep the process from ending."""
+    """Thread that writes one rank's file. It is a daemon: a stalled disk must not keep the process from ending."""
 
     def __init__(self, path: Path, fragments: Mapping[str, Tensor], starts: Mapping[str, int]) -> None:
         super().__init__(name=f"writes {path.name}", daemon=True)
@@ -260,29 +260,29 @@ class _Writer(threading.Thread):
             self._entry = file_entry(self._path)
         except (OSError, SafetensorError, MemoryError) as error:
             self._problem = f"{self._path.name}: {error}"
-        except BaseException as error:  # noqa: BLE001  (raised again by `result`, in the thread that can tell of it)
+        except BaseException as error:  # noqa: BLE001  (raised again by `result`, in the main thread)
             self._error = error
 
     def standing(self) -> tuple[bool, int, int]:
-        """Whether it still runs, and two numbers that change only when it moves."""
+        """Returns (whether the thread runs, and two numbers that change only with its progress)."""
         is_alive = self.is_alive()
         blocks = 0
         if is_alive and not self._stages_done:
-            try:  # safetensors writes under a hidden name first, at its full length: only the blocks grow
+            try:  # safetensors first writes a hidden file, at once of full length: only its blocks grow
                 blocks = sum(path.stat().st_blocks for path in self._path.parent.iterdir())
             except OSError:
-                blocks = -1  # one was renamed in between
+                blocks = -1  # a file was renamed meanwhile
         return is_alive, self._stages_done, blocks
 
     def result(self) -> tuple[dict[str, Any] | None, str | None]:
-        """The file's manifest entry, or what went wrong with the disk; after its end. Other errors are raised."""
+        """Returns the file's manifest entry, or the disk's error, after the thread's end; raises any other error."""
         if self._error is not None:
             raise self._error
         return self._entry, self._problem
 
 
 def _is_there(final: Path, state: Mapping[str, Any]) -> bool:
-    """Whether an earlier start of this run has written this checkpoint; that start's or this one's load verified it."""
+    """True if an earlier start of this run wrote this checkpoint; that start or this one's load has verified it."""
     try:
         manifest = checkpoints.read_file(final / MANIFEST)
         return bool((manifest["step"], manifest.get("run_id")) == (state["step"], state.get("run_id")))
@@ -291,9 +291,9 @@ def _is_there(final: Path, state: Mapping[str, Any]) -> bool:
 
 
 def _prepare(temporary: Path, needed_bytes: int) -> str | None:
-    """An empty folder on a disk with enough space, or what is in the way of that."""
+    """Makes an empty folder on a disk with enough space, or returns the problem."""
     try:
-        # Made anew where a disk was mounted, the run folder would lie below it, on another disk.
+        # If its disk was unmounted, the run folder made anew would lie on another disk, below the mount point.
         if not temporary.parent.parent.is_dir():
             return f"the run folder {temporary.parent.parent} is gone"
         shutil.rmtree(temporary, ignore_errors=True)
@@ -308,15 +308,15 @@ def _prepare(temporary: Path, needed_bytes: int) -> str | None:
 
 
 def _commit(flight: PendingSave, entries: dict[str, Any]) -> str | None:
-    """Makes the folder a checkpoint: rank 0, when every rank's file is on disk."""
+    """Turns the folder into a checkpoint; rank 0, when every rank's file is on disk. Returns the problem or None."""
     temporary, final, state = flight.temporary, flight.final, flight.state
     try:
         write_json(temporary / STATE, state)
-        StateFiles(temporary)  # sees all ranks' files, and their fragments tile the tensors
+        StateFiles(temporary)  # checks that all ranks' files are visible, and that their fragments tile the tensors
         files = {**entries, STATE: file_entry(temporary / STATE)}
         identity = {"version": VERSION, "step": state["step"], "run_id": state.get("run_id")}
         write_json(temporary / MANIFEST, {**identity, "files": files})
-        if final.exists():  # not this run's, or torn: `begin` looked
+        if final.exists():  # another run's or a damaged one, as `begin` has checked
             checkpoints.set_aside(final, "damaged")
         temporary.rename(final)
         flush_to_disk(final.parent)
@@ -325,7 +325,7 @@ def _commit(flight: PendingSave, entries: dict[str, Any]) -> str | None:
     except OSError as error:
         return str(error)
     try:
-        write_text(final.parent / "latest", final.name + "\n")  # for people and scripts; we look for ourselves
+        write_text(final.parent / "latest", final.name + "\n")  # for people and scripts; a resume does not read it
     except OSError as error:
         log.warning("%s could not be named in `latest`: %s", final.name, error)
     return None

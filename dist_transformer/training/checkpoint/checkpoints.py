@@ -1,15 +1,15 @@
-"""Checkpoints that are whole or not there, the same for every ZeRO stage, precision and number of ranks (promise P5).
+"""Checkpoints, each complete or absent, the same for every ZeRO stage, precision and number of ranks (promise P5).
 
     checkpoints/step_00012000/state_0.safetensors ... state_{W-1}.safetensors   weights and Adam moments by name, fp32
                               state.json                                         step, position, loss scaler, recipe, shapes
                               manifest.json                                      step, run, every file, size, SHA-256
-    checkpoints/step_00011000.damaged                                            set aside by a start: not what was written
+    checkpoints/step_00011000.damaged                                            set aside by a start: files have changed
     checkpoints/step_00013000.diverged                                           set aside after a divergence
                                                                                  (of each kind the newest is kept)
     checkpoints/latest                                                           the newest one's name
 
-A save (`async_writer.py`) writes into `step_N.tmp` and renames at the very end: a folder without a suffix is whole. At load every
-byte is read against the manifest; a damaged checkpoint is set aside and the newest whole one taken.
+A save (`async_writer.py`) writes into `step_N.tmp` and renames it last: a folder without a suffix is complete. At load
+every byte is checked against the manifest; a damaged checkpoint is set aside, and the newest complete one is used.
 """
 
 import logging
@@ -28,7 +28,7 @@ from dist_transformer.files import is_file, patiently, read_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint.tensor_files import MANIFEST, STATE, VERSION, StateFiles, check_version
 
-if TYPE_CHECKING:  # at run time it would import DeepSpeed for every command that only looks at checkpoints
+if TYPE_CHECKING:  # at run time it would import DeepSpeed for every command that only reads checkpoints
     from torch import Tensor
 
     from dist_transformer.training.engine.engine import Engine
@@ -38,48 +38,48 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint on disk."""
+    """A complete checkpoint on disk."""
 
     path: Path
     state: dict[str, Any]
 
     @property
     def step(self) -> int:
-        """How many updates it is after."""
+        """Number of updates before the checkpoint."""
         return int(self.state["step"])
 
 
 def folder_name(step: int) -> str:
-    """Of the checkpoint of this step; names sort as steps do."""
+    """Returns the folder name of the checkpoint of a step; names sort like steps."""
     return f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int:
-    """The step in the name of a checkpoint's folder.
+    """Returns the step in the name of a checkpoint's folder.
 
     Raises:
-        ValueError: it has another name, or one with a suffix.
+        ValueError: the folder has another name, or one with a suffix.
     """
     return int(path.name.removeprefix("step_"))
 
 
 def saved(run_dir: RunDir) -> list[Path]:
-    """Checkpoint folders that carry a manifest, oldest first; whether they are undamaged is not checked.
+    """Returns the checkpoint folders with a manifest, oldest first; their content is not checked for damage.
 
     Raises:
-        MachineError: as all that looks at checkpoints here: their disk does not answer.
+        MachineError: the disk does not answer; also raised by the other functions here that read checkpoints.
     """
     return [path for path in _named(run_dir) if is_file(path / MANIFEST)]
 
 
 def newest_whole(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
-    """The newest undamaged checkpoint of this run, or None where there are none at all. Others are renamed `.damaged`.
+    """Returns the newest undamaged checkpoint of this run, or None if there is none at all. Renames others `.damaged`.
 
-    Rank 0 only, with the run folder's lock held: it also clears what a killed save left behind.
+    Rank 0 only, with the run folder's lock held: it also deletes the files of a killed save.
 
     Raises:
-        CheckpointError: there are checkpoints, but none is complete: a run never silently starts again from scratch. Or the
-            newest whole one is of another version of the format.
+        CheckpointError: there are checkpoints, but none is complete: a run never silently starts again from scratch. Or
+            the newest complete one is of another version of the format.
     """
     for left_over in [*_with_suffix(run_dir, "tmp"), *_with_suffix(run_dir, "trash")]:
         shutil.rmtree(left_over, ignore_errors=True)  # of a save or a deletion that was killed
@@ -106,7 +106,7 @@ def newest_whole(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
 
 
 def newest_run_id(run_dir: RunDir) -> str | None:
-    """The run that the newest checkpoint with a readable state belongs to; None where there is none."""
+    """Returns the run id of the newest checkpoint with a readable state; None if there is none."""
     for path in reversed(saved(run_dir)):
         try:
             run_id = read_file(path / STATE)["run_id"]
@@ -119,10 +119,10 @@ def newest_run_id(run_dir: RunDir) -> str | None:
 def set_aside_from(run_dir: RunDir, step: int) -> list[str]:
     """Renames the checkpoints of `step` and later to `.diverged`; returns their names (rank 0, after a divergence).
 
-    Where there are good ones left, only the newest of them is kept, and none of earlier divergences.
+    If good checkpoints remain, only the newest renamed one is kept, and none of earlier divergences.
     """
     later = [path for path in _named(run_dir) if step_of(path) >= step]
-    # Newest first: a kill in between leaves those nearest to the good ones.
+    # Newest first: after a kill in between, those nearest to the good ones are still to be renamed.
     aside = [set_aside(path, "diverged") for path in reversed(later)]
     if saved(run_dir):
         _delete_aside_but(aside[:1])
@@ -138,7 +138,7 @@ def set_aside(path: Path, why: str) -> Path:
 
 
 def _delete_aside_but(newest: list[Path]) -> None:
-    """Deletes what was set aside before for the same reason, or with it; nothing where nothing was set aside now."""
+    """Deletes checkpoints set aside earlier, or now, for the same reason as `newest`; nothing if `newest` is empty."""
     for kept in newest:
         for path in kept.parent.iterdir():
             if path != kept and re.fullmatch(rf"step_\d{{8,}}\{kept.suffix}", path.name):
@@ -146,12 +146,12 @@ def _delete_aside_but(newest: list[Path]) -> None:
 
 
 def damage(path: Path, run_id: str | None = None) -> str | None:
-    """What is wrong with a checkpoint folder ("state_0.safetensors: SHA-256 differs ..."), or None: reads every byte.
+    """Returns the damage of a checkpoint folder ("state_0.safetensors: SHA-256 differs ...") or None; reads every byte.
 
     `run_id`: the run that it must belong to; None: any.
 
     Raises:
-        MachineError: it cannot be read now, which says nothing of it: it must not be set aside for that.
+        MachineError: it cannot be read now: this is no damage, and no reason to set it aside.
     """
     if not is_file(path / MANIFEST):
         return f"{MANIFEST} is missing, or no file that can be read"
@@ -162,13 +162,13 @@ def damage(path: Path, run_id: str | None = None) -> str | None:
         if problem:
             return problem
         state = read_file(path / STATE)
-        # The state is covered by its checksum, the manifest only by what it says twice.
+        # The state has a checksum; the manifest has none, only values that are also in the state.
         if (manifest["version"], step, run) != (state["version"], state["step"], state.get("run_id")):
             return f"{MANIFEST} and {STATE} differ in version, step or run"
         if step != step_of(path):
             return f"{MANIFEST} is that of step {step}"
         if state["version"] != VERSION:
-            return None  # whole, whatever it holds: `check_version` says what to do with it
+            return None  # complete, whatever its content: `check_version` decides
         if run_id is not None and run != run_id:
             return f"{MANIFEST}: belongs to another run, {run}; this one is {run_id}"
         StateFiles(path)
@@ -180,8 +180,8 @@ def damage(path: Path, run_id: str | None = None) -> str | None:
 
 
 def load(checkpoint: Checkpoint, engine: "Engine", progress: Callable[[], None] = lambda: None) -> None:
-    """Puts weights and optimizer state into the engine (collective); any stage, precision and number of ranks. `progress`
-    is called for each tensor.
+    """Loads weights and optimizer state into the engine (collective); any stage, precision and number of ranks.
+    `progress` is called for each tensor.
 
     Raises:
         CheckpointError: the parameters have other names or shapes than the model's.
@@ -204,12 +204,12 @@ def load(checkpoint: Checkpoint, engine: "Engine", progress: Callable[[], None] 
 
 
 def file_entry(path: Path) -> dict[str, Any]:
-    """What a manifest says of a file: size and SHA-256."""
+    """Returns the manifest's entry for a file: size and SHA-256."""
     return {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
 
 
 def _named(run_dir: RunDir) -> list[Path]:
-    """Everything that has the name of a checkpoint, oldest first."""
+    """Returns all entries with the name of a checkpoint, oldest first."""
     return sorted(_entries(run_dir, r"step_\d{8,}"), key=step_of)
 
 
@@ -218,21 +218,21 @@ def _with_suffix(run_dir: RunDir, suffix: str) -> list[Path]:
 
 
 def _entries(run_dir: RunDir, pattern: str) -> list[Path]:
-    """Listed by `iterdir`: a `glob` finds nothing where the disk does not answer, and the run would begin from scratch."""
+    """Lists entries by `iterdir`: `glob` finds nothing on a disk that does not answer, and the run would start anew."""
     folder = run_dir.checkpoints
     try:
         return [path for path in patiently(folder, lambda: [*folder.iterdir()]) if re.fullmatch(pattern, path.name)]
     except OSError:
-        return []  # there is none yet
+        return []  # no checkpoint yet
 
 
 def read_file(path: Path) -> Any:
-    """The JSON of one file of a checkpoint, patiently."""
+    """Reads one JSON file of a checkpoint; retries while the disk does not answer."""
     return patiently(path, lambda: read_json(path))
 
 
 def _wrong_names(path: Path, expected: set[str]) -> str | None:
-    """A file too few or too many. Hidden ones are left aside: network filesystems and file browsers make them."""
+    """Finds a missing or surplus file. Ignores hidden ones, which network filesystems and file browsers make."""
     names = {entry.name for entry in patiently(path, lambda: [*path.iterdir()]) if not entry.name.startswith(".")}
     if STATE not in expected:
         return f"{MANIFEST} does not name {STATE}"
@@ -244,7 +244,7 @@ def _wrong_names(path: Path, expected: set[str]) -> str | None:
 
 
 def _wrong_bytes(path: Path, files: dict[str, Any]) -> str | None:
-    """The first file that is not what the manifest says. Hashing leaves the interpreter to other threads."""
+    """Finds the first file that differs from the manifest. Threads hash in parallel, as hashing releases the GIL."""
     with ThreadPoolExecutor(max_workers=min(len(files), os.cpu_count() or 1)) as pool:
         problems = list(pool.map(lambda name: _wrong_file(path / name, files[name]), sorted(files)))
     return next((problem for problem in problems if problem), None)
@@ -264,7 +264,7 @@ def _wrong_file(path: Path, entry: dict[str, Any]) -> str | None:
 
 
 def delete(path: Path) -> None:
-    """In two steps, so that a kill in between leaves no torn folder under a checkpoint's name."""
+    """Deletes a checkpoint in two steps, so that a kill in between leaves no incomplete folder under its name."""
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_dir():

@@ -1,4 +1,4 @@
-"""From the checkpoints of a run to a model folder."""
+"""The final model folder, made of a run's checkpoints."""
 
 import logging
 from collections.abc import Iterable, Iterator
@@ -22,9 +22,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Averaged:
-    """What a model folder is made of, in the words of checkpoints.final_model.
+    """Checkpoints that a model folder is made of, in the terms of checkpoints.final_model.
 
-    `count`: how many checkpoints; the moving average (ema) is of one.
+    `count`: number of checkpoints; 1 for the moving average (ema).
     """
 
     kind: Literal["average_last", "average_best", "ema"]
@@ -32,7 +32,7 @@ class Averaged:
 
     @classmethod
     def of(cls, settings: CheckpointConfig) -> "Averaged":
-        """What the configuration says of the final model."""
+        """Returns the configured choice for the final model."""
         counts = {"average_last": settings.average_last, "average_best": settings.keep_best, "ema": 1}
         return cls(settings.final_model, counts[settings.final_model])
 
@@ -42,18 +42,18 @@ def write_final_model(
 ) -> str:
     """Writes the model folder `output` of `choice` (default: checkpoints.final_model).
 
-    Returns what it is made of: "average of step_00000003, step_00000006", "moving average of step_00000006".
+    Returns a description: "average of step_00000003, step_00000006", "moving average of step_00000006".
 
-    Checkpoints of stops are left out, so that a run that was stopped gives the model of one that was not; so are damaged
+    Checkpoints of stops are not used, so that a stopped run gives the same model as one without stops. Nor are damaged
     ones and those of other runs, with a warning.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or none with what is asked for.
+        CheckpointError: there is no complete checkpoint, or none with the required validation or moving average.
     """
     asked, choice = choice, choice or Averaged.of(config.checkpoints)
     metric = config.validation.metric
     used = _chosen(run_dir, config.checkpoints.every_steps, choice, metric)
-    if asked is not None and len(used) < asked.count:  # the configuration's is a limit: a short run has fewer
+    if asked is not None and len(used) < asked.count:  # the configured count is a limit: a short run has fewer
         what = f"complete and with a validation {metric}" if asked.kind == "average_best" else "complete"
         log.warning("%d checkpoints asked for, %d there (%s)", asked.count, len(used), what)
     files = manifest.tokenizer
@@ -75,7 +75,7 @@ def write_final_model(
 
 
 def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged, metric: str) -> list[Path]:
-    """The checkpoints to average, oldest first."""
+    """Returns the checkpoints to average, oldest first."""
     regular = retention.regular(run_dir, every_steps)
     run_id = checkpoints.newest_run_id(run_dir)
     if choice.kind == "ema":

@@ -1,4 +1,4 @@
-"""Checkpoints that are kept: the newest, the best by their validation, and those of every so many steps."""
+"""Selection of the checkpoints to keep: the newest, the best by their validation, and those of regular steps."""
 
 import math
 from collections.abc import Sequence
@@ -12,19 +12,19 @@ from dist_transformer.training.checkpoint.checkpoints import delete, read_file, 
 from dist_transformer.training.checkpoint.tensor_files import STATE, validation_of
 
 JUDGED_LATE_STEPS = 3
-"""A step's loss is that of the weights before it, and is judged when the next but one is begun."""
+"""Delay of divergence checks: a step's loss is that of the weights before it, and is checked two steps later."""
 
 
 def regular(run_dir: RunDir, every_steps: int) -> list[Path]:
-    """The newest checkpoint and those of every `every_steps` steps, oldest first: what a run without stops has too."""
+    """Returns the newest checkpoint and those of every `every_steps` steps, oldest first, as in a run without stops."""
     paths = [path for path in saved(run_dir) if step_of(path) > 0]
     return [path for path in paths if step_of(path) % every_steps == 0 or path == paths[-1]]
 
 
 def best(paths: Sequence[Path], count: int, metric: str) -> list[Path]:
-    """Those `count` of the checkpoints that are best by a metric of their validation, by step; of equal ones the first.
+    """Returns the `count` checkpoints that are best by a metric of their validation, by step; of equal ones the first.
 
-    Fewer where fewer know it. Compared are those that measured it as the newest one did.
+    Fewer if fewer have the metric. Only those that measured it with the settings of the newest one are compared.
     """
     known = {path: found for path in paths if (found := _validated(path, metric)) is not None}
     kinds = [kind for _, kind in known.values() if kind is not None]
@@ -34,10 +34,10 @@ def best(paths: Sequence[Path], count: int, metric: str) -> list[Path]:
 
 
 def retain(run_dir: RunDir, settings: CheckpointConfig, patience_steps: int, metric: str) -> None:
-    """Deletes what `settings` do not keep (rank 0, after a commit).
+    """Deletes the checkpoints that `settings` do not keep (rank 0, after a commit).
 
-    Kept are the newest; the newest one that a divergence noticed now would not set aside, as it is older than the
-    `patience_steps` of the loss's monitor; the newest `keep_last` regular ones; of those of every `every_steps` steps the
+    Kept are the newest; the newest one that a divergence detected now would not set aside, as it is older than the
+    `patience_steps` of the loss monitor; the newest `keep_last` regular ones; of those of every `every_steps` steps the
     `keep_best` that are best by `metric`; those of every `keep_every_steps` steps.
     """
     if not (paths := saved(run_dir)):
@@ -46,7 +46,7 @@ def retain(run_dir: RunDir, settings: CheckpointConfig, patience_steps: int, met
     kept |= set(
         [path for path in paths if step_of(path) < step_of(paths[-1]) - patience_steps - JUDGED_LATE_STEPS][-1:]
     )
-    if settings.keep_best:  # a stop's does not count: a run without that stop would not have it to push another out
+    if settings.keep_best:  # without checkpoints of stops: one must not replace another that a run without stops keeps
         of_regular_steps = [path for path in paths if step_of(path) % settings.every_steps == 0]
         kept |= set(best(of_regular_steps, settings.keep_best, metric))
     if settings.keep_every_steps:
@@ -57,11 +57,11 @@ def retain(run_dir: RunDir, settings: CheckpointConfig, patience_steps: int, met
 
 
 def _validated(path: Path, metric: str) -> tuple[float, dict[str, Any] | None] | None:
-    """The value, and the settings that it was measured with; None: an older version did not write them."""
+    """Returns the value, and the settings that it was measured with; settings are None if an older version wrote it."""
     try:
         value = float(validation_of(path)[metric])
         settings = read_file(path / STATE).get("settings")
         kind = measured_with(settings, metric) if settings else None
-    except (OSError, ValueError, KeyError, TypeError):  # of a step that was not validated, or damaged
+    except (OSError, ValueError, KeyError, TypeError):  # the step was not validated, or the checkpoint is damaged
         return None
     return (value, kind) if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""Checkpoints of one start: each step is saved once, at most one save is in flight, and a failed one may end the run."""
+"""Checkpoints of one start: each step is saved once, at most one save is in flight, a failed one may end the run."""
 
 import logging
 import time
@@ -20,7 +20,7 @@ class CheckpointSaver:
     Args:
         stop_on_failure: `checkpoints.stop_on_failed_save`.
         saved: called for each checkpoint that this start wrote, when it is complete; on every rank.
-        stood_still: called with the seconds for which training waited.
+        stood_still: called with the seconds that training waited.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CheckpointSaver:
         """Saves this step and waits for the end of it (collective).
 
         Raises:
-            CheckpointError: on every rank: it could not be saved.
+            CheckpointError: on every rank: the checkpoint could not be saved.
         """
         self.save(step, state)
         if self._done != step:

@@ -4,8 +4,8 @@
     state_0.safetensors   "weight/encoder.0.norm.gain": 256 numbers; metadata {"starts": {"weight/encoder.0.norm.gain": 0}}
     state_1.safetensors   "weight/encoder.0.norm.gain": 256 numbers; metadata {"starts": {"weight/encoder.0.norm.gain": 256}}
 
-Parts are "weight", Adam's "exp_avg" and "exp_avg_sq", and "ema". The fragments of a tensor tile it exactly, so any rank of
-any later number of ranks reads just the elements that it owns.
+Parts are "weight", Adam's "exp_avg" and "exp_avg_sq", and "ema". The fragments of a tensor tile it exactly, so with any
+later number of ranks each rank reads only the elements that it owns.
 """
 
 import json
@@ -24,24 +24,24 @@ from dist_transformer.errors import CheckpointError
 from dist_transformer.files import patiently, read_json, share_as_folder, write_json
 
 MANIFEST, STATE = "manifest.json", "state.json"
-"""Beside the tensors: what every file must be, and what else the run was at (checkpoints.py)."""
+"""Files beside the tensors: size and checksum of every file, and the other state of the run (checkpoints.py)."""
 LATER = ".validation.json"
-"""Beside them: the measures of a validation that a stop broke off, and a later start made up for. Hidden: it is no part of
-what was committed."""
+"""File with the measures of a validation that a stop interrupted and a later start repeated. Hidden: it is not part of
+the committed checkpoint."""
 VERSION = 2
-"""Of the format. Version 1 held whole tensors."""
+"""Version of the format. Version 1 held whole tensors."""
 
 
 def file_name(rank: int) -> str:
-    """Of the file that a rank writes."""
+    """Returns the name of the file that a rank writes."""
     return f"state_{rank}.safetensors"
 
 
 def write_state_file(path: Path, fragments: Mapping[str, Tensor], starts: Mapping[str, int]) -> None:
-    """One rank's fragments by "part/name", and where each begins in its flattened tensor.
+    """Writes one rank's fragments by "part/name", and their starts in the flattened tensors.
 
     Raises:
-        OSError, SafetensorError: the disk did not take it.
+        OSError, SafetensorError: the file could not be written.
     """
     save_file(dict(fragments), path, metadata={"starts": json.dumps(starts, sort_keys=True)})
     share_as_folder(path)
@@ -51,7 +51,7 @@ def check_version(path: Path, state: Mapping[str, Any]) -> None:
     """Refuses the state.json of another format.
 
     Raises:
-        CheckpointError: says which version it is, and what to do.
+        CheckpointError: the version differs; the message says what to do.
     """
     if (version := state.get("version")) != VERSION:
         age = "an older" if isinstance(version, int) and version < VERSION else "another"
@@ -67,7 +67,7 @@ class _Piece:
 
     start: int
     stop: int
-    values: Any  # the library's slice: reads what is indexed
+    values: Any  # slice of safetensors: reads only the indexed elements
 
     def read(self, start: int, stop: int) -> Tensor:
         found: Tensor = self.values[max(start, self.start) - self.start : min(stop, self.stop) - self.start]
@@ -75,7 +75,7 @@ class _Piece:
 
 
 def validation_of(path: Path) -> dict[str, float]:
-    """The measures of the checkpoint's step; none where it was not validated. Raises what reading a damaged one does."""
+    """Returns the measures of the checkpoint's step; {} if it was not validated. Errors of a damaged one are raised."""
 
     def read() -> dict[str, float]:
         return dict(read_json(path / LATER) if (path / LATER).exists() else read_json(path / STATE)["validation"] or {})
@@ -84,7 +84,7 @@ def validation_of(path: Path) -> dict[str, float]:
 
 
 def add_validation(path: Path, measures: Mapping[str, float]) -> None:
-    """Adds them to a checkpoint that was committed without (rank 0)."""
+    """Adds measures to a checkpoint that was committed without them (rank 0)."""
     write_json(path / LATER, measures)
 
 
@@ -111,14 +111,14 @@ class StateFiles:
         self._check_tiling()
 
     def has_part(self, part: str) -> bool:
-        """Whether any tensor has this part: moments of a trained run, "ema" where one was kept."""
+        """True if any tensor has this part: moments of a trained run, "ema" if one was kept."""
         return any(key.startswith(f"{part}/") for key in self._pieces)
 
     def read(self, part: str, name: str, start: int, stop: int) -> Tensor | None:
-        """Elements [start, stop) of the flattened tensor; None where the checkpoint has no such moment or average.
+        """Reads elements [start, stop) of the flattened tensor; None if the checkpoint has no such moment or average.
 
         Raises:
-            CheckpointError: there is no such weight, or it has fewer elements.
+            CheckpointError: there is no such weight, or the tensor has fewer elements.
         """
         pieces = self._pieces.get(f"{part}/{name}")
         if pieces is None:
@@ -168,18 +168,18 @@ class StateFiles:
 
 
 def _open(file: Path) -> Any:
-    file.open("rb").close()  # safetensors says of every file that it cannot open that there is none
+    file.open("rb").close()  # safetensors reports any error of opening as a missing file
     return safe_open(file, framework="pt")
 
 
 class Weights(Mapping[str, Tensor]):
-    """The fp32 weights of a checkpoint by parameter name, whole, each read when it is asked for.
+    """The complete fp32 weights of a checkpoint by parameter name, each read on access.
 
     Args:
-        part: "ema" for their moving average; parameters that never moved (frozen ones) have none and give their weight.
+        part: "ema" for their moving average; parameters without one (frozen ones) give their weight.
 
     Raises:
-        CheckpointError: as `StateFiles`; or there is no such part.
+        CheckpointError: as in `StateFiles`; or there is no such part.
     """
 
     def __init__(self, path: Path, part: str = "weight") -> None:

@@ -1,1 +1,1 @@
-"""A step of training: DeepSpeed ZeRO around the model, its optimizer and its state."""
+"""The training step: DeepSpeed ZeRO around the model, its optimizer and its state."""

@@ -1,7 +1,7 @@
-"""What DeepSpeed's optimizers get wrong in a step, mended on the objects that it makes (engine.py says what and why).
+"""Patches for errors of DeepSpeed's optimizers in a step, applied to the objects that it makes (engine.py lists them).
 
-And what DeepSpeed and torch import at the start of every rank for features that training here never uses: mlflow for
-the autotuner, torch's compiler for Muon and for optimizers. Each import left out is about a CPU second of each rank.
+Others avoid imports of DeepSpeed and torch for features that training never uses: mlflow for the autotuner, torch's
+compiler for Muon and for optimizers. Each import takes about one CPU second at the start of each rank.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import torch
 
 
 def delay_scale_growth(optimizer: Any) -> None:
-    """Lets the loss scale grow only after the update that still unscales by the old one."""
+    """Delays growth of the loss scale until after the update, which still unscales by the old one."""
     update_scale, step = optimizer._update_scale, optimizer.step
     waiting: list[bool] = []
 
@@ -35,7 +35,7 @@ def delay_scale_growth(optimizer: Any) -> None:
 
 
 def guard_stage_0(engine: Any, clip_norm: float) -> None:
-    """Gradient norm, clipping and the skip of non-finite gradients, which stage 0 lacks."""
+    """Adds the gradient norm, clipping and the skip of non-finite gradients, which stage 0 lacks."""
     optimizer, step = engine.optimizer, engine.optimizer.step
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ def guard_stage_0(engine: Any, clip_norm: float) -> None:
 
 @contextlib.contextmanager
 def without_mlflow() -> Iterator[None]:
-    """Within it `import mlflow` fails, where it was not imported before: DeepSpeed's autotuner takes that for an answer."""
+    """Makes `import mlflow` fail in the block, unless it was imported before; DeepSpeed's autotuner accepts that."""
     if "mlflow" in sys.modules:
         yield
         return
@@ -67,9 +67,9 @@ def without_mlflow() -> Iterator[None]:
 
 @contextlib.contextmanager
 def not_compiling(deepspeed_compiler: Any) -> Iterator[None]:
-    """Within it what DeepSpeed decorates for torch's compiler stays as it is, as on a torch that cannot compile.
+    """Disables DeepSpeed's decorators for torch's compiler in the block, as on a torch that cannot compile.
 
-    Every optimizer is compared with Muon, whose module compiles its kernels at import; stage 3 hides its hooks.
+    DeepSpeed compares every optimizer with Muon, whose module compiles kernels at import; stage 3 excludes its hooks.
     """
     compile_decorator, disable = deepspeed_compiler.compile, torch.compiler.disable
     deepspeed_compiler.compile = lambda: deepspeed_compiler.dummy_decorator
@@ -81,10 +81,10 @@ def not_compiling(deepspeed_compiler: Any) -> Iterator[None]:
 
 
 def call_as_not_compiled(functions: Iterable[Callable[..., Any]]) -> None:
-    """Calls what `torch._disable_dynamo` decorates without importing the compiler from which it hides them.
+    """Makes functions decorated by `torch._disable_dynamo` callable without import of the compiler that it disables.
 
-    The attribute is the decorator's own cache of what to call; without it, or where it has another name, it works as
-    before.
+    The attribute is the decorator's own cache of the function to call; without it, or in a version that names it
+    otherwise, the decorator works as usual.
     """
     for function in functions:
         plain = getattr(function, "__wrapped__", None)
@@ -93,7 +93,7 @@ def call_as_not_compiled(functions: Iterable[Callable[..., Any]]) -> None:
 
 
 def step_as_not_compiled(optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer's step without the marks for the compiler around it: the same arithmetic, without gradients."""
+    """Removes the compiler's decorators from the optimizer's step: the same arithmetic, without gradients."""
     assert not optimizer.defaults.get("differentiable")
     step = torch.no_grad()(inspect.unwrap(type(optimizer).step))
     optimizer.step = step.__get__(optimizer)  # type: ignore[method-assign]

@@ -1,6 +1,6 @@
-"""The only adapter of DeepSpeed: wraps the model in ZeRO, makes a step of it, shows and sets its whole state.
+"""The only adapter of DeepSpeed: wraps the model in ZeRO, computes its steps, reads and sets its complete state.
 
-What DeepSpeed 0.19.8 gets wrong is mended here and in deepspeed_patches.py, each mend with a test:
+Errors of DeepSpeed 0.19.8 are fixed here and in deepspeed_patches.py, each fix with a test:
 - stages 1 to 3 with fp16 halve the gradient on each step at which the loss scale grows (`delay_scale_growth`;
   https://github.com/deepspeedai/DeepSpeed/pull/8588);
 - stage 0 reports no gradient norm and applies non-finite gradients (`guard_stage_0`);
@@ -9,8 +9,8 @@ What DeepSpeed 0.19.8 gets wrong is mended here and in deepspeed_patches.py, eac
 - on CPUs it compiles a shared-memory op that training never uses, and refuses fp16 (`_prepare_cpu`);
 - every rank would import mlflow and torch's compiler, which training never uses (`without_mlflow`, `not_compiling`).
 
-State is shown and set by parameter name, in fp32, each rank its own part (sharded_state.py): the same names and values for
-every ZeRO stage, precision and number of ranks.
+State is read and set by parameter name, in fp32, by each rank for its own part (sharded_state.py): the same names and
+values for every ZeRO stage, precision and number of ranks.
 """
 
 import functools
@@ -69,7 +69,7 @@ with without_mlflow():
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
 SCALER_NUMBERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-"""What moves in DeepSpeed's dynamic loss scaler; the rest is configuration."""
+"""Variables of DeepSpeed's dynamic loss scaler; its other attributes are configuration."""
 COLLECTIVES = (
     "all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "barrier",
     "all_gather", "all_gather_into_tensor", "all_gather_base", "all_gather_coalesced",
@@ -84,7 +84,7 @@ class Engine:
     """
 
     def __init__(self, module: Objective, training: TrainingConfig, optimizer: OptimizerConfig, ranks: Ranks) -> None:
-        """Raises `UserError` where a pattern of `training.freeze` or `optimizer.no_decay` names no parameter."""
+        """Raises `UserError` if a pattern of `training.freeze` or `optimizer.no_decay` names no parameter."""
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if ranks.device.type == "cpu":
             _prepare_cpu()
@@ -108,19 +108,17 @@ class Engine:
         make_state(_inner_optimizer(self._engine), self._masters(), self._ema_decay is not None)
         if self._stage == 0:
             guard_stage_0(self._engine, training.gradient_clip_norm)
-            self._engine.enable_backward_allreduce = (
-                ranks.num_ranks > 1
-            )  # alone it would copy all gradients for nothing
+            self._engine.enable_backward_allreduce = ranks.num_ranks > 1  # a single rank would only copy all gradients
         elif training.precision == "fp16":
             delay_scale_growth(self._engine.optimizer)
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
 
     def __call__(self, *inputs: Tensor | int | None) -> Any:
-        """The objective's forward pass."""
+        """Computes the objective's forward pass."""
         return self._engine(*inputs)
 
     def train(self, mode: bool = True) -> None:
-        """Dropout on (True) or off (not collective)."""
+        """Switches dropout on (True) or off (not collective)."""
         self._engine.train(mode)
 
     def backward(self, loss_sum: Tensor, global_tokens: int) -> None:
@@ -131,10 +129,10 @@ class Engine:
         self._engine.backward(loss_sum * (self._ranks.num_ranks / global_tokens), scale_wrt_gas=False)
 
     def step(self, learning_rate: float) -> bool:
-        """One optimizer update. False: the gradient was not finite and nothing moved (but fp16's loss scale).
+        """Applies one optimizer update. False: the gradient was not finite, and only fp16's loss scale has changed.
 
         Raises:
-            Diverged: fp16's loss scale is at its floor and the gradient is still not finite. Nothing moved.
+            Diverged: fp16's loss scale is at its floor and the gradient is still not finite. Nothing has changed.
         """
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
@@ -152,33 +150,33 @@ class Engine:
         return True
 
     def gradient_norm(self) -> float:
-        """The 2-norm of the last step's whole gradient, unscaled and before clipping (not collective)."""
+        """Returns the 2-norm of the last step's complete gradient, unscaled and before clipping (not collective)."""
         norm = self._engine.get_global_grad_norm()
         return float("nan") if norm is None else float(norm)
 
     def loss_scale(self) -> float:
-        """fp16's loss scale; 1 in other precisions (not collective)."""
+        """Returns fp16's loss scale; 1 in other precisions (not collective)."""
         return float(self.scaler_state().get("cur_scale", 1.0))
 
     def scaler_state(self) -> dict[str, Any]:
-        """The loss scaler's numbers, for a checkpoint; empty when it is not fp16's dynamic one (not collective)."""
+        """Returns the variables of fp16's dynamic loss scaler, for a checkpoint; else {} (not collective)."""
         scaler = getattr(self._engine.optimizer, "loss_scaler", None)
         if not hasattr(scaler, "cur_iter"):
             return {}
         return {name: getattr(scaler, name) for name in SCALER_NUMBERS}
 
     def set_scaler_state(self, state: dict[str, Any]) -> None:
-        """Puts back `scaler_state`; a state of another precision is left aside (not collective)."""
+        """Restores `scaler_state`; ignores the state of another precision (not collective)."""
         for name in self.scaler_state():
             if name in state:
                 setattr(self._engine.optimizer.loss_scaler, name, state[name])
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter's whole shape, tied ones once (not collective)."""
+        """Returns every parameter's full shape, tied ones once (not collective)."""
         return whole_shapes(self._parameters)
 
     def fragments(self) -> list[Fragment]:
-        """This rank's part of the whole state, without any communication (not collective).
+        """Returns this rank's part of the complete state, without any communication (not collective).
 
         Over all ranks the fragments tile every tensor exactly once. Frozen parameters have a weight only.
         """
@@ -187,35 +185,35 @@ class Engine:
 
     @property
     def objective(self) -> Objective:
-        """What was given; its weights are whole where `has_whole_weights` (not collective)."""
+        """The wrapped module; it holds all weights if `has_whole_weights` (not collective)."""
         module: Objective = self._engine.module
         return module
 
     @property
     def has_whole_weights(self) -> bool:
-        """Whether each rank has all weights in the module itself, which may then be called by hand (not collective)."""
+        """True if each rank has all weights in the module itself, then callable directly (not collective)."""
         return self._stage < 3
 
     @torch.no_grad()
     def copy_weights(self, into: Mapping[str, Tensor]) -> None:
-        """Fills tensors of any float type, by parameter name, with the whole weights; one at a time in fp32."""
+        """Fills tensors of any float type, by parameter name, with the complete weights; one at a time in fp32."""
         held = {fragment.name: fragment for fragment in self.fragments() if fragment.part == "weight"}
         for name, shape in self.shapes().items():
             whole = torch.zeros(math.prod(shape), device=self._ranks.device)
             if (mine := held.get(name)) is not None:
                 whole[mine.start : mine.start + mine.values.numel()] = mine.values
-            self._ranks.sum_on_device(whole)  # every element is one rank's
+            self._ranks.sum_on_device(whole)  # every element is held by one rank
             into[name].copy_(whole.view(shape))
 
     @torch.no_grad()
     def load(self, read: Callable[[str, str, int, int], Tensor | None], step: int) -> None:
-        """Sets the whole state, each rank what it holds of it; between two steps.
+        """Sets the complete state, on each rank its own part; between two steps.
 
         Args:
-            read: `read(part, name, start, stop)` gives those elements of a flattened tensor as fp32 on the CPU, or None
-                where there is no such tensor: then moments are zero and the moving average is the weight. It must give
-                weights, or raise.
-            step: updates done so far.
+            read: `read(part, name, start, stop)` returns those elements of a flattened tensor as fp32 on the CPU, or
+                None if there is no such tensor: then moments are zero and the moving average is the weight. It must
+                return weights, or raise.
+            step: number of updates so far.
         """
         optimizer = _inner_optimizer(self._engine)
         for piece in self._pieces():
@@ -234,9 +232,9 @@ class Engine:
         sync_weights_from_masters(self._engine.optimizer, self._stage)
 
     def close(self) -> None:
-        """Frees the memory of weights, gradients and state; nothing may be called afterwards.
+        """Frees the memory of weights, gradients and state; no method may be called afterwards.
 
-        Stage 3 keeps references to the whole engine in globals of DeepSpeed, so that only emptying the tensors helps.
+        It empties the tensors, as stage 3 keeps references to the whole engine in globals of DeepSpeed.
         """
         state = [tensor for held in _inner_optimizer(self._engine).state.values() for tensor in held.values()]
         parameters = list(self._parameters.values())
@@ -256,12 +254,12 @@ class Engine:
 def _deepspeed_config(training: TrainingConfig, ranks: Ranks, module: Objective) -> dict[str, Any]:
     sizes = [parameter.numel() for parameter in module.parameters()]
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only counts with it; our micro-batches are of tokens
+        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only counts with it; our micro-batches are sized in tokens
         "gradient_clipping": training.gradient_clip_norm,
         "zero_optimization": {
             "stage": training.zero_stage,
             "overlap_comm": False,
-            # Of DeepSpeed's own 500 million, a buffer would be 2 GB, whatever the model.
+            # With DeepSpeed's default of 500 million, a buffer would be 2 GB for any model.
             "reduce_bucket_size": max(*sizes, min(sum(sizes), REDUCED_AT_ONCE)),
             **_offload(training, ranks),
         },
@@ -269,7 +267,7 @@ def _deepspeed_config(training: TrainingConfig, ranks: Ranks, module: Objective)
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 10**12,
-        "timers": {"throughput": {"enabled": False}},  # it waits for the device at each forward pass and at each step
+        "timers": {"throughput": {"enabled": False}},  # it synchronises with the device at each pass and step
     }
     if training.precision == "fp16":
         config["fp16"] = {
@@ -289,7 +287,7 @@ def _offload(training: TrainingConfig, ranks: Ranks) -> dict[str, Any]:
         "optimizer": ["offload_optimizer"],
         "optimizer_and_parameters": ["offload_optimizer", "offload_param"],
     }[training.offload]
-    # Page-locked memory is for copies to and from a GPU.
+    # Page-locked memory is only useful for copies to and from a GPU.
     return {part: {"device": "cpu", "pin_memory": ranks.device.type == "cuda"} for part in parts}
 
 
@@ -298,8 +296,8 @@ def _inner_optimizer(engine: Any) -> Any:
 
 
 def _prepare_cpu() -> None:
-    deepspeed.ops.__compatible_ops__ = {}  # else g++ builds an op of inference for 30 to 90 seconds, or fails
-    # torch computes in fp16 on every CPU, slowly; DeepSpeed asks for AVX512-FP16.
+    deepspeed.ops.__compatible_ops__ = {}  # else g++ builds an inference op for 30 to 90 seconds, or fails
+    # torch computes in fp16 on every CPU, slowly; DeepSpeed requires AVX512-FP16.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
 
 
@@ -311,7 +309,7 @@ def _pass_timeout(ranks: Ranks) -> None:
 
 
 def _name_collectives(note: Callable[[str], None]) -> None:
-    """Tells `note` what DeepSpeed is about to wait for; the newest engine of a process hears of all."""
+    """Calls `note` with the name of each collective of DeepSpeed before it begins; a later engine replaces `note`."""
     for name in COLLECTIVES:
         method = getattr(TorchBackend, name)
         setattr(TorchBackend, name, _noted(name, getattr(method, "without_note", method), note))

@@ -1,4 +1,4 @@
-"""What is trained: the model with its loss, in the precision of the run."""
+"""The training objective: the model with its loss, in the precision of the run."""
 
 import torch
 from torch import Tensor, nn
@@ -27,15 +27,15 @@ class Objective(nn.Module):
         num_targets: int | None = None,
         counts_hits: bool = False,
     ) -> tuple[Tensor, ...]:
-        """(label-smoothed loss, negative log-likelihood), each summed over the real target tokens, of which there are
-        `num_targets`; without it a GPU is waited for to count them.
+        """Returns (label-smoothed loss, negative log-likelihood), each summed over the real target tokens.
 
-        With `counts_hits` also how many of them are the likeliest token; then without gradients.
+        `num_targets` is their number; counting them here would wait for the GPU. With `counts_hits` it also returns how
+        many of them are the likeliest token; then without gradients.
         """
         sums = self.model.token_sums if counts_hits else self.model.loss
         with self.autocast(source_BS.device):
             return sums(source_BS, target_in_BT, target_out_BT, self._label_smoothing, num_targets)
 
     def autocast(self, device: torch.device) -> torch.autocast:
-        """The precision that the model computes in, for calls of the model itself."""
+        """Returns the autocast context of the run's precision, for direct calls of the model."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self._autocast)

@@ -1,4 +1,4 @@
-"""What is updated and how: frozen parameters, Adam's groups, Adam's whole state from the start, the moving average.
+"""Optimizer and state: frozen parameters, Adam's groups, Adam's complete state from the start, the moving average.
 
 Names are those of the model's parameters: `encoder_layers.0.feed_forward.inner.weight`.
 """
@@ -19,15 +19,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def parameter_names(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of an objective by their names in the model, tied ones under their first name, in a fixed order."""
+    """Returns an objective's parameters by their names in the model, tied ones by their first, in a fixed order."""
     return {_model_name(name): parameter for name, parameter in sorted(module.named_parameters())}
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Takes the parameters that the patterns name out of training.
+    """Excludes the parameters that the patterns name from training.
 
     Raises:
-        UserError: a pattern names no parameter, or nothing is left to train.
+        UserError: a pattern names no parameter, or no parameter is left to train.
     """
     for parameter in _matching(module, patterns, "training.freeze"):
         parameter.requires_grad_(False)
@@ -36,7 +36,7 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def adam(module: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
-    """Adam as torch has it: DeepSpeed's own are compiled at start. Vectors (norms, biases) do not decay.
+    """Builds torch's Adam, since DeepSpeed's own are compiled at start. Vectors (norms, biases) do not decay.
 
     Raises:
         UserError: a pattern of `optimizer.no_decay` names no parameter.
@@ -61,9 +61,9 @@ def adam(module: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
 
 
 def make_state(optimizer: torch.optim.Optimizer, masters: Iterable[Tensor], with_average: bool) -> None:
-    """Makes the state that Adam otherwise makes in its first update, so that memory is taken before step 1.
+    """Makes the state that Adam otherwise makes in its first update, so that memory is allocated before step 1.
 
-    The moving average lies beside the moments: sharded and offloaded as they are, and left alone by Adam.
+    The moving average is kept beside the moments: it is sharded and offloaded like them, and ignored by Adam.
     """
     for master in masters:
         count = torch.zeros((), device=master.device)
@@ -73,7 +73,7 @@ def make_state(optimizer: torch.optim.Optimizer, masters: Iterable[Tensor], with
 
 
 def set_update_count(optimizer: torch.optim.Optimizer, count: int) -> None:
-    """As if `count` updates had been made: the bias corrections of Adam follow from it."""
+    """Sets the number of updates made so far, which determines Adam's bias corrections."""
     for state in optimizer.state.values():
         state["step"].fill_(count)
 
@@ -82,8 +82,8 @@ def set_update_count(optimizer: torch.optim.Optimizer, count: int) -> None:
 def update_average(optimizer: torch.optim.Optimizer, masters: Iterable[Tensor], decay: float, updates: int) -> None:
     """Moves the average towards the weights after update number `updates`.
 
-    The first averages forget quickly, so that they do not hold on to the initial weights: the decay of update n is
-    min(decay, (1 + n) / (10 + n)), as `num_updates` of TensorFlow's `tf.train.ExponentialMovingAverage`.
+    The first averages decay fast, so that the initial weights do not persist in them: the decay of update n is
+    min(decay, (1 + n) / (10 + n)), as with `num_updates` of TensorFlow's `tf.train.ExponentialMovingAverage`.
     """
     weight = 1.0 - min(decay, (1 + updates) / (10 + updates))
     for master in masters:
@@ -91,7 +91,7 @@ def update_average(optimizer: torch.optim.Optimizer, masters: Iterable[Tensor], 
 
 
 def deal_out(sizes: dict[str, int], num_ranks: int) -> dict[str, int]:
-    """For tensors that every rank holds: which rank answers for each, balanced by size, the same on every rank."""
+    """Assigns each tensor that every rank holds to the rank that saves it, balanced by size; the same on every rank."""
     loads, owners = [0] * num_ranks, {}
     for name, size in sorted(sizes.items(), key=lambda item: (-item[1], item[0])):
         owners[name] = loads.index(min(loads))
@@ -100,7 +100,7 @@ def deal_out(sizes: dict[str, int], num_ranks: int) -> dict[str, int]:
 
 
 def _matching(module: nn.Module, patterns: Sequence[str], key: str) -> list[nn.Parameter]:
-    """The parameters that any of the patterns names; a tied one by any of its names."""
+    """Returns the parameters that any of the patterns names; a tied one by any of its names."""
     named = [(_model_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
     for problem in unknown_patterns(key, patterns, [name for name, _ in named]):
         raise UserError(problem).agreed()

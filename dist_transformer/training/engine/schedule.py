@@ -6,16 +6,16 @@ from dist_transformer.config.schema import Config
 
 
 def peak_learning_rate(config: Config) -> float:
-    """The given peak, or the paper's (5.3): (d_model * warmup_steps) ** -0.5."""
+    """Returns the configured peak, or the paper's (5.3): (d_model * warmup_steps) ** -0.5."""
     if config.optimizer.learning_rate is not None:
         return config.optimizer.learning_rate
     return float((config.model.d_model * config.schedule.warmup_steps) ** -0.5)
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """The learning rate of update number `step`, counted from 1.
+    """Returns the learning rate of update number `step`, counted from 1.
 
-    `inverse_sqrt` with the paper's peak is 5.3 to the letter:
+    `inverse_sqrt` with the paper's peak is exactly 5.3:
     d_model ** -0.5 * min(step ** -0.5, step * warmup_steps ** -1.5).
     """
     warmup = config.schedule.warmup_steps
@@ -23,7 +23,7 @@ def learning_rate(config: Config, step: int) -> float:
 
 
 def _decay(config: Config, step: int) -> float:
-    """Share of the peak after warm-up; 1 at its end."""
+    """Returns the share of the peak after warm-up; 1 at its end."""
     warmup, last = config.schedule.warmup_steps, config.training.max_steps or 0
     match config.schedule.name:
         case "inverse_sqrt":
@@ -37,5 +37,5 @@ def _decay(config: Config, step: int) -> float:
 
 
 def _progress(step: int, warmup: int, last: int) -> float:
-    """From 0 at the end of warm-up to 1 after the last step (so that the last step still learns)."""
+    """Returns 0 at the end of warm-up to 1 after the last step (so that the last step still learns)."""
     return min(1.0, (step - warmup) / (last + 1 - warmup))

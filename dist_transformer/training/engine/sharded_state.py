@@ -1,11 +1,11 @@
-"""Where a rank's part of the training state lies in the memory of each ZeRO stage.
+"""Location of a rank's part of the training state in the memory of each ZeRO stage.
 
     parameter   |.......... 12 elements ..........|   flattened
     rank 0      |... piece: 0 to 7 ...|               a narrow part of its fp32 master, and the same of the moments
     rank 1                            |. 7 to 12 .|
 
-Stage 0 holds every parameter whole on every rank. Stages 1 and 2 lay the parameters of a group end to end and cut the
-whole into as many parts as ranks. Stage 3 cuts each parameter by itself, padded to a multiple of the ranks. Parameters
+Stage 0 holds every parameter whole on every rank. Stages 1 and 2 concatenate the parameters of a group and cut the
+result into as many parts as ranks. Stage 3 cuts each parameter by itself, padded to a multiple of the ranks. Parameters
 that are not trained have no master: stages 0 to 2 hold them whole, stage 3 cuts them in the precision of training.
 """
 
@@ -22,7 +22,7 @@ from dist_transformer.training.engine.optimizer import PARTS, deal_out
 class Fragment:
     """This rank's part of one tensor of the training state: elements [start, start + values.numel()) of it, flattened.
 
-    `values` is fp32 and one-dimensional, a view of the engine's own memory (on the CPU where offloaded); but a copy for
+    `values` is fp32 and one-dimensional, a view of the engine's own memory (on the CPU if offloaded); a copy only for
     frozen fp16 weights, which exist in fp16 only.
     """
 
@@ -33,13 +33,13 @@ class Fragment:
 
     @property
     def key(self) -> str:
-        """The name of the tensor in a checkpoint."""
+        """Name of the tensor in a checkpoint."""
         return f"{self.part}/{self.name}"
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements of one parameter: `length` from `start` on lie at `offset` of `master`, and of its optimizer state."""
+    """Elements of one parameter: `length` from `start` on, at `offset` of `master` and of its optimizer state."""
 
     name: str
     start: int
@@ -48,31 +48,31 @@ class Shard:
     length: int
     is_trained: bool = True
     is_everywhere: bool = False
-    """Every rank holds the same piece; one of them answers for it in a checkpoint."""
+    """True if every rank holds the same shard; one of them saves it in a checkpoint."""
 
     def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """Views of what this rank holds, by part."""
+        """Returns views of the shard's elements, by part of the state."""
         state = optimizer.state[self.master] if self.is_trained else {}
         whole = {"weight": self.master, **{part: state[part] for part in PARTS if part in state}}
         return {part: tensor.detach().view(-1).narrow(0, self.offset, self.length) for part, tensor in whole.items()}
 
 
 def masters(optimizer: Any, stage: int) -> list[Tensor]:
-    """The fp32 tensors that Adam updates on this rank, of DeepSpeed's optimizer of a ZeRO stage."""
+    """Returns the fp32 tensors that Adam updates on this rank, from DeepSpeed's optimizer of a ZeRO stage."""
     if stage == 0:
         return [p for group in optimizer.param_groups for p in group["params"]]
     return list(optimizer.fp32_partitioned_groups_flat if stage == 3 else optimizer.single_partition_of_fp32_groups)
 
 
 def pieces(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int, rank: int) -> list[Shard]:
-    """What this rank holds of each parameter (no communication)."""
+    """Returns this rank's shard of each parameter (no communication)."""
     find = _piece_of_stage_3 if stage == 3 else _piece_of_stages_0_to_2
     found = (find(name, parameter, optimizer, rank) for name, parameter in parameters.items())
     return [piece for piece in found if piece is not None]
 
 
 def fragments(held: list[Shard], optimizer: torch.optim.Optimizer, rank: int, num_ranks: int) -> list[Fragment]:
-    """This rank's share of a checkpoint: over all ranks, every element of every tensor once."""
+    """Returns this rank's share of a checkpoint: over all ranks, every element of every tensor once."""
     owners = deal_out({piece.name: piece.length for piece in held if piece.is_everywhere}, num_ranks)
     return [
         Fragment(part, piece.name, piece.start, values.float())
@@ -83,7 +83,7 @@ def fragments(held: list[Shard], optimizer: torch.optim.Optimizer, rank: int, nu
 
 
 def sync_weights_from_masters(optimizer: Any, stage: int) -> None:
-    """Makes the weights that the forward pass uses from the fp32 masters (collective)."""
+    """Copies the fp32 masters to the weights that the forward pass uses (collective)."""
     if stage in (1, 2):
         optimizer.update_lp_params()
     elif stage == 3:
@@ -94,7 +94,7 @@ def sync_weights_from_masters(optimizer: Any, stage: int) -> None:
 
 
 def whole_shapes(parameters: dict[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
-    """The shapes of whole parameters, also of those that stage 3 has cut."""
+    """Returns the full shapes of the parameters, also of those that stage 3 has cut."""
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
 
 
@@ -102,7 +102,7 @@ def _piece_of_stages_0_to_2(name: str, parameter: nn.Parameter, optimizer: Any, 
     if not parameter.requires_grad or not hasattr(parameter, "_hp_mapping"):
         return Shard(name, 0, parameter, 0, parameter.numel(), parameter.requires_grad, is_everywhere=True)
     mapping: Any = parameter._hp_mapping
-    if mapping is None:  # it lies in the parts of other ranks
+    if mapping is None:  # other ranks hold it
         return None
     here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
     master = optimizer.single_partition_of_fp32_groups[mapping.param_group_index]

@@ -1,1 +1,1 @@
-"""What a run says of itself: records, log lines, the machines' load and MFU."""
+"""Metrics of a run: records, log lines, the machines' load and MFU."""

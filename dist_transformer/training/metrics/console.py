@@ -1,4 +1,4 @@
-"""What a person reads while training runs: what will happen, one line a log step, a progress bar on a terminal."""
+"""Output of training for people: estimates at the start, one line per log step, a progress bar on a terminal."""
 
 import logging
 import math
@@ -28,7 +28,7 @@ from dist_transformer.training.train_state import Interval
 log = logging.getLogger(__name__)
 
 TYPICAL_FILL = 0.93
-"""Share of a micro-batch's budget that is real tokens; only for the estimates printed at start."""
+"""Typical share of real tokens in a micro-batch's budget; only for the estimates printed at start."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def estimate(config: Config, training: TrainingConfig, manifest: Manifest, num_r
 
 
 def log_estimate(config: Config, training: TrainingConfig, manifest: Manifest, num_ranks: int) -> None:
-    """Logs the estimates before the first step; `training`: as it is computed, see `Run`."""
+    """Logs the estimates before the first step; `training`: as this start computes, see `Run`."""
     about, model = estimate(config, training, manifest, num_ranks), config.model
     log.info(
         "model      %s parameters: %d + %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d / %d, norm %s",
@@ -84,7 +84,7 @@ def log_estimate(config: Config, training: TrainingConfig, manifest: Manifest, n
 
 
 def interval_values(interval: Interval, seconds: float) -> dict[str, float | int]:
-    """What a record says of the batches of an interval that took so long; corpora by name only where there are several."""
+    """Returns the values of a record for the batches of an interval; corpora by name only if there are several."""
     by_corpus = interval.pairs_by_corpus if len(interval.pairs_by_corpus) > 1 else {}
     return {
         "target_tokens": interval.target_tokens,
@@ -99,7 +99,7 @@ def interval_values(interval: Interval, seconds: float) -> dict[str, float | int
 
 
 def log_interval(step: int, values: Mapping[str, float | int | str]) -> None:
-    """The one line of a log step."""
+    """Logs the line of a log step."""
     log.info(
         "step %7d  epoch %3d  loss %7.4f  nll %7.4f  lr %.3e  norm %7.3f  scale %g  "
         "%7.0f tokens/s  pad %4.1f%%  wait %4.1f%%  mfu %4.1f%%",
@@ -111,12 +111,12 @@ def log_interval(step: int, values: Mapping[str, float | int | str]) -> None:
 
 @dataclass(frozen=True)
 class Terminal:
-    """What a start of training tells, whatever its files say.
+    """Output of a start of training beside its files.
 
     Attributes:
         quiet: warnings and errors only.
         as_json: each record of metrics.jsonl on standard output too.
-        profile: where some of the first steps go.
+        profile: a profile of some of the first steps.
     """
 
     quiet: bool = False
@@ -125,7 +125,7 @@ class Terminal:
 
 
 class ProgressBar:
-    """A progress bar where stderr is a terminal; nothing elsewhere (the log lines say the same).
+    """A progress bar if stderr is a terminal; else nothing (the log lines have the same values).
 
     step ━━━━━━━╸━━━━━━ 12345/100000  loss 4.123  81,204 tokens/s  bleu 27.31 (step 12000)  save in 655  0:41:07 4:50:12
     """
@@ -152,14 +152,14 @@ class ProgressBar:
         self._progress.stop()
 
     def show(self, step: int, loss: float | None = None, tokens_per_second: float | None = None) -> None:
-        """Moves on; loss and speed are those last given."""
+        """Updates the bar; without loss and speed it shows the last ones."""
         if loss is not None:
             self._speed = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  "
         to_save = self._save_every_steps - step % self._save_every_steps
         self._progress.update(self._task, completed=step, description=f"{self._speed}{self._score}save in {to_save}")
 
     def show_score(self, step: int, measure: str, value: float) -> None:
-        """The newest value of validation.metric."""
+        """Shows the newest value of validation.metric."""
         self._score = f"{measure} {value:.2f} (step {step})  "
 
 

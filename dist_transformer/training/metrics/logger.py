@@ -16,7 +16,7 @@ from dist_transformer.training.run_log import RunLog
 from dist_transformer.training.train_state import INTERVAL_COUNTS, INTERVAL_SUMS, Interval, TrainState
 
 SYSTEM_SECONDS = 30.0
-"""Of training between two "system" records, at least: every log line would be thousands of points a minute on many GPUs."""
+"""Minimum time of training between two "system" records: one per log line would be too many points with many GPUs."""
 
 log = logging.getLogger(__name__)
 
@@ -25,10 +25,10 @@ class MetricsLogger:
     """Counts batches and writes a record for each log interval.
 
     Args:
-        sampler: load of the nodes, recorded with a log line every SYSTEM_SECONDS; None: not wanted.
+        sampler: load of the nodes, recorded with a log line every SYSTEM_SECONDS; None: not recorded.
         run_log: None on all ranks but rank 0.
         recorded_step: newest "train" record in metrics.jsonl, the same on every rank.
-        mfu: of an interval and its seconds, `Mfu.of`.
+        mfu: `Mfu.of`, called with an interval and its seconds.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class MetricsLogger:
         }
 
     def start_clock(self) -> None:
-        """Training begins now."""
+        """Starts the time of the interval, when training begins."""
         self._interval.started = time.monotonic()
 
     def exclude(self, seconds: float) -> None:
-        """Takes seconds that were not spent on training out of the interval: a validation, a profile."""
+        """Excludes seconds that were not spent on training from the interval: a validation, a profile."""
         self._interval.started += seconds
 
     def stood_still(self, seconds: float) -> None:
-        """Training waited for a checkpoint; the time is excluded, and recorded as `save_seconds`."""
+        """Excludes the time that training waited for a checkpoint, and records it as `save_seconds`."""
         self.exclude(seconds)
         self._interval.save_seconds += seconds
 
     def waited(self, seconds: float) -> None:
-        """Training waited for data."""
+        """Adds the time that training waited for data."""
         self._interval.wait_seconds += seconds
 
     def count(self, batch: GlobalBatch, losses: torch.Tensor) -> None:
@@ -138,12 +138,12 @@ class MetricsLogger:
             self._run_log.audit.append("batch", step, values)
 
     def _clock(self) -> torch.Tensor:
-        """(1,): summed over the ranks, seconds of training since the last "system" record, as rank 0 counts them."""
+        """Returns (1,): the seconds of training since the last "system" record on rank 0, and 0 on the others."""
         seconds = self._system_seconds + self._interval.seconds if self._ranks.is_rank_zero else 0.0
         return torch.tensor([seconds], dtype=torch.float64)
 
     def _log_system(self, means: dict[str, float], step: int) -> None:
-        """Without means, the same on every rank, there is no sample yet, and the next log line asks again."""
+        """Records the means, the same on every rank. None: there is no sample yet; the next log line tries again."""
         if not means:
             return
         self._system_seconds = 0.0

@@ -1,4 +1,4 @@
-"""What the device of a rank can do at most, and MFU: the share of it that training turns into the model's arithmetic."""
+"""Peak FLOP/s of a rank's device, and MFU: the share of it that training uses for the model's arithmetic."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,22 +15,22 @@ from dist_transformer.planning.flops import ModelFlops, add_flops, model_flops, 
 from dist_transformer.training.train_state import Interval
 
 SHORT_SECONDS = 0.05
-"""To find a peak that is not published, at each start."""
+"""Time to measure a peak that is not published, at each start."""
 LONG_SECONDS = 1.0
-"""For a profile."""
+"""Time to measure a peak for a profile."""
 SMALLEST, LARGEST = 256, 16384
-"""Rows of the matrices that are multiplied."""
+"""Limits of the rows of the matrices that are multiplied."""
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s of matrix products on the device of one rank; None for what is not known.
+    """FLOP/s of matrix products on the device of one rank; None: not known.
 
     Attributes:
         published: dense, by the data sheet.
-        measured: of large products in the precision of the run (on CPUs: or in fp32, where that is faster), with the
+        measured: by large products in the precision of the run (on CPUs: or in fp32, if that is faster), with the
             threads of the rank.
     """
 
@@ -39,7 +39,7 @@ class Peak:
 
     @property
     def flops_per_second(self) -> float:
-        """What MFU is a share of."""
+        """Peak that MFU is relative to."""
         peak = self.published or self.measured
         assert peak, "one of them is always there"
         return peak
@@ -50,21 +50,21 @@ class Peak:
 
 
 def peak_of(device: torch.device, precision: str, is_profiled: bool) -> Peak:
-    """Measures for SHORT_SECONDS what is not published, and for LONG_SECONDS anything that is profiled."""
+    """Returns the peak; measures for SHORT_SECONDS if it is not published, for LONG_SECONDS if the run is profiled."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     published = published_flops(name, precision)
     if published and not is_profiled:
         return Peak(published, None)
     dtypes = {DTYPES[precision]}
     if device.type == "cpu":
-        dtypes.add(torch.float32)  # parts of a step there are fp32 in any precision, and faster so on many CPUs
+        dtypes.add(torch.float32)  # parts of a step on CPUs are fp32 in any precision, which is faster on many CPUs
     seconds = (LONG_SECONDS if is_profiled else SHORT_SECONDS) / len(dtypes)
     return Peak(published, max(measured_flops(device, dtype, seconds) for dtype in dtypes))
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
-    """The best rate per second of products of square matrices that fit into about so many seconds, of the size that is
-    fastest. No random state moves."""
+    """Measures FLOP/s of products of square matrices, of the fastest size, within about `seconds`. No global random
+    state is used."""
     random = torch.Generator(device).manual_seed(0)
     end, best, size = time.perf_counter() + seconds, 0.0, SMALLEST
     while True:
@@ -72,14 +72,14 @@ def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> 
         with faster_products(matrix):
             took = min(_times(partial(matrix.mm, matrix), device, end))
         best = max(best, 2 * size**3 / took)
-        # Those of twice the size take 8 times as long, and the first one is for warming up.
+        # Products of twice the size take 8 times as long, and the first one is for warming up.
         if time.perf_counter() + 2 * 8 * took > end or size == LARGEST:
             return best
         size *= 2
 
 
 def _times(call: Callable[[], Tensor], device: torch.device, end: float) -> Iterator[float]:
-    """Seconds of a few calls, at least one, and not the first of all."""
+    """Yields the seconds of a few calls, at least one, without the first, which warms up."""
     for number in range(5):
         began = time.perf_counter()
         call()
@@ -93,7 +93,7 @@ def _times(call: Callable[[], Tensor], device: torch.device, end: float) -> Iter
 
 
 def flops_of_batches(model: ModelConfig, target_vocabulary: int, batches: Sequence[MicroBatch | None]) -> ModelFlops:
-    """Model FLOPs of the real tokens of these micro-batches."""
+    """Returns the model FLOPs of the real tokens of these micro-batches."""
     found = ModelFlops(0, 0, 0, 0)
     for shape in (batch.shape for batch in batches if batch is not None):
         one = model_flops(model, target_vocabulary, shape.pairs, shape.source_tokens, shape.target_tokens)
@@ -114,9 +114,9 @@ class Mfu:
     flops_per_second: float
 
     def of(self, interval: Interval, seconds: float) -> float:
-        """Model FLOPs of the interval's real tokens over what all ranks could have done in so many seconds.
+        """Returns the model FLOPs of the interval's real tokens over the peak of all ranks in these seconds.
 
-        At most 1: a peak that training exceeds was measured while the machine did other things, too.
+        At most 1: a peak that training exceeds was measured while the machine was busy with other work.
         """
         pairs = max(1, interval.pairs_by_corpus.total())
         tokens = interval.source_tokens, interval.target_tokens

@@ -1,11 +1,11 @@
-"""How busy the machines are between two log lines: processors, memory, network and GPUs of each node.
+"""Load of the machines between two log lines: processors, memory, network and GPUs of each node.
 
-The first rank of each node samples in a thread; the means of all nodes come together, with a log line now and then:
+The first rank of each node samples in a thread; the means of all nodes are recorded together with some log lines:
 
     {"event": "system", "step": 50, "n1/cpu_percent": 81.2, "n1/memory_gb": 20.1, "n1/gpu0/percent": 97.0, ...}
 
-Of many nodes only their spread: "min/cpu_percent", "mean/cpu_percent", "max/gpu/percent". MLflow shows keys that begin with
-`system/` on a page of their own. What GPUs do is asked of NVML (nvidia-ml-py), through torch.
+With many nodes only their spread is recorded: "min/cpu_percent", "mean/cpu_percent", "max/gpu/percent". MLflow shows
+keys that begin with `system/` on a page of their own. Values of GPUs are from NVML (nvidia-ml-py), through torch.
 """
 
 import logging
@@ -29,15 +29,15 @@ log = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 5.0
 FIRST_SAMPLE_SECONDS = 0.5
-"""So that a run of seconds has a sample, too."""
+"""Time of the first sample, so that a run of seconds has one too."""
 MOST_NODES = 16
-"""Of more, the nodes are not told apart: 17 with 8 GPUs each would be 612 curves, and no picture shows so many."""
+"""Maximum number of nodes recorded one by one: 17 with 8 GPUs each would be 612 curves, too many for a chart."""
 GIGABYTE = 1e9
 MEGABYTE = 1e6
 
 
 class NodeSampler:
-    """Samples this node in a thread, on the first rank of each node; on the others it does nothing."""
+    """Samples this node in a thread on the first rank of each node; does nothing on the others."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -65,7 +65,7 @@ class NodeSampler:
         self._ended.set()
 
     def means(self) -> dict[str, float]:
-        """The means since the last call, of all nodes: `<node>/<key>` (collective); see MOST_NODES."""
+        """Returns the means since the last call, of all nodes: `<node>/<key>` (collective); see MOST_NODES."""
         with self._lock:
             mine = {key: sum(values) / len(values) for key, values in self._samples.items()}
             self._samples.clear()
@@ -75,7 +75,7 @@ class NodeSampler:
         return {key: round(value, 3) for key, value in found.items()}
 
     def _sample_until_ended(self) -> None:
-        self._sample()  # the use of processors and network is counted from one call to the next
+        self._sample()  # the load of processors and network is measured between two calls
         seconds = FIRST_SAMPLE_SECONDS
         while not self._ended.wait(seconds):
             seconds = SAMPLE_SECONDS
@@ -85,7 +85,7 @@ class NodeSampler:
                     self._samples[key].append(value)
 
     def _sample(self) -> dict[str, float]:
-        """What can be measured here. What cannot is said once, and left out from then on."""
+        """Measures all quantities. Logs one warning for each that cannot be measured, and skips it from then on."""
         values: dict[str, float] = {}
         for name, measure in list(self._measures.items()):
             try:
@@ -106,7 +106,7 @@ def _memory() -> dict[str, float]:
 
 
 class _Network:
-    """Megabytes a second since the last call; nothing at the first."""
+    """Measures megabytes per second since the last call; {} at the first."""
 
     def __init__(self) -> None:
         self._before: tuple[float, int, int] | None = None
@@ -141,7 +141,7 @@ def _by_node(parts: Iterable[tuple[str, dict[str, float]]]) -> dict[str, float]:
 
 
 def _spread(nodes: Iterable[dict[str, float]]) -> dict[str, float]:
-    """`min/cpu_percent`, `mean/cpu_percent`, `max/gpu/percent`: of each quantity over all nodes, or all GPUs."""
+    """Returns min, mean and max of each quantity over all nodes or GPUs: `min/cpu_percent`, `max/gpu/percent`."""
     together: dict[str, list[float]] = defaultdict(list)
     for means in nodes:
         for key, value in means.items():

@@ -1,1 +1,1 @@
-"""Where a step goes: `train --profile`."""
+"""Profile of a step by its parts: `train --profile`."""

@@ -1,12 +1,12 @@
-"""Where a step goes: what a profiler has seen, put into parts. Pure arithmetic on spans of time.
+"""Assignment of a profiler's spans to the parts of a step. Pure arithmetic on spans of time.
 
-Ranges (record_function) around calls of the loop say what is going on; a span inside belongs to the innermost one, and counts
-without the spans inside of it:
+Ranges (record_function) around calls of the loop name the parts; a span belongs to the innermost range around it, and
+counts without the spans inside of it:
 
     step [ data [..] forward [ attention [ aten::linear [ aten::addmm ] ] loss [..] ] backward [ evaluate AddmmBackward0 [..] ] ]
 
-What the backward pass does for a sub-layer is not inside of a range of that sub-layer, but has the sequence number of the
-forward operation that it belongs to.
+Operations of the backward pass are not inside of a range of their sub-layer, but have the sequence number of their
+forward operation.
 """
 
 from collections import Counter, defaultdict
@@ -26,18 +26,18 @@ PARTS = (
     *(f"{direction}: {part}" for direction in (FORWARD, BACKWARD) for part in (*SUB_LAYERS, REST)),
     LOSS, OPTIMIZER, COMMUNICATION, TRACKING, VALIDATION, CHECKPOINT, LOOP,
 )  # fmt: skip
-"""In the order of the table; together they are the step."""
+"""Parts in the order of the table; together they are the step."""
 COLLECTIVES = ("c10d::", "nccl:", "gloo:", "record_param_comms")
 BACKWARD_NODE = "autograd::engine::evaluate_function: "
 
 
 class Span(NamedTuple):
-    """What a thread did for a while, in microseconds.
+    """One operation or range of a thread; times in microseconds.
 
     Attributes:
-        sequence: number that an operation shares with its backward one; -1 without one.
-        is_range: marks what is going on, and does nothing itself.
-        device_us: of the kernels that it started on the GPU, itself.
+        sequence: number that an operation shares with its backward operation; -1 without one.
+        is_range: True for a range, which only names a part.
+        device_us: time of the GPU kernels that this span itself started.
     """
 
     name: str
@@ -54,9 +54,9 @@ class Spent:
     """Microseconds of one part.
 
     Attributes:
-        operators: inside of torch's operators.
-        between: outside of them: Python, waiting.
-        device: kernels of the GPU.
+        operators: time inside of torch's operators.
+        between: time outside of them: Python, waiting.
+        device: time of the GPU's kernels.
     """
 
     operators: float = 0.0
@@ -70,7 +70,7 @@ class Spent:
 
 @dataclass
 class Account:
-    """All that was spent in some steps, by part and by operator (calls, microseconds of the operator itself)."""
+    """Time spent in some steps, by part and by operator (calls, microseconds of the operator itself)."""
 
     parts: dict[str, Spent] = field(default_factory=lambda: defaultdict(Spent))
     calls: Counter[str] = field(default_factory=Counter)
@@ -83,7 +83,7 @@ class Account:
 
 @dataclass(frozen=True)
 class _Place:
-    """What is going on: a direction and a part of it, or a part of its own."""
+    """Place of a span in a step: a direction and a part of it, or a part of its own."""
 
     direction: str = ""
     part: str = LOOP
@@ -93,17 +93,17 @@ class _Place:
         return f"{self.direction}: {self.part}" if self.part in (*SUB_LAYERS, REST) else self.part
 
     def within(self, name: str) -> "_Place":
-        """Inside of our range of this name. A validation's own forward pass and decoding are a part of the validation."""
+        """Returns the place inside of our range of this name. Forward passes in a validation belong to it."""
         if self.part in (VALIDATION, CHECKPOINT, TRACKING) and name != COMMUNICATION:
             return self
         if name in (FORWARD, BACKWARD):
             return _Place(name, REST)
-        # A layer that is computed again in the backward pass is a part of that pass.
+        # A layer that is recomputed in the backward pass is a part of that pass.
         return replace(self, part=name) if name in (*SUB_LAYERS, LOSS) and self.direction else _Place("", name)
 
 
 def account(spans: Iterable[Span]) -> Account:
-    """What the thread of the steps did within them, and what any thread had the GPU do."""
+    """Sums the time of the main thread within steps, and the GPU time of all threads."""
     by_thread: dict[int, list[Span]] = defaultdict(list)
     for span in spans:
         by_thread[span.thread].append(span)
@@ -118,9 +118,9 @@ def account(spans: Iterable[Span]) -> Account:
 
 
 def _walk(spans: Sequence[Span], outside: _Place | None, part_of: dict[int, str], found: Account) -> None:
-    """Adds the spans of one thread. `outside`: where one belongs that is in no range; None: only steps count, with the
-    time of the thread itself. `part_of` learns the sub-layer of each forward operation."""
-    ordered = sorted(spans, key=lambda span: (span.start, -span.end))  # the outer ones first
+    """Adds the spans of one thread. `outside`: place of spans in no range; None: only spans in steps count, with the
+    time of the thread itself. The sub-layer of each forward operation is added to `part_of`."""
+    ordered = sorted(spans, key=lambda span: (span.start, -span.end))  # outer spans first
     parents = _parents(ordered)
     own = [span.end - span.start for span in ordered]
     for span, parent in zip(ordered, parents, strict=True):
@@ -138,7 +138,7 @@ def _walk(spans: Sequence[Span], outside: _Place | None, part_of: dict[int, str]
 
 
 def _parents(ordered: Sequence[Span]) -> list[int | None]:
-    """By span, the number of the innermost one that it is inside of."""
+    """Returns for each span the index of the innermost span around it."""
     parents: list[int | None] = []
     opened: list[int] = []
     for number, span in enumerate(ordered):
@@ -163,7 +163,7 @@ def _place_of(span: Span, around: _Place | None, part_of: Mapping[int, str]) -> 
 
 
 def _learn(span: Span, place: _Place, part_of: dict[int, str]) -> None:
-    """The last operation of a number is the one that makes the backward node: the ones before only looked at it."""
+    """Records the part of a forward operation; the last one with a sequence number is that of the backward node."""
     if span.sequence >= 0 and not span.name.startswith(BACKWARD_NODE) and place.direction == FORWARD:
         part_of[span.sequence] = place.part
 

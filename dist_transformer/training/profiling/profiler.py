@@ -1,7 +1,7 @@
 """`train --profile`: after some steps to warm up and some to measure, a few steps under torch's profiler.
 
-While these last, ranges mark the calls of the loop and of the sub-layers (accounting.py says what is made of them); before
-and afterwards nothing is marked. Nothing is synchronised that is not without a profile.
+During these, ranges mark the calls of the loop and of the sub-layers (see accounting.py); before and afterwards no call
+is marked. A profile adds no synchronisation.
 """
 
 import logging
@@ -40,8 +40,8 @@ from dist_transformer.training.validation.schedule import ValidationSchedule
 log = logging.getLogger(__name__)
 
 WARM_UP_STEPS, PLAIN_STEPS, PROFILED_STEPS = 5, 10, 3
-"""Not looked at; timed without the profiler, which slows down small operators; profiled: some 100,000 operators of many
-layers and lanes, which take 0.1 ms each to be written down."""
+"""Steps that are ignored; timed without the profiler, which slows down small operators; profiled: some 100,000
+operators with many layers and lanes, which take 0.1 ms each to record."""
 TABLE = "profile.md"
 
 FlopsOf = Callable[[Sequence[MicroBatch | None]], ModelFlops]
@@ -61,12 +61,12 @@ class Watched:
 
 @dataclass(frozen=True)
 class Job:
-    """What a profile needs to know.
+    """Settings of a profile.
 
     Attributes:
-        folder: of the traces and the table.
-        progress: tells the watchdog what is done.
-        written: is told of the table; None on all ranks but the first.
+        folder: folder of the traces and the table.
+        progress: reports progress to the watchdog.
+        written: called with the path of the table; None on all ranks but rank 0.
     """
 
     ranks: Ranks
@@ -81,8 +81,8 @@ class Job:
 def profiling(watched: Watched, job: Job, flops_of: FlopsOf) -> Iterator[None]:
     """Profiles steps of the run in the block (collective): a trace for each rank, and a table by rank 0.
 
-    A run that ends within the profiled steps has those that were done; one that ends before them has a warning.
-    `flops_of` tells the model FLOPs of a rank's micro-batches of a step.
+    If a run ends within the profiled steps, the table has those that were computed; if before, a warning is logged.
+    `flops_of` returns the model FLOPs of a rank's micro-batches of a step.
     """
     recorder = _Recorder(watched, job, flops_of)
     with ExitStack() as changed:
@@ -95,7 +95,7 @@ def profiling(watched: Watched, job: Job, flops_of: FlopsOf) -> Iterator[None]:
 
 
 class _Recorder:
-    """Counts steps, which begin where the loop asks for a batch, and starts and stops the profiler."""
+    """Counts steps, which begin when the loop requests a batch, and starts and stops the profiler."""
 
     def __init__(self, watched: Watched, job: Job, flops_of: FlopsOf) -> None:
         self._watched, self._job, self._flops_of = watched, job, flops_of
@@ -109,12 +109,12 @@ class _Recorder:
         self._is_written = False
 
     def next(self, next_batch: Callable[[], GlobalBatch]) -> GlobalBatch:
-        """In the place of `GlobalBatchPrefetcher.next` (collective)."""
+        """Replaces `GlobalBatchPrefetcher.next` (collective)."""
         if self._batch is not None:
             self._end_step(self._batch)
         if self._is_written:
             return next_batch()
-        if self._began is None:  # else an epoch has ended, and the step goes on with the next one
+        if self._began is None:  # else an epoch has ended, and the step continues with the next one
             self._began = time.perf_counter(), time.process_time()
             if self._profiler is not None:
                 self._step_range.enter_context(record_function(PREFIX + parts.STEP))
@@ -125,14 +125,14 @@ class _Recorder:
         return batch
 
     def stop(self) -> None:
-        """Nothing is marked or recorded afterwards."""
+        """Stops the profiler and removes all marks."""
         self._step_range.close()
         self._marks.close()
         if self._profiler is not None:
             self._profiler.stop()
 
     def end(self) -> None:
-        """Writes what there is at the end of a run, once (collective)."""
+        """Writes the profile at the end of a run, if it is not written yet (collective)."""
         before = WARM_UP_STEPS + PLAIN_STEPS
         if self._num_ended > before and not self._is_written:
             self._write(self._num_ended - before)
@@ -156,7 +156,7 @@ class _Recorder:
             stopped = time.monotonic()
             self.stop()
             self._write(PROFILED_STEPS)
-            self._watched.metrics.exclude(time.monotonic() - stopped)  # no part of training's speed
+            self._watched.metrics.exclude(time.monotonic() - stopped)  # does not count for the speed
 
     def _start(self) -> None:
         device = self._job.ranks.device.type
@@ -166,10 +166,10 @@ class _Recorder:
         self._profiler.start()
 
     def _write(self, num_steps: int) -> None:
-        """The trace of this rank, and on rank 0 the table of its own and of the rank that others wait for (collective)."""
+        """Writes this rank's trace, and on rank 0 the table of itself and of the rank others wait for (collective)."""
         profiler, job, ranks = self._profiler, self._job, self._job.ranks
         assert profiler is not None
-        self._is_written, self._profiler = True, None  # all that was seen is large
+        self._is_written, self._profiler = True, None  # frees the recorded events, which are large
         job.progress("writing the profile")
         seconds, cpu_seconds, flops = zip(*self._plain, strict=True)
         mine = RankProfile(
@@ -202,7 +202,7 @@ class _Recorder:
 
 
 def _mark(changed: ExitStack, watched: Watched) -> None:
-    """Ranges around what happens in a step, until `changed` is closed."""
+    """Puts ranges around the calls of a step, until `changed` is closed."""
     calls: list[tuple[Any, str, str]] = [
         (watched.batches, "prefetch", parts.DATA),
         (watched.engine, "backward", parts.BACKWARD),
@@ -226,7 +226,7 @@ def _mark(changed: ExitStack, watched: Watched) -> None:
 
 
 def _mark_module(changed: ExitStack, module: nn.Module, part: str) -> None:
-    """A layer that is computed again in the backward pass is left in its middle: its range ends all the same."""
+    """Puts a range around a module. A layer recomputed in the backward pass stops early: its range still ends."""
     entered: list[record_function] = []
     before = module.register_forward_pre_hook(lambda *_: entered.append(_enter(part)))
     after = module.register_forward_hook(lambda *_: entered.pop().__exit__(None, None, None), always_call=True)
@@ -235,7 +235,7 @@ def _mark_module(changed: ExitStack, module: nn.Module, part: str) -> None:
 
 
 def _replace(changed: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Until `changed` is closed, `owner.name` is `value`; what was there before may be its class's."""
+    """Sets `owner.name` to `value` until `changed` is closed; the previous value may be an attribute of the class."""
     if name in vars(owner):
         changed.callback(setattr, owner, name, vars(owner)[name])
     else:
@@ -259,7 +259,7 @@ def _enter(part: str) -> record_function:
 
 
 def _spans(profiler: profile, num_steps: int) -> list[Span]:
-    """What was seen in the first `num_steps` steps."""
+    """Returns the spans recorded in the first `num_steps` steps."""
     seen = profiler.events() or ()  # type: ignore[no-untyped-call]
     events = [event for event in seen if event.device_type.name == "CPU" and not event.is_async]
     spans = [
@@ -279,7 +279,7 @@ def _spans(profiler: profile, num_steps: int) -> list[Span]:
 
 
 def _on_disk(path: Path, write: Callable[[], None]) -> None:
-    """A disk that does not take a profile is a warning: training continues."""
+    """Writes a file of the profile; logs a warning if the disk fails, and training continues."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write()

@@ -1,4 +1,4 @@
-"""What a profile says to a person: a table of the parts of a step, and of the operators that take most."""
+"""Text of a profile for people: a table of the parts of a step, and one of the operators with the most time."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ MOST_OPERATORS = 12
 
 @dataclass(frozen=True)
 class RankProfile:
-    """What one rank found.
+    """Profile of one rank.
 
     Attributes:
         where: rank, device, precision, threads.
-        plain_seconds: of a step that was not profiled, the median; `cpu_seconds` of its process, all threads together.
-        flops: model FLOPs of the rank's micro-batches in all profiled steps; `plain_flops` of a step before, the mean.
-        account: of all profiled steps.
+        plain_seconds: median of steps without the profiler; `cpu_seconds` of their process, all threads together.
+        flops: model FLOPs of the rank's micro-batches in all profiled steps; `plain_flops`: mean of steps before.
+        account: time spent in all profiled steps.
     """
 
     where: str
@@ -43,22 +43,22 @@ class RankProfile:
 
     @property
     def seconds(self) -> float:
-        """Of a profiled step."""
+        """Time of a profiled step."""
         return self.account.microseconds / 1e6 / self.num_steps
 
     @property
     def busy_seconds(self) -> float:
-        """Of a profiled step, what was no waiting for other ranks: the rank with most of it is what they wait for."""
+        """Time of a profiled step without communication: the other ranks wait for the rank with the most."""
         return self.seconds - self.account.parts[COMMUNICATION].total / 1e6 / self.num_steps
 
 
 def text_of(profile: RankProfile) -> str:
-    """Markdown."""
+    """Returns the profile as Markdown."""
     return "\n".join([*summary_of(profile), "", *_operators_table(profile)])
 
 
 def summary_of(profile: RankProfile) -> list[str]:
-    """Its first lines: how long a step takes, how near to the peak, and the parts."""
+    """Returns the first lines: the time of a step, its share of the peak, and the table of its parts."""
     return [*_head(profile), "", *_parts_table(profile)]
 
 
@@ -69,7 +69,7 @@ def _head(profile: RankProfile) -> list[str]:
     if peak.published:
         shares.append(f"{rate / peak.published:.1%} of the {_gigaflops(peak.published)} GFLOP/s published")
     of_cpus = f"{1000 * profile.cpu_seconds:.1f} ms of the CPUs"
-    if not profile.has_gpu:  # on a machine that others use too, what training costs
+    if not profile.has_gpu:  # the cost of training on a machine shared with others
         of_cpus += f" ({_gigaflops(profile.plain_flops / profile.cpu_seconds)} GFLOP in a second of a CPU)"
     return [
         f"{profile.where}; {profile.num_steps} steps",
@@ -109,7 +109,7 @@ def _row(profile: RankProfile, part: str, spent: Spent, flops: float) -> list[st
 
 
 def _flops_of(part: str, flops: ModelFlops) -> float:
-    """A third is the forward pass's; the loss takes its gradients at once."""
+    """Returns the FLOPs of a part: a third is in the forward pass; the loss computes its gradients at once."""
     shares: Mapping[str, float] = {
         f"{FORWARD}: {ATTENTION}": flops.attention / 3,
         f"{FORWARD}: {FEED_FORWARD}": flops.feed_forward / 3,

@@ -1,11 +1,11 @@
-"""When a run may end before its last step: `validation.patience` and `validation.target`.
+"""End of a run before its last step: `validation.patience` and `validation.target`.
 
     stopping = EarlyStopping(config.validation, checkpoint.state.get("early_stopping"))
     stopping.add(step, values)          # each validation of every `validation.every_steps` steps
     stopping.reason()                   # "no better bleu than 27.31 of step 12000 in 5 validations", or None
 
-A pure function of the values it is given: stopped and gone on with anywhere, a run ends at the same step. A patience that
-was raised since lets a run that has ended go on.
+The decision is a pure function of the values added: stopped and resumed anywhere, a run ends at the same step. A run
+that has ended continues if the patience is raised.
 """
 
 import math
@@ -20,7 +20,7 @@ class EarlyStopping:
     """Follows `validation.metric`.
 
     Args:
-        state: that of `state()`, where a run goes on. One of another metric is left aside.
+        state: result of `state()` if a run is resumed. That of another metric is ignored.
     """
 
     def __init__(self, settings: ValidationConfig, state: Mapping[str, Any] | None) -> None:
@@ -32,7 +32,7 @@ class EarlyStopping:
         self._num_since = int(state.get("num_since", 0))
 
     def add(self, step: int, values: Mapping[str, Any]) -> None:
-        """One more validation; a metric that is not among `values`, or not finite, is no better than any."""
+        """Adds a validation; a metric that is not among `values`, or not finite, counts as no improvement."""
         metric = self._settings.metric
         value = float(values.get(metric, math.nan))
         if math.isfinite(value) and is_better(metric, value, self._best):
@@ -41,7 +41,7 @@ class EarlyStopping:
             self._num_since += 1
 
     def reason(self) -> str | None:
-        """Why the run ends now; None: it does not."""
+        """Returns the reason to end the run now, or None."""
         settings, best = self._settings, self._best
         if settings.target is not None and not is_better(settings.metric, settings.target, best):
             return f"{settings.metric} {best:.4g} of step {self._best_step} has reached {settings.target:g}"
@@ -52,14 +52,14 @@ class EarlyStopping:
         return f"no {what} in {self._num_since} validations"
 
     def standing(self) -> str:
-        """For the log: "best bleu 27.31 of step 12000, 2 validations ago"."""
+        """Returns a text for the log: "best bleu 27.31 of step 12000, 2 validations ago"."""
         if math.isnan(self._best):
             return f"no {self._settings.metric} yet that is a number"
         ago = {0: "now", 1: "1 validation ago"}.get(self._num_since, f"{self._num_since} validations ago")
         return f"best {self._settings.metric} {self._best:.4g} of step {self._best_step}, {ago}"
 
     def state(self) -> dict[str, Any]:
-        """All that a later start needs, for a checkpoint."""
+        """Returns the state for a checkpoint."""
         return {
             "metric": self._settings.metric,
             "best": None if math.isnan(self._best) else self._best,

@@ -1,4 +1,4 @@
-"""A validation: every corpus measured and translated, one log line each, values for the records, sample translations."""
+"""A validation: measures and translates each corpus, with one log line, values for the records, sample translations."""
 
 import logging
 import time
@@ -27,11 +27,11 @@ NOT_TRANSLATED = Translated(())
 
 @dataclass(frozen=True)
 class Validated:
-    """What a validation found, the same on every rank.
+    """Result of a validation, the same on every rank.
 
     Attributes:
-        values: measures and signatures by name, those of all corpora but data.validation with their names in front.
-        samples: for each corpus that was translated, its name and its `sentences`.
+        values: measures and signatures by name, prefixed with the corpus for all corpora but data.validation.
+        samples: name and `sentences` of each translated corpus.
     """
 
     values: dict[str, float | str]
@@ -39,7 +39,7 @@ class Validated:
 
     @property
     def numbers(self) -> dict[str, float]:
-        """The measures alone: what a checkpoint keeps."""
+        """Measures without signatures, as a checkpoint keeps them."""
         return {name: value for name, value in self.values.items() if not isinstance(value, str)}
 
 
@@ -48,9 +48,9 @@ class Validator:
 
     Args:
         sets: may be empty.
-        seed: of the run; decides which samples are drawn.
-        translate: None: the corpora are not translated.
-        wants_stop: whether this rank was asked to stop.
+        seed: seed of the run, from which samples are drawn.
+        translate: translates and scores the corpora; None: they are not translated.
+        wants_stop: returns True if this rank was asked to stop.
     """
 
     def __init__(
@@ -67,10 +67,10 @@ class Validator:
         self._engine, self._ranks, self._translate, self._wants_stop = engine, ranks, translate, wants_stop
 
     def validate(self, step: int, progress: Progress) -> Validated:
-        """Measures every corpus with the weights as they are (collective). Weights and random states stay as they are.
+        """Measures every corpus with the current weights (collective). Weights and random states do not change.
 
         Raises:
-            Stopped, WorkFailed: on every rank, as `in_rounds` does.
+            Stopped, WorkFailed: on every rank, as in `in_rounds`.
         """
         measured = [self._measure(each, progress) for each in self.sets]
         values: dict[str, float | str] = {}
@@ -87,7 +87,7 @@ class Validator:
         return Validated(values, samples)
 
     def dry_run(self, sets: Sequence[ValidationSet], progress: Progress) -> None:
-        """Does with `sets` what is done with the corpora, and forgets what it finds (collective)."""
+        """Measures and translates `sets` as in a validation, without any result (collective)."""
         for each in sets:
             self._measure(each, progress)
         for _ in self._translated(sets, progress):
@@ -119,7 +119,7 @@ class Validator:
 
 
 def sample_lines(num_lines: int, count: int, seed: int, step: int) -> tuple[list[int], list[int]]:
-    """`count` different lines, or all: half of them evenly spread and the same at each step, the others drawn by the step."""
+    """Selects `count` different lines, or all: half evenly spread and equal at each step, the others drawn by step."""
     num_fixed = min((count + 1) // 2, num_lines)
     fixed = [(2 * place + 1) * num_lines // (2 * num_fixed) for place in range(num_fixed)]
     others = [line for line in range(num_lines) if line not in fixed]
@@ -129,7 +129,7 @@ def sample_lines(num_lines: int, count: int, seed: int, step: int) -> tuple[list
 
 
 def _log(step: int, each: ValidationSet, found: dict[str, float | str], seconds: float) -> None:
-    """The one line of a corpus."""
+    """Logs the line of a corpus."""
     name = "" if not each.prefix else f" {each.name}"
     scores = "".join(f"  {label % found[key]}" for key, label in _SCORES.items() if key in found)
     log.info(

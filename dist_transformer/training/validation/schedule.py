@@ -1,4 +1,4 @@
-"""Validations of a run: when one is due, its records, and what early stopping makes of it."""
+"""Validations of a run: the steps at which one is due, its records, and early stopping."""
 
 import logging
 import time
@@ -23,7 +23,7 @@ class ValidationSchedule:
     """Validates every `validation.every_steps` steps and at the end, each step once.
 
     Args:
-        early_stopping: gets the measures of every regular validation.
+        early_stopping: receives the measures of every regular validation.
         run_log: None on all ranks but rank 0.
         newest: newest "validation" record in metrics.jsonl, the same on every rank.
         excluded: called with the seconds that a validation took.
@@ -45,14 +45,14 @@ class ValidationSchedule:
         self._newest, self._recorded_step = newest, int(newest["step"])
         self._found: tuple[int, dict[str, float]] | None = None
         self.is_due = False
-        """The step that was computed last is to be validated, and is not yet."""
+        """True if the last computed step is to be validated, and has not been yet."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resumes from the state of a checkpoint."""
         self.is_due = state.get("validation_due", False)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Returns the part of a checkpoint's state that a validation decides."""
+        """Returns the part of a checkpoint's state that belongs to validation."""
         return {
             "early_stopping": self.early_stopping.state(),
             "validation": self._found_at(step),
@@ -74,15 +74,15 @@ class ValidationSchedule:
         self.is_due = False
 
     def make_up(self, step: int, progress: Callable[[], None]) -> None:
-        """Validates the step that an earlier start saved and did not validate, for its checkpoint too (collective)."""
-        if self._newest["step"] == step:  # it did, but its checkpoint says nothing of it
+        """Validates the step that an earlier start saved but did not validate, for its checkpoint too (collective)."""
+        if self._newest["step"] == step:  # the start did validate it, but the checkpoint lacks the result
             self._found_now(step, Validated({n: v for n, v in self._newest.items() if n not in FIELDS}, []))
         self.validate(step, progress)
         if self._run_log and (measures := self._found_at(step)):
             self._run_log.validated_later(step, measures)
 
     def _must_validate(self, step: int) -> bool:
-        """True if there are corpora, and none was measured at this step or later, or tried to."""
+        """True if there are corpora, and no validation of this step or a later one was made or failed."""
         return bool(self._validator.sets) and step > self._recorded_step
 
     def _found_at(self, step: int) -> dict[str, float] | None:
@@ -110,7 +110,7 @@ class ValidationSchedule:
 
     def _found_now(self, step: int, found: Validated) -> None:
         self._found = (step, found.numbers)
-        if step % self._settings.every_steps == 0:  # the last one of a run may be at any step
+        if step % self._settings.every_steps == 0:  # the last validation of a run may be at any step
             self.early_stopping.add(step, found.numbers)
             log.info("step %7d  %s", step, self.early_stopping.standing())
 

@@ -1,4 +1,4 @@
-"""The validation corpora: what is measured of the reference, its micro-batches dealt out to the ranks."""
+"""Measures of the validation corpora on the reference, with their micro-batches distributed over the ranks."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +24,9 @@ class ValidationSet:
     """A validation corpus, the same on every rank.
 
     Attributes:
-        name: as records have it; that of data.validation is "validation", and its measures have no name in front.
-        batches: all of its text in micro-batches.
-        sources, references: its first pairs, the ones to translate; without references no translation is scored.
+        name: name in records; that of data.validation is "validation", whose measures have no prefix.
+        batches: micro-batches of all of its text.
+        sources, references: its first pairs, to be translated; without references no translation is scored.
     """
 
     name: str
@@ -36,13 +36,13 @@ class ValidationSet:
 
     @property
     def prefix(self) -> str:
-        """What stands before the names of its measures."""
+        """Prefix of the names of its measures."""
         return "" if self.name == "validation" else f"{self.name}/"
 
 
 @dataclass(frozen=True)
 class Translated:
-    """The translations of a set's sources, and what they score: bleu, chrf, their signatures, perhaps comet."""
+    """The translations of a set's sources, and their scores: bleu, chrf, their signatures, perhaps comet."""
 
     translations: Sequence[str]
     scores: dict[str, float | str] = field(default_factory=dict)
@@ -50,18 +50,18 @@ class Translated:
 
 Progress = Callable[[], None]
 Translate = Callable[[Sequence[ValidationSet], Progress], Iterator[Translated]]
-"""Translates each set with the weights as they are, shared over the ranks, and scores it (collective); the same on every
-rank. Progress is called whenever something moved. Raises Stopped and WorkFailed on every rank, as `in_rounds` does."""
+"""Translates each set with the current weights, shared over the ranks, and scores it (collective); the same on every
+rank. Progress is called at each advance. Raises Stopped and WorkFailed on every rank, as `in_rounds` does."""
 
 
 @dataclass(frozen=True)
 class TokenMeasures:
-    """Means over the target tokens of a set, natural logarithm; the reference's tokens before are given to the model."""
+    """Means over the target tokens of a set, natural logarithm; the model receives the preceding reference tokens."""
 
     loss: float
     nll: float
     token_accuracy: float
-    """Share of the target tokens that the model finds the likeliest."""
+    """Share of the target tokens that are the model's likeliest."""
     target_tokens: int
 
     @property
@@ -69,7 +69,7 @@ class TokenMeasures:
         return math.exp(min(self.nll, 700.0))
 
     def metrics(self) -> dict[str, float]:
-        """What records and checkpoints keep of it."""
+        """Returns the measures that records and checkpoints keep."""
         measures = {"loss": self.loss, "nll": self.nll, "perplexity": self.perplexity}
         return {**measures, "token_accuracy": self.token_accuracy}
 
@@ -77,10 +77,10 @@ class TokenMeasures:
 def measure_tokens(
     engine: Engine, batches: Sequence[MicroBatch], ranks: Ranks, progress: Progress, wants_stop: WantsStop
 ) -> TokenMeasures:
-    """Of all of `batches`, without dropout (collective); the same result on every rank.
+    """Measures all of `batches` without dropout (collective); the same result on every rank.
 
-    Rank r takes the micro-batches r, r + W, ...; where W does not divide their number, some ranks compute one more that
-    is not counted: ZeRO 3 needs the same number of forward passes everywhere. `progress` is called after each.
+    Rank r takes the micro-batches r, r + W, ...; if W does not divide their number, some ranks compute one more that is
+    not counted: ZeRO 3 needs the same number of forward passes on every rank. `progress` is called after each.
 
     Raises:
         Stopped, WorkFailed: on every rank, as `in_rounds` does. In ZeRO 3, whose passes are collectives, the rank that
@@ -108,13 +108,13 @@ def measure_tokens(
 
 
 def forward(engine: Engine, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(loss, nll), each summed over the micro-batch's target tokens."""
+    """Returns (loss, nll), each summed over the micro-batch's target tokens."""
     loss, nll = engine(*_inputs(batch, device))
     return loss, nll
 
 
 def _inputs(batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor | int, ...]:
-    """The sides on the device, and what the host knows of them. Only from page-locked memory a GPU copies by itself."""
+    """Returns the sides on the device and the number of target tokens. Page-locked memory makes copies asynchronous."""
     sides = (batch.source_BS, batch.target_in_BT, batch.target_out_BT)
     held = [side.pin_memory() for side in sides] if device.type == "cuda" else sides
     return *(side.to(device, non_blocking=True) for side in held), batch.shape.target_tokens

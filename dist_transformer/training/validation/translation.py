@@ -1,4 +1,4 @@
-"""The validation of a run: its corpora read and tokenized, translated with the weights of the moment, scored."""
+"""Validation corpora of a run: reading and tokenizing, translation with the current weights, scores."""
 
 import logging
 import time
@@ -40,8 +40,8 @@ log = logging.getLogger(__name__)
 def open_validator(
     config: Config, data: RunData, engine: Engine, ranks: Ranks, heard: Callable[[str], None], wants_stop: WantsStop
 ) -> Validator:
-    """Reads the corpora (collective). `heard` is told what is done, as long as something moves; `wants_stop` is asked in
-    the middle of a validation.
+    """Reads the corpora (collective). `heard` is called with a text at each progress; `wants_stop` is called during a
+    validation.
 
     Raises:
         UserError: on every rank: a corpus cannot be read, a line of it is too long, or COMET's package is not there.
@@ -63,10 +63,10 @@ def open_validator(
 def dry_run_of_validation(
     validator: Validator, config: Config, data: RunData, ranks: Ranks, heard: Callable[[str], None]
 ) -> None:
-    """Of each corpus its largest micro-batches, and the search of its longest lines (collective); nothing is recorded.
+    """Measures each corpus's largest micro-batches, and translates its longest lines (collective); records nothing.
 
     Raises:
-        UserError: a rank is out of memory; raised on every rank. In ZeRO 3, whose measuring is made of collectives, on
+        UserError: a rank is out of memory; raised on every rank. In ZeRO 3, whose measuring consists of collectives, on
             that rank alone.
     """
     tokenizer, search = load_tokenizer(data.folder, data.manifest.tokenizer), _search(config)
@@ -79,7 +79,7 @@ def dry_run_of_validation(
     try:
         validator.dry_run(sets, lambda: heard(doing))
     except Stopped:
-        return  # the first batch brings it up again
+        return  # raised again at the first batch
     except WorkFailed as failure:
         raise UserError(f"{doing} failed: {failure}. {LESS_MEMORY}").agreed() from failure
     seconds = time.monotonic() - started
@@ -88,7 +88,7 @@ def dry_run_of_validation(
 
 
 def _largest(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """The one of most tokens, padding counted, and the one of the longest side: a pair above the budget goes alone."""
+    """Returns the batches with the most tokens, padding included, and the longest side (a pair above the budget)."""
     longest = max(batches, key=lambda batch: max(batch.shape.source_length, batch.shape.target_length))
     return [max(batches, key=lambda batch: batch.shape.padded_tokens), longest]
 
@@ -96,7 +96,7 @@ def _largest(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
 def _main_set(
     batches: list[MicroBatch], text: Pairs | None, tokenizer: Tokenizer, max_positions: int | None
 ) -> ValidationSet:
-    """data.validation: measured as it is prepared, translated as it is written."""
+    """Returns the set of data.validation: measured on the prepared corpus, translated from the text."""
     if text is None:
         return ValidationSet("validation", batches)
     sources, references = text
@@ -108,7 +108,7 @@ def _main_set(
 def _further_set(
     name: str, text: Pairs, config: Config, data: RunData, tokenizer: Tokenizer, heard: Callable[[str], None]
 ) -> ValidationSet:
-    """One of data.more_validation, every pair of it."""
+    """Returns the set of one corpus of data.more_validation, with every pair."""
     place = f"data.more_validation.{name}"
     batches = _told(text_batches(data.builder, tokenizer, *text, config.model.max_positions, place), place, heard)
     most = config.validation.max_sentences
@@ -117,7 +117,7 @@ def _further_set(
 
 
 def _told(batches: Iterable[MicroBatch], place: str, heard: Callable[[str], None]) -> list[MicroBatch]:
-    """All of them; each is progress."""
+    """Collects the batches, each of which is progress."""
     found = []
     for batch in batches:
         heard(f"cutting {place} into batches")
@@ -128,7 +128,7 @@ def _told(batches: Iterable[MicroBatch], place: str, heard: Callable[[str], None
 def _read(
     key: str, corpus: CorpusConfig, most: int | None, data: RunData, ranks: Ranks, heard: Callable[[str], None]
 ) -> Pairs:
-    """The text, read once (collective)."""
+    """Reads the text on rank 0, for all ranks (collective)."""
 
     def read() -> Pairs:
         try:
@@ -145,11 +145,11 @@ def _read(
 
 
 def _comet(config: Config, ranks: Ranks, heard: Callable[[str], None]) -> CometScorer | None:
-    """COMET on rank 0, loaded before the first step; None on the others, and where it is not asked for (collective)."""
+    """Loads COMET on rank 0, before the first step; None on the others, and if it is not configured (collective)."""
     name = config.validation.comet
     if name is None:
         return None
-    loaded: list[CometScorer] = []  # it stays on rank 0
+    loaded: list[CometScorer] = []  # not sent to the other ranks
     run_on_rank_zero(ranks, lambda: loaded.append(CometScorer(name)), lambda: heard("loading COMET"))
     return loaded[0] if loaded else None
 
@@ -191,17 +191,17 @@ def _translator(
 
 
 def _search(config: Config) -> DecodingConfig:
-    """The one best translation of each line; and a long line must not end a run, as it could with `decoding.too_long`."""
+    """Returns the settings of the search: the best translation of each line; long lines are split and never refused."""
     own = {"beam_size": config.validation.beam_size, "n_best": 1, "sampling": False, "too_long": "split"}
     return config.decoding.model_copy(update=own)
 
 
 LOOK_SECONDS = 0.5
-"""How often a search is asked whether it is to stop: each time a file is looked for on a shared disk."""
+"""Interval at which a search checks for a stop, each time by a look at a file on a shared disk."""
 
 
 class _Look:
-    """Called before each token of a search: says that it moves, and leaves it when a stop is wanted."""
+    """Callback before each token of a search: reports progress, and raises Stopped if a stop is wanted."""
 
     def __init__(self, progress: Progress, wants_stop: WantsStop) -> None:
         self._progress, self._wants_stop, self._next = progress, wants_stop, 0.0
@@ -219,10 +219,10 @@ WHOLE_COPY = "the copy of the whole model that a validation translates with (val
 
 @contextmanager
 def _whole_model(config: Config, data: RunData, engine: Engine, ranks: Ranks) -> Iterator[Transformer]:
-    """The model in eval mode with all weights on every rank, to be called without collectives (collective).
+    """Yields the model in eval mode with all weights on every rank, to be called without collectives (collective).
 
     Raises:
-        WorkFailed: on every rank: one has no memory for the copy.
+        WorkFailed: on every rank: a rank has no memory for the copy.
     """
     if engine.has_whole_weights:
         engine.train(False)
@@ -240,6 +240,6 @@ def _whole_model(config: Config, data: RunData, engine: Engine, ranks: Ranks) ->
         with failures_named(ranks), telling_out_of_memory(WHOLE_COPY, ranks.device):
             model.to_empty(device=ranks.device).eval().requires_grad_(False)
 
-    in_rounds(ranks, 1, take_memory, lambda: False)  # the ranks meet before the first of them waits for the weights
+    in_rounds(ranks, 1, take_memory, lambda: False)  # all ranks agree before any of them waits for the weights
     engine.copy_weights(dict(model.named_parameters()))
     yield model
