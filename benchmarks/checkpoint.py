@@ -123,7 +123,7 @@ class Case:
         return self._cleared(folder, figures)
 
     def _resume(self) -> None:
-        found = checkpoints.newest_whole(self._run_dir, RUN_ID) if self._ranks.is_rank_zero else None
+        found = checkpoints.newest_complete(self._run_dir, RUN_ID) if self._ranks.is_rank_zero else None
         checkpoint = self._ranks.broadcast_object(found)
         checkpoints.load(checkpoint, self.engine)
 

@@ -125,7 +125,7 @@ def packed_figures(run: RunData, corpus: Corpus) -> Figures:
 
 
 def _requests(run: RunData) -> Iterator[WindowRequest]:
-    plan = run.planner.plan(run.start().segment)
+    plan = run.planner.plan(run.start().partition)
     for lane in range(run.config.data.lanes):
         for window in range(plan.num_windows(lane)):
             yield plan.request(lane, window)
@@ -189,7 +189,7 @@ def _middle(run: RunData) -> Position:
     loader = _open(run, run.start(), 0)
     positions = [loader.lane_positions() for _ in _steps(loader)]
     lanes = positions[len(positions) // 2]
-    return Position(loader.segment, tuple(lanes[lane] for lane in sorted(lanes)))
+    return Position(loader.partition, tuple(lanes[lane] for lane in sorted(lanes)))
 
 
 def _first_batch(run: RunData, position: Position, num_workers: int) -> Figures:

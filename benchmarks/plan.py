@@ -52,7 +52,7 @@ def plan_epoch(folder: Path, lanes: int, window_rows: int) -> Figures:
     clock = Stopwatch(with_descendants=False)
     run = Corpus(folder, Manifest.load(folder)).run_data(lanes, MAX_TOKENS, window_rows)
     load_seconds, _ = clock.read()
-    plan = run.planner.plan(run.start().segment)
+    plan = run.planner.plan(run.start().partition)
     windows, rows = 0, 0
     for lane in range(lanes):
         for window in range(plan.num_windows(lane)):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from dist_transformer.errors import EXIT_FAILED, DistTransformerError
 from dist_transformer.processes.stop_request import leave
-from dist_transformer.run.outputs import told
+from dist_transformer.run.outputs import as_message
 
 
 def run_as_command(run: Callable[[], object]) -> None:
@@ -27,7 +27,7 @@ def run_as_command(run: Callable[[], object]) -> None:
         sys.exit(EXIT_FAILED)
     except OSError as error:
         if error.filename is not None and error.errno is not None:
-            message = told(error)
+            message = as_message(error)
             print(f"dist-transformer: {message}", file=sys.stderr, flush=True)
             _leave(message.exit_code)
         # The error is of standard output: errors of other files have a file name.

@@ -112,7 +112,7 @@ def evaluate_command(
         print(f"written to {run_dir.evaluation}")
         if config is not None and config.tracking.enabled:
             numbers = {key: value for key, value in measured.items() if isinstance(value, float)}
-            _tell_mlflow(config, run_dir, {"name": name, "step": translator.information.step, "metrics": numbers})
+            _report_to_mlflow(config, run_dir, {"name": name, "step": translator.information.step, "metrics": numbers})
 
 
 def _refuse_what_does_not_fit(
@@ -210,7 +210,7 @@ def _print_scores(scores: dict[str, Any]) -> None:
         print(f"COMET {scores['comet']:.4f}  {scores['comet_model']}")
 
 
-def _tell_mlflow(config: Config, run_dir: RunDir, scores: dict[str, Any]) -> None:
+def _report_to_mlflow(config: Config, run_dir: RunDir, scores: dict[str, Any]) -> None:
     """Sends the scores as `evaluation/<name>/bleu` ... of the run, if MLflow tracks it and nobody trains it now."""
     from dist_transformer.run.lock import while_nobody_trains
     from dist_transformer.tracking.final_status import settle, status_said

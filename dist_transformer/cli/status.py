@@ -27,7 +27,7 @@ RunOrJob = Annotated[str, typer.Argument(help="A run folder, or a job id: 123, 1
 Root = Annotated[Path, typer.Option(help="The folder of runs, looked through for a job that Slurm has forgotten.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document; times in unix seconds.")]
 RUNS = Path("runs")
-MEND_SECONDS = 5
+CORRECTION_SECONDS = 5
 """Time limit for a server that is down; `status` has printed everything by then."""
 
 _COLUMNS = ("run", "state", "job", "step", "loss", "last record", "checkpoint")
@@ -43,7 +43,7 @@ def status_command(run: RunOrJob, root: Root = RUNS, as_json: AsJson = False) ->
     else:
         for name, text in status_rows(document):
             print(f"{name}: {text}")
-    _mend_status(document)
+    _correct_status(document)
 
 
 def list_command(
@@ -87,7 +87,7 @@ def status_rows(document: Document) -> Iterator[tuple[str, str]]:
     yield from (("warning", text) for text in document["warnings"])
 
 
-def _mend_status(document: Document) -> None:
+def _correct_status(document: Document) -> None:
     """Corrects the status of a killed run, which is RUNNING in MLflow until a command corrects it.
 
     Nothing is done for a run that a process trains, whatever Slurm reports, or in a read-only folder.
@@ -107,7 +107,7 @@ def _mend_status(document: Document) -> None:
         with while_nobody_trains(run_dir) as is_free:
             if not (is_free and config.tracking.enabled):
                 return
-            problem = settle(run_dir, status or said, config.tracking, Path(config.run.root), MEND_SECONDS)
+            problem = settle(run_dir, status or said, config.tracking, Path(config.run.root), CORRECTION_SECONDS)
     except (UserError, OSError) as error:
         problem = str(error)
     now = status or said

@@ -115,12 +115,12 @@ def translate_command(
 
 def _start_ranks(output: Path, num_ranks: int) -> int:
     """Runs this command as `num_ranks` processes; returns the exit code. EXIT_REQUEUE: one was stopped, start again."""
-    from dist_transformer.decoding.sharded_files import is_whole
+    from dist_transformer.decoding.sharded_files import is_complete
     from dist_transformer.processes.launching import start_local_ranks
 
     program = [sys.executable, "-m", "dist_transformer"]
     code = start_local_ranks(sys.argv[1:], num_ranks, program=program, are_held=True)
-    return EXIT_REQUEUE if code == EXIT_DONE and not is_whole(output) else code
+    return EXIT_REQUEUE if code == EXIT_DONE and not is_complete(output) else code
 
 
 def _translate_stream(task: "Task", attention: Path | None) -> None:

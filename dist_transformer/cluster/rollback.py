@@ -10,7 +10,7 @@ from dist_transformer.files import replacing
 
 
 @contextmanager
-def put_back_if_refused(files: Iterable[Path], snapshot: Path) -> Iterator[None]:
+def rolled_back_if_refused(files: Iterable[Path], snapshot: Path) -> Iterator[None]:
     """Restores `files`, `snapshot` and the folders above it if sbatch or the disk refuses inside the context."""
     before = {path: path.read_bytes() if path.is_file() else None for path in files}
     made = [folder for folder in (snapshot.parent, *snapshot.parent.parents) if not folder.exists()]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from dist_transformer.cluster.checks import busy_problems, sbatch_problems, submission_problems
 from dist_transformer.cluster.jobs import Job, job_of, script_name
-from dist_transformer.cluster.rollback import put_back_if_refused
+from dist_transformer.cluster.rollback import rolled_back_if_refused
 from dist_transformer.cluster.script import Code, needed_folders, render_script
 from dist_transformer.cluster.slurm import SlurmError, submit_script
 from dist_transformer.config.schema import Config
@@ -134,7 +134,7 @@ def _submit_first(submission: Submission) -> str:
     # The job may start at once: it must find its files and no old stop file.
     changed = [*submission.files, run_dir.restarts, run_dir.stop_file]
     try:
-        with put_back_if_refused(changed, run_dir.snapshot):
+        with rolled_back_if_refused(changed, run_dir.snapshot):
             take_snapshot(run_dir.snapshot)
             write_files(submission.files)
             begin_anew(run_dir)

@@ -91,11 +91,11 @@ def load_points(config: Path, overrides: Sequence[str], sweep: Sweep) -> list[Co
         except ConfigError as error:
             found[task] = [_with_place(problem, point) for problem in error.problems]
     if found:
-        raise ConfigError(told_once(found, len(sweep.points)))
+        raise ConfigError(grouped_by_reason(found, len(sweep.points)))
     return configs
 
 
-def told_once(found: Mapping[int, Sequence[str]], num_points: int) -> list[str]:
+def grouped_by_reason(found: Mapping[int, Sequence[str]], num_points: int) -> list[str]:
     """The problems of all points, each prefixed with the tasks that have it unless all have it."""
     tasks_with: dict[str, list[int]] = {}
     for task, problems in found.items():

@@ -18,7 +18,7 @@ from dist_transformer.cluster.run_ref import newest_job_id
 from dist_transformer.cluster.script import Code, needed_folders, render_script
 from dist_transformer.cluster.slurm import submit_script
 from dist_transformer.cluster.submit import begin_anew, command_text, note_job, write_files
-from dist_transformer.cluster.sweep import Sweep, ranges, told_once
+from dist_transformer.cluster.sweep import Sweep, grouped_by_reason, ranges
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import ConfigError
 from dist_transformer.files import write_json
@@ -142,7 +142,7 @@ def _all_problems(runs: Sequence[PointRun], folder: SweepDir, *, is_after_others
         ]
         for task, run in enumerate(runs)
     }
-    return told_once(by_task, len(runs))
+    return grouped_by_reason(by_task, len(runs))
 
 
 def _folder_problems(

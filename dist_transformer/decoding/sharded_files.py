@@ -45,7 +45,7 @@ class Parts:
 
     def is_done(self, chunk: int) -> bool:
         """True if the part, or the output made of it, exists."""
-        return self._part(chunk).exists() or is_whole(self.output)
+        return self._part(chunk).exists() or is_complete(self.output)
 
     def num_done(self) -> int:
         """Number of existing parts, whichever process wrote them."""
@@ -83,11 +83,11 @@ class Parts:
 
     def _is_joined(self) -> bool:
         """True if the output is complete. Raises UserError if neither it nor the folder belongs to this translation."""
-        planned = _plan_of(self.output) if is_whole(self.output) else _folder(self.output) / PLAN_NAME
+        planned = _plan_of(self.output) if is_complete(self.output) else _folder(self.output) / PLAN_NAME
         if not planned.exists():
             raise UserError(f"{planned.parent}: was removed while it was written to; start the same command again")
         _refuse_other(planned, self.plan, self.output)
-        return is_whole(self.output)
+        return is_complete(self.output)
 
     def _part(self, chunk: int) -> Path:
         return _folder(self.output) / f"{chunk:07}.txt"
@@ -106,9 +106,9 @@ def open_parts(output: Path, plan: Plan, num_chunks: int) -> Parts | None:
             f"{output}: is a device or a pipe, but the output is made of parts: name a file, or leave --input and --output out "
             "and give < FILE"
         )
-    check_output(output, "a translation", is_whole, is_file=True)  # before waiting for a lock where none can exist
+    check_output(output, "a translation", is_complete, is_file=True)  # before waiting for a lock where none can exist
     with _locked(output):
-        if is_whole(output):
+        if is_complete(output):
             _refuse_other(_plan_of(output), plan, output)
             _remove_folder(output)  # left by a process that died during its removal
             return None
@@ -126,7 +126,7 @@ def open_parts(output: Path, plan: Plan, num_chunks: int) -> Parts | None:
     return Parts(output, plan, num_chunks)
 
 
-def is_whole(output: Path) -> bool:
+def is_complete(output: Path) -> bool:
     """True if the output has been joined from its parts."""
     return _plan_of(output).exists() and output.exists()
 
@@ -260,7 +260,7 @@ def _plan_of(output: Path) -> Path:
 
 def _made_of(output: Path) -> str:
     """Names of the files to remove before the output can be made anew."""
-    return f"{output} and {_plan_of(output).name}" if is_whole(output) else f"the folder {_folder(output)}"
+    return f"{output} and {_plan_of(output).name}" if is_complete(output) else f"the folder {_folder(output)}"
 
 
 def _remove_folder(output: Path) -> None:

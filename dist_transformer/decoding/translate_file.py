@@ -54,16 +54,16 @@ def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) ->
     search = open_search(task.engine, folders, task.settings)
     search = replace(search, searcher=_StoppableSearcher(search.searcher, stop, parts))
     readers = [(path, LineReader(path)) for path in (source, task.prefix) if path is not None]
-    told = time.monotonic()
+    last_report = time.monotonic()
     for chunk in range(rank, parts.num_chunks, num_ranks):
         if not parts.is_done(chunk):
             first = chunk * lines_of_chunk
             count = min(lines_of_chunk, num_lines - first)
             texts = [_read(path, reader, first, count) for path, reader in readers]
             parts.write(chunk, list(_translated(search, task, texts, first)))
-        if rank == 0 and time.monotonic() - told > TELL_SECONDS:
+        if rank == 0 and time.monotonic() - last_report > TELL_SECONDS:
             print(f"{output}: {parts.num_done()} of {parts.num_chunks} parts", file=sys.stderr, flush=True)
-            told = time.monotonic()
+            last_report = time.monotonic()
     if parts.join():
         print(f"{output}: {num_lines:,} lines translated", file=sys.stderr)
 

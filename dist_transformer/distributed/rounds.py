@@ -81,9 +81,9 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
         raise WorkFailed(f"rank {ranks.rank}: {kind}{error}") from None
 
 
-def _is_over(told: torch.Tensor, pending: PendingSum | None) -> bool:
+def _is_over(is_over: torch.Tensor, pending: PendingSum | None) -> bool:
     """Returns True if a rank sent in the previous round that it does not continue (collective)."""
     if pending is None:
         return False
     pending.wait()
-    return bool(told.any())
+    return bool(is_over.any())

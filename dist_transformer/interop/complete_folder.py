@@ -11,7 +11,7 @@ from dist_transformer.run.outputs import check_output, never, writing
 
 
 @contextmanager
-def whole_folder(
+def complete_folder(
     folder: Path, kind: str, is_own: Callable[[Path], bool] = never, own_files: Sequence[str] = ()
 ) -> Iterator[Path]:
     """Yields an empty folder next to `folder`, which at the end is renamed to it and replaces an older one.

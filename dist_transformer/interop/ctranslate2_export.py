@@ -18,7 +18,7 @@ from dist_transformer.config.schema import ModelConfig
 from dist_transformer.data.tokenizer.model_file import read_pieces_file, texts
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.files import read_json, write_json
-from dist_transformer.interop.complete_folder import whole_folder
+from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.model_folder import (
     SOURCE_MODEL,
     TARGET_MODEL,
@@ -55,7 +55,7 @@ def export_ctranslate2(loaded: LoadedModel, out: Path, quantization: str | None 
     spec.validate()
     spec.optimize(quantization=quantization)
     files = loaded.tokenizer_files
-    with whole_folder(out, "a CTranslate2 folder") as folder:
+    with complete_folder(out, "a CTranslate2 folder") as folder:
         spec.save(str(folder))
         shutil.copyfile(files.source, folder / SOURCE_MODEL)
         if files.target is not None:

@@ -11,7 +11,7 @@ from dist_transformer.config.model_size import has_final_norm, head_sizes
 from dist_transformer.config.schema import DecodingConfig, ModelConfig
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.files import share_as_folder, write_json
-from dist_transformer.interop.complete_folder import whole_folder
+from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.foreign_weights import read_tensors
 from dist_transformer.interop.marian_settings import ACTIVATIONS, read_settings
 from dist_transformer.interop.marian_vocabulary import (
@@ -77,7 +77,7 @@ def export_marian(loaded: LoadedModel, out: Path) -> None:
     """
     config, information = loaded.config, loaded.information
     _refuse_what_marian_lacks(config)
-    with whole_folder(out, "a Marian folder") as folder:
+    with complete_folder(out, "a Marian folder") as folder:
         languages = (information.source_language, information.target_language)
         num_source, num_target = export_vocabulary(folder, loaded.tokenizer_files, config.shared_embeddings, languages)
         tensors = to_marian(dict(loaded.model.named_parameters()), config, num_source, num_target)

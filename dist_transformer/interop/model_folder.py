@@ -25,7 +25,7 @@ from dist_transformer.config.model_size import head_sizes
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import CheckpointError, MachineError
 from dist_transformer.files import MISPLACED, patiently, share_as_folder, write_json
-from dist_transformer.interop.complete_folder import whole_folder
+from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.run.records import read_record
 
@@ -84,7 +84,7 @@ def save_model_folder(
     _check_weights(weights, _model_of(config, information), f"the weights for {folder}")
     contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
     header = {"label": LABEL, "format": FORMAT}
-    with whole_folder(folder, MODEL_FOLDER, is_model_folder, FILES) as temporary:
+    with complete_folder(folder, MODEL_FOLDER, is_model_folder, FILES) as temporary:
         _save_weights(contiguous, temporary / WEIGHTS)
         share_as_folder(temporary / WEIGHTS)
         shutil.copyfile(tokenizer_files.source, temporary / SOURCE_MODEL)

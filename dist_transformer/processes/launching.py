@@ -145,8 +145,8 @@ def num_ranks_given(addresses: Sequence[str] = ("MASTER_ADDR", "MASTER_PORT")) -
         return None
     given = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *addresses)}
     numbers = {name: int(text) if text.isdecimal() else -1 for name, text in given.items() if name != "MASTER_ADDR"}
-    is_whole = all(given.values()) and min(numbers.values()) >= 0
-    if not is_whole or max(numbers["RANK"], numbers["LOCAL_RANK"]) >= numbers["WORLD_SIZE"]:
+    is_complete = all(given.values()) and min(numbers.values()) >= 0
+    if not is_complete or max(numbers["RANK"], numbers["LOCAL_RANK"]) >= numbers["WORLD_SIZE"]:
         raise UserError(
             "the environment has RANK, so this process is one rank of a group: expected RANK and LOCAL_RANK (its number on "
             f"this machine), both from 0 to WORLD_SIZE - 1{''.join(f', {name}' for name in addresses)}; got "

@@ -112,7 +112,7 @@ def is_misplaced(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno in MISPLACED
 
 
-def told(error: OSError) -> UserError:
+def as_message(error: OSError) -> UserError:
     """Returns an OSError as one of our errors: UserError for a path that the user has to fix, else MachineError."""
     place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
     if is_misplaced(error):

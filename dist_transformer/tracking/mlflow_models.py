@@ -84,13 +84,13 @@ def log_model(run: TrackedRun, model: Model) -> None:
 
 def _log_and_register(run: TrackedRun, model: Model) -> None:
     logged = _find_model(run, model.sha256)
-    is_whole = logged is not None and logged.status == "READY"
-    version = _find_version(run, model) if is_whole and model.register_as else None
-    if not is_whole or (model.register_as and version is None):
+    is_complete = logged is not None and logged.status == "READY"
+    version = _find_version(run, model) if is_complete and model.register_as else None
+    if not is_complete or (model.register_as and version is None):
         with local_files_refused(), pyfunc_folder(model.folder, model.decoding, model.upload) as folder:
             if model.register_as:
                 check_translates(folder)
-            if logged is None or not is_whole:
+            if logged is None or not is_complete:
                 logged = _upload(run, model, logged or _new_model(run, model), folder)
     if model.register_as and logged is not None:
         _set_alias(run.client, model, version or _new_version(run, model, logged))

@@ -30,10 +30,10 @@ from dist_transformer.training.memory import (
     allowance,
     as_text,
     begin_peak,
+    explaining_out_of_memory,
     give_back,
     is_out_of_memory,
     peak,
-    telling_out_of_memory,
 )
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ def dry_run(
     for shape in shapes:
         doing = f"the dry run of the largest micro-batch, {shape}"
         progress(doing)
-        with telling_out_of_memory(doing, ranks.device):
+        with explaining_out_of_memory(doing, ranks.device):
             loss, _ = engine(*_tokens(shape, token_id, ranks.device))
             # Zero times a number is zero; zero times infinity would be in every gradient of the first step.
             if ranks.all_reduce_sum(torch.isfinite(loss.detach()).cpu().long()) == ranks.num_ranks:
@@ -130,7 +130,7 @@ def find_max_tokens(
     found = allowance(ranks)
     for_activations = Allowance(found.bytes + held - state_bytes, found.limited_by)
     ranks.barrier()  # no rank fills memory before all have measured the free memory
-    with telling_out_of_memory("the search for the largest data.max_tokens", ranks.device):  # a GPU may not recover
+    with explaining_out_of_memory("the search for the largest data.max_tokens", ranks.device):  # a GPU may not recover
         growth = _growth(module, data, ranks.device, precision, for_activations.bytes, progress)
         give_back(ranks.device)
     answers = ranks.all_gather_object((growth.most_tokens(for_activations.bytes), growth, for_activations))

@@ -35,8 +35,8 @@ def print_batch(seen: SeenBatch, manifest: Manifest) -> None:
     print(f"batch digest  {seen.digest}")
     for rule, count in sorted(seen.dropped.items()):
         print(f"dropped       {count} pairs by {rule} from the windows that begin here")
-    for lost in seen.left_out:
-        print(f"quarantined   {lost.place}, of lane {lost.key.lane}: {lost.reason}")
+    for quarantined in seen.quarantined:
+        print(f"quarantined   {quarantined.place}, of lane {quarantined.key.lane}: {quarantined.reason}")
 
 
 def print_rows(seen: SeenBatch, manifest: Manifest, tokenizer: Tokenizer, lane: int | None, count: int) -> None:

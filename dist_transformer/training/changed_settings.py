@@ -79,7 +79,7 @@ def changes_of(config: Config, prepared: Path, run_dir: RunDir, checkpoint: Chec
     return Changes(settings, checkpoint.step, former, {key: (then.get(key), now.get(key)) for key in keys}, metric)
 
 
-def compare_and_tell(
+def compare_and_report(
     config: Config, prepared: Path, run_dir: RunDir, checkpoint: Checkpoint | None, ranks: Ranks
 ) -> Changes:
     """Returns `changes_of`; rank 0 reports them and keeps the previous configuration (collective).

@@ -119,7 +119,7 @@ class GlobalBatchPrefetcher:
     def prefetch(self, status: RankStatus) -> None:
         """Fetches the next step and begins to sum it (collective; waits for other ranks only at a new stage)."""
         started = time.monotonic()
-        if self._loader.must_recut(self._batch):
+        if self._loader.must_repartition(self._batch):
             self._repartition()
         try:
             self._local = self._loader.next_step()
@@ -148,7 +148,7 @@ class GlobalBatchPrefetcher:
         self._batch += totals["pairs"] > 0
         return GlobalBatch(
             micro_batches=self._local.batches,
-            partition=self._loader.segment,
+            partition=self._loader.partition,
             lane_positions=self._loader.lane_positions(),
             target_tokens=totals["target_tokens"],
             source_tokens=totals["source_tokens"],
@@ -177,7 +177,7 @@ class GlobalBatchPrefetcher:
             for part in self._ranks.all_gather_object(self._loader.lane_positions())
             for lane, at in part.items()
         }
-        self._loader.recut([lanes[lane] for lane in range(self._num_lanes)], self._batch)
+        self._loader.repartition([lanes[lane] for lane in range(self._num_lanes)], self._batch)
 
     def _count(self, local: LocalStep, status: RankStatus) -> torch.Tensor:
         real = [batch for batch in local.batches if batch is not None]

@@ -38,7 +38,7 @@ class SeenBatch:
     beginning: str
     micro_batches: list[MicroBatch]
     dropped: Counter[str]
-    left_out: tuple[Quarantined, ...]
+    quarantined: tuple[Quarantined, ...]
 
     @cached_property
     def digest(self) -> str:
@@ -112,9 +112,9 @@ class _Walk:
         return SeenBatch(self.step, step.epoch, self.beginning, micro_batches, dropped, quarantined)
 
     def _fetch(self) -> _Step:
-        if self._loader.must_recut(self.step):
-            self._loader.recut(list(self._loader.lane_positions().values()), self.step)
-        return _Step(self._loader.next_step(), self._loader.segment.epoch)
+        if self._loader.must_repartition(self.step):
+            self._loader.repartition(list(self._loader.lane_positions().values()), self.step)
+        return _Step(self._loader.next_step(), self._loader.partition.epoch)
 
 
 def _checkpoints(run_dir: RunDir) -> list[Checkpoint]:

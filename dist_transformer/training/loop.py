@@ -70,7 +70,7 @@ class Loop:
         self._monitor, self._agreement = monitor, Agreement(run.ranks, monitor, saver)
         self._bar, self._identity = bar, identity
         self._lanes = range(run.ranks.rank, run.config.data.lanes, run.ranks.num_ranks)
-        self._partition = state.position.segment
+        self._partition = state.position.partition
         self._lane_positions = {lane: state.position.lanes[lane] for lane in self._lanes}
         self._skips_in_a_row = 0
         self._weightless = _weightless(run.manifest.pad_id, run.manifest.eos_id)
@@ -209,10 +209,10 @@ class Loop:
     def _quarantine(self, row_groups: tuple[Quarantined, ...]) -> None:
         """Logs and keeps quarantined row groups; too many of them end the run, on every rank."""
         state, most = self.state, self._config.data.max_quarantined_row_groups
-        state.position = state.position.leaving_out(row_groups)
+        state.position = state.position.with_quarantined(row_groups)
         for row_group in row_groups if self._ranks.is_rank_zero else ():
             log.warning("data       quarantined %s: %s (%s)", row_group.key, row_group.place, row_group.reason)
-        if (count := len(state.position.left_out)) > most:
+        if (count := len(state.position.ever_quarantined)) > most:
             raise DataError(
                 f"{count} row groups could not be read and were quarantined, more than data.max_quarantined_row_groups = "
                 f"{most}; the last one: {row_groups[-1].place} ({row_groups[-1].reason}). Repair the files named in the "
@@ -246,7 +246,7 @@ class Loop:
             "batches": state.batches,
             "skipped_updates": state.skipped_updates,
             "total_target_tokens": state.total_target_tokens,
-            "position": replace(state.position, segment=self._partition, lanes=lane_positions).to_json(),
+            "position": replace(state.position, partition=self._partition, lanes=lane_positions).to_json(),
             "scaler": self._engine.scaler_state(),
             "loss_monitor": self._monitor.state(),
             "losses_to_judge": self._agreement.state(),

@@ -129,7 +129,7 @@ def give_back(device: torch.device) -> None:
 
 
 @contextmanager
-def telling_out_of_memory(doing: str, device: torch.device, kind: type[UserError] = UserError) -> Iterator[None]:
+def explaining_out_of_memory(doing: str, device: torch.device, kind: type[UserError] = UserError) -> Iterator[None]:
     """Converts an out-of-memory error in the block to one of `kind` with the requested amount and advice."""
     try:
         yield

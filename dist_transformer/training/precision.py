@@ -13,7 +13,7 @@ FP16_ON_CPU = "DIST_TRANSFORMER_FP16_ON_CPU"
 """Variable by which tests allow fp16 on a CPU: steps are the same there, except for time and the rounding of norms."""
 
 
-def settled_precision(config: Config, has_gpu: bool) -> tuple[Config, str]:
+def resolve_precision(config: Config, has_gpu: bool) -> tuple[Config, str]:
     """Replaces the precision `auto` in the configuration, and returns a message for the log too; "" if it was given.
 
     Raises:

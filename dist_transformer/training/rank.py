@@ -33,7 +33,7 @@ from dist_transformer.training.checkpoint import checkpoints
 from dist_transformer.training.divergence import Diverged, Recovery, first_bad_step, read_recovery, recover
 from dist_transformer.training.loop import Outcome
 from dist_transformer.training.metrics.console import Terminal
-from dist_transformer.training.precision import bf16_warning, settled_precision
+from dist_transformer.training.precision import bf16_warning, resolve_precision
 from dist_transformer.training.run import Run
 from dist_transformer.training.run_data import RunData, open_run_data
 from dist_transformer.training.run_log import add_to_history, note
@@ -50,7 +50,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
     Raises:
         UserError: on every rank; the process must then leave without touching its group.
     """
-    config, precision = settled_precision(config, torch.cuda.is_available())
+    config, precision = resolve_precision(config, torch.cuda.is_available())
     folder, manifest = prepare_with_progress(config, stop)
     ranks = group.join(config.training.hang_seconds)
     torch.set_num_threads(config.training.threads_per_rank or _default_threads(ranks))

@@ -64,7 +64,7 @@ class RunData:
 
     def start(self) -> Position:
         """Returns the position before the first batch."""
-        return Position.start(self.planner.first_segment())
+        return Position.start(self.planner.first_partition())
 
     def loader(
         self,
@@ -115,8 +115,10 @@ class RunData:
         if lanes_before == self.config.data.lanes:
             return position
         batch = checkpoint.state["batches"]
-        segment = self.planner_of(lanes_before).recut(position.segment, position.lanes, batch, self.config.data.lanes)
-        return replace(position, segment=segment, lanes=Position.start(segment).lanes)
+        partition = self.planner_of(lanes_before).repartition(
+            position.partition, position.lanes, batch, self.config.data.lanes
+        )
+        return replace(position, partition=partition, lanes=Position.start(partition).lanes)
 
     def _refuse_other_libraries(self, checkpoint: Checkpoint) -> None:
         """Refuses changed libraries; those that an older checkpoint does not name are taken as unchanged."""
@@ -133,7 +135,7 @@ class RunData:
 
     def _refuse_other_shares(self, checkpoint: Checkpoint, position: Position) -> None:
         batches = checkpoint.state["batches"]
-        before, now = position.segment.shares, self.planner.shares_at(max(batches - 1, 0))
+        before, now = position.partition.shares, self.planner.shares_at(max(batches - 1, 0))
         if batches and before != now:
             raise CheckpointError(
                 f"{checkpoint.path} cannot be resumed, since the shares of the corpora have changed for steps that "

@@ -19,7 +19,7 @@ from dist_transformer.errors import DistTransformerError, MachineError
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.batch_size_finder import dry_run, find_max_tokens, largest_shapes
-from dist_transformer.training.changed_settings import Changes, compare_and_tell
+from dist_transformer.training.changed_settings import Changes, compare_and_report
 from dist_transformer.training.checkpoint import checkpoints
 from dist_transformer.training.checkpoint.async_writer import AsyncWriter, Saved
 from dist_transformer.training.checkpoint.checkpoints import Checkpoint
@@ -32,7 +32,7 @@ from dist_transformer.training.finish import RunEnd, finish
 from dist_transformer.training.global_batch import GlobalBatchPrefetcher
 from dist_transformer.training.init_from import initialise
 from dist_transformer.training.loop import Loop, Outcome
-from dist_transformer.training.memory import telling_out_of_memory
+from dist_transformer.training.memory import explaining_out_of_memory
 from dist_transformer.training.metrics.console import ProgressBar, log_estimate
 from dist_transformer.training.metrics.logger import MetricsLogger
 from dist_transformer.training.metrics.mfu import Mfu, Peak, flops_of_batches, peak_of
@@ -60,14 +60,14 @@ def train(run: Run) -> tuple[Outcome, int]:
         Diverged: on every rank; the checkpoint in flight is complete, and the records are closed.
     """
     checkpoint = run_on_rank_zero(
-        run.ranks, lambda: checkpoints.newest_whole(run.run_dir, run.run_id), run.doing("checking the checkpoints")
+        run.ranks, lambda: checkpoints.newest_complete(run.run_dir, run.run_id), run.doing("checking the checkpoints")
     )
     run = settle_config(run, checkpoint)
     objective = _initial_objective(run)
     origin = _load_initial_weights(run, objective, checkpoint)
     state = _train_state(run.data, checkpoint)
     engine = _engine(run, objective, checkpoint)
-    changes = compare_and_tell(run.config, run.data.folder, run.run_dir, checkpoint, run.ranks)
+    changes = compare_and_report(run.config, run.data.folder, run.run_dir, checkpoint, run.ranks)
     run_log = _open_run_log(run, state, origin | changes.tags())
     end = RunEnd(run.config.tracking, run.run_dir, run.ranks, run.watchdog, run_log.tracker if run_log else None)
     try:
@@ -165,7 +165,7 @@ def _train_state(data: RunData, checkpoint: Checkpoint | None) -> TrainState:
 def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> Engine:
     """Builds the engine with the state of the checkpoint (collective)."""
     run.watchdog.progress("building the engine")
-    with telling_out_of_memory("the weights, gradients and optimizer state", run.ranks.device):
+    with explaining_out_of_memory("the weights, gradients and optimizer state", run.ranks.device):
         engine = Engine(objective, run.training, run.config.optimizer, run.ranks)
     if checkpoint is not None:
         checkpoints.load(checkpoint, engine, run.doing(f"loading {checkpoint.path.name}"))
@@ -248,7 +248,7 @@ def _loop(
 def _take_memory(run: Run, engine: Engine, writer: AsyncWriter, validator: Validator) -> None:
     """Allocates the memory that training will need, so that a run with too little ends before its first step."""
     config, ranks, progress = run.config, run.ranks, run.watchdog.progress
-    with telling_out_of_memory("the copy of the state for checkpoints", ranks.device):
+    with explaining_out_of_memory("the copy of the state for checkpoints", ranks.device):
         writer.reserve(engine)
     if config.training.dry_run:
         dry_run(engine, largest_shapes(config.data), ranks, run.manifest.eos_id, progress)
@@ -284,5 +284,7 @@ def _crash_records(run: Run, loop: Loop) -> Iterator[None]:
         config = run.config.model_copy(update={"training": run.training})
         write_crash(run.run_dir, run.ranks, error, config, loop.state, loop.current_batch)
         where = f"step {loop.state.step + 1} of rank {run.ranks.rank}"
-        with telling_out_of_memory(where, run.ranks.device, MachineError):  # a retry may succeed, as earlier steps did
+        with explaining_out_of_memory(
+            where, run.ranks.device, MachineError
+        ):  # a retry may succeed, as earlier steps did
             raise

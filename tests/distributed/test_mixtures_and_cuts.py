@@ -15,7 +15,7 @@ from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.errors import CheckpointError
 from dist_transformer.run.folder import RunDir
-from dist_transformer.training.checkpoint.checkpoints import Checkpoint, newest_whole
+from dist_transformer.training.checkpoint.checkpoints import Checkpoint, newest_complete
 from dist_transformer.training.run_data import RunData, open_run_data
 
 pytestmark = pytest.mark.slow
@@ -113,7 +113,7 @@ def test_sampling_gives_other_pieces_than_none(sampled, train_small):
 def data_and_checkpoint(run: Path) -> tuple[RunData, Checkpoint]:
     config = load_config(run / "config.yaml", check_files=False)
     folder = Path(str(config.data.prepared))
-    checkpoint = newest_whole(RunDir(run), None)
+    checkpoint = newest_complete(RunDir(run), None)
     assert checkpoint is not None
     return open_run_data(config, folder, Manifest.load(folder)), checkpoint
 
@@ -149,7 +149,7 @@ def test_a_library_that_cuts_text_otherwise_is_refused_where_text_is_cut_in_trai
 def test_a_checkpoint_from_before_libraries_were_written_down_is_gone_on_with(mixed):
     data, checkpoint = data_and_checkpoint(mixed)
     del checkpoint.state["libraries"]
-    assert data.position_of(checkpoint).segment.epoch >= 0
+    assert data.position_of(checkpoint).partition.epoch >= 0
 
 
 def test_going_on_with_other_lanes_still_uses_every_row_of_the_epoch_once(train_small, command):

@@ -51,7 +51,7 @@ def run_as_rank(run: Path, results: Path) -> None:
         engine = Engine(
             build_objective(config.model, config.training, manifest), config.training, config.optimizer, ranks
         )
-        checkpoint = checkpoints.newest_whole(RunDir(run), None)
+        checkpoint = checkpoints.newest_complete(RunDir(run), None)
         assert checkpoint is not None
         checkpoints.load(checkpoint, engine)
         progress: list[int] = []

@@ -39,17 +39,17 @@ class Ranks:
                 for loader in self.loaders:
                     loader.start_epoch(self.batch)
         self.batch += 1
-        now = replace(self.position, segment=self.loaders[0].segment, lanes=tuple(self._positions()))
-        self.position = now.leaving_out(left_out) if left_out else now
+        now = replace(self.position, partition=self.loaders[0].partition, lanes=tuple(self._positions()))
+        self.position = now.with_quarantined(left_out) if left_out else now
         return lanes
 
     def _recut_where_due(self) -> None:
-        due = {loader.must_recut(self.batch) for loader in self.loaders}
+        due = {loader.must_repartition(self.batch) for loader in self.loaders}
         assert len(due) == 1
         if due == {True}:
             positions = self._positions()
             for loader in self.loaders:
-                loader.recut(positions, self.batch)
+                loader.repartition(positions, self.batch)
 
     def _positions(self) -> list[tuple[int, int]]:
         lanes = {lane: at for loader in self.loaders for lane, at in loader.lane_positions().items()}

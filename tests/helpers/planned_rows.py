@@ -26,10 +26,10 @@ def micro_batches(planner: Planner, request: WindowRequest) -> list[list[int]]:
 
 
 def lane_batches(
-    planner: Planner, segment: Partition, lane: int, position: tuple[int, int]
+    planner: Planner, partition: Partition, lane: int, position: tuple[int, int]
 ) -> Iterator[tuple[list[int], tuple[int, int]]]:
     """Micro-batches of a lane from a position on, each with the position after it."""
-    plan = planner.plan(segment)
+    plan = planner.plan(partition)
     window, emitted = position
     while window < plan.num_windows(lane):
         batches = micro_batches(planner, plan.request(lane, window))
@@ -39,11 +39,11 @@ def lane_batches(
         emitted = plan.emitted_before(lane, window)
 
 
-def drain(planner: Planner, segment: Partition, lanes: LanePositions) -> list[int]:
+def drain(planner: Planner, partition: Partition, lanes: LanePositions) -> list[int]:
     """All rows of the segment from these positions on."""
     return [
         row
         for lane, position in enumerate(lanes)
-        for batch, _ in lane_batches(planner, segment, lane, position)
+        for batch, _ in lane_batches(planner, partition, lane, position)
         for row in batch
     ]

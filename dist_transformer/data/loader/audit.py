@@ -74,7 +74,7 @@ class Audit:
 
     def problems(self, planner: Planner, position: Position) -> Iterator[str]:
         """Yields the differences from the plan at `position`, which the batches added so far must have led to."""
-        cut = planner.recut(position.segment, position.lanes, 0, len(position.lanes))
+        cut = planner.repartition(position.partition, position.lanes, 0, len(position.lanes))
         batches = [lane for lanes in self._uses.values() for lane in lanes]
         for corpus, name in enumerate(self._names):
             used, kept = _rows_of(corpus, batches), self._rows[corpus]

@@ -97,7 +97,7 @@ class LaneLoader:
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._planner, self._bos_id, self._progress = planner, settings.bos_id, progress
-        self._segment, self._plan = position.segment, planner.plan(position.segment)
+        self._partition, self._plan = position.partition, planner.plan(position.partition)
         self._lanes = {lane: position.lanes[lane] for lane in lanes}
         self._current: dict[int, Iterator[MicroBatch]] = {}
         self._without: Exclusions = {}
@@ -127,30 +127,30 @@ class LaneLoader:
 
     def start_epoch(self, batch: int) -> None:
         """Begins the next epoch with global batch number `batch`. Every rank calls it once all lanes return None."""
-        foreseen = self._planner.after_epoch(self._segment, self._ahead_batch)
-        self._segment = self._planner.after_epoch(self._segment, batch)
-        self._plan = self._planner.plan(self._segment)
+        foreseen = self._planner.after_epoch(self._partition, self._ahead_batch)
+        self._partition = self._planner.after_epoch(self._partition, batch)
+        self._plan = self._planner.plan(self._partition)
         self._lanes = dict.fromkeys(self._lanes, (0, 0))
         self._current = {}
-        if self._segment != foreseen:
+        if self._partition != foreseen:
             self._restart(batch)
 
-    def must_recut(self, batch: int) -> bool:
-        """True if other weights hold from global batch `batch` on: every rank calls `recut` before its next step."""
-        return self._planner.shares_at(batch) != self._segment.shares
+    def must_repartition(self, batch: int) -> bool:
+        """True if other weights hold from global batch `batch` on: every rank calls `repartition` before its next step."""
+        return self._planner.shares_at(batch) != self._partition.shares
 
-    def recut(self, lanes: LanePositions, batch: int) -> None:
+    def repartition(self, lanes: LanePositions, batch: int) -> None:
         """Repartitions the rest of the epoch. `lanes`: positions of all lanes of all ranks."""
-        position = Position.start(self._planner.recut(self._segment, lanes, batch, len(lanes)))
-        self._segment, self._plan = position.segment, self._planner.plan(position.segment)
-        begun = {lane for lane in self._current if position.segment.open_windows[lane]}
+        position = Position.start(self._planner.repartition(self._partition, lanes, batch, len(lanes)))
+        self._partition, self._plan = position.partition, self._planner.plan(position.partition)
+        begun = {lane for lane in self._current if position.partition.open_windows[lane]}
         self._current = {lane: batches for lane, batches in self._current.items() if lane in begun}
         self._lanes = {lane: position.lanes[lane] for lane in self._lanes}
         self._restart(batch)
 
     @property
-    def segment(self) -> Partition:
-        return self._segment
+    def partition(self) -> Partition:
+        return self._partition
 
     def lane_positions(self) -> dict[int, tuple[int, int]]:
         """Returns (window, micro-batches handed out) of this rank's lanes."""
@@ -181,7 +181,9 @@ class LaneLoader:
         if emitted == 0:
             key = window.request.key
             self._dropped.update(window.dropped)
-            self._quarantined += [Quarantined(key, g.corpus, g.row_group, g.place, g.reason) for g in window.lost]
+            self._quarantined += [
+                Quarantined(key, g.corpus, g.row_group, g.place, g.reason) for g in window.quarantined
+            ]
 
     def _request(self, lane: int) -> WindowRequest:
         return _excluding(self._plan.request(lane, self._lanes[lane][0]), self._without)
@@ -198,7 +200,7 @@ class LaneLoader:
         self._ahead_batch = batch
         first = {lane: window + (lane in at_hand) for lane, (window, _) in self._lanes.items()}
         self._ahead = {
-            lane: _requests(self._planner, self._segment, batch, lane, window, self._without)
+            lane: _requests(self._planner, self._partition, batch, lane, window, self._without)
             for lane, window in first.items()
         }
 
@@ -209,7 +211,7 @@ class LaneLoader:
 
 
 def _requests(
-    planner: Planner, segment: Partition, batch: int, lane: int, first: int, without: Exclusions
+    planner: Planner, partition: Partition, batch: int, lane: int, first: int, without: Exclusions
 ) -> Iterator[WindowRequest]:
     """Yields requests for all windows of a lane from `first` on, assuming that the weights at `batch` do not change.
 
@@ -217,12 +219,12 @@ def _requests(
     that depends on the quotas and the pending rows of the streams, which then repeat.
     """
     empty: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-    while (cut := (segment.quotas, tuple(stream.num_pending for stream in segment.streams))) not in empty:
-        plan = planner.plan(segment)
+    while (cut := (partition.quotas, tuple(stream.num_pending for stream in partition.streams))) not in empty:
+        plan = planner.plan(partition)
         empty = set() if plan.num_windows(lane) else {*empty, cut}
         for window in range(first, plan.num_windows(lane)):
             yield _excluding(plan.request(lane, window), without)
-        segment, first = planner.after_epoch(segment, batch), 0
+        partition, first = planner.after_epoch(partition, batch), 0
 
 
 def _excluding(request: WindowRequest, without: Exclusions) -> WindowRequest:
@@ -231,7 +233,7 @@ def _excluding(request: WindowRequest, without: Exclusions) -> WindowRequest:
 
 def _refuse_other_rows(window: Window) -> None:
     """Raises a DataError if a window that was begun has other rows now: rows would be lost or repeated unnoticed."""
-    newly = [group for group in window.lost if (group.corpus, group.row_group) not in window.request.without]
+    newly = [group for group in window.quarantined if (group.corpus, group.row_group) not in window.request.without]
     if newly:
         raise DataError(
             f"{newly[0].place} cannot be read ({newly[0].reason}), but it could when {window.request.key} was "

@@ -142,17 +142,17 @@ class Planner:
         """Returns the shares in force for a global batch."""
         return next(stage.shares for stage in reversed(self.stages) if stage.from_batch <= batch)
 
-    def first_segment(self) -> Partition:
+    def first_partition(self) -> Partition:
         streams = tuple(Stream() for _ in self.rows)
         return self._epoch(0, streams, self.shares_at(0))
 
-    def after_epoch(self, segment: Partition, batch: int) -> Partition:
+    def after_epoch(self, partition: Partition, batch: int) -> Partition:
         """Returns the next epoch, after all rows of `segment` were used; `batch`: number of its first global batch."""
-        return self._epoch(segment.epoch + 1, self._streams_after(segment, {}), self.shares_at(batch))
+        return self._epoch(partition.epoch + 1, self._streams_after(partition, {}), self.shares_at(batch))
 
-    def recut(self, segment: Partition, lanes: LanePositions, batch: int, num_lanes: int) -> Partition:
+    def repartition(self, partition: Partition, lanes: LanePositions, batch: int, num_lanes: int) -> Partition:
         """Partitions the rest of the epoch of `segment` into `num_lanes` lanes with the shares in force at `batch`."""
-        plan = self.plan(segment)
+        plan = self.plan(partition)
         rests = [plan.rest(lane, *position) for lane, position in enumerate(lanes)]
         left = {c: _merged(span for rest in rests for span in rest.spans[c]) for c in range(len(self.rows))}
         counts = [sum(last - first for first, last in spans) for spans in left.values()]
@@ -164,16 +164,16 @@ class Planner:
             else [tuple(opened[lane::num_lanes]) for lane in range(num_lanes)]
         )
         return Partition(
-            epoch=segment.epoch,
-            number=segment.number + 1,
+            epoch=partition.epoch,
+            number=partition.number + 1,
             quotas=tuple(counts) if shares is None else apportion(sum(counts), shares),
             shares=shares,
-            streams=self._streams_after(segment, left),
+            streams=self._streams_after(partition, left),
             open_windows=tuple(by_lane),
         )
 
-    def plan(self, segment: Partition) -> "PartitionPlan":
-        return PartitionPlan(self, segment)
+    def plan(self, partition: Partition) -> "PartitionPlan":
+        return PartitionPlan(self, partition)
 
     def slices(self, corpus: int, pieces: Iterator[Piece]) -> Iterator[RowSlice]:
         """Yields the rows of the pieces, as slices of row groups."""
@@ -184,8 +184,8 @@ class Planner:
         quotas = self.rows if shares is None else apportion(sum(self.rows), shares)
         return Partition(epoch, 0, quotas, shares, streams, ((),) * self.num_lanes)
 
-    def _streams_after(self, segment: Partition, left: dict[int, list[Span]]) -> tuple[Stream, ...]:
-        streams = enumerate(zip(segment.streams, segment.quotas, self.rows, strict=True))
+    def _streams_after(self, partition: Partition, left: dict[int, list[Span]]) -> tuple[Stream, ...]:
+        streams = enumerate(zip(partition.streams, partition.quotas, self.rows, strict=True))
         return tuple(stream.after(quota, left.get(corpus, []), rows) for corpus, (stream, quota, rows) in streams)
 
     def _order(self, corpus: int, number: int) -> "_PassOrder":
@@ -209,35 +209,35 @@ class Rest:
 class PartitionPlan:
     """The windows of one segment. The open windows of a lane come first in its numbering."""
 
-    def __init__(self, planner: Planner, segment: Partition) -> None:
+    def __init__(self, planner: Planner, partition: Partition) -> None:
         self._planner = planner
-        self._segment = segment
-        self._num_lanes = len(segment.open_windows)
+        self._partition = partition
+        self._num_lanes = len(partition.open_windows)
         self._spans: dict[tuple[int, int], tuple[Span, ...]] = {}
 
     def num_windows(self, lane: int) -> int:
-        return len(self._segment.open_windows[lane]) + self._num_own(lane)
+        return len(self._partition.open_windows[lane]) + self._num_own(lane)
 
     def emitted_before(self, lane: int, window: int) -> int:
         """Number of micro-batches of a window that were handed out in an earlier segment."""
-        opened = self._segment.open_windows[lane]
+        opened = self._partition.open_windows[lane]
         return opened[window].emitted if window < len(opened) else 0
 
     def request(self, lane: int, window: int) -> WindowRequest:
         """Returns the request for a window."""
-        segment = self._segment
-        opened = segment.open_windows[lane]
+        partition = self._partition
+        opened = partition.open_windows[lane]
         if window < len(opened):
             return opened[window].request
         slices: list[RowSlice] = []
-        for corpus, stream in enumerate(segment.streams):
+        for corpus, stream in enumerate(partition.streams):
             for span in self._spans_from(corpus, lane, *self._window_rows(corpus, lane, window - len(opened))):
                 slices += self._planner.slices(corpus, stream.cut(*span, self._planner.rows[corpus]))
-        return WindowRequest(WindowKey(segment.epoch, segment.number, lane, window), tuple(slices))
+        return WindowRequest(WindowKey(partition.epoch, partition.number, lane, window), tuple(slices))
 
     def rest(self, lane: int, window: int, emitted: int) -> Rest:
         """Returns the rest of the lane at this position."""
-        opened = self._segment.open_windows[lane]
+        opened = self._partition.open_windows[lane]
         if window < len(opened):
             current: tuple[OpenWindow, ...] = (OpenWindow(opened[window].request, emitted), *opened[window + 1 :])
             own = 0
@@ -245,7 +245,7 @@ class PartitionPlan:
             current, own = (OpenWindow(self.request(lane, window), emitted),), window + 1 - len(opened)
         else:
             current, own = (), window - len(opened)
-        corpora = range(len(self._segment.streams))
+        corpora = range(len(self._partition.streams))
         return Rest(current, tuple(tuple(self._rest_spans(corpus, lane, own)) for corpus in corpora))
 
     def _rest_spans(self, corpus: int, lane: int, own: int) -> Iterator[Span]:
@@ -254,7 +254,7 @@ class PartitionPlan:
             yield from self._spans_from(corpus, lane, first, self._lane_rows(corpus, lane))
 
     def _num_own(self, lane: int) -> int:
-        rows = sum(self._lane_rows(corpus, lane) for corpus in range(len(self._segment.quotas)))
+        rows = sum(self._lane_rows(corpus, lane) for corpus in range(len(self._partition.quotas)))
         return -(-rows // self._planner.window_rows)
 
     def _window_rows(self, corpus: int, lane: int, own: int) -> Span:
@@ -278,7 +278,7 @@ class PartitionPlan:
         """Returns the lane's range of each block of the stream. Ranges rotate, so that no lane's is always longer."""
         key = (corpus, lane)
         if key not in self._spans:
-            quota, stream = self._segment.quotas[corpus], self._segment.streams[corpus]
+            quota, stream = self._partition.quotas[corpus], self._partition.streams[corpus]
             blocks = stream.blocks(quota, self._planner.rows[corpus])
             self._spans[key] = tuple(self._range(lane + number, *block) for number, block in enumerate(blocks))
         return self._spans[key]

@@ -33,40 +33,40 @@ class Quarantined:
 class Position:
     """Current segment and, per lane, (window, micro-batches of it handed out)."""
 
-    segment: Partition
+    partition: Partition
     lanes: tuple[tuple[int, int], ...]
     quarantined: tuple[Quarantined, ...] = ()
     """Quarantined row groups of this epoch and the previous one, whose windows may be built again."""
-    left_out: tuple[tuple[int, int], ...] = ()
+    ever_quarantined: tuple[tuple[int, int], ...] = ()
     """(corpus, row group) of every row group that was ever quarantined."""
 
     @classmethod
-    def start(cls, segment: Partition) -> "Position":
+    def start(cls, partition: Partition) -> "Position":
         """Returns the position at the start of a segment."""
-        lanes = tuple((0, windows[0].emitted if windows else 0) for windows in segment.open_windows)
-        return cls(segment, lanes)
+        lanes = tuple((0, windows[0].emitted if windows else 0) for windows in partition.open_windows)
+        return cls(partition, lanes)
 
-    def leaving_out(self, row_groups: Sequence[Quarantined]) -> "Position":
+    def with_quarantined(self, row_groups: Sequence[Quarantined]) -> "Position":
         """Returns this position with more quarantined row groups."""
         newest = max(entry.key.epoch for entry in row_groups)
         kept = (entry for entry in self.quarantined if entry.key.epoch >= newest - 1)
-        left_out = {*self.left_out, *((entry.corpus, entry.row_group) for entry in row_groups)}
-        return replace(self, quarantined=(*kept, *row_groups), left_out=tuple(sorted(left_out)))
+        ever_quarantined = {*self.ever_quarantined, *((entry.corpus, entry.row_group) for entry in row_groups)}
+        return replace(self, quarantined=(*kept, *row_groups), ever_quarantined=tuple(sorted(ever_quarantined)))
 
     def to_json(self) -> dict[str, Any]:
-        segment = self.segment
-        opened = {str(lane): windows for lane, windows in enumerate(segment.open_windows) if windows}
+        partition = self.partition
+        opened = {str(lane): windows for lane, windows in enumerate(partition.open_windows) if windows}
         return {
             "version": POSITION_VERSION,
-            "epoch": segment.epoch,
-            "segment": segment.number,
-            "quotas": list(segment.quotas),
-            "shares": None if segment.shares is None else list(segment.shares),
-            "streams": [asdict(stream) for stream in segment.streams],
+            "epoch": partition.epoch,
+            "segment": partition.number,
+            "quotas": list(partition.quotas),
+            "shares": None if partition.shares is None else list(partition.shares),
+            "streams": [asdict(stream) for stream in partition.streams],
             "open": {lane: [_open_to_json(window) for window in windows] for lane, windows in opened.items()},
             "lanes": [list(lane) for lane in self.lanes],
             "quarantined": [asdict(row_group) for row_group in self.quarantined],
-            "left_out": [list(row_group) for row_group in self.left_out],
+            "left_out": [list(row_group) for row_group in self.ever_quarantined],
         }
 
 
@@ -79,7 +79,7 @@ def position_from_json(value: Mapping[str, Any], where: str) -> Position:
             "run.name."
         )
     opened = {int(lane): windows for lane, windows in value["open"].items()}
-    segment = Partition(
+    partition = Partition(
         epoch=value["epoch"],
         number=value["segment"],
         quotas=tuple(value["quotas"]),
@@ -90,8 +90,10 @@ def position_from_json(value: Mapping[str, Any], where: str) -> Position:
         ),
     )
     quarantined = tuple(Quarantined(**{**entry, "key": WindowKey(**entry["key"])}) for entry in value["quarantined"])
-    left_out = tuple((corpus, row_group) for corpus, row_group in value["left_out"])
-    return Position(segment, tuple((window, emitted) for window, emitted in value["lanes"]), quarantined, left_out)
+    ever_quarantined = tuple((corpus, row_group) for corpus, row_group in value["left_out"])
+    return Position(
+        partition, tuple((window, emitted) for window, emitted in value["lanes"]), quarantined, ever_quarantined
+    )
 
 
 def _stream_from_json(value: Mapping[str, Any]) -> Stream:

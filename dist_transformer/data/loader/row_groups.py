@@ -19,7 +19,7 @@ OPEN_FILES = 64
 log = logging.getLogger(__name__)
 
 
-class BadRowGroup(Exception):
+class UnreadableRowGroup(Exception):
     """A row group cannot be read, or its content is not as expected; the text is the reason.
 
     Attributes:
@@ -88,7 +88,7 @@ class RowGroupTables:
         return type(self), (self._attempts,)
 
     def read(self, place: RowGroupPlace, columns: Iterable[str]) -> pa.Table:
-        """Reads these columns (dots reach into nested ones) of a row group; BadRowGroup if it cannot be read."""
+        """Reads these columns (dots reach into nested ones) of a row group; UnreadableRowGroup if it cannot be read."""
         names = list(columns)
 
         def warn(reason: str) -> None:
@@ -97,9 +97,9 @@ class RowGroupTables:
         try:
             table = with_retries(lambda: self._read_once(place, names), self._attempts, warn)
         except read_errors() as error:
-            raise BadRowGroup(reason_of(error), is_outage(error)) from error
+            raise UnreadableRowGroup(reason_of(error), is_outage(error)) from error
         if table.num_rows != place.rows:
-            raise BadRowGroup(f"it has {table.num_rows} rows, the manifest says {place.rows}")
+            raise UnreadableRowGroup(f"it has {table.num_rows} rows, the manifest says {place.rows}")
         return table
 
     def _read_once(self, place: RowGroupPlace, columns: list[str]) -> pa.Table:
@@ -121,9 +121,11 @@ class RowGroupTables:
 
 def _check_columns(file: pq.ParquetFile, place: RowGroupPlace, columns: list[str]) -> None:
     if place.index >= file.num_row_groups:
-        raise BadRowGroup(f"the file has {file.num_row_groups} row groups")
+        raise UnreadableRowGroup(f"the file has {file.num_row_groups} row groups")
     if missing := [name for name in columns if not _has_column(file.schema_arrow, name)]:
-        raise BadRowGroup(f"no column {' and no column '.join(map(repr, missing))}, only {file.schema_arrow.names}")
+        raise UnreadableRowGroup(
+            f"no column {' and no column '.join(map(repr, missing))}, only {file.schema_arrow.names}"
+        )
 
 
 def _has_column(schema: pa.Schema, dotted: str) -> bool:

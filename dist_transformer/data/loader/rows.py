@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from dist_transformer.config.data_schema import DataConfig
-from dist_transformer.data.loader.row_groups import BadRowGroup, RowGroupPlace, RowGroupTables, SplitPlaces
+from dist_transformer.data.loader.row_groups import RowGroupPlace, RowGroupTables, SplitPlaces, UnreadableRowGroup
 from dist_transformer.data.loader.text_rows import Sampler, TextCorpus
 from dist_transformer.data.loader.token_rows import Ints, TokenColumn, TokenCorpus, TokenRows
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, RowSlice, WindowRequest, order_probe
@@ -23,7 +23,7 @@ from dist_transformer.errors import DataError, MachineError, UserError
 
 Groups = dict[tuple[int, int], pa.Table]
 """Tables by (corpus, row group)."""
-LEFT_OUT_BEFORE = "quarantined before"
+QUARANTINED_BEFORE = "quarantined before"
 """Reason given for a row group that the request excludes."""
 
 
@@ -39,7 +39,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class LostRowGroup:
+class QuarantinedRowGroup:
     """A row group that is quarantined because it could not be read; `place` is its name in messages."""
 
     corpus: int
@@ -60,7 +60,7 @@ class RowsRead:
 
     rows: Rows
     dropped: dict[str, int]
-    lost: tuple[LostRowGroup, ...]
+    quarantined: tuple[QuarantinedRowGroup, ...]
 
 
 class RowReader:
@@ -92,12 +92,12 @@ class RowReader:
             DataError: a row group cannot be read, and `data.on_bad_row_group` is `raise`.
             MachineError: as DataError, but because the disk or the network fails.
         """
-        groups, lost = self._read_groups(request)
+        groups, quarantined = self._read_groups(request)
         pieces = [piece for piece in request.slices if (piece.corpus, piece.row_group) in groups]
         parts = self._sampler.run(request.key, lambda: [self._rows(piece, groups) for piece in pieces])
         row_ids = [(piece.corpus << CORPUS_SHIFT) + part.row_numbers for piece, part in zip(pieces, parts, strict=True)]
         dropped = sum((part.dropped for part in parts), Counter[str]())
-        return RowsRead(_joined(parts, row_ids), dict(dropped), lost)
+        return RowsRead(_joined(parts, row_ids), dict(dropped), quarantined)
 
     def read_split(self, split: str) -> Iterator[Rows]:
         """Yields all rows of a split of token shards in order, by row group; DataError if one cannot be read."""
@@ -106,8 +106,8 @@ class RowReader:
         for row_group in range(len(places)):
             try:
                 part = corpus.rows(row_group, corpus.read(row_group))
-            except BadRowGroup as error:
-                raise _error(_cannot_read(places[row_group], error, self._mend(places[row_group])), error) from error
+            except UnreadableRowGroup as error:
+                raise _error(_cannot_read(places[row_group], error, self._remedy(places[row_group])), error) from error
             yield _joined([part], [part.row_numbers])
 
     def _corpus(self, split: Split) -> TokenCorpus | TextCorpus:
@@ -120,42 +120,42 @@ class RowReader:
         table = groups[piece.corpus, piece.row_group].slice(piece.first, piece.last - piece.first)
         return self._corpora[piece.corpus].rows(piece.row_group, table)
 
-    def _read_groups(self, request: WindowRequest) -> tuple[Groups, tuple[LostRowGroup, ...]]:
+    def _read_groups(self, request: WindowRequest) -> tuple[Groups, tuple[QuarantinedRowGroup, ...]]:
         """Reads the row groups of the slices, each once; returns them, and the quarantined ones."""
         tables: Groups = {}
-        lost = []
+        quarantined = []
         for corpus, row_group in dict.fromkeys((piece.corpus, piece.row_group) for piece in request.slices):
             if (corpus, row_group) in request.without:
                 place = str(self._corpora[corpus].places[row_group])
-                lost.append(LostRowGroup(corpus, row_group, place, LEFT_OUT_BEFORE))
+                quarantined.append(QuarantinedRowGroup(corpus, row_group, place, QUARANTINED_BEFORE))
                 continue
             try:
                 tables[corpus, row_group] = self._corpora[corpus].read(row_group)
-            except BadRowGroup as error:
-                lost.append(self._lost(corpus, row_group, error))
-        return tables, tuple(lost)
+            except UnreadableRowGroup as error:
+                quarantined.append(self._quarantined_row_group(corpus, row_group, error))
+        return tables, tuple(quarantined)
 
-    def _lost(self, corpus: int, row_group: int, error: BadRowGroup) -> LostRowGroup:
+    def _quarantined_row_group(self, corpus: int, row_group: int, error: UnreadableRowGroup) -> QuarantinedRowGroup:
         """Returns the row group as quarantined; DataError if `data.on_bad_row_group` does not allow that."""
         place = self._corpora[corpus].places[row_group]
         if self._data.on_bad_row_group == "raise":
-            mend = f"{self._mend(place)}, or set data.on_bad_row_group: quarantine to continue without its rows"
-            raise _error(_cannot_read(place, error, mend), error) from error
-        return LostRowGroup(corpus, row_group, str(place), str(error))
+            remedy = f"{self._remedy(place)}, or set data.on_bad_row_group: quarantine to continue without its rows"
+            raise _error(_cannot_read(place, error, remedy), error) from error
+        return QuarantinedRowGroup(corpus, row_group, str(place), str(error))
 
-    def _mend(self, place: RowGroupPlace) -> str:
+    def _remedy(self, place: RowGroupPlace) -> str:
         if place.is_in_place:
             return "Repair or restore the file"
         return f"The shard is missing or damaged: delete {self._folder} and run `dist-transformer prepare` again"
 
 
-def _error(message: str, cause: BadRowGroup) -> UserError:
+def _error(message: str, cause: UnreadableRowGroup) -> UserError:
     """Returns MachineError for an outage, after which a requeue of the Slurm job may help, else DataError."""
     return MachineError(message) if cause.is_outage else DataError(message)
 
 
-def _cannot_read(place: RowGroupPlace, error: BadRowGroup, mend: str) -> str:
-    return f"{place.file}: row group {place.index} cannot be read ({error}). {mend}."
+def _cannot_read(place: RowGroupPlace, error: UnreadableRowGroup, remedy: str) -> str:
+    return f"{place.file}: row group {place.index} cannot be read ({error}). {remedy}."
 
 
 def _joined(parts: Sequence[TokenRows], row_ids: Sequence[Ints]) -> Rows:

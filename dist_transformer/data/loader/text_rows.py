@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from dist_transformer.config.data_schema import DataConfig
 from dist_transformer.data.filters import filter_lengths, filter_text
-from dist_transformer.data.loader.row_groups import BadRowGroup, RowGroupTables, SplitPlaces
+from dist_transformer.data.loader.row_groups import RowGroupTables, SplitPlaces, UnreadableRowGroup
 from dist_transformer.data.loader.token_rows import TokenColumn, TokenRows, check_column, row_numbers
 from dist_transformer.data.loader.window_request import PURPOSE_SAMPLING, WindowKey, random_generator
 from dist_transformer.data.manifest import TextColumns, TokenizerFiles, json_digest
@@ -73,7 +73,7 @@ class TextCorpus:
     sampler: Sampler
 
     def read(self, row_group: int) -> pa.Table:
-        """Reads a row group with the columns row_id, source and target; BadRowGroup if it cannot be read."""
+        """Reads a row group with the columns row_id, source and target; UnreadableRowGroup if it cannot be read."""
         place = self.places[row_group]
         stored = [] if place.is_in_place else ["row_id"]
         table = self.tables.read(place, [*stored, self.columns.source, self.columns.target])
@@ -103,7 +103,7 @@ class TextCorpus:
         """Returns a text column as bytes: table formats do not check that it is UTF-8."""
         column = text_column(table, name)
         if not is_text(column.type):
-            raise BadRowGroup(f"column {name!r} holds {column.type}; expected text")
+            raise UnreadableRowGroup(f"column {name!r} holds {column.type}; expected text")
         column = column.cast(pa.large_binary())
         if self.data.filters.bad_encoding == "raise":
             _refuse_bad_encoding(column, name)
@@ -126,7 +126,7 @@ def _refuse_bad_encoding(column: pa.ChunkedArray, name: str) -> None:
         column.cast(pa.large_string())
     except pa.ArrowInvalid:
         _, bad = decoded(column.to_pylist())
-        raise BadRowGroup(
+        raise UnreadableRowGroup(
             f"column {name!r} is not valid UTF-8 in row {bad[0]} of the row group; convert it, or set "
             "data.filters.bad_encoding: drop"
         ) from None

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dist_transformer.data.loader.row_groups import BadRowGroup, RowGroupTables, SplitPlaces
+from dist_transformer.data.loader.row_groups import RowGroupTables, SplitPlaces, UnreadableRowGroup
 
 Ints = NDArray[np.int64]
 
@@ -40,13 +40,13 @@ class TokenCorpus:
     tables: RowGroupTables
 
     def read(self, row_group: int) -> pa.Table:
-        """Reads a row group with the columns row_id, source and target; BadRowGroup if it cannot be read."""
+        """Reads a row group with the columns row_id, source and target; UnreadableRowGroup if it cannot be read."""
         table = self.tables.read(self.places[row_group], ["row_id", "source", "target"])
         check_column(table, "row_id", pa.types.is_integer, "integers")
         for side in ("source", "target"):
             check_column(table, side, _holds_ids, "lists of token ids")
             if any(chunk.values.null_count for chunk in table.column(side).chunks):
-                raise BadRowGroup(f"column {side!r} holds lists with nulls in them; expected token ids")
+                raise UnreadableRowGroup(f"column {side!r} holds lists with nulls in them; expected token ids")
         return table
 
     def rows(self, row_group: int, table: pa.Table) -> TokenRows:
@@ -55,11 +55,11 @@ class TokenCorpus:
 
 
 def check_column(table: pa.Table, name: str, is_wanted: Callable[[pa.DataType], bool], wanted: str) -> None:
-    """Raises BadRowGroup if a column has another type than expected, or contains nulls."""
+    """Raises UnreadableRowGroup if a column has another type than expected, or contains nulls."""
     column = table.column(name)
     if not is_wanted(column.type) or column.null_count:
         found = f"{column.type}, {column.null_count} of them null" if column.null_count else column.type
-        raise BadRowGroup(f"column {name!r} holds {found}; expected {wanted}")
+        raise UnreadableRowGroup(f"column {name!r} holds {found}; expected {wanted}")
 
 
 def row_numbers(table: pa.Table) -> Ints:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dist_transformer.data.loader.batching import Bucket, Ints, free_buckets
 from dist_transformer.data.loader.bounded_shapes import bounded_buckets
-from dist_transformer.data.loader.rows import LostRowGroup, RowReader, Rows
+from dist_transformer.data.loader.rows import QuarantinedRowGroup, RowReader, Rows
 from dist_transformer.data.loader.window_request import PURPOSE_WINDOW, WindowKey, WindowRequest, random_generator
 
 Tokens = NDArray[np.int32]
@@ -58,7 +58,7 @@ class Window:
     tokens: Tokens
     row_ids: Ints
     dropped: dict[str, int]
-    lost: tuple[LostRowGroup, ...]
+    quarantined: tuple[QuarantinedRowGroup, ...]
 
 
 class WindowBuilder:
@@ -103,7 +103,7 @@ class WindowBuilder:
         random = random_generator(self._seed, PURPOSE_WINDOW, key.epoch, key.segment, key.lane, key.window)
         buckets = self._buckets(read.rows, random.permutation(len(read.rows.row_ids)))
         shuffled = [buckets[i] for i in random.permutation(len(buckets))]
-        return Window(request, *self._lay_out(read.rows, shuffled), read.dropped, read.lost)
+        return Window(request, *self._lay_out(read.rows, shuffled), read.dropped, read.quarantined)
 
     def build_in_order(self, split: str) -> Iterator[Window]:
         """Yields the complete split without randomness, a window for each row group: for validation."""

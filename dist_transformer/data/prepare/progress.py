@@ -49,13 +49,13 @@ def prepare_with_progress(
                 sys.exit(EXIT_REQUEUE)
             bar.update(tasks[stage], completed=rows_done, total=rows_total)
 
-        with _helpers(config, folder, processes - 1, threads), _told_disk_errors(folder):
+        with _helpers(config, folder, processes - 1, threads), _disk_errors_explained(folder):
             manifest = prepare(config, folder, show, threads)
     return folder, manifest
 
 
 @contextmanager
-def _told_disk_errors(folder: Path) -> Iterator[None]:
+def _disk_errors_explained(folder: Path) -> Iterator[None]:
     from pyarrow import ArrowException
 
     try:

@@ -25,7 +25,7 @@ READ_BLOCK_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def read_whole_lines(file: str, attempts: int = 1) -> Iterator[bytes]:
+def read_complete_lines(file: str, attempts: int = 1) -> Iterator[bytes]:
     """Yields lines with their ends, without a byte order mark; decompresses .gz, .zst and .xz.
 
     DataError if the file cannot be opened, or is damaged or truncated.
@@ -40,7 +40,7 @@ def read_whole_lines(file: str, attempts: int = 1) -> Iterator[bytes]:
 
 def read_lines(file: str, attempts: int = 1) -> Iterator[bytes]:
     """Yields the lines of `read_whole_lines` without their ends (LF or CR LF)."""
-    for line in read_whole_lines(file, attempts):
+    for line in read_complete_lines(file, attempts):
         yield line.removesuffix(b"\n").removesuffix(b"\r")
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dist_transformer.data.sources.lines import encoding_error, read_lines, read_whole_lines
+from dist_transformer.data.sources.lines import encoding_error, read_complete_lines, read_lines
 from dist_transformer.data.sources.readers import PairReader, Pairs
 from dist_transformer.errors import DataError
 
@@ -88,7 +88,7 @@ def _csv_rows(file: str, drop: bool, attempts: int) -> Iterator[list[str]]:
 
 def _text_lines(file: str, drop: bool, attempts: int) -> Iterator[str]:
     """Yields lines with their ends; each byte that is not UTF-8 becomes a lone surrogate, or is refused."""
-    for number, line in enumerate(read_whole_lines(file, attempts), start=1):
+    for number, line in enumerate(read_complete_lines(file, attempts), start=1):
         try:
             yield line.decode("utf-8", errors="surrogateescape" if drop else "strict")
         except UnicodeDecodeError:

@@ -72,7 +72,7 @@ def saved(run_dir: RunDir) -> list[Path]:
     return [path for path in _named(run_dir) if is_file(path / MANIFEST)]
 
 
-def newest_whole(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
+def newest_complete(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
     """Returns the newest undamaged checkpoint of this run, or None if there is none at all. Renames others `.damaged`.
 
     Rank 0 only, with the run folder's lock held: it also deletes the files of a killed save.

@@ -79,11 +79,11 @@ def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged, metric: str) ->
     regular = retention.regular(run_dir, every_steps)
     run_id = checkpoints.newest_run_id(run_dir)
     if choice.kind == "ema":
-        used = list(islice(_whole(reversed(regular), run_id), 1))
+        used = list(islice(_complete(reversed(regular), run_id), 1))
     elif choice.kind == "average_last":
-        used = list(_whole(regular[-choice.count :], run_id))
+        used = list(_complete(regular[-choice.count :], run_id))
     elif (known := retention.best(regular, choice.count, metric)) or not regular:
-        used = list(_whole(known, run_id))
+        used = list(_complete(known, run_id))
     else:
         raise CheckpointError(
             f"{run_dir.checkpoints}: no checkpoint knows its validation {metric}, so none is the best; train with "
@@ -94,7 +94,7 @@ def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged, metric: str) ->
     return used
 
 
-def _whole(paths: Iterable[Path], run_id: str | None) -> Iterator[Path]:
+def _complete(paths: Iterable[Path], run_id: str | None) -> Iterator[Path]:
     for path in paths:
         if (problem := checkpoints.damage(path, run_id)) is None:
             yield path

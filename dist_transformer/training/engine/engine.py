@@ -50,10 +50,10 @@ from dist_transformer.training.engine.sharded_state import (
     Fragment,
     Shard,
     fragments,
+    full_shapes,
     masters,
     pieces,
     sync_weights_from_masters,
-    whole_shapes,
 )
 
 __all__ = ["PARTS", "Engine", "Fragment"]
@@ -173,7 +173,7 @@ class Engine:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns every parameter's full shape, tied ones once (not collective)."""
-        return whole_shapes(self._parameters)
+        return full_shapes(self._parameters)
 
     def fragments(self) -> list[Fragment]:
         """Returns this rank's part of the complete state, without any communication (not collective).
@@ -185,12 +185,12 @@ class Engine:
 
     @property
     def objective(self) -> Objective:
-        """The wrapped module; it holds all weights if `has_whole_weights` (not collective)."""
+        """The wrapped module; it holds all weights if `has_full_weights` (not collective)."""
         module: Objective = self._engine.module
         return module
 
     @property
-    def has_whole_weights(self) -> bool:
+    def has_full_weights(self) -> bool:
         """True if each rank has all weights in the module itself, then callable directly (not collective)."""
         return self._stage < 3
 

@@ -93,7 +93,7 @@ def sync_weights_from_masters(optimizer: Any, stage: int) -> None:
         optimizer.checkpoint_event_epilogue()  # gathers the small parameters that stage 3 keeps whole
 
 
-def whole_shapes(parameters: dict[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
+def full_shapes(parameters: dict[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
     """Returns the full shapes of the parameters, also of those that stage 3 has cut."""
     return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
 

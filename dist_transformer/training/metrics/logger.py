@@ -113,7 +113,7 @@ class MetricsLogger:
             "loss_scale": self._engine.loss_scale(),
             "skipped_updates": state.skipped_updates,
             "total_target_tokens": state.total_target_tokens,
-            "quarantined_row_groups": len(state.position.left_out),
+            "quarantined_row_groups": len(state.position.ever_quarantined),
             **interval_values(interval, seconds),
             "mfu": self._mfu(interval, seconds),
             "batch_digest": last.digest,

@@ -11,7 +11,7 @@ from dist_transformer.data.loader.loader import MicroBatch
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rounds import WantsStop, failures_named, in_rounds
 from dist_transformer.training.engine.engine import Engine
-from dist_transformer.training.memory import telling_out_of_memory
+from dist_transformer.training.memory import explaining_out_of_memory
 
 LESS_MEMORY = (
     "Where memory was short, lower data.max_tokens, decoding.max_tokens or validation.beam_size, or set "
@@ -91,8 +91,8 @@ def measure_tokens(
     def measure(number: int) -> None:
         mine = number * ranks.num_ranks + ranks.rank
         batch = batches[min(mine, len(batches) - 1)]
-        told = telling_out_of_memory("the loss of a validation", ranks.device)
-        with failures_named(ranks) if engine.has_whole_weights else nullcontext(), told, torch.no_grad():
+        told = explaining_out_of_memory("the loss of a validation", ranks.device)
+        with failures_named(ranks) if engine.has_full_weights else nullcontext(), told, torch.no_grad():
             found = [float(value) for value in engine(*_inputs(batch, ranks.device), True)]
         if mine < len(batches):
             sums.add_(torch.tensor([*found, batch.shape.target_tokens], dtype=torch.float64))

@@ -23,7 +23,7 @@ from dist_transformer.errors import DataError, UserError
 from dist_transformer.interop.model_folder import empty_model
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.training.engine.engine import Engine
-from dist_transformer.training.memory import as_text, begin_peak, give_back, peak, telling_out_of_memory
+from dist_transformer.training.memory import as_text, begin_peak, explaining_out_of_memory, give_back, peak
 from dist_transformer.training.run_data import RunData
 from dist_transformer.training.validation.runner import Validator
 from dist_transformer.training.validation.token_metrics import (
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 def open_validator(
-    config: Config, data: RunData, engine: Engine, ranks: Ranks, heard: Callable[[str], None], wants_stop: WantsStop
+    config: Config, data: RunData, engine: Engine, ranks: Ranks, progress: Callable[[str], None], wants_stop: WantsStop
 ) -> Validator:
     """Reads the corpora (collective). `heard` is called with a text at each progress; `wants_stop` is called during a
     validation.
@@ -46,22 +46,24 @@ def open_validator(
     Raises:
         UserError: on every rank: a corpus cannot be read, a line of it is too long, or COMET's package is not there.
     """
-    heard("reading the validation corpus")
+    progress("reading the validation corpus")
     tokenizer = load_tokenizer(data.folder, data.manifest.tokenizer)
-    texts = {key: _read(key, *text, data, ranks, heard) for key, text in texts_to_keep(config).items()}
+    texts = {key: _read(key, *text, data, ranks, progress) for key, text in texts_to_keep(config).items()}
     sets = []
-    if config.data.validation is not None and (batches := _told(data.validation(), "data.validation", heard)):
+    if config.data.validation is not None and (
+        batches := _with_progress(data.validation(), "data.validation", progress)
+    ):
         sets.append(_main_set(batches, texts.get("validation"), tokenizer, config.model.max_positions))
     for name in config.data.more_validation:
-        sets.append(_further_set(name, texts[f"more_validation.{name}"], config, data, tokenizer, heard))
+        sets.append(_further_set(name, texts[f"more_validation.{name}"], config, data, tokenizer, progress))
     translate = None
     if config.validation.translate and sets:
-        translate = _translator(config, data, tokenizer, engine, ranks, _comet(config, ranks, heard), wants_stop)
+        translate = _translator(config, data, tokenizer, engine, ranks, _comet(config, ranks, progress), wants_stop)
     return Validator(config.validation, config.run.seed, sets, engine, ranks, translate, wants_stop)
 
 
 def dry_run_of_validation(
-    validator: Validator, config: Config, data: RunData, ranks: Ranks, heard: Callable[[str], None]
+    validator: Validator, config: Config, data: RunData, ranks: Ranks, progress: Callable[[str], None]
 ) -> None:
     """Measures each corpus's largest micro-batches, and translates its longest lines (collective); records nothing.
 
@@ -77,7 +79,7 @@ def dry_run_of_validation(
     ]
     begin_peak(ranks.device)
     try:
-        validator.dry_run(sets, lambda: heard(doing))
+        validator.dry_run(sets, lambda: progress(doing))
     except Stopped:
         return  # raised again at the first batch
     except WorkFailed as failure:
@@ -106,27 +108,29 @@ def _main_set(
 
 
 def _further_set(
-    name: str, text: Pairs, config: Config, data: RunData, tokenizer: Tokenizer, heard: Callable[[str], None]
+    name: str, text: Pairs, config: Config, data: RunData, tokenizer: Tokenizer, progress: Callable[[str], None]
 ) -> ValidationSet:
     """Returns the set of one corpus of data.more_validation, with every pair."""
     place = f"data.more_validation.{name}"
-    batches = _told(text_batches(data.builder, tokenizer, *text, config.model.max_positions, place), place, heard)
+    batches = _with_progress(
+        text_batches(data.builder, tokenizer, *text, config.model.max_positions, place), place, progress
+    )
     most = config.validation.max_sentences
     sources, references = (side[:most] if config.validation.translate else [] for side in text)
     return ValidationSet(name, batches, sources, references)
 
 
-def _told(batches: Iterable[MicroBatch], place: str, heard: Callable[[str], None]) -> list[MicroBatch]:
+def _with_progress(batches: Iterable[MicroBatch], place: str, progress: Callable[[str], None]) -> list[MicroBatch]:
     """Collects the batches, each of which is progress."""
     found = []
     for batch in batches:
-        heard(f"cutting {place} into batches")
+        progress(f"cutting {place} into batches")
         found.append(batch)
     return found
 
 
 def _read(
-    key: str, corpus: CorpusConfig, most: int | None, data: RunData, ranks: Ranks, heard: Callable[[str], None]
+    key: str, corpus: CorpusConfig, most: int | None, data: RunData, ranks: Ranks, progress: Callable[[str], None]
 ) -> Pairs:
     """Reads the text on rank 0, for all ranks (collective)."""
 
@@ -141,16 +145,16 @@ def _read(
             )
             raise DataError(f"data.{key}: {error} ({remedy})") from error
 
-    return run_on_rank_zero(ranks, read, lambda: heard(f"reading data.{key}"))
+    return run_on_rank_zero(ranks, read, lambda: progress(f"reading data.{key}"))
 
 
-def _comet(config: Config, ranks: Ranks, heard: Callable[[str], None]) -> CometScorer | None:
+def _comet(config: Config, ranks: Ranks, progress: Callable[[str], None]) -> CometScorer | None:
     """Loads COMET on rank 0, before the first step; None on the others, and if it is not configured (collective)."""
     name = config.validation.comet
     if name is None:
         return None
     loaded: list[CometScorer] = []  # not sent to the other ranks
-    run_on_rank_zero(ranks, lambda: loaded.append(CometScorer(name)), lambda: heard("loading COMET"))
+    run_on_rank_zero(ranks, lambda: loaded.append(CometScorer(name)), lambda: progress("loading COMET"))
     return loaded[0] if loaded else None
 
 
@@ -176,7 +180,7 @@ def _translator(
             return found
 
     def translate(sets: Sequence[ValidationSet], progress: Progress) -> Iterator[Translated]:
-        with _whole_model(config, data, engine, ranks) as model:
+        with _full_model(config, data, engine, ranks) as model:
             searcher = TorchSearcher([model], **tokenizer.search_ids(), config=search, device=ranks.device)
             searcher.each_token = _Look(progress, wants_stop)
             for each in sets:
@@ -218,13 +222,13 @@ WHOLE_COPY = "the copy of the whole model that a validation translates with (val
 
 
 @contextmanager
-def _whole_model(config: Config, data: RunData, engine: Engine, ranks: Ranks) -> Iterator[Transformer]:
+def _full_model(config: Config, data: RunData, engine: Engine, ranks: Ranks) -> Iterator[Transformer]:
     """Yields the model in eval mode with all weights on every rank, to be called without collectives (collective).
 
     Raises:
         WorkFailed: on every rank: a rank has no memory for the copy.
     """
-    if engine.has_whole_weights:
+    if engine.has_full_weights:
         engine.train(False)
         try:
             yield engine.objective.model
@@ -237,7 +241,7 @@ def _whole_model(config: Config, data: RunData, engine: Engine, ranks: Ranks) ->
         model.half()
 
     def take_memory(number: int) -> None:
-        with failures_named(ranks), telling_out_of_memory(WHOLE_COPY, ranks.device):
+        with failures_named(ranks), explaining_out_of_memory(WHOLE_COPY, ranks.device):
             model.to_empty(device=ranks.device).eval().requires_grad_(False)
 
     in_rounds(ranks, 1, take_memory, lambda: False)  # all ranks agree before any of them waits for the weights

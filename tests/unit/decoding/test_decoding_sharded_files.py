@@ -15,7 +15,7 @@ from dist_transformer.decoding.sharded_files import (
     decoded_lines,
     digest_and_lines,
     digest_of,
-    is_whole,
+    is_complete,
     open_parts,
 )
 from dist_transformer.errors import MachineError, UserError
@@ -40,7 +40,7 @@ def test_parts_written_in_any_order_become_the_output_with_the_last(tmp_path: Pa
     for chunk, lines in ((2, ["e"]), (0, ["a", "b"])):
         parts.write(chunk, lines)
         assert not parts.join()
-        assert not is_whole(output)
+        assert not is_complete(output)
     assert [parts.is_done(chunk) for chunk in range(3)] == [True, False, True]
     again = opened(output)
     assert again.num_done() == 2
@@ -183,7 +183,7 @@ def test_a_join_that_dies_in_the_middle_is_done_by_the_next_start(
         patched.setattr(sharded_files, dies_at, die)
         with pytest.raises(Killed):
             parts.join()
-    assert is_whole(output) == (dies_at == "_remove_folder")
+    assert is_complete(output) == (dies_at == "_remove_folder")
     again = open_parts(output, PLAN, 1)
     if dies_at == "replacing":
         assert again is not None

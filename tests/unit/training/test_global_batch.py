@@ -13,9 +13,9 @@ SLOW_SECONDS = 0.5
 class SlowLoader:
     """A loader that takes its time, and has nothing."""
 
-    segment = SimpleNamespace(epoch=0)
+    partition = SimpleNamespace(epoch=0)
 
-    def must_recut(self, batch: int) -> bool:
+    def must_repartition(self, batch: int) -> bool:
         return False
 
     def next_step(self) -> LocalStep:

@@ -7,7 +7,7 @@ import torch
 
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
-from dist_transformer.training.precision import FP16_ON_CPU, bf16_warning, settled_precision
+from dist_transformer.training.precision import FP16_ON_CPU, bf16_warning, resolve_precision
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -22,22 +22,22 @@ def test_without_a_word_a_run_trains_in_fp16_on_gpus_and_in_fp32_on_cpus_and_say
     has_gpu: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(FP16_ON_CPU, raising=False)
-    config, said = settled_precision(config_of(), has_gpu)
+    config, said = resolve_precision(config_of(), has_gpu)
     assert config.training.precision == expected
     assert said.startswith(expected)
     assert "training.precision: auto" in said
-    assert settled_precision(config, has_gpu) == (config, "")
+    assert resolve_precision(config, has_gpu) == (config, "")
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_a_precision_that_is_given_stays_on_a_gpu(precision: str) -> None:
-    assert settled_precision(config_of(precision), has_gpu=True) == (config_of(precision), "")
+    assert resolve_precision(config_of(precision), has_gpu=True) == (config_of(precision), "")
 
 
 def test_fp16_without_a_gpu_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(FP16_ON_CPU, raising=False)
     with pytest.raises(UserError) as raised:
-        settled_precision(config_of("fp16"), has_gpu=False)
+        resolve_precision(config_of("fp16"), has_gpu=False)
     for words in ("expected fp32 or bf16", "got fp16", "training.precision=fp32", "goes on from its checkpoints"):
         assert words in str(raised.value)
     assert raised.value.is_agreed
@@ -45,9 +45,9 @@ def test_fp16_without_a_gpu_is_refused_with_the_way_out(monkeypatch: pytest.Monk
 
 def test_what_forbids_the_precision_that_was_found_is_said_before_anything_is_read() -> None:
     config = config_of(divergence={"policy": "switch_to_bf16"})
-    assert settled_precision(config, has_gpu=True)[0].training.precision == "fp16"
+    assert resolve_precision(config, has_gpu=True)[0].training.precision == "fp16"
     with pytest.raises(UserError, match=r"switch_to_bf16 is for training\.precision: fp16, got fp32"):
-        settled_precision(config, has_gpu=False)
+        resolve_precision(config, has_gpu=False)
 
 
 @pytest.mark.parametrize("is_native", [True, False])

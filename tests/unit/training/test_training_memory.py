@@ -17,9 +17,9 @@ from dist_transformer.training.memory import (
     as_text,
     begin_peak,
     cgroup_allowances,
+    explaining_out_of_memory,
     is_out_of_memory,
     peak,
-    telling_out_of_memory,
 )
 
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def test_the_peak_is_that_since_it_was_begun_and_not_of_all_the_process(ranks):
     ],
 )
 def test_the_message_says_what_was_done_how_much_was_wanted_what_is_left_and_what_to_do(error, wanted):
-    with pytest.raises(UserError) as raised, telling_out_of_memory("the dry run", CPU):
+    with pytest.raises(UserError) as raised, explaining_out_of_memory("the dry run", CPU):
         raise error
     message = str(raised.value)
     assert message.startswith(f"out of memory in the dry run: {as_text(wanted)} more were asked for; ")
@@ -113,7 +113,7 @@ def test_a_memory_error_without_a_size_and_one_of_the_allocator_itself_are_told_
     for error in (MemoryError(), RuntimeError("std::bad_alloc")):
         with (
             pytest.raises(UserError, match=r"^out of memory in x: [\d,.]+ [GM]B are in use"),
-            telling_out_of_memory("x", CPU),
+            explaining_out_of_memory("x", CPU),
         ):
             raise error
 
@@ -135,7 +135,7 @@ BESIDE_TORCHS_ALLOCATOR = [
 
 @pytest.mark.parametrize("error", BESIDE_TORCHS_ALLOCATOR, ids=lambda error: str(error).splitlines()[-1][:30])
 def test_libraries_of_a_gpu_that_are_out_of_memory_are_told_like_torchs_allocator(error):
-    with pytest.raises(UserError, match=r"^out of memory in x: .*data\.max_tokens"), telling_out_of_memory("x", CPU):
+    with pytest.raises(UserError, match=r"^out of memory in x: .*data\.max_tokens"), explaining_out_of_memory("x", CPU):
         raise error
 
 
@@ -146,7 +146,7 @@ def test_a_gpu_that_answers_nothing_any_more_hides_no_advice(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", broken)
     with (
         pytest.raises(UserError, match=r"^out of memory in x: .*data\.max_tokens"),
-        telling_out_of_memory("x", torch.device("cuda", 0)),
+        explaining_out_of_memory("x", torch.device("cuda", 0)),
     ):
         raise BESIDE_TORCHS_ALLOCATOR[0]
 
@@ -154,7 +154,7 @@ def test_a_gpu_that_answers_nothing_any_more_hides_no_advice(monkeypatch):
 def test_other_errors_pass_unchanged():
     error = RuntimeError("mat1 and mat2 shapes cannot be multiplied")
     assert not is_out_of_memory(error)
-    with pytest.raises(RuntimeError) as raised, telling_out_of_memory("x", CPU):
+    with pytest.raises(RuntimeError) as raised, explaining_out_of_memory("x", CPU):
         raise error
     assert raised.value is error
 
@@ -163,7 +163,10 @@ def test_what_torch_really_raises_for_too_large_a_tensor_is_known():
     most = resource.getrlimit(resource.RLIMIT_AS)
     try:
         resource.setrlimit(resource.RLIMIT_AS, (2**40, most[1]))
-        with pytest.raises(UserError, match=f"{as_text(2**42)} more were asked for"), telling_out_of_memory("x", CPU):
+        with (
+            pytest.raises(UserError, match=f"{as_text(2**42)} more were asked for"),
+            explaining_out_of_memory("x", CPU),
+        ):
             torch.empty(2**40)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, most)

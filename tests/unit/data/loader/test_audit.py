@@ -35,11 +35,11 @@ def audited(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Callabl
     groups = tuple(tuple(group.rows for group in split.row_groups) for split in splits.values())
     planner = Planner(groups, 2, 9, 5, STAGES[request.param])
     builder = WindowBuilder(RowReader(tmp_path, manifest, DataConfig(), 0.0, 5), 24, "free", 8, 0, 2, 5)
-    ranks = Ranks(builder, planner, 1, Position.start(planner.first_segment()), 0)
+    ranks = Ranks(builder, planner, 1, Position.start(planner.first_partition()), 0)
     records = []
     for step in range(1, 15):
         lanes = ranks.step()
-        records.append(record(step, ranks.position.segment.epoch, lanes))
+        records.append(record(step, ranks.position.partition.epoch, lanes))
 
     def problems(change: Callable[[Records], None]) -> list[str]:
         change(records)

@@ -57,10 +57,10 @@ def test_any_chain_of_stops_on_any_ranks_gives_the_digests_of_one_undisturbed_ra
 ):
     with tempfile.TemporaryDirectory() as name:
         builder, planner = path_of(Path(name), corpora, max_tokens, shapes, lanes, window_rows, seed)
-        begin = Position.start(planner.first_segment())
+        begin = Position.start(planner.first_partition())
         alone = Ranks(builder, planner, 1, begin, 0)
         expected = []
-        while alone.position.segment.epoch == 0:
+        while alone.position.partition.epoch == 0:
             expected.append(alone.step())
         *first_epoch, _ = expected
         used = Counter(row for batch in first_epoch for rows in batch.values() for row in rows)

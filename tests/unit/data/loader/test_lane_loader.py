@@ -15,7 +15,7 @@ from rows_builder import RowsBuilder
 from dist_transformer.data.loader.loader import LaneLoader, LoaderSettings
 from dist_transformer.data.loader.partition import Planner, Stage
 from dist_transformer.data.loader.position import Position, Quarantined, position_from_json
-from dist_transformer.data.loader.rows import LostRowGroup
+from dist_transformer.data.loader.rows import QuarantinedRowGroup
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowRequest
 from dist_transformer.errors import DataError
 
@@ -30,7 +30,7 @@ def ranks_of(
 
 
 def start(planner=PLANNER) -> Position:
-    return Position.start(planner.first_segment())
+    return Position.start(planner.first_partition())
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +43,12 @@ def alone():
 def test_without_weights_the_batches_of_a_lane_are_those_of_its_windows_in_order():
     planner = Planner(((7, 12, 3, 20, 9) * 3,), 4, 11, 5)
     ranks = ranks_of(1, start(planner), 0, planner=planner)
-    segment = planner.first_segment()
-    expected = [[batch for batch, _ in lane_batches(planner, segment, lane, (0, 0))] for lane in range(4)]
+    partition = planner.first_partition()
+    expected = [[batch for batch, _ in lane_batches(planner, partition, lane, (0, 0))] for lane in range(4)]
     for number in range(max(map(len, expected))):
         assert ranks.step() == {lane: batches[number] for lane, batches in enumerate(expected) if number < len(batches)}
     ranks.step()
-    assert ranks.position.segment.epoch == 1
+    assert ranks.position.partition.epoch == 1
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
@@ -91,10 +91,10 @@ class LosingBuilder(RowsBuilder):
     def build(self, request):
         self.asked.append(request)
         is_hit = any((piece.corpus, piece.row_group) == (0, 1) for piece in request.slices)
-        lost = (LostRowGroup(0, 1, "row group 1 of train-00000.parquet", "OSError"),) if is_hit else ()
+        lost = (QuarantinedRowGroup(0, 1, "row group 1 of train-00000.parquet", "OSError"),) if is_hit else ()
         kept = tuple(piece for piece in request.slices if (piece.corpus, piece.row_group) != (0, 1))
         window = super().build(replace(request, slices=kept))
-        return replace(window, request=request, lost=lost, dropped={"empty": 2})
+        return replace(window, request=request, quarantined=lost, dropped={"empty": 2})
 
 
 def test_what_a_window_lost_is_told_once_with_the_step_that_begins_it_and_left_out_again_after_a_resume():
@@ -111,7 +111,7 @@ def test_what_a_window_lost_is_told_once_with_the_step_that_begins_it_and_left_o
     number = next(n for n, step in enumerate(steps) if step.quarantined)
     entry = steps[number].quarantined[0]
     builder = LosingBuilder(planner)
-    position = Position(planner.first_segment(), positions[number], (entry,))
+    position = Position(planner.first_partition(), positions[number], (entry,))
     resumed = LaneLoader(builder, planner, position, number + 1, [0, 1], ALONE)
     again = resumed.next_step()
     assert isinstance(entry, Quarantined)
@@ -129,8 +129,8 @@ class FailingDisk(RowsBuilder):
     def build(self, request):
         hit = {(piece.corpus, piece.row_group) for piece in request.slices} & {*self._unreadable, *request.without}
         kept = tuple(piece for piece in request.slices if (piece.corpus, piece.row_group) not in hit)
-        lost = tuple(LostRowGroup(*group, "a row group", "OSError") for group in sorted(hit))
-        return replace(super().build(replace(request, slices=kept)), request=request, lost=lost)
+        lost = tuple(QuarantinedRowGroup(*group, "a row group", "OSError") for group in sorted(hit))
+        return replace(super().build(replace(request, slices=kept)), request=request, quarantined=lost)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -155,7 +155,7 @@ def test_in_any_chain_of_stops_on_a_failing_disk_every_row_is_used_once_or_told_
                 rows = ranks.step()
             except DataError:  # one that was begun with what cannot be read now: the next start finds it mended
                 break
-            if ranks.position.segment.epoch > 0:
+            if ranks.position.partition.epoch > 0:
                 break
             used.update(row for lane in rows.values() for row in lane)
             position, batch = (
@@ -168,7 +168,7 @@ def test_in_any_chain_of_stops_on_a_failing_disk_every_row_is_used_once_or_told_
     left_out = Counter()
     for key, corpus, row_group in told:
         if key.epoch == 0:
-            request = planner.plan(planner.first_segment()).request(key.lane, key.window)
+            request = planner.plan(planner.first_partition()).request(key.lane, key.window)
             slices = tuple(piece for piece in request.slices if (piece.corpus, piece.row_group) == (corpus, row_group))
             left_out.update(row_ids(planner, replace(request, slices=slices)))
     rows = ((c << CORPUS_SHIFT) + row for c, count in enumerate(planner.rows) for row in range(count))
@@ -177,12 +177,12 @@ def test_in_any_chain_of_stops_on_a_failing_disk_every_row_is_used_once_or_told_
 
 def test_a_window_that_was_begun_with_a_row_group_is_not_gone_on_with_without_it():
     planner = Planner(((10,) * 12,), 2, 20, 5)
-    segment = planner.first_segment()
-    plan = planner.plan(segment)
+    partition = planner.first_partition()
+    plan = planner.plan(partition)
     windows = [(lane, number) for lane in range(2) for number in range(plan.num_windows(lane))]
     has_group = [at for at in windows if any(piece.row_group == 1 for piece in plan.request(*at).slices)]
     lane, number = has_group[0]
-    begun = Position(segment, tuple((number, 2) if each == lane else (0, 0) for each in range(2)))
+    begun = Position(partition, tuple((number, 2) if each == lane else (0, 0) for each in range(2)))
     loader = LaneLoader(LosingBuilder(planner), planner, begun, 9, [lane], ALONE)
     with pytest.raises(
         DataError, match=r"row group 1 of train-00000\.parquet .*could when .* was begun.*Restore the file"
@@ -269,7 +269,7 @@ def test_a_mixture_of_few_rows_a_lane_goes_on_with_loader_processes():
 
 def test_a_lane_without_a_row_in_any_epoch_asks_for_nothing_and_gives_none():
     planner = Planner(((2,), (1,)), 4, 5, 1)
-    empty = [lane for lane in range(4) if planner.plan(planner.first_segment()).num_windows(lane) == 0]
+    empty = [lane for lane in range(4) if planner.plan(planner.first_partition()).num_windows(lane) == 0]
     loader = LaneLoader(RowsBuilder(planner), planner, start(planner), 0, empty, LoaderSettings(BOS_ID, 1, 30))
     assert loader.next_step().batches == [None] * len(empty)
     loader.start_epoch(1)

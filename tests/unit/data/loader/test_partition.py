@@ -26,36 +26,36 @@ def all_rows(planner: Planner) -> list[int]:
     return sorted((c << CORPUS_SHIFT) + row for c, count in enumerate(planner.rows) for row in range(count))
 
 
-def still_to_use(planner: Planner, segment) -> Counter[int]:
+def still_to_use(planner: Planner, partition) -> Counter[int]:
     """Rows in what the streams have left over of passes that were begun."""
-    pieces = ((c, piece) for c, stream in enumerate(segment.streams) for piece in stream.pending)
+    pieces = ((c, piece) for c, stream in enumerate(partition.streams) for piece in stream.pending)
     slices = tuple(each for corpus, piece in pieces for each in planner.slices(corpus, iter([piece])))
     return Counter(row_ids(planner, WindowRequest(WindowKey(0, 0, 0, 0), slices)))
 
 
-def passes_begun(planner: Planner, segment) -> Counter[int]:
+def passes_begun(planner: Planner, partition) -> Counter[int]:
     """Every row as often as passes over its corpus were begun."""
-    return Counter({row: segment.streams[row >> CORPUS_SHIFT].next_pass for row in all_rows(planner)}) + Counter()
+    return Counter({row: partition.streams[row >> CORPUS_SHIFT].next_pass for row in all_rows(planner)}) + Counter()
 
 
-def start_of(segment):
-    return Position.start(segment).lanes
+def start_of(partition):
+    return Position.start(partition).lanes
 
 
 @given(corpora, lanes, window_rows, seeds)
 def test_an_epoch_uses_every_row_once_and_the_next_one_too(group_rows, num_lanes, rows, seed):
     planner = Planner(group_rows, num_lanes, rows, seed)
-    segment = planner.first_segment()
+    partition = planner.first_partition()
     for epoch in range(3):
-        assert segment.epoch == epoch
-        assert sorted(drain(planner, segment, start_of(segment))) == all_rows(planner)
-        segment = planner.after_epoch(segment, epoch)
+        assert partition.epoch == epoch
+        assert sorted(drain(planner, partition, start_of(partition))) == all_rows(planner)
+        partition = planner.after_epoch(partition, epoch)
 
 
 @given(corpora, lanes, window_rows, seeds)
 def test_lanes_are_equally_long_and_windows_no_longer_than_asked(group_rows, num_lanes, rows, seed):
     planner = Planner(group_rows, num_lanes, rows, seed)
-    plan = planner.plan(planner.first_segment())
+    plan = planner.plan(planner.first_partition())
     sizes = []
     for lane in range(num_lanes):
         windows = [
@@ -70,7 +70,7 @@ def test_lanes_are_equally_long_and_windows_no_longer_than_asked(group_rows, num
 
 def test_seed_and_epoch_decide_on_the_order():
     planner = Planner(((5,) * 20,), 2, 10, seed=1)
-    first = planner.first_segment()
+    first = planner.first_partition()
     orders = [
         drain(planner, first, start_of(first)),
         drain(planner, planner.after_epoch(first, 1), [(0, 0)] * 2),
@@ -92,23 +92,23 @@ def test_cut_anew_into_any_lanes_any_number_of_times_an_epoch_still_uses_every_r
 ):  # fmt: skip
     """Each cut: so many micro-batches of each lane are used, then the rest goes into so many other lanes."""
     planner = Planner(group_rows, 3, rows, seed)
-    position = Position.start(planner.first_segment())
+    position = Position.start(planner.first_partition())
     used = []
     for num_lanes, counts in cuts:
         reached = []
         for lane, at in enumerate(position.lanes):
-            for batch, after in islice(lane_batches(planner, position.segment, lane, at), counts[lane]):
+            for batch, after in islice(lane_batches(planner, position.partition, lane, at), counts[lane]):
                 used += batch
                 at = after
             reached.append(at)
-        text = json.dumps(Position(position.segment, tuple(reached)).to_json())
+        text = json.dumps(Position(position.partition, tuple(reached)).to_json())
         saved = position_from_json(json.loads(text), "state.json")
-        assert saved == Position(position.segment, tuple(reached))
-        position = Position.start(planner.recut(saved.segment, saved.lanes, 0, num_lanes))
+        assert saved == Position(position.partition, tuple(reached))
+        position = Position.start(planner.repartition(saved.partition, saved.lanes, 0, num_lanes))
         planner = Planner(group_rows, num_lanes, rows, seed)
-    used += drain(planner, position.segment, position.lanes)
+    used += drain(planner, position.partition, position.lanes)
     assert sorted(used) == all_rows(planner)
-    following = planner.after_epoch(position.segment, 0)
+    following = planner.after_epoch(position.partition, 0)
     assert sorted(drain(planner, following, start_of(following))) == all_rows(planner)
 
 
@@ -119,18 +119,18 @@ def test_with_changing_weights_every_pass_over_a_corpus_still_uses_each_of_its_r
 ):
     weights = st.lists(st.integers(1, 9), min_size=len(group_rows), max_size=len(group_rows)).map(tuple)
     planner = Planner(group_rows, num_lanes, rows, seed, (Stage(0, data.draw(weights)), Stage(1, data.draw(weights))))
-    position, used = Position.start(planner.first_segment()), Counter()
+    position, used = Position.start(planner.first_partition()), Counter()
     reached = []
     for lane, at in enumerate(position.lanes):
-        for batch, after in islice(lane_batches(planner, position.segment, lane, at), data.draw(st.integers(0, 9))):
+        for batch, after in islice(lane_batches(planner, position.partition, lane, at), data.draw(st.integers(0, 9))):
             used.update(batch)
             at = after
         reached.append(at)
-    segment = planner.recut(position.segment, reached, 1, num_lanes)
+    partition = planner.repartition(position.partition, reached, 1, num_lanes)
     for _ in range(4):
-        used.update(drain(planner, segment, start_of(segment)))
-        segment = planner.after_epoch(segment, 1)
-        assert used + still_to_use(planner, segment) == passes_begun(planner, segment)
+        used.update(drain(planner, partition, start_of(partition)))
+        partition = planner.after_epoch(partition, 1)
+        assert used + still_to_use(planner, partition) == passes_begun(planner, partition)
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 10**9), min_size=1, max_size=6).filter(any))
@@ -142,7 +142,7 @@ def test_a_quota_is_off_by_less_than_a_row_and_all_rows_are_given_out(rows, shar
 
 def test_the_lanes_go_through_the_passes_over_a_small_corpus_together():
     planner = Planner(((10,) * 400, (10,) * 8), 4, 40, 1, (Stage(0, shares_of([3, 1])),))
-    plan, used = planner.plan(planner.first_segment()), Counter()
+    plan, used = planner.plan(planner.first_partition()), Counter()
     for window in range(plan.num_windows(0)):
         for lane in range(4):
             used.update(row for row in row_ids(planner, plan.request(lane, window)) if row >> CORPUS_SHIFT)
@@ -152,7 +152,7 @@ def test_the_lanes_go_through_the_passes_over_a_small_corpus_together():
 
 def test_every_window_holds_the_corpora_in_their_shares():
     planner = Planner(((10,) * 60, (10,) * 40), 2, 100, 1, (Stage(0, shares_of([3, 1])),))
-    plan = planner.plan(planner.first_segment())
+    plan = planner.plan(planner.first_partition())
     for lane in range(2):
         for window in range(plan.num_windows(lane)):
             counts = Counter()
@@ -164,14 +164,14 @@ def test_every_window_holds_the_corpora_in_their_shares():
 
 def test_after_a_change_of_weights_the_windows_that_were_begun_are_finished_and_the_next_ones_hold_the_new_shares():
     planner = Planner(((10,) * 60, (10,) * 60), 2, 100, 1, (Stage(0, shares_of([1, 0])), Stage(7, shares_of([0, 1]))))
-    first = planner.first_segment()
-    segment = planner.recut(first, [(1, 5), (1, 4)], 7, 2)
-    plan = planner.plan(segment)
+    first = planner.first_partition()
+    partition = planner.repartition(first, [(1, 5), (1, 4)], 7, 2)
+    plan = planner.plan(partition)
     for lane in range(2):
         assert plan.request(lane, 0) == planner.plan(first).request(lane, 1)
         later = [plan.request(lane, window).slices for window in range(1, plan.num_windows(lane))]
         assert {piece.corpus for pieces in later for piece in pieces} == {1}
-    assert sum(segment.quotas) == 1200 - 4 * 100
+    assert sum(partition.quotas) == 1200 - 4 * 100
 
 
 @given(st.integers(1, 20), st.lists(st.integers(0, 60), max_size=4))
@@ -210,12 +210,12 @@ def test_scheduled_weights_hold_from_the_batch_of_their_step_on():
 
 def test_the_position_of_64_lanes_is_small():
     planner = Planner(((4096,) * 1000,), 64, 20_000, 1)
-    position = Position(planner.first_segment(), ((3, 141),) * 64)
+    position = Position(planner.first_partition(), ((3, 141),) * 64)
     assert len(json.dumps(position.to_json(), separators=(",", ":"))) < 1024
 
 
 def test_a_position_of_another_version_is_refused_with_both_versions():
-    value = {**Position.start(Planner(((9,),), 1, 5, 1).first_segment()).to_json(), "version": 7}
+    value = {**Position.start(Planner(((9,),), 1, 5, 1).first_partition()).to_json(), "version": 7}
     with pytest.raises(CheckpointError, match=r"state\.json.*version 7.*reads version 1.*run\.name"):
         position_from_json(value, "state.json")
 
@@ -224,9 +224,9 @@ def test_row_groups_left_out_are_counted_for_good_but_named_for_two_epochs_only(
     def lost(epoch: int, row_group: int) -> Quarantined:
         return Quarantined(WindowKey(epoch, 0, 1, 2), 0, row_group, "row group 3 of train.parquet", "gone")
 
-    position = Position.start(Planner(((9,),), 1, 5, 1).first_segment())
+    position = Position.start(Planner(((9,),), 1, 5, 1).first_partition())
     for epoch in range(4):
-        position = position.leaving_out([lost(epoch, 3), lost(epoch, 5)])
-    assert position.left_out == ((0, 3), (0, 5))
+        position = position.with_quarantined([lost(epoch, 3), lost(epoch, 5)])
+    assert position.ever_quarantined == ((0, 3), (0, 5))
     assert {entry.key.epoch for entry in position.quarantined} == {2, 3}
     assert position_from_json(json.loads(json.dumps(position.to_json())), "state.json") == position

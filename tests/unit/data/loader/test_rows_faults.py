@@ -27,7 +27,7 @@ from rows_helpers import (
     write_tokenizer,
 )
 
-from dist_transformer.data.loader.rows import LostRowGroup, RowReader
+from dist_transformer.data.loader.rows import QuarantinedRowGroup, RowReader
 from dist_transformer.data.manifest import Shard, Split, TextColumns
 from dist_transformer.data.sources import retries
 from dist_transformer.errors import DataError, MachineError, UserError
@@ -65,7 +65,7 @@ def assert_raised_or_quarantined(folder: Path, split: Split, row_group: int, mes
         reader_of(folder, {"train": split}, read_attempts=2).read(WINDOW)
     quarantine = {"read_attempts": 2, "on_bad_row_group": "quarantine"}
     read = reader_of(folder, {"train": split}, **quarantine).read(WINDOW)
-    assert [(lost.corpus, lost.row_group) for lost in read.lost] == [(0, row_group)]
+    assert [(lost.corpus, lost.row_group) for lost in read.quarantined] == [(0, row_group)]
     rest = replace(WINDOW, slices=tuple(piece for piece in WINDOW.slices if piece.row_group != row_group))
     assert as_lists(read.rows) == as_lists(reader_of(folder, {"train": split}).read(rest).rows)
 
@@ -97,7 +97,7 @@ def test_a_truncated_shard_loses_all_its_row_groups(tmp_path, tokens, bytes_left
     ):
         reader_of(tmp_path, {"train": tokens}, read_attempts=1).read(WINDOW)
     read = reader_of(tmp_path, {"train": tokens}, read_attempts=1, on_bad_row_group="quarantine").read(WINDOW)
-    assert [lost.row_group for lost in read.lost] == [0, 1, 2]
+    assert [lost.row_group for lost in read.quarantined] == [0, 1, 2]
     assert as_lists(read.rows) == []
 
 
@@ -185,8 +185,8 @@ def test_row_groups_that_the_request_leaves_out_are_not_touched(tmp_path, tokens
     without = tuple((0, group) for group in range(3))
     read = reader_of(tmp_path, {"train": tokens}).read(replace(WINDOW, without=(*without, (0, 17))))
     file = str(shard_of(tmp_path, tokens))
-    assert read.lost == tuple(
-        LostRowGroup(0, group, f"row group {group} of {file}", "quarantined before") for group in range(3)
+    assert read.quarantined == tuple(
+        QuarantinedRowGroup(0, group, f"row group {group} of {file}", "quarantined before") for group in range(3)
     )
 
 
@@ -262,7 +262,7 @@ def test_a_slow_remote_that_fails_twice_is_read_in_the_third_attempt(tmp_path, t
     with caplog.at_level(logging.WARNING, "dist_transformer"):
         read = remote_reader(tmp_path, remote, read_attempts=3).read(WINDOW)
     assert as_lists(read.rows) == expected
-    assert read.lost == ()
+    assert read.quarantined == ()
     address, path = f"faulty://{tmp_path}/remote/corpus.parquet", f"{tmp_path}/remote/corpus.parquet"
     assert [record.getMessage() for record in caplog.records] == [
         f"{address}: row group 0: {path}: the remote did not answer in time; "
@@ -287,7 +287,7 @@ def test_a_remote_that_never_answers_raises_or_is_left_out(tmp_path, remote, fau
     with pytest.raises(DataError, match=message):
         remote_reader(tmp_path, remote, read_attempts=2).read(WINDOW)
     read = remote_reader(tmp_path, remote, read_attempts=2, on_bad_row_group="quarantine").read(WINDOW)
-    assert [lost.place for lost in read.lost] == [f"row group {group} of {address}" for group in range(3)]
+    assert [lost.place for lost in read.quarantined] == [f"row group {group} of {address}" for group in range(3)]
 
 
 def test_each_row_group_of_a_window_is_read_once_however_it_is_cut(tmp_path, remote):

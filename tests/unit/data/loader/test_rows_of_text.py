@@ -158,7 +158,7 @@ def test_a_sampled_window_without_a_row_group_is_the_one_in_which_it_was_lost(fo
     reader = reader_of(folder, {"train": copy}, sampling=0.2, **settings)
     with changed_bytes(Path(shard.file), 30, 60):
         lost = reader.read(at())
-    assert [(group.row_group, len(lost.rows.row_ids)) for group in lost.lost] == [(0, 80)]
+    assert [(group.row_group, len(lost.rows.row_ids)) for group in lost.quarantined] == [(0, 80)]
     mended = reader_of(folder, {"train": copy}, sampling=0.2, **settings).read(replace(at(), without=((0, 0),)))
     assert as_lists(mended.rows) == as_lists(lost.rows)
 

@@ -43,7 +43,7 @@ def alone(work):
 def test_what_ranks_save_together_is_the_whole_state(run_dir, num_ranks):
     for saved in save(run_dir, 5, num_ranks):
         assert (saved.step, saved.problem, saved.was_there) == (5, None, False)
-    found = checkpoints.newest_whole(run_dir, RUN_ID)
+    found = checkpoints.newest_complete(run_dir, RUN_ID)
     other, expected = MemoryEngine(99), MemoryEngine(5)
     checkpoints.load(found, other)
     assert other.loaded_step == 5
@@ -118,7 +118,7 @@ def test_a_checkpoint_that_an_earlier_start_wrote_is_left_as_it_is(run_dir):
 def test_another_runs_checkpoint_of_that_step_is_set_aside(run_dir):
     save(run_dir, 5, run_id="another")
     save(run_dir, 5)
-    assert checkpoints.newest_whole(run_dir, RUN_ID).state["run_id"] == RUN_ID
+    assert checkpoints.newest_complete(run_dir, RUN_ID).state["run_id"] == RUN_ID
     assert folders(run_dir) == ["step_00000005", "step_00000005.damaged"]
 
 
@@ -141,7 +141,7 @@ def test_a_save_that_fails_on_one_rank_is_written_again_by_all(run_dir, monkeypa
     fails_first(monkeypatch, 2, error)
     results = save(run_dir, 5, save_attempts=3)
     assert {saved.path for saved in results} == {run_dir.checkpoints / "step_00000005"}
-    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 5
+    assert checkpoints.newest_complete(run_dir, RUN_ID).step == 5
     attempts = [message for message in caplog.messages if "rank 1: state_1.safetensors" in message]
     assert len(attempts) == 2
     assert all(str(error) in message for message in attempts)

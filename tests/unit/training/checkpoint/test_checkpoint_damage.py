@@ -79,7 +79,7 @@ DAMAGES = {
 @pytest.mark.parametrize("file", FILES)
 def test_a_damaged_file_is_named_and_the_checkpoint_before_is_taken(run_dir, file, damage, caplog):
     DAMAGES[damage](run_dir.checkpoints / NEWEST / file)
-    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 2
+    assert checkpoints.newest_complete(run_dir, RUN_ID).step == 2
     (message,) = caplog.messages
     assert message.startswith(f"checkpoint {NEWEST} is damaged (")
     assert file in message
@@ -91,20 +91,20 @@ def test_a_file_of_another_run_is_found_and_named(run_dir, other, file, caplog):
     if file.endswith("safetensors"):  # the weights are equal here: those of another step are not
         other = other.with_name("step_00000002")
     shutil.copy(other / file, run_dir.checkpoints / NEWEST / file)
-    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 2
+    assert checkpoints.newest_complete(run_dir, RUN_ID).step == 2
     assert any(name in caplog.text for name in (file, "state.json"))
 
 
 def test_a_whole_checkpoint_of_another_run_is_set_aside(run_dir, other, caplog):
     shutil.rmtree(run_dir.checkpoints / NEWEST)
     shutil.copytree(other, run_dir.checkpoints / NEWEST)
-    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 2
+    assert checkpoints.newest_complete(run_dir, RUN_ID).step == 2
     assert "belongs to another run, fedcba9876543210" in caplog.text
 
 
 def test_a_checkpoint_under_another_steps_name_is_set_aside(run_dir, caplog):
     (run_dir.checkpoints / NEWEST).rename(run_dir.checkpoints / "step_00000009")
-    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 2
+    assert checkpoints.newest_complete(run_dir, RUN_ID).step == 2
     assert "manifest.json is that of step 3" in caplog.text
 
 
@@ -133,7 +133,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_from_scratch(run_d
         DAMAGES[damage](path / file)
     for _ in range(2):
         with pytest.raises(CheckpointError, match=r"none is complete.*choose another\s+run\.name"):
-            checkpoints.newest_whole(run_dir, RUN_ID)
+            checkpoints.newest_complete(run_dir, RUN_ID)
 
 
 def test_of_damaged_checkpoints_the_newest_is_kept_once_there_is_a_whole_one(run_dir, caplog):
@@ -142,14 +142,14 @@ def test_of_damaged_checkpoints_the_newest_is_kept_once_there_is_a_whole_one(run
     save(run_dir, 4)
     for step in (3, 4):
         flip_a_bit(run_dir.checkpoints / f"step_{step:08d}" / "state.json")
-    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 2
+    assert checkpoints.newest_complete(run_dir, RUN_ID).step == 2
     kept = {"step_00000002", "step_00000004.damaged", "step_00000001.diverged", "step_00000001.mine", "notes.damaged"}
     assert {path.name for path in run_dir.checkpoints.iterdir()} == {*kept, "latest"}
 
 
 def test_looking_changes_nothing_in_a_whole_checkpoint(run_dir):
     before = contents(run_dir.checkpoints)
-    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 3
+    assert checkpoints.newest_complete(run_dir, RUN_ID).step == 3
     assert contents(run_dir.checkpoints) == before
 
 
@@ -162,14 +162,14 @@ def test_a_whole_checkpoint_of_another_format_is_refused_and_left_where_it_is(ru
     with pytest.raises(
         CheckpointError, match=rf"of format version {version}.*reads version 2.*{says}.*another run\.name"
     ):
-        checkpoints.newest_whole(run_dir, RUN_ID)
+        checkpoints.newest_complete(run_dir, RUN_ID)
     assert newest.is_dir()
 
 
 def test_a_torn_save_and_a_torn_deletion_are_cleared_away(run_dir):
     for suffix in ("tmp", "trash"):
         shutil.copytree(run_dir.checkpoints / NEWEST, run_dir.checkpoints / f"step_00000009.{suffix}")
-    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 3
+    assert checkpoints.newest_complete(run_dir, RUN_ID).step == 3
     assert sorted(path.name for path in run_dir.checkpoints.glob("step_*")) == ["step_00000002", NEWEST]
 
 
@@ -179,7 +179,7 @@ def test_fragments_that_do_not_tile_their_tensors_are_damage_even_with_right_che
     entry = checkpoints.file_entry(newest / "state_1.safetensors")
     files = {path.name: checkpoints.file_entry(path) for path in newest.glob("state*")}
     rewrite(newest / "manifest.json", files={**files, "state_1.safetensors": entry})
-    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 2
+    assert checkpoints.newest_complete(run_dir, RUN_ID).step == 2
     assert "are there twice" in caplog.text
 
 
@@ -187,14 +187,14 @@ def test_checkpoints_of_a_divergence_are_set_aside_and_never_looked_at(run_dir, 
     save(run_dir, 4)
     assert checkpoints.set_aside_from(run_dir, 3) == [NEWEST, "step_00000004"]
     assert folders(run_dir) == ["step_00000002", "step_00000004.diverged"]  # of each divergence the newest is kept
-    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 2
+    assert checkpoints.newest_complete(run_dir, RUN_ID).step == 2
     save(run_dir, 3, total_target_tokens=7)
     again = contents(run_dir.checkpoints / NEWEST)
     assert checkpoints.set_aside_from(run_dir, 3) == [NEWEST]
     assert folders(run_dir) == ["step_00000002", f"{NEWEST}.diverged"]
     assert contents(run_dir.checkpoints / f"{NEWEST}.diverged") == again
     assert checkpoints.set_aside_from(run_dir, 1) == ["step_00000002"]
-    assert checkpoints.newest_whole(run_dir, RUN_ID) is None
+    assert checkpoints.newest_complete(run_dir, RUN_ID) is None
     assert "all checkpoints are of steps that diverged" in caplog.text
 
 
@@ -251,7 +251,7 @@ def stutter(monkeypatch):
 def test_a_disk_that_stutters_at_a_start_sets_nothing_aside(run_dir, stutter, number, names):
     before = contents(run_dir.checkpoints)
     with stutter(number, names):
-        assert checkpoints.newest_whole(run_dir, RUN_ID).step == 3
+        assert checkpoints.newest_complete(run_dir, RUN_ID).step == 3
         assert checkpoints.newest_run_id(run_dir) == RUN_ID
     assert contents(run_dir.checkpoints) == before
 
@@ -261,7 +261,7 @@ def test_a_disk_that_does_not_answer_is_a_fault_of_the_machine_and_changes_nothi
     before = folders(run_dir)
     says = rf"{name}.* cannot be read now .*Start again when its disk answers"
     with stutter(errno.ESHUTDOWN, {name}, times=10**6), pytest.raises(MachineError, match=says) as fault:
-        checkpoints.newest_whole(run_dir, RUN_ID)
+        checkpoints.newest_complete(run_dir, RUN_ID)
     assert fault.value.exit_code == 1
     assert sorted(os.listdir(run_dir.checkpoints)) == ["latest", *before]
 
@@ -314,7 +314,7 @@ def test_files_that_cannot_be_opened_for_want_of_descriptors_are_not_damaged(run
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         with pytest.raises(MachineError, match="Too many open files"):
-            checkpoints.newest_whole(run_dir, RUN_ID)
+            checkpoints.newest_complete(run_dir, RUN_ID)
         with pytest.raises(MachineError, match="Too many open files"):
             StateFiles(run_dir.checkpoints / NEWEST)
     finally:

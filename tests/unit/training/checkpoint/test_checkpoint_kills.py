@@ -51,7 +51,7 @@ class Snapshots:
                 path = run_dir.checkpoints / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(content)
-        return [checkpoints.newest_whole(run_dir, run_id).step for run_dir, _ in self.taken]
+        return [checkpoints.newest_complete(run_dir, run_id).step for run_dir, _ in self.taken]
 
 
 def test_a_kill_at_any_moment_of_a_save_leaves_the_old_or_the_new_checkpoint(run_dir, tmp_path, monkeypatch, caplog):
@@ -116,4 +116,4 @@ def test_a_full_disk_gives_up_the_save_and_keeps_the_older_one(small_disk, run_d
     assert folders(run_dir) == ["step_00000001"]
     (small_disk / "filler").unlink()
     assert save(run_dir, 2)[0].path is not None
-    assert checkpoints.newest_whole(run_dir, RUN_ID).step == 2
+    assert checkpoints.newest_complete(run_dir, RUN_ID).step == 2

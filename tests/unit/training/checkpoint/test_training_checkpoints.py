@@ -50,7 +50,7 @@ def test_a_checkpoint_of_any_stage_goes_on_in_any_other(run_dir, make_engine, ra
     save_engine(run_dir, engine, ranks, 3)
     expected = [a_step(engine, batch) for batch in batches[3:6]]
     other = make_engine(zero_stage=loaded_by, seed=99)
-    checkpoints.load(checkpoints.newest_whole(run_dir, RUN_ID), other)
+    checkpoints.load(checkpoints.newest_complete(run_dir, RUN_ID), other)
     assert [a_step(other, batch) for batch in batches[3:6]] == pytest.approx(expected, rel=1e-6)
 
 
@@ -62,14 +62,14 @@ def test_masters_moments_and_loss_scale_survive_in_short_precisions(run_dir, mak
     save_engine(run_dir, engine, ranks, 3)
     expected = [a_step(engine, batch) for batch in batches[3:6]]
     other = make_engine(precision=precision, initial_loss_scale=4, loss_scale_window=2, seed=99)
-    checkpoints.load(checkpoints.newest_whole(run_dir, RUN_ID), other)
+    checkpoints.load(checkpoints.newest_complete(run_dir, RUN_ID), other)
     assert [a_step(other, batch) for batch in batches[3:6]] == expected
     assert other.loss_scale() == engine.loss_scale()
 
 
 def test_a_checkpoint_of_another_model_names_what_differs(run_dir):
     save(run_dir, 3)
-    checkpoint = checkpoints.newest_whole(run_dir, RUN_ID)
+    checkpoint = checkpoints.newest_complete(run_dir, RUN_ID)
     for shapes in ({**SHAPES, "embedding": (3, 7)}, {**SHAPES, "another": (1,)}, {"scale": (), "norm.gain": (5,)}):
         engine = MemoryEngine(0)
         engine.shapes = shapes.copy
