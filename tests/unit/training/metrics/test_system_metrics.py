@@ -237,7 +237,7 @@ def log_after(logger: MetricsLogger, step: int, seconds: float) -> None:
     logger.count(batch, torch.zeros(2, dtype=torch.float64))
     logger.exclude(-seconds)
     counts = {"step": step, "skipped_updates": 0, "total_target_tokens": step}
-    progress: Any = SimpleNamespace(**counts, position=SimpleNamespace(left_out=()))
+    progress: Any = SimpleNamespace(**counts, position=SimpleNamespace(ever_quarantined=()))
     logger.log(progress, 0.1)
 
 
