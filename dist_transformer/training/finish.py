@@ -8,7 +8,7 @@ from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.distributed.rounds import WantsStop
 from dist_transformer.reporting.run_report import report_after_training
 from dist_transformer.run.folder import RunDir
-from dist_transformer.tracking.tracker import MODEL_SECONDS, Status, Tracker
+from dist_transformer.tracking.tracker import CLOSE_SECONDS, MODEL_SECONDS, Status, Tracker
 from dist_transformer.training.watchdog import Watchdog
 
 REPORT_SECONDS = 600.0
@@ -54,7 +54,7 @@ class RunEnd:
                 self._tracker.close(status)
 
         if self._tracking.enabled:
-            seconds = self._tracking.close_seconds + MODEL_SECONDS + MARGIN_SECONDS
+            seconds = CLOSE_SECONDS + MODEL_SECONDS + MARGIN_SECONDS
             self._by_first(close, "waiting for MLflow to take the rest", seconds)
 
     def close_alone(self, status: Status) -> None:

@@ -67,7 +67,7 @@ def open_records(
     def checkpoint_saved(step: int, path: Path) -> None:
         metric = config.validation.metric
         with _warned_of_disk(path):
-            retention.retain(run_dir, config.checkpoints, config.divergence.patience_steps, metric)
+            retention.retain(run_dir, config.checkpoints, metric)
         if tracker is not None:
             _tell(tracker, run_dir, path, metric)
         with _warned_of_disk(path):

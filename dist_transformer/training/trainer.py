@@ -169,8 +169,8 @@ def _train(
     peak = peak_of(ranks.device, config.training.precision, run.terminal.profile)
     mfu = Mfu(config.model, data.manifest.target_vocabulary, _sum(ranks, peak.flops_per_second)).of
     reporter = Reporter(config, ranks, engine, validator, stopping, sampler, journal, recorded, mfu)
-    monitor = LossMonitor(config.divergence, changes.loss_monitor(checkpoint))
-    saver = AsyncWriter(run.run_dir, ranks, config.checkpoints, watchdog.progress)
+    monitor = LossMonitor(changes.loss_monitor(checkpoint))
+    saver = AsyncWriter(run.run_dir, ranks, watchdog.progress)
     factor = run.recovery.learning_rate_factor
     about = {"recipe": data.recipe(), "libraries": data.libraries, "run_id": run.run_id, "settings": changes.settings}
     trainer = Trainer(
@@ -185,10 +185,9 @@ def _train(
     log.info("start      step %d%s", progress.step, f", resumed from {checkpoint.path}" if checkpoint else "")
     with telling_out_of_memory("the copy of the state for checkpoints", ranks.device):
         saver.reserve(engine)
-    if config.training.dry_run:
-        dry_run(engine, largest_shapes(config.data), ranks, data.manifest.eos_id, watchdog.progress)
-        if ranks.device.type == "cuda":  # on CPUs a search takes long, and there is mostly memory to swap
-            dry_run_of_validation(validator, config, data, ranks, watchdog.progress)
+    dry_run(engine, largest_shapes(config.data), ranks, data.manifest.eos_id, watchdog.progress)
+    if ranks.device.type == "cuda":  # on CPUs a search takes long, and there is mostly memory to swap
+        dry_run_of_validation(validator, config, data, ranks, watchdog.progress)
     watchdog.progress("reading the first windows")
     every_steps, quiet = config.checkpoints.every_steps, run.terminal.quiet
     with (

@@ -1,6 +1,6 @@
 """Reads the rows of a window: slices of row groups, as token ids; text is tokenized on the way.
 
-A row group that cannot be read is tried again (`data.read_attempts`). After that it ends the run, or is left out of the
+A row group that cannot be read is tried again. After that it ends the run, or is left out of the
 window and named in what is returned (`data.on_bad_row_group`). It is always the whole row group that is left out, so
 that all windows that share it do the same.
 """
@@ -76,7 +76,7 @@ class RowReader:
         self._folder = folder
         self._data = data
         self._splits = manifest.splits
-        self._tables = RowGroupTables(data.read_attempts)
+        self._tables = RowGroupTables()
         self._sampler = Sampler(folder, manifest.tokenizer, sampling, seed)
         self._corpora = tuple(self._corpus(manifest.splits[name]) for name in manifest.training)
 
