@@ -146,7 +146,7 @@ _PATTERNS: dict[KeyPath, str] = {
     ("slurm", "time_limit"): "expected a time as sbatch takes it: 30 (minutes), 1:00:00 or 2-00:00:00",
     ("tracking", "register_as"): "expected a name without / : '",
 }
-_NEVER_SHOWN = (("tracking", "uri"), ("slurm", "environment"), ("slurm", "setup"))
+_NEVER_SHOWN = (("tracking", "uri"), *(("slurm", key) for key in ("environment", "setup", "sbatch", "srun")))
 
 
 def _shown(value: Any) -> str:
