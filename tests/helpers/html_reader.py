@@ -25,7 +25,7 @@ class Page(HTMLParser):
         self.headings: list[tuple[int, str]] = []
         self.text = ""
         self._open: list[str] = []
-        self.prefetcher(html)
+        self.feed(html)
         self.close()
         assert not self._open, f"never closed: {self._open}"
 
