@@ -1,6 +1,7 @@
 """One process that is a group of its own: real DeepSpeed engines without a launcher."""
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -36,7 +37,7 @@ def make_engine(ranks: Ranks) -> Iterator[Callable[..., Engine]]:
             activation_checkpointing=settings.activation_checkpointing,
         )
         objective = Objective(model, settings.label_smoothing, settings.precision)
-        with patch.multiple(engine, **constants):
+        with patch.multiple(engine, **constants) if constants else nullcontext():
             made.append(Engine(objective, settings, optimizer or OptimizerConfig(), ranks))
         return made[-1]
 
