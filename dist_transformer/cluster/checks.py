@@ -37,25 +37,14 @@ RECENT_BYTES = 1 << 18
 
 _OPTION_NAME = re.compile(r"[a-z][a-z0-9-]*")
 _INSTEAD = {
-    "nodes": "slurm.nodes",
-    "ntasks-per-node": "slurm.ranks_per_node",
-    "ntasks": "slurm.nodes and slurm.ranks_per_node",
-    "cpus-per-task": "slurm.cpus_per_rank",
-    "gpus-per-node": "slurm.gpus_per_node, and slurm.sbatch.gres for their kind",
-    "time": "slurm.time_limit",
-    "signal": "slurm.signal_seconds",
-    "job-name": "run.name",
-    "export": "slurm.environment",
-    "export-file": "slurm.environment",
-    "array": "`dist-transformer sweep`",
-    "dependency": "submit --after",
-    "kill-on-invalid-dep": "submit --after",
-}
+    "nodes": "slurm.nodes", "ntasks-per-node": "slurm.ranks_per_node", "cpus-per-task": "slurm.cpus_per_rank",
+    "ntasks": "slurm.nodes and slurm.ranks_per_node", "time": "slurm.time_limit", "signal": "slurm.signal_seconds",
+    "gpus-per-node": "slurm.gpus_per_node, and slurm.sbatch.gres for their kind", "job-name": "run.name",
+    "export": "slurm.environment", "export-file": "slurm.environment", "array": "`dist-transformer sweep`",
+    "dependency": "submit --after", "kill-on-invalid-dep": "submit --after",
+}  # fmt: skip
 """Options of sbatch that submit sets itself, and what says them."""
-_RELIED_ON = (
-    *_INSTEAD,
-    *("requeue", "no-requeue", "open-mode", "output", "wrap", "parsable", "chdir", "comment"),
-)
+_RELIED_ON = (*_INSTEAD, "requeue", "no-requeue", "open-mode", "output", "wrap", "parsable", "chdir", "comment")
 _READ_HERE = ("exclude", "gres")
 _SRUN_KEYS = {"container-image": "container_image", "container-mounts": "container_mounts"}
 _NODES = re.compile(r"[A-Za-z0-9._-]+(\[[0-9,-]+\][A-Za-z0-9._-]*)*(,[A-Za-z0-9._-]+(\[[0-9,-]+\][A-Za-z0-9._-]*)*)*")

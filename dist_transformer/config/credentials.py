@@ -92,7 +92,7 @@ def holds_secret(text: str) -> bool:
 def shown_override(override: str) -> str:
     """A `section.key=value` as messages may repeat it: no variables or lines of a job, no address with a user in it."""
     has_user = "://" in override and "@" in override
-    if not has_user and not re.search("environment|setup", override) and not holds_secret(override):
+    if not has_user and not re.search("environment|setup|export", override) and not holds_secret(override):
         return override
     key = override.partition("=")[0]
     return f"{key}=***" if re.fullmatch(r"[\w.]+", key) else "***"

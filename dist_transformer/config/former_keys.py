@@ -9,31 +9,21 @@ from typing import Any
 
 from dist_transformer.config.yaml_positions import Marked
 
-CONSTANTS: dict[tuple[str, str], Any] = {
-    ("divergence", "window_steps"): 200,
-    ("divergence", "deviations"): 8.0,
-    ("divergence", "patience_steps"): 20,
-    ("divergence", "learning_rate_factor"): 0.5,
-    ("divergence", "max_rollbacks"): 3,
-    ("checkpoints", "save_attempts"): 3,
-    ("data", "read_attempts"): 8,
-    ("data", "stall_seconds"): 300,
-    ("tracking", "close_seconds"): 10,
-    ("tracking", "upload_megabytes"): 2000,
-    ("tokenizer", "training_sentences"): 2_000_000,
-    ("training", "dry_run"): True,
-    ("training", "loss_scale_window"): 1000,
-    ("training", "initial_loss_scale"): 65_536,
-    ("training", "threads_per_rank"): 0,
-    ("slurm", "preflight_seconds"): 180,
-    ("slurm", "preflight_tolerance"): 0.8,
-}
+CONSTANTS: dict[str, dict[str, Any]] = {
+    "divergence": {"window_steps": 200, "deviations": 8.0, "patience_steps": 20, "learning_rate_factor": 0.5, "max_rollbacks": 3},
+    "checkpoints": {"save_attempts": 3},
+    "data": {"read_attempts": 8, "stall_seconds": 300},
+    "tokenizer": {"training_sentences": 2_000_000},
+    "training": {"dry_run": True, "loss_scale_window": 1000, "initial_loss_scale": 65_536, "threads_per_rank": 0},
+    "tracking": {"close_seconds": 10, "upload_megabytes": 2000},
+    "slurm": {"preflight_seconds": 180, "preflight_tolerance": 0.8},
+}  # fmt: skip
 """Settings that are constants of the program now, and the value that each had where nobody gave one."""
 
-_SAID: dict[tuple[str, str], str] = {
-    ("data", "stall_seconds"): "it is always half of training.hang_seconds. Remove it",
-    ("training", "dry_run"): "it is always made. Remove it",
-    ("training", "threads_per_rank"): "set the variable OMP_NUM_THREADS, in a job by slurm.environment. Remove it here",
+_SAID = {
+    "stall_seconds": "it is always half of training.hang_seconds. Remove it",
+    "dry_run": "it is always made. Remove it",
+    "threads_per_rank": "set the variable OMP_NUM_THREADS, in a job by slurm.environment. Remove it here",
 }
 OPTIONS: dict[str, tuple[str, str]] = {
     **{name: ("sbatch", name) for name in ("partition", "account", "qos", "constraint", "exclude", "gres")},
@@ -70,9 +60,9 @@ def take_former_keys(marked: Marked) -> tuple[Marked, list[str]]:
     values = {name: dict(part) if isinstance(part, dict) else part for name, part in marked.values.items()}
     sections = {name: part for name, part in values.items() if isinstance(part, dict)}
     problems = []
-    for (name, key), constant in CONSTANTS.items():
+    for name, key, constant in ((name, *each) for name, part in CONSTANTS.items() for each in part.items()):
         if key in sections.get(name, ()) and sections[name].pop(key) != constant:
-            said = _SAID.get((name, key), f"it is always {constant}. Remove it")
+            said = _SAID.get(key, f"it is always {constant}. Remove it")
             problems.append(f"{marked.place((name, key))}: {name}.{key}: is no setting any more: {said}")
     slurm = sections.get("slurm", {})
     for key in [key for key in slurm if key in OPTIONS or key in OPTION_LISTS]:
