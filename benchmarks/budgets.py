@@ -24,7 +24,7 @@ import torch
 from loader import packed_figures
 from memory_plan import all_events
 from synthetic_corpus import PAD_ID, Corpus, synthetic_config
-from synthetic_text import TRAINING_SENTENCES, write_text
+from synthetic_text import trained_tokenizer, write_text
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
@@ -90,7 +90,13 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
     """Measures all rows; the run is made in a temporary folder."""
     with tempfile.TemporaryDirectory() as name:
         run = _train(Path(name), arguments)
-        rows = [_data_wait(run), *_padding(run), _logging(run), _checkpoints(run), _start(Path(name))]
+        rows = [
+            _data_wait(run),
+            *_padding(run),
+            _logging(run),
+            _checkpoints(run),
+            _start(Path(name), arguments.threads),
+        ]
     return [*rows, _loss_memory(arguments)]
 
 
@@ -112,15 +118,16 @@ def _train(folder: Path, arguments: argparse.Namespace) -> RealRun:
     write_text(folder, arguments.run_pairs, 4096)
     config = _config(folder, arguments)
     (folder / CONFIG).write_text(to_yaml(config), encoding="utf-8")
-    records, clocks = _run(folder, config.run.name)
+    records, clocks = _run(folder, config.run.name, arguments.threads)
     manifest = Manifest.load(folder / PREPARED)
     return RealRun(records, clocks, RunData(config, folder / PREPARED, manifest))
 
 
-def _run(folder: Path, name: str, *settings: str) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
+def _run(folder: Path, name: str, threads: int, *settings: str) -> tuple[list[dict[str, Any]], list[dict[str, float]]]:
     """Runs the folder's configuration. Returns its "train" records and clocks."""
     clocks, script = folder / "clocks.json", Path(__file__).with_name("timed_train.py")
     environment = {name: value for name, value in os.environ.items() if name != "MLFLOW_TRACKING_URI"}
+    environment["OMP_NUM_THREADS"] = str(threads)
     done = subprocess.run(
         [sys.executable, str(script), str(clocks), str(folder / CONFIG), f"run.name={name}", *settings],
         env=environment,
@@ -135,13 +142,11 @@ def _run(folder: Path, name: str, *settings: str) -> tuple[list[dict[str, Any]],
 
 def _config(folder: Path, arguments: argparse.Namespace) -> Config:
     data = {"prepared": str(folder / PREPARED), "lanes": 1, "max_tokens": arguments.max_tokens}
-    tokenizer = {"vocabulary_size": arguments.vocabulary, "training_sentences": TRAINING_SENTENCES}
-    values = synthetic_config(folder, data, tokenizer).model_dump(mode="json")
+    values = synthetic_config(folder, data, trained_tokenizer(folder, arguments.vocabulary)).model_dump(mode="json")
     values["model"] = {"preset": arguments.preset}
     values["training"] = {
         "precision": "fp32",
         "max_steps": arguments.run_steps,
-        "threads_per_rank": arguments.threads,
         "log_every_steps": LOG_EVERY_STEPS,
     }
     values["optimizer"], values["schedule"] = {"learning_rate": 1e-4}, {"warmup_steps": arguments.run_steps}
@@ -205,10 +210,10 @@ def _checkpoints(run: RealRun) -> Row:
     return Row("checkpoints, one in 10 minutes", (still + writing) / SAVE_SECONDS, 0.02, note)
 
 
-def _start(folder: Path) -> Row:
+def _start(folder: Path, threads: int) -> Row:
     """Measures the start of another run on the corpus that the first one has prepared; its only step included."""
     began = time.time()
-    (record,), _ = _run(folder, "start", "training.max_steps=1", "schedule.warmup_steps=1")
+    (record,), _ = _run(folder, "start", threads, "training.max_steps=1", "schedule.warmup_steps=1")
     note = "from the command to the log line of its first step; the corpus is prepared"
     return Row("start to the first step", record["time"] - began, 15.0, note, "{:.1f} s")
 

@@ -29,7 +29,7 @@ import common
 import torch
 from common import Figures, Rounds
 
-from dist_transformer.config.schema import CheckpointConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from dist_transformer.config.schema import ModelConfig, OptimizerConfig, TrainingConfig
 from dist_transformer.distributed import group
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.model.transformer import Transformer
@@ -63,7 +63,7 @@ class Case:
         self.engine.train()
         self._ranks, self._folder, self._run_dir = ranks, folder, RunDir(folder / "ours")
         self._run_dir.path.mkdir(parents=True, exist_ok=True)
-        self._saver = AsyncWriter(self._run_dir, ranks, CheckpointConfig(), lambda doing: None)
+        self._saver = AsyncWriter(self._run_dir, ranks, lambda doing: None)
         shape = (2, 4, max(1, arguments.max_tokens // 8))
         self._ids = torch.randint(1, vocabulary, shape, generator=torch.Generator().manual_seed(SEED)).to(ranks.device)
         self._steps = 0

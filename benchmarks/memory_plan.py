@@ -37,6 +37,7 @@ from dist_transformer.planning.activations import Shape
 from dist_transformer.planning.memory import memory_of_rank
 from dist_transformer.planning.vocabularies import vocabulary_sizes
 from dist_transformer.processes.launching import start_local_ranks
+from dist_transformer.training.engine import engine
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import Objective
 
@@ -57,6 +58,8 @@ CASES = [
         for model, shape in ((SMALL, MANY_TOKENS), (WIDE, FEW_TOKENS))
     ],
 ]
+engine.INITIAL_LOSS_SCALE = 2
+"""Low enough for a first update."""
 LINEAR = torch.nn.functional.linear
 """The original function: stage 3 replaces it for all later engines of the process."""
 
@@ -64,7 +67,7 @@ LINEAR = torch.nn.functional.linear
 def configuration(model: dict[str, int], training: dict[str, object], vocabulary: int) -> Config:
     """Returns a configuration with sequential micro-batches and a loss scale low enough for a first update."""
     values = {"data": {"lanes": 64}, "tokenizer": {"vocabulary_size": vocabulary}, "model": model}
-    return Config.model_validate({**values, "training": {"initial_loss_scale": 2, **training}})
+    return Config.model_validate({**values, "training": training})
 
 
 def measured(config: Config, shape: Shape, ranks: Ranks) -> Figures:

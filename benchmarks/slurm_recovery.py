@@ -32,10 +32,10 @@ CONFIG = """
 data: {train: {demo: train}, lanes: 2, max_tokens: 1024}
 tokenizer: {vocabulary_size: 500}
 model: {preset: tiny}
-training: {max_steps: 1000000, precision: fp32, log_every_steps: 1, threads_per_rank: 1}
+training: {max_steps: 1000000, precision: fp32, log_every_steps: 1}
 checkpoints: {every_steps: 20, keep_last: 2, average_last: 2}
 tracking: {enabled: false}
-slurm: {nodes: 2, time_limit: "1:00:00", signal_seconds: 60, cpu_bind: null}
+slurm: {nodes: 2, time_limit: "1:00:00", signal_seconds: 60, srun: {cpu-bind: null}}
 """
 SETTINGS = {"SlurmdTimeout": "300 s", "KillWait": "30 s", "AuthInfo": "cred_expire 120 s"}
 """Settings of Slurm that bound these times, with its defaults."""

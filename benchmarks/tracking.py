@@ -38,12 +38,15 @@ from dist_transformer.config.schema import TrackingConfig, TrainingConfig
 from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog
+from dist_transformer.tracking import tracker as tracking
 from dist_transformer.tracking.tracker import Tracker
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "helpers"))
 
 from faulty_proxy import Fault, Proxy
 from mlflow_server import Server, free_port
+
+tracking.CLOSE_SECONDS = 1
 
 HEALTHY, SLOW, FROZEN, DEAD = SITUATIONS = ("healthy", "slow", "frozen", "dead")
 ON, OFF, DIRECT = "ours", "metrics.jsonl only", "mlflow.log_metrics"
@@ -160,7 +163,7 @@ def _block(case: str, load: Load, situation: Situation, folder: Path, num_steps:
     log = MetricsLog(run_dir.metrics)
     if case == OFF:
         return _steps(log, load, num_steps)
-    settings = TrackingConfig.model_validate({"uri": situation.uri, "close_seconds": 1})
+    settings = TrackingConfig.model_validate({"uri": situation.uri})
     tracker = Tracker(run_dir, settings, run_dir.name, folder, run_dir.name)
     tracker.start({"seed": "1"}, {}, "model: base\n")
     while not _is_delivered(run_dir):

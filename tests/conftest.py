@@ -44,12 +44,11 @@ data:
   window_rows: 60
   row_group_rows: 64
   loader_workers: 0
-  stall_seconds: 60
 tokenizer: {{vocabulary_size: 200}}
 model: {{preset: tiny, d_model: 32, d_ff: 64, num_encoder_layers: 1, num_decoder_layers: 1, dropout: 0.1}}
 optimizer: {{learning_rate: 0.01}}
 schedule: {{warmup_steps: 4}}
-training: {{max_steps: 6, precision: fp32, log_every_steps: 1, hang_seconds: 120, dry_run: false}}
+training: {{max_steps: 6, precision: fp32, log_every_steps: 1, hang_seconds: 120}}
 validation: {{every_steps: 100, translate: false}}
 checkpoints: {{every_steps: 3, keep_last: 3, average_last: 2}}
 tracking: {{enabled: false}}
@@ -90,8 +89,8 @@ def command(small_corpus: Path, quick_client: Path) -> Command:
 def train_small(command: Command) -> Callable[..., Path]:
     """Trains small.yaml under a name; gives the run folder."""
 
-    def train(name: str, *overrides: str, ranks: int = 1, code: int = 0) -> Path:
-        command("train", "small.yaml", f"run.name={name}", *overrides, "--ranks", ranks, code=code)
+    def train(name: str, *overrides: str, ranks: int = 1, code: int = 0, **environment: str) -> Path:
+        command("train", "small.yaml", f"run.name={name}", *overrides, "--ranks", ranks, code=code, **environment)
         return command.folder / "runs" / name
 
     return train

@@ -44,7 +44,7 @@ def start_ours(task: Task, python: Path) -> list[str]:
         "schedule": {"warmup_steps": WARMUP_STEPS},
         "training": {
             "max_steps": NEVER, "precision": "fp32", "label_smoothing": LABEL_SMOOTHING,
-            "log_every_steps": task.steps_per_mark, "threads_per_rank": task.threads,
+            "log_every_steps": task.steps_per_mark,
         },
         "validation": {"every_steps": NEVER, "translate": False},
         "checkpoints": {"every_steps": NEVER},

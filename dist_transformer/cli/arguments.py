@@ -37,7 +37,7 @@ def read_run(run: Path, overrides: list[str] | None = None, *, check_files: bool
         if any(override.startswith("slurm.cluster=") for override in overrides or []):
             raise UserError(
                 "slurm.cluster: the settings of a run folder are complete, so a profile fills none of them; give the YAML "
-                "file, or the settings themselves: slurm.partition=..."
+                "file, or the settings themselves: slurm.sbatch.partition=..."
             )
         return load_config(run_dir.config, overrides, check_files=False), run_dir
     config = load_config(run, overrides, check_files=check_files)

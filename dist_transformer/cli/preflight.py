@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from dist_transformer.cli.arguments import read_run
+from dist_transformer.cluster.script import PREFLIGHT_SECONDS, PREFLIGHT_TOLERANCE
 from dist_transformer.config.credentials import without_credentials
 from dist_transformer.run.folder import RunDir
 
@@ -20,10 +21,10 @@ def preflight_command(
     run_folder: Annotated[
         Path | None, typer.Option(help="Run folder whose disk and MLflow server are tried; none: --folder.")
     ] = None,
-    seconds: Annotated[int, typer.Option(min=10, help="Time limit.")] = 180,
+    seconds: Annotated[int, typer.Option(min=10, help="Time limit.")] = PREFLIGHT_SECONDS,
     tolerance: Annotated[
         float, typer.Option(help="A node that reaches less than this share of the nodes' median stands out.")
-    ] = 0.8,
+    ] = PREFLIGHT_TOLERANCE,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks to start on this machine: one per GPU.")] = 1,
 ) -> None:
     """Measure this machine: matmul, disk, memory, and between ranks the network. On Slurm: slurm/preflight.sbatch.

@@ -19,7 +19,7 @@ from dist_transformer.config.checks import file_problems, run_name_problems
 from dist_transformer.config.model_size import checkpoints_bytes
 from dist_transformer.config.schema import Config
 from dist_transformer.config.secret_checks import secret_problems
-from dist_transformer.config.slurm_schema import SlurmConfig
+from dist_transformer.config.slurm_schema import SlurmConfig, listed
 from dist_transformer.errors import UserError
 from dist_transformer.files import modified
 from dist_transformer.run.attempts import newest_checkpoint
@@ -35,18 +35,19 @@ SIGNAL_EARLY_SECONDS = 60
 RECENT_BYTES = 1 << 18
 """Bytes read from the end of metrics.jsonl: a few hundred records, from which times are measured."""
 
-_OPTION = re.compile(r"--[a-z][a-z0-9-]*(=[^\n\0]*)?")
-_RELIED_ON = (
-    *("--requeue", "--no-requeue", "--signal", "--open-mode", "--nodes", "--ntasks-per-node", "--output"),
-    *("--ntasks", "--export", "--export-file", "--wrap", "--parsable", "--array", "--job-name", "--chdir"),
-    *("--comment", "--dependency", "--kill-on-invalid-dep", "--exclude"),
-)
-_SRUN_KEYS = {
-    "--cpu-bind": "cpu_bind",
-    "--container-image": "container_image",
-    "--container-mounts": "container_mounts",
-}
-_NODES = re.compile(r"[A-Za-z0-9._-]+(\[[0-9,-]+\][A-Za-z0-9._-]*)*")
+_OPTION_NAME = re.compile(r"[a-z][a-z0-9-]*")
+_INSTEAD = {
+    "nodes": "slurm.nodes", "ntasks-per-node": "slurm.ranks_per_node", "cpus-per-task": "slurm.cpus_per_rank",
+    "ntasks": "slurm.nodes and slurm.ranks_per_node", "time": "slurm.time_limit", "signal": "slurm.signal_seconds",
+    "gpus-per-node": "slurm.gpus_per_node, and slurm.sbatch.gres for their kind", "job-name": "run.name",
+    "export": "slurm.environment", "export-file": "slurm.environment", "array": "`dist-transformer sweep`",
+    "dependency": "submit --after", "kill-on-invalid-dep": "submit --after",
+}  # fmt: skip
+"""Options of sbatch that submit sets itself, and what says them."""
+_RELIED_ON = (*_INSTEAD, "requeue", "no-requeue", "open-mode", "output", "wrap", "parsable", "chdir", "comment")
+_READ_HERE = ("exclude", "gres")
+_SRUN_KEYS = {"container-image": "container_image", "container-mounts": "container_mounts"}
+_NODES = re.compile(r"[A-Za-z0-9._-]+(\[[0-9,-]+\][A-Za-z0-9._-]*)*(,[A-Za-z0-9._-]+(\[[0-9,-]+\][A-Za-z0-9._-]*)*)*")
 _SET_BY_THE_JOB = re.compile(r"(SLURM_|SRUN_|SBATCH_|MASTER_).*|(LOCAL_)?(RANK|WORLD_SIZE)|PYTHONPATH|PYTHONSAFEPATH")
 
 
@@ -140,9 +141,10 @@ def _rank_problems(config: Config) -> Iterator[str]:
             f"slurm.gpus_per_node: {slurm.gpus_per_node} GPUs for {slurm.ranks_per_node} ranks on each node; a rank uses "
             "one GPU, so give as many in slurm.ranks_per_node"
         )
-    if slurm.gres is not None and not slurm.gpus_per_node:
+    gres = slurm.sbatch.get("gres")
+    if gres and not slurm.gpus_per_node:
         yield (
-            f"slurm.gres: {slurm.gres!r} is given, but slurm.gpus_per_node is 0, which is CPU training; give the number of "
+            f"slurm.sbatch.gres: {gres!r} is given, but slurm.gpus_per_node is 0, which is CPU training; give the number of "
             "GPUs there too"
         )
 
@@ -285,25 +287,29 @@ def _limit_or_none(text: str) -> int | None:
 
 
 def _option_problems(slurm: SlurmConfig) -> Iterator[str]:
-    for key, options in (("extra_sbatch", slurm.extra_sbatch), ("extra_srun", slurm.extra_srun)):
-        for option in options:
-            if not _OPTION.fullmatch(option):
-                yield f"slurm.{key}: {option!r}: expected --option or --option=value, one an entry"
-    for option in slurm.extra_sbatch:
-        # sbatch also accepts abbreviated options.
-        taken = [name for name in _RELIED_ON if _OPTION.fullmatch(option) and name.startswith(option.split("=")[0])]
-        if taken:
-            yield (
-                f"slurm.extra_sbatch: {option!r}: {taken[0]} is set by submit and the batch script relies on it; "
-                "use the keys of slurm:"
-            )
-    for option in slurm.extra_srun:
-        name = option.split("=")[0]
+    for key, options in (("sbatch", slurm.sbatch), ("srun", slurm.srun)):
+        for name, value in options.items():
+            if not _OPTION_NAME.fullmatch(name):
+                yield f"slurm.{key}: {name!r}: expected a long option of {key} without its dashes: nodelist, mem-per-cpu"
+            if re.search("[\n\0]", "".join(map(str, listed(value)))):
+                yield f"slurm.{key}.{name}: {value!r}: an option cannot hold a line break"
+    for name in filter(_OPTION_NAME.fullmatch, slurm.sbatch):
+        # sbatch also takes an option by its first letters.
+        taken = min((k for k in (*_RELIED_ON, *_READ_HERE) if k.startswith(name)), key=len, default=name)
+        if taken in _RELIED_ON:
+            use = f"use {_INSTEAD[taken]}" if taken in _INSTEAD else "the batch script relies on it; remove it"
+            yield f"slurm.sbatch.{name}: --{taken} is set by submit; {use}"
+        elif taken != name:
+            yield f"slurm.sbatch.{name}: is short for --{taken}; write slurm.sbatch.{taken}"
+    for name in slurm.srun:
         if name in _SRUN_KEYS and getattr(slurm, _SRUN_KEYS[name]):
-            yield f"slurm.extra_srun: {option!r}: slurm.{_SRUN_KEYS[name]} is given too; keep one of them"
-    for nodes in slurm.exclude:
-        if not _NODES.fullmatch(nodes):
-            yield f"slurm.exclude: {nodes!r}: expected a node, or several as in 'n[1-3,7]', one entry each"
+            yield f"slurm.srun.{name}: slurm.{_SRUN_KEYS[name]} is given too; keep one of them"
+    for nodes in listed(slurm.sbatch.get("exclude") or ()):
+        if not _NODES.fullmatch(str(nodes)):
+            yield f"slurm.sbatch.exclude: {nodes!r}: expected nodes as Slurm names them: n7, or several as in 'n[1-3,7]'"
+    memory = slurm.sbatch.get("mem")
+    if memory and not re.fullmatch(r"\d+[KMGT]?", str(memory)):
+        yield f"slurm.sbatch.mem: {memory!r}: expected a number with K, M, G or T: 120G"
 
 
 def _container_problems(slurm: SlurmConfig, folders: list[Path]) -> Iterator[str]:
@@ -319,8 +325,8 @@ def _container_problems(slurm: SlurmConfig, folders: list[Path]) -> Iterator[str
     for folder in folders:
         if re.search("[,:\n]", str(folder)):
             yield f"slurm.container_image: {str(folder)!r} must be seen inside, and cannot be with ',' or ':' in its name"
-    if slurm.container_runtime == "apptainer" and any(o.startswith("--container-") for o in slurm.extra_srun):
-        yield "slurm.extra_srun: --container-... is pyxis', but slurm.container_runtime is apptainer; keep one of them"
+    if slurm.container_runtime == "apptainer" and any(o.startswith("container-") for o in slurm.srun):
+        yield "slurm.srun: container-... is pyxis', but slurm.container_runtime is apptainer; keep one of them"
 
 
 def _environment_problems(slurm: SlurmConfig) -> Iterator[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.config.slurm_schema import SlurmConfig, Stage
+from dist_transformer.config.slurm_schema import SlurmConfig, Stage, command_options, listed
 from dist_transformer.run.folder import RunDir
 
 COMMENT = "dist-transformer:"
@@ -45,7 +45,7 @@ def job_of(stage: Stage, slurm: SlurmConfig, run_dir: RunDir, excluded: Sequence
     """The job of one stage of a run; `run_dir` is absolute.
 
     Args:
-        excluded: nodes that the run avoids, besides slurm.exclude.
+        excluded: nodes that the run avoids, besides slurm.sbatch.exclude.
     """
     is_train = stage == "train"
     logs = f"{str(run_dir.slurm).replace('%', '%%')}/{'job' if is_train else stage}-%j.log"
@@ -54,7 +54,7 @@ def job_of(stage: Stage, slurm: SlurmConfig, run_dir: RunDir, excluded: Sequence
     wanted |= _resources(stage, slurm) | _site(slurm, excluded)
     path = str(run_dir.path)
     arguments = (path,) if stage in _SCRIPTS else (stage, path)
-    return Job(stage, _options(wanted, slurm), run_dir.slurm / script_name(stage), arguments)
+    return Job(stage, _options(wanted), run_dir.slurm / script_name(stage), arguments)
 
 
 def array_job(slurm: SlurmConfig, folder: RunDir, array: str, excluded: Sequence[str] = ()) -> Job:
@@ -62,24 +62,24 @@ def array_job(slurm: SlurmConfig, folder: RunDir, array: str, excluded: Sequence
     task = f"{folder.path}/task_%a"
     wanted = {"job-name": folder.name, "comment": f"{COMMENT}{task}", "array": array}
     wanted |= {"output": f"{task}/slurm/job-%A_%a.log"} | _resources("train", slurm) | _site(slurm, excluded)
-    return Job("train", _options(wanted, slurm), folder.submitted_script, (task,))
+    return Job("train", _options(wanted), folder.submitted_script, (task,))
 
 
-def _options(wanted: dict[str, Any], slurm: SlurmConfig) -> tuple[str, ...]:
-    options = [f"--{name}={value}" for name, value in wanted.items() if value is not None]
-    return ("--parsable", "--requeue", *options, *slurm.extra_sbatch)
+def _options(wanted: dict[str, Any]) -> tuple[str, ...]:
+    return ("--parsable", "--requeue", *command_options(wanted))
 
 
 def _resources(stage: Stage, slurm: SlurmConfig) -> dict[str, Any]:
-    common = {"mem": slurm.memory, "time": slurm.time_limit, "signal": _signal(stage, slurm), "open-mode": "append"}
+    common = {"time": slurm.time_limit, "signal": _signal(stage, slurm), "open-mode": "append"}
+    gres = slurm.sbatch.get("gres")
     if stage == "train":
         tasks, cpus = slurm.ranks_per_node, slurm.cpus_per_rank
-        nodes, gpus, gres = slurm.nodes, slurm.gpus_per_node, slurm.gres
+        nodes, gpus = slurm.nodes, slurm.gpus_per_node
     else:
         on_gpu = stage != "prepare" and slurm.gpus_per_node > 0
         cpus = slurm.cpus_per_rank * (slurm.ranks_per_node if stage == "prepare" else 1)
         nodes, tasks, gpus = 1, 1, int(on_gpu)
-        gres = _one_gpu(slurm.gres) if on_gpu and slurm.gres else None
+        gres = _one_gpu(",".join(listed(gres))) if on_gpu and gres else None
     asked = {"gres": gres} if gres else {"gpus-per-node": gpus or None}
     return {"nodes": nodes, "ntasks-per-node": tasks, "cpus-per-task": cpus, **asked, **common}
 
@@ -94,13 +94,8 @@ def _signal(stage: Stage, slurm: SlurmConfig) -> str | None:
 
 
 def _site(slurm: SlurmConfig, excluded: Sequence[str]) -> dict[str, Any]:
-    return {
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "qos": slurm.qos,
-        "constraint": slurm.constraint,
-        "exclude": ",".join(dict.fromkeys([*slurm.exclude, *excluded])) or None,
-    }
+    given = {name: value for name, value in slurm.sbatch.items() if name != "gres"}
+    return {**given, "exclude": tuple(dict.fromkeys([*listed(given.get("exclude") or ()), *excluded]))}
 
 
 def _one_gpu(gres: str) -> str:

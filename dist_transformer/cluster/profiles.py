@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dist_transformer.config.former_keys import take_former_keys, with_moved_keys
 from dist_transformer.config.loading import value_problem
 from dist_transformer.config.schema import Config
 from dist_transformer.config.secret_checks import secret_problems
@@ -24,15 +25,18 @@ def load_profile(name_or_path: str) -> dict[str, Any]:
     Raises:
         ConfigError: all problems of the file, each with its line.
     """
-    marked = read_yaml(_find(name_or_path))
-    problems = [*_unknown_keys(marked), *_bad_values(marked)]
+    found = read_yaml(_find(name_or_path))
+    as_section = Marked({"slurm": found.values}, {("slurm", *path): place for path, place in found.where.items()})
+    section, problems = take_former_keys(with_moved_keys(as_section))
+    marked = Marked(section.values["slurm"], {path[1:]: place for path, place in section.where.items()})
+    problems += [*_unknown_keys(marked), *_bad_values(marked)]
     if problems:
         raise ConfigError(problems)
     return marked.values
 
 
 def fill_from_profile(config: Config) -> Config:
-    """`config` with its profile's values where it gives none itself; `environment` is merged name by name.
+    """`config` with its profile's values where it gives none itself; `environment`, `sbatch` and `srun` are merged name by name.
 
     Needs the configuration as it was first read: one that was written out and read again gives every key.
     """
@@ -40,8 +44,8 @@ def fill_from_profile(config: Config) -> Config:
         return config
     profile = load_profile(config.slurm.cluster)
     given = config.slurm.model_dump(include=config.slurm.model_fields_set)
-    environment = {**profile.get("environment", {}), **given.get("environment", {})}
-    filled = SlurmConfig.model_validate({**profile, **given, "environment": environment})
+    merged = {key: {**profile.get(key, {}), **given.get(key, {})} for key in ("environment", "sbatch", "srun")}
+    filled = SlurmConfig.model_validate({**profile, **given, **merged})
     return config.model_copy(update={"slurm": filled})
 
 

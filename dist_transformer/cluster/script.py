@@ -8,12 +8,16 @@ from pathlib import Path
 
 from dist_transformer.config.paths import is_address
 from dist_transformer.config.schema import Config
-from dist_transformer.config.slurm_schema import SlurmConfig
+from dist_transformer.config.slurm_schema import CPU_BIND, SlurmConfig, command_options
 from dist_transformer.package_data import share_folder
 
 _SETTINGS_BEGIN = "# --- settings"
 _SETTINGS_END = "# --- end of settings"
 _PYTHON_IN_CONTAINER = "python3"
+PREFLIGHT_SECONDS = 180
+"""Time limit of the check of the nodes: the disk and the network of a hundred of them are measured in less."""
+PREFLIGHT_TOLERANCE = 0.8
+"""A node that reaches less than this share of the nodes' median stands out: among sound ones the spread is smaller."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +57,8 @@ def _settings(slurm: SlurmConfig, code: Code, folders: Iterable[Path]) -> list[s
         f"srun_options={_bash_array(_srun_options(slurm, folders))}",
         f"rank_prefix={_bash_array(_rank_prefix(slurm, folders))}",
         f"preflight={slurm.preflight}",
-        f"preflight_seconds={slurm.preflight_seconds}",
-        f"preflight_tolerance={slurm.preflight_tolerance}",
+        f"preflight_seconds={PREFLIGHT_SECONDS}",
+        f"preflight_tolerance={PREFLIGHT_TOLERANCE}",
     ]
 
 
@@ -65,12 +69,12 @@ def _environment(slurm: SlurmConfig) -> dict[str, str]:
 
 
 def _srun_options(slurm: SlurmConfig, folders: Iterable[Path]) -> list[str]:
-    options = [] if slurm.cpu_bind is None else [f"--cpu-bind={slurm.cpu_bind}"]
+    options = []
     if slurm.container_image is not None and slurm.container_runtime == "pyxis":
         mounts = ",".join(_mounts(slurm, folders))
         options += [f"--container-image={slurm.container_image}", f"--container-mounts={mounts}"]
         options += ["--no-container-mount-home"]
-    return [*options, *slurm.extra_srun]
+    return [*command_options({"cpu-bind": CPU_BIND, **slurm.srun}), *options]
 
 
 def _rank_prefix(slurm: SlurmConfig, folders: Iterable[Path]) -> list[str]:

@@ -26,7 +26,7 @@ from dist_transformer.run.resume_checks import stage_problems
 from dist_transformer.run.snapshot import take_snapshot
 from dist_transformer.run.sweep_folder import sweep_of
 
-REFUSED = "change slurm.partition, gpus_per_node or gres, memory, constraint, account or qos; sinfo shows what there is"
+REFUSED = "change slurm.sbatch (partition, account, qos, constraint, mem, gres) or slurm.gpus_per_node; sinfo shows what there is"
 
 
 @dataclass(frozen=True)

@@ -144,16 +144,6 @@ def _check_keep_every(checkpoints: Any) -> Iterator[Problem]:
         )
 
 
-def _check_stall(data: Any, training: Any) -> Iterator[Problem]:
-    # Without loader processes no rank waits for a window, and stall_seconds has no meaning.
-    if data.loader_workers and data.stall_seconds >= training.hang_seconds:
-        yield (
-            ("data", "stall_seconds"),
-            f"data.stall_seconds: {data.stall_seconds} is not below training.hang_seconds {training.hang_seconds}: the "
-            "watchdog would end the run before the loader can say what is missing; lower the first or raise the second",
-        )
-
-
 def _check_schedule(optimizer: Any, schedule: Any, training: Any) -> Iterator[Problem]:
     ends = (training.max_steps, training.max_epochs, training.max_target_tokens)
     if all(end is None for end in ends):
@@ -190,11 +180,6 @@ def _check_precision(training: Any) -> Iterator[Problem]:
             ("training", "offload"),
             f"training.offload: {training.offload} needs training.zero_stage {needed_stage} or above, got "
             f"{training.zero_stage}: only what ZeRO shards can lie in the CPU's memory",
-        )
-    if training.initial_loss_scale & (training.initial_loss_scale - 1):
-        yield (
-            ("training", "initial_loss_scale"),
-            f"training.initial_loss_scale: expected a power of 2, got {training.initial_loss_scale}",
         )
 
 
@@ -242,7 +227,6 @@ _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
     (("data",), check_corpora),
     (("data",), check_mixture),
     (("data", "tokenizer"), check_sampling),
-    (("data", "training"), _check_stall),
     (("checkpoints", "training", "validation", "data"), _check_checkpoints),
     (("checkpoints",), _check_keep_every),
     (("data",), check_more_validation),

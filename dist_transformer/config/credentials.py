@@ -93,7 +93,7 @@ def shown_override(override: str) -> str:
     """Returns a `section.key=value` for messages, its value hidden if it is a variable or line of a job, an address
     with a user, or holds a secret."""
     has_user = "://" in override and "@" in override
-    if not has_user and not re.search("environment|setup", override) and not holds_secret(override):
+    if not has_user and not re.search("environment|setup|export", override) and not holds_secret(override):
         return override
     key = override.partition("=")[0]
     return f"{key}=***" if re.fullmatch(r"[\w.]+", key) else "***"

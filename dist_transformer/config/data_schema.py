@@ -130,13 +130,6 @@ class DataConfig(Section):
     window_rows: PositiveInt = Field(20_000, description="Rows of a lane shuffled, sorted and resumed together.")
     row_group_rows: PositiveInt = Field(4096, description="Rows per parquet row group of the prepared corpus.")
     loader_workers: Int = Field(1, ge=0, description="Loader processes per rank; 0 reads in the training process.")
-    stall_seconds: PositiveInt = Field(
-        300,
-        description="A loader process that delivers no window in this time ends the run; below training.hang_seconds.",
-    )
-    read_attempts: PositiveInt = Field(
-        8, description="Attempts to read a row group or a remote file, with pauses between them."
-    )
     on_bad_row_group: Literal["raise", "quarantine"] = Field(
         "raise", description="A row group that cannot be read: end the run, or leave it out, counted and named."
     )
@@ -173,7 +166,6 @@ class TokenizerConfig(Section):
     )
     shared: Bool = Field(True, description="One vocabulary for both languages (5.1).")
     character_coverage: Number = Field(1.0, gt=0.0, le=1.0, description="Share of characters that get a piece.")
-    training_sentences: PositiveInt = Field(2_000_000, description="Most sentences (both sides) used to train it.")
     source_model: Str | None = Field(None, description="An existing .model file to take instead of training one.")
     target_model: Str | None = Field(
         None,

@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from dist_transformer.config.checks import cross_problems, file_problems
 from dist_transformer.config.credentials import holds_secret, shown_override, without_credentials
+from dist_transformer.config.former_keys import take_former_keys, with_moved_keys
 from dist_transformer.config.paths import is_address
 from dist_transformer.config.schema import Config
 from dist_transformer.config.yaml12 import WrittenFloat, WrittenInt, as_written, dump
@@ -36,8 +37,9 @@ def load_config(path: Path, overrides: list[str] | None = None, *, check_files: 
     Raises:
         ConfigError: with all problems, each with file, line, key, the expected and the given value.
     """
-    marked = _with_overrides(_read_extended(path, ()), overrides or [])
-    sections, problems = _validate_sections(marked)
+    marked, problems = take_former_keys(_with_overrides(_read_extended(path, ()), overrides or []))
+    sections, invalid = _validate_sections(marked)
+    problems += invalid
     problems += [f"{marked.place(key)}: {message}" for key, message in cross_problems(sections)]
     if check_files:
         missing = file_problems(sections.get("data"), sections.get("tokenizer"))
@@ -56,7 +58,7 @@ def _read_extended(path: Path, trail: tuple[Path, ...]) -> Marked:
     real = Path(os.path.realpath(path))  # `resolve` raises on a loop of links
     if real in trail:
         raise ConfigError([f"{path}: `extends` leads back to itself: {' -> '.join(map(str, (*trail, path)))}"])
-    marked = read_yaml(path)
+    marked = with_moved_keys(read_yaml(path))
     extended = marked.values.pop("extends", None)
     if extended is None:
         return marked
@@ -81,7 +83,7 @@ def _with_overrides(marked: Marked, overrides: list[str]) -> Marked:
             values = {part: values}
         place = f"command line: {shown_override(override)}"
         new = {path[:n]: place for n in range(1, len(path)) if path[:n] not in marked.where}
-        marked = merge(marked, Marked(values, {**new, path: place}))
+        marked = merge(marked, with_moved_keys(Marked(values, {**new, path: place})))
     if problems:
         raise ConfigError(problems)
     return marked
@@ -142,10 +144,9 @@ _EXPECTED = {
 }
 _PATTERNS: dict[KeyPath, str] = {
     ("slurm", "time_limit"): "expected a time as sbatch takes it: 30 (minutes), 1:00:00 or 2-00:00:00",
-    ("slurm", "memory"): "expected a number with K, M, G or T: 120G",
     ("tracking", "register_as"): "expected a name without / : '",
 }
-_NEVER_SHOWN = (("tracking", "uri"), ("slurm", "environment"), ("slurm", "setup"))
+_NEVER_SHOWN = (("tracking", "uri"), *(("slurm", key) for key in ("environment", "setup", "sbatch", "srun")))
 
 
 def _shown(value: Any) -> str:

@@ -140,7 +140,6 @@ class TrainingConfig(Section):
         0.0, ge=0.0, description="Clip the global gradient norm; 0: never (the paper's)."
     )
     log_every_steps: PositiveInt = Field(50, description="A line in the log, metrics.jsonl and MLflow.")
-    threads_per_rank: Int = Field(0, ge=0, description="CPU threads of a rank; 0: the node's cores over its ranks.")
     offload: Literal["none", "optimizer", "optimizer_and_parameters"] = Field(
         "none",
         description="What ZeRO keeps in the CPU's memory: Adam's state and the fp32 masters (stages 1 to 3), the "
@@ -163,17 +162,12 @@ class TrainingConfig(Section):
     init_partially: Bool = Field(
         False, description="Take what fits of init_from, and say name by name what did not; false: all must fit."
     )
-    dry_run: Bool = Field(
-        True, description="Before the first step of a start, one forward and backward pass on the largest micro-batch."
-    )
     max_hours: Number | None = Field(
         None, gt=0.0, description="Save and stop (exit code 75) this long after the start of the process."
     )
     hang_seconds: PositiveInt = Field(
         600, description="No progress for this long ends the rank with stacks in the log."
     )
-    initial_loss_scale: PositiveInt = Field(65_536, description="fp16: first loss scale, a power of 2.")
-    loss_scale_window: PositiveInt = Field(1000, description="fp16: steps without overflow before the scale doubles.")
 
 
 class DivergenceConfig(Section):
@@ -185,15 +179,6 @@ class DivergenceConfig(Section):
         "stop",
         description="After the return to the last good checkpoint: end with exit code 2, or continue by itself.",
     )
-    window_steps: PositiveInt = Field(200, description="Steps of the loss's moving average and deviation.")
-    deviations: Number = Field(
-        8.0, gt=0.0, description="A step is out of bounds when its loss is so many deviations above the average."
-    )
-    patience_steps: PositiveInt = Field(20, description="Steps in a row out of bounds that count as divergence.")
-    learning_rate_factor: Fraction = Field(
-        0.5, gt=0.0, description="lower_learning_rate: all later steps are trained with so much of the schedule's."
-    )
-    max_rollbacks: PositiveInt = Field(3, description="Returns to a checkpoint before the run ends after all.")
 
 
 class ValidationConfig(Section):
@@ -245,7 +230,6 @@ class CheckpointConfig(Section):
         description="What the final model folder is: the average of the last checkpoints (6.1), of the keep_best ones, or "
         "the moving average of training.ema_decay.",
     )
-    save_attempts: PositiveInt = Field(3, description="Attempts to write a checkpoint before it is given up.")
     stop_on_failed_save: Bool = Field(
         False, description="End the run when a checkpoint was given up; false: continue, and try again at the next one."
     )
@@ -295,14 +279,10 @@ class TrackingConfig(Section):
         "MLFLOW_TRACKING_PASSWORD: they are never written into a run folder.",
     )
     experiment: Str = Field("dist-transformer", min_length=1, max_length=500, description="MLflow experiment name.")
-    close_seconds: PositiveInt = Field(10, description="At the end, how long to wait for the server to take the rest.")
     system_metrics: Bool = Field(
         True,
         description="The use of processors, memory, network and GPUs of each node, with a log line every 30 s; of more than "
         "16 nodes the minimum, mean and maximum.",
-    )
-    upload_megabytes: Int = Field(
-        2000, ge=0, description="Largest model folder that is uploaded; of a larger one only its path and digest."
     )
     register_as: Str | None = Field(
         None,

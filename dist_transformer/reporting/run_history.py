@@ -10,9 +10,11 @@ from typing import Any
 
 from dist_transformer.config.credentials import holds_secret, is_secret, without_credentials
 from dist_transformer.config.data_schema import CorpusConfig
+from dist_transformer.config.former_keys import current_settings
 from dist_transformer.config.loading import flatten
 from dist_transformer.config.model_size import parameter_count
 from dist_transformer.config.schema import Config, ModelConfig
+from dist_transformer.config.slurm_schema import CPU_BIND
 from dist_transformer.config.yaml_positions import read_yaml
 from dist_transformer.errors import ConfigError
 from dist_transformer.reporting.curves import Curves, read_curves
@@ -198,7 +200,7 @@ def settings_that_differ(settings: Mapping[str, Any]) -> dict[str, tuple[Any, An
 
 def _default_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Defaults of the same keys; sizes of the model are those of its preset."""
-    defaults = flatten(Config.model_validate({"data": {}}).model_dump(mode="json"))
+    defaults = {**flatten(Config.model_validate({"data": {}}).model_dump(mode="json")), "slurm.srun.cpu-bind": CPU_BIND}
     try:
         model = ModelConfig.model_validate({"preset": settings.get("model.preset")}).model_dump(mode="json")
     except ValueError:  # a preset of another version
@@ -208,7 +210,7 @@ def _default_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _settings(run_dir: RunDir) -> dict[str, Any]:
     try:
-        values = read_yaml(run_dir.config).values
+        values = current_settings(read_yaml(run_dir.config).values)
     except ConfigError:
         return {}
     return {key: _without_secret(key, value) for key, value in flatten(values).items()}
@@ -217,7 +219,7 @@ def _settings(run_dir: RunDir) -> dict[str, Any]:
 def _without_secret(key: str, value: Any) -> Any:
     if key.startswith("slurm.environment.") and is_secret(key.rpartition(".")[2], str(value)):
         return "***"
-    if key in ("slurm.setup", "slurm.extra_srun", "slurm.extra_sbatch") and holds_secret(str(value)):
+    if key.startswith(("slurm.setup", "slurm.srun.", "slurm.sbatch.")) and holds_secret(str(value)):
         return "***"  # from a version that accepted it
     return without_credentials(value) if isinstance(value, str) else value
 

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+UPLOAD_MEGABYTES = 2000
+"""Largest model folder that is uploaded (a model of 500 million weights); of a larger one MLflow has path and digest."""
+
 
 @dataclass(frozen=True)
 class Point:
@@ -38,7 +41,6 @@ class Model:
     step: int
     points: Sequence[Point]
     decoding: Mapping[str, Any]
-    upload_megabytes: int
     upload: Path
     register_as: str | None = None
     alias: str | None = None

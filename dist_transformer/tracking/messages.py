@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dist_transformer.config.schema import TrackingConfig
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records
 from dist_transformer.tracking.content import Model, Point, Reference, files_of
@@ -142,7 +141,6 @@ def send_model(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> 
         step=event["step"],
         points=_points("model", event["metrics"], event),
         decoding=event.get("decoding", {}),
-        upload_megabytes=event.get("upload_megabytes", TrackingConfig().upload_megabytes),
         register_as=event.get("register_as"),
         alias=event.get("alias"),
         by_hand=event.get("by_hand", False),

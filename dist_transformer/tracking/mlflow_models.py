@@ -16,7 +16,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model as MlflowModel
 
-from dist_transformer.tracking.content import Model, Reference, files_of
+from dist_transformer.tracking.content import UPLOAD_MEGABYTES, Model, Reference, files_of
 from dist_transformer.tracking.mlflow_client import TrackedRun, artifact_errors, patient_requests, translated_errors
 from dist_transformer.tracking.outbox import local_files_refused
 from dist_transformer.tracking.pyfunc_folder import check_translates, pyfunc_folder
@@ -70,12 +70,12 @@ def log_model(run: TrackedRun, model: Model) -> None:
     shutil.rmtree(model.upload, ignore_errors=True)  # left by an upload that was killed
     with local_files_refused():
         megabytes = sum(file.stat().st_size for file in files_of(model.folder)) / 2**20
-    if megabytes > model.upload_megabytes:
+    if megabytes > UPLOAD_MEGABYTES:
         log_reference(run, Reference(_name(model.folder), "model", _parameters(model), model.points))
         kind = "registered" if model.register_as else "uploaded"
         logger.warning(
-            "%s is not %s: %.0f MB, above tracking.upload_megabytes (%d); MLflow has its path and digest",
-            *(model.folder, kind, megabytes, model.upload_megabytes),
+            "%s is not %s: %.0f MB, above the %d MB that are uploaded; MLflow has its path and digest",
+            *(model.folder, kind, megabytes, UPLOAD_MEGABYTES),
         )
         return
     with translated_errors():

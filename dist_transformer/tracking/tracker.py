@@ -27,7 +27,7 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records
 from dist_transformer.run.records import read_record, sound
 from dist_transformer.tracking.background_shipper import BackgroundShipper
-from dist_transformer.tracking.content import files_of
+from dist_transformer.tracking.content import UPLOAD_MEGABYTES, files_of
 from dist_transformer.tracking.description import description, standard_tags
 from dist_transformer.tracking.messages import send_model
 from dist_transformer.tracking.outbox import (
@@ -47,8 +47,10 @@ logger = logging.getLogger(__name__)
 Status = Literal["FINISHED", "FAILED", "KILLED", "SCHEDULED"]
 """Status at the end of a start. SCHEDULED: stopped with everything saved, to be resumed."""
 
+CLOSE_SECONDS = 10
+"""How long the end of a run waits for the server to take the rest; `track sync` sends what it did not take."""
 MODEL_SECONDS = 60.0
-"""Time beyond `close_seconds` for a server that answers if there is a model to check and upload."""
+"""Time beyond CLOSE_SECONDS for a server that answers if there is a model to check and upload."""
 
 VARIABLE = "MLFLOW_TRACKING_URI"
 STORE = "mlflow.db"
@@ -134,13 +136,13 @@ class Tracker:
             self._busy_seconds = MODEL_SECONDS
 
     def close(self, status: Status) -> None:
-        """Waits at most `close_seconds` for the server, MODEL_SECONDS more if it answers and there is a model to send.
+        """Waits at most CLOSE_SECONDS for the server, MODEL_SECONDS more if it answers and there is a model to send.
 
         Undelivered events stay in the run folder for a later job.
         """
         self._add("status", status=status)
         began = time.monotonic()
-        if not self._shipper.close(self._settings.close_seconds, self._busy_seconds):
+        if not self._shipper.close(CLOSE_SECONDS, self._busy_seconds):
             hint = f"dist-transformer track sync {self._run_dir.path}"
             seconds = time.monotonic() - began
             logger.warning("MLflow did not take everything in %.0f s. To send the rest: %s", seconds, hint)
@@ -172,7 +174,7 @@ def log_model(
     target, memory = target_of(settings, run_dir, default_store), memory_of(run_dir, run_dir.name, run_id_of(run_dir))
     shipper = Shipper(run_dir, target, memory)
     event = {"time": time.time(), **model_event(run_dir, settings, folder, metrics), "by_hand": True}
-    _refuse_too_large(folder, settings.upload_megabytes)
+    _refuse_too_large(folder)
 
     def send() -> Delivery:
         from dist_transformer.tracking import mlflow_client
@@ -197,7 +199,7 @@ def model_event(
         "path": _within(run_dir, folder),
         "metrics": finite(metrics),
         "decoding": config.decoding.model_dump(mode="json") if config is not None else {},
-        **settings.model_dump(include={"upload_megabytes", "register_as", "alias"}),
+        **settings.model_dump(include={"register_as", "alias"}),
     }
 
 
@@ -231,11 +233,11 @@ def _insisting(send: Callable[[], Delivery], target: Target, what: str) -> Deliv
     raise AssertionError("the last attempt returns or raises")
 
 
-def _refuse_too_large(folder: Path, limit_megabytes: int) -> None:
+def _refuse_too_large(folder: Path) -> None:
     size = sum(file.stat().st_size for file in files_of(folder)) / 2**20
-    if size > limit_megabytes:
+    if size > UPLOAD_MEGABYTES:
         raise UserError(
-            f"{folder}: {size:.0f} MB, above tracking.upload_megabytes ({limit_megabytes}); raise that to upload it"
+            f"{folder}: {size:.0f} MB, above the {UPLOAD_MEGABYTES} MB that are uploaded; put it where others can read it"
         )
 
 

@@ -13,9 +13,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from dist_transformer.config.credentials import without_credentials
+from dist_transformer.config.former_keys import current_settings
 from dist_transformer.config.loading import flatten, load_config, with_absolute_paths
 from dist_transformer.config.metrics import measured_with
 from dist_transformer.config.schema import Config
+from dist_transformer.config.slurm_schema import CPU_BIND
 from dist_transformer.config.yaml12 import dump
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import UserError
@@ -108,6 +110,7 @@ def settings_of(config: Config, prepared: Path | None) -> dict[str, Any]:
     """Returns the configuration as plain JSON with absolute paths, without credentials and a job's environment."""
     values = with_absolute_paths(config, prepared).model_dump(mode="json")
     del values["slurm"]["environment"]
+    values["slurm"]["srun"] = {"cpu-bind": CPU_BIND, **values["slurm"]["srun"]}
     cleaned: dict[str, Any] = _cleaned(values)
     return cleaned
 
@@ -116,7 +119,9 @@ def _former(run_dir: RunDir, checkpoint: Checkpoint) -> dict[str, Any] | None:
     kept = checkpoint.state.get("settings")
     try:
         # Settings that are newer than the checkpoint get their defaults.
-        config = Config.model_validate(kept) if kept else load_config(run_dir.config, check_files=False)
+        config = (
+            Config.model_validate(current_settings(kept)) if kept else load_config(run_dir.config, check_files=False)
+        )
     except (UserError, ValidationError) as error:
         log.warning("settings   those until step %d are of another version: not compared (%s)", checkpoint.step, error)
         return None

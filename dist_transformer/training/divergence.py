@@ -1,6 +1,6 @@
 """Divergence: its detection, and the recovery of a run after it.
 
-    monitor = LossMonitor(config.divergence, checkpoint.state["loss_monitor"])
+    monitor = LossMonitor(checkpoint.state["loss_monitor"])
     monitor.add(step, loss)                     # raises Diverged, on every rank at the same step
     recovery = recover(run_dir, config.divergence, diverged, good_step)     # rank 0
 
@@ -22,6 +22,16 @@ from dist_transformer.run.folder import RunDir
 
 log = logging.getLogger(__name__)
 
+WINDOW_STEPS = 200
+"""Steps of the loss's moving average and deviation: long beside the noise of batches, short beside a run."""
+DEVIATIONS = 8.0
+"""A loss so many deviations above the average is out of bounds; the noise of batches does not reach it."""
+PATIENCE_STEPS = 20
+"""Steps in a row out of bounds that count as divergence; a single bad batch passes."""
+LEARNING_RATE_FACTOR = 0.5
+"""The share of the schedule's learning rate that all later steps are trained with, by lower_learning_rate."""
+MAX_ROLLBACKS = 3
+"""Returns to a checkpoint before the run ends after all; by then lower_learning_rate is at an eighth."""
 LEAST_DEVIATION = 0.01
 """Minimum of the deviation as a share of the average: a loss that hardly varies must not make every small rise count.
 It varies little with few, long batches."""
@@ -44,8 +54,8 @@ class LossMonitor:
     """Watches the loss per target token for a lasting rise.
 
     It keeps an average and a deviation of the losses within bounds: first over all of them, later exponential moving
-    ones over about `window_steps`. A loss is out of bounds if it is `deviations` deviations above the average or not
-    finite; `patience_steps` such losses in a row are a divergence. During the first `window_steps` losses only those
+    ones over about WINDOW_STEPS. A loss is out of bounds if it is DEVIATIONS deviations above the average or not
+    finite; PATIENCE_STEPS such losses in a row are a divergence. During the first WINDOW_STEPS losses only those
     that are not finite count.
 
     The deviation counts losses below the average twice, others not (for symmetric noise the usual one): a loss that
@@ -55,9 +65,8 @@ class LossMonitor:
         state: result of `state()` if a run is resumed: the monitor then decides as if the run had never stopped.
     """
 
-    def __init__(self, settings: DivergenceConfig, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, state: Mapping[str, Any] | None) -> None:
         state = state or {}
-        self._settings = settings
         self._count = int(state.get("count", 0))
         self._average = float(state.get("average", 0.0))
         self._variance = float(state.get("variance", 0.0))
@@ -68,7 +77,7 @@ class LossMonitor:
         """Adds the mean loss of a step over all ranks.
 
         Raises:
-            Diverged: this was the last of `patience_steps` steps in a row that were out of bounds.
+            Diverged: this was the last of PATIENCE_STEPS steps in a row that were out of bounds.
         """
         if not self._is_out_of_bounds(loss):
             self._out_of_bounds = 0
@@ -77,7 +86,7 @@ class LossMonitor:
         if self._out_of_bounds == 0:
             self._since_step = step
         self._out_of_bounds += 1
-        if self._out_of_bounds >= self._settings.patience_steps:
+        if self._out_of_bounds >= PATIENCE_STEPS:
             raise Diverged(self._reason(loss), self._since_step)
 
     def begin_anew(self) -> None:
@@ -97,10 +106,10 @@ class LossMonitor:
     def _is_out_of_bounds(self, loss: float) -> bool:
         if not math.isfinite(loss):
             return True
-        return self._count >= self._settings.window_steps and loss > self._bound()
+        return self._count >= WINDOW_STEPS and loss > self._bound()
 
     def _bound(self) -> float:
-        return self._average + self._settings.deviations * self._deviation()
+        return self._average + DEVIATIONS * self._deviation()
 
     def _deviation(self) -> float:
         return max(math.sqrt(self._variance), LEAST_DEVIATION * abs(self._average))
@@ -108,7 +117,7 @@ class LossMonitor:
     def _include(self, loss: float) -> None:
         """Adds a loss to the average. Weights 1, 1/2, 1/3 ... 1/window begin with the plain mean: no start value."""
         self._count += 1
-        share = max(1.0 / self._count, 1.0 / self._settings.window_steps)
+        share = max(1.0 / self._count, 1.0 / WINDOW_STEPS)
         if self._count == 1:
             self._average, self._variance = loss, 0.0
             return
@@ -118,7 +127,7 @@ class LossMonitor:
 
     def _reason(self, loss: float) -> str:
         steps = f"for {self._out_of_bounds} steps in a row, since step {self._since_step}"
-        if self._count < self._settings.window_steps:
+        if self._count < WINDOW_STEPS:
             return f"the loss was not finite {steps}"
         usual = f"its average was {self._average:.3f}, its deviation {self._deviation():.3f}"
         return f"the loss was above {self._bound():.3f} or not finite {steps} (now {loss:.3f}; before, {usual})"
@@ -170,7 +179,7 @@ def record(run_dir: RunDir, event: Event) -> None:
     write_json(run_dir.divergence, [asdict(known) for known in [*_read_events(run_dir), event]])
 
 
-def first_bad_step(run_dir: RunDir, settings: DivergenceConfig, diverged: Diverged) -> int:
+def first_bad_step(run_dir: RunDir, diverged: Diverged) -> int:
     """Returns the first step whose checkpoint must not be resumed.
 
     After a rollback that did not help, the next one goes further back: if the run diverges again at about the same
@@ -178,7 +187,7 @@ def first_bad_step(run_dir: RunDir, settings: DivergenceConfig, diverged: Diverg
     """
     bad = diverged.since_step - 1  # the loss of a step is that of the weights before its update
     last = next(reversed(_read_events(run_dir)), None)
-    if last and last.policy != "stop" and diverged.since_step <= last.since_step + settings.patience_steps:
+    if last and last.policy != "stop" and diverged.since_step <= last.since_step + PATIENCE_STEPS:
         log.warning("divergence the return to step %d did not help: this one goes further back", last.went_on_from)
         bad = min(bad, last.went_on_from)
     return max(1, bad)
@@ -196,7 +205,7 @@ def recover(run_dir: RunDir, settings: DivergenceConfig, diverged: Diverged, goo
     before = read_recovery(run_dir)
     end = _reason_to_end(settings, before)
     policy = settings.policy if end is None else "stop"
-    factor = settings.learning_rate_factor if policy == "lower_learning_rate" else 1.0
+    factor = LEARNING_RATE_FACTOR if policy == "lower_learning_rate" else 1.0
     event = Event(diverged.since_step, diverged.reason, policy, good_step, factor, round(time.time(), 3))
     record(run_dir, event)
     seen = f"training diverged at step {event.since_step}: {event.reason}."
@@ -211,7 +220,7 @@ def recover(run_dir: RunDir, settings: DivergenceConfig, diverged: Diverged, goo
         place,
         change,
         after.rollbacks,
-        settings.max_rollbacks,
+        MAX_ROLLBACKS,
     )
     return after
 
@@ -219,8 +228,8 @@ def recover(run_dir: RunDir, settings: DivergenceConfig, diverged: Diverged, goo
 def _reason_to_end(settings: DivergenceConfig, before: Recovery) -> str | None:
     if settings.policy == "stop":
         return "divergence.policy is stop."
-    if before.rollbacks >= settings.max_rollbacks:
-        return f"After {before.rollbacks} returns to a checkpoint (divergence.max_rollbacks) the run ends."
+    if before.rollbacks >= MAX_ROLLBACKS:
+        return f"After {before.rollbacks} returns to a checkpoint the run ends."
     if settings.policy == "switch_to_bf16" and before.switch_to_bf16:
         return "divergence.policy is switch_to_bf16, and it was trained in bf16 already."
     return None

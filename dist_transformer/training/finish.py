@@ -12,7 +12,7 @@ from dist_transformer.distributed.rounds import Stopped, WantsStop
 from dist_transformer.errors import CheckpointError, MachineError, UserError
 from dist_transformer.reporting.run_report import report_after_training
 from dist_transformer.run.folder import RunDir
-from dist_transformer.tracking.tracker import MODEL_SECONDS, Status, Tracker
+from dist_transformer.tracking.tracker import CLOSE_SECONDS, MODEL_SECONDS, Status, Tracker
 from dist_transformer.training.checkpoint.final_model import write_final_model
 from dist_transformer.training.run import Run
 from dist_transformer.training.run_log import note
@@ -63,7 +63,7 @@ class RunEnd:
                 self.tracker.close(status)
 
         if self._tracking.enabled:
-            seconds = self._tracking.close_seconds + MODEL_SECONDS + MARGIN_SECONDS
+            seconds = CLOSE_SECONDS + MODEL_SECONDS + MARGIN_SECONDS
             self._on_rank_zero(close, "waiting for MLflow to take the rest", seconds)
 
     def close_alone(self, status: Status) -> None:

@@ -53,7 +53,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
     config, precision = resolve_precision(config, torch.cuda.is_available())
     folder, manifest = prepare_with_progress(config, stop)
     ranks = group.join(config.training.hang_seconds)
-    torch.set_num_threads(config.training.threads_per_rank or _default_threads(ranks))
+    torch.set_num_threads(_default_threads(ranks))
     if config.training.max_hours is not None:
         stop.end_at(stop.started + 3600 * config.training.max_hours)
     lock = _lock(run_dir, ranks, stop)  # before anything is written into the run folder: another job may use it
@@ -107,7 +107,7 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: S
 def _recover(run: Run, diverged: Diverged) -> Recovery:
     """Sets aside the checkpoints of steps that diverged, and decides how the run continues (rank 0)."""
     add_to_history(run.run_dir, "end", diverged.since_step, {"state": "diverged", "reason": diverged.reason})
-    checkpoints.set_aside_from(run.run_dir, first_bad_step(run.run_dir, run.config.divergence, diverged))
+    checkpoints.set_aside_from(run.run_dir, first_bad_step(run.run_dir, diverged))
     good = checkpoints.saved(run.run_dir)[-1:]
     return recover(run.run_dir, run.config.divergence, diverged, checkpoints.step_of(good[0]) if good else 0)
 

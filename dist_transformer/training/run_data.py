@@ -9,7 +9,7 @@ from typing import Any
 
 from dist_transformer.config.loading import flatten
 from dist_transformer.config.schema import Config
-from dist_transformer.data.loader.loader import LaneLoader, LoaderSettings, MicroBatch, validation_batches
+from dist_transformer.data.loader.loader import STALL_SHARE, LaneLoader, LoaderSettings, MicroBatch, validation_batches
 from dist_transformer.data.loader.mixture import stages
 from dist_transformer.data.loader.partition import Planner
 from dist_transformer.data.loader.position import Position, position_from_json
@@ -76,7 +76,7 @@ class RunData:
         progress: Callable[[], None] = lambda: None,
     ) -> LaneLoader:
         """Returns the loader of one rank. `batch`: number of the next global batch; `progress`: called for a window."""
-        settings = LoaderSettings(self.manifest.bos_id, num_workers, self.config.data.stall_seconds)
+        settings = LoaderSettings(self.manifest.bos_id, num_workers, STALL_SHARE * self.config.training.hang_seconds)
         lanes = range(rank, self.config.data.lanes, num_ranks)
         return LaneLoader(self.builder, self.planner, position, batch, lanes, settings, progress)
 

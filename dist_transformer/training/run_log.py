@@ -45,8 +45,7 @@ class RunLog:
         if config.data.audit:
             self.audit = MetricsLog(run_dir.audit)
         self.tracker, self._run_dir, self._samples = tracker, run_dir, MetricsLog(run_dir.samples)
-        self._checkpoints, self._patience_steps = config.checkpoints, config.divergence.patience_steps
-        self._metric = config.validation.metric
+        self._checkpoints, self._metric = config.checkpoints, config.validation.metric
 
     def rewind(self, state: TrainState) -> None:
         """Drops the records that an earlier start wrote beyond `state`."""
@@ -58,7 +57,7 @@ class RunLog:
     def checkpoint_saved(self, step: int, path: Path) -> None:
         """Deletes checkpoints that are not to be kept, and reports this one to MLflow and run.json."""
         with _warned_of_disk(path):
-            retention.retain(self._run_dir, self._checkpoints, self._patience_steps, self._metric)
+            retention.retain(self._run_dir, self._checkpoints, self._metric)
         self._report(path)
         with _warned_of_disk(path):
             _note_step(self._run_dir, step)

@@ -203,7 +203,7 @@ def _loop(
     validation = ValidationSchedule(
         config.validation, ranks, validator, stopping, run_log, recorded["validation"], bar, metrics.exclude
     )
-    writer = AsyncWriter(run.run_dir, ranks, config.checkpoints, watchdog.progress)
+    writer = AsyncWriter(run.run_dir, ranks, watchdog.progress)
 
     def saved(checkpoint: Saved) -> None:
         if run_log is not None and checkpoint.path is not None:
@@ -226,7 +226,7 @@ def _loop(
         "run_id": run.run_id,
         "settings": changes.settings,
     }
-    monitor = LossMonitor(config.divergence, changes.loss_monitor(checkpoint))
+    monitor = LossMonitor(changes.loss_monitor(checkpoint))
     loop = Loop(run, engine, batches, state, metrics, validation, saver, monitor, bar, identity)
     if checkpoint is not None:
         loop.restore(checkpoint.state)
@@ -250,10 +250,9 @@ def _take_memory(run: Run, engine: Engine, writer: AsyncWriter, validator: Valid
     config, ranks, progress = run.config, run.ranks, run.watchdog.progress
     with explaining_out_of_memory("the copy of the state for checkpoints", ranks.device):
         writer.reserve(engine)
-    if config.training.dry_run:
-        dry_run(engine, largest_shapes(config.data), ranks, run.manifest.eos_id, progress)
-        if ranks.device.type == "cuda":  # on CPUs a search takes long, and memory can mostly be swapped
-            dry_run_of_validation(validator, config, run.data, ranks, progress)
+    dry_run(engine, largest_shapes(config.data), ranks, run.manifest.eos_id, progress)
+    if ranks.device.type == "cuda":  # on CPUs a search takes long, and memory can mostly be swapped
+        dry_run_of_validation(validator, config, run.data, ranks, progress)
 
 
 def _profile(run: Run, peak: Peak, run_log: RunLog | None, watched: Watched) -> AbstractContextManager[None]:

@@ -35,7 +35,7 @@ tokenizer: {vocabulary_size: 500}
 model: {preset: tiny, d_model: 48, d_ff: 96, num_encoder_layers: 1, num_decoder_layers: 1, dropout: 0.0}
 optimizer: {learning_rate: 0.01}
 schedule: {warmup_steps: 20}
-training: {max_steps: 120, precision: fp32, log_every_steps: 4, threads_per_rank: 1, dry_run: false}
+training: {max_steps: 120, precision: fp32, log_every_steps: 4}
 validation: {every_steps: 30, max_sentences: 30, samples: 4}
 checkpoints: {every_steps: 30, keep_last: 2, keep_best: 1, average_last: 2}
 """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
-from running import records
+from running import records, with_constants
 
 from dist_transformer.config.loading import load_config
 from dist_transformer.files import read_json
@@ -16,7 +16,8 @@ pytestmark = pytest.mark.slow
 BOTH = ("checkpoints.every_steps=1", "schedule.warmup_steps=2")
 ENOUGH = ("training.max_steps=3", *BOTH)
 LATER = ("training.max_steps=6", *BOTH)
-TRACKED = "tracking={enabled: true, system_metrics: false, close_seconds: 120}"
+PATIENT = with_constants({"tracking.tracker.CLOSE_SECONDS": 120})
+TRACKED = "tracking={enabled: true, system_metrics: false}"
 
 
 def state_of(run: Path, step: int) -> dict:
@@ -24,10 +25,10 @@ def state_of(run: Path, step: int) -> dict:
 
 
 def test_each_changed_setting_is_said_in_log_history_and_mlflow_and_the_former_configuration_is_kept(train_small):
-    run = train_small("told", *ENOUGH, TRACKED)
+    run = train_small("told", *ENOUGH, TRACKED, **PATIENT)
     before = load_config(run / "config.yaml", check_files=False)
     assert not (run / "history.jsonl").read_text().count('"changed"')
-    train_small("told", *LATER, TRACKED, "optimizer.learning_rate=0.005", "slurm.environment={MODE: /key}")
+    train_small("told", *LATER, TRACKED, "optimizer.learning_rate=0.005", "slurm.environment={MODE: /key}", **PATIENT)
     texts = ["optimizer.learning_rate: 0.01 -> 0.005", "training.max_steps: 3 -> 6"]
     said = [line for line in (run / "train.log").read_text().splitlines() if "changed since step 3: " in line]
     assert [line.partition("changed since step 3: ")[2] for line in said] == texts
@@ -38,7 +39,7 @@ def test_each_changed_setting_is_said_in_log_history_and_mlflow_and_the_former_c
     tags = MlflowClient(tracking_uri=tracked["uri"]).get_run(tracked["run_id"]).data.tags
     assert tags["changed_since_step_3"] == "; ".join(texts)
     assert load_config(run / "config.until_step_00000003.yaml", check_files=False) == before
-    train_small("told", *BOTH, TRACKED, "training.max_steps=8", "optimizer.learning_rate=0.005")
+    train_small("told", *BOTH, TRACKED, "training.max_steps=8", "optimizer.learning_rate=0.005", **PATIENT)
     assert len(records(run, "changed", "history.jsonl")) == 2
     assert (run / "config.until_step_00000006.yaml").is_file()
     assert "/key" not in json.dumps(state_of(run, 6))

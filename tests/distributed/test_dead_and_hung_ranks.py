@@ -68,7 +68,7 @@ def train_with(command: Command, fault: str, name: str, *overrides: str) -> None
 
 def test_no_two_pieces_of_work_come_without_progress_between_them(command):
     """Micro-batches, windows, tokens of a search, tensors of a checkpoint: a step may be longer than the time limit."""
-    settings = ("data.max_tokens=auto", "training.dry_run=true", "data.filters.max_tokens=24", "data.window_rows=20")
+    settings = ("data.max_tokens=auto", "data.filters.max_tokens=24", "data.window_rows=20")
     often = "validation={every_steps: 2, translate: true, max_sentences: 8, beam_size: 2}"
     for steps in (4, 6):  # from the beginning, and from a checkpoint
         train_with(command, "needs a word", "told", *settings, often, f"training.max_steps={steps}")

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from running import NOT_INHERITED, Command, records, without
+from running import NOT_INHERITED, Command, records, with_constants, without
 
 from dist_transformer.errors import EXIT_REQUEUE
 from dist_transformer.files import read_json
@@ -15,7 +15,9 @@ from dist_transformer.files import read_json
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).with_name("faulty_train.py")
-HANG_SECONDS, CLOSE_SECONDS = 12, 15
+HANG_SECONDS = 12
+LONG = {"tracking.tracker.CLOSE_SECONDS": 15}
+SOON = {"training.divergence.WINDOW_STEPS": 3, "training.divergence.PATIENCE_STEPS": 4}
 
 
 @pytest.fixture
@@ -27,14 +29,13 @@ def waiting() -> Iterator[tuple[str, ...]]:
         yield (
             "tracking.enabled=true",
             f"tracking.uri=http://127.0.0.1:{silent.getsockname()[1]}",
-            f"tracking.close_seconds={CLOSE_SECONDS}",
             f"training.hang_seconds={HANG_SECONDS}",
         )
 
 
 def test_a_finished_run_has_finished_on_every_rank(command: Command, waiting: tuple[str, ...]) -> None:
     run = command.folder / "runs" / "waiting"
-    said = command("train", "small.yaml", "run.name=waiting", *waiting, "--ranks", 2)
+    said = command("train", "small.yaml", "run.name=waiting", *waiting, "--ranks", 2, **with_constants(LONG))
     assert "MLflow did not take everything" in said
     assert "finished at step 6" in said
     assert (run / "report.html").is_file()
@@ -62,11 +63,12 @@ def test_a_stop_is_heard_after_the_last_step_and_the_next_start_does_the_rest(co
 def test_a_run_that_diverged_goes_on(command: Command, waiting: tuple[str, ...]) -> None:
     settings = (
         "run.name=waiting_diverged", "training.max_steps=12", "checkpoints.every_steps=2", "checkpoints.keep_last=20",
-        "divergence.window_steps=3", "divergence.patience_steps=4", "divergence.policy=lower_learning_rate",
+        "divergence.policy=lower_learning_rate",
     )  # fmt: skip
     done = subprocess.run(
         [sys.executable, str(PROGRAM), "spike", "1", "small.yaml", *settings, *waiting, "2"],
-        cwd=command.folder, env=without(NOT_INHERITED), capture_output=True, text=True, timeout=300, check=False,
+        cwd=command.folder, env={**without(NOT_INHERITED), **with_constants(LONG | SOON)}, capture_output=True, text=True,
+        timeout=300, check=False,
     )  # fmt: skip
     said, run = done.stdout + done.stderr, command.folder / "runs" / "waiting_diverged"
     assert done.returncode == 0, said

@@ -4,11 +4,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from running import NOT_INHERITED, Command, records, without
+from running import NOT_INHERITED, Command, records, with_constants, without
 from test_resume import assert_same_run
 
 from dist_transformer.config.loading import load_config
@@ -19,11 +19,10 @@ from dist_transformer.training.engine.schedule import learning_rate
 pytestmark = pytest.mark.slow
 
 PROGRAM = Path(__file__).with_name("faulty_train.py")
-SETTINGS = (
-    "data.audit=true", "training.max_steps=24",
-    "checkpoints.every_steps=2", "checkpoints.keep_last=20", "divergence.window_steps=3",
-    "divergence.patience_steps=4",
-)  # fmt: skip
+SETTINGS = ("data.audit=true", "training.max_steps=24", "checkpoints.every_steps=2", "checkpoints.keep_last=20")
+SOON = {"training.divergence.WINDOW_STEPS": 3, "training.divergence.PATIENCE_STEPS": 4}
+"""A divergence is noticed within a test."""
+LOSS_SCALE = "training.engine.engine.INITIAL_LOSS_SCALE"
 FIRST_FAULTY_STEP = 6
 LEAVE_SECONDS = 60
 
@@ -32,11 +31,12 @@ LEAVE_SECONDS = 60
 def faulty(command: Command) -> Callable[..., tuple[int, str, Path]]:
     """Trains on two ranks with a fault on rank 1: exit code, what was said, the run folder."""
 
-    def train(fault: str, name: str, *overrides: str) -> tuple[int, str, Path]:
+    def train(fault: str, name: str, *overrides: str, constants: Mapping[str, object] = SOON) -> tuple[int, str, Path]:
+        environment = {**without(NOT_INHERITED), **with_constants(constants)}
         arguments = (fault, "1", "small.yaml", f"run.name={name}", *SETTINGS, *overrides, "2")
         done = subprocess.run(
             [sys.executable, str(PROGRAM), *arguments],
-            cwd=command.folder, env=without(NOT_INHERITED), capture_output=True, text=True, timeout=300, check=False,
+            cwd=command.folder, env=environment, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         return done.returncode, done.stdout + done.stderr, command.folder / "runs" / name
 
@@ -54,7 +54,7 @@ def names_in(folder: Path, pattern: str) -> list[str]:
 @pytest.mark.parametrize(("stage", "precision"), [(1, "fp16")], ids=lambda value: str(value))
 def test_an_infinity_on_one_rank_skips_one_update_everywhere_and_moves_nothing_else(faulty, stage, precision):
     short = ("training.max_steps=10", f"training.zero_stage={stage}", f"training.precision={precision}")
-    code, said, run = faulty("infinity", f"infinity-{stage}", *short, "training.initial_loss_scale=1024")
+    code, said, run = faulty("infinity", f"infinity-{stage}", *short, constants={**SOON, LOSS_SCALE: 1024})
     assert code == 0, said
     found = records(run)
     assert [record["step"] for record in found] == list(range(1, 11))
@@ -100,8 +100,8 @@ def test_a_return_that_did_not_help_is_followed_by_one_to_the_checkpoint_before(
 
 
 def test_at_the_floor_of_the_loss_scale_the_run_goes_on_in_bf16_and_so_does_a_resume(faulty, command: Command):
-    settings = ("training.precision=fp16", "training.initial_loss_scale=4", "divergence.policy=switch_to_bf16")
-    code, said, run = faulty("infinities", "floor", *settings)
+    settings = ("training.precision=fp16", "divergence.policy=switch_to_bf16")
+    code, said, run = faulty("infinities", "floor", *settings, constants={**SOON, LOSS_SCALE: 4})
     assert code == 0, said
     assert steps_of(run) == list(range(1, 25))
     command("train", run, "training.max_steps=26")
@@ -146,8 +146,8 @@ def test_training_goes_on_while_a_rank_still_writes_its_part_of_a_checkpoint(fau
 def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before_and_the_run_ends_as_an_undisturbed_one(
     faulty, train_small
 ):
-    expected = train_small("undisturbed-save", *SETTINGS, ranks=2)
+    expected = train_small("undisturbed-save", *SETTINGS, ranks=2, **with_constants(SOON))
     code, _, run = faulty("killed while saving", "killed-save")
     assert code == EXIT_FAILED
     assert names_in(run / "checkpoints", "step_*") == ["step_00000002", "step_00000004.tmp"]
-    assert_same_run(train_small("killed-save", *SETTINGS, ranks=2), expected)
+    assert_same_run(train_small("killed-save", *SETTINGS, ranks=2, **with_constants(SOON)), expected)

@@ -28,7 +28,7 @@ def validated(train_small: Callable[..., Path]) -> Path:
         "validated",
         "data.more_validation={held: {source: train.en, target: train.de}, short: {source: valid.en, target: valid.de}}",
         "validation={every_steps: 60, translate: true, beam_size: 2, max_sentences: 50, samples: 5}",
-        "training={max_steps: 120, precision: fp32, log_every_steps: 20, dry_run: false}",
+        "training={max_steps: 120, precision: fp32, log_every_steps: 20}",
         "data.max_tokens=1024",
         "decoding.max_tokens=400",
         "checkpoints={every_steps: 60, average_last: 1}",

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from dist_transformer.config.schema import CheckpointConfig
 from dist_transformer.run.folder import RunDir
+from dist_transformer.training.checkpoint import async_writer
 from dist_transformer.training.checkpoint.async_writer import AsyncWriter, Saved
 from dist_transformer.training.engine.sharded_state import Fragment
 
@@ -119,16 +120,17 @@ def state_of(step: int, **values: Any) -> dict[str, Any]:
 
 def save(run_dir: RunDir, step: int, num_ranks: int = 2, **state: Any) -> list[Saved]:
     """A checkpoint of the `MemoryEngine` with seed `step`, written by so many ranks; what each was told."""
-    settings = CheckpointConfig(save_attempts=state.pop("save_attempts", 1))
+    attempts = state.pop("save_attempts", 1)
     parts = state.pop("parts", ("weight", "exp_avg"))
 
     def work(ranks: ThreadRanks) -> Saved | None:
         run_dir.path.mkdir(exist_ok=True)
-        saver = AsyncWriter(run_dir, ranks, settings, lambda doing: None)
+        saver = AsyncWriter(run_dir, ranks, lambda doing: None)
         saver.begin(MemoryEngine(step, ranks.rank, num_ranks, parts), state_of(step, **state))
         return saver.finish()
 
-    return on_ranks(num_ranks, work)
+    with patch.object(async_writer, "SAVE_ATTEMPTS", attempts):
+        return on_ranks(num_ranks, work)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,16 @@ PROGRAM = [sys.executable, "-m", "dist_transformer"]
 def without(names: Iterable[str]) -> dict[str, str]:
     """The environment without these variables."""
     return {name: value for name, value in os.environ.items() if name not in names}
+
+
+def with_constants(values: Mapping[str, Any]) -> dict[str, str]:
+    """Variables for processes in which constants of the program have these values: {"tracking.tracker.CLOSE_SECONDS": 1}."""
+    by_module: dict[str, dict[str, Any]] = {}
+    for path, value in values.items():
+        module, _, name = path.rpartition(".")
+        by_module.setdefault(f"dist_transformer.{module}", {})[name] = value
+    folders = [str(Path(__file__).with_name("other_constants")), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(folders), "OTHER_CONSTANTS": json.dumps(by_module)}
 
 
 class Command:

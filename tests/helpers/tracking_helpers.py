@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 from mlflow import MlflowClient
 
@@ -12,19 +13,32 @@ from dist_transformer.config.schema import TrackingConfig
 from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog, read_records
-from dist_transformer.tracking.tracker import Tracker
+from dist_transformer.tracking import tracker
+from dist_transformer.tracking.tracker import Status, Tracker
 
 Curve = list[tuple[int, float, int]]
 """(step, value, unix time in milliseconds), in the order of steps."""
 
 
+class TimedTracker(Tracker):
+    """One that waits so long for the server at its end."""
+
+    close_seconds = 30
+
+    def close(self, status: Status) -> None:
+        with patch.object(tracker, "CLOSE_SECONDS", self.close_seconds):
+            super().close(status)
+
+
 def tracker_of(run_dir: RunDir, uri: str | None, close_seconds: int = 30) -> Tracker:
     run_id = uuid.uuid5(uuid.NAMESPACE_URL, str(run_dir.path)).hex
-    return Tracker(run_dir, settings_of(uri, close_seconds), "a run", run_dir.path.parent, run_id)
+    timed = TimedTracker(run_dir, settings_of(uri), "a run", run_dir.path.parent, run_id)
+    timed.close_seconds = close_seconds
+    return timed
 
 
-def settings_of(uri: str | None, close_seconds: int = 30) -> TrackingConfig:
-    return TrackingConfig.model_validate({"uri": uri, "close_seconds": close_seconds})
+def settings_of(uri: str | None) -> TrackingConfig:
+    return TrackingConfig.model_validate({"uri": uri})
 
 
 def train(log: MetricsLog, steps: range) -> None:

@@ -31,10 +31,10 @@ tokenizer: {{vocabulary_size: 500}}
 model: {{preset: tiny, num_encoder_layers: 1, num_decoder_layers: 1, dropout: 0.1}}
 optimizer: {{learning_rate: 0.001}}
 schedule: {{warmup_steps: 20}}
-training: {{max_steps: {MAX_STEPS}, precision: fp32, log_every_steps: 1, threads_per_rank: 1, dry_run: false}}
+training: {{max_steps: {MAX_STEPS}, precision: fp32, log_every_steps: 1}}
 checkpoints: {{every_steps: 40, keep_last: 3, average_last: 2}}
 tracking: {{enabled: false}}
-slurm: {{nodes: 2, ranks_per_node: 1, time_limit: "30:00", signal_seconds: 60, cpu_bind: null}}
+slurm: {{nodes: 2, ranks_per_node: 1, time_limit: "30:00", signal_seconds: 60, srun: {{cpu-bind: null}}}}
 """
 OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT"}
 

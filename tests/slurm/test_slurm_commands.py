@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from running import with_constants
 from slurm_runs import CONFIG, MAX_STEPS, SubmittedRun, program, read_lines, signal_ranks, submit
 from slurm_test_cluster import HERE, SlurmCluster, wait_until
 
@@ -123,11 +124,13 @@ def test_jobs_after_each_other_prepare_train_average_and_evaluate(slurm_cluster:
 def test_the_preflight_finds_the_slow_node_and_the_job_trains_without_it(
     slurm_cluster: SlurmCluster, tmp_path: Path
 ) -> None:
+    tolerant = with_constants({"cluster.script.PREFLIGHT_TOLERANCE": 0.3})  # the nodes share one machine
+    cluster = SlurmCluster(slurm_cluster.folder, {**slurm_cluster.environment, **tolerant})
     slurm_cluster.node("slow", "n2")
     try:
         run = submit(
-            slurm_cluster, tmp_path / "runs", "away", "slurm.nodes=3", "data.lanes=3", *SHORT,
-            "slurm.preflight=exclude", "slurm.preflight_tolerance=0.3",
+            cluster, tmp_path / "runs", "away", "slurm.nodes=3", "data.lanes=3", *SHORT,
+            "slurm.preflight=exclude",
         )  # fmt: skip
         run.wait_for_end(seconds=300)
     finally:

@@ -99,7 +99,7 @@ def test_runs_reach_the_server_by_the_name_of_its_node_and_find_it_again_when_it
     server.folder.mkdir()
     address = shlex.quote(str(server.folder / "address"))
     setup = f'export MLFLOW_TRACKING_URI="$(cat {address})"'
-    places = (f"slurm.setup={json.dumps([setup])}", "slurm.exclude=[n1]")
+    places = (f"slurm.setup={json.dumps([setup])}", "slurm.sbatch.exclude=n1")
 
     job_id = server.start("n1")
     assert server.address.startswith("http://n1:")
@@ -111,14 +111,14 @@ def test_runs_reach_the_server_by_the_name_of_its_node_and_find_it_again_when_it
     assert reason == "Dependency"  # one server at a time
     end(cluster, second)
 
-    tracked = submit(cluster, tmp_path / "runs", "tracked", *SHORT, *places, "tracking.close_seconds=60")
+    tracked = submit(cluster, tmp_path / "runs", "tracked", *SHORT, *places)
     tracked.wait_for_end()
     server.must_have(tracked)
     end(cluster, job_id)
     assert "the server has ended with exit code 0" in server.log(job_id)
 
     # The address leads nowhere now.
-    untracked = submit(cluster, tmp_path / "runs", "meanwhile", *SHORT, *places, "tracking.close_seconds=1")
+    untracked = submit(cluster, tmp_path / "runs", "meanwhile", *SHORT, *places)
     untracked.wait_for_end()
     assert f"dist-transformer track sync {untracked.run_dir.path}" in untracked.log()
     job_id = server.start("n2")

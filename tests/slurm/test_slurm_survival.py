@@ -76,7 +76,7 @@ def test_a_job_near_its_time_limit_saves_and_goes_on(
 def test_a_pre_empted_job_saves_and_goes_on_when_the_other_has_ended(
     cluster: SlurmCluster, root: Path, undisturbed: SubmittedRun
 ) -> None:
-    run = submit(cluster, root, "preempted", "slurm.partition=scavenge")
+    run = submit(cluster, root, "preempted", "slurm.sbatch.partition=scavenge")
     run.wait_for_step(10)
     cluster.run("sbatch", "--partition=main", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
     run.wait_for_attempt(1)
@@ -117,7 +117,7 @@ def test_a_job_whose_node_is_cut_off_goes_on_with_another_and_the_node_that_come
     cluster: SlurmCluster, root: Path, undisturbed: SubmittedRun, node: str
 ) -> None:
     """The ranks there live on, in the middle of a collective; on n1 it is rank 0, which holds the run folder's lock."""
-    run = submit(cluster, root, f"cut_{node}", "training.hang_seconds=15", "data.stall_seconds=10")
+    run = submit(cluster, root, f"cut_{node}", "training.hang_seconds=15")
     run.wait_for_step(50)
     cluster.node("cut", node)
     run.wait_for_attempt(1)

@@ -45,7 +45,7 @@ def test_the_dry_run_prints_command_and_script_and_touches_nothing(tmp_path):
         "configs/demo.yaml",
         f"run.root={tmp_path}",
         "slurm.nodes=2",
-        "slurm.account=a b",
+        "slurm.sbatch.account=a b",
     ]
     out = subprocess.run(
         [sys.executable, "-m", "dist_transformer", *arguments],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from running import Command, records
+from running import Command, records, with_constants
 
 from dist_transformer.data.sources.demo_corpus import demo_pairs
 from dist_transformer.errors import EXIT_HANG
@@ -18,7 +18,9 @@ pytestmark = pytest.mark.slow
 
 FAULTY_FOLDER = Path(__file__).resolve().parents[1] / "faulty_filesystem"
 DAMAGED_GROUPS = (0, 4, 8)
-QUARANTINE = ("data.on_bad_row_group=quarantine", "data.read_attempts=2", "data.max_quarantined_row_groups=100")
+QUARANTINE = ("data.on_bad_row_group=quarantine", "data.max_quarantined_row_groups=100")
+TWICE = with_constants({"data.sources.retries.READ_ATTEMPTS": 2})
+"""What stays damaged is read again once, and not for 12 seconds."""
 AUDIT = "data.audit=true"
 WARMUP = "schedule.warmup_steps=1"
 
@@ -70,7 +72,14 @@ def assert_one_message(said: str, text: str) -> None:
 def undisturbed(train_small: Callable[..., Path], damaged: Path) -> Path:
     """22 steps, more than an epoch, on two ranks in one go without the damaged row groups."""
     return train_small(
-        "faults_undisturbed", f"data.prepared={damaged}", *QUARANTINE, AUDIT, WARMUP, "training.max_steps=22", ranks=2
+        "faults_undisturbed",
+        f"data.prepared={damaged}",
+        *QUARANTINE,
+        AUDIT,
+        WARMUP,
+        "training.max_steps=22",
+        ranks=2,
+        **TWICE,
     )
 
 
@@ -91,7 +100,7 @@ def test_damaged_row_groups_are_left_out_named_and_counted_and_no_other_row_is(u
 def test_stops_and_other_numbers_of_ranks_change_nothing_of_what_is_left_out(train_small, undisturbed, damaged):
     settings = (f"data.prepared={damaged}", *QUARANTINE, AUDIT, WARMUP)
     for max_steps, num_ranks in ((2, 2), (13, 1), (22, 3)):
-        run = train_small("faults_resumed", *settings, f"training.max_steps={max_steps}", ranks=num_ranks)
+        run = train_small("faults_resumed", *settings, f"training.max_steps={max_steps}", ranks=num_ranks, **TWICE)
     assert batches(run) == batches(undisturbed)
     assert audited(run) == audited(undisturbed)
     assert records(run)[-1]["quarantined_row_groups"] == records(undisturbed)[-1]["quarantined_row_groups"]
@@ -100,18 +109,18 @@ def test_stops_and_other_numbers_of_ranks_change_nothing_of_what_is_left_out(tra
 def test_a_shard_mended_in_between_changes_no_window_that_was_begun(train_small, damaged, prepared):
     folder = copy_of(damaged, "mended")
     settings = (f"data.prepared={folder}", *QUARANTINE, WARMUP, "data.window_rows=600")  # a lane is one window
-    in_one_go = train_small("faults_kept", *settings, "training.max_steps=4", ranks=2)
-    train_small("faults_mended", *settings, "training.max_steps=2", ranks=2)
+    in_one_go = train_small("faults_kept", *settings, "training.max_steps=4", ranks=2, **TWICE)
+    train_small("faults_mended", *settings, "training.max_steps=2", ranks=2, **TWICE)
     shutil.copytree(prepared / "shards", folder / "shards", dirs_exist_ok=True)
-    run = train_small("faults_mended", *settings, "training.max_steps=4", ranks=2)
+    run = train_small("faults_mended", *settings, "training.max_steps=4", ranks=2, **TWICE)
     assert batches(run) == batches(in_one_go)
     assert records(run)[-1]["quarantined_row_groups"] == records(in_one_go)[-1]["quarantined_row_groups"] > 0
 
 
 def test_a_damaged_row_group_ends_all_ranks_with_one_message(command: Command, damaged):
     said = command(
-        "train", "small.yaml", "run.name=faults_raised", f"data.prepared={damaged}", "data.read_attempts=1",
-        "training.max_steps=22", "--ranks", 2, code=2,
+        "train", "small.yaml", "run.name=faults_raised", f"data.prepared={damaged}", "training.max_steps=22",
+        "--ranks", 2, code=2, **TWICE,
     )  # fmt: skip
     assert_one_message(said, "cannot be read (could not verify page integrity, CRC checksum verification failed")
     assert (
@@ -122,7 +131,7 @@ def test_a_damaged_row_group_ends_all_ranks_with_one_message(command: Command, d
 def test_more_left_out_than_allowed_ends_all_ranks_with_one_message(command: Command, damaged):
     said = command(
         "train", "small.yaml", "run.name=faults_limit", f"data.prepared={damaged}", *QUARANTINE,
-        "data.max_quarantined_row_groups=1", "training.max_steps=22", "--ranks", 2, code=2,
+        "data.max_quarantined_row_groups=1", "training.max_steps=22", "--ranks", 2, code=2, **TWICE,
     )  # fmt: skip
     assert_one_message(
         said, "row groups could not be read and were left out, more than data.max_quarantined_row_groups = 1"
@@ -175,7 +184,7 @@ dist_transformer.data.loader.row_groups.open_parquet = lambda file: threading.Ev
 )
 def test_a_disk_that_hangs_from_the_start_ends_the_run_by_the_watchdog(command: Command, tmp_path, overrides, doing):
     (tmp_path / "sitecustomize.py").write_text(HANGING_DISK, encoding="utf-8")  # no real disk hangs on request
-    settings = ("run.name=faults_hanging", *overrides, "training.hang_seconds=4", "data.stall_seconds=3")
+    settings = ("run.name=faults_hanging", *overrides, "training.hang_seconds=4")
     command("prepare", "small.yaml", *settings)
     said = command("train", "small.yaml", *settings, code=EXIT_HANG, PYTHONPATH=str(tmp_path))
     assert f"while {doing}; " in said

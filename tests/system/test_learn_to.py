@@ -29,7 +29,7 @@ tokenizer: {{type: unigram, vocabulary_size: 32}}  # a piece for each letter
 model: {{d_model: 64, d_ff: 128, num_heads: 4, num_encoder_layers: 2, num_decoder_layers: 2, dropout: 0.0}}
 optimizer: {{learning_rate: 0.003}}
 schedule: {{name: linear, warmup_steps: 100}}
-training: {{max_steps: 800, precision: fp32, zero_stage: 0, gradient_clip_norm: 1.0, dry_run: false}}
+training: {{max_steps: 800, precision: fp32, zero_stage: 0, gradient_clip_norm: 1.0}}
 validation: {{every_steps: 800, translate: false}}
 checkpoints: {{every_steps: 25, keep_last: 5, average_last: 5}}
 tracking: {{enabled: false}}

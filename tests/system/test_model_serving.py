@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 from mlflow_server import free_port, wait_until
-from running import NOT_INHERITED, Command, without
+from running import NOT_INHERITED, Command, with_constants, without
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +35,12 @@ def trained(train_small) -> Path:
     names = ("tracking.register_as=translator", "tracking.alias=champion", "tracking.experiment=serving")
     steps = ("training.max_steps=80", "checkpoints.every_steps=40")  # enough for words
     return train_small(
-        "served", "tracking.enabled=true", "tracking.close_seconds=120", f"decoding.beam_size={BEAM}", *names, *steps
+        "served",
+        "tracking.enabled=true",
+        f"decoding.beam_size={BEAM}",
+        *names,
+        *steps,
+        **with_constants({"tracking.tracker.CLOSE_SECONDS": 120}),
     )
 
 

@@ -19,6 +19,7 @@ from dist_transformer.training.checkpoint import checkpoints
 from dist_transformer.training.checkpoint.tensor_files import Weights
 
 pytestmark = pytest.mark.slow
+FAULTY_TRAIN = Path(__file__).parents[1] / "distributed" / "faulty_train.py"
 
 STANDING_STILL = ("training.max_steps=1", "schedule.warmup_steps=1", "optimizer.learning_rate=1e-12")
 """One step that moves no weight by more than 1e-11."""
@@ -116,10 +117,15 @@ def test_a_path_without_weights_is_refused_with_what_is_expected_there(command, 
     assert "model.safetensors" in said
 
 
-def test_a_run_is_the_same_with_and_without_its_dry_run(train_small):
+def test_a_run_is_the_same_with_and_without_its_dry_run(train_small, command):
     settings = ("training.precision=fp16", "training.zero_stage=3", "schedule.warmup_steps=1", "training.max_steps=3")
-    tried = train_small("tried", *settings, "training.dry_run=true", ranks=2)
-    untried = train_small("untried", *settings, "training.dry_run=false", ranks=2)
+    tried = train_small("tried", *settings, ranks=2)
+    done = subprocess.run(
+        [sys.executable, str(FAULTY_TRAIN), "no dry run", "all", "small.yaml", "run.name=untried", *settings, "2"],
+        cwd=command.folder, env=without(NOT_INHERITED), capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    untried = command.folder / "runs" / "untried"
     files = sorted(path.name for path in newest(tried).glob("state_*.safetensors"))
     assert len(files) == 2
     for name in files:
@@ -164,7 +170,7 @@ def under_limit(command, kilobytes: int, *overrides: str) -> subprocess.Complete
 
 
 def test_micro_batches_too_large_for_memory_end_the_run_before_its_first_step_with_the_way_out(command, origin):
-    done = under_limit(command, 6_000_000, "run.name=too-large", "data.max_tokens=4000000", "training.dry_run=true")
+    done = under_limit(command, 6_000_000, "run.name=too-large", "data.max_tokens=4000000")
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "out of memory in the dry run of the largest micro-batch, 20833 x (96 + 96) tokens" in done.stderr

@@ -12,7 +12,7 @@ from subprocess import Popen
 import pytest
 from faulty_proxy import Fault, Proxy
 from mlflow_server import Server, wait_until
-from running import NOT_INHERITED, Command, without
+from running import NOT_INHERITED, Command, with_constants, without
 
 pytestmark = pytest.mark.slow
 
@@ -74,7 +74,8 @@ def said(command: Command, proxy: Proxy, environment: dict[str, str]) -> str:
     """All that a run said whose server refused it at first, that crashed when it went on, and was sent by hand."""
     header = f"Authorization: Basic {ALL_SECRETS[-1]}"
     repeated = " ".join([f"not authorized at {address_of(proxy)}:", *SECRETS.values(), header])
-    settings = ("train", "small.yaml", "run.name=secrets", "tracking={enabled: true, close_seconds: 60}")
+    settings = ("train", "small.yaml", "run.name=secrets", "tracking={enabled: true}")
+    environment = {**environment, **with_constants({"tracking.tracker.CLOSE_SECONDS": 60})}
     proxy.set_fault(Fault(status=401, body=repeated))
     process = command.start(*settings, **environment)
     wait_until(lambda: proxy.met > 0)

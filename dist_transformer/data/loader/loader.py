@@ -59,6 +59,10 @@ class LocalStep:
     quarantined: tuple[Quarantined, ...]
 
 
+STALL_SHARE = 0.5
+"""Of training.hang_seconds, that a window is waited for: the loader then says what is missing, the watchdog could not."""
+
+
 @dataclass(frozen=True)
 class LoaderSettings:
     """Settings of the loader of a rank.
@@ -71,7 +75,7 @@ class LoaderSettings:
 
     bos_id: int
     num_workers: int
-    stall_seconds: int
+    stall_seconds: float
 
 
 class LaneLoader:

@@ -80,12 +80,11 @@ class SplitPlaces:
 class RowGroupTables:
     """Reads row groups as tables. Keeps the newest files open; a copy in another process opens its own."""
 
-    def __init__(self, attempts: int) -> None:
-        self._attempts = attempts
+    def __init__(self) -> None:
         self._open: OrderedDict[str, pq.ParquetFile] = OrderedDict()
 
-    def __reduce__(self) -> tuple[type["RowGroupTables"], tuple[int]]:
-        return type(self), (self._attempts,)
+    def __reduce__(self) -> tuple[type["RowGroupTables"], tuple[()]]:
+        return type(self), ()
 
     def read(self, place: RowGroupPlace, columns: Iterable[str]) -> pa.Table:
         """Reads these columns (dots reach into nested ones) of a row group; UnreadableRowGroup if it cannot be read."""
@@ -95,7 +94,7 @@ class RowGroupTables:
             log.warning("%s: row group %d: %s", place.file, place.index, reason)
 
         try:
-            table = with_retries(lambda: self._read_once(place, names), self._attempts, warn)
+            table = with_retries(lambda: self._read_once(place, names), warn)
         except read_errors() as error:
             raise UnreadableRowGroup(reason_of(error), is_outage(error)) from error
         if table.num_rows != place.rows:

@@ -1,8 +1,7 @@
 """Reads the rows of a window: slices of row groups, as token ids; text is tokenized.
 
-Reads of a row group are retried (`data.read_attempts`). If all fail, the row group ends the run, or is quarantined and
-named in the result (`data.on_bad_row_group`). A row group is always quarantined as a whole, so that all windows that
-share it do the same.
+Reads of a row group are retried. If all fail, the row group ends the run, or is quarantined and named in the result
+(`data.on_bad_row_group`). A row group is always quarantined as a whole, so that all windows that share it do the same.
 """
 
 from collections import Counter
@@ -76,7 +75,7 @@ class RowReader:
         self._folder = folder
         self._data = data
         self._splits = manifest.splits
-        self._tables = RowGroupTables(data.read_attempts)
+        self._tables = RowGroupTables()
         self._sampler = Sampler(folder, manifest.tokenizer, sampling, seed)
         self._corpora = tuple(self._corpus(manifest.splits[name]) for name in manifest.training)
 

@@ -43,7 +43,7 @@ class ProcessSettings(Protocol):
     @property
     def num_workers(self) -> int: ...
     @property
-    def stall_seconds(self) -> int: ...
+    def stall_seconds(self) -> float: ...
 
 
 class WindowStream:
@@ -103,9 +103,9 @@ class WindowStream:
         except queue.Empty:
             _print_stacks(self._processes)
             raise MachineError(
-                f"no window within data.stall_seconds = {self._settings.stall_seconds} s (waiting for {awaited.key}): the "
-                "disk or the loader process hangs; where its threads stand is printed above. Look at the filesystem of "
-                "the data, or raise data.stall_seconds"
+                f"no window within {self._settings.stall_seconds:g} s, half of training.hang_seconds (waiting for "
+                f"{awaited.key}): the disk or the loader process hangs; where its threads stand is printed above. Look at "
+                "the filesystem of the data, or raise training.hang_seconds"
             ) from None
         if self._stale:
             self._stale -= 1

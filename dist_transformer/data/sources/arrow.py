@@ -143,10 +143,10 @@ class TableReader:
         return texts, bad
 
 
-def parquet_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) -> TableReader:
+def parquet_reader(file: str, choose: ChooseColumns, drop: bool) -> TableReader:
     """Returns a reader of a parquet file; unwanted row groups are not read."""
     with named_errors(file):
-        parquet = retried(file, attempts, lambda: open_parquet(file))
+        parquet = retried(file, lambda: open_parquet(file))
     columns = list(choose(column_paths(parquet.schema_arrow), file))
 
     def group(number: int) -> TableGroup:
@@ -156,35 +156,35 @@ def parquet_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) 
     return TableReader(file, map(group, range(parquet.num_row_groups)), choose, drop)
 
 
-def arrow_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) -> TableReader:
+def arrow_reader(file: str, choose: ChooseColumns, drop: bool) -> TableReader:
     """Returns a reader of an Arrow file of either kind: with random access, or a stream (as `datasets` writes)."""
     with named_errors(file):
-        batches = _arrow_batches(file, attempts)
+        batches = _arrow_batches(file)
     return TableReader(file, iter([TableGroup(None, lambda: batches)]), choose, drop)
 
 
 def count_arrow_rows(file: str) -> int:
     """Counts the rows of a local Arrow file, without reading its text."""
     with named_errors(file):
-        return sum(batch.num_rows for batch in _arrow_batches(file, attempts=1))
+        return sum(batch.num_rows for batch in _arrow_batches(file))
 
 
-def count_parquet_rows(file: str, attempts: int) -> int:
+def count_parquet_rows(file: str) -> int:
     """Counts the rows of a parquet file by its footer."""
     with named_errors(file):
-        return int(retried(file, attempts, lambda: open_parquet(file)).metadata.num_rows)
+        return int(retried(file, lambda: open_parquet(file)).metadata.num_rows)
 
 
-def read_footer(file: str, choose: ChooseColumns, attempts: int) -> ParquetFile:
+def read_footer(file: str, choose: ChooseColumns) -> ParquetFile:
     """Reads a parquet footer; DataError if it is missing, a column is missing, or a column is not text."""
     with named_errors(file):
-        parquet = retried(file, attempts, lambda: open_parquet(file))
+        parquet = retried(file, lambda: open_parquet(file))
         columns = choose(column_paths(parquet.schema_arrow), file)
         empty = parquet.schema_arrow.empty_table()
         for column in columns:
             refuse_other_type(file, column, text_column(empty, column).type)
-        ends = file_fingerprint(file, attempts)
-        size = retried(file, attempts, lambda: file_bytes(file))
+        ends = file_fingerprint(file)
+        size = retried(file, lambda: file_bytes(file))
     return ParquetFile(file, size, _rows_of_groups(parquet), ends["ends_sha256"], *columns)
 
 
@@ -219,11 +219,10 @@ def _rows_of_groups(parquet: pq.ParquetFile) -> tuple[int, ...]:
     return tuple(parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups))
 
 
-def _arrow_batches(file: str, attempts: int) -> Iterator[pa.RecordBatch]:
+def _arrow_batches(file: str) -> Iterator[pa.RecordBatch]:
     """Returns the batches of a file. A local file is mapped into memory, so that unwanted parts are not read."""
-    beginning = retried(file, attempts, lambda: _beginning(file))
-    if beginning != ARROW_FILE_MAGIC:
-        return iter(pa.ipc.open_stream(open_binary(file, attempts) if is_address(file) else pa.memory_map(file)))
+    if _beginning(file) != ARROW_FILE_MAGIC:
+        return iter(pa.ipc.open_stream(open_binary(file) if is_address(file) else pa.memory_map(file)))
     whole = pa.ipc.open_file(open_seekable(file) if is_address(file) else pa.memory_map(file))
     return map(whole.get_batch, range(whole.num_record_batches))
 

@@ -128,7 +128,7 @@ def parquet_index(corpus: CorpusConfig, data: DataConfig) -> list[ParquetFile] |
         return None
     choose = _column_chooser(corpus, data)
     absolute = [file if is_address(file) else os.path.abspath(file) for file in files]
-    index = for_each_file(lambda file: read_footer(file, choose, data.read_attempts), absolute)
+    index = for_each_file(lambda file: read_footer(file, choose), absolute)
     refuse_other_columns(index)
     return index
 
@@ -136,7 +136,7 @@ def parquet_index(corpus: CorpusConfig, data: DataConfig) -> list[ParquetFile] |
 def _scan_table(file: str, corpus: CorpusConfig, data: DataConfig, progress: Callable[[int], None]) -> int | None:
     kind = table_kind(file)
     if kind == "parquet":
-        return count_parquet_rows(file, data.read_attempts)
+        return count_parquet_rows(file)
     if is_address(file):
         return None
     if kind == "arrow":
@@ -149,13 +149,13 @@ def _scan_table(file: str, corpus: CorpusConfig, data: DataConfig, progress: Cal
 
 def _readers(corpus: CorpusConfig, data: DataConfig) -> Iterator[Reader]:
     files = find_corpus_files(corpus, data)
-    drop, attempts = data.filters.bad_encoding == "drop", data.read_attempts
+    drop = data.filters.bad_encoding == "drop"
     if corpus.demo:
         yield _demo_reader(corpus.demo)
     elif corpus.hub:
         yield _hub_reader(corpus, data)
     for source, target in zip(files.source, files.target, strict=True):
-        yield aligned_reader(source, target, drop, attempts)
+        yield aligned_reader(source, target, drop)
     for file in files.path:
         yield _table_reader(file, corpus, data)
 
@@ -168,17 +168,17 @@ def _demo_reader(split: DemoSplit) -> PairReader[tuple[str, str]]:
 
 
 def _table_reader(file: str, corpus: CorpusConfig, data: DataConfig) -> Reader:
-    drop, attempts = data.filters.bad_encoding == "drop", data.read_attempts
+    drop = data.filters.bad_encoding == "drop"
     kind = table_kind(file)
     if kind == "tsv":
-        return tsv_reader(file, corpus.columns or ("0", "1"), drop, attempts)
+        return tsv_reader(file, corpus.columns or ("0", "1"), drop)
     readers: dict[str, Callable[..., Reader]] = {
         "csv": csv_reader,
         "jsonl": jsonl_reader,
         "parquet": parquet_reader,
         "arrow": arrow_reader,
     }
-    return readers[kind](file, _column_chooser(corpus, data), drop, attempts)
+    return readers[kind](file, _column_chooser(corpus, data), drop)
 
 
 def _finished(first_row: int, pairs: Pairs, corpus: CorpusConfig, data: DataConfig) -> RawBatch:

@@ -100,7 +100,7 @@ def corpus_fingerprint(corpus: CorpusConfig, data: DataConfig) -> dict[str, Any]
         names = ("hub", "subset", "split", "revision")
         return {**given, **{name: getattr(corpus, name) for name in names}}
     files = find_corpus_files(corpus, data).every()
-    return {**given, "files": for_each_file(lambda file: file_fingerprint(file, data.read_attempts), files)}
+    return {**given, "files": for_each_file(file_fingerprint, files)}
 
 
 def for_each_file(ask: Callable[[Item], Result], files: Iterable[Item]) -> list[Result]:
@@ -114,7 +114,7 @@ def _expand(name: str | None, data: DataConfig) -> tuple[str, ...]:
         return ()
     location = located(data.root, name)
     if is_address(location):
-        return tuple(files_of_address(location, data.read_attempts))
+        return tuple(files_of_address(location))
     files = local_files(data.root, name)
     if not files:
         problem = "no file fits this pattern" if is_pattern(name) else "no such file"

@@ -25,22 +25,22 @@ READ_BLOCK_BYTES = 1 << 20
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-def read_complete_lines(file: str, attempts: int = 1) -> Iterator[bytes]:
+def read_complete_lines(file: str) -> Iterator[bytes]:
     """Yields lines with their ends, without a byte order mark; decompresses .gz, .zst and .xz.
 
     DataError if the file cannot be opened, or is damaged or truncated.
     """
     with named_errors(file):
-        stream = _unpacked(file, attempts)
+        stream = _unpacked(file)
     advice = "Check the network" if is_address(file) else "Copy or download it again"
     with stream, named_errors(file, f"cannot be read to its end. {advice}"):
         for number, line in enumerate(stream):
             yield line if number else line.removeprefix(BYTE_ORDER_MARK)
 
 
-def read_lines(file: str, attempts: int = 1) -> Iterator[bytes]:
-    """Yields the lines of `read_whole_lines` without their ends (LF or CR LF)."""
-    for line in read_complete_lines(file, attempts):
+def read_lines(file: str) -> Iterator[bytes]:
+    """Yields the lines of `read_complete_lines` without their ends (LF or CR LF)."""
+    for line in read_complete_lines(file):
         yield line.removesuffix(b"\n").removesuffix(b"\r")
 
 
@@ -66,7 +66,7 @@ def scan_aligned(source: str, target: str, refuse_bad_encoding: bool, progress: 
     return source_lines
 
 
-def aligned_reader(source: str, target: str, drop: bool, attempts: int) -> PairReader[tuple[bytes, bytes]]:
+def aligned_reader(source: str, target: str, drop: bool) -> PairReader[tuple[bytes, bytes]]:
     """Returns a reader of two files; DataError, with both totals, if one ends before the other.
 
     Args:
@@ -81,16 +81,16 @@ def aligned_reader(source: str, target: str, drop: bool, attempts: int) -> PairR
                 refuse_bad_lines(file, first, side, bad)
         return Pairs(source_texts, target_texts, {*bad_source, *bad_target})
 
-    return PairReader(_aligned_lines(source, target, attempts), parse)
+    return PairReader(_aligned_lines(source, target), parse)
 
 
-def tsv_reader(file: str, columns: tuple[str, str], drop: bool, attempts: int) -> PairReader[bytes]:
+def tsv_reader(file: str, columns: tuple[str, str], drop: bool) -> PairReader[bytes]:
     """Returns a reader of two columns; a side is None where a line is too short.
 
     Columns are numbers from 0 in a file without a header, or names from its first line; DataError if the first line
     does not have them.
     """
-    lines = read_lines(file, attempts)
+    lines = read_lines(file)
     first_line = next(lines, None)
     if first_line is None:  # the caller reports that the corpus is empty
         return PairReader(iter(()), lambda first, batch: Pairs([], [], set()))
@@ -126,16 +126,16 @@ def encoding_error(file: str, number: int, line: bytes) -> DataError:
     raise AssertionError("called for a valid line")
 
 
-def _unpacked(file: str, attempts: int) -> io.BufferedReader | lzma.LZMAFile:
-    content = open_binary(file, attempts)
+def _unpacked(file: str) -> io.BufferedReader | lzma.LZMAFile:
+    content = open_binary(file)
     suffix = compression_suffix(file)
     if suffix == ".xz":
         return lzma.open(content)
     return io.BufferedReader(pa.input_stream(content, compression=COMPRESSIONS.get(suffix)), READ_BLOCK_BYTES)
 
 
-def _aligned_lines(source: str, target: str, attempts: int) -> Iterator[tuple[bytes, bytes]]:
-    sides = read_lines(source, attempts), read_lines(target, attempts)
+def _aligned_lines(source: str, target: str) -> Iterator[tuple[bytes, bytes]]:
+    sides = read_lines(source), read_lines(target)
     number = 0
     for number, (source_line, target_line) in enumerate(itertools.zip_longest(*sides), start=1):
         if source_line is None or target_line is None:

@@ -29,13 +29,13 @@ Result = TypeVar("Result")
 log = logging.getLogger(__name__)
 
 
-def open_binary(file: str, attempts: int = 1) -> BinaryIO:
+def open_binary(file: str) -> BinaryIO:
     """Opens a file for sequential reading. The reads of a remote one are retried where that is possible."""
     if not is_address(file):
         return open(file, "rb")
-    remote = retried(file, attempts, lambda: _open_remote(file))
+    remote = retried(file, lambda: _open_remote(file))
     if _answers_ranges(remote):
-        return io.BufferedReader(_RetriedReads(file, remote, attempts))
+        return io.BufferedReader(_RetriedReads(file, remote))
     remote.close()
     stream: BinaryIO = _open_stream(file)
     return stream
@@ -71,7 +71,7 @@ def file_bytes(file: str) -> int:
     return int(size)
 
 
-def files_of_address(address: str, attempts: int) -> list[str]:
+def files_of_address(address: str) -> list[str]:
     """Returns the addresses that match a pattern, in order; for an address that is no pattern the address itself.
 
     DataError if no file matches, or if this kind of filesystem cannot be listed.
@@ -80,7 +80,7 @@ def files_of_address(address: str, attempts: int) -> list[str]:
         return [address]
     with named_errors(address):
         try:
-            found = retried(address, attempts, lambda: _matching(address))
+            found = retried(address, lambda: _matching(address))
         except NotImplementedError:
             raise DataError(f"{address}: files there cannot be listed; write an address without *, ? and [.") from None
     if not found:
@@ -88,7 +88,7 @@ def files_of_address(address: str, attempts: int) -> list[str]:
     return found
 
 
-def file_fingerprint(file: str, attempts: int) -> dict[str, Any]:
+def file_fingerprint(file: str) -> dict[str, Any]:
     """Returns name, size and the SHA-256 of the first and last MiB of a file: independent of its location.
 
     For a server that sends only complete files, the version that it reports replaces the digest.
@@ -98,7 +98,7 @@ def file_fingerprint(file: str, attempts: int) -> dict[str, Any]:
         with open(file, "rb") as local:
             return {"name": name, **_ends(local, os.path.getsize(file))}
     with named_errors(file):
-        return {"name": name, **retried(file, attempts, lambda: _remote_ends(file))}
+        return {"name": name, **retried(file, lambda: _remote_ends(file))}
 
 
 def base_name(file: str) -> str:
@@ -119,23 +119,23 @@ def named_errors(name: str, problem: str = "cannot be read") -> Iterator[None]:
         raise DataError(f"{name}: {problem}: {type(reason).__name__}: {reason_of(reason)}") from error
 
 
-def retried(file: str, attempts: int, read: Callable[[], Result]) -> Result:
+def retried(file: str, read: Callable[[], Result]) -> Result:
     """Calls `with_retries` with warnings that name the file; a file on this machine is read once."""
-    return with_retries(read, attempts if is_address(file) else 1, lambda reason: log.warning("%s: %s", file, reason))
+    return with_retries(read, lambda reason: log.warning("%s: %s", file, reason)) if is_address(file) else read()
 
 
 class _RetriedReads(io.RawIOBase):
     """Reads a remote file in order; a read that fails is retried from its position."""
 
-    def __init__(self, name: str, remote: Any, attempts: int) -> None:
-        self._name, self._remote, self._attempts = name, remote, attempts
+    def __init__(self, name: str, remote: Any) -> None:
+        self._name, self._remote = name, remote
         self._position = 0
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        content = retried(self._name, self._attempts, lambda: self._read(len(buffer)))
+        content = retried(self._name, lambda: self._read(len(buffer)))
         buffer[: len(content)] = content
         self._position += len(content)
         return len(content)

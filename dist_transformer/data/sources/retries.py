@@ -9,6 +9,8 @@ from typing import TypeVar
 import pyarrow as pa
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential, wait_random
 
+READ_ATTEMPTS = 8
+"""Attempts to read a row group or a remote file, 12 seconds in all: enough for a busy disk, and short beside an outage."""
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
 REMOTE_ERRORS = {
@@ -23,8 +25,8 @@ BAD_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errn
 Result = TypeVar("Result")
 
 
-def with_retries(read: Callable[[], Result], attempts: int, warn: Callable[[str], None]) -> Result:
-    """Returns the result of `read`, tried up to `attempts` times with pauses of 0.1, 0.2, 0.4 ... 5 s plus up to 0.1 s.
+def with_retries(read: Callable[[], Result], warn: Callable[[str], None]) -> Result:
+    """Returns the result of `read`, tried up to READ_ATTEMPTS times with pauses of 0.1, 0.2, 0.4 ... 5 s plus up to 0.1 s.
 
     Args:
         warn: called after each failed attempt that is followed by another; the exception of the last one is raised.
@@ -34,10 +36,12 @@ def with_retries(read: Callable[[], Result], attempts: int, warn: Callable[[str]
         assert state.outcome is not None
         error = state.outcome.exception()
         assert error is not None
-        warn(f"{reason_of(error)}; attempt {state.attempt_number} of {attempts}, again in {state.upcoming_sleep:.1f} s")
+        warn(
+            f"{reason_of(error)}; attempt {state.attempt_number} of {READ_ATTEMPTS}, again in {state.upcoming_sleep:.1f} s"
+        )
 
     retrying = Retrying(
-        stop=stop_after_attempt(attempts),
+        stop=stop_after_attempt(READ_ATTEMPTS),
         wait=wait_exponential(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS) + wait_random(0, FIRST_PAUSE_SECONDS),
         retry=retry_if_exception(lambda error: isinstance(error, read_errors())),
         before_sleep=before_pause,

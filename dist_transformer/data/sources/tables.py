@@ -21,12 +21,12 @@ ChooseColumns = Callable[[list[str], str], ColumnNames]
 """Takes the existing columns and the file's name for messages; returns the source and the target column."""
 
 
-def csv_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) -> PairReader[list[str]]:
+def csv_reader(file: str, choose: ChooseColumns, drop: bool) -> PairReader[list[str]]:
     """Returns a reader of a csv file with a header; a side is None where a row is too short.
 
     DataError for a missing column, for quotes that do not match, and for invalid UTF-8 unless `drop`.
     """
-    rows = _csv_rows(file, drop, attempts)
+    rows = _csv_rows(file, drop)
     header = next(rows, [])
     positions = [header.index(column) for column in choose(header, file)] if header else [0, 0]
 
@@ -36,12 +36,12 @@ def csv_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) -> P
     return PairReader(rows, parse)
 
 
-def jsonl_reader(file: str, choose: ChooseColumns, drop: bool, attempts: int) -> PairReader[bytes]:
+def jsonl_reader(file: str, choose: ChooseColumns, drop: bool) -> PairReader[bytes]:
     """Returns a reader of a file with a JSON object per line; a side is None for an empty line or a missing key.
 
     DataError for a line that is no object, a value that is no text, and for invalid UTF-8 unless `drop`.
     """
-    lines = read_lines(file, attempts)
+    lines = read_lines(file)
     head = list(_to_first_row(lines))
     # From the first row of the file, even if it is not wanted: rows of other processes are not parsed.
     columns = choose(_paths(_json_object(file, len(head), head[-1], drop)), file) if head and head[-1].strip() else None
@@ -75,8 +75,8 @@ def _to_first_row(lines: Iterator[bytes]) -> Iterator[bytes]:
             return
 
 
-def _csv_rows(file: str, drop: bool, attempts: int) -> Iterator[list[str]]:
-    rows = csv.reader(_text_lines(file, drop, attempts), strict=True)
+def _csv_rows(file: str, drop: bool) -> Iterator[list[str]]:
+    rows = csv.reader(_text_lines(file, drop), strict=True)
     try:
         yield from rows
     except csv.Error as error:
@@ -86,9 +86,9 @@ def _csv_rows(file: str, drop: bool, attempts: int) -> Iterator[list[str]]:
         ) from error
 
 
-def _text_lines(file: str, drop: bool, attempts: int) -> Iterator[str]:
+def _text_lines(file: str, drop: bool) -> Iterator[str]:
     """Yields lines with their ends; each byte that is not UTF-8 becomes a lone surrogate, or is refused."""
-    for number, line in enumerate(read_complete_lines(file, attempts), start=1):
+    for number, line in enumerate(read_complete_lines(file), start=1):
         try:
             yield line.decode("utf-8", errors="surrogateescape" if drop else "strict")
         except UnicodeDecodeError:

@@ -23,7 +23,6 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dist_transformer.config.schema import CheckpointConfig
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import CheckpointError, MachineError
 from dist_transformer.files import flush_to_disk, write_json, write_text
@@ -44,6 +43,8 @@ if TYPE_CHECKING:  # the engine is only passed in; importing it here would impor
 
 log = logging.getLogger(__name__)
 
+SAVE_ATTEMPTS = 3
+"""Attempts to write a checkpoint before it is given up: a busy disk often takes the second one."""
 SECONDS_BETWEEN_ATTEMPTS = 1.0
 LOOK_SECONDS = 0.2
 """Interval at which ranks that wait for files exchange how far they are."""
@@ -74,10 +75,8 @@ class AsyncWriter:
     `progress` is called with a text at any real progress, never for mere waiting: a stalled disk is the watchdog's.
     """
 
-    def __init__(
-        self, run_dir: RunDir, ranks: Ranks, settings: CheckpointConfig, progress: Callable[[str], None]
-    ) -> None:
-        self._run_dir, self._ranks, self._attempts, self._progress = run_dir, ranks, settings.save_attempts, progress
+    def __init__(self, run_dir: RunDir, ranks: Ranks, progress: Callable[[str], None]) -> None:
+        self._run_dir, self._ranks, self._progress = run_dir, ranks, progress
         self._snapshot = StagingBuffer()
         self._flight: PendingSave | None = None
 
@@ -117,16 +116,16 @@ class AsyncWriter:
     def finish(self) -> Saved | None:
         """Waits for the files of all ranks and commits them (collective). None: nothing was in flight.
 
-        A save that fails is tried again from the same copy, `checkpoints.save_attempts` times in all, then given up.
+        A save that fails is tried again from the same copy, SAVE_ATTEMPTS times in all, then given up.
         """
         if (flight := self._flight) is None:
             return None
         problem = None if flight.was_there else self._confirm(flight)
-        for attempt in range(2, self._attempts + 1):
+        for attempt in range(2, SAVE_ATTEMPTS + 1):
             if problem is None:
                 break
             if self._ranks.is_rank_zero:
-                log.warning("%s: %s; attempt %d of %d follows", flight.final.name, problem, attempt, self._attempts)
+                log.warning("%s: %s; attempt %d of %d follows", flight.final.name, problem, attempt, SAVE_ATTEMPTS)
             time.sleep(SECONDS_BETWEEN_ATTEMPTS)
             self._attempt(flight)
             problem = self._confirm(flight)
@@ -184,7 +183,7 @@ class AsyncWriter:
             whole = checkpoints.saved(self._run_dir)
             kept = f"the run can resume from {whole[-1].name}" if whole else "there is no earlier checkpoint"
             message = (
-                f"{problem} (attempts: {self._attempts}); {kept}. Free space or repair the filesystem of "
+                f"{problem} (attempts: {SAVE_ATTEMPTS}); {kept}. Free space or repair the filesystem of "
                 f"{self._run_dir.checkpoints}"
             )
         return str(self._ranks.broadcast_object(message))

@@ -10,6 +10,7 @@ from dist_transformer.config.schema import CheckpointConfig
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint.checkpoints import delete, read_file, saved, step_of
 from dist_transformer.training.checkpoint.tensor_files import STATE, validation_of
+from dist_transformer.training.divergence import PATIENCE_STEPS
 
 JUDGED_LATE_STEPS = 3
 """Delay of divergence checks: a step's loss is that of the weights before it, and is checked two steps later."""
@@ -33,18 +34,18 @@ def best(paths: Sequence[Path], count: int, metric: str) -> list[Path]:
     return sorted(sorted(values, key=lambda path: (sign * values[path], step_of(path)))[:count], key=step_of)
 
 
-def retain(run_dir: RunDir, settings: CheckpointConfig, patience_steps: int, metric: str) -> None:
+def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> None:
     """Deletes the checkpoints that `settings` do not keep (rank 0, after a commit).
 
     Kept are the newest; the newest one that a divergence detected now would not set aside, as it is older than the
-    `patience_steps` of the loss monitor; the newest `keep_last` regular ones; of those of every `every_steps` steps the
+    PATIENCE_STEPS of the loss monitor; the newest `keep_last` regular ones; of those of every `every_steps` steps the
     `keep_best` that are best by `metric`; those of every `keep_every_steps` steps.
     """
     if not (paths := saved(run_dir)):
         return
     kept = {paths[-1], *regular(run_dir, settings.every_steps)[-settings.keep_last :]}
     kept |= set(
-        [path for path in paths if step_of(path) < step_of(paths[-1]) - patience_steps - JUDGED_LATE_STEPS][-1:]
+        [path for path in paths if step_of(path) < step_of(paths[-1]) - PATIENCE_STEPS - JUDGED_LATE_STEPS][-1:]
     )
     if settings.keep_best:  # without checkpoints of stops: one must not replace another that a run without stops keeps
         of_regular_steps = [path for path in paths if step_of(path) % settings.every_steps == 0]

@@ -68,6 +68,10 @@ with without_mlflow():
     from deepspeed.runtime import compiler
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
+INITIAL_LOSS_SCALE = 65_536
+"""The first loss scale of fp16, a power of 2: it halves within some ten steps where that is too much."""
+LOSS_SCALE_WINDOW = 1000
+"""Steps without overflow after which the loss scale of fp16 doubles."""
 SCALER_NUMBERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Variables of DeepSpeed's dynamic loss scaler; its other attributes are configuration."""
 COLLECTIVES = (
@@ -273,8 +277,8 @@ def _deepspeed_config(training: TrainingConfig, ranks: Ranks, module: Objective)
         config["fp16"] = {
             "enabled": True,
             "loss_scale": 0,
-            "initial_scale_power": training.initial_loss_scale.bit_length() - 1,
-            "loss_scale_window": training.loss_scale_window,
+            "initial_scale_power": INITIAL_LOSS_SCALE.bit_length() - 1,
+            "loss_scale_window": LOSS_SCALE_WINDOW,
             "hysteresis": 1,
             "min_loss_scale": 1,
         }

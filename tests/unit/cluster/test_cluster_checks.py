@@ -37,13 +37,13 @@ def _record(run_dir: RunDir, seconds_a_step: float, save_seconds: float = 0.0, s
 def test_a_sound_configuration_has_no_problems(run_dir: RunDir) -> None:
     sound = {
         "environment": {"NCCL_DEBUG": "INFO", "TOKENIZERS_PARALLELISM": "false"},
-        "extra_sbatch": ["--nodelist=n1"],
+        "sbatch": {"nodelist": "n1", "mem": "10G", "exclusive": True},
     }
     assert _problems(run_dir, **sound) == []
 
 
 def test_all_problems_are_reported_at_once(run_dir: RunDir) -> None:
-    config = config_of(lanes=2, nodes=3, time_limit="2:00", extra_sbatch=["x"], environment={"HF_TOKEN": "t"})
+    config = config_of(lanes=2, nodes=3, time_limit="2:00", sbatch={"X": True}, environment={"HF_TOKEN": "t"})
     with pytest.raises(ConfigError) as caught:
         plan_submission(config, "", RunDir(run_dir.path.with_name("-run")), 10**15, dry_run=True)
     assert len(caught.value.problems) == 6
@@ -162,32 +162,65 @@ def test_time_limits_are_read_as_sbatch_reads_them(
     assert parse_time_limit(text) == ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-@pytest.mark.parametrize("option", ["-N4", "reservation=x", "--exclude n1", "--a\nb", "$(x)"])
-def test_extra_options_that_are_no_options_are_refused(run_dir: RunDir, option: str) -> None:
-    assert _problems(run_dir, extra_sbatch=[option]) == [
-        f"slurm.extra_sbatch: {option!r}: expected --option or --option=value, one an entry"
-    ]
-    assert _problems(run_dir, extra_srun=[option]) == [
-        f"slurm.extra_srun: {option!r}: expected --option or --option=value, one an entry"
+@pytest.mark.parametrize("name", ["N4", "-N4", "--nodelist", "cpus_per_gpu", "a b", "a=b", "$(x)", ""])
+def test_a_name_that_is_no_option_is_refused(run_dir: RunDir, name: str) -> None:
+    for key in ("sbatch", "srun"):
+        assert _problems(run_dir, **{key: {name: "1"}}) == [
+            f"slurm.{key}: {name!r}: expected a long option of {key} without its dashes: nodelist, mem-per-cpu"
+        ]
+
+
+def test_an_option_of_two_lines_is_refused(run_dir: RunDir) -> None:
+    assert _problems(run_dir, srun={"export": "a\nb"}) == [
+        "slurm.srun.export: 'a\\nb': an option cannot hold a line break"
     ]
 
 
 @pytest.mark.parametrize(
-    "option",
+    ("name", "option", "instead"),
     [
-        "--requeue",
-        "--signal=B:TERM@9",
-        "--open-mode=truncate",
-        "--nodes=9",
-        "--ntasks-per-node=1",
-        "--output=x",
-        "--sig=9",
+        ("nodes", "nodes", "use slurm.nodes"),
+        ("node", "nodes", "use slurm.nodes"),
+        ("ntasks-per-node", "ntasks-per-node", "use slurm.ranks_per_node"),
+        ("ntasks", "ntasks", "use slurm.nodes and slurm.ranks_per_node"),
+        ("cpus-per-task", "cpus-per-task", "use slurm.cpus_per_rank"),
+        ("gpus-per-node", "gpus-per-node", "use slurm.gpus_per_node, and slurm.sbatch.gres for their kind"),
+        ("time", "time", "use slurm.time_limit"),
+        ("signal", "signal", "use slurm.signal_seconds"),
+        ("sig", "signal", "use slurm.signal_seconds"),
+        ("job-name", "job-name", "use run.name"),
+        ("array", "array", "use `dist-transformer sweep`"),
+        ("dependency", "dependency", "use submit --after"),
+        *(
+            (name, name, "the batch script relies on it; remove it")
+            for name in ("requeue", "open-mode", "output", "chdir")
+        ),
     ],
 )
-def test_an_extra_option_cannot_override_what_the_script_relies_on(run_dir: RunDir, option: str) -> None:
-    [problem] = _problems(run_dir, extra_sbatch=[option])
-    assert problem.startswith(f"slurm.extra_sbatch: {option!r}: {option.split('=')[0]}")
-    assert "is set by submit" in problem
+def test_an_option_that_submit_sets_is_refused_with_what_says_it(
+    run_dir: RunDir, name: str, option: str, instead: str
+) -> None:
+    assert _problems(run_dir, sbatch={name: "1"}) == [f"slurm.sbatch.{name}: --{option} is set by submit; {instead}"]
+
+
+@pytest.mark.parametrize(("name", "option"), [("exclud", "exclude"), ("gre", "gres")])
+def test_an_option_that_is_read_here_is_written_out(run_dir: RunDir, name: str, option: str) -> None:
+    assert _problems(run_dir, sbatch={name: "1"}) == [
+        f"slurm.sbatch.{name}: is short for --{option}; write slurm.sbatch.{option}"
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", ["time-min", "nodelist", "exclusive", "mem-per-cpu", "ntasks-per-core", "gpus-per-task"]
+)
+def test_an_option_whose_name_begins_like_one_that_submit_sets_is_taken(run_dir: RunDir, name: str) -> None:
+    assert _problems(run_dir, sbatch={name: "1"}) == []
+
+
+def test_memory_that_sbatch_would_not_read_is_answered_with_an_example(run_dir: RunDir) -> None:
+    assert _problems(run_dir, sbatch={"mem": "120 GB"}) == [
+        "slurm.sbatch.mem: '120 GB': expected a number with K, M, G or T: 120G"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -213,26 +246,23 @@ def test_variables_that_cannot_or_must_not_be_written_are_refused(
 
 
 def test_gres_needs_the_number_of_gpus_too(run_dir: RunDir) -> None:
-    [problem] = _problems(run_dir, gres="gpu:h200:8")
-    assert problem.startswith("slurm.gres: 'gpu:h200:8' is given, but slurm.gpus_per_node is 0")
-    assert _problems(run_dir, gres="gpu:h200:8", gpus_per_node=8, ranks_per_node=8) == []
+    [problem] = _problems(run_dir, sbatch={"gres": "gpu:h200:8"})
+    assert problem.startswith("slurm.sbatch.gres: 'gpu:h200:8' is given, but slurm.gpus_per_node is 0")
+    assert _problems(run_dir, sbatch={"gres": "gpu:h200:8"}, gpus_per_node=8, ranks_per_node=8) == []
 
 
-@pytest.mark.parametrize("nodes", ["n7", "n[1-3,7]", "gpu-a.site", "rack1[01-12]b"])
-def test_nodes_to_keep_away_from_are_named_as_slurm_names_them(run_dir: RunDir, nodes: str) -> None:
-    assert _problems(run_dir, exclude=[nodes]) == []
+@pytest.mark.parametrize("nodes", ["n7", "n[1-3,7]", "gpu-a.site", "rack1[01-12]b", "n1,n[2-3]", ["n1", "n2"], []])
+def test_nodes_to_keep_away_from_are_named_as_slurm_names_them(run_dir: RunDir, nodes: object) -> None:
+    assert _problems(run_dir, sbatch={"exclude": nodes}) == []
 
 
-@pytest.mark.parametrize("nodes", ["", "n1,n2", "n1 n2", "$(x)", "n[1", "n1\n"])
+@pytest.mark.parametrize("nodes", ["n1,", "n1 n2", "$(x)", "n[1"])
 def test_what_names_no_node_is_refused(run_dir: RunDir, nodes: str) -> None:
-    [problem] = _problems(run_dir, exclude=[nodes])
-    assert problem == f"slurm.exclude: {nodes!r}: expected a node, or several as in 'n[1-3,7]', one entry each"
-
-
-def test_the_binding_is_given_once(run_dir: RunDir) -> None:
-    [problem] = _problems(run_dir, extra_srun=["--cpu-bind=none"])
-    assert problem == "slurm.extra_srun: '--cpu-bind=none': slurm.cpu_bind is given too; keep one of them"
-    assert _problems(run_dir, extra_srun=["--cpu-bind=none"], cpu_bind=None) == []
+    [problem] = _problems(run_dir, sbatch={"exclude": ["n9", nodes]})
+    assert (
+        problem
+        == f"slurm.sbatch.exclude: {nodes!r}: expected nodes as Slurm names them: n7, or several as in 'n[1-3,7]'"
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,12 +274,12 @@ def test_the_binding_is_given_once(run_dir: RunDir) -> None:
         ({"container_image": "i", "container_mounts": ["a"]}, "slurm.container_mounts: 'a': expected /folder"),
         ({"container_image": "i", "container_mounts": ["/a,/b"]}, "slurm.container_mounts: '/a,/b': expected /folder"),
         (
-            {"container_image": "i", "container_runtime": "apptainer", "extra_srun": ["--container-name=x"]},
-            "slurm.extra_srun: --container-... is pyxis', but slurm.container_runtime is apptainer",
+            {"container_image": "i", "container_runtime": "apptainer", "srun": {"container-name": "x"}},
+            "slurm.srun: container-... is pyxis', but slurm.container_runtime is apptainer",
         ),
         (
-            {"container_image": "i", "extra_srun": ["--container-image=j"]},
-            "slurm.extra_srun: '--container-image=j': slurm.container_image is given too",
+            {"container_image": "i", "srun": {"container-image": "j"}},
+            "slurm.srun.container-image: slurm.container_image is given too",
         ),
     ],
 )

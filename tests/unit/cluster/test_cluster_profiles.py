@@ -30,9 +30,9 @@ def _profile(tmp_path: Path, text: str) -> str:
 
 
 def test_a_profile_fills_only_what_the_run_does_not_give(tmp_path: Path) -> None:
-    site = _profile(tmp_path, "partition: gpu\ntime_limit: '1:00:00'\nnodes: 4\n")
+    site = _profile(tmp_path, "sbatch: {partition: gpu}\ntime_limit: '1:00:00'\nnodes: 4\n")
     filled = fill_from_profile(_config(tmp_path, f"{{cluster: {site}, time_limit: '2:00:00'}}")).slurm
-    assert (filled.partition, filled.time_limit, filled.nodes) == ("gpu", "2:00:00", 4)
+    assert (filled.sbatch, filled.time_limit, filled.nodes) == ({"partition": "gpu"}, "2:00:00", 4)
 
 
 def test_a_value_that_equals_the_default_but_is_given_stays(tmp_path: Path) -> None:
@@ -111,14 +111,14 @@ def test_config_check_sees_what_submit_would_refuse(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
         "data: {train: {demo: train}}\ntraining: {init_from: gone}\n"
-        "slurm: {time_limit: '3:00', extra_sbatch: [-N4, --nodes=2], exclude: ['n 1'], container_mounts: [/a],\n"
+        "slurm: {time_limit: '3:00', sbatch: {N4: true, nodes: 2, exclude: 'n 1'}, container_mounts: [/a],\n"
         "  environment: {RANK: '0'}}\n"
     )
     with pytest.raises(ConfigError) as caught:
         check(path)
     keys = [problem.split(":")[0] for problem in caught.value.problems]
     assert sorted(keys) == sorted(
-        ["slurm.time_limit", "slurm.extra_sbatch", "slurm.extra_sbatch", "slurm.exclude", "slurm.container_mounts",
+        ["slurm.time_limit", "slurm.sbatch", "slurm.sbatch.nodes", "slurm.sbatch.exclude", "slurm.container_mounts",
          "slurm.environment.RANK", "training.init_from"]
     )  # fmt: skip
 
@@ -149,13 +149,15 @@ def test_every_profile_that_we_ship_can_be_submitted_with(tmp_path: Path, name: 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_what_a_profile_offers_in_a_comment_is_a_setting_too(tmp_path: Path, name: str) -> None:
     text = (share_folder("slurm") / "clusters" / f"{name}.yaml").read_text()
-    offered = re.sub(r"^# (?=[a-z_]+: \S)", "", text, flags=re.MULTILINE)
-    known = set(load_profile(name))
-    profile = load_profile(_profile(tmp_path, offered))
-    assert profile.keys() >= known
-    assert name == "slinky" or profile.keys() > known
+    offered = re.sub(r"^( *)# (?=[a-z_]+: \S)", r"\1", text, flags=re.MULTILINE)
+    known, profile = (
+        {*found, *(f"sbatch.{key}" for key in found.get("sbatch", ()))}
+        for found in (load_profile(name), load_profile(_profile(tmp_path, offered)))
+    )
+    assert profile >= known
+    assert name == "slinky" or profile > known
 
 
 def test_the_profile_for_pods_asks_for_nothing_that_pods_do_not_have() -> None:
     profile = load_profile("slinky")
-    assert not profile.keys() & {"account", "qos", "memory", "container_image", "extra_sbatch"}
+    assert not profile.keys() & {"sbatch", "container_image"}

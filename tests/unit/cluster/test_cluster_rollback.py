@@ -42,11 +42,11 @@ def test_what_was_there_before_a_refusal_is_there_after_it(run_dir: RunDir, fake
     before = _files(run_dir.path)
     fake_slurm.program("sbatch", REFUSES)
     with pytest.raises(SlurmError) as caught:
-        _submit(run_dir, "second", partition="gup")
+        _submit(run_dir, "second", sbatch={"partition": "gup"})
     assert str(caught.value).startswith("sbatch refused: sbatch: error: invalid partition\n  command: sbatch ")
     assert str(caught.value).endswith(
-        "\n  change slurm.partition, gpus_per_node or gres, memory, constraint, account or qos; sinfo shows what there is; "
-        "nothing was changed in the run folder"
+        "\n  change slurm.sbatch (partition, account, qos, constraint, mem, gres) or slurm.gpus_per_node; sinfo shows what there "
+        "is; nothing was changed in the run folder"
     )
     assert _files(run_dir.path) == before
 

@@ -31,11 +31,11 @@ def _slurm(**settings: object) -> SlurmConfig:
 
 @pytest.mark.parametrize("value", NASTY)
 def test_every_value_reaches_the_script_as_it_is_and_is_never_executed(tmp_path: Path, value: str) -> None:
-    slurm = _slurm(environment={"VALUE": value}, extra_srun=[value, "b"], setup=[value], cpu_bind=None)
+    slurm = _slurm(environment={"VALUE": value}, srun={"comment": value, "cpu-bind": None}, setup=[value])
     code = Code(tmp_path / f"root {value.replace('/', '_')}", f"/opt/{value}/python")
     script = render_script("train.sbatch", slurm, code)
     found = _values(tmp_path, script, "VALUE", "python", "code", "setup", "srun_options[@]")
-    assert found == [value, f"/opt/{value}/python", str(code.folder), value, value, "b"]
+    assert found == [value, f"/opt/{value}/python", str(code.folder), value, f"--comment={value}"]
     assert not (tmp_path / "executed").exists()
 
 
@@ -91,10 +91,10 @@ def test_the_ranks_must_see_the_runs_the_text_and_the_prepared_corpus(tmp_path: 
 
 
 def test_the_preflight_is_set_up_as_the_configuration_says(tmp_path: Path) -> None:
-    slurm = _slurm(preflight="exclude", preflight_seconds=77, preflight_tolerance=0.5, signal_seconds=99)
+    slurm = _slurm(preflight="exclude", signal_seconds=99)
     names = ("preflight", "preflight_seconds", "preflight_tolerance", "DIST_TRANSFORMER_SIGNAL_SECONDS")
     found = _values(tmp_path, render_script("train.sbatch", slurm, Code(tmp_path)), *names)
-    assert found == ["exclude", "77", "0.5", "99"]
+    assert found == ["exclude", "180", "0.8", "99"]
 
 
 def test_the_setup_lines_are_run_one_after_the_other_by_the_script(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def _fake_srun(folder: Path, exit_code: int) -> dict[str, str]:
 def test_a_command_runs_as_one_task_with_its_arguments_as_they_are_and_its_exit_code(
     tmp_path: Path, exit_code: int
 ) -> None:
-    slurm = _slurm(extra_srun=["--mpi=none"], container_image="i.sif", container_runtime="apptainer")
+    slurm = _slurm(srun={"mpi": "none"}, container_image="i.sif", container_runtime="apptainer")
     script = render_script("command.sbatch", slurm, Code(tmp_path, "python"))
     environment = _fake_srun(tmp_path, exit_code)
     command = ["bash", "-c", script, "script", "evaluate", "a $(touch executed) 'run'"]

@@ -33,13 +33,14 @@ def _options(run_dir: RunDir, **settings: object) -> tuple[str, ...]:
 
 def test_the_arguments_of_sbatch_say_what_the_configuration_says(run_dir: RunDir) -> None:
     [job] = _plan(
-        run_dir, nodes=2, ranks_per_node=4, gpus_per_node=4, cpus_per_rank=3, memory="10G", time_limit="1-02:03:04",
-        signal_seconds=100, partition="gpu", account="a b", qos="high", constraint="h200&ib", exclude=["n7", "n[1-2]"],
-        extra_sbatch=["--reservation=x y", "--exclusive"],
+        run_dir, nodes=2, ranks_per_node=4, gpus_per_node=4, cpus_per_rank=3, time_limit="1-02:03:04", signal_seconds=100,
+        sbatch={"partition": "gpu", "account": "a b", "qos": "high", "constraint": "h200&ib", "mem": "10G",
+                "exclude": ["n7", "n[1-2]"], "reservation": "x y", "exclusive": True, "mail-type": None, "hold": False},
     ).jobs  # fmt: skip
     arguments = job.sbatch_arguments()
-    assert arguments[-4:] == ["--reservation=x y", "--exclusive", str(run_dir.submitted_script), str(run_dir.path)]
-    assert set(arguments[:-4]) == {
+    assert arguments[-2:] == [str(run_dir.submitted_script), str(run_dir.path)]
+    assert set(arguments[:-2]) == {
+        "--reservation=x y", "--exclusive",
         "--parsable", "--requeue", "--job-name=run", "--nodes=2", "--ntasks-per-node=4", "--cpus-per-task=3",
         "--gpus-per-node=4", "--mem=10G", "--time=1-02:03:04", "--partition=gpu", "--account=a b", "--qos=high",
         "--constraint=h200&ib", "--exclude=n7,n[1-2]", f"--comment=dist-transformer:{run_dir.path}",
@@ -48,14 +49,14 @@ def test_the_arguments_of_sbatch_say_what_the_configuration_says(run_dir: RunDir
 
 
 def test_gres_stands_in_the_place_of_gpus_per_node(run_dir: RunDir) -> None:
-    options = _options(run_dir, ranks_per_node=8, gpus_per_node=8, gres="gpu:h200:8")
+    options = _options(run_dir, ranks_per_node=8, gpus_per_node=8, sbatch={"gres": "gpu:h200:8"})
     assert "--gres=gpu:h200:8" in options
     assert not [option for option in options if option.startswith("--gpus")]
 
 
 def test_nodes_that_the_run_has_excluded_by_itself_stay_excluded(run_dir: RunDir) -> None:
     write_json(run_dir.excluded, {"n3": "slow", "n7": "failed twice"})
-    assert "--exclude=n7,n3" in _options(run_dir, exclude=["n7"])
+    assert "--exclude=n7,n3" in _options(run_dir, sbatch={"exclude": "n7"})
 
 
 def test_a_percent_sign_in_the_path_is_not_read_as_a_pattern_of_the_log(tmp_path: Path) -> None:
@@ -137,7 +138,9 @@ def test_the_stages_beside_training_are_one_task_with_a_script_and_a_log_of_thei
 
 
 def test_one_gpu_of_a_gres_is_asked_for_and_the_rest_of_it_stays(run_dir: RunDir) -> None:
-    [job] = _plan(run_dir, "evaluate", after=("7",), ranks_per_node=8, gpus_per_node=8, gres="gpu:h200:8,nvme:400").jobs
+    [job] = _plan(
+        run_dir, "evaluate", after=("7",), ranks_per_node=8, gpus_per_node=8, sbatch={"gres": "gpu:h200:8,nvme:400"}
+    ).jobs
     assert "--gres=gpu:h200:1,nvme:400" in job.options
 
 

@@ -161,7 +161,7 @@ def test_every_point_is_a_run_folder_whose_configuration_has_its_settings(
         *(("training.freeze", text) for text in ("['*[q ]*', e*]", "['*1*', '[#xe]*']", "[]")),
         *(("optimizer.learning_rate", text) for text in ("1e-5", "null", "3")),
         ("data.filters", "{max_tokens: 1_00}"),
-        ("training.dry_run", "false"),
+        ("training.init_partially", "false"),
     ],
 )
 def test_a_value_means_in_a_sweep_what_it_means_in_a_configuration(config: Path, key: str, value: str) -> None:

@@ -144,10 +144,11 @@ def test_an_ordinary_variable_is_taken(path, name, value):
 
 
 @pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("key", ["environment", "setup", "extra_srun", "extra_sbatch", "container_image"])
+@pytest.mark.parametrize("key", ["environment", "setup", "srun", "sbatch", "container_image"])
 def test_a_secret_in_a_value_is_refused_and_not_printed(path, key, text):
     written = text.replace("'", "''")
-    value = {"environment": f"{{ADDRESS: '{written}'}}", "container_image": f"'{written}'"}.get(key, f"['{written}']")
+    mapping = f"{{ADDRESS: '{written}'}}"
+    value = {"setup": f"['{written}']", "container_image": f"'{written}'"}.get(key, mapping)
     path.write_text(path.read_text() + f"slurm:\n  {key}: {value}\n", encoding="utf-8")
     problem = problem_of(path)
     assert f"slurm.{key}" in problem
@@ -157,7 +158,7 @@ def test_a_secret_in_a_value_is_refused_and_not_printed(path, key, text):
 
 
 @pytest.mark.parametrize("text", ORDINARY)
-@pytest.mark.parametrize("key", ["setup", "extra_srun"])
+@pytest.mark.parametrize("key", ["setup", "srun.export"])
 def test_an_ordinary_line_or_option_is_taken_also_one_that_fetches_a_secret(path, key, text):
     written = text.replace("'", "''")
     assert load_config(path, [f"slurm.{key}=['{written}']"])
@@ -169,6 +170,7 @@ def test_an_ordinary_line_or_option_is_taken_also_one_that_fetches_a_secret(path
         "slurm.setup=export TOKEN=pa55word",
         "slurm.setup=[{TOKEN: pa55word}]",
         "slurm.extra_srun=--export=PGPASSWORD=pa55word",
+        "slurm.srun.export={PGPASSWORD: pa55word}",
         "slurm={setup: ['export TOKEN=pa55word']}",
         "slurm.nodes=hf_pa55word0123456789ab",
         "slurm.setup:['export TOKEN=pa55word']",

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from checkpoint_helpers import on_ranks
@@ -13,6 +14,7 @@ from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.distributed.rounds import Stopped
 from dist_transformer.errors import CheckpointError
 from dist_transformer.run.folder import RunDir
+from dist_transformer.training import finish
 from dist_transformer.training.finish import RunEnd
 
 pytestmark = pytest.mark.slow
@@ -130,9 +132,10 @@ def ended(
                 may_end.set()
 
         watchdog = SimpleNamespace(progress=progress)
-        act(RunEnd(TrackingConfig(close_seconds=1), run_dir, ranks, watchdog, tracker if ranks.is_rank_zero else None))
+        act(RunEnd(TrackingConfig(), run_dir, ranks, watchdog, tracker if ranks.is_rank_zero else None))
 
-    on_ranks(num_ranks, on_rank)
+    with patch.object(finish, "CLOSE_SECONDS", 1):
+        on_ranks(num_ranks, on_rank)
     return said
 
 

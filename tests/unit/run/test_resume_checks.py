@@ -223,6 +223,6 @@ def test_a_profile_for_a_run_folder_is_refused_as_it_would_fill_nothing(
         submit_run(run_dir.path, ["slurm.cluster=infiniband"])
     assert str(caught.value) == (
         "slurm.cluster: the settings of a run folder are complete, so a profile fills none of them; give the YAML file, "
-        "or the settings themselves: slurm.partition=..."
+        "or the settings themselves: slurm.sbatch.partition=..."
     )
     assert len(fake_slurm.calls) == 1

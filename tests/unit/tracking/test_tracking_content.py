@@ -273,7 +273,7 @@ def test_figures_and_the_report_are_artifacts(
 def test_a_run_folder_that_moved_before_its_history_was_sent_sends_its_files_from_there(
     stored_run_dir: RunDir, client: MlflowClient
 ) -> None:
-    tracker = Tracker(stored_run_dir, settings_of("http://127.0.0.1:9", 1), "a run", stored_run_dir.path.parent, UID)
+    tracker = Tracker(stored_run_dir, settings_of("http://127.0.0.1:9"), "a run", stored_run_dir.path.parent, UID)
     tracker.start({}, {}, "")
     stored_run_dir.figures.mkdir()
     (stored_run_dir.figures / "loss.svg").write_text("<svg/>")

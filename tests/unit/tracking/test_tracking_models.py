@@ -17,7 +17,7 @@ import torch
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel
 from mlflow_server import Server
-from tracking_helpers import run_id_of, settings_of, store_of, train
+from tracking_helpers import TimedTracker, run_id_of, settings_of, store_of, train
 
 from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.config.loading import to_yaml
@@ -34,7 +34,7 @@ from dist_transformer.tracking import mlflow_models, pyfunc_folder
 from dist_transformer.tracking.messages import folder_digest
 from dist_transformer.tracking.outbox import ServerRefused
 from dist_transformer.tracking.pyfunc_folder import REQUIREMENTS
-from dist_transformer.tracking.tracker import MODEL_SECONDS, Tracker, log_model, sync
+from dist_transformer.tracking.tracker import MODEL_SECONDS, log_model, sync
 
 pytestmark = pytest.mark.slow
 
@@ -77,10 +77,10 @@ def finished(stored_run_dir: RunDir, model_folder: Path, client: MlflowClient) -
     return stored_run_dir
 
 
-def deliver(run_dir: RunDir, **settings: Any) -> str:
+def deliver(run_dir: RunDir, close_seconds: int = 120, **settings: Any) -> str:
     """What a start of training says at its end; the id of the run in MLflow."""
-    tracking = TrackingConfig.model_validate({"close_seconds": 120, **settings})
-    tracker = Tracker(run_dir, tracking, "a run", run_dir.path.parent, UID)
+    tracker = TimedTracker(run_dir, TrackingConfig.model_validate(settings), "a run", run_dir.path.parent, UID)
+    tracker.close_seconds = close_seconds
     tracker.start({}, {}, "")
     tracker.model_written(run_dir.model, {"bleu": 27.5})
     tracker.close("FINISHED")
@@ -241,15 +241,16 @@ def test_a_model_that_cannot_translate_is_neither_registered_nor_uploaded(
 
 
 def test_a_model_that_is_too_large_is_a_reference(
-    finished: RunDir, client: MlflowClient, caplog: pytest.LogCaptureFixture
+    finished: RunDir, client: MlflowClient, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_id = deliver(finished, upload_megabytes=0, register_as="translator")
+    monkeypatch.setattr(mlflow_models, "UPLOAD_MEGABYTES", 0)
+    run_id = deliver(finished, register_as="translator")
     deliver_again(finished)
     model = only_model(client, run_id)
     assert (model.name, model.status, model.tags["mlflow.model.isExternal"]) == ("model", "READY", "true")
     assert model.params["sha256"] == folder_digest(finished.model)
     assert [(metric.key, metric.value) for metric in model.metrics] == [("model/bleu", 27.5)]
-    assert "above tracking.upload_megabytes (0)" in caplog.text
+    assert "above the 0 MB that are uploaded" in caplog.text
     assert list(client.search_registered_models()) == []
 
 
@@ -282,9 +283,12 @@ def test_another_model_of_a_run_is_registered_by_hand_and_gets_the_alias(
     assert champion(client) == "1"
 
 
-def test_a_model_logged_by_hand_that_is_too_large_is_refused(log_by_hand: Callable[..., str], finished: RunDir) -> None:
-    with pytest.raises(UserError, match=r"0 MB, above tracking.upload_megabytes \(0\)"):
-        log_by_hand(finished.model, upload_megabytes=0)
+def test_a_model_logged_by_hand_that_is_too_large_is_refused(
+    log_by_hand: Callable[..., str], finished: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dist_transformer.tracking.tracker.UPLOAD_MEGABYTES", 0)
+    with pytest.raises(UserError, match="0 MB, above the 0 MB that are uploaded; put it where others can read it"):
+        log_by_hand(finished.model)
 
 
 def test_a_broken_model_logged_by_hand_is_refused_with_the_cause(
@@ -311,7 +315,7 @@ def test_a_server_that_answers_gets_more_time_for_a_model(
     upload = mlflow_models.log_model
 
     def slow(*arguments: Any) -> None:
-        time.sleep(2.5)  # longer than close_seconds
+        time.sleep(2.5)  # longer than it waits
         upload(*arguments)
 
     monkeypatch.setattr(mlflow_models, "log_model", slow)
@@ -321,8 +325,8 @@ def test_a_server_that_answers_gets_more_time_for_a_model(
 
 
 def test_a_server_that_does_not_answer_gets_no_more_time_for_a_model(finished: RunDir) -> None:
-    tracking = TrackingConfig.model_validate({"close_seconds": 1, "uri": "http://127.0.0.1:9"})
-    tracker = Tracker(finished, tracking, "a run", finished.path.parent, UID)
+    tracker = TimedTracker(finished, settings_of("http://127.0.0.1:9"), "a run", finished.path.parent, UID)
+    tracker.close_seconds = 1
     tracker.start({}, {}, "")
     tracker.model_written(finished.model, {})
     began = time.monotonic()
@@ -336,8 +340,8 @@ def test_a_server_gets_corpora_checkpoints_samples_and_a_registered_model_once(
     sqlite_server.start()
     monkeypatch.setenv("MLFLOW_TRACKING_URI", sqlite_server.uri)
     client = MlflowClient(tracking_uri=sqlite_server.uri)
-    settings = {"close_seconds": 120, "register_as": "translator", "alias": "champion"}
-    tracker = Tracker(finished, TrackingConfig.model_validate(settings), "a run", finished.path.parent, UID)
+    settings = {"register_as": "translator", "alias": "champion"}
+    tracker = TimedTracker(finished, TrackingConfig.model_validate(settings), "a run", finished.path.parent, UID)
     corpus = {"name": "multi30k", "context": "training", "digest": "a" * 64, "source": "/data/multi30k", "rows": 29000}
     tracker.start({"long": "x" * 900}, {}, "", [corpus])
     for step in (10, 20):

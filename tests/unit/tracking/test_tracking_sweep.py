@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 from mlflow import MlflowClient
-from tracking_helpers import run_id_of, settings_of, tracker_of, train
+from tracking_helpers import TimedTracker, run_id_of, settings_of, tracker_of, train
 
 from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
@@ -136,9 +136,8 @@ def test_the_sweep_file_is_kept_with_the_parent(sweep: SweepDir, client: MlflowC
 def test_a_server_that_is_away_costs_a_run_of_a_sweep_nothing_and_is_caught_up_later(
     sweep: SweepDir, client: MlflowClient
 ) -> None:
-    tracker = Tracker(
-        sweep.task(0), settings_of("http://127.0.0.1:9", close_seconds=1), "task_0", sweep.path, "uid of task_0"
-    )
+    tracker = TimedTracker(sweep.task(0), settings_of("http://127.0.0.1:9"), "task_0", sweep.path, "uid of task_0")
+    tracker.close_seconds = 1
     tracker.start({}, {}, "")
     train(MetricsLog(sweep.task(0).metrics), range(1, 6))
     tracker.close("FINISHED")

@@ -9,7 +9,7 @@ import pytest
 from faulty_proxy import Fault, Proxy
 from mlflow import MlflowClient
 from mlflow_server import Server, wait_until
-from running import Command, wait_for_step
+from running import Command, wait_for_step, with_constants
 from tracking_helpers import assert_complete, curves_in_file, curves_on_server, run_id_of, sent_step
 
 from dist_transformer.run.folder import RunDir
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.slow
 OFTEN = ("checkpoints.every_steps=40", "checkpoints.keep_last=2", "validation.every_steps=60")
 
 
-def tracking(uri: str, close_seconds: int) -> str:
-    return f"tracking={{enabled: true, uri: '{uri}', close_seconds: {close_seconds}}}"
+def tracking(uri: str) -> str:
+    return f"tracking={{enabled: true, uri: '{uri}'}}"
 
 
 @pytest.fixture
@@ -44,8 +44,8 @@ def newest_step(run_dir: RunDir) -> int:
 
 
 def test_a_server_started_only_after_training_ended_gets_the_whole_run(command: Command, sqlite_server: Server) -> None:
-    settings = (tracking(sqlite_server.uri, 1), "validation.every_steps=2", "run.name=late_server")
-    said = command("train", "small.yaml", *settings)
+    settings = (tracking(sqlite_server.uri), "validation.every_steps=2", "run.name=late_server")
+    said = command("train", "small.yaml", *settings, **with_constants({"tracking.tracker.CLOSE_SECONDS": 1}))
     run_dir = RunDir(command.folder / "runs" / "late_server")
     assert f"track sync {run_dir.path}" in said
     sqlite_server.start()
@@ -62,8 +62,9 @@ def test_a_run_killed_and_set_back_while_its_server_comes_and_goes_has_every_ste
     server, run_dir = sqlite_server, RunDir(command.folder / "runs" / "faulty_server")
 
     def start(uri: str) -> "Popen[str]":
-        settings = (tracking(uri, 60), "run.name=faulty_server", "training.max_steps=1000000", *OFTEN)
-        processes.append(command.start("train", "small.yaml", *settings))
+        settings = (tracking(uri), "run.name=faulty_server", "training.max_steps=1000000", *OFTEN)
+        patient = with_constants({"tracking.tracker.CLOSE_SECONDS": 60})
+        processes.append(command.start("train", "small.yaml", *settings, **patient))
         return processes[-1]
 
     with Proxy(server.port) as proxy:

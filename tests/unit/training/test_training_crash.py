@@ -212,7 +212,7 @@ def files_of(run: Path) -> dict[str, tuple[int, int]]:
 
 @pytest.mark.slow
 def test_replay_crash_runs_the_rows_again_and_touches_nothing(train_small, command, ranks):
-    run = train_small("replayed", "model.dropout=0.0", "training.dry_run=false")
+    run = train_small("replayed", "model.dropout=0.0")
     config = load_config(run / "config.yaml", check_files=False)
     manifest = Manifest.load(Path(config.data.prepared))
     data = open_run_data(config, Path(config.data.prepared), manifest)

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 
@@ -15,9 +16,11 @@ from dist_transformer.config.schema import DivergenceConfig
 from dist_transformer.errors import UserError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
+from dist_transformer.training import divergence
 from dist_transformer.training.divergence import Diverged, LossMonitor, Recovery, first_bad_step, read_recovery, recover
 
 DEFAULTS = DivergenceConfig()
+PATIENCE = divergence.PATIENCE_STEPS
 
 
 def usual_losses(num_steps: int, seed: int, spread: float = 0.06) -> list[float]:
@@ -32,9 +35,20 @@ def climbing_losses(start: int, rate: float, spread: float) -> list[float]:
     return [loss if step < start else min(7.0, loss * (1 + rate) ** (step - start)) for step, loss in enumerate(usual)]
 
 
-def first_alarm(losses: list[float], settings: DivergenceConfig = DEFAULTS) -> tuple[int, int] | None:
+@pytest.fixture
+def constants(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Gives constants of the module other values: window_steps=3."""
+
+    def change(**values: float) -> None:
+        for name, value in values.items():
+            monkeypatch.setattr(divergence, name.upper(), value)
+
+    return change
+
+
+def first_alarm(losses: list[float]) -> tuple[int, int] | None:
     """(step at which it is noticed, step since when), counted from 1."""
-    monitor = LossMonitor(settings, None)
+    monitor = LossMonitor(None)
     for step, loss in enumerate(losses, 1):
         try:
             monitor.add(step, loss)
@@ -64,17 +78,17 @@ def test_a_bump_in_the_warm_up_is_no_divergence():
 @hypothesis_settings(max_examples=25)
 def test_a_jump_that_stays_is_noticed_after_exactly_the_patience(seed, start, factor):
     losses = usual_losses(start, seed, 0.03) + [factor * loss for loss in usual_losses(start + 100, seed, 0.03)[start:]]
-    assert first_alarm(losses) == (start + DEFAULTS.patience_steps, start + 1)
+    assert first_alarm(losses) == (start + PATIENCE, start + 1)
 
 
 @given(
     height=st.floats(10.0, 1e30) | st.just(math.nan) | st.just(math.inf) | st.just(-math.inf),
-    length=st.integers(1, DEFAULTS.patience_steps - 1),
+    length=st.integers(1, PATIENCE - 1),
 )
 @hypothesis_settings(max_examples=25)
 def test_spikes_shorter_than_the_patience_are_no_divergence_and_leave_no_trace(height, length):
     usual = usual_losses(1600, 4)
-    with_spikes, without = LossMonitor(DEFAULTS, None), LossMonitor(DEFAULTS, None)
+    with_spikes, without = LossMonitor(None), LossMonitor(None)
     for step, loss in enumerate([*usual[:1500], *[height] * length, *usual[1500:]]):
         with_spikes.add(step, loss)
     for step, loss in enumerate(usual):
@@ -89,10 +103,10 @@ def test_losses_that_are_not_finite_count_from_the_first_step_on():
     assert first_alarm(([9.0] + [math.nan] * 19) * 10) is None
 
 
-def test_high_losses_count_only_once_the_window_is_full():
-    few = DivergenceConfig(window_steps=30, patience_steps=5)
-    assert first_alarm([1.0] * 29 + [50.0] * 5 + [1.0], few) is None
-    assert first_alarm([1.0] * 30 + [50.0] * 5, few) == (35, 31)
+def test_high_losses_count_only_once_the_window_is_full(constants):
+    constants(window_steps=30, patience_steps=5)
+    assert first_alarm([1.0] * 29 + [50.0] * 5 + [1.0]) is None
+    assert first_alarm([1.0] * 30 + [50.0] * 5) == (35, 31)
 
 
 @pytest.mark.parametrize("spread", [0.005, 0.03, 0.06])
@@ -103,11 +117,11 @@ def test_a_climb_is_noticed_before_its_end_however_slow(rate, spread):
     alarm = first_alarm(losses)
     assert alarm is not None
     assert start < alarm[1] < end
-    assert alarm[0] < end + DEFAULTS.patience_steps
+    assert alarm[0] < end + PATIENCE
 
 
 def test_after_other_data_begin_the_window_is_filled_anew():
-    monitor = LossMonitor(DEFAULTS, None)
+    monitor = LossMonitor(None)
     for step in range(300):
         monitor.add(step, 2.0)
     monitor.begin_anew()
@@ -126,10 +140,10 @@ def test_a_resumed_run_decides_as_one_that_never_stopped(seed, cut, jump):
     losses = [loss * (3 if step >= jump else 1) for step, loss in enumerate(usual_losses(1700, seed, 0.03))]
     expected = first_alarm(losses)
     assert expected is not None
-    monitor, noticed = LossMonitor(DEFAULTS, None), None
+    monitor, noticed = LossMonitor(None), None
     for step, loss in enumerate(losses, 1):
         if step == cut:
-            monitor = LossMonitor(DEFAULTS, json.loads(json.dumps(monitor.state())))
+            monitor = LossMonitor(json.loads(json.dumps(monitor.state())))
         try:
             monitor.add(step, loss)
         except Diverged as diverged:
@@ -140,18 +154,18 @@ def test_a_resumed_run_decides_as_one_that_never_stopped(seed, cut, jump):
 
 @given(st.lists(st.floats(0.1, 20.0), min_size=2, max_size=50))
 def test_the_first_window_has_the_plain_mean(losses):
-    monitor = LossMonitor(DEFAULTS, None)
+    monitor = LossMonitor(None)
     for step, loss in enumerate(losses):
         monitor.add(step, loss)
     assert monitor.state()["average"] == pytest.approx(math.fsum(losses) / len(losses))
 
 
-def test_later_losses_fade_exponentially():
+def test_later_losses_fade_exponentially(constants):
     """The weights of an exponential moving average by hand, from the moment the window is full."""
-    few = DivergenceConfig(window_steps=4, deviations=1000.0)
+    constants(window_steps=4, deviations=1000.0)
     noise = random.Random(3)
     losses = [noise.uniform(1.0, 2.0) for _ in range(60)]
-    monitor = LossMonitor(few, None)
+    monitor = LossMonitor(None)
     for step, loss in enumerate(losses):
         monitor.add(step, loss)
     weights = [0.25] * 4
@@ -162,15 +176,16 @@ def test_later_losses_fade_exponentially():
 
 
 @pytest.mark.parametrize("spread", [0.02, 0.1, 0.3])
-def test_the_deviation_is_that_of_even_noise(spread):
-    noise, monitor = random.Random(5), LossMonitor(DivergenceConfig(window_steps=5000), None)
+def test_the_deviation_is_that_of_even_noise(spread, constants):
+    constants(window_steps=5000)
+    noise, monitor = random.Random(5), LossMonitor(None)
     for step in range(20_000):
         monitor.add(step, noise.gauss(3.0, spread))
     assert math.sqrt(monitor.state()["variance"]) == pytest.approx(spread, rel=0.05)
 
 
-def test_the_reason_says_what_was_usual_and_what_came():
-    few = DivergenceConfig(window_steps=2, patience_steps=2)
+def test_the_reason_says_what_was_usual_and_what_came(constants):
+    constants(window_steps=2, patience_steps=2)
     usual = r"before, its average was 1\.000, its deviation 0\.010"
     alarms = {
         rf"the loss was above 1\.080 or not finite for 2 steps in a row, since step 4 \(now 7\.000; {usual}\)": [
@@ -182,7 +197,7 @@ def test_the_reason_says_what_was_usual_and_what_came():
         r"the loss was not finite for 2 steps in a row, since step 1$": [],
     }
     for reason, losses in alarms.items():
-        monitor = LossMonitor(few, None)
+        monitor = LossMonitor(None)
         for step, loss in enumerate(losses or [math.nan], 1):
             monitor.add(step, loss)
         with pytest.raises(Diverged, match=reason):
@@ -194,17 +209,15 @@ def test_the_reason_says_what_was_usual_and_what_came():
 
 def a_return(run_dir: RunDir, since_step: int, policy: str = "lower_learning_rate", every: int = 10) -> int:
     """The step that a run with a checkpoint every so many steps goes on from after a divergence."""
-    diverged, settings = (
-        Diverged("the loss was above 9", since_step),
-        DivergenceConfig(patience_steps=5, max_rollbacks=9),
-    )
-    good = (first_bad_step(run_dir, settings, diverged) - 1) // every * every
+    diverged = Diverged("the loss was above 9", since_step)
+    good = (first_bad_step(run_dir, diverged) - 1) // every * every
     with suppress(UserError):
-        recover(run_dir, settings.model_copy(update={"policy": policy}), diverged, good)
+        recover(run_dir, DivergenceConfig.model_validate({"policy": policy}), diverged, good)
     return good
 
 
-def test_a_return_that_did_not_help_is_followed_by_one_that_goes_further_back(tmp_path):
+def test_a_return_that_did_not_help_is_followed_by_one_that_goes_further_back(tmp_path, constants):
+    constants(patience_steps=5, max_rollbacks=9)
     run_dir = RunDir(tmp_path)
     assert a_return(run_dir, 70) == 60  # 69 made the loss of step 70
     assert [a_return(run_dir, step) for step in (70, 66, 71, 75)] == [50, 40, 30, 20]
@@ -228,10 +241,11 @@ def test_without_a_divergence_nothing_is_asked_for(tmp_path):
     assert read_recovery(RunDir(tmp_path)) == Recovery(1.0, False, 0)
 
 
-def test_a_lower_learning_rate_is_lowered_again_each_time_by_the_factor_of_that_time(tmp_path):
+def test_a_lower_learning_rate_is_lowered_again_each_time_by_the_factor_of_that_time(tmp_path, constants):
     run_dir = RunDir(tmp_path)
-    assert recovered(run_dir, policy="lower_learning_rate", learning_rate_factor=0.5) == Recovery(0.5, False, 1)
-    assert recovered(run_dir, policy="lower_learning_rate", learning_rate_factor=0.2) == Recovery(0.1, False, 2)
+    assert recovered(run_dir, policy="lower_learning_rate") == Recovery(0.5, False, 1)
+    constants(learning_rate_factor=0.2)
+    assert recovered(run_dir, policy="lower_learning_rate") == Recovery(0.1, False, 2)
     assert read_recovery(run_dir) == Recovery(0.1, False, 2)
 
 
@@ -261,21 +275,22 @@ def test_a_run_without_an_older_checkpoint_goes_on_from_scratch(tmp_path):
         recover(RunDir(tmp_path), DEFAULTS, DIVERGED, 0)
 
 
-def test_a_person_who_reacts_by_hand_is_not_hindered(tmp_path):
+def test_a_person_who_reacts_by_hand_is_not_hindered(tmp_path, constants):
     """Neither by the ends before, nor by the returns that led to them."""
+    constants(max_rollbacks=2)
     run_dir = RunDir(tmp_path)
     for _ in range(5):
         with pytest.raises(UserError):
             recovered(run_dir, policy="stop")
     assert read_recovery(run_dir) == Recovery(1.0, False, 0)
     for rollbacks in (1, 2):
-        assert recovered(run_dir, policy="lower_learning_rate", max_rollbacks=2).rollbacks == rollbacks
+        assert recovered(run_dir, policy="lower_learning_rate").rollbacks == rollbacks
     with pytest.raises(
-        UserError, match=r"After 2 returns .*max_rollbacks.*0\.25 x the learning rate, unless you remove"
+        UserError, match=r"After 2 returns to a checkpoint the run ends.*0\.25 x the learning rate, unless you remove"
     ):
-        recovered(run_dir, policy="lower_learning_rate", max_rollbacks=2)
+        recovered(run_dir, policy="lower_learning_rate")
     assert read_recovery(run_dir) == Recovery(0.25, False, 0)
-    assert recovered(run_dir, policy="lower_learning_rate", max_rollbacks=2).rollbacks == 1
+    assert recovered(run_dir, policy="lower_learning_rate").rollbacks == 1
 
 
 def test_the_record_says_what_happened_each_time(tmp_path):

@@ -82,8 +82,10 @@ def test_a_process_that_hangs_prints_where_it_stands_and_ends_in_a_message():
         check=True,
         timeout=120,
     )
-    assert "no window within data.stall_seconds = 1 s (waiting for window 1 of lane 0 of epoch 0)" in done.stdout
-    assert "raise data.stall_seconds" in done.stdout
+    assert (
+        "no window within 1 s, half of training.hang_seconds (waiting for window 1 of lane 0 of epoch 0)" in done.stdout
+    )
+    assert "raise training.hang_seconds" in done.stdout
     assert "does not deliver; its threads:" in done.stderr
     assert "in wait_for_a_dead_disk" in done.stderr
     assert "Traceback" not in done.stderr

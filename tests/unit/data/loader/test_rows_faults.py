@@ -39,6 +39,7 @@ WINDOW = request((0, 0, 5, 40), (0, 1, 0, 50), (0, 2, 0, 3))
 @pytest.fixture(autouse=True)
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
+    monkeypatch.setattr(retries, "READ_ATTEMPTS", 2)
     monkeypatch.setattr(retries.time, "sleep", found.append)
     return found
 
@@ -62,9 +63,8 @@ def page_of(path: Path, row_group: int) -> tuple[int, int]:
 def assert_raised_or_quarantined(folder: Path, split: Split, row_group: int, message: str) -> None:
     """Reading `WINDOW` raises the message; or in quarantine leaves out just this row group, with its reason."""
     with pytest.raises(DataError, match=message):
-        reader_of(folder, {"train": split}, read_attempts=2).read(WINDOW)
-    quarantine = {"read_attempts": 2, "on_bad_row_group": "quarantine"}
-    read = reader_of(folder, {"train": split}, **quarantine).read(WINDOW)
+        reader_of(folder, {"train": split}).read(WINDOW)
+    read = reader_of(folder, {"train": split}, on_bad_row_group="quarantine").read(WINDOW)
     assert [(lost.corpus, lost.row_group) for lost in read.quarantined] == [(0, row_group)]
     rest = replace(WINDOW, slices=tuple(piece for piece in WINDOW.slices if piece.row_group != row_group))
     assert as_lists(read.rows) == as_lists(reader_of(folder, {"train": split}).read(rest).rows)
@@ -95,8 +95,8 @@ def test_a_truncated_shard_loses_all_its_row_groups(tmp_path, tokens, bytes_left
     with pytest.raises(
         DataError, match=rf"^{path}: row group 0 cannot be read \(.*(Parquet|footer).*\)\. The shard is"
     ):
-        reader_of(tmp_path, {"train": tokens}, read_attempts=1).read(WINDOW)
-    read = reader_of(tmp_path, {"train": tokens}, read_attempts=1, on_bad_row_group="quarantine").read(WINDOW)
+        reader_of(tmp_path, {"train": tokens}).read(WINDOW)
+    read = reader_of(tmp_path, {"train": tokens}, on_bad_row_group="quarantine").read(WINDOW)
     assert [lost.row_group for lost in read.quarantined] == [0, 1, 2]
     assert as_lists(read.rows) == []
 
@@ -105,7 +105,7 @@ def test_a_shard_that_has_vanished_is_named(tmp_path, tokens):
     path = shard_of(tmp_path, tokens)
     path.unlink()
     with pytest.raises(DataError, match=rf"^{path}: row group 0 cannot be read \(.*No such file.*\)\. The shard is"):
-        reader_of(tmp_path, {"train": tokens}, read_attempts=1).read(WINDOW)
+        reader_of(tmp_path, {"train": tokens}).read(WINDOW)
 
 
 def test_a_shard_that_comes_back_within_the_attempts_is_read(tmp_path, tokens, monkeypatch):
@@ -113,14 +113,14 @@ def test_a_shard_that_comes_back_within_the_attempts_is_read(tmp_path, tokens, m
     expected = as_lists(reader_of(tmp_path, {"train": tokens}).read(WINDOW).rows)
     hidden = path.rename(path.with_suffix(".hidden"))
     monkeypatch.setattr(retries.time, "sleep", lambda seconds: hidden.exists() and os.rename(hidden, path))
-    assert as_lists(reader_of(tmp_path, {"train": tokens}, read_attempts=2).read(WINDOW).rows) == expected
+    assert as_lists(reader_of(tmp_path, {"train": tokens}).read(WINDOW).rows) == expected
 
 
 def test_a_file_that_was_mended_while_it_was_open_is_opened_anew(tmp_path, tokens, monkeypatch):
     path = shard_of(tmp_path, tokens)
     expected = as_lists(reader_of(tmp_path, {"train": tokens}).read(WINDOW).rows)
     whole = path.read_bytes()
-    reader = reader_of(tmp_path, {"train": tokens}, read_attempts=2)
+    reader = reader_of(tmp_path, {"train": tokens})
     reader.read(request((0, 0, 0, 1)))
     path.write_bytes(bytes(len(whole)))  # the reader's open file is this one
 
@@ -164,14 +164,14 @@ def test_columns_that_are_not_those_of_a_shard_are_named(tmp_path, tokens, colum
 def test_what_cannot_change_is_not_tried_again(tmp_path, tokens, pauses):
     write_table(token_table(120, 0).drop_columns(["source"]), shard_of(tmp_path, tokens), GROUPS)
     with pytest.raises(DataError):
-        reader_of(tmp_path, {"train": tokens}, read_attempts=9).read(WINDOW)
+        reader_of(tmp_path, {"train": tokens}).read(WINDOW)
     assert pauses == []
 
 
 def test_validation_ends_with_a_bad_row_group_also_in_quarantine(tmp_path):
     split = write_token_split(tmp_path, "validation", [GROUPS])
     path = shard_of(tmp_path, split)
-    reader = reader_of(tmp_path, {"validation": split}, on_bad_row_group="quarantine", read_attempts=1)
+    reader = reader_of(tmp_path, {"validation": split}, on_bad_row_group="quarantine")
     with changed_bytes(path, *page_of(path, 1)):
         rows = reader.read_split("validation")
         assert len(next(rows).row_ids) == 40
@@ -207,7 +207,7 @@ def test_a_damaged_file_of_the_user_is_to_be_mended_by_the_user(tmp_path, texts)
         r"quarantine to continue without its rows\.$"
     )
     with pytest.raises(DataError, match=message):
-        reader_of(tmp_path / "prepared", {"train": texts}, read_attempts=1).read(WINDOW)
+        reader_of(tmp_path / "prepared", {"train": texts}).read(WINDOW)
 
 
 def test_bad_encoding_names_the_column_and_the_row(tmp_path, texts):
@@ -256,11 +256,14 @@ def remote_reader(tmp_path: Path, split: Split, **settings: Any) -> RowReader:
     return reader_of(tmp_path / "prepared", {"train": split}, **settings)
 
 
-def test_a_slow_remote_that_fails_twice_is_read_in_the_third_attempt(tmp_path, texts, remote, pauses, caplog):
+def test_a_slow_remote_that_fails_twice_is_read_in_the_third_attempt(
+    tmp_path, texts, remote, pauses, caplog, monkeypatch
+):
+    monkeypatch.setattr(retries, "READ_ATTEMPTS", 3)
     expected = as_lists(remote_reader(tmp_path, texts).read(WINDOW).rows)
     plan_faults(tmp_path, failures=2, delay_seconds=0.001)
     with caplog.at_level(logging.WARNING, "dist_transformer"):
-        read = remote_reader(tmp_path, remote, read_attempts=3).read(WINDOW)
+        read = remote_reader(tmp_path, remote).read(WINDOW)
     assert as_lists(read.rows) == expected
     assert read.quarantined == ()
     address, path = f"faulty://{tmp_path}/remote/corpus.parquet", f"{tmp_path}/remote/corpus.parquet"
@@ -285,8 +288,8 @@ def test_a_remote_that_never_answers_raises_or_is_left_out(tmp_path, remote, fau
     address = f"faulty://{tmp_path}/remote/corpus.parquet"
     message = rf"^{address}: row group 0 cannot be read \(.*{reason}\)\. Repair or restore the file, or set data"
     with pytest.raises(DataError, match=message):
-        remote_reader(tmp_path, remote, read_attempts=2).read(WINDOW)
-    read = remote_reader(tmp_path, remote, read_attempts=2, on_bad_row_group="quarantine").read(WINDOW)
+        remote_reader(tmp_path, remote).read(WINDOW)
+    read = remote_reader(tmp_path, remote, on_bad_row_group="quarantine").read(WINDOW)
     assert [lost.place for lost in read.quarantined] == [f"row group {group} of {address}" for group in range(3)]
 
 
@@ -326,5 +329,5 @@ def test_an_outage_is_put_back_into_the_queue_and_a_bad_file_is_not(tmp_path, to
 
     monkeypatch.setattr("dist_transformer.data.loader.row_groups.open_parquet", fail)
     with pytest.raises(UserError, match="row group 0 cannot be read") as raised:
-        reader_of(tmp_path, {"train": tokens}, read_attempts=1).read(WINDOW)
+        reader_of(tmp_path, {"train": tokens}).read(WINDOW)
     assert type(raised.value) is (MachineError if is_outage else DataError)

@@ -31,6 +31,7 @@ from dist_transformer.data.loader.rows import RowReader, RowsRead
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowKey, WindowRequest
 from dist_transformer.data.manifest import Shard, Split, TextColumns
 from dist_transformer.data.prepare.preparation import prepare
+from dist_transformer.data.sources import retries
 from dist_transformer.data.sources.corpus import RawBatch
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 
@@ -150,11 +151,12 @@ def test_a_sampled_window_is_the_same_whatever_was_read_before_and_in_any_proces
     assert [as_lists(read.rows) for read in elsewhere[::2]] == [second, first]
 
 
-def test_a_sampled_window_without_a_row_group_is_the_one_in_which_it_was_lost(folder, split, tmp_path):
+def test_a_sampled_window_without_a_row_group_is_the_one_in_which_it_was_lost(folder, split, tmp_path, monkeypatch):
     """So that a run that goes on after the file was mended trains on what it would have trained on."""
+    monkeypatch.setattr(retries, "READ_ATTEMPTS", 1)
     copy = write_text_split(tmp_path / "corpus.parquet", GROUPS)
     (shard,) = copy.shards
-    settings = {"on_bad_row_group": "quarantine", "read_attempts": 1}
+    settings = {"on_bad_row_group": "quarantine"}
     reader = reader_of(folder, {"train": copy}, sampling=0.2, **settings)
     with changed_bytes(Path(shard.file), 30, 60):
         lost = reader.read(at())

@@ -15,6 +15,7 @@ from dist_transformer.data.loader.bounded_shapes import bounded_shapes
 from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.loader.window import Window, WindowBuilder
 from dist_transformer.data.loader.window_request import WindowKey
+from dist_transformer.data.sources import retries
 from dist_transformer.errors import DataError
 from dist_transformer.model.transformer import Transformer
 
@@ -146,8 +147,9 @@ def test_a_window_names_the_row_groups_that_it_goes_without(tmp_path):
     assert len(window.row_ids) == 30
 
 
-def test_a_row_group_that_cannot_be_read_ends_in_an_error_that_names_it(tmp_path):
-    reader = reader_of(tmp_path, {"train": write_token_split(tmp_path, "train", ((30,),))}, read_attempts=1)
+def test_a_row_group_that_cannot_be_read_ends_in_an_error_that_names_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(retries, "READ_ATTEMPTS", 1)
+    reader = reader_of(tmp_path, {"train": write_token_split(tmp_path, "train", ((30,),))})
     shard = tmp_path / "shards" / "train-00000.parquet"
     with (
         changed_bytes(shard, 4, 200),

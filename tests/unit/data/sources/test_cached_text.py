@@ -23,7 +23,7 @@ def elsewhere():
 
 def data_of(root, **settings):
     corpus = CorpusConfig(source="a.en", target="a.de")
-    return corpus, DataConfig(root=str(root), train=corpus, read_attempts=1, **settings)
+    return corpus, DataConfig(root=str(root), train=corpus, **settings)
 
 
 def test_a_corpus_at_an_address_is_read_once_and_then_from_its_copy(elsewhere, tmp_path):

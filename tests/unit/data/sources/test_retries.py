@@ -1,11 +1,13 @@
 """A read is tried again after what may pass, with growing pauses, and only after that."""
 
+from collections.abc import Callable
+from unittest.mock import patch
+
 import aiohttp
 import pyarrow as pa
 import pytest
 
 from dist_transformer.data.sources import retries
-from dist_transformer.data.sources.retries import with_retries
 
 
 class Failing:
@@ -29,8 +31,13 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
+def with_retries(read: Failing, attempts: int, warn: Callable[[str], None] = lambda reason: None) -> int:
+    with patch.object(retries, "READ_ATTEMPTS", attempts):
+        return retries.with_retries(read, warn)
+
+
 def test_pauses_double_from_a_tenth_of_a_second_to_five_seconds(pauses):
-    assert with_retries(Failing(*[OSError()] * 9), 10, lambda reason: None) == 7
+    assert with_retries(Failing(*[OSError()] * 9), 10) == 7
     formula = [min(5.0, 0.1 * 2**i) for i in range(9)]
     assert all(least <= pause <= least + 0.1 for least, pause in zip(formula, pauses, strict=True))
 
@@ -49,27 +56,27 @@ def test_pauses_double_from_a_tenth_of_a_second_to_five_seconds(pauses):
 )
 def test_what_disks_networks_and_damaged_files_raise_is_tried_again(pauses, error):
     read = Failing(error, error)
-    assert with_retries(read, 3, lambda reason: None) == 7
+    assert with_retries(read, 3) == 7
     assert read.calls == 3
 
 
 def test_the_last_failure_is_raised(pauses):
     read = Failing(OSError("first"), OSError("second"), OSError("third"))
     with pytest.raises(OSError, match="second"):
-        with_retries(read, 2, lambda reason: None)
+        with_retries(read, 2)
     assert read.calls == 2
 
 
 def test_a_single_attempt_pauses_never(pauses):
     with pytest.raises(EOFError):
-        with_retries(Failing(EOFError()), 1, lambda reason: None)
+        with_retries(Failing(EOFError()), 1)
     assert pauses == []
 
 
 def test_a_mistake_of_the_program_is_not_tried_again(pauses):
     read = Failing(KeyError("row_id"))
     with pytest.raises(KeyError):
-        with_retries(read, 5, lambda reason: None)
+        with_retries(read, 5)
     assert read.calls == 1
 
 

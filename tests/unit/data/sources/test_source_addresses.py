@@ -16,6 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from web_server import WebServer, web_server
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
+from dist_transformer.data.sources import retries
 from dist_transformer.data.sources.corpus import parquet_index, read_corpus, scan_corpus
 from dist_transformer.data.sources.files import corpus_fingerprint, is_text_at_hand
 from dist_transformer.data.sources.remote import file_bytes, open_parquet
@@ -37,9 +38,19 @@ def memory() -> Iterator[str]:
     fsspec.filesystem("memory").rm(folder, recursive=True)
 
 
-def data_at(root: str, corpus: CorpusConfig, read_attempts: int = 2, **settings: object) -> DataConfig:
+@pytest.fixture(autouse=True)
+def two_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "READ_ATTEMPTS", 2)
+
+
+@pytest.fixture
+def one_attempt(two_attempts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "READ_ATTEMPTS", 1)
+
+
+def data_at(root: str, corpus: CorpusConfig, **settings: object) -> DataConfig:
     given = {"root": root, "train": corpus, "source_language": "de", "target_language": "en", **settings}
-    return DataConfig.model_validate({**given, "read_attempts": read_attempts})
+    return DataConfig.model_validate(given)
 
 
 def read(root: str, corpus: CorpusConfig, **settings: object) -> list[tuple[str | None, str | None]]:
@@ -229,16 +240,18 @@ class _Flaky(MemoryFileSystem):
         return file
 
 
-def test_a_read_that_fails_on_the_way_is_tried_again_from_where_it_was(memory: str):
+def test_a_read_that_fails_on_the_way_is_tried_again_from_where_it_was(memory: str, monkeypatch: pytest.MonkeyPatch):
     fsspec.register_implementation("flaky", _Flaky, clobber=True)
     content = "".join(f"s {n}\tt {n}\n" for n in range(30_000))
     write(memory, "a.tsv", content.encode())
     root = memory.replace("memory://", "flaky://")
     assert read(root, CorpusConfig(path="a.tsv")) == [(f"s {n}", f"t {n}") for n in range(30_000)]
+    monkeypatch.setattr(retries, "READ_ATTEMPTS", 1)
     with pytest.raises(DataError, match=r"flaky://.*a\.tsv: cannot be read.* TimeoutError: the network is slow"):
-        read(root, CorpusConfig(path="a.tsv"), read_attempts=1)
+        read(root, CorpusConfig(path="a.tsv"))
 
 
+@pytest.mark.usefixtures("one_attempt")
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_connection_that_breaks_is_said_with_its_address(tmp_path: Path, ranges: bool):
     write_corpora(str(tmp_path))
@@ -247,19 +260,20 @@ def test_a_connection_that_breaks_is_said_with_its_address(tmp_path: Path, range
         server.cut = 0.5
         for name in ("a.tsv", "a.parquet")[: 1 + ranges]:
             with pytest.raises(DataError, match=rf"{server.address}/{name}: cannot be read"):
-                read(server.address, CorpusConfig(path=name), read_attempts=1)
+                read(server.address, CorpusConfig(path=name))
 
 
+@pytest.mark.usefixtures("one_attempt")
 def test_a_file_that_is_not_there_and_a_server_that_is_not_there_are_named(tmp_path: Path):
     with web_server(tmp_path) as server:
         address = server.address
         for corpus in (CorpusConfig(path="none.tsv"), CorpusConfig(path="none.parquet")):
             with pytest.raises(DataError, match=rf"{address}/none\..*: no such file\. Check the address"):
-                read(address, corpus, read_attempts=1)
+                read(address, corpus)
             with pytest.raises(DataError, match=rf"{address}/none\..*: no such file\. Check the address"):
-                corpus_fingerprint(corpus, data_at(address, corpus, read_attempts=1))
+                corpus_fingerprint(corpus, data_at(address, corpus))
     with pytest.raises(DataError, match=rf"{address}/a\.tsv: cannot be read: "):
-        read(address, CorpusConfig(path="a.tsv"), read_attempts=1)
+        read(address, CorpusConfig(path="a.tsv"))
 
 
 def test_a_filesystem_whose_package_is_missing_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,6 @@ import torch
 from checkpoint_helpers import RUN_ID, SHAPES, MemoryEngine, ThreadRanks, contents, folders, on_ranks, save, state_of
 from safetensors import SafetensorError
 
-from dist_transformer.config.schema import CheckpointConfig
 from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import async_writer, checkpoints
@@ -29,9 +28,9 @@ def run_dir(tmp_path):
     return RunDir(tmp_path / "run")
 
 
-def saver_of(run_dir, ranks, attempts=1, progress=lambda doing: None):
+def saver_of(run_dir, ranks, progress=lambda doing: None):
     run_dir.path.mkdir(exist_ok=True)
-    return AsyncWriter(run_dir, ranks, CheckpointConfig(save_attempts=attempts), progress)
+    return AsyncWriter(run_dir, ranks, progress)
 
 
 def alone(work):

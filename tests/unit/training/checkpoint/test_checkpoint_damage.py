@@ -284,14 +284,15 @@ def test_a_disk_that_stutters_sets_no_checkpoint_aside_that_is_saved_again(run_d
 
 
 @pytest.mark.parametrize("times", [1, 10**6])
-def test_a_disk_that_stutters_lets_no_best_checkpoint_be_deleted(run_dir, stutter, times):
+def test_a_disk_that_stutters_lets_no_best_checkpoint_be_deleted(run_dir, stutter, times, monkeypatch):
+    monkeypatch.setattr(retention, "PATIENCE_STEPS", 0)
     for step in range(4, 9):
         save(run_dir, step, validation={"loss": float(step)})
     before = folders(run_dir)
     settings = CheckpointConfig(every_steps=1, keep_last=2, keep_best=2)
     with stutter(errno.EHOSTDOWN, {"state.json"}, times):
         try:
-            retention.retain(run_dir, settings, 0, "loss")
+            retention.retain(run_dir, settings, "loss")
         except MachineError:
             assert (times, folders(run_dir)) == (10**6, before)
     assert {"step_00000004", "step_00000005"} <= {*folders(run_dir)}

@@ -3,6 +3,7 @@
 import math
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def a_step(engine, batch, learning_rate=1e-2):
 
 def save_engine(run_dir, engine, ranks, step):
     run_dir.path.mkdir(exist_ok=True)
-    saver = AsyncWriter(run_dir, ranks, CheckpointConfig(save_attempts=1), lambda doing: None)
+    saver = AsyncWriter(run_dir, ranks, lambda doing: None)
     saver.begin(engine, state_of(step, scaler=engine.scaler_state()))
     assert saver.finish().problem is None
 
@@ -176,7 +177,8 @@ def a_run(run_dir, losses):
 
 def kept(run_dir, patience_steps=1000, metric="loss", **values):
     settings = CheckpointConfig(**{"every_steps": 2, "keep_last": 1, **values})
-    retention.retain(run_dir, settings, patience_steps, metric)
+    with patch.object(retention, "PATIENCE_STEPS", patience_steps):
+        retention.retain(run_dir, settings, metric)
     return names(checkpoints.saved(run_dir))
 
 

@@ -1,0 +1,152 @@
+"""Files, run folders and checkpoints of earlier versions have settings that went: what becomes of each."""
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from dist_transformer.cluster.profiles import load_profile
+from dist_transformer.config.former_keys import CONSTANTS, current_settings
+from dist_transformer.config.loading import load_config, to_yaml
+from dist_transformer.config.schema import Config
+from dist_transformer.config.slurm_schema import command_options
+from dist_transformer.errors import ConfigError
+
+BASE = "run: {name: test}\ndata: {train: {demo: train}}\ntraining: {max_steps: 5000}\n"
+MODULES = {
+    "divergence": "training.divergence",
+    "checkpoints.save_attempts": "training.checkpoint.async_writer",
+    "data.read_attempts": "data.sources.retries",
+    "tracking.close_seconds": "tracking.tracker",
+    "tracking.upload_megabytes": "tracking.content",
+    "tokenizer.training_sentences": "data.tokenizer.tokenizer",
+    "training.loss_scale_window": "training.engine.engine",
+    "training.initial_loss_scale": "training.engine.engine",
+    "slurm": "cluster.script",
+}
+"""Where the constants are; those that are none have no module."""
+FORMER = {(section, key): value for section, part in CONSTANTS.items() for key, value in part.items()}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "run.yaml"
+
+
+def written(path: Path, text: str = "") -> Path:
+    path.write_text(f"{BASE}{text}", encoding="utf-8")
+    return path
+
+
+def problems_of(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(overrides))
+    assert caught.value.exit_code == 2
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(("section", "key"), FORMER)
+def test_a_former_setting_has_the_value_of_the_constant_that_it_became(section: str, key: str) -> None:
+    module = MODULES.get(f"{section}.{key}", MODULES.get(section))
+    if module is not None:
+        assert getattr(import_module(f"dist_transformer.{module}"), key.upper()) == FORMER[section, key]
+
+
+def test_a_setting_that_became_a_constant_may_stand_where_it_has_its_value(path: Path) -> None:
+    sections: dict[str, list[str]] = {}
+    for (section, key), value in FORMER.items():
+        sections.setdefault(section, []).append(f"{key}: {str(value).lower()}")
+    given = "".join(f"{section}:\n  " + "\n  ".join(lines) + "\n" for section, lines in sections.items())
+    other = "".join(line for line in BASE.splitlines(True) if line.split(":")[0] not in sections)
+    path.write_text(other + given.replace("data:", "data:\n  train: {demo: train}"), encoding="utf-8")
+    plain = load_config(written(path.with_name("plain.yaml")), ["training.max_steps=100000"])
+    assert load_config(path) == plain
+    overrides = [f"{section}.{key}={str(value).lower()}" for (section, key), value in FORMER.items()]
+    assert load_config(path.with_name("plain.yaml"), ["training.max_steps=100000", *overrides]) == plain
+
+
+def test_every_other_value_is_refused_at_once_with_its_place(path: Path) -> None:
+    written(path, "divergence: {patience_steps: 5}\ncheckpoints: {save_attempts: null}\nmodel: {d_modl: 3}\n")
+    assert problems_of(path, "training.dry_run=false", "training.threads_per_rank=4", "data.stall_seconds=60") == [
+        f"{path}:4: divergence.patience_steps: is no setting any more: it is always 20. Remove it",
+        f"{path}:5: checkpoints.save_attempts: is no setting any more: it is always 3. Remove it",
+        "command line: data.stall_seconds=60: data.stall_seconds: is no setting any more: it is always half of "
+        "training.hang_seconds. Remove it",
+        "command line: training.dry_run=false: training.dry_run: is no setting any more: it is always made. Remove it",
+        "command line: training.threads_per_rank=4: training.threads_per_rank: is no setting any more: set the variable "
+        "OMP_NUM_THREADS, in a job by slurm.environment. Remove it here",
+        f"{path}:6: model.d_modl: no such key; did you mean `d_model`?",
+    ]
+
+
+def test_an_override_mends_what_an_old_file_gives(path: Path) -> None:
+    written(path, "divergence: {patience_steps: 5}\n")
+    assert load_config(path, ["divergence.patience_steps=20"]) == load_config(written(path))
+
+
+OLD = (
+    "slurm: {partition: gpu, account: 1_000, qos: high, constraint: 'a&b', exclude: [n7, n8], memory: 10G, gres: 'gpu:8',\n"
+    "  cpu_bind: none, extra_sbatch: [--exclusive, '--reservation=x=y'], extra_srun: [--mpi=pmix]}\n"
+)
+
+
+def test_options_of_slurm_are_moved_into_their_mapping(path: Path) -> None:
+    slurm = load_config(written(path, OLD)).slurm
+    assert set(command_options(slurm.sbatch)) == {
+        *("--partition=gpu", "--account=1_000", "--qos=high", "--constraint=a&b", "--exclude=n7,n8", "--mem=10G"),
+        *("--gres=gpu:8", "--exclusive", "--reservation=x=y"),
+    }
+    assert slurm.srun == {"cpu-bind": "none", "mpi": "pmix"}
+    assert load_config(written(path, to_yaml(load_config(path)).partition("slurm:")[1] + OLD.partition("slurm:")[2]))
+
+
+def test_what_is_not_given_in_an_old_run_folder_asks_for_nothing(path: Path) -> None:
+    keys = "partition: null, account: null, qos: null, constraint: null, memory: null, gres: null, exclude: [], "
+    slurm = load_config(written(path, f"slurm: {{{keys}extra_sbatch: [], extra_srun: [], cpu_bind: null}}\n")).slurm
+    assert (command_options(slurm.sbatch), command_options(slurm.srun)) == ([], [])
+
+
+@pytest.mark.parametrize("spelling", ["slurm.partition", "slurm.sbatch.partition"])
+@pytest.mark.parametrize("in_file", ["partition: cpu", "sbatch: {partition: cpu}"])
+def test_an_override_wins_over_the_file_in_the_old_and_in_the_new_spelling(
+    path: Path, spelling: str, in_file: str
+) -> None:
+    written(path, f"slurm: {{{in_file}, nodes: 2}}\n")
+    assert load_config(path, [f"{spelling}=gpu"]).slurm.sbatch == {"partition": "gpu"}
+    assert load_config(path, [f"{spelling}=null"]).slurm.sbatch == {"partition": None}
+
+
+def test_what_is_given_in_both_spellings_or_is_no_option_is_refused(path: Path) -> None:
+    written(path, "slurm:\n  partition: a\n  sbatch: {partition: b}\n  extra_sbatch: [-N4]\n  extra_srun: --mpi=none\n")
+    again = "expected --option or --option=value, one an entry, and none of them in"
+    assert problems_of(path) == [
+        f"{path}:5: slurm.partition: is slurm.sbatch.partition now, which is given too. Keep that one",
+        f"{path}:7: slurm.extra_sbatch: is slurm.sbatch now: {again} slurm.sbatch too. Write slurm.sbatch: {{option: value}}",
+        f"{path}:8: slurm.extra_srun: is slurm.srun now: {again} slurm.srun too. Write slurm.srun: {{option: value}}",
+    ]
+
+
+def test_a_profile_of_an_earlier_version_is_read(path: Path) -> None:
+    path.write_text("partition: gpu\npreflight_seconds: 180\nextra_sbatch: [--exclusive]\ncpu_bind: none\n")
+    assert load_profile(str(path)) == {
+        "sbatch": {"partition": "gpu", "exclusive": True},
+        "srun": {"cpu-bind": "none"},
+    }
+    path.write_text("nodes: 2\npreflight_tolerance: 0.5\n")
+    with pytest.raises(ConfigError) as caught:
+        load_profile(str(path))
+    assert caught.value.problems == [
+        f"{path}:2: slurm.preflight_tolerance: is no setting any more: it is always 0.8. Remove it"
+    ]
+
+
+def test_the_settings_that_a_checkpoint_kept_are_those_of_today(path: Path) -> None:
+    kept = load_config(written(path)).model_dump(mode="json")
+    for (section, key), value in FORMER.items():
+        kept[section][key] = value
+    kept["divergence"]["patience_steps"] = 5  # what only the earlier version could do
+    kept["slurm"] |= {"partition": "gpu", "extra_sbatch": ["--exclusive"], "cpu_bind": "cores"}
+    now = Config.model_validate(current_settings(kept))
+    assert now.slurm.sbatch == {"partition": "gpu", "exclusive": True}
+    assert now.slurm.srun == {"cpu-bind": "cores"}
+    assert now.model_copy(update={"slurm": load_config(path).slurm}) == load_config(path)
