@@ -13,7 +13,7 @@ LOST_ATTEMPTS = 4
 """Factor of max_restarts_without_progress for attempts that end without a record (node failures, pre-emption)."""
 
 CPU_BIND = "cores"
-"""How srun binds ranks to CPUs where slurm.srun does not say: each to cores of its own."""
+"""Default of srun --cpu-bind: each rank is bound to cores of its own."""
 
 
 def _option(value: Any) -> Any:

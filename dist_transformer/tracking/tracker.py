@@ -48,7 +48,7 @@ Status = Literal["FINISHED", "FAILED", "KILLED", "SCHEDULED"]
 """Status at the end of a start. SCHEDULED: stopped with everything saved, to be resumed."""
 
 CLOSE_SECONDS = 10
-"""How long the end of a run waits for the server to take the rest; `track sync` sends what it did not take."""
+"""Time that the end of a run waits for the server to take the rest; `track sync` sends what is left."""
 MODEL_SECONDS = 60.0
 """Time beyond CLOSE_SECONDS for a server that answers if there is a model to check and upload."""
 

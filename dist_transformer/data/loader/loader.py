@@ -60,7 +60,7 @@ class LocalStep:
 
 
 STALL_SHARE = 0.5
-"""Of training.hang_seconds, that a window is waited for: the loader then says what is missing, the watchdog could not."""
+"""Share of training.hang_seconds to wait for a window: the loader can report what is missing, the watchdog could not."""
 
 
 @dataclass(frozen=True)
