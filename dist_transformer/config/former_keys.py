@@ -90,7 +90,7 @@ def _entries(former: str, value: Any) -> tuple[str, dict[str, Any] | None]:
     """The mapping that a former key of `slurm` belongs to, and its entries; none where it is no list of options."""
     if former in OPTIONS:
         mapping, name = OPTIONS[former]
-        return mapping, {name: value}
+        return mapping, {name: None if value == [] else value}  # no node excluded
     options = value if isinstance(value, list) else [None]
     found = [re.fullmatch(r"--([a-z][a-z0-9-]*)(?:=(.*))?", str(option), re.DOTALL) for option in options]
     entries = {match[1]: True if match[2] is None else match[2] for match in found if match}

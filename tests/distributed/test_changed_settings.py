@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from mlflow import MlflowClient
 from running import records, with_constants
 
+from dist_transformer.config.former_keys import CONSTANTS
 from dist_transformer.config.loading import load_config
 from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
@@ -64,6 +66,32 @@ def test_a_checkpoint_that_does_not_hold_its_settings_is_compared_with_the_confi
     train_small("older", *LATER)
     [changed] = records(run, "changed", "history.jsonl")
     assert changed["settings"] == {"training.max_steps": [3, 6]}
+
+
+def test_a_run_of_a_version_with_more_settings_goes_on_and_says_nothing_of_them(train_small, command):
+    run = train_small("of-before", *ENOUGH, "slurm.sbatch.partition=gpu")
+    step_3 = run / "checkpoints" / "step_00000003"
+    state = read_json(step_3 / "state.json")
+    state["settings"] = _as_before(state["settings"])
+    _write_state(step_3, state)
+    config = _as_before(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
+    (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    command("train", run, "training.max_steps=4")
+    train_small("of-before", *LATER, "slurm.partition=gpu")
+    changed = [record["settings"] for record in records(run, "changed", "history.jsonl")]
+    assert changed == [{"training.max_steps": [3, 4]}, {"training.max_steps": [4, 6]}]
+
+
+def _as_before(settings: dict) -> dict:
+    """All keys that the settings of a run had when there were more of them."""
+    for section, constants in CONSTANTS.items():
+        settings[section] |= constants
+    given = {**settings["slurm"].pop("sbatch"), **settings["slurm"].pop("srun")}
+    settings["slurm"] |= dict.fromkeys(("account", "qos", "constraint", "gres", "memory")) | {
+        "partition": given["partition"]
+    }
+    settings["slurm"] |= {"exclude": [], "extra_sbatch": [], "extra_srun": [], "cpu_bind": "cores"}
+    return settings
 
 
 def _write_state(folder: Path, state: dict) -> None:

@@ -145,8 +145,8 @@ def test_the_settings_that_a_checkpoint_kept_are_those_of_today(path: Path) -> N
     for (section, key), value in FORMER.items():
         kept[section][key] = value
     kept["divergence"]["patience_steps"] = 5  # what only the earlier version could do
-    kept["slurm"] |= {"partition": "gpu", "extra_sbatch": ["--exclusive"], "cpu_bind": "cores"}
+    kept["slurm"] |= {"partition": "gpu", "exclude": [], "extra_sbatch": ["--exclusive"], "cpu_bind": "cores"}
     now = Config.model_validate(current_settings(kept))
-    assert now.slurm.sbatch == {"partition": "gpu", "exclusive": True}
+    assert now.slurm.sbatch == {"partition": "gpu", "exclude": None, "exclusive": True}
     assert now.slurm.srun == {"cpu-bind": "cores"}
     assert now.model_copy(update={"slurm": load_config(path).slurm}) == load_config(path)

@@ -11,7 +11,7 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import LoggedModel, Run
-from tracking_helpers import curves_in_file, curves_on_server, run_id_of, settings_of, store_of, train
+from tracking_helpers import TimedTracker, curves_in_file, curves_on_server, run_id_of, settings_of, store_of, train
 
 from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
@@ -273,7 +273,8 @@ def test_figures_and_the_report_are_artifacts(
 def test_a_run_folder_that_moved_before_its_history_was_sent_sends_its_files_from_there(
     stored_run_dir: RunDir, client: MlflowClient
 ) -> None:
-    tracker = Tracker(stored_run_dir, settings_of("http://127.0.0.1:9"), "a run", stored_run_dir.path.parent, UID)
+    tracker = TimedTracker(stored_run_dir, settings_of("http://127.0.0.1:9"), "a run", stored_run_dir.path.parent, UID)
+    tracker.close_seconds = 1
     tracker.start({}, {}, "")
     stored_run_dir.figures.mkdir()
     (stored_run_dir.figures / "loss.svg").write_text("<svg/>")

@@ -320,7 +320,7 @@ def test_the_files_of_a_run_whose_store_was_moved_go_there_too(stored_run_dir: R
     runs = stored_run_dir.path.parent
     moved = RunDir(Path(shutil.move(runs, tmp_path / "elsewhere")) / stored_run_dir.name)
     _artifact_repos_cache.clear()  # another process, that is
-    tracker = Tracker(moved, settings_of(None, 30), "a run", runs, "an id that is not asked for")
+    tracker = Tracker(moved, settings_of(None), "a run", runs, "an id that is not asked for")
     moved.figures.mkdir()
     (moved.figures / "loss.svg").write_text("<svg/>")
     tracker.start({}, {}, "model: base\n")
