@@ -39,6 +39,9 @@ TRAIN, CLUSTER, MODEL, DATA, LOOK = "Train", "Cluster", "Model", "Data", "Look"
 class Verbs(TyperGroup):
     """Lists the commands in groups, as plain text; rich's panels would take a third of the time of `--help`."""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{**settings, "rich_markup_mode": None})
+
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for panel in (TRAIN, CLUSTER, MODEL, DATA, LOOK):
             named = {name: command for name, command in self.commands.items() if _panel(command) == panel}
@@ -53,7 +56,6 @@ def _panel(command: object) -> str | None:
 app = typer.Typer(
     name="dist-transformer",
     cls=Verbs,
-    rich_markup_mode=None,
     help="Trains the encoder-decoder Transformer on Slurm clusters: one YAML file, one command, exact resume.",
     no_args_is_help=True,
     add_completion=False,

@@ -40,7 +40,7 @@ def train_command(
         int | None, typer.Option(min=0, help="Whose crash to replay; none: that of the rank that failed by itself.")
     ] = None,
 ) -> None:
-    """Train. A run folder with checkpoints resumes from its newest complete one, on any number of ranks.
+    """Train, or resume a run folder from its newest complete checkpoint, on any number of ranks.
 
     Exit codes: 0 finished, 75 stopped on request and saved (start it again), 2 something you can fix, 1 failed.
     """
