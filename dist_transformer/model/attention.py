@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_transformer.model.cpu_kernels import Linear
+from dist_transformer.model.cpu_kernels import Linear, attend_in_fp32
 
 
 @dataclass
@@ -160,19 +160,12 @@ class CrossAttention(nn.Module):
 
 
 def attend(query_BHTK: Tensor, past: KeyValue, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    """Computes equation 1: (B, H, T, V). `mask` is boolean, or is added to the scores; None: no mask.
-
-    On CPUs a training step attends in fp32 in any precision: the backward pass of torch's CPU kernel takes several
-    times as long in 16-bit types.
-    """
-    key_BHSK, value_BHSV = past.key_BHSK, past.value_BHSV
-    if not (query_BHTK.is_cpu and query_BHTK.requires_grad and query_BHTK.itemsize == 2):
-        return F.scaled_dot_product_attention(query_BHTK, key_BHSK, value_BHSV, attn_mask=mask, is_causal=is_causal)
-    with torch.autocast("cpu", enabled=False):
-        attended_BHTV = F.scaled_dot_product_attention(
-            query_BHTK.float(), key_BHSK.float(), value_BHSV.float(), attn_mask=mask, is_causal=is_causal
-        )
-    return attended_BHTV.to(query_BHTK.dtype)
+    """Computes equation 1: (B, H, T, V). `mask` is boolean, or is added to the scores; None: no mask."""
+    if query_BHTK.is_cpu and query_BHTK.requires_grad and query_BHTK.itemsize == 2:
+        return attend_in_fp32(query_BHTK, past.key_BHSK, past.value_BHSV, mask, is_causal)
+    return F.scaled_dot_product_attention(
+        query_BHTK, past.key_BHSK, past.value_BHSV, attn_mask=mask, is_causal=is_causal
+    )
 
 
 def split_heads(projected_BTP: Tensor, widths: list[int], num_heads: int) -> list[Tensor]:

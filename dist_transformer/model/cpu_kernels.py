@@ -1,10 +1,10 @@
-"""Matrix products in fp32 by the faster of the two libraries that PyTorch has for CPUs.
+"""Kernels for CPUs, where PyTorch's own are slower: matrix products, dropout masks, attention in 16-bit types.
 
-PyTorch multiplies fp32 matrices with MKL, which uses AVX-512 on Intel's processors only. oneDNN, which it uses for
-bf16, uses AVX-512 on AMD's too: there a product takes as little as half the time (benchmarks/README.md). The only way
-to select it for every layout and without copies is to allow bf16 within fp32 products. oneDNN makes use of that
-permission only on processors with tiles (AMX); elsewhere it computes in fp32. One test product verifies that before
-oneDNN is used.
+Matrix products in fp32 use the faster of the two libraries that PyTorch has for CPUs. It multiplies fp32 matrices with
+MKL, which uses AVX-512 on Intel's processors only. oneDNN, which it uses for bf16, uses AVX-512 on AMD's too: there a
+product takes as little as half the time (benchmarks/README.md). The only way to select it for every layout and without
+copies is to allow bf16 within fp32 products. oneDNN makes use of that permission only on processors with tiles (AMX);
+elsewhere it computes in fp32. One test product verifies that before oneDNN is used.
 """
 
 import os
@@ -92,6 +92,44 @@ class _Linear(torch.autograd.Function):
             of_weight = gradient_NO.T @ input.flatten(0, -2) if needs_weight else None
         of_bias = gradient_NO.sum(0) if ctx.has_bias and needs_bias else None
         return of_input, of_weight, of_bias
+
+
+def dropout(input: Tensor, probability: float) -> Tensor:
+    """Zeroes with a probability, a multiple of 1/65,536, and scales the rest to keep the mean.
+
+    torch draws a mask in several times the time of its multiplication; here a mask takes 16 random bits an element from
+    torch's generator.
+    """
+    return _Dropout.apply(input, probability)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, probability: float) -> Tensor:
+        values = 1 << 16
+        num_zeroed = min(round(probability * values), values - 1)
+        words = torch.empty(-(-input.numel() // 4), dtype=torch.int64).random_(-(1 << 63), (1 << 63) - 1)
+        is_kept = (words.view(torch.int16)[: input.numel()] >= num_zeroed - values // 2).view(input.shape)
+        ctx.save_for_backward(is_kept)
+        ctx.scale = values / (values - num_zeroed)
+        return torch.ops.aten.native_dropout_backward(input, is_kept, ctx.scale)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (is_kept,) = ctx.saved_tensors
+        return torch.ops.aten.native_dropout_backward(gradient, is_kept, ctx.scale), None
+
+
+def attend_in_fp32(
+    query_BHTK: Tensor, key_BHSK: Tensor, value_BHSV: Tensor, mask: Tensor | None, is_causal: bool
+) -> Tensor:
+    """Computes attention in fp32 for 16-bit inputs: torch's backward pass takes several times as long in their type."""
+    with torch.autocast("cpu", enabled=False):
+        attended_BHTV = F.scaled_dot_product_attention(
+            query_BHTK.float(), key_BHSK.float(), value_BHSV.float(), attn_mask=mask, is_causal=is_causal
+        )
+    return attended_BHTV.to(query_BHTK.dtype)
 
 
 @cache

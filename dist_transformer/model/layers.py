@@ -5,15 +5,14 @@ Axes: B batch, S source, T target, D model, F feed-forward.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from dist_transformer.config.model_size import head_sizes
 from dist_transformer.config.schema import ModelConfig
+from dist_transformer.model import cpu_kernels
 from dist_transformer.model.attention import CrossAttention, KeyValue, KeyValueCache, SelfAttention
 from dist_transformer.model.cpu_kernels import Linear
 
@@ -24,8 +23,7 @@ RMS_EPSILON = 1e-6
 class Dropout(nn.Module):
     """Dropout (Srivastava et al., 2014): in training, zeroes with a probability and scales the rest to keep the mean.
 
-    On GPUs it is torch's. On CPUs torch draws a mask in several times the time of its multiplication, so a mask takes
-    16 random bits an element from torch's generator: the probability is then a multiple of 1/65,536.
+    On GPUs it is torch's, on CPUs `cpu_kernels.dropout`.
     """
 
     def __init__(self, probability: float) -> None:
@@ -36,26 +34,8 @@ class Dropout(nn.Module):
         if not (self.training and self.probability):
             return input
         if input.is_cpu:
-            return _CpuDropout.apply(input, self.probability)  # type: ignore[no-any-return, no-untyped-call]
+            return cpu_kernels.dropout(input, self.probability)
         return F.dropout(input, self.probability)
-
-
-class _CpuDropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, probability: float) -> Tensor:
-        values = 1 << 16
-        num_zeroed = min(round(probability * values), values - 1)
-        words = torch.empty(-(-input.numel() // 4), dtype=torch.int64).random_(-(1 << 63), (1 << 63) - 1)
-        is_kept = (words.view(torch.int16)[: input.numel()] >= num_zeroed - values // 2).view(input.shape)
-        ctx.save_for_backward(is_kept)
-        ctx.scale = values / (values - num_zeroed)
-        return torch.ops.aten.native_dropout_backward(input, is_kept, ctx.scale)  # type: ignore[no-any-return]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (is_kept,) = ctx.saved_tensors
-        return torch.ops.aten.native_dropout_backward(gradient, is_kept, ctx.scale), None
 
 
 class AddAndNorm(nn.Module):
