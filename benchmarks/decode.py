@@ -43,6 +43,7 @@ from common import (
 from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.config.schema import DecodingConfig, ModelConfig
 from dist_transformer.data.sources.demo_corpus import demo_pairs
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from dist_transformer.decoding.cpu_packed import packed_for_decoding
 from dist_transformer.decoding.ctranslate2_search import CTranslate2Searcher
@@ -236,8 +237,8 @@ def load(folder: Path) -> LoadedModel:
 def search_settings(case: Case) -> dict[str, Any]:
     known = load(case.folder).information
     config = DecodingConfig(beam_size=case.beam, length_penalty=0.0, max_extra_tokens=case.extra_tokens)
-    ids = {"bos_id": known.bos_id, "eos_id": known.eos_id, "pad_id": known.pad_id}
-    return {**ids, "config": config, "device": torch.device("cpu")}
+    special = SpecialTokens(known.bos_id, known.eos_id, known.pad_id)
+    return {"special": special, "config": config, "device": torch.device("cpu")}
 
 
 def ours(case: Case) -> Engine:

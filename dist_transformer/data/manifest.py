@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dist_transformer.config.paths import is_address
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.errors import DataError
 from dist_transformer.files import patiently, read_json, write_text
 
@@ -131,6 +132,10 @@ class Manifest:
     splits: dict[str, Split]
     training: tuple[str, ...]
     version: int = MANIFEST_VERSION
+
+    @property
+    def special(self) -> SpecialTokens:
+        return SpecialTokens(self.bos_id, self.eos_id, self.pad_id)
 
     @staticmethod
     def load(folder: Path) -> "Manifest":

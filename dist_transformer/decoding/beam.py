@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from dist_transformer.config.schema import DecodingConfig
-from dist_transformer.decoding.constraints import IMPOSSIBLE, Constraints, SpecialIds
+from dist_transformer.data.special_tokens import SpecialTokens
+from dist_transformer.decoding.constraints import IMPOSSIBLE, Constraints
 from dist_transformer.decoding.ensemble import Ensemble
 from dist_transformer.model.search_interface import Hypothesis
 
@@ -30,7 +31,7 @@ FEW_ROWS = 8
 
 @torch.inference_mode()
 def beam_search(
-    ensemble: Ensemble, constraints: Constraints, ids: SpecialIds, config: DecodingConfig
+    ensemble: Ensemble, constraints: Constraints, ids: SpecialTokens, config: DecodingConfig
 ) -> list[list[Hypothesis]]:
     """Finished hypotheses of each sentence of `ensemble`, best first, at least one and at most `config.n_best`.
 
@@ -101,7 +102,9 @@ class _Finished:
 class _Search:
     """The state of one batch: live hypotheses as rows of the cache, finished ones, and results by input position."""
 
-    def __init__(self, ensemble: Ensemble, constraints: Constraints, ids: SpecialIds, config: DecodingConfig) -> None:
+    def __init__(
+        self, ensemble: Ensemble, constraints: Constraints, ids: SpecialTokens, config: DecodingConfig
+    ) -> None:
         num_sentences, beam_size, device = len(constraints.longest), config.beam_size, ensemble.device
         self.ensemble, self.constraints, self.ids, self.config = ensemble, constraints, ids, config
         self.longest_N = torch.tensor(constraints.longest, device=device)

@@ -4,25 +4,15 @@ Axes: N sentences, B rows (grouped by sentence), T tokens so far, W n-grams, n t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.model.search_interface import SearchInput, longest_output
 
 IMPOSSIBLE = float("-inf")
-
-
-@dataclass(frozen=True)
-class SpecialIds:
-    """Ids of tokens that are no text: these three, and those from `num_pieces` on; None: the model has no such rows."""
-
-    bos: int
-    eos: int
-    pad: int
-    num_pieces: int | None = None
 
 
 class Constraints:
@@ -32,7 +22,7 @@ class Constraints:
         self,
         batch: Sequence[SearchInput],
         rows_per_sentence: int,
-        ids: SpecialIds,
+        ids: SpecialTokens,
         max_positions: int | None,
         config: DecodingConfig,
     ) -> None:

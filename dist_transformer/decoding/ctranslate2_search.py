@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.files import read_json
 from dist_transformer.interop.ctranslate2_export import (
@@ -42,13 +43,9 @@ class CTranslate2Searcher:
     def __init__(
         self,
         folder: Path,
-        *,
-        bos_id: int,
-        eos_id: int,
-        pad_id: int,
+        special: SpecialTokens,
         config: DecodingConfig,
         device: torch.device,
-        num_pieces: int | None = None,
     ) -> None:
         """Loads `folder`, a model folder or a result of `export_ctranslate2`. Other arguments: see `TorchSearcher`.
 
@@ -69,7 +66,8 @@ class CTranslate2Searcher:
                 export_ctranslate2(load_model_folder(folder), exported)
                 self._load(exported, device)
         rows = len(self._target_tokens)
-        never = {bos_id, pad_id, *range(rows if num_pieces is None else num_pieces, rows)} - {eos_id}
+        pieces = rows if special.num_pieces is None else special.num_pieces
+        never = {special.bos, special.pad, *range(pieces, rows)} - {special.eos}
         self._never = [[self._target_tokens[number]] for number in sorted(never)]
 
     @property

@@ -32,7 +32,7 @@ class LoadedModels:
 
     def searcher(self, settings: DecodingConfig) -> TorchSearcher:
         """Searcher of our own with these models."""
-        return TorchSearcher(self.models, **self.tokenizer.search_ids(), config=settings, device=self.device)
+        return TorchSearcher(self.models, self.tokenizer.special, settings, self.device)
 
 
 def model_folder_of(path: Path) -> Path:

@@ -13,15 +13,20 @@ import torch
 from torch import Tensor
 
 from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.decoding.beam import length_penalty
-from dist_transformer.decoding.constraints import Constraints, SpecialIds
+from dist_transformer.decoding.constraints import Constraints
 from dist_transformer.decoding.ensemble import Ensemble
 from dist_transformer.model.search_interface import Hypothesis, SearchInput
 
 
 @torch.no_grad()
 def sample(
-    ensemble: Ensemble, constraints: Constraints, batch: Sequence[SearchInput], ids: SpecialIds, config: DecodingConfig
+    ensemble: Ensemble,
+    constraints: Constraints,
+    batch: Sequence[SearchInput],
+    ids: SpecialTokens,
+    config: DecodingConfig,
 ) -> list[list[Hypothesis]]:
     """Draws `config.n_best` translations of each sentence independently, the likeliest first.
 
@@ -70,7 +75,7 @@ class _Sampling:
         ensemble: Ensemble,
         constraints: Constraints,
         batch: Sequence[SearchInput],
-        ids: SpecialIds,
+        ids: SpecialTokens,
         config: DecodingConfig,
     ) -> None:
         self.ensemble, self.constraints, self.ids, self.config = ensemble, constraints, ids, config

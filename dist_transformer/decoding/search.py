@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.decoding.beam import beam_search
-from dist_transformer.decoding.constraints import Constraints, SpecialIds
+from dist_transformer.decoding.constraints import Constraints
 from dist_transformer.decoding.ensemble import Ensemble
 from dist_transformer.decoding.sampling import sample
 from dist_transformer.errors import UserError
@@ -25,20 +26,15 @@ class TorchSearcher:
     def __init__(
         self,
         models: Sequence[Transformer],
-        *,
-        bos_id: int,
-        eos_id: int,
-        pad_id: int,
+        special: SpecialTokens,
         config: DecodingConfig,
         device: torch.device,
-        num_pieces: int | None = None,
     ) -> None:
         """Takes models with the same vocabularies, on `device` and in eval mode. Several are an ensemble: the search
-        uses the logarithm of the mean of their probabilities. `num_pieces`: pieces of the target's tokenizer, if the
-        models may have more rows."""
+        uses the logarithm of the mean of their probabilities."""
         assert models, "a search needs a model"
         self.models, self.config, self.device = models, config, device
-        self.ids = SpecialIds(bos_id, eos_id, pad_id, num_pieces)
+        self.ids = special
         self.each_token: Callable[[], None] = lambda: None
         """Callback before each token of a batch; an exception from it ends the search."""
 

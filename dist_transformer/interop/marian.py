@@ -54,9 +54,9 @@ def import_marian(source: Path, out: Path) -> None:
     information = ModelInformation(
         source_vocabulary=sides[0].rows.all,
         target_vocabulary=sides[1].rows.all,
-        pad_id=ids.padding,
-        bos_id=ids.begin,
-        eos_id=ids.end,
+        pad_id=ids.pad,
+        bos_id=ids.bos,
+        eos_id=ids.eos,
         source_language=names.source_language,
         target_language=names.target_language,
         step=0,

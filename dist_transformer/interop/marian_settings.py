@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from dist_transformer.config.schema import ModelConfig
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.errors import UserError
-from dist_transformer.interop.marian_vocabulary import SpecialIds, read_object
+from dist_transformer.interop.marian_vocabulary import read_object
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu"}
 """Our names by Marian's."""
@@ -24,7 +25,7 @@ class MarianSettings:
     """
 
     config: ModelConfig
-    ids: SpecialIds
+    ids: SpecialTokens
     sizes: tuple[int, int]
     is_shared: bool
 
@@ -37,7 +38,7 @@ def read_settings(path: Path) -> MarianSettings:
         UserError: all entries that are missing, of the wrong type, or without a counterpart here, together.
     """
     entries = _Entries(read_object(path))
-    ids = SpecialIds(*(entries.whole(f"{name}_token_id", least=0) for name in ("decoder_start", "eos", "pad")))
+    ids = SpecialTokens(*(entries.whole(f"{name}_token_id", least=0) for name in ("decoder_start", "eos", "pad")))
     is_shared = entries.truth("share_encoder_decoder_embeddings", True)
     source = entries.whole("vocab_size")
     target = entries.whole("decoder_vocab_size", default=source)
@@ -123,7 +124,7 @@ def _kinds(entries: _Entries, is_shared: bool) -> dict[str, Any]:
     }
 
 
-def _check(entries: _Entries, model: Mapping[str, Any], ids: SpecialIds) -> None:
+def _check(entries: _Entries, model: Mapping[str, Any], ids: SpecialTokens) -> None:
     """Adds problems of valid entries that have no counterpart here."""
     if (model_type := entries.content.get("model_type")) != "marian":
         entries.problems.append(f"model_type is {model_type!r}, expected 'marian'")
@@ -131,7 +132,7 @@ def _check(entries: _Entries, model: Mapping[str, Any], ids: SpecialIds) -> None
         entries.problems.append(
             "scale_embedding is false, expected true: embeddings are multiplied by sqrt(d_model) (3.4)"
         )
-    if ids.begin == ids.end and "decoder_start_token_id" in entries.content:
+    if ids.bos == ids.eos and "decoder_start_token_id" in entries.content:
         entries.problems.append(
             "decoder_start_token_id is eos_token_id, expected two ids: a translation cannot begin with its end"
         )

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.data.tokenizer.model_file import (
     BLANK,
     SpecialPieces,
@@ -38,15 +39,6 @@ LONGEST_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class SpecialIds:
-    """Ids of the pieces that are no text, from a Marian folder's config.json."""
-
-    begin: int
-    end: int
-    padding: int
-
-
-@dataclass(frozen=True)
 class TokenizerNames:
     """Entries of tokenizer_config.json, else MarianTokenizer's defaults."""
 
@@ -63,7 +55,7 @@ class ImportedSide:
     rows: Rows
 
 
-def import_vocabulary(folder: Path, sizes: tuple[int, int], is_shared: bool, ids: SpecialIds) -> list[ImportedSide]:
+def import_vocabulary(folder: Path, sizes: tuple[int, int], is_shared: bool, ids: SpecialTokens) -> list[ImportedSide]:
     """The source side and the target side. `sizes` are the rows of Marian's matrices.
 
     Raises:
@@ -148,11 +140,11 @@ def _numbered_pieces(path: Path, size: int) -> list[str]:
     return [text_of.get(number) or f"<unused_{number}>" for number in range(size)]
 
 
-def _special(pieces: Sequence[list[str]], unknown: str, ids: SpecialIds, folder: Path) -> SpecialPieces:
+def _special(pieces: Sequence[list[str]], unknown: str, ids: SpecialTokens, folder: Path) -> SpecialPieces:
     for name, number in (
-        ("eos_token_id", ids.end),
-        ("pad_token_id", ids.padding),
-        ("decoder_start_token_id", ids.begin),
+        ("eos_token_id", ids.eos),
+        ("pad_token_id", ids.pad),
+        ("decoder_start_token_id", ids.bos),
     ):
         found = [numbered[number] if number < len(numbered) else None for numbered in pieces]
         if found[0] is None or found[0] != found[1]:
@@ -163,7 +155,7 @@ def _special(pieces: Sequence[list[str]], unknown: str, ids: SpecialIds, folder:
     if not all(unknown in numbered for numbered in pieces):
         raise DataError(f"{folder / VOCABULARY}: no piece {unknown!r}, expected one for unknown text")
     text = pieces[1]
-    return SpecialPieces(unknown, begin=text[ids.begin], end=text[ids.end], padding=text[ids.padding])
+    return SpecialPieces(unknown, begin=text[ids.bos], end=text[ids.eos], padding=text[ids.pad])
 
 
 def _not_in(numbered: list[str], protos: Sequence[Any]) -> list[str]:

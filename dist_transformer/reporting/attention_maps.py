@@ -37,7 +37,7 @@ def _of_sentence(model: Transformer, tokenizer: Tokenizer, sentence: str) -> Sen
     most = min(MOST_TOKENS, model.max_positions or MOST_TOKENS)
     if not 1 < len(source) <= most:
         raise UserError(f"“{sentence[:60]}”: {len(source)} tokens; expected 2 to {most}, the end of sentence counted")
-    searcher = TorchSearcher([model], **tokenizer.search_ids(), config=DecodingConfig(), device=torch.device("cpu"))
+    searcher = TorchSearcher([model], tokenizer.special, DecodingConfig(), torch.device("cpu"))
     (found,) = searcher.search([SearchInput(source, [], 0)])
     target = [*found[0].tokens, tokenizer.eos_id]
     read = [tokenizer.bos_id, *found[0].tokens]

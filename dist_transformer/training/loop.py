@@ -10,6 +10,7 @@ import torch
 from dist_transformer.data.loader.loader import MicroBatch
 from dist_transformer.data.loader.position import Quarantined
 from dist_transformer.data.loader.window import BatchShape
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.distributed.rounds import Stopped
 from dist_transformer.errors import DataError
 from dist_transformer.training.agreement import Agreement, StepLoss
@@ -73,7 +74,7 @@ class Loop:
         self._partition = state.position.partition
         self._lane_positions = {lane: state.position.lanes[lane] for lane in self._lanes}
         self._skips_in_a_row = 0
-        self._weightless = _weightless(run.manifest.pad_id, run.manifest.eos_id)
+        self._weightless = _weightless(run.manifest.special)
         self.current_batch: GlobalBatch | None = None
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -259,7 +260,7 @@ class Loop:
         }
 
 
-def _weightless(pad_id: int, eos_id: int) -> MicroBatch:
+def _weightless(special: SpecialTokens) -> MicroBatch:
     """Returns a micro-batch without a real target token: its loss and gradient are zero, its collectives the same."""
-    token, pad = torch.full((1, 1), eos_id), torch.full((1, 1), pad_id)
+    token, pad = torch.full((1, 1), special.eos), torch.full((1, 1), special.pad)
     return MicroBatch(-1, BatchShape(1, 1, 1, 0, 0, 0), token, token, pad, torch.zeros(0, dtype=torch.int64))

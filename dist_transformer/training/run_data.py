@@ -53,9 +53,8 @@ class RunData:
     def builder(self) -> WindowBuilder:
         data, seed = self.config.data, self.config.run.seed
         return WindowBuilder(
-            self.reader, data.token_budget(), data.batch_shapes, data.filters.max_tokens, self.manifest.pad_id,
-            self.manifest.eos_id, seed,
-        )  # fmt: skip
+            self.reader, data.token_budget(), data.batch_shapes, data.filters.max_tokens, self.manifest.special, seed
+        )
 
     def validation(self) -> Iterator[MicroBatch]:
         """Yields the micro-batches of the validation corpus; none without one."""

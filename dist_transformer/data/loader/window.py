@@ -15,6 +15,7 @@ from dist_transformer.data.loader.batching import Bucket, Ints, free_buckets
 from dist_transformer.data.loader.bounded_shapes import bounded_buckets
 from dist_transformer.data.loader.rows import QuarantinedRowGroup, RowReader, Rows
 from dist_transformer.data.loader.window_request import PURPOSE_WINDOW, WindowKey, WindowRequest, random_generator
+from dist_transformer.data.special_tokens import SpecialTokens
 
 Tokens = NDArray[np.int32]
 
@@ -69,8 +70,7 @@ class WindowBuilder:
         max_tokens: largest micro-batch, padding included.
         batch_shapes: free, or bounded: those of `bounded_shapes`.
         longest_tokens: longest side of any pair (data.filters.max_tokens).
-        pad_id: id of padding.
-        eos_id: the source of a dummy row.
+        special: `pad` fills rows, `eos` is the source of a dummy row.
         seed: seed of the run.
     """
 
@@ -80,16 +80,14 @@ class WindowBuilder:
         max_tokens: int,
         batch_shapes: Literal["free", "bounded"],
         longest_tokens: int,
-        pad_id: int,
-        eos_id: int,
+        special: SpecialTokens,
         seed: int,
     ) -> None:
         self._reader = reader
         self._max_tokens = max_tokens
         self._is_bounded = batch_shapes == "bounded"
         self._longest_tokens = longest_tokens
-        self._pad_id = pad_id
-        self._eos_id = eos_id
+        self._special = special
         self._seed = seed
 
     def build(self, request: WindowRequest) -> Window:
@@ -125,7 +123,9 @@ class WindowBuilder:
         return free_buckets(*lengths, order, self._max_tokens)
 
     def _lay_out(self, rows: Rows, buckets: Sequence[Bucket]) -> tuple[tuple[BatchShape, ...], Tokens, Ints]:
-        tokens = np.full(sum(b.rows * (b.source_length + b.target_length) for b in buckets), self._pad_id, np.int32)
+        tokens = np.full(
+            sum(b.rows * (b.source_length + b.target_length) for b in buckets), self._special.pad, np.int32
+        )
         shapes, place = [], 0
         for bucket in buckets:
             middle = place + bucket.rows * bucket.source_length
@@ -133,7 +133,7 @@ class WindowBuilder:
             source, target = tokens[place:middle].reshape(bucket.rows, -1), tokens[middle:end].reshape(bucket.rows, -1)
             source_tokens = _fill(source, rows.source_ids, rows.source_offsets, bucket.members)
             target_tokens = _fill(target, rows.target_ids, rows.target_offsets, bucket.members)
-            source[len(bucket.members) :, 0] = self._eos_id
+            source[len(bucket.members) :, 0] = self._special.eos
             shapes.append(BatchShape(*bucket[1:], len(bucket.members), source_tokens, target_tokens))
             place = end
         members = np.concatenate([np.zeros(0, np.int64), *(bucket.members for bucket in buckets)])

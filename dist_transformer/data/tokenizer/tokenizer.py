@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import sentencepiece
 
 from dist_transformer.config.data_schema import TokenizerConfig
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.errors import DataError
 from dist_transformer.files import replacing
 
@@ -102,10 +103,10 @@ class Tokenizer:
                 )
         return Tokenizer(source, target)
 
-    def search_ids(self) -> dict[str, int]:
-        """Returns the arguments of a `Searcher` that describe the target's pieces."""
-        pieces: int = self._target.get_piece_size()
-        return {"bos_id": self.bos_id, "eos_id": self.eos_id, "pad_id": self.pad_id, "num_pieces": pieces}
+    @property
+    def special(self) -> SpecialTokens:
+        """Ids of the tokens that are no text, and the number of the target's pieces."""
+        return SpecialTokens(self.bos_id, self.eos_id, self.pad_id, self._target.get_piece_size())
 
     def encode_source(self, sentences: Sequence[str], num_threads: int = 1, sampling: float = 0.0) -> list[list[int]]:
         """Converts sentences to token ids, each ending with `eos_id`.

@@ -181,7 +181,7 @@ def _translator(
 
     def translate(sets: Sequence[ValidationSet], progress: Progress) -> Iterator[Translated]:
         with _full_model(config, data, engine, ranks) as model:
-            searcher = TorchSearcher([model], **tokenizer.search_ids(), config=search, device=ranks.device)
+            searcher = TorchSearcher([model], tokenizer.special, search, ranks.device)
             searcher.each_token = _Look(progress, wants_stop)
             for each in sets:
                 with engine.objective.autocast(ranks.device):

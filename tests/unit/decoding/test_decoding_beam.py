@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.decoding import beam
 from dist_transformer.decoding.beam import length_penalty, likeliest
 from dist_transformer.decoding.search import TorchSearcher
@@ -24,7 +25,7 @@ LEARNED: dict[str, Any] = {"positions": "learned", "max_positions": 9}
 def search(model: Transformer, source: Tensor, **settings: float) -> list[list[Hypothesis]]:
     """All that the beam finds, unless n_best is given."""
     config = DecodingConfig(**{"n_best": settings["beam_size"], **settings})
-    searcher = TorchSearcher([model], bos_id=BOS, eos_id=EOS, pad_id=PAD, config=config, device=torch.device("cpu"))
+    searcher = TorchSearcher([model], SpecialTokens(BOS, EOS, PAD), config, torch.device("cpu"))
     return searcher.search([SearchInput(row[row != PAD].tolist(), [], number) for number, row in enumerate(source)])
 
 

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from dist_transformer.config.schema import DecodingConfig
-from dist_transformer.decoding.constraints import Constraints, SpecialIds, forbid_repeats
+from dist_transformer.data.special_tokens import SpecialTokens
+from dist_transformer.decoding.constraints import Constraints, forbid_repeats
 from dist_transformer.model.search_interface import SearchInput
 
-IDS = SpecialIds(bos=1, eos=2, pad=0)
+IDS = SpecialTokens(bos=1, eos=2, pad=0)
 VOCABULARY = 8
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.decoding.sampling import choose, draws
 from dist_transformer.decoding.search import TorchSearcher
 from dist_transformer.model.search_interface import Hypothesis, SearchInput
@@ -22,7 +23,7 @@ GRID = 4000
 
 def search(model: Transformer, numbers: list[int], **settings: Any) -> list[list[Hypothesis]]:
     config = DecodingConfig(sampling=True, **settings)
-    searcher = TorchSearcher([model], bos_id=BOS, eos_id=EOS, pad_id=PAD, config=config, device=torch.device("cpu"))
+    searcher = TorchSearcher([model], SpecialTokens(BOS, EOS, PAD), config, torch.device("cpu"))
     return searcher.search([SearchInput([3, 4, EOS], [], number) for number in numbers])
 
 
@@ -118,7 +119,7 @@ def test_drawing_from_the_one_likeliest_token_is_greedy_search(make_random_model
     model = make_random_model(9)
     sampled = search(model, [0, 1, 2], top_k=1)
     greedy = DecodingConfig(beam_size=1)
-    searcher = TorchSearcher([model], bos_id=BOS, eos_id=EOS, pad_id=PAD, config=greedy, device=torch.device("cpu"))
+    searcher = TorchSearcher([model], SpecialTokens(BOS, EOS, PAD), greedy, torch.device("cpu"))
     (expected,) = searcher.search([SearchInput([3, 4, EOS], [], 0)])
     assert [hypotheses[0].tokens for hypotheses in sampled] == [expected[0].tokens] * 3
     assert sampled[0][0].score == pytest.approx(expected[0].score)

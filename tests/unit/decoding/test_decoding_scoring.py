@@ -7,6 +7,7 @@ import torch
 from word_tokenizer import WORDS, WordTokenizer
 
 from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.decoding import scoring
 from dist_transformer.decoding.scoring import score_pairs
 from dist_transformer.decoding.search import TorchSearcher
@@ -23,7 +24,7 @@ def test_what_a_search_found_has_the_log_probability_that_the_search_gave(
 ) -> None:
     models = [make_random_model(len(WORDS), seed=seed) for seed in (1, 2)]
     config = DecodingConfig(beam_size=3, n_best=3, max_extra_tokens=3)
-    searcher = TorchSearcher(models, bos_id=1, eos_id=2, pad_id=0, config=config, device=CPU)
+    searcher = TorchSearcher(models, SpecialTokens(1, 2, 0), config, CPU)
     found = list(translate_lines(searcher, WordTokenizer(), LINES, config))
     pairs = [(line, t.text) for line, translations in zip(LINES, found, strict=True) for t in translations]
     expected = [t.log_probability for translations in found for t in translations]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.decoding.forced import forced_log_probabilities
 from dist_transformer.decoding.search import TorchSearcher
 from dist_transformer.errors import UserError
@@ -22,7 +23,7 @@ LINES = [[3, 4, 5, EOS], [6, EOS], [8, 7, 6, 5, 4, 3, EOS], [5, 5, EOS], [4, EOS
 
 def searcher(models: Sequence[Transformer], **settings: Any) -> TorchSearcher:
     config = DecodingConfig(**{"max_extra_tokens": 4, **settings})
-    return TorchSearcher(models, bos_id=BOS, eos_id=EOS, pad_id=PAD, config=config, device=torch.device("cpu"))
+    return TorchSearcher(models, SpecialTokens(BOS, EOS, PAD), config, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
@@ -33,8 +34,8 @@ def test_rows_of_the_model_beyond_the_last_piece_are_never_produced(make_unigram
     config = DecodingConfig(max_extra_tokens=4, **settings)
 
     def produced(**given: Any) -> set[int]:
-        ids = dict(bos_id=BOS, eos_id=EOS, pad_id=PAD, **given)
-        found = TorchSearcher([model], **ids, config=config, device=torch.device("cpu")).search(inputs(LINES))
+        special = SpecialTokens(BOS, EOS, PAD, **given)
+        found = TorchSearcher([model], special, config, torch.device("cpu")).search(inputs(LINES))
         return {token for hypotheses in found for hypothesis in hypotheses for token in hypothesis.tokens}
 
     assert produced() & {6, 7, 8}, "a row that no text trained is as likely as any"

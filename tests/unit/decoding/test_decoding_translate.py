@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from word_tokenizer import WORDS, WordTokenizer
 
 from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.decoding import translate
 from dist_transformer.decoding.beam import length_penalty
 from dist_transformer.decoding.search import TorchSearcher, pad_together
@@ -36,7 +37,7 @@ def model(make_random_model: Callable[..., Transformer]) -> Transformer:
 
 
 def searcher_of(model: Transformer, config: DecodingConfig) -> TorchSearcher:
-    return TorchSearcher([model], bos_id=1, eos_id=2, pad_id=0, config=config, device=torch.device("cpu"))
+    return TorchSearcher([model], SpecialTokens(1, 2, 0), config, torch.device("cpu"))
 
 
 def all_translated(

@@ -14,6 +14,7 @@ from marian_folders import demo_sentences, make_marian_folder
 from tokenised_models import make_model_folder
 
 from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.ctranslate2_search import CTranslate2Searcher
 from dist_transformer.decoding.forced import forced_log_probabilities
@@ -43,8 +44,9 @@ def tokenizer_of(loaded: LoadedModel) -> Tokenizer:
     return Tokenizer.load(loaded.tokenizer_files.source, loaded.tokenizer_files.target)
 
 
-def ids_of(loaded: LoadedModel) -> dict[str, int]:
-    return {name: getattr(loaded.information, name) for name in ("bos_id", "eos_id", "pad_id")}
+def special_of(loaded: LoadedModel, num_pieces: int | None = None) -> SpecialTokens:
+    about = loaded.information
+    return SpecialTokens(about.bos_id, about.eos_id, about.pad_id, num_pieces)
 
 
 def pairs_of(loaded: LoadedModel) -> tuple[list[list[int]], list[list[int]]]:
@@ -120,10 +122,8 @@ def test_ctranslate2_produces_no_row_beyond_the_last_piece(tmp_path: Path):
         loaded.model.output_bias[pieces:] += 100
     export_ctranslate2(loaded, tmp_path / "theirs")
 
-    def produced(**given: int) -> set[int]:
-        searcher = CTranslate2Searcher(
-            tmp_path / "theirs", **ids_of(loaded), **given, config=DecodingConfig(), device=CPU
-        )
+    def produced(num_pieces: int | None = None) -> set[int]:
+        searcher = CTranslate2Searcher(tmp_path / "theirs", special_of(loaded, num_pieces), DecodingConfig(), CPU)
         return {token for (best,) in searcher.search(inputs(pairs_of(loaded)[0])) for token in best.tokens}
 
     assert max(produced()) >= pieces
@@ -132,8 +132,8 @@ def test_ctranslate2_produces_no_row_beyond_the_last_piece(tmp_path: Path):
 
 def searchers(loaded: LoadedModel, folder: Path, **given: Any) -> tuple[TorchSearcher, CTranslate2Searcher]:
     config = DecodingConfig(**given)
-    ours = TorchSearcher([loaded.model], **ids_of(loaded), config=config, device=CPU)
-    return ours, CTranslate2Searcher(folder, **ids_of(loaded), config=config, device=CPU)
+    ours = TorchSearcher([loaded.model], special_of(loaded), config, CPU)
+    return ours, CTranslate2Searcher(folder, special_of(loaded), config, CPU)
 
 
 def inputs(sources: Sequence[list[int]], prefixes: Sequence[list[int]] | None = None) -> list[SearchInput]:
@@ -154,12 +154,12 @@ def copying(tmp_path_factory: pytest.TempPathFactory) -> tuple[LoadedModel, Path
     folder = tmp_path_factory.mktemp("copying") / "model"
     sizes = dict(d_model=32, d_ff=64, num_encoder_layers=1, num_decoder_layers=1, dropout=0.0)
     loaded = make_model_folder(folder, noise=0.0, **sizes)
-    model, ids = loaded.model.train(), ids_of(loaded)
+    model, special = loaded.model.train(), special_of(loaded)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3, betas=(0.9, 0.98))
     for step in range(300):
         sentences = words(32, seed=step)
-        target_in_BT = pad_together([[ids["bos_id"], *sentence[:-1]] for sentence in sentences], ids["pad_id"])
-        sentence_BS = pad_together(sentences, ids["pad_id"])
+        target_in_BT = pad_together([[special.bos, *sentence[:-1]] for sentence in sentences], special.pad)
+        sentence_BS = pad_together(sentences, special.pad)
         loss, _ = model.loss(sentence_BS, target_in_BT, sentence_BS, 0.0)
         optimizer.zero_grad()
         (loss / sum(map(len, sentences))).backward()

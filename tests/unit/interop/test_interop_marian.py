@@ -13,6 +13,7 @@ from tokenised_models import make_model_folder
 from torch import Tensor
 
 from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.search import TorchSearcher, pad_together
 from dist_transformer.errors import CheckpointError, DataError, UserError
@@ -158,9 +159,7 @@ def test_an_exported_model_generates_in_hugging_face_what_our_search_finds(tmp_p
     source = test_sentences()[0][:6]
     searcher = TorchSearcher(
         [loaded.model],
-        bos_id=ours.bos_id,
-        eos_id=ours.eos_id,
-        pad_id=ours.pad_id,
+        special=SpecialTokens(ours.bos_id, ours.eos_id, ours.pad_id),
         config=DecodingConfig(beam_size=1),
         device=torch.device("cpu"),
     )
@@ -193,8 +192,8 @@ def test_an_imported_model_translates_and_learns_though_it_begins_with_padding(t
         loss.backward()
         optimizer.step()
     assert losses[-1] < 0.75 * losses[0], losses
-    ids = {"bos_id": ours.bos_id, "eos_id": ours.eos_id, "pad_id": ours.pad_id}
-    searcher = TorchSearcher([loaded.model], **ids, config=DecodingConfig(), device=torch.device("cpu"))
+    special = SpecialTokens(ours.bos_id, ours.eos_id, ours.pad_id)
+    searcher = TorchSearcher([loaded.model], special, DecodingConfig(), torch.device("cpu"))
     for best, *_ in searcher.search([SearchInput(ids, [], 0) for ids in ours.encode_source(source)]):
         assert not {ours.pad_id, ours.eos_id} & set(best.tokens)
         assert max(best.tokens, default=0) < len(json.loads((tmp_path / "theirs/vocab.json").read_text()))

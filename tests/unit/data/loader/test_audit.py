@@ -15,6 +15,7 @@ from dist_transformer.data.loader.partition import Planner, Stage
 from dist_transformer.data.loader.position import Position
 from dist_transformer.data.loader.window import WindowBuilder
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, batch_digest
+from dist_transformer.data.special_tokens import SpecialTokens
 
 Records = list[dict[str, Any]]
 STAGES = {"one pass an epoch": (Stage(0, None),), "weights": (Stage(0, (2, 1)), Stage(6, (1, 2)))}
@@ -34,7 +35,9 @@ def audited(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Callabl
     manifest = manifest_of(splits)
     groups = tuple(tuple(group.rows for group in split.row_groups) for split in splits.values())
     planner = Planner(groups, 2, 9, 5, STAGES[request.param])
-    builder = WindowBuilder(RowReader(tmp_path, manifest, DataConfig(), 0.0, 5), 24, "free", 8, 0, 2, 5)
+    builder = WindowBuilder(
+        RowReader(tmp_path, manifest, DataConfig(), 0.0, 5), 24, "free", 8, SpecialTokens(1, 2, 0), 5
+    )
     ranks = Ranks(builder, planner, 1, Position.start(planner.first_partition()), 0)
     records = []
     for step in range(1, 15):

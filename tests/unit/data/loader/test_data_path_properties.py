@@ -32,7 +32,7 @@ def path_of(folder: Path, corpora, max_tokens: int, shapes: str, lanes: int, win
     splits = {f"corpus-{n}": write_token_split(folder, f"corpus-{n}", each) for n, each in enumerate(corpora)}
     manifest = manifest_of(splits)
     reader = RowReader(folder, manifest, DataConfig(), 0.0, seed)
-    builder = WindowBuilder(reader, max_tokens, shapes, LONGEST_TOKENS, manifest.pad_id, manifest.eos_id, seed)
+    builder = WindowBuilder(reader, max_tokens, shapes, LONGEST_TOKENS, manifest.special, seed)
     groups = tuple(tuple(group.rows for group in split.row_groups) for split in splits.values())
     return builder, Planner(groups, lanes, window_rows, seed)
 

@@ -16,6 +16,7 @@ from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.loader.window import Window, WindowBuilder
 from dist_transformer.data.loader.window_request import WindowKey
 from dist_transformer.data.sources import retries
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.errors import DataError
 from dist_transformer.model.transformer import Transformer
 
@@ -35,7 +36,7 @@ def reader(folder: Path) -> RowReader:
 
 
 def builder(reader: RowReader, batch_shapes: str = "free", seed: int = 1) -> WindowBuilder:
-    return WindowBuilder(reader, MAX_TOKENS, batch_shapes, LONGEST, PAD, EOS, seed)
+    return WindowBuilder(reader, MAX_TOKENS, batch_shapes, LONGEST, SpecialTokens(1, EOS, PAD), seed)
 
 
 def micro_batches(window: Window) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
