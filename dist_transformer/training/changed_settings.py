@@ -110,7 +110,8 @@ def settings_of(config: Config, prepared: Path | None) -> dict[str, Any]:
     """Returns the configuration as plain JSON with absolute paths, without credentials and a job's environment."""
     values = with_absolute_paths(config, prepared).model_dump(mode="json")
     del values["slurm"]["environment"]
-    values["slurm"]["srun"] = {"cpu-bind": CPU_BIND, **values["slurm"]["srun"]}
+    if values["slurm"]["srun"].get("cpu-bind") == CPU_BIND:  # the default
+        del values["slurm"]["srun"]["cpu-bind"]
     cleaned: dict[str, Any] = _cleaned(values)
     return cleaned
 
