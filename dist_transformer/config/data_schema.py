@@ -166,6 +166,7 @@ class TokenizerConfig(Section):
     )
     shared: Bool = Field(True, description="One vocabulary for both languages (5.1).")
     character_coverage: Number = Field(1.0, gt=0.0, le=1.0, description="Share of characters that get a piece.")
+    training_sentences: PositiveInt = Field(2_000_000, description="Most sentences (both sides) used to train it.")
     source_model: Str | None = Field(None, description="An existing .model file to take instead of training one.")
     target_model: Str | None = Field(
         None,

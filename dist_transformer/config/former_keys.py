@@ -13,7 +13,6 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "divergence": {"window_steps": 200, "deviations": 8.0, "patience_steps": 20, "learning_rate_factor": 0.5, "max_rollbacks": 3},
     "checkpoints": {"save_attempts": 3},
     "data": {"read_attempts": 8, "stall_seconds": 300},
-    "tokenizer": {"training_sentences": 2_000_000},
     "training": {"dry_run": True, "loss_scale_window": 1000, "initial_loss_scale": 65_536, "threads_per_rank": 0},
     "tracking": {"close_seconds": 10, "upload_megabytes": 2000},
     "slurm": {"preflight_seconds": 180, "preflight_tolerance": 0.8},

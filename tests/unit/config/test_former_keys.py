@@ -19,7 +19,6 @@ MODULES = {
     "data.read_attempts": "data.sources.retries",
     "tracking.close_seconds": "tracking.tracker",
     "tracking.upload_megabytes": "tracking.content",
-    "tokenizer.training_sentences": "data.tokenizer.tokenizer",
     "training.loss_scale_window": "training.engine.engine",
     "training.initial_loss_scale": "training.engine.engine",
     "slurm": "cluster.script",

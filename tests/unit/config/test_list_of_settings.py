@@ -29,8 +29,8 @@ slurm.container_image slurm.container_mounts slurm.container_runtime slurm.cpus_
 slurm.gpu_memory_gb slurm.gpus_per_node slurm.max_restarts_without_progress slurm.nodes slurm.preflight
 slurm.ranks_per_node slurm.sbatch slurm.setup slurm.signal_seconds slurm.srun slurm.time_limit
 tokenizer.character_coverage tokenizer.sampling tokenizer.shared tokenizer.source_model tokenizer.target_model
-tokenizer.type tokenizer.vocabulary_size tracking.alias tracking.enabled tracking.experiment tracking.register_as
-tracking.system_metrics tracking.uri training.activation_checkpointing training.ema_decay training.freeze
+tokenizer.training_sentences tokenizer.type tokenizer.vocabulary_size tracking.alias tracking.enabled
+tracking.experiment tracking.register_as tracking.system_metrics tracking.uri training.activation_checkpointing training.ema_decay training.freeze
 training.gradient_clip_norm training.hang_seconds training.init_from training.init_partially training.label_smoothing
 training.log_every_steps training.max_epochs training.max_hours training.max_steps training.max_target_tokens
 training.offload training.precision training.zero_stage validation.beam_size validation.comet validation.every_steps

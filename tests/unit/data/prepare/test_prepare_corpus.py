@@ -246,10 +246,8 @@ def test_a_large_corpus_is_not_read_whole_for_the_tokenizer(tmp_path: Path, monk
     monkeypatch.setattr(scan, "TOKENIZER_CHOICE", 1)
     write_text(tmp_path)
     read: list[int] = []
-    monkeypatch.setattr(scan, "TRAINING_SENTENCES", 240)
-    prepare(
-        config_of(tmp_path), progress=lambda stage, done, total: read.append(done) if stage == "tokenizer" else None
-    )
+    config = config_of(tmp_path, tokenizer={"training_sentences": 240})
+    prepare(config, progress=lambda stage, done, total: read.append(done) if stage == "tokenizer" else None)
     assert read == [0, 100, 200, 300, 400]
 
 
