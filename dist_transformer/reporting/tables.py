@@ -182,7 +182,7 @@ def _starts(starts: list[Start]) -> Html:
 
 def _end(start: Start, *, is_newest: bool) -> str:
     if not start.ended:
-        return "no end was recorded: running, or killed" if is_newest else "no end was written: killed"
+        return "no end was recorded: running, or killed" if is_newest else "no end was recorded: killed"
     reason = start.ended.get("reason")
     return f"{start.ended.get('state', NOTHING)}" + (f": {reason}" if reason else "")
 

@@ -134,7 +134,7 @@ def test_more_left_out_than_allowed_ends_all_ranks_with_one_message(command: Com
         "data.max_quarantined_row_groups=1", "training.max_steps=22", "--ranks", 2, code=2, **TWICE,
     )  # fmt: skip
     assert_one_message(
-        said, "row groups could not be read and were left out, more than data.max_quarantined_row_groups = 1"
+        said, "row groups could not be read and were quarantined, more than data.max_quarantined_row_groups = 1"
     )
 
 

@@ -128,7 +128,7 @@ def test_a_run_has_a_page_while_it_goes_on_and_after_it_was_killed(command):
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     assert going.of("span")[0]["class"] == "state running"
-    assert "going on, or killed" in going.text
+    assert "running, or killed" in going.text
     assert "There is no checkpoint" in going.text
     os.utime(run / "owner.json", (0, 0))  # its heartbeat was long ago
     command("report", run)

@@ -174,7 +174,7 @@ def test_a_start_without_an_end_was_killed_or_goes_on(run_dir):
     begun = {"num_ranks": 1, "nodes": ["n3"], "device": "cuda"}
     append(run_dir.history, [{"event": "start", "step": 400, "time": time_of(500), **begun}] * 2)
     rows = page_of(run_dir).table_with("start", "began")[1:]
-    assert [row[8] for row in rows[2:]] == ["no end was written: killed", "no end was recorded: running, or killed"]
+    assert [row[8] for row in rows[2:]] == ["no end was recorded: killed", "no end was recorded: running, or killed"]
 
 
 def test_attempts_divergences_and_excluded_nodes_stand_in_the_history(run_dir):
