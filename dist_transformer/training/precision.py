@@ -29,7 +29,7 @@ def resolve_precision(config: Config, has_gpu: bool) -> tuple[Config, str]:
         raise UserError(
             "training.precision: expected fp32 or bf16, since torch finds no GPU on this machine, got fp16: CPUs compute it "
             "many times slower than fp32, and norms of gradients wrong by per cents. With training.precision=fp32 the run "
-            "starts here, or goes on from its checkpoints: their weights are fp32"
+            "starts here, or resumes from its checkpoints: their weights are fp32"
         ).agreed()
     return config, said
 

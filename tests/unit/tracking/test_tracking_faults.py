@@ -180,7 +180,7 @@ def test_an_upload_that_is_too_large_for_a_proxy_does_not_hold_up_what_follows(
     tracker.close("FINISHED")
     assert_complete(server.uri, run_dir)
     assert MlflowClient(tracking_uri=server.uri).get_run(run_id_of(run_dir)).info.status == "FINISHED"
-    assert "refused the event 'start', which is left out" in caplog.text
+    assert "refused the event 'start', which is skipped" in caplog.text
     assert "413" in caplog.text
 
 

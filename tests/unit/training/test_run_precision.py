@@ -38,7 +38,7 @@ def test_fp16_without_a_gpu_is_refused_with_the_way_out(monkeypatch: pytest.Monk
     monkeypatch.delenv(FP16_ON_CPU, raising=False)
     with pytest.raises(UserError) as raised:
         resolve_precision(config_of("fp16"), has_gpu=False)
-    for words in ("expected fp32 or bf16", "got fp16", "training.precision=fp32", "goes on from its checkpoints"):
+    for words in ("expected fp32 or bf16", "got fp16", "training.precision=fp32", "resumes from its checkpoints"):
         assert words in str(raised.value)
     assert raised.value.is_agreed
 
