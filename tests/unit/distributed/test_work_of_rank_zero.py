@@ -8,11 +8,11 @@ from unittest.mock import patch
 import pytest
 from checkpoint_helpers import on_ranks
 
-from dist_transformer.cli import report
 from dist_transformer.config.schema import TrackingConfig
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.distributed.rounds import Stopped
 from dist_transformer.errors import CheckpointError
+from dist_transformer.reporting import run_report as report
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training import finish
 from dist_transformer.training.finish import RunEnd

@@ -9,10 +9,10 @@ import pytest
 import torch
 from checkpoint_helpers import on_ranks, save
 
-from dist_transformer.cli import report
 from dist_transformer.config.schema import Config, ModelConfig, ValidationConfig
 from dist_transformer.distributed.rounds import WorkFailed
 from dist_transformer.errors import UserError
+from dist_transformer.reporting import run_report as report
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import MetricsLog, read_records
 from dist_transformer.tracking.outbox import add_event
