@@ -39,6 +39,7 @@ data:
   loader_workers: 0
 tokenizer: {vocabulary_size: 1000}
 model: {preset: base, d_model: 256, d_ff: 1024, num_heads: 4, num_encoder_layers: 3, num_decoder_layers: 3}
+schedule: {warmup_steps: 1}
 training: {max_steps: 1, precision: fp32, log_every_steps: 1}
 tracking: {enabled: false}
 """
