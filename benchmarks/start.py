@@ -1,13 +1,13 @@
 """Start of a run, and its speed on a busy machine.
 
-    .venv/bin/python benchmarks/start.py --rounds 5
+    .venv/bin/python benchmarks/start.py
 
 Start: seconds from the command `train --ranks 2` to the end of its first step, and CPU-seconds of all its processes, as the
 package is and with each of the means by which a start is short taken out of a copy of it. A means is worth its place if
 the start takes at least a quarter longer without it.
 
 Busy machine: target tokens per second of one rank with two OpenMP threads, alone and beside three busy processes, for
-several settings of GNU OpenMP's waiting threads. Both on the embedded corpus; about ten minutes on two cores.
+several settings of GNU OpenMP's waiting threads. Both on the embedded corpus; some six minutes a round on two cores.
 """
 
 import argparse

@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,13 +105,19 @@ class DeliveryState:
         self.mlflow_run_id, self.sent, self.outbox_offset, self.ahead = None, {}, 0, {}
 
     def save(self, path: Path) -> None:
-        write_json(path, TypeAdapter(DeliveryState).dump_python(self, by_alias=True))
+        write_json(path, _adapter().dump_python(self, by_alias=True))
+
+
+@cache
+def _adapter() -> TypeAdapter[DeliveryState]:
+    """Reads and writes tracking.json; made once, since a state is saved after every delivery."""
+    return TypeAdapter(DeliveryState)
 
 
 def load_memory(path: Path, run_name: str, run_id: str | None = None) -> DeliveryState:
     """The delivery state in this file; if none is usable, a new one of this run, not yet written."""
     try:
-        return TypeAdapter(DeliveryState).validate_json(path.read_bytes())
+        return _adapter().validate_json(path.read_bytes())
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:

@@ -85,7 +85,7 @@ class _Step:
 
     @property
     def pairs(self) -> int:
-        return sum(batch is not None for batch in self.local.batches)
+        return sum(batch.shape.pairs for batch in self.local.batches if batch is not None)
 
 
 class _Walk:

@@ -20,7 +20,7 @@ FAULTY_FOLDER = Path(__file__).resolve().parents[1] / "faulty_filesystem"
 DAMAGED_GROUPS = (0, 4, 8)
 QUARANTINE = ("data.on_bad_row_group=quarantine", "data.max_quarantined_row_groups=100")
 TWICE = with_constants({"data.sources.retries.READ_ATTEMPTS": 2})
-"""What stays damaged is read again once, and not for 12 seconds."""
+"""Reads of a damaged file are repeated once, not for 12 seconds."""
 AUDIT = "data.audit=true"
 WARMUP = "schedule.warmup_steps=1"
 

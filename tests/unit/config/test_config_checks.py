@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from config_problems import one_problem_of, problems_of
 
 from dist_transformer.config.checks import RESERVED_NAMES
 from dist_transformer.config.loading import load_config
@@ -17,17 +18,6 @@ def path(tmp_path: Path) -> Path:
     path = tmp_path / "run.yaml"
     path.write_text(BASE, encoding="utf-8")
     return path
-
-
-def problems_of(path: Path, *overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, list(overrides))
-    return caught.value.problems
-
-
-def one_problem_of(path: Path, *overrides: str) -> str:
-    [problem] = problems_of(path, *overrides)
-    return problem
 
 
 def test_the_defaults_hold_together(path):

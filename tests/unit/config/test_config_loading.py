@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from config_problems import one_problem_of, problems_of
 
 from dist_transformer.config.loading import load_config, to_yaml
-from dist_transformer.errors import ConfigError
 
 BASE = """\
 run: {name: test}
@@ -23,19 +23,6 @@ def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
     path = folder / name
     path.write_text(text, encoding="utf-8")
     return path
-
-
-def problems_of(path: Path, *overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, list(overrides))
-    assert caught.value.exit_code == 2
-    return caught.value.problems
-
-
-def one_problem_of(path: Path, *overrides: str) -> str:
-    problems = problems_of(path, *overrides)
-    assert len(problems) == 1, problems
-    return problems[0]
 
 
 def test_presets_fill_what_is_not_given_and_given_keys_win(tmp_path):

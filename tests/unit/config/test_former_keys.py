@@ -4,6 +4,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from config_problems import problems_of
 
 from dist_transformer.cluster.profiles import load_profile
 from dist_transformer.config.former_keys import CONSTANTS, current_settings
@@ -35,13 +36,6 @@ def path(tmp_path: Path) -> Path:
 def written(path: Path, text: str = "") -> Path:
     path.write_text(f"{BASE}{text}", encoding="utf-8")
     return path
-
-
-def problems_of(path: Path, *overrides: str) -> list[str]:
-    with pytest.raises(ConfigError) as caught:
-        load_config(path, list(overrides))
-    assert caught.value.exit_code == 2
-    return caught.value.problems
 
 
 @pytest.mark.parametrize(("section", "key"), FORMER)

@@ -37,7 +37,7 @@ training.max_steps training.max_target_tokens training.offload training.precisio
 validation.beam_size validation.comet validation.every_steps validation.max_sentences validation.metric
 validation.patience validation.samples validation.target validation.translate
 """
-"""Of the corpora only the keys of data.train, which all of them have."""
+"""All keys; the ones of a corpus, which every corpus has, stand below data.train only."""
 
 
 def sections_in(annotation: object) -> Iterator[type[BaseModel]]:
