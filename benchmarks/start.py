@@ -67,11 +67,6 @@ WITHOUT: dict[str, list[Edit]] = {
             "",
         ),
     ],
-    "garbage collected during imports": [
-        ("training/forked_ranks.py", "gc.disable()", "pass"),
-        ("training/forked_ranks.py", "gc.freeze()", "pass"),
-    ],
-    "garbage collected at the end": [("cli/end.py", "gc.freeze()  #", "pass  #")],
     "ranks not forked": [
         ("training/forked_ranks.py", "    if has_no_gpu and may_fork()", "    if False and may_fork()")
     ],

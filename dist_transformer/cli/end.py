@@ -1,7 +1,6 @@
 """The end of every command: an error that a user can fix is one message and an exit code, never a traceback."""
 
 import errno
-import gc
 import io
 import os
 import sys
@@ -38,8 +37,6 @@ def run_as_command(run: Callable[[], object]) -> None:
         )
         _drop_output()
         _leave(EXIT_FAILED)
-    finally:
-        gc.freeze()  # garbage collection at the interpreter's end would take half a second with torch
 
 
 def _drop_output() -> None:

@@ -1,5 +1,6 @@
 """The command `dist-transformer`. An error that the user can fix is one message and exit code 2, no traceback."""
 
+import os
 from typing import Any
 
 import typer
@@ -32,6 +33,11 @@ from dist_transformer.cli import (
     translate,
 )
 from dist_transformer.cli.end import run_as_command
+
+SPINS_OF_WAITING_THREADS = "10000"
+"""How often an idle thread of GNU OpenMP looks for work before it sleeps. Its own default spins for milliseconds, in which
+other processes of a busy machine cannot run; this is as fast on a quiet machine and twice as fast on a busy one
+(benchmarks/start.py)."""
 
 TRAIN, CLUSTER, MODEL, DATA, LOOK = "Train", "Cluster", "Model", "Data", "Look"
 
@@ -109,4 +115,6 @@ def options(
 
 def main() -> None:
     """The command `dist-transformer`."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPINS_OF_WAITING_THREADS)  # OpenMP reads it when torch is imported
     run_as_command(app)

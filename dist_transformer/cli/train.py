@@ -18,7 +18,7 @@ from dist_transformer.processes.launching import num_ranks_given
 from dist_transformer.processes.stop_request import StopRequest, leave
 from dist_transformer.run.folder import RunDir
 from dist_transformer.tracking.tracker import address_of
-from dist_transformer.training.forked_ranks import quick_imports, run_local_ranks
+from dist_transformer.training.forked_ranks import run_local_ranks
 
 
 def train_command(
@@ -84,9 +84,8 @@ def _train_as_rank(
     config: Config, run_dir: RunDir, stop: StopRequest, quiet: bool, as_json: bool, profile: bool
 ) -> NoReturn:
     stacks.register()
-    with quick_imports():
-        from dist_transformer.training.metrics.console import Terminal
-        from dist_transformer.training.rank import train_rank
+    from dist_transformer.training.metrics.console import Terminal
+    from dist_transformer.training.rank import train_rank
 
     code = train_rank(config, run_dir, stop, Terminal(quiet, as_json, profile))
     sys.stdout.flush()

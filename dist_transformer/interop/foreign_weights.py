@@ -1,5 +1,6 @@
 """Reading weights written by other programs."""
 
+import warnings
 from pathlib import Path
 from pickle import UnpicklingError
 from zipfile import is_zipfile
@@ -23,7 +24,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     try:
         # Only tensors are read: anything else in a pickle is refused.
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of damaged bytes, which end in one message below
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: no such file, expected weights.") from error
     except UnpicklingError as error:
