@@ -51,7 +51,8 @@ CASES = [
     *[(SMALL, MANY_TOKENS, dict(zero_stage=stage, precision="fp32")) for stage in range(4)],
     *[(SMALL, MANY_TOKENS, dict(zero_stage=1, precision=precision)) for precision in ("bf16", "fp16")],
     *[(SMALL, MANY_TOKENS, dict(zero_stage=1, precision=p, activation_checkpointing=True)) for p in ("fp32", "bf16")],
-    *[(WIDE, FEW_TOKENS, dict(zero_stage=stage, precision=p)) for stage in range(4) for p in ("fp32", "fp16")],
+    *[(WIDE, FEW_TOKENS, dict(zero_stage=0, precision=precision)) for precision in ("fp32", "bf16")],
+    *[(WIDE, FEW_TOKENS, dict(zero_stage=stage, precision=p)) for stage in (1, 2, 3) for p in ("fp32", "fp16")],
     (WIDE, FEW_TOKENS, dict(zero_stage=1, precision="bf16", ema_decay=0.99)),
     *[
         (model, shape, dict(zero_stage=3, precision="bf16"))
@@ -126,11 +127,12 @@ def _step(config: Config, shape: Shape, ranks: Ranks) -> Engine:
     engine = Engine(Objective(model, training.label_smoothing, training.precision), training, OptimizerConfig(), ranks)
     engine.train()
     source, target = (torch.full((shape.rows, length), 5) for length in shape[1:])
-    for _ in range(NUM_MICRO_BATCHES):
+    for number in range(1, NUM_MICRO_BATCHES + 1):
         _begin("forward")
         loss, nll = engine(source, target, target)
         _begin("backward")
-        engine.backward(loss, target.numel() * NUM_MICRO_BATCHES * ranks.num_ranks)
+        tokens = target.numel() * NUM_MICRO_BATCHES * ranks.num_ranks
+        engine.backward(loss, tokens, is_last=number == NUM_MICRO_BATCHES)
         del loss, nll
     _begin("update")
     engine.step(1e-4)

@@ -17,7 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -49,25 +49,41 @@ PAIRS, WINDOW_ROWS = 40_000, 20_000
 
 
 class Group:
-    """The processes of one side, which compute steps together on request."""
+    """The processes of one side, which compute steps together on request.
 
-    def __init__(self, num_ranks: int, threads: int, stage: int, folder: Path, arguments: argparse.Namespace) -> None:
-        settings = {name: getattr(arguments, name) for name in ("preset", "vocabulary", "max_tokens", "precision")}
-        settings |= {"stage": stage, "threads": threads, "lanes": arguments.ranks, "folder": str(folder)}
-        command, port = [sys.executable, __file__, MEMBER, json.dumps(settings)], _free_port()
+    Args:
+        settings: what each of them gets to know, from `settings_of`.
+        place: how a rank is started elsewhere than here: the words before its command, and environment variables.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        settings: Mapping[str, Any],
+        place: Callable[[int], tuple[list[str], dict[str, str]]] = lambda rank: ([], {}),
+    ) -> None:
+        command, port = [sys.executable, str(Path(__file__)), MEMBER, json.dumps(settings)], _free_port()
         self._processes = []
         for rank in range(num_ranks):
-            environment = {**os.environ, **rank_environment(rank, num_ranks, port), "OMP_NUM_THREADS": str(threads)}
+            before, variables = place(rank)
+            threads = {"OMP_NUM_THREADS": str(settings["threads"])}
+            environment = {**os.environ, **rank_environment(rank, num_ranks, port), **threads, **variables}
             process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                [*before, *command], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
             self._processes.append(process)
 
     def take(self, steps: int) -> Figures:
         """Returns wall seconds of the slowest rank and of its parts of the steps, and CPU-seconds of all ranks."""
+        self.start(steps)
+        return self.answer()
+
+    def start(self, steps: int) -> None:
         for process in self._processes:
             assert process.stdin is not None
             print(steps, file=process.stdin, flush=True)
+
+    def answer(self) -> Figures:
         answers = [_answer(process) for process in self._processes]
         figures = max(answers, key=lambda answer: answer["wall_seconds"])
         cpu, tokens = sum(answer["cpu_seconds"] for answer in answers), figures["target_tokens"]
@@ -103,11 +119,17 @@ def _stage(stage: int, folder: Path, arguments: argparse.Namespace) -> Rounds:
     with ExitStack() as stack:
         cases: dict[str, Callable[[], Figures]] = {}
         for name, (num_ranks, threads) in sides.items():
-            group = Group(num_ranks, threads, stage, folder, arguments)
+            group = Group(num_ranks, settings_of(arguments, stage, arguments.ranks, folder, threads))
             stack.callback(group.end)
             group.take(1)  # warms up: allocates memory that is reused
             cases[name] = partial(group.take, arguments.steps)
         return common.interleaved(cases, arguments.rounds)
+
+
+def settings_of(arguments: argparse.Namespace, stage: int, lanes: int, folder: Path, threads: int) -> dict[str, Any]:
+    """Returns what a rank gets to know, on the corpus in `folder`."""
+    settings = {name: getattr(arguments, name) for name in ("preset", "vocabulary", "max_tokens", "precision")}
+    return settings | {"stage": stage, "threads": threads, "lanes": lanes, "folder": str(folder)}
 
 
 def _be_a_rank(settings: dict[str, Any]) -> None:
@@ -142,11 +164,12 @@ def _steps(engine: Engine, batches: GlobalBatchPrefetcher, ranks: Ranks, numbers
         batches.prefetch(IDLE)
         figures["feed"] += clock.read()[0]
         clock = Stopwatch(with_descendants=False)
-        for micro_batch in batch.micro_batches:
+        last = len(batch.micro_batches) - 1
+        for slot, micro_batch in enumerate(batch.micro_batches):
             assert micro_batch is not None
             torch.manual_seed(dropout_seed(SEED, number, micro_batch.lane))
             loss, _ = forward(engine, micro_batch, ranks.device)
-            engine.backward(loss, batch.target_tokens)
+            engine.backward(loss, batch.target_tokens, is_last=slot == last)
         figures["forward and backward"] += clock.read()[0]
         clock = Stopwatch(with_descendants=False)
         engine.step(LEARNING_RATE)
@@ -201,13 +224,18 @@ def _table(rounds: dict[str, Rounds], num_ranks: int) -> str:
     return common.markdown_table(header, rows)
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of what is trained."""
     parser.add_argument("--preset", choices=("tiny", "small", "base", "big"), default="small")
     parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--max-tokens", type=int, default=2048, help="of a lane in a step: both sides, padding counted")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--stages", type=int, nargs="+", choices=(0, 1, 2, 3), default=[0, 1, 2, 3])
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_model_arguments(parser)
     parser.add_argument("--ranks", type=int, default=2, help="and threads of the single rank")
     parser.add_argument("--steps", type=int, default=3, help="of each side in a round")
     return common.arguments_of(parser, rounds=5)

@@ -3,7 +3,9 @@
 from dist_transformer.config.schema import Config, ModelConfig, TrainingConfig
 
 REDUCED_AT_ONCE = 2**26
-"""Gradients, in elements, that stages 1 to 3 gather into a buffer and reduce together."""
+"""Gradients, in elements, that DeepSpeed gathers into a buffer and reduces together: in stage 3, and with offload."""
+SHARE_ON_THE_WAY = 0.25
+"""Share of all gradients that may be on the way at once there. It takes memory; no network is faster with more."""
 
 
 def head_sizes(config: ModelConfig) -> tuple[int, int]:
@@ -68,11 +70,11 @@ def with_effective_zero_stage(config: Config, num_ranks: int) -> Config:
 def state_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
     """Bytes of weights, gradients and optimizer state that a rank holds on its device, without offloaded parts.
 
-    ZeRO, table 1, with the moving average where there is one, and the buffer in which stages 1 to 3 reduce gradients;
-    without activations, and without the layers that stage 3 has gathered.
+    ZeRO, table 1, with the moving average where there is one, and the buffer in which gradients are reduced; without
+    activations, and without the layers that stage 3 has gathered.
     """
     stage, offload = training.zero_stage, training.offload
-    weight = gradient = bytes_of_weight(training)
+    weight, gradient = bytes_of_weight(training), bytes_of_gradient(training)
     shares = [num_ranks if stage >= cut_from else 1 for cut_from in (3, 2, 1)]
     held = [weight, gradient, bytes_of_optimizer(training)]
     if offload != "none":
@@ -80,8 +82,31 @@ def state_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> in
         held[1] = 0 if stage == 3 else gradient
     if offload == "optimizer_and_parameters":
         held[0] = 0
-    buffer = gradient * min(parameters, REDUCED_AT_ONCE) if stage else 0
+    buffer = reduce_buffer_bytes(parameters, training, num_ranks)
     return round(parameters * sum(size / share for size, share in zip(held, shares, strict=True))) + buffer
+
+
+def reduce_buffer_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
+    """Bytes of gradients that a rank holds while it sends them, beside its own or its share of them."""
+    if not sends_during_backward(training):
+        return bytes_of_weight(training) * min(parameters, REDUCED_AT_ONCE)
+    if num_ranks == 1 or training.zero_stage == 0:
+        return 0
+    copies = training.zero_stage  # what others send; in stage 2 what is sent, too, which stage 1 has anyway
+    return round(SHARE_ON_THE_WAY * parameters * copies * bytes_of_weight(training))
+
+
+def num_buckets(num_ranks: int) -> int:
+    """Number of buckets in which gradients are sent during the backward pass, about.
+
+    Many small ones begin early and end late; but each costs the latency of a collective, which grows with the ranks.
+    """
+    return min(16, max(4, 128 // num_ranks))
+
+
+def sends_during_backward(training: TrainingConfig) -> bool:
+    """True if gradients are sent while the backward pass goes on (training/engine/gradient_exchange.py)."""
+    return training.zero_stage < 3 and training.offload == "none"
 
 
 def offloaded_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
@@ -120,8 +145,13 @@ def snapshot_bytes(parameters: int, training: TrainingConfig, num_ranks: int) ->
 
 
 def bytes_of_weight(training: TrainingConfig) -> int:
-    """Bytes of a weight, and of its gradient: bf16 is autocast over fp32 weights."""
+    """Bytes of a weight: bf16 is autocast over fp32 weights."""
     return 2 if training.precision == "fp16" else 4
+
+
+def bytes_of_gradient(training: TrainingConfig) -> int:
+    """Bytes of a gradient, summed over micro-batches: fp32, but in stage 3 and with offload as in the weights."""
+    return 4 if sends_during_backward(training) else bytes_of_weight(training)
 
 
 def bytes_of_optimizer(training: TrainingConfig) -> int:

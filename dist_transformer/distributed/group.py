@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,11 +82,12 @@ class Ranks:
         yield
         self.last.ended = time.monotonic()
 
-    def start_sum(self, values: torch.Tensor) -> "PendingSum":
-        """Begins summing `values` in place over the ranks (collective); `.wait()` on the result ends it."""
-        name = f"sum of {_size(values)}, begun ahead"
-        with self.collective(name):
-            return PendingSum(dist.all_reduce(values, group=self.control, async_op=True), self, name)
+    def start_sum(self, values: torch.Tensor) -> "Pending":
+        """Begins summing `values` (on the CPU) in place over the ranks (collective); `.wait()` returns them."""
+        what = f"sum of {_size(values)}, begun ahead"
+        with self.collective(what):
+            work = dist.all_reduce(values, group=self.control, async_op=True)
+        return Pending(work, self, what, lambda: values, values)
 
     def all_reduce_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Sums `values` (on the CPU) over the ranks, in place (collective)."""
@@ -117,6 +119,40 @@ class Ranks:
             dist.all_reduce(values)
             self._finish()
 
+    def start_mean(self, values: torch.Tensor, into_shares: bool) -> "Pending":
+        """Begins averaging `values` (on the device) over the ranks (collective); `.wait()` returns the mean, in fp32.
+
+        `into_shares`: each rank gets only its own of as many equal parts as there are ranks. On gloo, which has no such
+        collective, every rank sends the parts to their owners, who add them in fp32.
+        """
+        what = f"mean of {_size(values)}{' in shares' if into_shares else ''}, begun ahead"
+        count, work, finish = self.num_ranks, None, values.float
+        with self.collective(what):
+            if count > 1 and self.device.type == "cuda":
+                mean = values.new_empty(values.numel() // count) if into_shares else values
+                if into_shares:
+                    work = dist.reduce_scatter_tensor(mean, values, op=dist.ReduceOp.AVG, async_op=True)
+                else:
+                    work = dist.all_reduce(mean, op=dist.ReduceOp.AVG, async_op=True)
+                finish = mean.float
+            elif count > 1 and into_shares:
+                parts = torch.empty_like(values)
+                work = dist.all_to_all_single(parts, values, async_op=True)
+                finish = partial(parts.view(count, -1).mean, 0, dtype=torch.float32)
+            elif count > 1:
+                work = dist.all_reduce(values, async_op=True)
+                finish = lambda: values.float().div_(count)  # noqa: E731
+        return Pending(work, self, what, finish, values)
+
+    def start_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> "Pending":
+        """Begins filling `whole` (on the device) with the parts `mine` of all ranks in turn (collective); `mine` may be
+        a view of it. `.wait()` returns it."""
+        what, work = f"gather of {_size(whole)}, begun ahead", None
+        with self.collective(what):
+            if self.num_ranks > 1:
+                work = dist.all_gather_into_tensor(whole, mine, async_op=True)
+        return Pending(work, self, what, lambda: whole, mine)
+
     def exchange(self, other: int, values: torch.Tensor) -> torch.Tensor:
         """Sends `values` (on the device) to the rank `other`, and returns those of the same size that it sends back."""
         received = torch.empty_like(values)
@@ -143,17 +179,32 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class PendingSum:
-    """A sum over the ranks that was begun."""
+class Pending:
+    """A collective that was begun.
 
-    work: dist.Work
+    Attributes:
+        work: None if there is nothing to wait for.
+        finish: computes the result when the collective has ended.
+        sent: kept until then.
+    """
+
+    work: dist.Work | None
     ranks: Ranks
-    name: str
+    what: str
+    finish: Callable[[], torch.Tensor]
+    sent: torch.Tensor
 
-    def wait(self) -> None:
-        """Waits until the values are summed (collective)."""
-        with self.ranks.collective(f"waiting for the {self.name}"):
-            self.work.wait()
+    @property
+    def is_done(self) -> bool:
+        """True if there is nothing to wait for any more."""
+        return self.work is None or bool(self.work.is_completed())
+
+    def wait(self) -> torch.Tensor:
+        """Waits for the result (collective); on a GPU only what it computes next waits, not the host."""
+        if self.work is not None:
+            with self.ranks.collective(f"waiting for the {self.what}"):
+                self.work.wait()
+        return self.finish()
 
 
 def join(timeout_seconds: int) -> Ranks:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from dist_transformer.distributed.group import PendingSum, Ranks
+from dist_transformer.distributed.group import Pending, Ranks
 from dist_transformer.errors import MachineError, UserError
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def failures_named(ranks: Ranks) -> Iterator[None]:
         raise WorkFailed(f"rank {ranks.rank}: {kind}{error}") from None
 
 
-def _is_over(is_over: torch.Tensor, pending: PendingSum | None) -> bool:
+def _is_over(is_over: torch.Tensor, pending: Pending | None) -> bool:
     """Returns True if a rank sent in the previous round that it does not continue (collective)."""
     if pending is None:
         return False

@@ -117,6 +117,11 @@ class Transformer(nn.Module):
         """The matrix (V, D) that projects hidden states to logits; 3.4: the target embedding."""
         return self.target_embedding.weight if self.output is None else self.output.weight
 
+    def in_order_of_use(self) -> list[nn.Module]:
+        """Returns the parts with parameters in the order in which a forward pass first uses them, up to the last layer."""
+        encoder = [self.source_embedding, self.source_positions, *self.encoder_layers, self.encoder_norm]
+        return [*encoder, self.target_embedding, self.target_positions, *self.decoder_layers]
+
     def forward(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
         """Returns logits (B, T, V) of the token after each of `target_BT`, the decoder's input, beginning with bos."""
         return self.logits(self.decode_hidden(source_BS, target_BT))

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 
 from dist_transformer.config.model_size import (
     REDUCED_AT_ONCE,
+    bytes_of_gradient,
     bytes_of_optimizer,
     bytes_of_weight,
     offloaded_bytes,
+    reduce_buffer_bytes,
+    sends_during_backward,
     snapshot_bytes,
     with_effective_zero_stage,
     with_precision,
@@ -64,9 +67,10 @@ def memory_of_rank(
     parameters, (_, vocabulary) = count_parameters(config), vocabulary_sizes(config)
     shape = shape or largest_shape(config.data, config.data.token_budget(), *token_bytes(config, on_gpu))
     batch = activations(config, vocabulary, shape, on_gpu)
-    state = _State.of(parameters, config.training, num_ranks)
+    state = _State.of(parameters, vocabulary_sizes(config)[0] * config.model.d_model, config.training, num_ranks)
     is_repeated = (micro_batches or -(-config.data.lanes // num_ranks)) > 1
-    moments = _moments(state, batch, config.training, is_repeated)
+    moments_of = _moments_of_exchange if sends_during_backward(config.training) else _moments
+    moments = moments_of(state, batch, config.training.zero_stage, config.training.precision, is_repeated)
     cpu = offloaded_bytes(parameters, config.training, num_ranks) + snapshot_bytes(
         parameters, config.training, num_ranks
     )
@@ -85,7 +89,12 @@ def memory_of_rank(
 
 @dataclass(frozen=True)
 class _State:
-    """Bytes of the training state on the device; `flat`: a copy in fp32 of all gradients of a rank's part."""
+    """Bytes of the training state on the device.
+
+    Attributes:
+        flat: a copy in fp32 of all gradients of a rank's part.
+        embedding: gradient of the source embedding, as the backward pass makes it.
+    """
 
     weights: int
     gradients: int
@@ -94,59 +103,72 @@ class _State:
     gathered: int
     fetched: int
     flat: int
+    embedding: int
     share_reduced_at_once: float
 
     @classmethod
-    def of(cls, parameters: int, training: TrainingConfig, num_ranks: int) -> "_State":
+    def of(cls, parameters: int, of_embedding: int, training: TrainingConfig, num_ranks: int) -> "_State":
         stage, offload, width = training.zero_stage, training.offload, bytes_of_weight(training)
         owned = -(-parameters // num_ranks)
         weights = 0 if offload == "optimizer_and_parameters" else width * (owned if stage == 3 else parameters)
-        gradients = width * (owned if stage >= 2 else parameters)
+        gradients = bytes_of_gradient(training) * (owned if stage >= 2 else parameters)
         optimizer = bytes_of_optimizer(training) * (owned if stage else parameters)
         is_gathered = stage == 3 and (num_ranks > 1 or offload == "optimizer_and_parameters")
         at_once = min(parameters, REDUCED_AT_ONCE)
-        is_copied = offload == "none" and (stage > 0 or num_ranks > 1 or training.precision == "fp16")
+        is_copied = stage > 0 or num_ranks > 1
         return cls(
             weights=weights,
             gradients=0 if offload != "none" and stage == 3 else gradients,
             optimizer=0 if offload != "none" else optimizer,
-            buffer=width * at_once if stage else 0,
+            buffer=reduce_buffer_bytes(parameters, training, num_ranks),
             gathered=width * min(parameters, LIVE_AT_ONCE) if is_gathered else 0,
             fetched=width * min(parameters, FETCHED_AT_ONCE) if is_gathered else 0,
-            flat=4 * (owned if stage else parameters) if is_copied else 0,
+            flat=4 * owned if offload == "none" and stage > 0 else 0,
+            embedding=width * of_embedding if is_copied else 0,
             share_reduced_at_once=at_once / parameters,
         )
 
 
-def _moments(state: _State, batch: Activations, training: TrainingConfig, is_repeated: bool) -> dict[str, int]:
-    stage = training.zero_stage
+def _moments_of_exchange(
+    state: _State, batch: Activations, stage: int, precision: str, is_repeated: bool
+) -> dict[str, int]:
+    """Stages 0 to 2: gradients are summed in fp32 from the first micro-batch on, stage 2's in shares; the last one, of
+    the embedding, lies beside its copy while it is taken over. The last ones sent are on the way when the next pass begins."""
+    always, kept = state.weights + state.optimizer, batch.kept + batch.weight_copies
+    left = state.gradients + (state.buffer if stage == 2 else 0) if is_repeated else 0
+    last = state.embedding if stage < 2 else state.embedding + 4 * state.embedding // (2 if precision == "fp16" else 4)
+    return {
+        "forward": always + left + kept + batch.logits,
+        "backward": always + left + kept + batch.recomputed + batch.first_gradients,
+        "gradients": always + state.gradients + state.buffer + last,
+        "update": always + (state.flat if stage else state.gradients) + state.buffer,
+    }
+
+
+def _moments(state: _State, batch: Activations, stage: int, precision: str, is_repeated: bool) -> dict[str, int]:
+    """Stage 3 and offload: DeepSpeed's own exchange."""
     always = state.weights + state.optimizer + (state.gradients + state.buffer if stage == 3 else 0)
     # Memory left by earlier micro-batches of the step: stage 1 reduces once a step and keeps its buffer until then.
     left = state.gradients + (state.buffer if stage == 1 else 0) if is_repeated and stage < 3 else 0
-    buffer = 0 if stage in (0, 3) or (stage == 1 and is_repeated) else state.buffer
+    buffer = 0 if stage == 3 or (stage == 1 and is_repeated) else state.buffer
     kept = batch.kept + batch.weight_copies
     reducing = _bytes_while_reducing(state, stage)
     first_reduced = round((1 - state.share_reduced_at_once) * (kept + state.gathered)) if stage > 1 else 0
     taken_over = left if stage == 2 else 0
-    # Besides the gradients in the weights' type: stages 1 and 2 have them in fp32 and as a flat copy; stage 3 in fp32
-    # and as a copy in fp16; stage 0 has one flat copy, except on one rank. Adam is one kernel without extra memory.
-    update = {
-        0: state.gradients + state.flat,
-        3: state.flat + (state.flat // 2 if training.precision == "fp16" else 0),
-    }.get(stage, 2 * state.flat)
     # The last gathered buffer is freed with the last layer whose weights it holds, before the logits are computed.
     return {
         "forward": always + left + kept + state.gathered + max(batch.logits, state.fetched),
         "backward": always + left + buffer + kept + batch.recomputed + batch.first_gradients + state.gathered,
         "gradients": always + taken_over + reducing + first_reduced,
-        "update": always + update,
+        # Stage 3 has its gradients in fp32 besides, and as a copy in fp16; offload none of them. Adam is one kernel.
+        "update": always + state.flat + (state.flat // 2 if precision == "fp16" and stage == 3 else 0),
     }
 
 
 def _bytes_while_reducing(state: _State, stage: int) -> int:
     """Bytes of gradients and buffers at the end of the backward pass.
 
-    Stages 0 and 1: gradients and buffer. Stage 2: the buffer, which holds the gradients, and the flat copy to be sent.
+    Stage 1: gradients and buffer. Stage 2: the buffer, which holds the gradients, and the flat copy to be sent.
     Stage 3: besides the buffer that copy, and the one that gloo makes of it (NCCL is assumed to make one, too).
     """
     return 2 * state.buffer if stage >= 2 else state.gradients + state.buffer

@@ -1,18 +1,20 @@
-"""Time of a step: arithmetic of the GPUs, then collectives between them, then the update.
+"""Time of a step: arithmetic of the GPUs, the collectives that it does not hide, then the update.
 
     FLOPs per token and matrix element: 6 (2 forward, 4 backward; 8 if layers are recomputed in the backward pass)
     all-reduce of B bytes over n ranks on a ring: 2 (n - 1) / n x B / bandwidth + 2 (n - 1) x latency; half for the others
-    sent in a step, in bytes of weights W and gradients G, as observed with DeepSpeed 0.19.8 on 2 ranks:
-        ZeRO 0: all-reduce G;  1: all-reduce G, all-gather W;  2: all-reduce G per micro-batch, all-gather W;
-        ZeRO 3: reduce-scatter G and 2 all-gathers W per micro-batch
+    sent in a step, in bytes of weights W and gradients G, as observed on 2 ranks:
+        ZeRO 0: all-reduce G;  1: reduce-scatter G, all-gather W;  2: reduce-scatter G per micro-batch, all-gather W;
+        ZeRO 3: reduce-scatter G and 2 all-gathers W per micro-batch; offload: all-reduce G (2: per micro-batch), all-gather W
 
-Communication is not overlapped with arithmetic: training sets `overlap_comm: false`.
+In stages 0 to 2 gradients are sent in the backward pass, as they come, and weights are gathered in the forward pass, as
+they are needed (training/engine/gradient_exchange.py). What cannot be hidden: the gradient of the source embedding, which
+comes last, and its weights, which are needed first. Stage 3 and offload hide nothing.
 """
 
 from dataclasses import dataclass, replace
 
-from dist_transformer.config.model_size import REDUCED_AT_ONCE, bytes_of_weight
-from dist_transformer.config.schema import Config
+from dist_transformer.config.model_size import REDUCED_AT_ONCE, bytes_of_weight, num_buckets, sends_during_backward
+from dist_transformer.config.schema import Config, TrainingConfig
 from dist_transformer.planning.flops import model_flops
 from dist_transformer.planning.hardware import GIVEN, Constant, Hardware
 from dist_transformer.planning.vocabularies import count_parameters, vocabulary_sizes
@@ -21,6 +23,8 @@ FILLED_SHARE = 0.93
 """Share of data.max_tokens that are real tokens, not padding or unused. Assumed; the log has `padding_share`."""
 MEAN_TOKENS = 32
 """Sentence length for the attention terms. Assumed."""
+BACKWARD_SHARE = 2 / 3
+"""Share of the backward pass in a micro-batch's arithmetic: two products for each one of the forward pass."""
 UPDATE_BYTES = 32
 """Bytes that Adam in fp32 reads and writes for a parameter: gradient, master and two moments, weight."""
 
@@ -30,6 +34,7 @@ class StepTime:
     """Seconds of a step, and its tokens.
 
     Attributes:
+        communication_seconds: of collectives that no arithmetic hides.
         idle_share: idle share of the ranks' time if the lanes are no multiple of the ranks.
         target_tokens: real target tokens of all lanes.
     """
@@ -64,11 +69,14 @@ def step_time(config: Config, num_ranks: int, ranks_per_node: int, hardware: Har
     lanes, budget = config.data.lanes, config.data.token_budget()
     micro_batches = -(-lanes // num_ranks)
     flops = micro_batches * micro_batch_flops(config, budget / 2, budget / 2)
+    compute_seconds = flops / (hardware.achieved_tflops(config.training.precision) * 1e12)
     owned = count_parameters(config) / (num_ranks if config.training.zero_stage else 1)
     return StepTime(
         micro_batches=micro_batches,
-        compute_seconds=flops / (hardware.achieved_tflops(config.training.precision) * 1e12),
-        communication_seconds=_communication_seconds(config, num_ranks, ranks_per_node, micro_batches, hardware),
+        compute_seconds=compute_seconds,
+        communication_seconds=_exposed_seconds(
+            config, num_ranks, ranks_per_node, micro_batches, compute_seconds / micro_batches, hardware
+        ),
         update_seconds=owned * UPDATE_BYTES / (hardware.memory_gb_per_second.value * 1e9),
         idle_share=1 - lanes / (num_ranks * micro_batches),
         target_tokens=lanes * budget / 2 * FILLED_SHARE,
@@ -106,25 +114,34 @@ def micro_batch_flops(config: Config, source_tokens: float, target_tokens: float
     return again * (flops.attention + flops.feed_forward) + flops.output
 
 
-def _communication_seconds(
-    config: Config, num_ranks: int, ranks_per_node: int, micro_batches: int, hardware: Hardware
+def _exposed_seconds(
+    config: Config, num_ranks: int, ranks_per_node: int, micro_batches: int, pass_seconds: float, hardware: Hardware
 ) -> float:
-    """Time of all collectives of a step; each is half an all-reduce or a full one."""
+    """Time of the collectives of a step that a micro-batch's passes of `pass_seconds` do not hide."""
     if num_ranks == 1:
         return 0.0
-    halves = half_all_reduces(config.training.zero_stage, micro_batches)
-    parameters = count_parameters(config)
-    sent = (num_ranks - 1) / num_ranks * parameters * bytes_of_weight(config.training)
-    collectives = -(-parameters // REDUCED_AT_ONCE)
-    if config.training.zero_stage == 3:  # gathered layer by layer
-        collectives = max(collectives, config.model.num_encoder_layers + config.model.num_decoder_layers)
+    training, parameters = config.training, count_parameters(config)
     bandwidth = hardware.link_gb_per_second.value
     if num_ranks > ranks_per_node:
         bandwidth = min(bandwidth, ranks_per_node * hardware.network_gb_per_second.value)
-    of_one = sent / (bandwidth * 1e9) + collectives * (num_ranks - 1) * hardware.latency_seconds.value
-    return halves * of_one
+    sent = (num_ranks - 1) / num_ranks * parameters * bytes_of_weight(training) / (bandwidth * 1e9)
+    halves = half_all_reduces(training, micro_batches)
+    latency = (num_ranks - 1) * hardware.latency_seconds.value
+    if not sends_during_backward(training):
+        collectives = -(-parameters // REDUCED_AT_ONCE)
+        if training.zero_stage == 3:  # gathered layer by layer
+            collectives = max(collectives, config.model.num_encoder_layers + config.model.num_decoder_layers)
+        return sum(halves) * (sent + collectives * latency)
+    embedding = vocabulary_sizes(config)[0] * config.model.d_model / parameters * sent + latency
+    buckets, backward = num_buckets(num_ranks), BACKWARD_SHARE * pass_seconds
+    of_one, often = sent + buckets * latency, micro_batches if training.zero_stage == 2 else 1
+    whole = halves[0] // often  # 2 for an all-reduce
+    gradients = often * max(whole * embedding, whole * of_one - (1 - 1 / buckets) * backward)
+    return gradients + halves[1] * max(embedding, of_one - (pass_seconds - backward))
 
 
-def half_all_reduces(zero_stage: int, micro_batches: int) -> int:
-    """Number of reduce-scatters and all-gathers of all parameters in a step; an all-reduce counts as both."""
-    return (2, 3, 2 * micro_batches + 1, 3 * micro_batches)[zero_stage]
+def half_all_reduces(training: TrainingConfig, micro_batches: int) -> tuple[int, int]:
+    """Number of reduce-scatters of all gradients, and of all-gathers of all weights, in a step; an all-reduce of
+    gradients counts as two."""
+    stage, whole = training.zero_stage, 1 if sends_during_backward(training) else 2
+    return ((2, 0), (whole, 1), (whole * micro_batches, 1), (micro_batches, 2 * micro_batches))[stage]

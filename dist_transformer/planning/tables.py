@@ -34,7 +34,6 @@ NOTHING = "-"
 ASSUMPTIONS = {
     "filled_share": FILLED_SHARE,
     "mean_sentence_tokens": MEAN_TOKENS,
-    "overlapped_communication_share": 0.0,
     "usable_memory_share": USABLE_SHARE,
 }
 """Assumptions besides the table of hardware."""

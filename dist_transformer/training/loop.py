@@ -174,7 +174,7 @@ class Loop:
             lane = self._ranks.rank + slot * self._ranks.num_ranks
             torch.manual_seed(dropout_seed(self._config.run.seed, state.batches, lane))
             loss, nll = forward(self._engine, micro_batch or self._weightless, device)
-            self._engine.backward(loss, batch.target_tokens)
+            self._engine.backward(loss, batch.target_tokens, is_last=slot == slots - 1)
             losses += torch.stack([loss.detach(), nll.detach()]).double()
         loss_sum = Fetched(losses[0])  # before the update, so that reading it does not wait for the update
         watchdog.progress(f"{doing}, the update")

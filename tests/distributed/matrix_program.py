@@ -197,6 +197,7 @@ def _engine(combination: Combination, ranks: Any) -> Any:
 
     from dist_transformer.model.transformer import Transformer
     from dist_transformer.training.engine import engine as engine_module
+    from dist_transformer.training.engine import gradient_exchange
     from dist_transformer.training.engine.engine import Engine
     from dist_transformer.training.engine.objective import Objective
 
@@ -205,6 +206,7 @@ def _engine(combination: Combination, ranks: Any) -> Any:
     checkpointing = settings.activation_checkpointing
     model = Transformer(TINY, VOCABULARY, VOCABULARY, 0, activation_checkpointing=checkpointing)
     engine_module.INITIAL_LOSS_SCALE = 1024  # no update is skipped
+    gradient_exchange.LEAST_ELEMENTS = 500  # many buckets
     return Engine(Objective(model, 0.1, settings.precision), settings, OptimizerConfig(), ranks)
 
 

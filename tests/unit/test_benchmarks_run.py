@@ -1,6 +1,7 @@
 """The benchmarks still run, and their raw figures are what their tables say. Sizes are tiny: no figure means anything."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -109,6 +110,30 @@ def test_the_benchmark_of_ranks_gives_both_sides_the_same_tokens(tmp_path: Path)
     samples = [sample for (sample,) in figures["ZeRO 1"].values()]
     assert len({sample["target_tokens"] for sample in samples}) == 1
     assert all(0 < sample["update"] < sample["wall_seconds"] for sample in samples)
+
+
+@pytest.fixture
+def slow_links() -> None:
+    """Skips where links with a limit cannot be made: that takes root, iproute2 and a kernel with namespaces and tbf."""
+    space = f"dtprobe{os.getpid()}"
+    limit = f"tc -n {space} qdisc add dev lo root tbf rate 1gbit burst 512kb latency 100ms"
+    try:
+        for command in (f"ip netns add {space}", limit):
+            subprocess.run(command.split(), check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no links with a limit here: {error}")
+    finally:
+        subprocess.run(["sh", "-c", f"ip netns del {space}"], check=False, capture_output=True)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_networks_trains_the_same_lanes_over_each(tmp_path: Path, slow_links: None) -> None:
+    sizes = ["--preset", "tiny", "--vocabulary", "200", "--max-tokens", "128", "--steps", "1", "--stages", "1"]
+    printed, figures = run("network.py", tmp_path / "network.json", *sizes)
+    assert printed.count("| --- |") == 1
+    samples = {name: sample for name, (sample,) in figures["ZeRO 1"].items()}
+    assert set(samples) == {"over the link", "without a limit", "alone"}
+    assert samples["over the link"]["target_tokens"] == samples["without a limit"]["target_tokens"] > 0
 
 
 @pytest.mark.slow

@@ -13,18 +13,18 @@ State is read and set by parameter name, in fp32, by each rank for its own part 
 values for every ZeRO stage, precision and number of ranks.
 """
 
-import functools
 import logging
 import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dist_transformer.config.model_size import REDUCED_AT_ONCE
+from dist_transformer.config.model_size import REDUCED_AT_ONCE, num_buckets, sends_during_backward
 from dist_transformer.config.schema import OptimizerConfig, TrainingConfig
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.training.divergence import Diverged
@@ -35,6 +35,15 @@ from dist_transformer.training.engine.deepspeed_patches import (
     not_compiling,
     step_as_not_compiled,
     without_mlflow,
+)
+from dist_transformer.training.engine.gradient_exchange import (
+    Bucket,
+    GradientExchange,
+    WeightGather,
+    exchange_in_shards,
+    exchange_in_stage_0,
+    in_buckets,
+    in_order_of_backward,
 )
 from dist_transformer.training.engine.objective import Objective
 from dist_transformer.training.engine.optimizer import (
@@ -100,7 +109,9 @@ class Engine:
         freeze(module, training.freeze)
         self._parameters = parameter_names(module)
         call_as_not_compiled([*vars(torch.optim.Optimizer).values(), *vars(PartitionedParameterCoordinator).values()])
-        updates = adam(module, optimizer)
+        is_ours = sends_during_backward(training) and (training.zero_stage > 0 or ranks.num_ranks > 1)
+        cut = partial(in_buckets, num_buckets(ranks.num_ranks)) if is_ours else lambda alike: [alike]
+        updates = adam(module, optimizer, in_order_of_backward(module.model), cut)
         step_as_not_compiled(updates)
         with not_compiling(compiler):
             self._engine, *_ = deepspeed.initialize(
@@ -110,12 +121,33 @@ class Engine:
                 dist_init_required=False,
             )
         make_state(_inner_optimizer(self._engine), self._masters(), self._ema_decay is not None)
+        self._exchange: GradientExchange | None = None
+        self._gather: WeightGather | None = None
+        self._engine.enable_backward_allreduce = training.offload != "none" or self._stage == 3
         if self._stage == 0:
             guard_stage_0(self._engine, training.gradient_clip_norm)
-            self._engine.enable_backward_allreduce = ranks.num_ranks > 1  # a single rank would only copy all gradients
+        if is_ours:
+            self._exchange_gradients(training, ranks)
         elif training.precision == "fp16":
             delay_scale_growth(self._engine.optimizer)
+        if training.precision == "fp16":
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+
+    def _exchange_gradients(self, training: TrainingConfig, ranks: Ranks) -> None:
+        optimizer = self._engine.optimizer
+        if self._stage == 0:
+            groups = [group["params"] for group in optimizer.param_groups]
+            buckets = [Bucket(group, sum(p.numel() for p in group)) for group in groups]
+        else:
+            flats = zip(optimizer.bit16_groups, optimizer.bit16_groups_flat, strict=True)
+            buckets = [Bucket(group, flat.numel()) for group, flat in flats]
+        dtype = torch.float16 if training.precision == "fp16" else torch.float32
+        self._exchange = GradientExchange(buckets, ranks, self._stage, dtype)
+        if self._stage == 0:
+            exchange_in_stage_0(self._engine, self._exchange)
+        else:
+            self._gather = WeightGather(self._engine.module, self._engine.module.model, buckets, ranks)
+            exchange_in_shards(self._engine, self._exchange, self._gather, ranks, training.gradient_clip_norm)
 
     def __call__(self, *inputs: Tensor | int | None) -> Any:
         """Computes the objective's forward pass."""
@@ -125,12 +157,17 @@ class Engine:
         """Switches dropout on (True) or off (not collective)."""
         self._engine.train(mode)
 
-    def backward(self, loss_sum: Tensor, global_tokens: int) -> None:
+    def backward(self, loss_sum: Tensor, global_tokens: int, is_last: bool = True) -> None:
         """Adds the gradient of loss_sum / global_tokens (promise P4).
 
-        DeepSpeed averages over ranks, so the sum is multiplied by their number. Every rank calls it equally often.
+        Gradients are averaged over ranks, so the sum is multiplied by their number. Every rank calls it equally often.
+        `is_last`: of the step. Always true is right too, and sends gradients more often.
         """
+        if self._exchange is not None:
+            self._exchange.begin_backward(is_last)
         self._engine.backward(loss_sum * (self._ranks.num_ranks / global_tokens), scale_wrt_gas=False)
+        if self._exchange is not None:
+            self._exchange.end_backward()
 
     def step(self, learning_rate: float) -> bool:
         """Applies one optimizer update. False: the gradient was not finite, and only fp16's loss scale has changed.
@@ -189,7 +226,8 @@ class Engine:
 
     @property
     def objective(self) -> Objective:
-        """The wrapped module; it holds all weights if `has_full_weights` (not collective)."""
+        """The wrapped module; it holds all weights if `has_full_weights`."""
+        self._wait_for_weights()
         module: Objective = self._engine.module
         return module
 
@@ -219,6 +257,7 @@ class Engine:
                 return weights, or raise.
             step: number of updates so far.
         """
+        self._wait_for_weights()
         optimizer = _inner_optimizer(self._engine)
         for piece in self._pieces():
             parts = piece.parts(optimizer)
@@ -240,6 +279,7 @@ class Engine:
 
         It empties the tensors, as stage 3 keeps references to the whole engine in globals of DeepSpeed.
         """
+        self._wait_for_weights()
         state = [tensor for held in _inner_optimizer(self._engine).state.values() for tensor in held.values()]
         parameters = list(self._parameters.values())
         shards = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
@@ -247,6 +287,10 @@ class Engine:
         self._engine.destroy()
         for tensor in held:
             tensor.grad, tensor.data = None, tensor.new_empty(0)
+
+    def _wait_for_weights(self) -> None:
+        if self._gather is not None:
+            self._gather.wait()
 
     def _masters(self) -> list[Tensor]:
         return masters(self._engine.optimizer, self._stage)
@@ -320,7 +364,7 @@ def _name_collectives(note: Callable[[str], None]) -> None:
 
 
 def _noted(name: str, method: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:
-    @functools.wraps(method)
+    @wraps(method)
     def noted(backend: Any, *args: Any, **kwargs: Any) -> Any:
         note(_named_collective(name, args[0] if args else next(iter(kwargs.values()), None)))
         return method(backend, *args, **kwargs)

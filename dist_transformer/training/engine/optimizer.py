@@ -3,8 +3,7 @@
 Names are those of the model's parameters: `encoder_layers.0.feed_forward.inner.weight`.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,27 +34,31 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
         raise UserError(all_frozen(patterns, list(parameter_names(module)))).agreed()
 
 
-def adam(module: nn.Module, settings: OptimizerConfig) -> torch.optim.AdamW:
+Cut = Callable[[list[nn.Parameter]], list[list[nn.Parameter]]]
+
+
+def adam(
+    module: nn.Module, settings: OptimizerConfig, parameters: Sequence[nn.Parameter], cut: Cut
+) -> torch.optim.AdamW:
     """Builds torch's Adam, since DeepSpeed's own are compiled at start. Vectors (norms, biases) do not decay.
+
+    Args:
+        parameters: those of `module` to train, in order.
+        cut: makes groups of those that decay and of those that do not; groups are ordered by their last member.
 
     Raises:
         UserError: a pattern of `optimizer.no_decay` names no parameter.
     """
     exempt = {id(parameter) for parameter in _matching(module, settings.no_decay, "optimizer.no_decay")}
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups: list[dict[str, Any]] = [{"params": parameters}]
-    if settings.weight_decay:
-        decays = {id(p) for p in parameters if p.dim() > 1} - exempt
-        groups = [
-            {"params": [p for p in parameters if id(p) in decays]},
-            {"params": [p for p in parameters if id(p) not in decays], "weight_decay": 0.0},
-        ]
+    rates = {p: 0.0 if p.dim() <= 1 or id(p) in exempt else settings.weight_decay for p in parameters}
+    place = {parameter: number for number, parameter in enumerate(parameters)}
+    alike = [[p for p in parameters if rates[p] == rate] for rate in dict.fromkeys(rates.values())]
+    groups = sorted((group for some in alike for group in cut(some)), key=lambda group: place[group[-1]])
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [{"params": group, "weight_decay": rates[group[0]]} for group in groups],
         lr=0.0,
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,
-        weight_decay=settings.weight_decay,
         fused=True,  # on CPUs too: one pass over weights and moments
     )
 

@@ -97,6 +97,12 @@ def test_a_rank_that_waits_for_another_names_the_collective_it_is_in():
         ("ranks.all_reduce_sum(torch.zeros(29))", "sum of 29 float32"),
         ("ranks.all_gather_object(1)", "gather"),
         ("ranks.start_sum(torch.zeros(29)).wait()", "waiting for the sum of 29 float32, begun ahead"),
+        ("ranks.start_mean(torch.zeros(30), False).wait()", "waiting for the mean of 30 float32, begun ahead"),
+        ("ranks.start_mean(torch.zeros(30), True).wait()", "waiting for the mean of 30 float32 in shares, begun ahead"),
+        (
+            "ranks.start_gather(torch.zeros(30), torch.zeros(15)).wait()",
+            "waiting for the gather of 30 float32, begun ahead",
+        ),
     ],
 )
 def test_a_rank_that_stays_away_is_told_as_such(first, name):

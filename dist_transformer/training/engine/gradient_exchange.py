@@ -1,0 +1,269 @@
+"""Gradients of ZeRO 0 to 2, averaged over the ranks while the backward pass goes on, and weights gathered for the next.
+
+    backward   | decoder 5 | decoder 4 | decoder 3 | ... | embedding |
+    network                | bucket 0  | bucket 1  | ...       | last |  norm, update  | weights, embedding first
+
+DeepSpeed 0.19.8 sends nothing before the end of the pass where the caller decides when a step ends, and averages whole
+gradients in stage 1, of which a rank needs a part. It still cuts the weights and keeps masters and loss scale; stage 3
+and offload are its own altogether. A bucket is one of Adam's groups, which DeepSpeed lays out in one flat tensor.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dist_transformer.config.model_size import SHARE_ON_THE_WAY
+from dist_transformer.distributed.group import Pending, Ranks
+from dist_transformer.model.transformer import Transformer
+
+LEAST_ELEMENTS = 2**18
+"""Elements of a bucket, at least: below that latency counts more than bytes."""
+
+
+def in_order_of_backward(model: Transformer) -> list[nn.Parameter]:
+    """Returns the trained parameters in the order in which a backward pass completes their gradients.
+
+    A tied parameter comes where it is used first, because its gradient is complete last.
+    """
+    used = dict.fromkeys(parameter for part in model.in_order_of_use() for parameter in part.parameters())
+    used |= dict.fromkeys(model.parameters())  # what is used after all layers
+    return [parameter for parameter in reversed(used) if parameter.requires_grad]
+
+
+def in_buckets(count: int, parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Cuts parameters into about `count` buckets, in their order; one that fills a bucket is alone in it."""
+    least = max(sum(p.numel() for p in parameters) // count, LEAST_ELEMENTS)
+    buckets: list[list[nn.Parameter]] = [[]]
+    size = 0
+    for parameter in parameters:
+        if buckets[-1] and (size >= least or parameter.numel() >= least):
+            buckets.append([])
+            size = 0
+        buckets[-1].append(parameter)
+        size += parameter.numel()
+    return buckets
+
+
+class Bucket:
+    """Parameters whose gradients are sent together, in one flat tensor of `size` elements.
+
+    Attributes:
+        flat: this rank's gradient, summed over the micro-batches since it was last sent; None if there is none.
+        mean: the mean over the ranks of what was sent in this step, in fp32: all of it, or this rank's share.
+        missing: parameters whose gradient the backward pass has not completed.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], size: int) -> None:
+        self.parameters, self.size = parameters, size
+        self.flat: Tensor | None = None
+        self.mean: Tensor | None = None
+        self.missing = 0
+        self._sent: Pending | None = None
+
+    def take_gradients(self) -> None:
+        """Moves the parameters' gradients into `flat`."""
+        combine: Callable[..., None] = torch._foreach_add_
+        if self.flat is None:
+            self.flat, combine = torch.zeros(self.size, device=self.parameters[0].device), torch._foreach_copy_
+        pairs = [(view, p.grad) for view, p in zip(self.views_of(self.flat), self.parameters, strict=True)]
+        held = [(view, gradient) for view, gradient in pairs if gradient is not None]
+        if held:
+            combine([view for view, _ in held], [gradient for _, gradient in held])
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def send(self, ranks: Ranks, into_shares: bool, dtype: torch.dtype) -> None:
+        """Begins averaging `flat` over the ranks (collective)."""
+        self.receive()
+        flat, self.flat = self.flat, None
+        assert flat is not None
+        self._sent = ranks.start_mean(flat if ranks.num_ranks == 1 else flat.to(dtype), into_shares)
+
+    @property
+    def is_on_the_way(self) -> bool:
+        return self._sent is not None
+
+    @property
+    def has_arrived(self) -> bool:
+        return self._sent is not None and self._sent.is_done
+
+    def receive(self) -> None:
+        """Waits until what was sent is in `mean` (collective)."""
+        if self._sent is not None:
+            mean, self._sent = self._sent.wait(), None
+            self.mean = mean if self.mean is None else self.mean.add_(mean)
+
+    def views_of(self, flat: Tensor) -> list[Tensor]:
+        """Returns the parts of a flat tensor that belong to the parameters, in their shapes."""
+        sizes = [parameter.numel() for parameter in self.parameters]
+        parts = torch.split(flat[: sum(sizes)], sizes)
+        return [part.view_as(p) for part, p in zip(parts, self.parameters, strict=True)]
+
+
+class GradientExchange:
+    """Averages the gradients of all ranks, bucket by bucket, each as soon as it is complete.
+
+    The buckets are sent in their order on every rank, whatever the order in which gradients come.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], ranks: Ranks, stage: int, dtype: torch.dtype) -> None:
+        """`stage`: of ZeRO; stage 0 averages whole gradients. `dtype`: the type in which gradients are sent."""
+        self.buckets, self._ranks, self._stage, self._dtype = buckets, ranks, stage, dtype
+        self._is_sending, self._next = False, 0
+        self._most_on_the_way = SHARE_ON_THE_WAY * sum(bucket.size for bucket in buckets)
+        for bucket in buckets:
+            for parameter in bucket.parameters:
+                parameter.register_post_accumulate_grad_hook(partial(self._completed, bucket))  # type: ignore[no-untyped-call]
+
+    def begin_backward(self, is_last: bool) -> None:
+        """To be called before a backward pass. Stages 0 and 1 send in the last one of a step; stage 2 keeps only its
+        share, and sends in each."""
+        self._is_sending, self._next = is_last or self._stage == 2, 0
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
+
+    def end_backward(self) -> None:
+        """To be called after a backward pass, in which some parameters may have got no gradient (collective)."""
+        for bucket in self.buckets:
+            if bucket.missing:
+                bucket.missing = 0
+                bucket.take_gradients()
+        self._send()
+
+    def means(self) -> list[Tensor]:
+        """Waits for the mean gradient of each bucket: whole in stage 0, else this rank's share (collective)."""
+        for bucket in self.buckets:
+            if bucket.flat is not None:
+                bucket.send(self._ranks, self._stage > 0, self._dtype)
+        for bucket in self.buckets:
+            bucket.receive()
+        return [bucket.mean for bucket in self.buckets if bucket.mean is not None]
+
+    def hand_over(self) -> None:
+        """Gives each parameter its mean gradient, in stage 0 (collective)."""
+        for bucket, mean in zip(self.buckets, self.means(), strict=True):
+            for view, parameter in zip(bucket.views_of(mean), bucket.parameters, strict=True):
+                parameter.grad = view
+        self.release()
+
+    def release(self) -> None:
+        """Forgets the gradients of the step."""
+        for bucket in self.buckets:
+            bucket.flat = bucket.mean = None
+
+    def _completed(self, bucket: Bucket, _parameter: Tensor) -> None:
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            bucket.take_gradients()
+            self._send()
+
+    def _send(self) -> None:
+        while self._is_sending and self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+            self._make_room()
+            self.buckets[self._next].send(self._ranks, self._stage > 0, self._dtype)
+            self._next += 1
+
+    def _make_room(self) -> None:
+        """Takes what has arrived, and waits for the oldest gradients if too many are on the way."""
+        waiting = [bucket for bucket in self.buckets if bucket.is_on_the_way]
+        on_the_way = sum(bucket.size for bucket in waiting)
+        for bucket in waiting:
+            if bucket.has_arrived or on_the_way > self._most_on_the_way:
+                bucket.receive()
+                on_the_way -= bucket.size
+
+
+class WeightGather:
+    """Gathers the weights that stages 1 and 2 update in parts, in the order of their use by the next forward pass.
+
+    A layer waits for its own weights only: the rest is on its way while the next batch is copied and computed.
+    """
+
+    def __init__(self, objective: nn.Module, model: Transformer, buckets: Sequence[Bucket], ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._pending: dict[int, Pending] = {}
+        bucket_of = {parameter: number for number, bucket in enumerate(buckets) for parameter in bucket.parameters}
+        unit: nn.Module = objective
+        needed: dict[nn.Module, set[int]] = {}
+        layers = {*model.encoder_layers, *model.decoder_layers}
+        for part in [*model.in_order_of_use(), model]:  # what is used between two layers is waited for before the first
+            unit = part if part in layers else unit
+            found = {bucket_of[p] for p in part.parameters() if p in bucket_of}
+            needed.setdefault(unit, set()).update(found)
+        for unit, numbers in needed.items():
+            unit.register_forward_pre_hook(self._waiting_for(sorted(numbers, reverse=True)))
+
+    def start(self, flats: Sequence[Tensor], mine: Sequence[Tensor]) -> None:
+        """Begins gathering: each rank gives its part `mine` of every flat tensor (collective)."""
+        for number in reversed(range(len(flats))):
+            self._pending[number] = self._ranks.start_gather(flats[number], mine[number])
+
+    def wait(self, numbers: Iterable[int] | None = None) -> None:
+        """Waits for the weights of the given buckets, or all (collective)."""
+        for number in list(self._pending) if numbers is None else numbers:
+            if (pending := self._pending.pop(number, None)) is not None:
+                pending.wait()
+
+    def _waiting_for(self, numbers: list[int]) -> Callable[..., None]:
+        def wait(_module: nn.Module, _inputs: Any) -> None:
+            if self._pending:
+                self.wait(numbers)
+
+        return wait
+
+
+def exchange_in_stage_0(engine: Any, exchange: GradientExchange) -> None:
+    """Makes DeepSpeed's step of stage 0 begin with the mean gradients of the exchange."""
+    step = engine.optimizer.step
+
+    def step_on_means(*args: Any, **kwargs: Any) -> Any:
+        exchange.hand_over()
+        return step(*args, **kwargs)
+
+    engine.optimizer.step = step_on_means
+
+
+def exchange_in_shards(
+    engine: Any, exchange: GradientExchange, gather: WeightGather, ranks: Ranks, clip_norm: float
+) -> None:
+    """Replaces DeepSpeed's step of stages 1 and 2: norm, clipping, Adam on this rank's shares, and the gather begun.
+
+    A gradient that is not finite is skipped, and only fp16's loss scale changes. The scale grows after the update,
+    which is still unscaled by the old one.
+    """
+    optimizer = engine.optimizer
+    masters = optimizer.single_partition_of_fp32_groups
+    for hook in optimizer._grad_acc_hooks:
+        hook.remove()
+    optimizer._grad_acc_hooks.clear()
+    optimizer.finalize_gradient_accumulation_boundary = lambda: None
+
+    @torch.no_grad()
+    def step(*_: Any, **__: Any) -> None:
+        means = exchange.means()
+        square = torch.nn.utils.get_total_norm(means).double().square()
+        if ranks.num_ranks > 1:
+            ranks.sum_on_device(square)
+        norm = float(square.sqrt())
+        scale = optimizer.loss_scale
+        optimizer.overflow = not torch.isfinite(square)
+        optimizer._global_grad_norm = norm / scale
+        if not optimizer.overflow:
+            clip = max(1.0, (norm / scale + 1e-6) / clip_norm) if clip_norm else 1.0
+            if scale * clip != 1.0:
+                torch._foreach_mul_(means, 1.0 / (scale * clip))
+            for master, mean in zip(masters, means, strict=True):
+                master.grad = mean
+            optimizer.optimizer.step()
+            for master in masters:
+                master.grad = None
+            mine = [parts[ranks.rank] for parts in optimizer.parallel_partitioned_bit16_groups]
+            torch._foreach_copy_(mine, masters)
+            gather.start(optimizer.bit16_groups_flat, mine)
+        exchange.release()
+        optimizer._update_scale(optimizer.overflow)
+
+    optimizer.step = step
