@@ -39,14 +39,14 @@ def install(fault: str) -> None:
         at_work = number == FIRST_BATCH if fault == "infinity" else number >= FIRST_BATCH and num_noticed() < times
         return step(loop, batch, *others)
 
-    def faulty_backward(engine: Engine, loss_sum: Tensor, global_tokens: int) -> None:
+    def faulty_backward(engine: Engine, loss_sum: Tensor, global_tokens: int, **named: bool) -> None:
         if at_work and fault == "exception":
             raise RuntimeError("injected by the test")
         if at_work and fault == "memory":
             take_memory_away()
         if at_work and fault in ("infinity", "infinities"):
             loss_sum = loss_sum * float("inf")
-        backward(engine, loss_sum, global_tokens)
+        backward(engine, loss_sum, global_tokens, **named)
 
     Loop._step = faulty_step
     Engine.backward = faulty_backward
@@ -117,12 +117,12 @@ def install_validation(number: int, where: str, what: str) -> None:
     def replaced(owner: object, name: str, place: str) -> None:
         original = getattr(owner, name)
 
-        def faulty(*arguments: object) -> object:
+        def faulty(*arguments: object, **named: object) -> object:
             if name == "validate":
                 begun.append(1)
             elif (where, len(begun)) == (place, number) and (name != "__call__" or arguments[-1] is True):
                 strike(what, where == "scoring")
-            return original(*arguments)
+            return original(*arguments, **named)
 
         setattr(owner, name, faulty)
 
