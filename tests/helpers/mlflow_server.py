@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from running import NOT_INHERITED, without
 
-PATIENCE_SECONDS = 150.0
+PATIENCE_SECONDS = 300
 """More than a minute, which is how long a run may wait before it asks a server again that was away for as long."""
 REQUIRED = "DIST_TRANSFORMER_REQUIRE_SERVICES"
 """With this variable set to 1 a missing PostgreSQL is a failure; without it the tests that need it are skipped."""
