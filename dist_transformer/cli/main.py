@@ -35,7 +35,7 @@ from dist_transformer.cli import (
 from dist_transformer.cli.end import run_as_command
 
 SPINS_OF_WAITING_THREADS = "10000"
-"""How often an idle thread of GNU OpenMP looks for work before it sleeps. Its own default spins for milliseconds, in which
+"""Number of times that an idle thread of GNU OpenMP looks for work before it sleeps. Its default takes milliseconds, in which
 other processes of a busy machine cannot run; this is as fast on a quiet machine and twice as fast on a busy one
 (benchmarks/start.py)."""
 

@@ -5,7 +5,8 @@ from dist_transformer.config.schema import Config, ModelConfig, TrainingConfig
 REDUCED_AT_ONCE = 2**26
 """Gradients, in elements, that DeepSpeed gathers into a buffer and reduces together: in stage 3, and with offload."""
 SHARE_ON_THE_WAY = 0.25
-"""Share of all gradients that may be on the way at once there. It takes memory; no network is faster with more."""
+"""Share of all gradients that may be on the way at once in stages 0 to 2 without offload. It takes memory; no network is
+faster with more."""
 
 
 def head_sizes(config: ModelConfig) -> tuple[int, int]:

@@ -119,6 +119,13 @@ class Ranks:
             dist.all_reduce(values)
             self._finish()
 
+    def total_on_device(self, value: torch.Tensor) -> float:
+        """Returns the sum over the ranks of one number that each has on its device: one wait (collective)."""
+        with self.collective("sum of a number on the device"):
+            if self.num_ranks > 1:
+                dist.all_reduce(value)
+            return float(value)
+
     def start_mean(self, values: torch.Tensor, into_shares: bool) -> "Pending":
         """Begins averaging `values` (on the device) over the ranks (collective); `.wait()` returns the mean, in fp32.
 
@@ -126,23 +133,26 @@ class Ranks:
         collective, every rank sends the parts to their owners, who add them in fp32.
         """
         what = f"mean of {_size(values)}{' in shares' if into_shares else ''}, begun ahead"
-        count, work, finish = self.num_ranks, None, values.float
         with self.collective(what):
-            if count > 1 and self.device.type == "cuda":
-                mean = values.new_empty(values.numel() // count) if into_shares else values
-                if into_shares:
-                    work = dist.reduce_scatter_tensor(mean, values, op=dist.ReduceOp.AVG, async_op=True)
-                else:
-                    work = dist.all_reduce(mean, op=dist.ReduceOp.AVG, async_op=True)
-                finish = mean.float
-            elif count > 1 and into_shares:
-                parts = torch.empty_like(values)
-                work = dist.all_to_all_single(parts, values, async_op=True)
-                finish = partial(parts.view(count, -1).mean, 0, dtype=torch.float32)
-            elif count > 1:
-                work = dist.all_reduce(values, async_op=True)
-                finish = lambda: values.float().div_(count)  # noqa: E731
+            work, finish = self._begin_mean(values, into_shares)
         return Pending(work, self, what, finish, values)
+
+    def _begin_mean(
+        self, values: torch.Tensor, into_shares: bool
+    ) -> tuple[dist.Work | None, Callable[[], torch.Tensor]]:
+        count = self.num_ranks
+        if count == 1:
+            return None, values.float
+        if self.device.type == "cpu":
+            if not into_shares:
+                return dist.all_reduce(values, async_op=True), partial(_divided, values, count)
+            parts = torch.empty_like(values)
+            work = dist.all_to_all_single(parts, values, async_op=True)
+            return work, partial(parts.view(count, -1).mean, 0, dtype=torch.float32)
+        if not into_shares:
+            return dist.all_reduce(values, op=dist.ReduceOp.AVG, async_op=True), values.float
+        share = values.new_empty(values.numel() // count)
+        return dist.reduce_scatter_tensor(share, values, op=dist.ReduceOp.AVG, async_op=True), share.float
 
     def start_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> "Pending":
         """Begins filling `whole` (on the device) with the parts `mine` of all ranks in turn (collective); `mine` may be
@@ -292,3 +302,7 @@ def leave() -> None:
 
 def _size(values: torch.Tensor) -> str:
     return f"{values.numel():,} {str(values.dtype).removeprefix('torch.')}"
+
+
+def _divided(values: torch.Tensor, by: int) -> torch.Tensor:
+    return values.float().div_(by)

@@ -1,7 +1,7 @@
 """The only adapter of DeepSpeed: wraps the model in ZeRO, computes its steps, reads and sets its complete state.
 
 Errors of DeepSpeed 0.19.8 are fixed here and in deepspeed_patches.py, each fix with a test:
-- stages 1 to 3 with fp16 halve the gradient on each step at which the loss scale grows (`delay_scale_growth`;
+- stage 3 and offload with fp16 halve the gradient on each step at which the loss scale grows (`delay_scale_growth`;
   https://github.com/deepspeedai/DeepSpeed/pull/8588);
 - stage 0 reports no gradient norm and applies non-finite gradients (`guard_stage_0`);
 - at the floor of fp16's loss scale it raises in the middle of a step (`Engine.step`);

@@ -8,6 +8,7 @@ gradients in stage 1, of which a rank needs a part. It still cuts the weights an
 and offload are its own altogether. A bucket is one of Adam's groups, which DeepSpeed lays out in one flat tensor.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -245,11 +246,9 @@ def exchange_in_shards(
     def step(*_: Any, **__: Any) -> None:
         means = exchange.means()
         square = torch.nn.utils.get_total_norm(means).double().square()
-        if ranks.num_ranks > 1:
-            ranks.sum_on_device(square)
-        norm = float(square.sqrt())
+        norm = math.sqrt(ranks.total_on_device(square))
         scale = optimizer.loss_scale
-        optimizer.overflow = not torch.isfinite(square)
+        optimizer.overflow = not math.isfinite(norm)
         optimizer._global_grad_norm = norm / scale
         if not optimizer.overflow:
             clip = max(1.0, (norm / scale + 1e-6) / clip_norm) if clip_norm else 1.0

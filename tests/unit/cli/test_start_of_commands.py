@@ -1,4 +1,4 @@
-"""What the command does before it reads its arguments."""
+"""Before it reads its arguments the command sets how threads wait."""
 
 import os
 import subprocess
