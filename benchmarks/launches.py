@@ -1,13 +1,17 @@
-"""Operations that a micro-batch and a step start on a device, casts among them, and waits of the host for it.
+"""Operations that a step starts on a device, casts among them, and waits of the host for it.
 
     .venv/bin/python benchmarks/launches.py
 
-Counted by a dispatch mode on a CPU, with the kernels that are for CPUs only (model/cpu_kernels.py) replaced by the ones
-that a GPU gets; views start nothing and are left out. On a GPU each operation is at least one kernel launch, of some
-five microseconds of the host's time. Sizes do not change the counts, but for the chunks of the loss.
+Counted by a dispatch mode on a CPU, on one rank of ZeRO 1, with the kernels that are for CPUs only (model/cpu_kernels.py)
+replaced by the ones that a GPU gets; views start nothing and are left out. On a GPU each operation is at least one kernel
+launch, of some five microseconds of the host's time. Sizes do not change the counts, but for the chunks of the loss. Not
+counted: the three copies of a micro-batch to the device, and of several ranks two collectives for each bucket of gradients.
+
+A step is a micro-batch, one more, which adds to its gradients, a last one, which sends them too, and the update.
 """
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,15 +25,20 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dist_transformer.config.schema import ModelConfig
+from dist_transformer.config.schema import ModelConfig, OptimizerConfig, TrainingConfig
+from dist_transformer.distributed import group
+from dist_transformer.distributed.group import Ranks
 from dist_transformer.model import attention, layers, loss
 from dist_transformer.model.cpu_kernels import Linear
 from dist_transformer.model.transformer import Transformer
+from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import Objective
+from dist_transformer.training.precision import FP16_ON_CPU
 
 VOCABULARY, PAD_ID = 1000, 3
 ROWS, LENGTH = 8, 32
 PRECISIONS = ("fp32", "bf16", "fp16")
+MICRO_BATCH = "micro-batch"
 CASTS = ("aten._to_copy",)
 WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.item", "aten.equal", "aten.is_nonzero", "aten._unique2")
 """Operations whose result the host needs: it waits for all that was started before."""
@@ -70,7 +79,7 @@ def gpu_paths() -> Iterator[None]:
         )
 
     def dropout(module: layers.Dropout, input: Tensor) -> Tensor:
-        return F.dropout(input, module.probability, module.training)
+        return torch.native_dropout(input, module.probability, module.training)[0]  # one kernel, as F.dropout on CUDA
 
     with ExitStack() as stack:
         for owner, name, value in (
@@ -83,21 +92,34 @@ def gpu_paths() -> Iterator[None]:
         yield
 
 
-def micro_batch_counts(preset: str, precision: str) -> Counts:
-    """Counts one forward and backward pass."""
+def step_counts(preset: str, precision: str, ranks: Ranks) -> dict[str, Counts]:
+    """Counts the parts of a step of three micro-batches."""
     torch.manual_seed(1)
+    training = TrainingConfig(precision=precision, zero_stage=1, gradient_clip_norm=1.0)
     model = Transformer(ModelConfig(preset=preset), VOCABULARY, VOCABULARY, PAD_ID)
-    objective = Objective(model.half() if precision == "fp16" else model, 0.1, precision)
-    objective.train()
+    engine = Engine(Objective(model, 0.1, precision), training, OptimizerConfig(), ranks)
     source, target = torch.randint(4, VOCABULARY, (2, ROWS, LENGTH))
     source[-1, -4:] = target[-1, -4:] = PAD_ID
     num_targets = int((target != PAD_ID).sum())
-    counts = Counts()
+
+    def micro_batch(is_last: bool) -> None:
+        loss, _ = engine(source, target, target, num_targets)
+        engine.backward(loss, 3 * num_targets, is_last)
+
+    parts = {
+        MICRO_BATCH: lambda: micro_batch(is_last=False),
+        "one more": lambda: micro_batch(is_last=False),
+        "last micro-batch": lambda: micro_batch(is_last=True),
+        "update": lambda: engine.step(1e-4),
+    }
+    found = {name: Counts() for name in parts}
     with gpu_paths():
-        objective(source, target, target, num_targets)[0].backward()  # gradients exist from here on
-        with counts:
-            objective(source, target, target, num_targets)[0].backward()
-    return counts
+        for name, part in [*parts.items(), *parts.items()]:  # the second time counts: buffers and tables exist
+            found[name].by_name.clear()
+            with found[name]:
+                part()
+    engine.close()
+    return found
 
 
 def main() -> None:
@@ -106,17 +128,23 @@ def main() -> None:
     parser.add_argument("--largest", type=int, default=12, help="names printed of the most frequent operations")
     arguments = arguments_of(parser, rounds=1)
     found = begin(threads=2)
-    figures: dict[str, dict[str, int]] = {}
+    os.environ[FP16_ON_CPU] = "1"
+    ranks = group.join(600)
+    figures: dict[str, dict[str, dict[str, int]]] = {}
     rows = []
     for preset in arguments.presets:
         for precision in PRECISIONS:
-            counts = micro_batch_counts(preset, precision)
-            figures[f"{preset} {precision}"] = dict(counts.by_name)
-            rows.append([f"{preset}, {precision}", *map(str, (counts.total, counts.of(CASTS), counts.of(WAITS)))])
-            most = ", ".join(f"{name} {n}" for name, n in counts.by_name.most_common(arguments.largest))
+            counts = step_counts(preset, precision, ranks)
+            figures[f"{preset} {precision}"] = {
+                part: {"operations": c.total, "casts": c.of(CASTS), "waits": c.of(WAITS)} for part, c in counts.items()
+            }
+            cells = [f"{c.total} / {c.of(CASTS)} / {c.of(WAITS)}" for c in counts.values()]
+            rows.append([f"{preset}, {precision}", *cells])
+            most = ", ".join(f"{name} {n}" for name, n in counts[MICRO_BATCH].by_name.most_common(arguments.largest))
             print(f"{preset}, {precision}: {most}", flush=True)
-    print("\n" + markdown_table(["one micro-batch", "operations", "casts", "waits"], rows))
+    print("\n" + markdown_table(["operations / casts / waits", *counts], rows))
     finish(arguments, found, figures)
+    group.leave()
 
 
 if __name__ == "__main__":

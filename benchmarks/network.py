@@ -6,7 +6,8 @@
 Each rank runs in a network namespace of its own, on one core, with one thread. The namespaces are joined by a bridge; on
 one side each link sends at most so many bits a second (`tc`'s tbf), on another it does not, and on a third each rank
 trains alone on a lane, all at the same time: that is the arithmetic. The bytes are those that a ring sends for the
-stage, over the rate of the link. A step cannot be shorter than the longer of the two.
+stage, over the rate of the link. A step cannot be shorter than the longer of the two. `plan`'s model of a step, given the
+arithmetic and the rate, is set beside it.
 """
 
 import argparse
@@ -16,20 +17,24 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import common
 from common import Figures, Rounds
 from ranks import PAIRS, Group, add_model_arguments, settings_of
-from synthetic_corpus import PAD_ID, write_tokens
+from synthetic_corpus import write_tokens
 
-from dist_transformer.config.schema import ModelConfig, TrainingConfig
-from dist_transformer.model.transformer import Transformer
-from dist_transformer.planning.step_time import half_all_reduces
+from dist_transformer.config.schema import Config
+from dist_transformer.planning.hardware import GIVEN, Constant, hardware_of
+from dist_transformer.planning.step_time import exposed_seconds
+from dist_transformer.planning.vocabularies import with_vocabularies
 
 SLOW, FAST, ALONE = "over the link", "without a limit", "alone"
 BUDGET = 1.15
 SUBNET = "10.213.77"
+LATENCY_SECONDS = 1e-4
+"""Of a message of a collective, as `plan` assumes it for CPUs."""
 
 
 def main() -> None:
@@ -118,19 +123,20 @@ def _stage(stage: int, links: dict[str, Place], folder: Path, arguments: argpars
         return common.interleaved(cases, arguments.rounds)
 
 
-def _bytes_seconds(stage: int, arguments: argparse.Namespace) -> float:
-    """Seconds that a step's bytes take over the link, each way at once."""
-    config, vocabulary = ModelConfig(preset=arguments.preset), arguments.vocabulary
-    parameters = sum(p.numel() for p in Transformer(config, vocabulary, vocabulary, PAD_ID).parameters())
-    share = (arguments.ranks - 1) / arguments.ranks
-    halves = half_all_reduces(TrainingConfig(zero_stage=stage), arguments.lanes_per_rank)
-    sent = sum(halves) * share * parameters * 4
-    return sent / (arguments.mbit * 1e6 / 8)
+def _exposed_seconds(stage: int, pass_seconds: float, latency_seconds: float, arguments: argparse.Namespace) -> float:
+    """Seconds that `plan` adds to a step for what passes of so many seconds do not hide; of passes without any: for all."""
+    kinds = {"precision": arguments.precision, "communication_dtype": arguments.communication_dtype}
+    settings = {"data": {}, "model": {"preset": arguments.preset}, "training": {"zero_stage": stage, **kinds}}
+    config = with_vocabularies(Config.model_validate(settings), arguments.vocabulary, arguments.vocabulary)
+    link, latency = Constant(arguments.mbit / 8000, GIVEN), Constant(latency_seconds, GIVEN)
+    hardware = replace(hardware_of("cpu"), network_gb_per_second=link, link_gb_per_second=link, latency_seconds=latency)
+    return exposed_seconds(config, arguments.ranks, 1, arguments.lanes_per_rank, pass_seconds, hardware)
 
 
 def _description(arguments: argparse.Namespace, rounds: dict[str, Rounds]) -> str:
     return (
-        f"\n`{arguments.preset}`, vocabulary {arguments.vocabulary:,}, {arguments.precision}; {arguments.ranks} ranks of a core "
+        f"\n`{arguments.preset}`, vocabulary {arguments.vocabulary:,}, {arguments.precision}, gradients sent in "
+        f"{arguments.communication_dtype}; {arguments.ranks} ranks of a core "
         f"and {arguments.lanes_per_rank} lane(s) each, of at most {arguments.max_tokens:,} tokens; "
         f"links of {arguments.mbit:,} Mbit/s; "
         f"steps a round: {arguments.steps}; medians of rounds: {arguments.rounds}"
@@ -144,12 +150,17 @@ def _table(rounds: dict[str, Rounds], arguments: argparse.Namespace) -> str:
         "step to the longer of both",
         f"budget {BUDGET}",
         "exposed communication",
+        "step that plan foretells, s",
         "waiting in update",
     ]
     rows = []
     for stage, sides in rounds.items():
         steps = {name: [s["wall_seconds"] / arguments.steps for s in samples] for name, samples in sides.items()}
-        sent = _bytes_seconds(int(stage.split()[1]), arguments)
+        number, arithmetic = int(stage.split()[1]), _middle(steps[ALONE])
+        sent = _exposed_seconds(number, 0.0, 0.0, arguments)
+        foretold = arithmetic + _exposed_seconds(
+            number, arithmetic / arguments.lanes_per_rank, LATENCY_SECONDS, arguments
+        )
         ratios = [slow / max(alone, sent) for slow, alone in zip(steps[SLOW], steps[ALONE], strict=True)]
         exposed = [1 - alone / slow for slow, alone in zip(steps[SLOW], steps[ALONE], strict=True)]
         ratio = _middle(ratios)
@@ -163,6 +174,7 @@ def _table(rounds: dict[str, Rounds], arguments: argparse.Namespace) -> str:
                 f"{ratio:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
                 "kept" if ratio <= BUDGET else "missed",
                 f"{_middle(exposed):.1%}",
+                f"{foretold:.3f} ({foretold / _middle(steps[SLOW]) - 1:+.0%})",
                 f"{common.median(sides[SLOW], 'update') / common.median(sides[SLOW], 'wall_seconds'):.1%}",
             ]
         )

@@ -128,7 +128,8 @@ def _stage(stage: int, folder: Path, arguments: argparse.Namespace) -> Rounds:
 
 def settings_of(arguments: argparse.Namespace, stage: int, lanes: int, folder: Path, threads: int) -> dict[str, Any]:
     """Returns what a rank gets to know, on the corpus in `folder`."""
-    settings = {name: getattr(arguments, name) for name in ("preset", "vocabulary", "max_tokens", "precision")}
+    given = ("preset", "vocabulary", "max_tokens", "precision", "communication_dtype")
+    settings = {name: getattr(arguments, name) for name in given}
     return settings | {"stage": stage, "threads": threads, "lanes": lanes, "folder": str(folder)}
 
 
@@ -140,7 +141,8 @@ def _be_a_rank(settings: dict[str, Any]) -> None:
     folder, lanes = Path(settings["folder"]), settings["lanes"]
     torch.manual_seed(SEED)
     model = Transformer(ModelConfig(preset=settings["preset"]), settings["vocabulary"], settings["vocabulary"], PAD_ID)
-    training = TrainingConfig(precision=settings["precision"], zero_stage=settings["stage"])
+    kinds = {name: settings[name] for name in ("precision", "communication_dtype")}
+    training = TrainingConfig(zero_stage=settings["stage"], **kinds)
     objective = Objective(model.to(ranks.device), training.label_smoothing, training.precision)
     engine = Engine(objective, training, OptimizerConfig(), ranks)
     engine.train()
@@ -230,6 +232,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--max-tokens", type=int, default=2048, help="of a lane in a step: both sides, padding counted")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--communication-dtype", choices=("auto", "fp32", "bf16"), default="auto")
     parser.add_argument("--stages", type=int, nargs="+", choices=(0, 1, 2, 3), default=[0, 1, 2, 3])
 
 

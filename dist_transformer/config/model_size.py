@@ -1,5 +1,7 @@
 """Sizes of a model and of its training state: plain arithmetic, so that no command needs torch for it."""
 
+from typing import NamedTuple
+
 from dist_transformer.config.schema import Config, ModelConfig, TrainingConfig
 
 REDUCED_AT_ONCE = 2**26
@@ -25,7 +27,18 @@ def feed_forward_matrices(config: ModelConfig) -> int:
     return 3 if config.activation == "swiglu" else 2
 
 
-def parameter_count(config: ModelConfig, source_vocabulary: int, target_vocabulary: int) -> int:
+class Parameters(NamedTuple):
+    """Numbers of parameters: of the layers, with the final norms, and of embeddings, learned positions and output."""
+
+    of_layers: int
+    of_others: int
+
+    @property
+    def total(self) -> int:
+        return self.of_layers + self.of_others
+
+
+def count_by_part(config: ModelConfig, source_vocabulary: int, target_vocabulary: int) -> Parameters:
     """Number of trainable parameters of the network, each tied matrix counted once."""
     d_model, d_ff = config.d_model, config.d_ff
     norm = d_model if config.norm_type == "rms" else 2 * d_model
@@ -40,7 +53,12 @@ def parameter_count(config: ModelConfig, source_vocabulary: int, target_vocabula
     rows = _num_vocabulary_rows(config, source_vocabulary, target_vocabulary)
     if config.positions == "learned":
         rows += 2 * (config.max_positions or 0)
-    return encoder + decoder + final_norms + output_bias + rows * d_model
+    return Parameters(encoder + decoder + final_norms, output_bias + rows * d_model)
+
+
+def parameter_count(config: ModelConfig, source_vocabulary: int, target_vocabulary: int) -> int:
+    """The total of `count_by_part`."""
+    return count_by_part(config, source_vocabulary, target_vocabulary).total
 
 
 def _num_vocabulary_rows(config: ModelConfig, source_vocabulary: int, target_vocabulary: int) -> int:
@@ -57,8 +75,9 @@ def with_precision(config: Config, precision: str) -> Config:
 
 def effective_training(training: TrainingConfig, num_ranks: int) -> TrainingConfig:
     """Returns the section with the ZeRO stage that so many ranks use. One rank has nothing to shard: stage 0 trains to
-    the same weights within rounding, faster and without the masters of stages 1 and 2. It cannot scale fp16's loss."""
-    if num_ranks > 1 or training.zero_stage not in (1, 2) or training.precision == "fp16" or training.offload != "none":
+    the same weights within rounding, faster and without the masters of stages 1 and 2, which 16-bit weights need."""
+    has_short_weights = training.precision == "fp16" or has_bf16_layers(training)
+    if num_ranks > 1 or training.zero_stage not in (1, 2) or has_short_weights or training.offload != "none":
         return training
     return training.model_copy(update={"zero_stage": 0})
 
@@ -68,23 +87,23 @@ def with_effective_zero_stage(config: Config, num_ranks: int) -> Config:
     return config.model_copy(update={"training": effective_training(config.training, num_ranks)})
 
 
-def state_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
+def state_bytes(parameters: Parameters, training: TrainingConfig, num_ranks: int) -> int:
     """Bytes of weights, gradients and optimizer state that a rank holds on its device, without offloaded parts.
 
     ZeRO, table 1, with the moving average where there is one, and the buffer in which gradients are reduced; without
     activations, and without the layers that stage 3 has gathered.
     """
     stage, offload = training.zero_stage, training.offload
-    weight, gradient = bytes_of_weight(training), bytes_of_gradient(training)
     shares = [num_ranks if stage >= cut_from else 1 for cut_from in (3, 2, 1)]
-    held = [weight, gradient, bytes_of_optimizer(training)]
+    of_each = (bytes_of_gradient(training), bytes_of_optimizer(training))
+    held = [weight_bytes(parameters, training), *(parameters.total * size for size in of_each)]
     if offload != "none":
         held[2] = 0
-        held[1] = 0 if stage == 3 else gradient
+        held[1] = 0 if stage == 3 else held[1]
     if offload == "optimizer_and_parameters":
         held[0] = 0
-    buffer = reduce_buffer_bytes(parameters, training, num_ranks)
-    return round(parameters * sum(size / share for size, share in zip(held, shares, strict=True))) + buffer
+    buffer = reduce_buffer_bytes(parameters.total, training, num_ranks)
+    return round(sum(size / share for size, share in zip(held, shares, strict=True))) + buffer
 
 
 def reduce_buffer_bytes(parameters: int, training: TrainingConfig, num_ranks: int) -> int:
@@ -94,7 +113,7 @@ def reduce_buffer_bytes(parameters: int, training: TrainingConfig, num_ranks: in
     if num_ranks == 1 or training.zero_stage == 0:
         return 0
     copies = training.zero_stage  # what others send; in stage 2 what is sent, too, which stage 1 has anyway
-    return round(SHARE_ON_THE_WAY * parameters * copies * bytes_of_weight(training))
+    return round(SHARE_ON_THE_WAY * parameters * copies * bytes_of_sent_gradient(training))
 
 
 def num_buckets(num_ranks: int) -> int:
@@ -145,9 +164,30 @@ def snapshot_bytes(parameters: int, training: TrainingConfig, num_ranks: int) ->
     return round(checkpoint_bytes(parameters, training) / num_ranks)
 
 
+def has_bf16_layers(training: TrainingConfig) -> bool:
+    """True if the weights of layers are in bf16, and only the masters in fp32; else bf16 is autocast over fp32 weights.
+
+    Stage 0 has no masters, nor have frozen weights; stage 3 and offload would sum gradients in bf16.
+    """
+    may_round = training.zero_stage > 0 and sends_during_backward(training) and not training.freeze
+    return training.precision == "bf16" and may_round
+
+
+def weight_bytes(parameters: Parameters, training: TrainingConfig) -> int:
+    """Bytes of all weights that the forward pass uses."""
+    of_others = 2 if training.precision == "fp16" else 4
+    return bytes_of_weight(training) * parameters.of_layers + of_others * parameters.of_others
+
+
 def bytes_of_weight(training: TrainingConfig) -> int:
-    """Bytes of a weight: bf16 is autocast over fp32 weights."""
-    return 2 if training.precision == "fp16" else 4
+    """Bytes of a weight of a layer in the forward pass."""
+    return 2 if training.precision == "fp16" or has_bf16_layers(training) else 4
+
+
+def bytes_of_sent_gradient(training: TrainingConfig) -> int:
+    """Bytes of a gradient on its way to other ranks."""
+    by_precision = 2 if training.precision == "fp16" else 4
+    return {"auto": by_precision, "fp32": 4, "bf16": 2}[training.communication_dtype]
 
 
 def bytes_of_gradient(training: TrainingConfig) -> int:

@@ -129,11 +129,16 @@ class TrainingConfig(Section):
         None, gt=0, description="The run ends with the step that reaches so many target tokens; none: no such limit."
     )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
-        "auto", description="fp16: half weights, fp32 masters. bf16: autocast. auto: fp16 on GPUs, fp32 on CPUs."
+        "auto",
+        description="fp16: half weights, fp32 masters. bf16: layers in bf16, fp32 masters; autocast in stages 0 and 3, with "
+        "offload and with freeze. auto: fp16 on GPUs, fp32 on CPUs.",
     )
     zero_stage: ZeroStage = Field(
         1,
-        description="DeepSpeed ZeRO stage: what is sharded over the ranks. One rank alone: 1 and 2 are 0, but in fp16.",
+        description="DeepSpeed ZeRO stage: what is sharded over the ranks. One rank alone: 1 and 2 are 0 in fp32.",
+    )
+    communication_dtype: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="Gradients are sent to other ranks in this type; auto: fp16 in fp16, else fp32."
     )
     label_smoothing: Fraction = Field(0.1, description="5.4: 0.1.")
     gradient_clip_norm: Number = Field(

@@ -2,8 +2,8 @@
 
 Axes: B batch, S source (or keys), T target (or queries), D model, H heads, K key size, V value size, P concatenated
 projections, L places for positions; R pairs of a rotation, half of K.
-Masks are boolean, True where a query may attend. The projections of one input are one matrix product: the rows of
-`query_key_value.weight` are the query's, the key's and the value's matrices, in this order, as in
+A mask is added to the scores: -inf where a query may not attend, else 0. The projections of one input are one matrix
+product: the rows of `query_key_value.weight` are the query's, the key's and the value's matrices, in this order, as in
 `torch.nn.MultiheadAttention.in_proj_weight`; within each, head h owns rows h * K to (h + 1) * K (of values: V).
 """
 
@@ -88,11 +88,11 @@ class SelfAttention(nn.Module):
         self.query_key_value = Linear(d_model, sum(self.widths))
         self.output = Linear(values, d_model)
 
-    def forward(self, input_BTD: Tensor, may_attend_B11T: Tensor | None = None) -> Tensor:
+    def forward(self, input_BTD: Tensor, mask_B11T: Tensor | None = None) -> Tensor:
         """Applies self-attention. Causal layers take no mask: padding is at the end, so no real position sees it, and
         CUDA's flash kernel, which refuses masks, stays usable."""
         query_BHTK, key_BHTK, value_BHTV = self._project(input_BTD)
-        attended_BHTV = attend(query_BHTK, KeyValue(key_BHTK, value_BHTV), may_attend_B11T, self.is_causal)
+        attended_BHTV = attend(query_BHTK, KeyValue(key_BHTK, value_BHTV), mask_B11T, self.is_causal)
         return self.output(merge_heads(attended_BHTV))  # type: ignore[no-any-return]
 
     def packed_rows(self, gain: float, beta: float) -> dict[nn.Module, list[tuple[int, float]]]:
@@ -106,13 +106,13 @@ class SelfAttention(nn.Module):
         past.append(KeyValue(key_BH1K, value_BH1V))
         return self.output(merge_heads(attend(query_BH1K, past.keys_values)))  # type: ignore[no-any-return]
 
-    def weights(self, input_BTD: Tensor, may_attend_B11T: Tensor | None = None) -> Tensor:
+    def weights(self, input_BTD: Tensor, mask_B11T: Tensor | None = None) -> Tensor:
         """Returns the attention weights of `forward` for the same arguments: (B, H, T, T), fp32, rows sum to 1."""
         query_BHTK, key_BHTK, _ = self._project(input_BTD)
         if self.is_causal:
             length = input_BTD.shape[1]
-            may_attend_B11T = torch.ones(length, length, dtype=torch.bool, device=input_BTD.device).tril()
-        return attention_weights(query_BHTK, key_BHTK, may_attend_B11T)
+            mask_B11T = torch.full((length, length), float("-inf"), device=input_BTD.device).triu(1)
+        return attention_weights(query_BHTK, key_BHTK, mask_B11T)
 
     def _project(self, input_BTD: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries, keys and values of each head; the first position is number `start`."""
@@ -136,8 +136,8 @@ class CrossAttention(nn.Module):
         self.key_value = Linear(d_model, sum(self.widths))
         self.output = Linear(values, d_model)
 
-    def forward(self, input_BTD: Tensor, memory_BSD: Tensor, may_attend_B11S: Tensor) -> Tensor:
-        return self.attend(input_BTD, self.project(memory_BSD), may_attend_B11S)
+    def forward(self, input_BTD: Tensor, memory_BSD: Tensor, mask_B11S: Tensor | None) -> Tensor:
+        return self.attend(input_BTD, self.project(memory_BSD), mask_B11S)
 
     def packed_rows(self, gain: float, beta: float) -> dict[nn.Module, list[tuple[int, float]]]:
         """Returns (rows, initial gain) of each matrix, as in `SelfAttention`."""
@@ -149,18 +149,18 @@ class CrossAttention(nn.Module):
         return KeyValue(*split_heads(self.key_value(memory_BSD), self.widths, self.num_heads))
 
     def attend(self, input_BTD: Tensor, memory: KeyValue, mask_B11S: Tensor | None) -> Tensor:
-        """Attends to projected memory. `mask_B11S` is boolean, or is added to the scores; None: no mask."""
+        """Attends to projected memory; None: no mask."""
         (query_BHTK,) = split_heads(self.query(input_BTD), self.widths[:1], self.num_heads)
         return self.output(merge_heads(attend(query_BHTK, memory, mask_B11S)))  # type: ignore[no-any-return]
 
-    def weights(self, input_BTD: Tensor, memory_BSD: Tensor, may_attend_B11S: Tensor) -> Tensor:
+    def weights(self, input_BTD: Tensor, memory_BSD: Tensor, mask_B11S: Tensor | None) -> Tensor:
         """Returns the attention weights of `forward` for the same arguments: (B, H, T, S), fp32, rows sum to 1."""
         (query_BHTK,) = split_heads(self.query(input_BTD), self.widths[:1], self.num_heads)
-        return attention_weights(query_BHTK, self.project(memory_BSD).key_BHSK, may_attend_B11S)
+        return attention_weights(query_BHTK, self.project(memory_BSD).key_BHSK, mask_B11S)
 
 
 def attend(query_BHTK: Tensor, past: KeyValue, mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-    """Computes equation 1: (B, H, T, V). `mask` is boolean, or is added to the scores; None: no mask."""
+    """Computes equation 1: (B, H, T, V). None: no mask."""
     if query_BHTK.is_cpu and query_BHTK.requires_grad and query_BHTK.itemsize == 2:
         return attend_in_fp32(query_BHTK, past.key_BHSK, past.value_BHSV, mask, is_causal)
     return F.scaled_dot_product_attention(
@@ -171,7 +171,7 @@ def attend(query_BHTK: Tensor, past: KeyValue, mask: Tensor | None = None, is_ca
 def split_heads(projected_BTP: Tensor, widths: list[int], num_heads: int) -> list[Tensor]:
     """Splits (B, T, sum of `widths`) into one tensor (B, H, T, width / H) for each width, a view of the input."""
     batch, length, _ = projected_BTP.shape
-    parts = projected_BTP.split_with_sizes(widths, 2)
+    parts = projected_BTP.split_with_sizes(widths, 2) if len(widths) > 1 else [projected_BTP]
     return [part_BTP.view(batch, length, num_heads, -1).transpose(1, 2) for part_BTP in parts]
 
 
@@ -191,10 +191,8 @@ def merge_heads(attended_BHTV: Tensor) -> Tensor:
     return attended_BHTV.transpose(1, 2).flatten(2)
 
 
-def attention_weights(query_BHTK: Tensor, key_BHSK: Tensor, may_attend: Tensor | None) -> Tensor:
+def attention_weights(query_BHTK: Tensor, key_BHSK: Tensor, mask: Tensor | None) -> Tensor:
     """Computes softmax(Q K^T / sqrt(K)) of equation 1, for display. At least fp32; masked weights are 0."""
     query_BHTK, key_BHSK = (x if x.dtype == torch.float64 else x.float() for x in (query_BHTK, key_BHSK))
     scores_BHTS = query_BHTK @ key_BHSK.transpose(-2, -1) * query_BHTK.shape[-1] ** -0.5
-    if may_attend is not None:
-        scores_BHTS = scores_BHTS.masked_fill(~may_attend, float("-inf"))
-    return torch.softmax(scores_BHTS, -1)
+    return torch.softmax(scores_BHTS if mask is None else scores_BHTS + mask, -1)

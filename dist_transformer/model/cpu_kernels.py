@@ -125,6 +125,7 @@ def attend_in_fp32(
     query_BHTK: Tensor, key_BHSK: Tensor, value_BHSV: Tensor, mask: Tensor | None, is_causal: bool
 ) -> Tensor:
     """Computes attention in fp32 for 16-bit inputs: torch's backward pass takes several times as long in their type."""
+    mask = None if mask is None else mask.float()
     with torch.autocast("cpu", enabled=False):
         attended_BHTV = F.scaled_dot_product_attention(
             query_BHTK.float(), key_BHSK.float(), value_BHSV.float(), attn_mask=mask, is_causal=is_causal

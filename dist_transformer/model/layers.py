@@ -126,8 +126,8 @@ class EncoderLayer(nn.Module):
         self.feed_forward = FeedForward(config.d_model, config.d_ff, config.activation)
         self.feed_forward_residual = AddAndNorm(config, alpha)
 
-    def forward(self, hidden_BSD: Tensor, may_attend_B11S: Tensor) -> Tensor:
-        hidden_BSD = self.self_attention_residual(hidden_BSD, lambda x_BSD: self.self_attention(x_BSD, may_attend_B11S))
+    def forward(self, hidden_BSD: Tensor, mask_B11S: Tensor | None) -> Tensor:
+        hidden_BSD = self.self_attention_residual(hidden_BSD, lambda x_BSD: self.self_attention(x_BSD, mask_B11S))
         return self.feed_forward_residual(hidden_BSD, self.feed_forward)  # type: ignore[no-any-return]
 
 
@@ -155,10 +155,10 @@ class DecoderLayer(nn.Module):
         self.feed_forward = FeedForward(config.d_model, config.d_ff, config.activation)
         self.feed_forward_residual = AddAndNorm(config, alpha)
 
-    def forward(self, hidden_BTD: Tensor, memory_BSD: Tensor, may_attend_B11S: Tensor) -> Tensor:
+    def forward(self, hidden_BTD: Tensor, memory_BSD: Tensor, mask_B11S: Tensor | None) -> Tensor:
         hidden_BTD = self.self_attention_residual(hidden_BTD, self.self_attention)
         hidden_BTD = self.cross_attention_residual(
-            hidden_BTD, lambda x_BTD: self.cross_attention(x_BTD, memory_BSD, may_attend_B11S)
+            hidden_BTD, lambda x_BTD: self.cross_attention(x_BTD, memory_BSD, mask_B11S)
         )
         return self.feed_forward_residual(hidden_BTD, self.feed_forward)  # type: ignore[no-any-return]
 

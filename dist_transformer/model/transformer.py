@@ -47,8 +47,7 @@ class DecodingCache:
 
     layers: list[DecoderLayerCache]
     mask_B11S: Tensor | None
-    """Mask per sentence, not per row, that is added to the scores of attention: -inf at padding, else 0. None without
-    padding. From a boolean mask the kernels would compute it again in every layer of every step."""
+    """Mask per sentence, not per row; None without padding."""
     beam_size: int
     num_positions: int = 0
     """Tokens decoded so far; the same for all rows."""
@@ -110,7 +109,15 @@ class Transformer(nn.Module):
         self.decoder_norm = make_norm(config) if has_final_norm(config) else nn.Identity()
         self.output = None if config.tied_output else Linear(config.d_model, target_vocabulary, bias=False)
         self.output_bias = nn.Parameter(torch.zeros(target_vocabulary)) if config.output_bias else None
+        self._layers_dtype: torch.dtype | None = None
         self._initialise(config)
+
+    def round_layers(self, dtype: torch.dtype) -> None:
+        """Rounds the weights of all layers, which then compute in `dtype`, and keeps embeddings and output: their gradients
+        are sums over many tokens."""
+        for part in (self.encoder_layers, self.decoder_layers, self.encoder_norm, self.decoder_norm):
+            part.to(dtype)
+        self._layers_dtype = dtype
 
     @property
     def output_weight(self) -> Tensor:
@@ -128,7 +135,8 @@ class Transformer(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Projects last hidden states (..., D) to the vocabulary: (..., V)."""
-        return F.linear(hidden, self.output_weight, self.output_bias)
+        bias = None if self.output_bias is None else self.output_bias.to(hidden.dtype)
+        return F.linear(hidden, self.output_weight.to(hidden.dtype), bias)
 
     def loss(
         self,
@@ -161,30 +169,24 @@ class Transformer(nn.Module):
 
     def decode_hidden(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
         """Returns the decoder's last hidden states (B, T, D), before the projection to the vocabulary."""
-        memory_BSD, may_attend_B11S = self.encode(source_BS), self._may_attend(source_BS)
+        mask_B11S = self._mask(source_BS)
+        memory_BSD = self._encode(source_BS, mask_B11S)
         hidden_BTD = self._embed(self.target_embedding, self.target_positions, target_BT)
         for layer in self.decoder_layers:
-            hidden_BTD = self._layer(layer, hidden_BTD, memory_BSD, may_attend_B11S)
+            hidden_BTD = self._layer(layer, hidden_BTD, memory_BSD, mask_B11S)
         return self.decoder_norm(hidden_BTD)  # type: ignore[no-any-return]
 
     def encode(self, source_BS: Tensor) -> Tensor:
         """Returns the memory (B, S, D). Values at padding have no meaning and are never attended to."""
-        may_attend_B11S = self._may_attend(source_BS)
-        hidden_BSD = self._embed(self.source_embedding, self.source_positions, source_BS)
-        for layer in self.encoder_layers:
-            hidden_BSD = self._layer(layer, hidden_BSD, may_attend_B11S)
-        return self.encoder_norm(hidden_BSD)  # type: ignore[no-any-return]
+        return self._encode(source_BS, self._mask(source_BS))
 
     @torch.no_grad()
     def start_decoding(self, memory_BSD: Tensor, source_BS: Tensor, beam_size: int = 1) -> DecodingCache:
         """Returns a cache for `beam_size` rows per sentence of `source_BS`, whose `encode` is `memory_BSD`."""
         num_rows = len(source_BS) * beam_size
         layers = [layer.start(memory_BSD, num_rows) for layer in self._decoder_layers()]
-        is_padding_B11S = ~self._may_attend(source_BS)
-        mask_B11S = torch.zeros_like(is_padding_B11S, dtype=memory_BSD.dtype).masked_fill_(
-            is_padding_B11S, float("-inf")
-        )
-        return DecodingCache(layers, mask_B11S if is_padding_B11S.any() else None, beam_size)
+        mask_B11S = self._mask(source_BS) if (source_BS == self.pad_id).any() else None
+        return DecodingCache(layers, mask_B11S, beam_size)
 
     @torch.no_grad()
     def decode_step(self, token_B: Tensor, cache: DecodingCache) -> Tensor:
@@ -216,6 +218,12 @@ class Transformer(nn.Module):
                 hook.remove()
         return maps
 
+    def _encode(self, source_BS: Tensor, mask_B11S: Tensor) -> Tensor:
+        hidden_BSD = self._embed(self.source_embedding, self.source_positions, source_BS)
+        for layer in self.encoder_layers:
+            hidden_BSD = self._layer(layer, hidden_BSD, mask_B11S)
+        return self.encoder_norm(hidden_BSD)  # type: ignore[no-any-return]
+
     def _layer(self, layer: nn.Module, *inputs: Tensor) -> Tensor:
         """Applies a layer; in training a sentence skips it with probability `layer_drop`. It is computed all the same,
         so that every parameter has a gradient on every rank, as DeepSpeed's collectives need."""
@@ -232,10 +240,21 @@ class Transformer(nn.Module):
         """Embeds tokens (3.4 and 3.5): embeddings times sqrt(D), plus positions, then dropout (5.4)."""
         scaled_BTD = embedding(token_BT) * self.embedding_scale
         embedded_BTD = scaled_BTD + positions(start, token_BT.shape[1], scaled_BTD)
-        return self.embedding_dropout(embedded_BTD)  # type: ignore[no-any-return]
+        return self.embedding_dropout(embedded_BTD.to(self._dtype))  # type: ignore[no-any-return]
 
-    def _may_attend(self, source_BS: Tensor) -> Tensor:
-        return (source_BS != self.pad_id)[:, None, None, :]
+    @property
+    def _dtype(self) -> torch.dtype:
+        return self._layers_dtype or self.source_embedding.weight.dtype
+
+    def _mask(self, source_BS: Tensor) -> Tensor:
+        """Returns what is added to the scores of attention to the source (B, 1, 1, S): -inf at padding, else 0.
+
+        From a boolean mask the kernels would compute it again in every layer. Rows begin at multiples of 8 elements, else
+        CUDA's memory-efficient kernel would copy it in every layer (`pad_bias` of torch's attention.cpp).
+        """
+        rows, length = source_BS.shape
+        mask_BS = torch.zeros(rows, -(-length // 8) * 8, dtype=self._dtype, device=source_BS.device)[:, :length]
+        return mask_BS.masked_fill_(source_BS == self.pad_id, float("-inf"))[:, None, None]
 
     def _decoder_layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.decoder_layers if isinstance(layer, DecoderLayer)]

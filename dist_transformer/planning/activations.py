@@ -5,8 +5,8 @@ and token (with rotary positions the rotated queries and keys too); a norm its i
 GELU and SiLU their input too; SwiGLU both its factors and the gate's input; the loss its gradients. On CPUs an RMS norm
 also keeps the normalised input in fp32, and attention keeps everything in fp32. Attention weights are never kept: on
 CPUs `scaled_dot_product_attention` uses the flash kernel if keys and values have the same size (measured), and on GPUs
-the flash and the memory-efficient kernels are assumed. bf16 is autocast: the residual sums are fp32, and each linear
-layer keeps a bf16 copy of its input and of its weight; ZeRO 3 uses DeepSpeed's bf16, which keeps them uncopied.
+the flash and the memory-efficient kernels are assumed. Where bf16 is autocast (`has_bf16_layers`) the residual sums are
+fp32, and each linear layer keeps a bf16 copy of its input and of its weight; ZeRO 3's linear layer keeps them uncopied.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dist_transformer.config.data_schema import DataConfig
-from dist_transformer.config.model_size import feed_forward_matrices, has_final_norm, head_sizes
+from dist_transformer.config.model_size import (
+    bytes_of_weight,
+    feed_forward_matrices,
+    has_bf16_layers,
+    has_final_norm,
+    head_sizes,
+)
 from dist_transformer.config.schema import Config, ModelConfig
 
 CHUNK_TOKENS, CPU_CHUNK_TOKENS = 1024, 256
@@ -74,7 +80,7 @@ class _Widths:
     @classmethod
     def of(cls, config: Config, on_gpu: bool) -> "_Widths":
         precision = config.training.precision
-        product, residual = 4 if precision == "fp32" else 2, 2 if precision == "fp16" else 4
+        product, residual = 4 if precision == "fp32" else 2, bytes_of_weight(config.training)
         kept = product if _copies_to_bf16(config) else residual
         norm = _norm_bytes(config.model, residual, on_gpu)
         attention = product if on_gpu else 4
@@ -90,7 +96,8 @@ def _norm_bytes(model: ModelConfig, residual: int, on_gpu: bool) -> int:
 
 def _copies_to_bf16(config: Config) -> bool:
     """True if linear layers keep bf16 copies of their factors."""
-    return config.training.precision == "bf16" and config.training.zero_stage < 3
+    is_autocast = config.training.precision == "bf16" and not has_bf16_layers(config.training)
+    return is_autocast and config.training.zero_stage < 3
 
 
 def activations(config: Config, vocabulary: int, shape: Shape, on_gpu: bool) -> Activations:
@@ -196,7 +203,7 @@ def _loss_bytes(config: Config, vocabulary: int, target: int, on_gpu: bool) -> i
     logits = 4 * min(CHUNK_TOKENS if on_gpu else CPU_CHUNK_TOKENS, target) * vocabulary
     rounded = logits // 2 if is_half else 0
     weight, hidden = vocabulary * d_model, target * d_model
-    stand_by = hidden * ((2 if is_half else 4) + (2 if precision == "fp16" else 4))
+    stand_by = hidden * ((2 if is_half else 4) + bytes_of_weight(config.training))
     stand_by += 0 if precision == "fp32" or (precision == "fp16" and on_gpu) else weight * (2 if is_half else 4)
     product = weight * ((0 if precision == "fp32" else 4) if on_gpu else (2 if is_half else 0))
     return stand_by + 4 * weight + 4 * hidden + logits + rounded + product

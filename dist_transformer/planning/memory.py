@@ -9,19 +9,20 @@ from dataclasses import dataclass
 
 from dist_transformer.config.model_size import (
     REDUCED_AT_ONCE,
+    Parameters,
     bytes_of_gradient,
     bytes_of_optimizer,
-    bytes_of_weight,
     offloaded_bytes,
     reduce_buffer_bytes,
     sends_during_backward,
     snapshot_bytes,
+    weight_bytes,
     with_effective_zero_stage,
     with_precision,
 )
 from dist_transformer.config.schema import Config, TrainingConfig
 from dist_transformer.planning.activations import Activations, Shape, activations, largest_shape, token_bytes
-from dist_transformer.planning.vocabularies import count_parameters, vocabulary_sizes
+from dist_transformer.planning.vocabularies import parameters_by_part, vocabulary_sizes
 
 USABLE_SHARE = 0.9
 """Share of a GPU's memory, as in training/memory.py: the rest is for communication and fragmentation."""
@@ -64,10 +65,11 @@ def memory_of_rank(
         shape: shape of the micro-batch; default: the largest that `data` can give.
         micro_batches: micro-batches of a rank in a step; default: as many as its lanes.
     """
-    parameters, (_, vocabulary) = count_parameters(config), vocabulary_sizes(config)
+    by_part, (_, vocabulary) = parameters_by_part(config), vocabulary_sizes(config)
+    parameters = by_part.total
     shape = shape or largest_shape(config.data, config.data.token_budget(), *token_bytes(config, on_gpu))
     batch = activations(config, vocabulary, shape, on_gpu)
-    state = _State.of(parameters, vocabulary_sizes(config)[0] * config.model.d_model, config.training, num_ranks)
+    state = _State.of(by_part, vocabulary_sizes(config)[0] * config.model.d_model, config.training, num_ranks)
     is_repeated = (micro_batches or -(-config.data.lanes // num_ranks)) > 1
     moments_of = _moments_of_exchange if sends_during_backward(config.training) else _moments
     moments = moments_of(state, batch, config.training.zero_stage, config.training.precision, is_repeated)
@@ -107,10 +109,12 @@ class _State:
     share_reduced_at_once: float
 
     @classmethod
-    def of(cls, parameters: int, of_embedding: int, training: TrainingConfig, num_ranks: int) -> "_State":
-        stage, offload, width = training.zero_stage, training.offload, bytes_of_weight(training)
+    def of(cls, by_part: Parameters, of_embedding: int, training: TrainingConfig, num_ranks: int) -> "_State":
+        stage, offload, parameters = training.zero_stage, training.offload, by_part.total
+        width = 2 if training.precision == "fp16" else 4  # of an embedding
         owned = -(-parameters // num_ranks)
-        weights = 0 if offload == "optimizer_and_parameters" else width * (owned if stage == 3 else parameters)
+        weights = width * owned if stage == 3 else weight_bytes(by_part, training)
+        weights = 0 if offload == "optimizer_and_parameters" else weights
         gradients = bytes_of_gradient(training) * (owned if stage >= 2 else parameters)
         optimizer = bytes_of_optimizer(training) * (owned if stage else parameters)
         is_gathered = stage == 3 and (num_ranks > 1 or offload == "optimizer_and_parameters")

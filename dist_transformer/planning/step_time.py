@@ -13,11 +13,17 @@ comes last, and its weights, which are needed first. Stage 3 and offload hide no
 
 from dataclasses import dataclass, replace
 
-from dist_transformer.config.model_size import REDUCED_AT_ONCE, bytes_of_weight, num_buckets, sends_during_backward
+from dist_transformer.config.model_size import (
+    REDUCED_AT_ONCE,
+    bytes_of_sent_gradient,
+    num_buckets,
+    sends_during_backward,
+    weight_bytes,
+)
 from dist_transformer.config.schema import Config, TrainingConfig
 from dist_transformer.planning.flops import model_flops
 from dist_transformer.planning.hardware import GIVEN, Constant, Hardware
-from dist_transformer.planning.vocabularies import count_parameters, vocabulary_sizes
+from dist_transformer.planning.vocabularies import count_parameters, parameters_by_part, vocabulary_sizes
 
 FILLED_SHARE = 0.93
 """Share of data.max_tokens that are real tokens, not padding or unused. Assumed; the log has `padding_share`."""
@@ -74,7 +80,7 @@ def step_time(config: Config, num_ranks: int, ranks_per_node: int, hardware: Har
     return StepTime(
         micro_batches=micro_batches,
         compute_seconds=compute_seconds,
-        communication_seconds=_exposed_seconds(
+        communication_seconds=exposed_seconds(
             config, num_ranks, ranks_per_node, micro_batches, compute_seconds / micro_batches, hardware
         ),
         update_seconds=owned * UPDATE_BYTES / (hardware.memory_gb_per_second.value * 1e9),
@@ -114,7 +120,7 @@ def micro_batch_flops(config: Config, source_tokens: float, target_tokens: float
     return again * (flops.attention + flops.feed_forward) + flops.output
 
 
-def _exposed_seconds(
+def exposed_seconds(
     config: Config, num_ranks: int, ranks_per_node: int, micro_batches: int, pass_seconds: float, hardware: Hardware
 ) -> float:
     """Time of the collectives of a step that a micro-batch's passes of `pass_seconds` do not hide."""
@@ -124,20 +130,24 @@ def _exposed_seconds(
     bandwidth = hardware.link_gb_per_second.value
     if num_ranks > ranks_per_node:
         bandwidth = min(bandwidth, ranks_per_node * hardware.network_gb_per_second.value)
-    sent = (num_ranks - 1) / num_ranks * parameters * bytes_of_weight(training) / (bandwidth * 1e9)
+    seconds_per_byte = (num_ranks - 1) / num_ranks / (bandwidth * 1e9)
+    sent = parameters * bytes_of_sent_gradient(training) * seconds_per_byte
+    gathered = weight_bytes(parameters_by_part(config), training) * seconds_per_byte
     halves = half_all_reduces(training, micro_batches)
     latency = (num_ranks - 1) * hardware.latency_seconds.value
     if not sends_during_backward(training):
         collectives = -(-parameters // REDUCED_AT_ONCE)
         if training.zero_stage == 3:  # gathered layer by layer
             collectives = max(collectives, config.model.num_encoder_layers + config.model.num_decoder_layers)
-        return sum(halves) * (sent + collectives * latency)
-    embedding = vocabulary_sizes(config)[0] * config.model.d_model / parameters * sent + latency
+        return halves[0] * sent + halves[1] * gathered + sum(halves) * collectives * latency
+    embedding = vocabulary_sizes(config)[0] * config.model.d_model
     buckets, backward = num_buckets(num_ranks), BACKWARD_SHARE * pass_seconds
-    of_one, often = sent + buckets * latency, micro_batches if training.zero_stage == 2 else 1
+    often = micro_batches if training.zero_stage == 2 else 1
     whole = halves[0] // often  # 2 for an all-reduce
-    gradients = often * max(whole * embedding, whole * of_one - (1 - 1 / buckets) * backward)
-    return gradients + halves[1] * max(embedding, of_one - (pass_seconds - backward))
+    last = embedding / parameters * sent + latency
+    gradients = often * whole * max(last, sent + buckets * latency - (1 - 1 / buckets) * backward / whole)
+    first = embedding * (2 if training.precision == "fp16" else 4) * seconds_per_byte + latency
+    return gradients + halves[1] * max(first, gathered + buckets * latency - (pass_seconds - backward))
 
 
 def half_all_reduces(training: TrainingConfig, micro_batches: int) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Numbers of pieces and parameters of a run, for `config check` and `submit`; imports nothing heavy."""
 
 from dist_transformer.config.data_schema import TokenizerConfig
-from dist_transformer.config.model_size import parameter_count
+from dist_transformer.config.model_size import Parameters, count_by_part
 from dist_transformer.config.schema import Config
 
 
@@ -29,4 +29,10 @@ def vocabulary_sizes(config: Config) -> tuple[int, int]:
 
 
 def count_parameters(config: Config) -> int:
-    return parameter_count(config.model, *vocabulary_sizes(config))
+    """Number of parameters."""
+    return parameters_by_part(config).total
+
+
+def parameters_by_part(config: Config) -> Parameters:
+    """Numbers of parameters of layers, and of all others."""
+    return count_by_part(config.model, *vocabulary_sizes(config))

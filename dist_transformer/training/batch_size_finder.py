@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from dist_transformer.config.data_schema import DataConfig
+from dist_transformer.config.model_size import has_bf16_layers
+from dist_transformer.config.schema import TrainingConfig
 from dist_transformer.data.loader.bounded_shapes import bounded_shapes
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import UserError
@@ -110,7 +112,7 @@ def find_max_tokens(
     state_bytes: int,
     data: DataConfig,
     ranks: Ranks,
-    precision: str,
+    training: TrainingConfig,
     progress: Callable[[], None] = lambda: None,
 ) -> int:
     """Finds the largest `data.max_tokens` whose micro-batches fit into the memory of every rank (collective).
@@ -131,7 +133,7 @@ def find_max_tokens(
     for_activations = Allowance(found.bytes + held - state_bytes, found.limited_by)
     ranks.barrier()  # no rank fills memory before all have measured the free memory
     with explaining_out_of_memory("the search for the largest data.max_tokens", ranks.device):  # a GPU may not recover
-        growth = _growth(module, data, ranks.device, precision, for_activations.bytes, progress)
+        growth = _growth(module, data, ranks.device, training, for_activations.bytes, progress)
         give_back(ranks.device)
     answers = ranks.all_gather_object((growth.most_tokens(for_activations.bytes), growth, for_activations))
     tokens, growth, limit = min(answers, key=lambda answer: answer[0])
@@ -218,11 +220,18 @@ class _Probe:
     """A temporary copy of the module with its gradients, on the device and in the precision of the engine."""
 
     def __init__(
-        self, module: Objective, data: DataConfig, device: torch.device, precision: str, progress: Callable[[], None]
+        self,
+        module: Objective,
+        data: DataConfig,
+        device: torch.device,
+        training: TrainingConfig,
+        progress: Callable[[], None],
     ) -> None:
         self._data, self._device, self._progress = data, device, progress
         self._token_id = int(module.model.pad_id == 0)
-        self._module = copy.deepcopy(module).to(device, torch.float16 if precision == "fp16" else None).train()
+        self._module = copy.deepcopy(module).to(device, torch.float16 if training.precision == "fp16" else None).train()
+        if has_bf16_layers(training):
+            self._module.round_layers()
         for parameter in self._module.parameters():
             parameter.grad = torch.zeros_like(parameter)
         give_back(device)
@@ -251,7 +260,7 @@ def _growth(
     module: Objective,
     data: DataConfig,
     device: torch.device,
-    precision: str,
+    training: TrainingConfig,
     limit_bytes: int,
     progress: Callable[[], None],
 ) -> Growth:
@@ -259,7 +268,7 @@ def _growth(
     if limit_bytes <= 0:
         return Growth(smallest)
     try:
-        probe = _Probe(module, data, device, precision, progress)
+        probe = _Probe(module, data, device, training, progress)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

@@ -10,7 +10,13 @@ from functools import partial
 import torch
 
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.model_size import effective_training, offloaded_bytes, snapshot_bytes, state_bytes
+from dist_transformer.config.model_size import (
+    count_by_part,
+    effective_training,
+    offloaded_bytes,
+    snapshot_bytes,
+    state_bytes,
+)
 from dist_transformer.config.schema import ModelConfig, TrainingConfig
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed.group import Ranks
@@ -127,12 +133,13 @@ def _token_budget(run: Run, checkpoint: Checkpoint | None) -> int:
         doing = run.doing("looking for the largest data.max_tokens")
         doing()
         objective = _initial_objective(run)
-        parameters = sum(parameter.numel() for parameter in objective.parameters())
+        manifest = run.manifest
+        parameters = count_by_part(run.config.model, manifest.source_vocabulary, manifest.target_vocabulary)
         held = state_bytes(parameters, training, ranks.num_ranks)
         if ranks.device.type == "cpu":
-            held += offloaded_bytes(parameters, training, ranks.num_ranks)
-            held += snapshot_bytes(parameters, training, ranks.num_ranks)
-        found = find_max_tokens(objective, held, run.config.data, ranks, training.precision, doing)
+            held += offloaded_bytes(parameters.total, training, ranks.num_ranks)
+            held += snapshot_bytes(parameters.total, training, ranks.num_ranks)
+        found = find_max_tokens(objective, held, run.config.data, ranks, training, doing)
     return int(found)
 
 

@@ -43,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "`offload: optimizer`": {"offload": "optimizer"},
     "`offload: optimizer_and_parameters`": {"offload": "optimizer_and_parameters"},
     "`activation_checkpointing`": {"activation_checkpointing": True},
+    "`communication_dtype: bf16`": {"communication_dtype": "bf16"},
     "`ema_decay` and `freeze`": {"ema_decay": DECAY, "freeze": FROZEN},
     "all of these": {"activation_checkpointing": True, "ema_decay": DECAY, "freeze": FROZEN, "offload": "optimizer"},
 }
@@ -61,6 +62,12 @@ class Combination:
         if self.option == "all of these" and self.stage in (0, 3):
             given["offload"] = "none" if self.stage == 0 else "optimizer_and_parameters"
         return TrainingConfig(**given, gradient_clip_norm=CLIP)
+
+    @property
+    def tolerance(self) -> float:
+        """Of losses, relative."""
+        kinds = (self.precision, "bf16" if self.settings.communication_dtype == "bf16" else self.precision)
+        return max(TOLERANCE[kind] for kind in kinds)
 
     @property
     def refusal(self) -> str | None:
@@ -146,7 +153,7 @@ do not edit. Each combination of ZeRO stage, precision and option of `training` 
 option on 1 and 3 ranks too, those in fp32 on 1. "all of these" is what the stage can have of them at once.
 
 "yes" is followed by the largest relative difference of a loss from that of plain torch in fp32, rounded up to a power of
-ten; allowed are {TOLERANCE["fp32"]:g} in fp32, {TOLERANCE["bf16"]:g} in bf16, {TOLERANCE["fp16"]:g} in fp16.
+ten; allowed are {TOLERANCE["fp32"]:g} in fp32, {TOLERANCE["bf16"]:g} where bf16 takes part, {TOLERANCE["fp16"]:g} in fp16.
 On 2 and 3 ranks a gradient was infinite on one rank after step {SKIPPED_AFTER}: all skipped it, nothing moved, and the
 losses that followed stayed those of plain torch.
 

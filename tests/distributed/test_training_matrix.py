@@ -6,7 +6,6 @@ from typing import Any
 import matrix_program
 import pytest
 from matrix_program import CLIP, COMBINATIONS, PAGE, SKIPPED_AFTER, Combination, deviation, launch, page, reference
-from plain_torch import TOLERANCE
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +28,7 @@ def test_everything_that_is_not_refused_ran(results, num_ranks):
 def test_losses_norms_and_clipping_are_those_of_plain_torch(results, num_ranks):
     for result in results[num_ranks]:
         combination = Combination(*result["combination"])
-        tolerance, expected = TOLERANCE[combination.precision], reference(combination)
+        tolerance, expected = combination.tolerance, reference(combination)
         assert deviation(result) <= tolerance, combination
         assert result["norms"] == pytest.approx(expected.norms, rel=10 * tolerance), combination
         assert min(expected.norms) > CLIP, "the limit must bind, or clipping is not tested"

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dist_transformer.config.model_size import REDUCED_AT_ONCE, num_buckets, sends_during_backward
+from dist_transformer.config.model_size import REDUCED_AT_ONCE, has_bf16_layers, num_buckets, sends_during_backward
 from dist_transformer.config.schema import OptimizerConfig, TrainingConfig
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.training.divergence import Diverged
@@ -108,6 +108,10 @@ class Engine:
         self._updates = 0
         freeze(module, training.freeze)
         self._parameters = parameter_names(module)
+        is_rounded = training.precision == "fp16" or has_bf16_layers(training)
+        exact = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()} if is_rounded else {}
+        if has_bf16_layers(training):
+            module.round_layers()
         call_as_not_compiled([*vars(torch.optim.Optimizer).values(), *vars(PartitionedParameterCoordinator).values()])
         is_ours = sends_during_backward(training) and (training.zero_stage > 0 or ranks.num_ranks > 1)
         cut = partial(in_buckets, num_buckets(ranks.num_ranks)) if is_ours else lambda alike: [alike]
@@ -120,6 +124,8 @@ class Engine:
                 config=_deepspeed_config(training, ranks, module),
                 dist_init_required=False,
             )
+        for piece in self._pieces() if exact else []:
+            piece.weight.copy_(exact[piece.name].view(-1)[piece.start : piece.start + piece.length])
         make_state(_inner_optimizer(self._engine), self._masters(), self._ema_decay is not None)
         self._exchange: GradientExchange | None = None
         self._gather: WeightGather | None = None
@@ -141,7 +147,8 @@ class Engine:
         else:
             flats = zip(optimizer.bit16_groups, optimizer.bit16_groups_flat, strict=True)
             buckets = [Bucket(group, flat.numel()) for group, flat in flats]
-        dtype = torch.float16 if training.precision == "fp16" else torch.float32
+        by_precision = torch.float16 if training.precision == "fp16" else torch.float32
+        dtype = {"auto": by_precision, "fp32": torch.float32, "bf16": torch.bfloat16}[training.communication_dtype]
         self._exchange = GradientExchange(buckets, ranks, self._stage, dtype)
         if self._stage == 0:
             exchange_in_stage_0(self._engine, self._exchange)
@@ -317,6 +324,8 @@ def _deepspeed_config(training: TrainingConfig, ranks: Ranks, module: Objective)
         "steps_per_print": 10**12,
         "timers": {"throughput": {"enabled": False}},  # it synchronises with the device at each pass and step
     }
+    if training.communication_dtype != "auto":
+        config["communication_data_type"] = training.communication_dtype
     if training.precision == "fp16":
         config["fp16"] = {
             "enabled": True,

@@ -66,15 +66,22 @@ class Bucket:
 
     def take_gradients(self) -> None:
         """Moves the parameters' gradients into `flat`."""
-        combine: Callable[..., None] = torch._foreach_add_
-        if self.flat is None:
-            self.flat, combine = torch.zeros(self.size, device=self.parameters[0].device), torch._foreach_copy_
-        pairs = [(view, p.grad) for view, p in zip(self.views_of(self.flat), self.parameters, strict=True)]
+        first, before = self.parameters[0], self.flat
+        if before is not None and first.dtype == before.dtype:
+            self._combine(torch._foreach_add_, before)
+        else:  # adding other types would be an operation for each parameter
+            self.flat = torch.zeros(self.size, device=first.device)
+            self._combine(torch._foreach_copy_, self.flat)
+            if before is not None:
+                self.flat += before
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def _combine(self, combine: Callable[..., None], flat: Tensor) -> None:
+        pairs = [(view, p.grad) for view, p in zip(self.views_of(flat), self.parameters, strict=True)]
         held = [(view, gradient) for view, gradient in pairs if gradient is not None]
         if held:
             combine([view for view, _ in held], [gradient for _, gradient in held])
-        for parameter in self.parameters:
-            parameter.grad = None
 
     def send(self, ranks: Ranks, into_shares: bool, dtype: torch.dtype) -> None:
         """Begins averaging `flat` over the ranks (collective)."""

@@ -9,8 +9,8 @@ from dist_transformer.model.transformer import Transformer
 class Objective(nn.Module):
     """The model's label-smoothed loss as a module, so that DeepSpeed sees one forward pass.
 
-    bf16 is autocast over fp32 weights: the matrix products run in bf16, sums and updates stay in fp32. fp16 weights are
-    made by DeepSpeed, which keeps fp32 masters.
+    bf16 is autocast over fp32 weights, until `round_layers`: the matrix products run in bf16, sums and updates stay in
+    fp32. fp16 weights are made by DeepSpeed, which keeps fp32 masters.
     """
 
     def __init__(self, model: Transformer, label_smoothing: float, precision: str) -> None:
@@ -18,6 +18,11 @@ class Objective(nn.Module):
         self.model = model
         self._label_smoothing = label_smoothing
         self._autocast = precision == "bf16"
+
+    def round_layers(self) -> None:
+        """Makes bf16 the type of the layers' weights and results, in place of autocast, which casts in each product."""
+        self.model.round_layers(torch.bfloat16)
+        self._autocast = False
 
     def forward(
         self,

@@ -44,7 +44,8 @@ def adam(
 
     Args:
         parameters: those of `module` to train, in order.
-        cut: makes groups of those that decay and of those that do not; groups are ordered by their last member.
+        cut: makes groups of those that decay and of those that do not, for each type of weights; groups are ordered by
+            their last member.
 
     Raises:
         UserError: a pattern of `optimizer.no_decay` names no parameter.
@@ -52,7 +53,8 @@ def adam(
     exempt = {id(parameter) for parameter in _matching(module, settings.no_decay, "optimizer.no_decay")}
     rates = {p: 0.0 if p.dim() <= 1 or id(p) in exempt else settings.weight_decay for p in parameters}
     place = {parameter: number for number, parameter in enumerate(parameters)}
-    alike = [[p for p in parameters if rates[p] == rate] for rate in dict.fromkeys(rates.values())]
+    kinds = dict.fromkeys((rates[p], p.dtype) for p in parameters)
+    alike = [[p for p in parameters if (rates[p], p.dtype) == kind] for kind in kinds]
     groups = sorted((group for some in alike for group in cut(some)), key=lambda group: place[group[-1]])
     return torch.optim.AdamW(
         [{"params": group, "weight_decay": rates[group[0]]} for group in groups],

@@ -53,8 +53,16 @@ class Shard:
     def parts(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
         """Returns views of the shard's elements, by part of the state."""
         state = optimizer.state[self.master] if self.is_trained else {}
-        whole = {"weight": self.master, **{part: state[part] for part in PARTS if part in state}}
-        return {part: tensor.detach().view(-1).narrow(0, self.offset, self.length) for part, tensor in whole.items()}
+        others = {part: self._of(state[part]) for part in PARTS if part in state}
+        return {"weight": self.weight, **others}
+
+    @property
+    def weight(self) -> Tensor:
+        """The shard's elements of the master."""
+        return self._of(self.master)
+
+    def _of(self, whole: Tensor) -> Tensor:
+        return whole.detach().view(-1).narrow(0, self.offset, self.length)
 
 
 def masters(optimizer: Any, stage: int) -> list[Tensor]:

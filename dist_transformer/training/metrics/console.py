@@ -18,7 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from dist_transformer.config.model_size import offloaded_bytes, parameter_count, state_bytes
+from dist_transformer.config.model_size import count_by_part, offloaded_bytes, state_bytes
 from dist_transformer.config.schema import Config, TrainingConfig
 from dist_transformer.data.manifest import Manifest, Split
 from dist_transformer.training.engine.schedule import peak_learning_rate
@@ -47,9 +47,9 @@ def estimate(config: Config, training: TrainingConfig, manifest: Manifest, num_r
     source_tokens, target_tokens = (sum(getattr(s, f"{side}_tokens") for s in splits) for side in ("source", "target"))
     tokens = source_tokens + target_tokens
     per_step = min(config.data.lanes * config.data.token_budget() * TYPICAL_FILL, tokens)
-    parameters = parameter_count(config.model, manifest.source_vocabulary, manifest.target_vocabulary)
+    parameters = count_by_part(config.model, manifest.source_vocabulary, manifest.target_vocabulary)
     return RunEstimate(
-        parameters,
+        parameters.total,
         round(per_step * source_tokens / tokens),
         round(per_step * target_tokens / tokens),
         math.ceil(tokens / per_step),

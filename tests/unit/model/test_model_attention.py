@@ -29,6 +29,11 @@ def written_out(queries: Tensor, keys: Tensor, values: Tensor, may_attend: Tenso
     return torch.stack(rows)  # type: ignore[arg-type]
 
 
+def added(may_attend: Tensor) -> Tensor:
+    """The mask as it is added to scores."""
+    return torch.zeros(may_attend.shape, dtype=torch.float64).masked_fill(~may_attend, float("-inf"))
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_self_attention_is_the_formula_written_out_head_by_head(is_causal: bool) -> None:
     module, inputs = self_attention(is_causal), torch.randn(2, 5, D_MODEL, dtype=torch.float64)
@@ -50,7 +55,7 @@ def test_self_attention_is_the_formula_written_out_head_by_head(is_causal: bool)
             for b in range(2)
         ]
     )
-    given = module(inputs) if is_causal else module(inputs, may_attend[:, None, :1, :])
+    given = module(inputs) if is_causal else module(inputs, added(may_attend[:, None, :1, :]))
     torch.testing.assert_close(given, module.output(attended))
 
 
@@ -95,9 +100,9 @@ def test_cross_attention_equals_torchs_multi_head_attention() -> None:
         key_padding_mask=~is_real,
         average_attn_weights=False,
     )
-    may_attend = is_real[:, None, None, :]
-    torch.testing.assert_close(module(queries, memory, may_attend), theirs.transpose(0, 1))
-    torch.testing.assert_close(module.weights(queries, memory, may_attend), weights)
+    mask = added(is_real[:, None, None, :])
+    torch.testing.assert_close(module(queries, memory, mask), theirs.transpose(0, 1))
+    torch.testing.assert_close(module.weights(queries, memory, mask), weights)
 
 
 def test_softmax_stays_finite_and_exact_with_huge_scores() -> None:
@@ -113,17 +118,16 @@ def test_masked_keys_get_exactly_zero_weight_even_against_very_low_scores() -> N
     """A mask that writes a tiny or a merely large negative number would let the padding win here."""
     query, key = torch.full((1, 1, 2, 1), 1e6), torch.full((1, 1, 3, 1), -1e6)
     key[..., 2, :] = 0.0
-    may_attend = torch.tensor([True, True, False])[None, None, None]
-    weights = attention_weights(query, key, may_attend)
+    weights = attention_weights(query, key, added(torch.tensor([True, True, False])[None, None, None]))
     assert torch.equal(weights, torch.tensor([0.5, 0.5, 0.0]).expand(1, 1, 2, 3))
 
 
 def test_what_is_written_in_padding_reaches_no_output() -> None:
     module, inputs = self_attention(), torch.randn(1, 5, D_MODEL, dtype=torch.float64)
-    may_attend = torch.tensor([True, True, True, False, False])[None, None, None]
+    mask = added(torch.tensor([True, True, True, False, False])[None, None, None])
     changed = inputs.clone()
     changed[:, 3:] = 1e6
-    assert torch.equal(module(inputs, may_attend)[:, :3], module(changed, may_attend)[:, :3])
+    assert torch.equal(module(inputs, mask)[:, :3], module(changed, mask)[:, :3])
 
 
 def test_queries_keys_and_values_have_three_matrices_of_their_own() -> None:
@@ -170,4 +174,4 @@ def test_keys_and_values_of_odd_sizes_are_the_formula_written_out_head_by_head()
         ],
         1,
     )
-    torch.testing.assert_close(module(inputs, memory, may_attend[None, None])[0], module.output(attended))
+    torch.testing.assert_close(module(inputs, memory, None)[0], module.output(attended))

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_transformer.config.model_size import offloaded_bytes, parameter_count, state_bytes
+from dist_transformer.config.model_size import count_by_part, has_bf16_layers, offloaded_bytes, parameter_count, state_bytes
 from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import RATIO_FREE_TOKENS, filter_lengths
 from dist_transformer.data.loader.bounded_shapes import bounded_shapes
@@ -51,7 +51,10 @@ def kept_by_autograd(config, shape):
         config.model, VOCABULARY, VOCABULARY, 0, activation_checkpointing=config.training.activation_checkpointing
     )
     precision = config.training.precision
+    is_autocast = precision == "bf16" and not has_bf16_layers(config.training)
     model = (model.half() if precision == "fp16" else model).train()
+    if has_bf16_layers(config.training):
+        model.round_layers(torch.bfloat16)
     sides = {p.shape for p in model.parameters() if p.dim() == 2} | {
         p.T.shape for p in model.parameters() if p.dim() == 2
     }
@@ -65,7 +68,7 @@ def kept_by_autograd(config, shape):
     source, target = (torch.full((shape.rows, length), 5) for length in shape[1:])
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"),
+        torch.autocast("cpu", torch.bfloat16, enabled=is_autocast),
     ):
         model.loss(source, target, target, 0.1)
     tensors = [tensor for place, tensor in saved.items() if place not in parameters]
@@ -74,7 +77,7 @@ def kept_by_autograd(config, shape):
     return total - copies, copies
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("bf16", 0), ("bf16", 1), ("fp16", 1)])
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize(
     "model",
@@ -96,8 +99,8 @@ def kept_by_autograd(config, shape):
     ],
     ids=str,
 )
-def test_the_activations_are_those_that_autograd_keeps(precision, norm, model):
-    config = config_of({**SMALL_MODEL, "norm": norm, **model}, precision=precision)
+def test_the_activations_are_those_that_autograd_keeps(precision, stage, norm, model):
+    config = config_of({**SMALL_MODEL, "norm": norm, **model}, precision=precision, zero_stage=stage)
     shape = Shape(5, 11, 23)
     found = activations(config, VOCABULARY, shape, on_gpu=False)
     kept, copies = kept_by_autograd(config, shape)
@@ -125,10 +128,11 @@ class KernelLikeThoseOfGpus(torch.autograd.Function):
         return attended
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("precision", "stage"), [("fp32", 1), ("bf16", 0), ("bf16", 1)])
 @pytest.mark.parametrize(("key_size", "value_size"), [(3, 16), (20, 5)])
-def test_keys_and_values_may_be_of_different_sizes(monkeypatch, precision, key_size, value_size):
-    config = config_of({**SMALL_MODEL, "key_size": key_size, "value_size": value_size}, precision=precision)
+def test_keys_and_values_may_be_of_different_sizes(monkeypatch, precision, stage, key_size, value_size):
+    sizes = {**SMALL_MODEL, "key_size": key_size, "value_size": value_size}
+    config = config_of(sizes, precision=precision, zero_stage=stage)
     monkeypatch.setattr(
         "torch.nn.functional.scaled_dot_product_attention", lambda *inputs, **_: KernelLikeThoseOfGpus.apply(*inputs)
     )
@@ -239,9 +243,9 @@ def test_checkpointing_never_needs_more_and_a_rank_never_less_than_its_state(kin
     for tokens in (1024, 16_384):
         plain, less = (memory_of_rank(with_tokens(c, tokens), 4).peak_bytes for c in (config, saving))
         assert less <= plain
-    parameters = parameter_count(config.model, 37_000, 37_000)
+    parameters = count_by_part(config.model, 37_000, 37_000)
     assert memory_of_rank(config, 4).peak_bytes >= 0.8 * state_bytes(parameters, config.training, 4)
-    assert memory_of_rank(config, 4).cpu_bytes >= offloaded_bytes(parameters, config.training, 4)
+    assert memory_of_rank(config, 4).cpu_bytes >= offloaded_bytes(parameters.total, config.training, 4)
 
 
 def test_each_higher_stage_divides_more_of_the_state_among_many_ranks():

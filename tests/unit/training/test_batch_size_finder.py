@@ -15,6 +15,7 @@ from plain_torch import TINY, VOCABULARY
 from running import NOT_INHERITED
 
 from dist_transformer.config.data_schema import DataConfig
+from dist_transformer.config.schema import TrainingConfig
 from dist_transformer.data.filters import filter_lengths
 from dist_transformer.data.loader.batching import free_buckets
 from dist_transformer.data.loader.bounded_shapes import bounded_buckets
@@ -245,7 +246,7 @@ def test_the_search_leaves_weights_and_gradients_as_they_were_and_says_what_it_f
     before = {name: value.clone() for name, value in objective.state_dict().items()}
     caplog.set_level("INFO", "dist_transformer")
     held = allowance(ranks).bytes - 60_000_000
-    found = find_max_tokens(objective, held, data_of("auto", 16), ranks, "fp32")
+    found = find_max_tokens(objective, held, data_of("auto", 16), ranks, TrainingConfig(precision="fp32"))
     assert found >= 32
     assert f"{found:,} found" in caplog.text
     assert gradients_of(objective) == {}
@@ -270,7 +271,9 @@ OUT_OF_MEMORY = torch.AcceleratorError("CUDA error: out of memory")
 
 
 def test_the_search_takes_a_library_that_is_out_of_memory_for_too_large_a_size(ranks):
-    found = find_max_tokens(failing_above(600, OUT_OF_MEMORY), 0, data_of("auto", 16), ranks, "fp32")
+    found = find_max_tokens(
+        failing_above(600, OUT_OF_MEMORY), 0, data_of("auto", 16), ranks, TrainingConfig(precision="fp32")
+    )
     assert 32 <= found < 2048
 
 
@@ -280,12 +283,14 @@ def test_a_device_that_is_out_of_memory_for_good_ends_the_search_with_advice(ran
 
     monkeypatch.setattr(batch_size_finder, "give_back", broken)
     with pytest.raises(UserError, match=r"^out of memory in the search for the largest data\.max_tokens"):
-        find_max_tokens(failing_above(600, OUT_OF_MEMORY), 0, data_of("auto", 16), ranks, "fp32")
+        find_max_tokens(
+            failing_above(600, OUT_OF_MEMORY), 0, data_of("auto", 16), ranks, TrainingConfig(precision="fp32")
+        )
 
 
 def test_a_state_larger_than_memory_is_refused_with_the_sizes_and_the_ways_out(ranks):
     with pytest.raises(UserError) as raised:
-        find_max_tokens(objective_of(), 10**15, data_of("auto", 16), ranks, "fp32")
+        find_max_tokens(objective_of(), 10**15, data_of("auto", 16), ranks, TrainingConfig(precision="fp32"))
     assert raised.value.is_agreed
     for words in ("data.filters.max_tokens = 16", "1,000,000.0 GB of them", "training.zero_stage"):
         assert words in str(raised.value)
@@ -296,7 +301,7 @@ LIMITED = """
     import torch
     from dist_transformer.distributed import group
     from dist_transformer.config.data_schema import DataConfig
-    from dist_transformer.config.schema import ModelConfig
+    from dist_transformer.config.schema import ModelConfig, TrainingConfig
     from dist_transformer.errors import UserError
     from dist_transformer.model.transformer import Transformer
     from dist_transformer.training import batch_size_finder, memory
@@ -329,7 +334,7 @@ LIMITED = """
     fits(256)  # libraries are loaded and threads started
     in_use = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (in_use + int(sys.argv[1]),) * 2)
-    found = batch_size_finder.find_max_tokens(objective, state_bytes, data_of("auto"), ranks, "fp32")
+    found = batch_size_finder.find_max_tokens(objective, state_bytes, data_of("auto"), ranks, TrainingConfig(precision="fp32"))
     print(found, fits(found), fits(2 * found))
     group.leave()
 """

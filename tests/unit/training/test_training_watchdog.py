@@ -23,11 +23,13 @@ with Watchdog(1, ranks) as watchdog:
     {body}
 """
 LOSING_EACH_OTHER = """
-import os, sys, torch
+import datetime, os, sys, torch
 from dist_transformer.distributed import group
 from dist_transformer.training.watchdog import Watchdog
-ranks = group.join({seconds})
+ranks = group.join(60)  # to start may take one of them longer than the limit of what follows
 ranks.barrier()
+for each in (None, ranks.control):
+    torch.distributed.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds={seconds}), each)
 if ranks.rank == 1:
     {second}
 try:

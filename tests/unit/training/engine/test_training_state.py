@@ -6,7 +6,7 @@ import pytest
 import torch
 from plain_torch import TINY, VOCABULARY, tokens_of, train_on_plain_torch
 
-from dist_transformer.config.model_size import offloaded_bytes, state_bytes, with_effective_zero_stage
+from dist_transformer.config.model_size import Parameters, offloaded_bytes, state_bytes, with_effective_zero_stage
 from dist_transformer.config.schema import Config, OptimizerConfig, TrainingConfig
 from dist_transformer.errors import UserError
 from dist_transformer.model.layers import DecoderLayer, EncoderLayer
@@ -25,6 +25,7 @@ KINDS = [
     dict(zero_stage=3, precision="fp16"),
     dict(zero_stage=2, offload="optimizer"),
     dict(zero_stage=3, precision="fp16", offload="optimizer_and_parameters"),
+    dict(zero_stage=2, precision="bf16"),
 ]
 STAGES = [0, 1, 2, 3]
 POSITIONS_BYTES = 2 * 4 * 256 * TINY.d_model
@@ -248,6 +249,7 @@ def test_activation_checkpointing_changes_no_bit_under_zero(make_engine, batches
     [
         *(dict(zero_stage=stage, precision="fp32") for stage in (0, 1, 3)),
         *(dict(zero_stage=stage, precision="fp16") for stage in (1, 3)),
+        *(dict(zero_stage=stage, precision="bf16") for stage in (1, 2)),
         dict(zero_stage=1, precision="fp32", ema_decay=0.9),
         dict(zero_stage=1, precision="fp16", offload="optimizer"),
         dict(zero_stage=3, precision="fp32", offload="optimizer"),
@@ -263,8 +265,13 @@ def test_the_memory_estimate_is_what_an_engine_takes(make_engine, batches, kind)
     loss, nll = engine(*batches[0])
     engine.backward(loss, 1)
     del loss, nll
-    parameters = sum(torch.Size(shape).numel() for shape in engine.shapes().values())
-    estimate = sum(count(parameters, TrainingConfig(**kind), 1) for count in (state_bytes, offloaded_bytes))
+    of_layers, of_others = (
+        sum(torch.Size(shape).numel() for name, shape in engine.shapes().items() if ("embedding" in name) == is_other)
+        for is_other in (False, True)
+    )
+    training = TrainingConfig(**kind)
+    estimate = state_bytes(Parameters(of_layers, of_others), training, 1)
+    estimate += offloaded_bytes(of_layers + of_others, training, 1)
     largest = max(torch.Size(shape).numel() for shape in engine.shapes().values())
     taken = bytes_of_tensors() - before
     assert estimate <= 1.03 * taken
@@ -278,11 +285,46 @@ def bytes_of_tensors() -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+@pytest.mark.parametrize(("stage", "precision"), [(1, "fp16"), (3, "fp16"), (1, "bf16"), (2, "bf16"), (0, "bf16")])
+def test_masters_begin_with_the_exact_weights_and_not_with_rounded_ones(make_engine, stage, precision):
+    engine = make_engine(zero_stage=stage, precision=precision, seed=5)
+    torch.manual_seed(5)
+    exact = dict(Transformer(TINY, VOCABULARY, VOCABULARY, 0).named_parameters())
+    weights = {f.name: f.values for f in engine.fragments() if f.part == "weight"}
+    assert set(weights) == set(exact)
+    assert all(torch.equal(values, exact[name].flatten()[: len(values)]) for name, values in weights.items())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_bf16_rounds_the_masters_of_layers_and_keeps_embeddings(make_engine, batches, stage):
+    engine = make_engine(zero_stage=stage, precision="bf16", ema_decay=0.9)
+    for _ in range(2):
+        engine.backward(engine(*batches[0])[0], tokens_of(batches[:1]))
+        assert engine.step(1e-2)
+    weights = {f.name: f.values for f in engine.fragments() if f.part == "weight"}
+    for name, parameter in engine.objective.model.named_parameters():
+        dtype = torch.float32 if "embedding" in name else torch.bfloat16
+        assert torch.equal(parameter.flatten(), weights[name].to(dtype)), name
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [dict(zero_stage=0), dict(zero_stage=1, offload="optimizer"), dict(zero_stage=2, freeze=["*.bias"])],
+    ids=str,
+)
+def test_bf16_without_masters_of_its_own_is_autocast_over_fp32_weights(make_engine, kind):
+    engine = make_engine(precision="bf16", **kind)
+    assert {parameter.dtype for parameter in engine.objective.parameters()} == {torch.float32}
+    with engine.objective.autocast(torch.device("cpu")):
+        assert torch.is_autocast_enabled("cpu")
+
+
 @pytest.mark.parametrize(
     ("given", "num_ranks", "stage"),
     [
         (dict(zero_stage=1, precision="fp32"), 1, 0),
-        (dict(zero_stage=2, precision="bf16"), 1, 0),
+        (dict(zero_stage=2, precision="bf16"), 1, 2),
+        (dict(zero_stage=1, precision="bf16", freeze=["source_embedding.*"]), 1, 0),
         (dict(zero_stage=1, precision="bf16"), 2, 1),
         (dict(zero_stage=1, precision="fp16"), 1, 1),
         (dict(zero_stage=3, precision="fp32"), 1, 3),
@@ -300,7 +342,9 @@ def test_each_part_of_the_state_is_divided_from_its_stage_on():
     """Rajbhandari et al. (2020), table 1: 2 + 2 + 12 bytes a parameter in fp16, but gradients in fp32 before stage 3."""
 
     def bytes_in(stage: int, num_ranks: int = 4, **settings: object) -> int:
-        return state_bytes(1000, TrainingConfig(**{"zero_stage": stage, "precision": "fp16", **settings}), num_ranks)
+        return state_bytes(
+            Parameters(800, 200), TrainingConfig(**{"zero_stage": stage, "precision": "fp16", **settings}), num_ranks
+        )
 
     on_the_way = 500  # a quarter of 2 bytes each; stage 3: DeepSpeed's buffer
     assert [bytes_in(stage) for stage in (1, 2)] == [6000 + 3000 + on_the_way, 2000 + 1000 + 3000 + 2 * on_the_way]
