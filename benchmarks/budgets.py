@@ -21,14 +21,12 @@ from typing import Any
 
 import common
 import torch
-from loader import packed_figures
 from memory_plan import all_events
-from synthetic_corpus import PAD_ID, Corpus, synthetic_config
+from synthetic_corpus import PAD_ID, synthetic_config
 from synthetic_text import trained_tokenizer, write_text
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
-from dist_transformer.config.data_schema import DataConfig
 from dist_transformer.config.loading import to_yaml
 from dist_transformer.config.schema import Config, ModelConfig
 from dist_transformer.data.manifest import Manifest
@@ -92,7 +90,7 @@ def measure(arguments: argparse.Namespace) -> list[Row]:
         run = _train(Path(name), arguments)
         rows = [
             _data_wait(run),
-            *_padding(run),
+            _padding(run),
             _logging(run),
             _checkpoints(run),
             _start(Path(name), arguments.threads),
@@ -171,19 +169,10 @@ def _data_wait(run: RealRun) -> Row:
     return Row("waiting for data, of a step", in_windows + between, 0.01, note)
 
 
-def _padding(run: RealRun) -> list[Row]:
-    """Measures padding of the run's own batches, and of the same corpus packed into batches of the usual size."""
-    padded = run.share_of_seconds("padding_share")
-    usual = DataConfig().max_tokens
-    config = run.data.config.model_copy(update={"data": run.data.config.data.model_copy(update={"max_tokens": usual})})
-    data = RunData(config, run.data.folder, run.data.manifest)
-    packed = packed_figures(data, Corpus(data.folder, data.manifest))["padding"]
-    rows = f"windows of {config.data.window_rows:,} rows"
-    how = f"an epoch through the loader, {usual:,} tokens a batch; the model does not train on them"
-    return [
-        Row("padding, of the tokens", padded, 0.07, f"padding_share in metrics.jsonl, {rows}"),
-        Row("padding of packed batches", packed, 0.03, how),
-    ]
+def _padding(run: RealRun) -> Row:
+    """Measures padding of the run's own batches."""
+    note = f"padding_share in metrics.jsonl, windows of {run.data.config.data.window_rows:,} rows"
+    return Row("padding, of the tokens", run.share_of_seconds("padding_share"), 0.07, note)
 
 
 def _logging(run: RealRun) -> Row:

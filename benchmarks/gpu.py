@@ -1,5 +1,6 @@
 """Training on one GPU: real target tokens per second, MFU, memory and the gain of each lever; ten minutes on an H200.
 
+    python benchmarks/gpu.py --acceptance               # writes benchmarks/results/<date>-gpu-acceptance.md
     python benchmarks/gpu.py                            # writes benchmarks/results/<date>-gpu.md
     python benchmarks/gpu.py --presets big --precisions fp16 --seconds 200
     python benchmarks/gpu.py --device cpu --presets tiny --vocabulary 500 --max-tokens 256 --batches 2 --output gpu.md
@@ -10,6 +11,8 @@ long or is not reached in time. Without a GPU the file says "not measured".
 
 A step is that of the training loop: a micro-batch from the loader, copied to the GPU, forward and backward pass,
 update, the loss read. The corpus is synthetic, of random ids with lengths like those of English-German news.
+
+With --acceptance, tests that need a GPU come before the measurements (acceptance.py), in the same ten minutes.
 """
 
 import argparse
@@ -28,20 +31,26 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import common
 import torch
+from acceptance import Failed, Part, accept
 from common import Figures
 from synthetic_corpus import PAD_ID, SEED, Corpus, write_tokens
 from without_padding import WithoutPadding
 
-from dist_transformer.config.schema import ModelConfig, OptimizerConfig, TrainingConfig
+from dist_transformer.config.schema import Config, ModelConfig, OptimizerConfig, TrainingConfig
 from dist_transformer.data.loader.loader import MicroBatch
+from dist_transformer.data.loader.window import BatchShape
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed import group
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.model.transformer import Transformer
+from dist_transformer.planning.activations import Shape
 from dist_transformer.planning.flops import ModelFlops, add_flops, model_flops, published_flops
+from dist_transformer.planning.memory import memory_of_rank
+from dist_transformer.planning.vocabularies import with_vocabularies
 from dist_transformer.training.engine import engine as engine_module
 from dist_transformer.training.engine.objective import Objective
 from dist_transformer.training.train_state import dropout_seed
@@ -88,26 +97,69 @@ def main() -> None:
         return
     arguments = _arguments()
     found = common.begin(1)
-    output = arguments.output or Path(__file__).parent / "results" / f"{date.today().isoformat()}-gpu.md"
+    name = f"{date.today().isoformat()}-gpu{'-acceptance' if arguments.acceptance else ''}.md"
+    output = arguments.output or Path(__file__).parent / "results" / name
     command = f"# What one GPU trains\n\n    python benchmarks/gpu.py {' '.join(sys.argv[1:])}".rstrip()
     head = f"{command}\n\n{common.machine_line(found)}\n\n"
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("not measured: no CUDA device")
         output.write_text(head + _not_measured(arguments), encoding="utf-8")
         return
+
+    def write(text: str) -> None:
+        output.write_text(head + text, encoding="utf-8")
+
+    if arguments.acceptance:
+        _accept(arguments, found, write)
+    else:
+        figures = _measure(arguments, time.monotonic() + arguments.seconds, write)
+        common.finish(arguments, found, figures)
+
+
+def _measure(arguments: argparse.Namespace, deadline: float, write: Callable[[str], None]) -> dict[str, Any]:
+    """Returns the outcome of each case; writes and prints the table."""
     results: list[tuple[Case, Figures | str]] = []
     text = ""
-    for case, outcome in _measured_cases(arguments):
+    for case, outcome in _measured_cases(arguments, deadline):
         results.append((case, outcome))
         text = f"{_description(arguments)}\n\n{_table(results)}\n"
-        output.write_text(head + text, encoding="utf-8")  # after each case: a killed benchmark keeps its results
+        write(text)  # after each case: a killed benchmark keeps its results
     print("\n" + text)
-    common.finish(arguments, found, {_name(case): outcome for case, outcome in results})
+    return {_name(case): outcome for case, outcome in results}
 
 
-def _measured_cases(arguments: argparse.Namespace) -> Iterator[tuple[Case, Figures | str]]:
+def _accept(arguments: argparse.Namespace, found: dict[str, Any], write: Callable[[str], None]) -> None:
+    """Takes the parts of the acceptance; the measurements have what time is left."""
+    deadline, figures, texts = time.monotonic() + arguments.seconds, {}, [""]
+
+    def note(text: str) -> None:
+        texts[0] = text
+        write(text)
+
+    def throughput(_folder: Path, _seconds: float) -> str:
+        tables: list[str] = []
+        before = texts[0]
+
+        def add(text: str) -> None:
+            tables.append(text)
+            write(f"{before}\n{text}")
+
+        figures.update(_measure(arguments, deadline, add))
+        plain = {name: outcome for name, outcome in figures.items() if AS_TRAINED in name}
+        if failed := [f"{name}: {outcome}" for name, outcome in plain.items() if isinstance(outcome, str)]:
+            raise Failed("\n\n".join([*failed, *tables[-1:]]))
+        return tables[-1] if tables else ""
+
+    variables = {"CUDA_VISIBLE_DEVICES": ""} if arguments.device == "cpu" else {}
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, variables):
+        has_passed = accept(Path(folder), arguments.precisions, Part("Throughput", arguments.seconds, throughput), note)
+    print(texts[0])
+    common.finish(arguments, found, figures)
+    sys.exit(0 if has_passed else 1)
+
+
+def _measured_cases(arguments: argparse.Namespace, deadline: float) -> Iterator[tuple[Case, Figures | str]]:
     """Yields the figures of each case, or the reason why there are none."""
-    deadline = time.monotonic() + arguments.seconds
     with tempfile.TemporaryDirectory() as folder:
         write_tokens(Path(folder), arguments.pairs, arguments.vocabulary, 4096)
         for case in _cases(arguments, folder):
@@ -178,12 +230,15 @@ def _engine(case: Case, ranks: Ranks) -> engine_module.Engine:
         torch.backends.cuda.enable_mem_efficient_sdp(case.lever == NO_FLASH)
     if case.lever == LOOPED_ADAM:
         engine_module.adam = _unfused(engine_module.adam)
-    stage = 0 if case.lever == STAGE_0 else 1
-    training = TrainingConfig(precision=case.precision, zero_stage=stage)
+    training = _training(case)
     objective = Objective(model, training.label_smoothing, training.precision)
     engine = engine_module.Engine(objective, training, OptimizerConfig(), ranks)
     engine.train()
     return engine
+
+
+def _training(case: Case) -> TrainingConfig:
+    return TrainingConfig(precision=case.precision, zero_stage=0 if case.lever == STAGE_0 else 1)
 
 
 def _unfused(adam: Callable[..., torch.optim.AdamW]) -> Callable[..., torch.optim.AdamW]:
@@ -237,8 +292,16 @@ def _figures(case: Case, batches: Sequence[MicroBatch], seconds: Sequence[float]
         "flops_per_second": flops.total / median,
         **({"mfu": flops.total / median / peak} if peak else {}),
         **({"peak_bytes": torch.cuda.max_memory_allocated()} if on_gpu else {}),
+        "planned_bytes": max(_planned_bytes(case, batch.shape, on_gpu) for batch in batches),
         "padding": 1 - (source + target) / sum(s.padded_tokens for s in shapes),
     }
+
+
+def _planned_bytes(case: Case, shape: BatchShape, on_gpu: bool) -> int:
+    settings = {"data": {}, "model": {"preset": case.preset}, "training": _training(case).model_dump()}
+    config = with_vocabularies(Config.model_validate(settings), case.vocabulary, case.vocabulary)
+    of_batch = Shape(shape.rows, shape.source_length, shape.target_length)
+    return memory_of_rank(config, 1, shape=of_batch, on_gpu=on_gpu, micro_batches=1).peak_bytes
 
 
 def _not_measured(arguments: argparse.Namespace) -> str:
@@ -261,7 +324,7 @@ def _description(arguments: argparse.Namespace) -> str:
 
 
 def _table(results: Sequence[tuple[Case, Figures | str]]) -> str:
-    header = ["case", "real target tokens/s", "slowest to fastest", "gain", "MFU", "TFLOP/s", "peak memory", "padding",
+    header = ["case", "real target tokens/s", "slowest to fastest", "gain", "MFU", "TFLOP/s", "peak memory", "planned", "padding",
               "target tokens a step", "GFLOP a target token", "goal"]  # fmt: skip
     plain = {(c.preset, c.precision): found for c, found in results if c.lever == AS_TRAINED}
     rows = []
@@ -282,13 +345,15 @@ def _cells(case: Case, found: Figures, reference: Figures | str) -> list[str]:
     return [
         f"{rate:,.0f}", f"{found['slowest']:,.0f} to {found['fastest']:,.0f}", gain,
         f"{found['mfu']:.1%}" if "mfu" in found else "", f"{found['flops_per_second'] / 1e12:,.2f}",
-        f"{found['peak_bytes'] / 1e9:,.1f} GB" if "peak_bytes" in found else "", f"{found['padding']:.1%}",
+        f"{found['peak_bytes'] / 1e9:,.1f} GB" if "peak_bytes" in found else "",
+        f"{found['planned_bytes'] / 1e9:,.1f} GB", f"{found['padding']:.1%}",
         f"{found['target_tokens_a_step']:,.0f}", f"{found['flops_a_target_token'] / 1e9:.3f}", goal,
     ]  # fmt: skip
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--acceptance", action="store_true", help="tests that need a GPU before the measurements")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--presets", nargs="+", choices=("tiny", "small", "base", "big"), default=["big", "base"])
     parser.add_argument("--precisions", nargs="+", choices=("fp16", "bf16", "fp32"), default=["fp16", "bf16"])

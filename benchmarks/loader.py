@@ -16,17 +16,13 @@ from statistics import mean
 
 import common
 import loader_peers
-import numpy as np
 from common import Figures, Rounds, Stopwatch
-from synthetic_corpus import PAD_ID, Corpus, write_tokens
+from synthetic_corpus import Corpus, write_tokens
 from synthetic_text import prepare_text
 
 from dist_transformer.data.loader.batching import straggler_ratio
 from dist_transformer.data.loader.loader import LaneLoader, MicroBatch
-from dist_transformer.data.loader.packing import pack, packed_shape
 from dist_transformer.data.loader.position import Position
-from dist_transformer.data.loader.rows import RowReader
-from dist_transformer.data.loader.window_request import WindowRequest
 from dist_transformer.training.run_data import RunData
 
 VOCABULARY = 32_000
@@ -36,7 +32,7 @@ IN_PROCESS, ONE_WORKER = "in the training process", "1 worker"
 DATASETS = "datasets, rows streamed in the training process"
 LITDATA = "litdata, rows shuffled,"
 BUDGET_PAIRS_PER_SECOND = {f"{PREPARED}, {ONE_WORKER}": 200_000, f"{ON_THE_FLY}, {ONE_WORKER}": 9_000}
-BUDGET_PADDING = {"free": 0.07, "packed": 0.03}
+BUDGET_PADDING = {"free": 0.07}
 BUDGET_STRAGGLER = 1.05
 BUDGET_RESUME_SECONDS = 1.0
 BUDGET_WINDOW_ROWS = 20_000
@@ -84,13 +80,11 @@ def _steps(loader: LaneLoader) -> Iterator[Step]:
 
 def _batching_figures(corpus: Corpus, arguments: argparse.Namespace) -> dict[str, dict[str, Figures]]:
     """Returns padding and stragglers of one epoch, by layout and window: counts, the same on every machine."""
-    figures: dict[str, dict[str, Figures]] = {"free": {}, "bounded": {}, "packed": {}}
+    figures: dict[str, dict[str, Figures]] = {"free": {}, "bounded": {}}
     for window_rows in arguments.windows:
         for layout in ("free", "bounded"):
             run = corpus.run_data(arguments.lanes, arguments.max_tokens, window_rows, layout)
             figures[layout][str(window_rows)] = _padded(run)
-        run = corpus.run_data(arguments.lanes, arguments.max_tokens, window_rows)
-        figures["packed"][str(window_rows)] = packed_figures(run, corpus)
     return figures
 
 
@@ -108,27 +102,6 @@ def _padded(run: RunData) -> Figures:
         "steps": len(stragglers),
         "shapes": len(shapes),
     }
-
-
-def packed_figures(run: RunData, corpus: Corpus) -> Figures:
-    """Returns the padding of a packed epoch. All micro-batches have one shape: there is no straggler."""
-    split = corpus.split
-    shape = packed_shape(run.config.data.max_tokens, split.rows, split.source_tokens, split.target_tokens)
-    reader = RowReader(corpus.folder, corpus.manifest, run.config.data, 0.0, run.config.run.seed)
-    batches_of_lane = [0] * run.config.data.lanes
-    for request in _requests(run):
-        rows = reader.read(request).rows
-        order = np.random.default_rng(request.key.window).permutation(len(rows.row_ids))
-        batches_of_lane[request.key.lane] += len(pack(rows, order, shape, PAD_ID))
-    tokens, padded = split.source_tokens + split.target_tokens, sum(batches_of_lane) * run.config.data.max_tokens
-    return {"padding": 1 - tokens / padded, "straggler": 1.0, "steps": max(batches_of_lane), "shapes": 1}
-
-
-def _requests(run: RunData) -> Iterator[WindowRequest]:
-    plan = run.planner.plan(run.start().partition)
-    for lane in range(run.config.data.lanes):
-        for window in range(plan.num_windows(lane)):
-            yield plan.request(lane, window)
 
 
 def _throughput_cases(
@@ -213,7 +186,7 @@ def _corpora_line(prepared: Corpus, text: Corpus, arguments: argparse.Namespace)
 
 
 def _batching_table(figures: dict[str, dict[str, Figures]]) -> str:
-    budget = f"budget at {BUDGET_WINDOW_ROWS:,}: padding 7%, packed 3%, straggler {BUDGET_STRAGGLER}"
+    budget = f"budget at {BUDGET_WINDOW_ROWS:,}: padding 7%, straggler {BUDGET_STRAGGLER}"
     header = ["layout", "data.window_rows", "steps", "shapes", "padding", "straggler ratio", budget]
     rows = []
     for layout, by_window in figures.items():

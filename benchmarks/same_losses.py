@@ -2,9 +2,13 @@
 
     python benchmarks/same_losses.py                                    # 11 combinations on 1, 2 and 3 ranks
     python benchmarks/same_losses.py --precisions fp32 --ranks 1 4 --steps 50
+    python benchmarks/same_losses.py --curves --steps 400               # long runs with several seeds
 
 Each case is the real command, `dist-transformer train` on configs/demo.yaml, for some steps with dropout on, from
 scratch. A figure is the largest relative difference of a step's loss per token from that of ZeRO 0 in fp32 on one rank.
+
+Long runs of other rounding drift apart like runs of other seeds: `--curves` sets the losses that they come to beside each
+other, for ways to compute and to send in 16 bits, on two ranks.
 """
 
 import argparse
@@ -15,6 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import common
 
@@ -33,6 +38,15 @@ from dist_transformer.cli.main import main
 main()
 """
 """The command, with a first loss scale of fp16 that skips no update."""
+CURVES: dict[str, dict[str, object]] = {
+    "fp32": {"precision": "fp32"},
+    "fp32, gradients sent in bf16": {"precision": "fp32", "communication_dtype": "bf16"},
+    "bf16 by autocast, ZeRO 0": {"precision": "bf16", "zero_stage": 0},
+    "bf16": {"precision": "bf16"},
+    "bf16, gradients sent in bf16": {"precision": "bf16", "communication_dtype": "bf16"},
+    "fp16": {"precision": "fp16"},
+}
+SEEDS = (1, 2)
 Case = tuple[str, int, int]
 """Precision, stage, ranks."""
 
@@ -41,6 +55,9 @@ def main() -> None:
     arguments = _arguments()
     os.environ["DIST_TRANSFORMER_FP16_ON_CPU"] = "1"
     found = common.begin(threads=1)
+    if arguments.curves:
+        _compare_curves(arguments, found)
+        return
     cases = [
         (precision, stage, num_ranks)
         for precision in arguments.precisions
@@ -58,24 +75,67 @@ def main() -> None:
         sys.exit(f"beyond the tolerance: {beyond}")
 
 
+def _compare_curves(arguments: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Prints the mean loss per token of the last tenth of the steps, and the validation's after the last, by seed."""
+    figures: dict[str, list[dict[str, float]]] = {name: [] for name in CURVES}
+    with tempfile.TemporaryDirectory() as folder:
+        for seed, (name, kind) in product(SEEDS, CURVES.items()):
+            settings = {f"training.{key}": value for key, value in kind.items()}
+            settings |= {
+                "run.seed": seed,
+                "schedule.warmup_steps": arguments.steps // 4,
+                "validation.every_steps": arguments.steps,
+                "validation.translate": "false",
+            }
+            records = _records(
+                f"{seed}-{len(figures[name])}-{list(CURVES).index(name)}", settings, 2, arguments, Path(folder)
+            )
+            losses = [record["loss"] for record in records if record["event"] == "train"]
+            last = losses[-max(1, len(losses) // 10) :]
+            (validated,) = [record["loss"] for record in records if record["event"] == "validation"]
+            figures[name].append({"training": sum(last) / len(last), "validation": validated})
+            print(f"{name}, seed {seed}: {figures[name][-1]}", flush=True)
+    rows = []
+    for name, of_seeds in figures.items():
+        columns = [[figure[kind] for figure in of_seeds] for kind in ("training", "validation")]
+        cells = [cell for column in columns for cell in (f"{sum(column) / len(column):.4f}", _spread(column))]
+        rows.append([name, *cells])
+    header = ["", "training loss at the end", "by seed", "validation loss", "by seed"]
+    print("\n" + common.markdown_table(header, rows))
+    common.finish(arguments, found, figures)
+
+
+def _spread(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4f}" for value in values)
+
+
 def _losses(case: Case, arguments: argparse.Namespace, folder: Path) -> list[float]:
     precision, stage, num_ranks = case
     name = f"{precision}-{stage}-{num_ranks}"
+    settings = {"training.precision": precision, "training.zero_stage": stage}
+    losses = [r["loss"] for r in _records(name, settings, num_ranks, arguments, folder) if r["event"] == "train"]
+    print(f"{name}: loss {losses[0]:.5f} to {losses[-1]:.5f}", flush=True)
+    return losses
+
+
+def _records(
+    name: str, given: dict[str, Any], num_ranks: int, arguments: argparse.Namespace, folder: Path
+) -> list[dict[str, Any]]:
+    """Trains, and returns the run's metrics.jsonl; with a record of training for each step."""
     settings = {
-        "run.root": folder, "run.name": name, "training.precision": precision, "training.zero_stage": stage,
-        "training.max_steps": arguments.steps, "training.log_every_steps": 1, "schedule.warmup_steps": arguments.steps,
-        "data.lanes": 6, "data.max_tokens": arguments.max_tokens,
-        "data.window_rows": 500, "tracking.enabled": "false",
+        "run.root": folder, "run.name": name, "training.max_steps": arguments.steps, "training.log_every_steps": 1,
+        "schedule.warmup_steps": arguments.steps, "data.lanes": 6, "data.max_tokens": arguments.max_tokens,
+        "data.window_rows": 500, "tracking.enabled": "false", **given,
     }  # fmt: skip
     overrides = [f"{key}={value}" for key, value in settings.items()]
     program = [sys.executable, "-c", LOW_LOSS_SCALE, "train"]
     if start_local_ranks([str(DEMO), *overrides, "--quiet"], num_ranks, program=program):
         sys.exit(f"{name}: failed, see above")
     lines = (folder / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [record for record in map(json.loads, lines) if record["event"] == "train"]
-    assert [record["step"] for record in records] == list(range(1, arguments.steps + 1)), name
-    print(f"{name}: loss {records[0]['loss']:.5f} to {records[-1]['loss']:.5f}", flush=True)
-    return [record["loss"] for record in records]
+    records = [json.loads(line) for line in lines]
+    steps = [record["step"] for record in records if record["event"] == "train"]
+    assert steps == list(range(1, arguments.steps + 1)), name
+    return records
 
 
 def _difference(losses: Sequence[float], reference: Sequence[float]) -> float:
@@ -102,6 +162,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--stages", nargs="+", type=int, default=[0, 1, 2, 3])
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--curves", action="store_true", help="compare long runs of several seeds in place of steps")
     return common.arguments_of(parser, rounds=1)
 
 

@@ -161,11 +161,12 @@ losses that followed stayed those of plain torch.
 |---|---|---|---|---|"""
 
 
-def run_as_rank(path: Path) -> None:
+def run_as_rank(path: Path, takes_everything: bool) -> None:
+    """`takes_everything`: all combinations that are not refused, whatever the number of ranks."""
     from dist_transformer.distributed import group
 
     ranks = group.join(120)
-    results = [_train(c, ranks) for c in COMBINATIONS if c.runs_on(ranks.num_ranks)]
+    results = [_train(c, ranks) for c in COMBINATIONS if c.runs_on(2 if takes_everything else ranks.num_ranks)]
     if ranks.is_rank_zero:
         path.write_text(json.dumps(results), encoding="utf-8")
     ranks.barrier()
@@ -224,9 +225,9 @@ def _forward_and_backward(engine: Any, ranks: Any, micro_batches: list[Any], fac
     tokens, total = tokens_of(micro_batches), torch.zeros(1, dtype=torch.float64)
     for slot in range(-(-LANES // ranks.num_ranks)):
         lane = ranks.rank + slot * ranks.num_ranks
-        loss, _ = engine(*(micro_batches[lane] if lane < LANES else NOTHING))
+        loss, _ = engine(*(part.to(ranks.device) for part in (micro_batches[lane] if lane < LANES else NOTHING)))
         engine.backward(loss * factor, tokens)
-        total += loss.detach().double()
+        total += loss.detach().double().cpu()
     return float(ranks.all_reduce_sum(total)) / tokens
 
 
@@ -240,7 +241,7 @@ def _whole_state(engine: Any, ranks: Any) -> dict[str, Any]:
     """Every tensor whole, from the fragments of all ranks."""
     import torch
 
-    mine = [(f.key, f.start, f.values.clone()) for f in engine.fragments()]
+    mine = [(f.key, f.start, f.values.cpu().clone()) for f in engine.fragments()]
     parts: dict[str, list[Any]] = {}
     for key, _, values in sorted((f for part in ranks.all_gather_object(mine) for f in part), key=lambda f: f[:2]):
         parts.setdefault(key, []).append(values)
@@ -284,7 +285,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             PAGE.write_text(page([r for n in (1, 2, 3) for r in launch(n, Path(folder))]), encoding="utf-8")
     else:
-        run_as_rank(Path(sys.argv[1]))
+        run_as_rank(Path(sys.argv[1]), "--everything" in sys.argv)
 
 
 if __name__ == "__main__":

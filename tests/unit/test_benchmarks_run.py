@@ -29,7 +29,7 @@ def test_the_loader_benchmark_loads_every_pair_and_compares_layouts_speed_and_re
     windows = ["--windows", "200", "1000", "--window-rows", "500", "--peer-rows", "200", "--peers"]
     printed, figures = run("loader.py", tmp_path / "loader.json", *sizes, *text, *windows)
     assert printed.count("| --- |") == 3
-    for layout in ("free", "bounded", "packed"):
+    for layout in ("free", "bounded"):
         small, large = figures["batching"][layout]["200"], figures["batching"][layout]["1000"]
         assert 0 < large["padding"] < small["padding"] < 1
         assert small["straggler"] >= 1
@@ -75,7 +75,7 @@ def test_the_step_benchmark_compares_networks_of_one_size_and_judges_a_real_run(
     printed, figures = run("step.py", tmp_path / "step.json", *sizes, *of_run)
     assert printed.count("\n| --- |") == 2
     budgets = figures["budgets"]
-    assert len(budgets) == 7
+    assert len(budgets) == 6
     for what in ("waiting for data, of a step", "padding, of the tokens", "tracking and logging, of the time"):
         assert 0 < budgets[what]["figure"] < 1
     assert budgets["checkpoints, one in 10 minutes"]["figure"] > 0
@@ -138,6 +138,24 @@ def test_the_benchmark_of_networks_trains_the_same_lanes_over_each(tmp_path: Pat
     samples = {name: sample for name, (sample,) in figures["ZeRO 1"].items()}
     assert set(samples) == {"over the link", "without a limit", "alone"}
     assert samples["over the link"]["target_tokens"] == samples["without a limit"]["target_tokens"] > 0
+
+
+@pytest.mark.slow
+def test_a_step_starts_no_more_operations_than_were_counted_and_asks_a_device_for_one_number(tmp_path: Path) -> None:
+    printed, figures = run("launches.py", tmp_path / "launches.json", "--presets", "base")
+    assert printed.count("| --- |") == 1
+    most = {"fp32": (620, 0), "bf16": (650, 8), "fp16": (650, 6)}
+    assert set(figures) == {f"base {precision}" for precision in most}
+    for precision, (operations, casts) in most.items():
+        parts = figures[f"base {precision}"]
+        update = parts.pop("update")
+        assert update["operations"] <= 40
+        assert update["waits"] == 1
+        assert len(parts) == 3
+        for part in parts.values():
+            assert 300 < part["operations"] <= operations
+            assert part["casts"] <= casts
+            assert part["waits"] == 0
 
 
 @pytest.mark.slow

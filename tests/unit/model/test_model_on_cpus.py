@@ -61,7 +61,9 @@ def test_attention_in_16_bits_is_that_of_its_inputs_in_fp32(dtype: torch.dtype, 
     parts = [torch.randn(2, 3, 6, 8).to(dtype).requires_grad_() for _ in range(3)]
     mask = torch.tensor([0.0] * 4 + [float("-inf")] * 2).expand(2, 1, 1, 6) if masked == "padding" else None
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        ours = attend(parts[0], KeyValue(*parts[1:]), None if mask is None else mask.to(dtype), is_causal=masked == "causal")
+        ours = attend(
+            parts[0], KeyValue(*parts[1:]), None if mask is None else mask.to(dtype), is_causal=masked == "causal"
+        )
     wide = [part.detach().float().requires_grad_() for part in parts]
     theirs = F.scaled_dot_product_attention(*wide, attn_mask=mask, is_causal=masked == "causal")
     assert torch.equal(ours, theirs.to(dtype))

@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dist_transformer.config.model_size import count_by_part, has_bf16_layers, offloaded_bytes, parameter_count, state_bytes
+from dist_transformer.config.model_size import (
+    count_by_part,
+    has_bf16_layers,
+    offloaded_bytes,
+    parameter_count,
+    state_bytes,
+)
 from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import RATIO_FREE_TOKENS, filter_lengths
 from dist_transformer.data.loader.bounded_shapes import bounded_shapes

@@ -1,0 +1,178 @@
+"""Acceptance of one GPU: what only a GPU can show, correctness first. Part of gpu.py, which limits the time of all parts.
+
+    python benchmarks/gpu.py --acceptance               # ten minutes; writes benchmarks/results/<date>-gpu-acceptance.md
+
+1. Every combination of ZeRO stage, precision and option of tests/distributed/matrix_program.py on one rank, against plain
+   torch on the CPU: fused Adam, offload and activation checkpointing among them.
+2. The demo trained by the command, killed twice, resumed in the same and in another ZeRO stage, beside a run without a stop.
+3. `preflight` of the machine, and `plan` with what it measured.
+4. gpu.py: tokens per second, MFU, memory against the plan's, and each lever alone.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import common
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO, PAPER = ROOT / "configs" / "demo.yaml", ROOT / "configs" / "wmt14_en_de_base.yaml"
+TESTS = ROOT / "tests"
+MATRIX = TESTS / "distributed" / "matrix_program.py"
+PROGRAM = (sys.executable, "-m", "dist_transformer")
+KINDS = {
+    "H200": "h200-141g",
+    "H100": "h100-80g",
+    "A100-SXM4-80GB": "a100-80g",
+    "A100-SXM4-40GB": "a100-40g",
+    "L40S": "l40s-48g",
+}
+"""Words of a device's name, and the row of `plan --gpu` for it."""
+STEPS, FIRST_KILL, SECOND_KILL = 60, 25, 45
+TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2, "fp16": 2e-2}
+"""Of a loss after a resume, relative: sums of atomic additions come in another order each time."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the acceptance.
+
+    Attributes:
+        take: does it in a folder, within so many seconds; returns what to write. Raises `Failed`.
+    """
+
+    name: str
+    seconds: float
+    take: Callable[[Path, float], str]
+
+
+class Failed(Exception):
+    """The device failed a part, for this reason."""
+
+
+def accept(folder: Path, precisions: Sequence[str], throughput: Part, write: Callable[[str], None]) -> bool:
+    """Takes the parts one after another and writes all results after each; True if none failed."""
+    parts = [
+        Part("Stages, precisions and options", 240, _matrix),
+        *(Part(f"Save, kill, resume in {p}", 90, lambda f, s, p=p: _resume(f, s, p)) for p in precisions),  # type: ignore[misc]
+        Part("Preflight and plan", 90, _preflight),
+        throughput,
+    ]
+    texts, has_failed = [], False
+    for number, part in enumerate(parts):
+        inside = folder / str(number)
+        inside.mkdir()
+        began = time.monotonic()
+        try:
+            verdict, text = "passed", part.take(inside, part.seconds)
+        except (Failed, subprocess.TimeoutExpired) as error:
+            verdict, text, has_failed = "failed", str(error), True
+        texts.append(f"## {part.name}: {verdict}, {time.monotonic() - began:.0f} s\n\n{text}\n")
+        write("\n".join(texts))
+        print(f"{part.name}: {verdict}", file=sys.stderr, flush=True)
+    return not has_failed
+
+
+def run(command: Sequence[object], folder: Path, seconds: float, **variables: str) -> str:
+    """Returns what a command printed.
+
+    Raises:
+        Failed: it ended with another exit code than 0.
+        subprocess.TimeoutExpired: it took longer.
+    """
+    done = subprocess.run(
+        [str(word) for word in command], cwd=folder, env={**os.environ, **variables}, timeout=seconds,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-12:])
+        raise Failed(f"`{' '.join(map(str, command))}` ended with {done.returncode}:\n\n```\n{last}\n```")
+    return done.stdout
+
+
+def _matrix(folder: Path, seconds: float) -> str:
+    results = folder / "matrix.json"
+    run([sys.executable, MATRIX, results, "--everything"], folder, seconds, DIST_TRANSFORMER_FP16_ON_CPU="1")
+    sys.path[:0] = [str(MATRIX.parent), str(TESTS / "helpers")]
+    from matrix_program import Combination, deviation
+
+    worst: dict[tuple[int, str], float] = {}
+    wrong, number = [], Counter[tuple[int, str]]()
+    for result in json.loads(results.read_text(encoding="utf-8")):
+        combination = Combination(*result["combination"])
+        kind = combination.stage, combination.precision
+        number[kind] += 1
+        worst[kind] = max(worst.get(kind, 0.0), deviation(result))
+        if not deviation(result) <= combination.tolerance or result["not_tiled"]:
+            wrong.append(
+                f"{combination}: losses {deviation(result):.0e} from plain torch's; not tiled: {result['not_tiled']}"
+            )
+    if wrong:
+        raise Failed("\n".join(wrong))
+    rows = [[f"ZeRO {s}, {p}", str(number[s, p]), f"{value:.0e}"] for (s, p), value in worst.items()]
+    return common.markdown_table(["", "combinations", "largest relative difference of a loss"], rows)
+
+
+def _resume(folder: Path, seconds: float, precision: str) -> str:
+    settings = {
+        "run.root": folder, "training.precision": precision, "training.max_steps": STEPS, "training.log_every_steps": 1,
+        "checkpoints.every_steps": 10, "tracking.enabled": "false", "validation.every_steps": STEPS, "data.audit": "true",
+    }  # fmt: skip
+    train = [*PROGRAM, "train", DEMO, *(f"{key}={value}" for key, value in settings.items())]
+    end = time.monotonic() + seconds
+    run([*train, "run.name=whole", "--quiet"], folder, seconds)
+    for step in (FIRST_KILL, SECOND_KILL):
+        _killed_at(step, [*train, "run.name=killed", "--quiet"], folder, end)
+    run([*train, "run.name=killed", "training.zero_stage=2", "--quiet"], folder, end - time.monotonic())
+    whole, killed = (_losses(folder / name / "metrics.jsonl") for name in ("whole", "killed"))
+    if set(whole) != set(killed):
+        raise Failed(f"steps without a record: {sorted(set(whole) ^ set(killed))}")
+    difference = max(abs(killed[step] / loss - 1) for step, loss in whole.items())
+    text = f"Killed after steps {FIRST_KILL} and {SECOND_KILL}, resumed in ZeRO 1 and 2: losses within {difference:.0e}"
+    if not difference <= TOLERANCE[precision]:
+        raise Failed(f"{text}, above {TOLERANCE[precision]:g}")
+    return f"{text} of the run without a stop."
+
+
+def _killed_at(step: int, command: Sequence[object], folder: Path, end: float) -> None:
+    """Starts the command, and kills it with all its ranks when it has logged the step."""
+    process = subprocess.Popen([str(word) for word in command], cwd=folder, start_new_session=True)
+    metrics = folder / "killed" / "metrics.jsonl"
+    try:
+        while not (metrics.is_file() and max(_losses(metrics), default=0) >= step):
+            if process.poll() is not None:
+                raise Failed(f"it ended with {process.returncode} before step {step}")
+            if time.monotonic() > end:
+                raise Failed(f"it did not come to step {step} in time")
+            time.sleep(0.05)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _losses(metrics: Path) -> dict[int, float]:
+    lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {record["step"]: record["loss"] for record in records if record["event"] == "train"}
+
+
+def _preflight(folder: Path, seconds: float) -> str:
+    import torch
+
+    run([*PROGRAM, "preflight", "--folder", folder, "--seconds", int(seconds)], folder, seconds + 10)
+    medians = json.loads((folder / "report.json").read_text(encoding="utf-8"))["medians"]
+    text = common.markdown_table(["measured", ""], [[name, f"{value:,.4g}"] for name, value in medians.items()])
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    kind = next((kind for words, kind in KINDS.items() if words in device), None)
+    if kind is None:
+        return text
+    calibrated = ["--gpu", kind, "--calibrate", folder / "report.json", "--gpus-per-node", 8]
+    return f"{text}\n\n```\n{run([*PROGRAM, 'plan', PAPER, *calibrated], folder, 60)}```"
