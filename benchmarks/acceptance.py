@@ -122,9 +122,16 @@ def _matrix(folder: Path, seconds: float) -> str:
 
 def _resume(folder: Path, seconds: float, precision: str) -> str:
     settings = {
-        "run.root": folder, "training.precision": precision, "training.max_steps": STEPS, "training.log_every_steps": 1,
-        "checkpoints.every_steps": 10, "tracking.enabled": "false", "validation.every_steps": STEPS, "data.audit": "true",
-    }  # fmt: skip
+        "run.root": folder,
+        "training.precision": precision,
+        "training.max_steps": STEPS,
+        "schedule.warmup_steps": STEPS,
+        "training.log_every_steps": 1,
+        "checkpoints.every_steps": STEPS // 6,
+        "validation.every_steps": STEPS,
+        "tracking.enabled": "false",
+        "data.audit": "true",
+    }
     train = [*PROGRAM, "train", DEMO, *(f"{key}={value}" for key, value in settings.items())]
     end = time.monotonic() + seconds
     run([*train, "run.name=whole", "--quiet"], folder, seconds)

@@ -17,7 +17,7 @@ def run(script: str, raw: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
     """What the benchmark printed, and its raw figures."""
     command = [sys.executable, str(BENCHMARKS / script), *arguments, "--rounds", "1", "--json", str(raw)]
     environment = {**without(NOT_INHERITED), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=raw.parent, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=raw.parent, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return done.stdout, json.loads(raw.read_text(encoding="utf-8"))["figures"]
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import pstdev
 from typing import Any
 
 import ctranslate2
@@ -108,7 +109,9 @@ def test_a_quantized_model_is_smaller_and_near_and_leaves_ours_as_it_was(tmp_pat
     assert forced(loaded, *pairs_of(loaded)) == before
     found = scored(tmp_path / "quantized", loaded)
     errors = [abs(a - b) for x, y in zip(found, before, strict=True) for a, b in zip(x, y, strict=True)]
-    assert 0 < sum(errors) / len(errors) < 0.2
+    spread = pstdev(value for row in before for value in row)
+    # CPUs without instructions for 8 bits (AVX512-VNNI) compute int8 and int16 alike, less exactly.
+    assert 0 < sum(errors) / len(errors) < 0.3 * spread
     sizes = [
         (tmp_path / name / "model.bin").stat().st_size - 2 * 4096 * 64 * 4 for name in ("whole", "quantized")
     ]  # without the positions
