@@ -7,9 +7,11 @@ from typing import Annotated
 import typer
 
 from dist_transformer.cli.arguments import Overrides, read_run
+from dist_transformer.cli.track_end import end_command
 from dist_transformer.errors import UserError
 
 app = typer.Typer(help="Bring runs and MLflow together.", no_args_is_help=True)
+app.command("end")(end_command)
 
 
 @app.callback()

@@ -61,6 +61,7 @@ def serve(listener: socket.socket) -> None:
     from dist_transformer.tracking import mlflow_client  # noqa: F401
     from dist_transformer.training import rank  # noqa: F401
 
+    dict(main.Commands())  # imports every verb
     # Modules set variables when they are imported; a command that finds them imported has these, too.
     defaults = {name: value for name, value in os.environ.items() if given.get(name) != value}
     gc.freeze()  # else each command would look through all of it at its end

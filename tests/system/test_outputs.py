@@ -4,14 +4,14 @@ import hashlib
 import os
 import shutil
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
-import typer
 from running import PROGRAM, Command
 
-from dist_transformer.cli.main import app
+from dist_transformer.cli.main import Commands
 
 pytestmark = pytest.mark.slow
 
@@ -45,21 +45,20 @@ WRITTEN_INTO = {"preflight folder", "demo root", "demo-corpus folder"}
 """Folders in which some names are written; each has a test of its own."""
 
 
-def paths_of(verbs: typer.Typer, prefix: str = "") -> Iterator[str]:
+def paths_of(commands: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """ "verb parameter" for each path that a verb takes."""
-    for command in verbs.registered_commands:
-        assert command.callback is not None
-        for name, kind in typing.get_type_hints(command.callback).items():
+    for name, command in commands.items():
+        if hasattr(command, "commands"):
+            yield from paths_of(command.commands, f"{prefix}{name} ")
+            continue
+        for parameter, kind in typing.get_type_hints(command.callback).items():
             kinds = {
                 kind,
                 *typing.get_args(kind),
                 *(k for each in typing.get_args(kind) for k in typing.get_args(each)),
             }
             if Path in kinds:
-                yield f"{prefix}{command.name} {name}"
-    for group in verbs.registered_groups:
-        assert group.typer_instance is not None
-        yield from paths_of(group.typer_instance, f"{prefix}{group.name} ")
+                yield f"{prefix}{name} {parameter}"
 
 
 def everything_in(folder: Path) -> dict[str, str]:
@@ -87,7 +86,7 @@ def runs(train_small, command: Command) -> Path:
 
 
 def test_every_path_that_a_verb_takes_is_known_to_be_read_or_to_be_written_with_care():
-    given = {*paths_of(app)}
+    given = {*paths_of(Commands())}
     assert given == {*READ.replace("\n", " ").strip().split(", ")} | {*WRITTEN} | WRITTEN_INTO
 
 

@@ -1,11 +1,15 @@
-"""Before it reads its arguments the command sets how threads wait."""
+"""The command sets how threads wait before it reads its arguments, and imports the verb that they name alone."""
 
 import os
 import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from dist_transformer.cli.main import VERBS, Commands, app
+
+FOUND_WITH_CONFIG = [f"dist_transformer.cli.{name}" for name in ("arguments", "config_verbs", "end", "main")]
 START_THEN_IMPORT_TORCH = """
 from dist_transformer.cli import main
 main.run_as_command = lambda app: __import__("torch")
@@ -29,3 +33,27 @@ def test_waiting_threads_soon_make_room_for_other_processes_unless_the_user_set_
         check=True,
     ).stderr
     assert f"GOMP_SPINCOUNT = '{expected}'" in told
+
+
+def test_the_list_of_verbs_says_what_each_says_of_itself():
+    for verbs in VERBS.values():
+        for verb, (_, text) in verbs.items():
+            command = Commands()[verb]
+            assert (command.name, command.get_short_help_str(1000)) == (verb, text)
+            assert not hasattr(command, "commands") or command.commands, f"{verb} has no verbs below it"
+    shown = CliRunner().invoke(app, ["--help"]).output.partition("\nTrain:\n")[2].splitlines()
+    assert [line.split()[0] for line in shown if line[:2] == "  " and line[2] != " "] == [
+        verb for verbs in VERBS.values() for verb in verbs
+    ]
+
+
+def test_a_verb_is_found_without_the_others():
+    found = subprocess.run(
+        [sys.executable, "-c", "import sys; from dist_transformer.cli.main import app; app(standalone_mode=False);"
+         "print(*sorted(n for n in sys.modules if n.startswith('dist_transformer.cli.')))", "config", "check", "--help"],
+        capture_output=True, text=True, check=True,
+    ).stdout.split()  # fmt: skip
+    assert found[-len(FOUND_WITH_CONFIG) :] == FOUND_WITH_CONFIG
+    unknown = CliRunner().invoke(app, ["trian"])
+    assert unknown.exit_code == 2
+    assert "No such command 'trian'. Did you mean 'train'" in unknown.output
