@@ -38,7 +38,6 @@ import torch
 from acceptance import Failed, Part, accept
 from common import Figures
 from synthetic_corpus import PAD_ID, SEED, Corpus, write_tokens
-from without_padding import WithoutPadding
 
 from dist_transformer.config.schema import Config, ModelConfig, OptimizerConfig, TrainingConfig
 from dist_transformer.data.loader.loader import MicroBatch
@@ -51,24 +50,24 @@ from dist_transformer.planning.activations import Shape
 from dist_transformer.planning.flops import ModelFlops, add_flops, model_flops, published_flops
 from dist_transformer.planning.memory import memory_of_rank
 from dist_transformer.planning.vocabularies import with_vocabularies
-from dist_transformer.training.engine import engine as engine_module
+from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import Objective
-from dist_transformer.training.train_state import dropout_seed
+from dist_transformer.training.train_state import dropout_seed, seed_dropout
 from dist_transformer.training.validation.token_metrics import forward
 
 CASE = "--as-case"
 AS_TRAINED = "as trained"
 COMPILED = "layers compiled (torch.compile, dynamic shapes)"
-NO_PADDING = "without padding, attention by cumulative lengths"
+JOINED = "3 lanes in a pass"
 MORE_TOKENS = "3 times the tokens in a micro-batch"
 STAGE_0 = "ZeRO 0"
-LOOPED_ADAM = "Adam by torch's foreach, not fused"
-NO_FLASH = "without flash and cuDNN attention"
+NO_FLASH = "without flash attention"
 MATRICES = "attention by matrix products"
-LEVERS = (NO_PADDING, COMPILED, MORE_TOKENS, STAGE_0, LOOPED_ADAM, NO_FLASH, MATRICES)
+LEVERS = (COMPILED, JOINED, MORE_TOKENS, STAGE_0, NO_FLASH, MATRICES)
 NOT_BUILT = ("CUDA graphs",)
 LEVERS_PRECISION = "bf16"
-TIMES_THE_TOKENS = 3
+AT_ONCE = 3
+"""Lanes of JOINED, and times the tokens of MORE_TOKENS."""
 GOALS = {"big": (230_000, 300_000)}
 """Goals in real target tokens per second on one H200: 30 % and 40 % MFU."""
 PUBLISHED = "NVIDIA's figure for `big` on one A100 with mixed precision: 82,059 real target tokens/s"
@@ -152,7 +151,8 @@ def _accept(arguments: argparse.Namespace, found: dict[str, Any], write: Callabl
 
     variables = {"CUDA_VISIBLE_DEVICES": ""} if arguments.device == "cpu" else {}
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, variables):
-        has_passed = accept(Path(folder), arguments.precisions, Part("Throughput", arguments.seconds, throughput), note)
+        last = Part("Throughput", arguments.seconds, throughput)
+        has_passed = accept(Path(folder), arguments.precisions, last, note, deadline)
     print(texts[0])
     common.finish(arguments, found, figures)
     sys.exit(0 if has_passed else 1)
@@ -177,7 +177,7 @@ def _cases(arguments: argparse.Namespace, folder: str) -> Iterator[Case]:
             yield Case(preset, precision, AS_TRAINED, arguments.max_tokens, *sizes)
     for preset in arguments.presets if LEVERS_PRECISION in arguments.precisions else ():
         for lever in arguments.levers:
-            tokens = arguments.max_tokens * (TIMES_THE_TOKENS if lever == MORE_TOKENS else 1)
+            tokens = arguments.max_tokens * (AT_ONCE if lever == MORE_TOKENS else 1)
             yield Case(preset, LEVERS_PRECISION, lever, tokens, *sizes)
 
 
@@ -209,64 +209,52 @@ def _be_a_case(case: Case) -> None:
     began = time.perf_counter()
     ranks = group.join(600)
     engine = _engine(case, ranks)
-    batches = _batches(case)
-    _pass_seconds(engine, batches, ranks)
+    steps = _steps(case)
+    _pass_seconds(engine, steps, ranks)
     started = time.perf_counter() - began
-    seconds = [_pass_seconds(engine, batches, ranks) for _ in range(case.num_passes)]
-    print(json.dumps({**_figures(case, batches, seconds, ranks), "start_seconds": started}), flush=True)
+    seconds = [_pass_seconds(engine, steps, ranks) for _ in range(case.num_passes)]
+    print(json.dumps({**_figures(case, steps, seconds, ranks), "start_seconds": started}), flush=True)
     group.leave()
 
 
-def _engine(case: Case, ranks: Ranks) -> engine_module.Engine:
+def _engine(case: Case, ranks: Ranks) -> Engine:
     torch.manual_seed(SEED)
-    network = WithoutPadding if case.lever == NO_PADDING else Transformer
-    model = network(ModelConfig(preset=case.preset), case.vocabulary, case.vocabulary, PAD_ID).to(ranks.device)
-    if case.lever == COMPILED:
-        for layer in (*model.encoder_layers, *model.decoder_layers):
-            layer.compile(dynamic=True)
+    model = Transformer(ModelConfig(preset=case.preset), case.vocabulary, case.vocabulary, PAD_ID).to(ranks.device)
     if case.lever in (NO_FLASH, MATRICES):
         torch.backends.cuda.enable_flash_sdp(False)
-        torch.backends.cuda.enable_cudnn_sdp(False)
         torch.backends.cuda.enable_mem_efficient_sdp(case.lever == NO_FLASH)
-    if case.lever == LOOPED_ADAM:
-        engine_module.adam = _unfused(engine_module.adam)
     training = _training(case)
     objective = Objective(model, training.label_smoothing, training.precision)
-    engine = engine_module.Engine(objective, training, OptimizerConfig(), ranks)
+    engine = Engine(objective, training, OptimizerConfig(), ranks)
     engine.train()
     return engine
 
 
 def _training(case: Case) -> TrainingConfig:
-    return TrainingConfig(precision=case.precision, zero_stage=0 if case.lever == STAGE_0 else 1)
+    stage, at_once = 0 if case.lever == STAGE_0 else 1, AT_ONCE if case.lever == JOINED else 1
+    is_compiled = case.lever == COMPILED
+    return TrainingConfig(
+        precision=case.precision, zero_stage=stage, lanes_per_pass=at_once, compile_layers=is_compiled
+    )
 
 
-def _unfused(adam: Callable[..., torch.optim.AdamW]) -> Callable[..., torch.optim.AdamW]:
-    def made(*arguments: Any) -> torch.optim.AdamW:
-        optimizer = adam(*arguments)
-        for settings in (optimizer.defaults, *optimizer.param_groups):
-            settings.update(fused=False, foreach=True)
-        return optimizer
-
-    return made
-
-
-def _batches(case: Case) -> list[MicroBatch]:
-    """Returns the first micro-batches of a shuffled epoch, on the CPU as the loader yields them."""
+def _steps(case: Case) -> list[list[MicroBatch]]:
+    """Returns the first micro-batches of a shuffled epoch by steps, on the CPU as the loader yields them."""
     folder = Path(case.folder)
     data = Corpus(folder, Manifest.load(folder)).run_data(1, case.max_tokens, WINDOW_ROWS)
     loader = data.loader(data.start(), 0, 0, 1, 0)
     found = [loader.next_step().batches[0] for _ in range(case.num_batches)]
-    return [batch for batch in found if batch is not None]
+    batches, at_once = [batch for batch in found if batch is not None], _training(case).lanes_per_pass
+    return [batches[start : start + at_once] for start in range(0, len(batches), at_once)]
 
 
-def _pass_seconds(engine: engine_module.Engine, batches: Sequence[MicroBatch], ranks: Ranks) -> float:
-    """Measures an optimizer step on each micro-batch."""
+def _pass_seconds(engine: Engine, steps: Sequence[Sequence[MicroBatch]], ranks: Ranks) -> float:
+    """Measures the optimizer steps, each of one pass over its micro-batches."""
     began = time.perf_counter()
-    for number, batch in enumerate(batches):
-        torch.manual_seed(dropout_seed(SEED, number, batch.lane))
-        loss, _ = forward(engine, batch, ranks.device)
-        engine.backward(loss, batch.shape.target_tokens)
+    for number, batches in enumerate(steps):
+        seed_dropout(dropout_seed(SEED, number, batches[0].lane), ranks.device)
+        loss, _ = forward(engine, batches, ranks.device)
+        engine.backward(loss, sum(batch.shape.target_tokens for batch in batches))
         engine.step(1e-4)
         float(loss.detach())  # as in the training loop; waits for the step
     if ranks.device.type == "cuda":
@@ -274,8 +262,8 @@ def _pass_seconds(engine: engine_module.Engine, batches: Sequence[MicroBatch], r
     return time.perf_counter() - began
 
 
-def _figures(case: Case, batches: Sequence[MicroBatch], seconds: Sequence[float], ranks: Ranks) -> Figures:
-    shapes, model = [batch.shape for batch in batches], ModelConfig(preset=case.preset)
+def _figures(case: Case, steps: Sequence[Sequence[MicroBatch]], seconds: Sequence[float], ranks: Ranks) -> Figures:
+    shapes, model = [batch.shape for batches in steps for batch in batches], ModelConfig(preset=case.preset)
     target, source = (sum(getattr(s, f"{side}_tokens") for s in shapes) for side in ("target", "source"))
     flops = ModelFlops(0.0, 0.0, 0.0, 0.0)
     for s in shapes:
@@ -287,12 +275,12 @@ def _figures(case: Case, batches: Sequence[MicroBatch], seconds: Sequence[float]
         "tokens_per_second": target / median,
         "slowest": target / max(seconds),
         "fastest": target / min(seconds),
-        "target_tokens_a_step": target / len(shapes),
+        "target_tokens_a_step": target / len(steps),
         "flops_a_target_token": flops.total / target,
         "flops_per_second": flops.total / median,
         **({"mfu": flops.total / median / peak} if peak else {}),
         **({"peak_bytes": torch.cuda.max_memory_allocated()} if on_gpu else {}),
-        "planned_bytes": max(_planned_bytes(case, batch.shape, on_gpu) for batch in batches),
+        "planned_bytes": max(_planned_bytes(case, shape, on_gpu) for shape in shapes),
         "padding": 1 - (source + target) / sum(s.padded_tokens for s in shapes),
     }
 
@@ -300,8 +288,8 @@ def _figures(case: Case, batches: Sequence[MicroBatch], seconds: Sequence[float]
 def _planned_bytes(case: Case, shape: BatchShape, on_gpu: bool) -> int:
     settings = {"data": {}, "model": {"preset": case.preset}, "training": _training(case).model_dump()}
     config = with_vocabularies(Config.model_validate(settings), case.vocabulary, case.vocabulary)
-    of_batch = Shape(shape.rows, shape.source_length, shape.target_length)
-    return memory_of_rank(config, 1, shape=of_batch, on_gpu=on_gpu, micro_batches=1).peak_bytes
+    of_pass = Shape(shape.rows * config.training.lanes_per_pass, shape.source_length, shape.target_length)
+    return memory_of_rank(config, 1, shape=of_pass, on_gpu=on_gpu, micro_batches=1).peak_bytes
 
 
 def _not_measured(arguments: argparse.Namespace) -> str:

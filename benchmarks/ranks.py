@@ -170,7 +170,7 @@ def _steps(engine: Engine, batches: GlobalBatchPrefetcher, ranks: Ranks, numbers
         for slot, micro_batch in enumerate(batch.micro_batches):
             assert micro_batch is not None
             torch.manual_seed(dropout_seed(SEED, number, micro_batch.lane))
-            loss, _ = forward(engine, micro_batch, ranks.device)
+            loss, _ = forward(engine, [micro_batch], ranks.device)
             engine.backward(loss, batch.target_tokens, is_last=slot == last)
         figures["forward and backward"] += clock.read()[0]
         clock = Stopwatch(with_descendants=False)

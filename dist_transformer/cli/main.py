@@ -137,6 +137,10 @@ class Commands(Mapping[str, Any]):
             holder.command(verb)(found)
         return typer.main.get_group(holder).commands[verb]
 
+    def get(self, verb: str, default: Any = None) -> Any:
+        """A verb that is not there is `default`; an error of its module is an error, a KeyError too."""
+        return self[verb] if verb in self._places else default
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
 

@@ -1,4 +1,4 @@
-"""track sync | track model | ui: the verbs for MLflow."""
+"""track sync | track model | track end | ui: the verbs for MLflow."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,6 @@ from dist_transformer.cli.track_end import end_command
 from dist_transformer.errors import UserError
 
 app = typer.Typer(help="Bring runs and MLflow together.", no_args_is_help=True)
-app.command("end")(end_command)
 
 
 @app.callback()
@@ -59,6 +58,9 @@ def model_command(
     sent = log_model(run_dir, settings, Path(config.run.root), model, {})
     registered = f", registered as {register_as}{f'@{alias}' if alias else ''}" if register_as else ""
     print(f"MLflow run {sent.run_id}: {model} is there{registered}")
+
+
+app.command("end")(end_command)
 
 
 def ui_command(

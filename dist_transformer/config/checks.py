@@ -174,6 +174,11 @@ def _check_precision(training: Any) -> Iterator[Problem]:
             f"training.zero_stage: 0 cannot be used with {which} (DeepSpeed does not scale the loss there); use 1, 2 or 3"
             f"{'' if is_given else ', or fp32 or bf16'}",
         )
+    if training.compile_layers and training.zero_stage == 3:
+        yield (
+            ("training", "compile_layers"),
+            "training.compile_layers: true needs training.zero_stage 0, 1 or 2, got 3, which gathers weights within the layers",
+        )
     needed_stage = {"none": 0, "optimizer": 1, "optimizer_and_parameters": 3}[training.offload]
     if training.zero_stage < needed_stage:
         yield (

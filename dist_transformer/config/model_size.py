@@ -87,6 +87,11 @@ def with_effective_zero_stage(config: Config, num_ranks: int) -> Config:
     return config.model_copy(update={"training": effective_training(config.training, num_ranks)})
 
 
+def lanes_of_pass(num_lanes: int, training: TrainingConfig, num_ranks: int) -> int:
+    """Number of lanes that a rank computes in one pass, at most."""
+    return min(training.lanes_per_pass, -(-num_lanes // num_ranks))
+
+
 def state_bytes(parameters: Parameters, training: TrainingConfig, num_ranks: int) -> int:
     """Bytes of weights, gradients and optimizer state that a rank holds on its device, without offloaded parts.
 

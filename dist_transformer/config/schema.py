@@ -140,6 +140,15 @@ class TrainingConfig(Section):
     communication_dtype: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="Gradients are sent to other ranks in this type; auto: fp16 in fp16, else fp32."
     )
+    lanes_per_pass: PositiveInt = Field(
+        1,
+        description="Lanes of a rank that one forward and backward pass computes together: faster where a lane does not fill "
+        "a GPU. The same global batches and loss, but other dropout masks.",
+    )
+    compile_layers: Bool = Field(
+        False,
+        description="Compile the layers with torch's compiler in the first passes; stages 0 to 2. Not measured on a GPU.",
+    )
     label_smoothing: Fraction = Field(0.1, description="5.4: 0.1.")
     gradient_clip_norm: Number = Field(
         0.0, ge=0.0, description="Clip the global gradient norm; 0: never (the paper's)."

@@ -119,12 +119,12 @@ class Ranks:
             dist.all_reduce(values)
             self._finish()
 
-    def total_on_device(self, value: torch.Tensor) -> float:
-        """Returns the sum over the ranks of one number that each has on its device: one wait (collective)."""
+    def total_on_device(self, value: torch.Tensor) -> torch.Tensor:
+        """Returns the sum over the ranks of one number that each has on its device, without waiting for it (collective)."""
         with self.collective("sum of a number on the device"):
             if self.num_ranks > 1:
                 dist.all_reduce(value)
-            return float(value)
+            return value
 
     def start_mean(self, values: torch.Tensor, into_shares: bool) -> "Pending":
         """Begins averaging `values` (on the device) over the ranks (collective); `.wait()` returns the mean, in fp32.
@@ -215,6 +215,21 @@ class Pending:
             with self.ranks.collective(f"waiting for the {self.what}"):
                 self.work.wait()
         return self.finish()
+
+
+class Fetched:
+    """A number on its way from the device to the host; reading it does not wait for work queued later."""
+
+    def __init__(self, number: torch.Tensor) -> None:
+        self._number = number.to("cpu", non_blocking=True)  # into page-locked memory
+        self._arrival = torch.cuda.Event() if number.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._arrival is not None:
+            self._arrival.record()
+
+    def value(self) -> float:
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return float(self._number)
 
 
 def join(timeout_seconds: int) -> Ranks:

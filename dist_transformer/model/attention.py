@@ -7,6 +7,7 @@ product: the rows of `query_key_value.weight` are the query's, the key's and the
 `torch.nn.MultiheadAttention.in_proj_weight`; within each, head h owns rows h * K to (h + 1) * K (of values: V).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,35 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dist_transformer.model.cpu_kernels import Linear, attend_in_fp32
+
+torch.backends.cuda.enable_cudnn_sdp(False)
+"""Attention of cuDNN, which torch prefers on H100s and later, would plan each new shape for about a second, and every
+micro-batch has a new one (https://github.com/pytorch/pytorch/issues/166201)."""
+
+
+@dataclass(frozen=True)
+class Joined:
+    """One side of several batches that are computed as one, (1, N, D): all positions of all rows, end to end.
+
+    Only attention looks at the batches one by one; everything else works on each position alone.
+
+    Attributes:
+        shapes: (rows, length) of each batch.
+        masks: what is added to the scores of attention to each; None: no mask.
+    """
+
+    shapes: Sequence[tuple[int, int]]
+    masks: Sequence[Tensor | None]
+
+    def split(self, joined_1NP: Tensor) -> list[Tensor]:
+        """Returns (rows, length, P) of each batch, views of the input."""
+        parts_NP = torch.split(joined_1NP[0], [rows * length for rows, length in self.shapes])
+        return [part_NP.view(*shape, -1) for part_NP, shape in zip(parts_NP, self.shapes, strict=True)]
+
+
+def join(parts_BTP: Sequence[Tensor]) -> Tensor:
+    """Inverse of `Joined.split`: (1, N, P)."""
+    return torch.cat([part_BTP.flatten(0, 1) for part_BTP in parts_BTP])[None]
 
 
 @dataclass
@@ -88,12 +118,14 @@ class SelfAttention(nn.Module):
         self.query_key_value = Linear(d_model, sum(self.widths))
         self.output = Linear(values, d_model)
 
-    def forward(self, input_BTD: Tensor, mask_B11T: Tensor | None = None) -> Tensor:
+    def forward(self, input_BTD: Tensor, mask_B11T: Tensor | None = None, joined: Joined | None = None) -> Tensor:
         """Applies self-attention. Causal layers take no mask: padding is at the end, so no real position sees it, and
-        CUDA's flash kernel, which refuses masks, stays usable."""
-        query_BHTK, key_BHTK, value_BHTV = self._project(input_BTD)
-        attended_BHTV = attend(query_BHTK, KeyValue(key_BHTK, value_BHTV), mask_B11T, self.is_causal)
-        return self.output(merge_heads(attended_BHTV))  # type: ignore[no-any-return]
+        CUDA's flash kernel, which refuses masks, stays usable. Masks of `joined` batches are in `joined`."""
+        projected_BTP = self.query_key_value(input_BTD)
+        if joined is None:
+            return self.output(self._attend(projected_BTP, mask_B11T))  # type: ignore[no-any-return]
+        parts = zip(joined.split(projected_BTP), joined.masks, strict=True)
+        return self.output(join([self._attend(part_BTP, mask) for part_BTP, mask in parts]))  # type: ignore[no-any-return]
 
     def packed_rows(self, gain: float, beta: float) -> dict[nn.Module, list[tuple[int, float]]]:
         """Returns (rows, initial gain) of each matrix in a layer's weight: DeepNorm's `beta` is for values only."""
@@ -102,24 +134,28 @@ class SelfAttention(nn.Module):
 
     def step(self, input_B1D: Tensor, past: KeyValueCache) -> Tensor:
         """Applies attention of the newest position over itself and `past`, to which it is appended."""
-        query_BH1K, key_BH1K, value_BH1V = self._project(input_B1D, start=past.num_positions)
+        query_BH1K, key_BH1K, value_BH1V = self._heads(self.query_key_value(input_B1D), start=past.num_positions)
         past.append(KeyValue(key_BH1K, value_BH1V))
         return self.output(merge_heads(attend(query_BH1K, past.keys_values)))  # type: ignore[no-any-return]
 
     def weights(self, input_BTD: Tensor, mask_B11T: Tensor | None = None) -> Tensor:
         """Returns the attention weights of `forward` for the same arguments: (B, H, T, T), fp32, rows sum to 1."""
-        query_BHTK, key_BHTK, _ = self._project(input_BTD)
+        query_BHTK, key_BHTK, _ = self._heads(self.query_key_value(input_BTD))
         if self.is_causal:
             length = input_BTD.shape[1]
             mask_B11T = torch.full((length, length), float("-inf"), device=input_BTD.device).triu(1)
         return attention_weights(query_BHTK, key_BHTK, mask_B11T)
 
-    def _project(self, input_BTD: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def _attend(self, projected_BTP: Tensor, mask_B11T: Tensor | None) -> Tensor:
+        query_BHTK, key_BHTK, value_BHTV = self._heads(projected_BTP)
+        return merge_heads(attend(query_BHTK, KeyValue(key_BHTK, value_BHTV), mask_B11T, self.is_causal))
+
+    def _heads(self, projected_BTP: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries, keys and values of each head; the first position is number `start`."""
-        query, key, value = split_heads(self.query_key_value(input_BTD), self.widths, self.num_heads)
+        query, key, value = split_heads(projected_BTP, self.widths, self.num_heads)
         if self.rotary_positions is None:
             return query, key, value
-        sinusoid_TK = self.rotary_positions(start, input_BTD.shape[1], torch.empty(0, device=input_BTD.device))
+        sinusoid_TK = self.rotary_positions(start, projected_BTP.shape[1], torch.empty(0, device=query.device))
         return apply_rotary(query, sinusoid_TK), apply_rotary(key, sinusoid_TK), value
 
 
@@ -136,8 +172,20 @@ class CrossAttention(nn.Module):
         self.key_value = Linear(d_model, sum(self.widths))
         self.output = Linear(values, d_model)
 
-    def forward(self, input_BTD: Tensor, memory_BSD: Tensor, mask_B11S: Tensor | None) -> Tensor:
-        return self.attend(input_BTD, self.project(memory_BSD), mask_B11S)
+    def forward(
+        self,
+        input_BTD: Tensor,
+        memory_BSD: Tensor,
+        mask_B11S: Tensor | None,
+        joined: tuple[Joined, Joined] | None = None,
+    ) -> Tensor:
+        """Attends to the memory; `joined`: source and target of joined batches, whose masks are those of the source."""
+        if joined is None:
+            return self.attend(input_BTD, self.project(memory_BSD), mask_B11S)
+        source, target = joined
+        queries, memories = target.split(self.query(input_BTD)), source.split(self.key_value(memory_BSD))
+        parts = zip(queries, memories, source.masks, strict=True)
+        return self.output(join([self._attend(query, self._keys_values(kv), mask) for query, kv, mask in parts]))  # type: ignore[no-any-return]
 
     def packed_rows(self, gain: float, beta: float) -> dict[nn.Module, list[tuple[int, float]]]:
         """Returns (rows, initial gain) of each matrix, as in `SelfAttention`."""
@@ -146,12 +194,18 @@ class CrossAttention(nn.Module):
 
     def project(self, memory_BSD: Tensor) -> KeyValue:
         """Returns keys and values of the memory: computed once per sentence, for any number of decoded tokens."""
-        return KeyValue(*split_heads(self.key_value(memory_BSD), self.widths, self.num_heads))
+        return self._keys_values(self.key_value(memory_BSD))
 
     def attend(self, input_BTD: Tensor, memory: KeyValue, mask_B11S: Tensor | None) -> Tensor:
         """Attends to projected memory; None: no mask."""
-        (query_BHTK,) = split_heads(self.query(input_BTD), self.widths[:1], self.num_heads)
-        return self.output(merge_heads(attend(query_BHTK, memory, mask_B11S)))  # type: ignore[no-any-return]
+        return self.output(self._attend(self.query(input_BTD), memory, mask_B11S))  # type: ignore[no-any-return]
+
+    def _keys_values(self, projected_BSP: Tensor) -> KeyValue:
+        return KeyValue(*split_heads(projected_BSP, self.widths, self.num_heads))
+
+    def _attend(self, query_BTP: Tensor, memory: KeyValue, mask_B11S: Tensor | None) -> Tensor:
+        (query_BHTK,) = split_heads(query_BTP, self.widths[:1], self.num_heads)
+        return merge_heads(attend(query_BHTK, memory, mask_B11S))
 
     def weights(self, input_BTD: Tensor, memory_BSD: Tensor, mask_B11S: Tensor | None) -> Tensor:
         """Returns the attention weights of `forward` for the same arguments: (B, H, T, S), fp32, rows sum to 1."""

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from dist_transformer.config.model_size import head_sizes
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.model import cpu_kernels
-from dist_transformer.model.attention import CrossAttention, KeyValue, KeyValueCache, SelfAttention
+from dist_transformer.model.attention import CrossAttention, Joined, KeyValue, KeyValueCache, SelfAttention
 from dist_transformer.model.cpu_kernels import Linear
 
 RMS_EPSILON = 1e-6
@@ -33,7 +33,7 @@ class Dropout(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         if not (self.training and self.probability):
             return input
-        if input.is_cpu:
+        if input.is_cpu and not torch.compiler.is_compiling():
             return cpu_kernels.dropout(input, self.probability)
         return F.dropout(input, self.probability)
 
@@ -126,8 +126,11 @@ class EncoderLayer(nn.Module):
         self.feed_forward = FeedForward(config.d_model, config.d_ff, config.activation)
         self.feed_forward_residual = AddAndNorm(config, alpha)
 
-    def forward(self, hidden_BSD: Tensor, mask_B11S: Tensor | None) -> Tensor:
-        hidden_BSD = self.self_attention_residual(hidden_BSD, lambda x_BSD: self.self_attention(x_BSD, mask_B11S))
+    def forward(self, hidden_BSD: Tensor, mask_B11S: Tensor | None, joined: Joined | None = None) -> Tensor:
+        """Applies the layer; `joined`: the source of joined batches, which has their masks."""
+        hidden_BSD = self.self_attention_residual(
+            hidden_BSD, lambda x_BSD: self.self_attention(x_BSD, mask_B11S, joined=joined)
+        )
         return self.feed_forward_residual(hidden_BSD, self.feed_forward)  # type: ignore[no-any-return]
 
 
@@ -155,10 +158,18 @@ class DecoderLayer(nn.Module):
         self.feed_forward = FeedForward(config.d_model, config.d_ff, config.activation)
         self.feed_forward_residual = AddAndNorm(config, alpha)
 
-    def forward(self, hidden_BTD: Tensor, memory_BSD: Tensor, mask_B11S: Tensor | None) -> Tensor:
-        hidden_BTD = self.self_attention_residual(hidden_BTD, self.self_attention)
+    def forward(
+        self,
+        hidden_BTD: Tensor,
+        memory_BSD: Tensor,
+        mask_B11S: Tensor | None,
+        joined: tuple[Joined, Joined] | None = None,
+    ) -> Tensor:
+        """Applies the layer; `joined`: source and target of joined batches, whose masks are those of the source."""
+        target = joined and joined[1]
+        hidden_BTD = self.self_attention_residual(hidden_BTD, lambda x_BTD: self.self_attention(x_BTD, joined=target))
         hidden_BTD = self.cross_attention_residual(
-            hidden_BTD, lambda x_BTD: self.cross_attention(x_BTD, memory_BSD, mask_B11S)
+            hidden_BTD, lambda x_BTD: self.cross_attention(x_BTD, memory_BSD, mask_B11S, joined=joined)
         )
         return self.feed_forward_residual(hidden_BTD, self.feed_forward)  # type: ignore[no-any-return]
 

@@ -1,10 +1,14 @@
 """The network (Figure 1): embeddings, encoder, decoder, projection to the vocabulary, loss, step-wise decoding.
 
 Axes: B batch, S source, T target, D model, H heads, V vocabulary. Token ids are int64; padding only at the end.
+Several batches may be computed as one, with the same loss: their tokens are then end to end, M of the source and N of the
+target, and `shapes` holds (B, S, T) of each. Everything but attention takes them as one large batch.
 In decoding the batch rows are the beams of the sentences in turn: rows n * beam to (n + 1) * beam are sentence n's.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dist_transformer.config.model_size import has_final_norm, head_sizes
 from dist_transformer.config.schema import ModelConfig
-from dist_transformer.model.attention import CrossAttention, SelfAttention
+from dist_transformer.model.attention import CrossAttention, Joined, SelfAttention, join
 from dist_transformer.model.cpu_kernels import Linear
 from dist_transformer.model.layers import (
     DecoderLayer,
@@ -27,6 +31,9 @@ from dist_transformer.model.layers import (
     make_norm,
 )
 from dist_transformer.model.loss import label_smoothed_cross_entropy, token_sums
+
+Shapes = Sequence[tuple[int, int, int]]
+"""(B, S, T) of several batches that are computed as one."""
 
 
 @dataclass
@@ -48,6 +55,8 @@ class DecodingCache:
     layers: list[DecoderLayerCache]
     mask_B11S: Tensor | None
     """Mask per sentence, not per row; None without padding."""
+    output_weight_VD: Tensor | None
+    """The matrix of the logits, rounded to the layers' type; None: it has that type."""
     beam_size: int
     num_positions: int = 0
     """Tokens decoded so far; the same for all rows."""
@@ -119,6 +128,13 @@ class Transformer(nn.Module):
             part.to(dtype)
         self._layers_dtype = dtype
 
+    def compile_layers(self) -> None:
+        """Compiles the layers with torch's compiler: one graph for those of a kind, for all lengths. It is made in the first
+        pass, for the precision and device of that pass."""
+        torch.fx.experimental._config.use_duck_shape = False  # lengths are equal by chance only
+        for layer in (*self.encoder_layers, *self.decoder_layers):
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+
     @property
     def output_weight(self) -> Tensor:
         """The matrix (V, D) that projects hidden states to logits; 3.4: the target embedding."""
@@ -133,10 +149,10 @@ class Transformer(nn.Module):
         """Returns logits (B, T, V) of the token after each of `target_BT`, the decoder's input, beginning with bos."""
         return self.logits(self.decode_hidden(source_BS, target_BT))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Projects last hidden states (..., D) to the vocabulary: (..., V)."""
+    def logits(self, hidden: Tensor, weight_VD: Tensor | None = None) -> Tensor:
+        """Projects last hidden states (..., D) to the vocabulary: (..., V). `weight_VD`: the output weight in their type."""
         bias = None if self.output_bias is None else self.output_bias.to(hidden.dtype)
-        return F.linear(hidden, self.output_weight.to(hidden.dtype), bias)
+        return F.linear(hidden, self.output_weight.to(hidden.dtype) if weight_VD is None else weight_VD, bias)
 
     def loss(
         self,
@@ -145,12 +161,15 @@ class Transformer(nn.Module):
         target_out_BT: Tensor,
         label_smoothing: float,
         num_targets: int | None = None,
+        shapes: Shapes | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Sums over the real tokens of `target_out_BT` of (label-smoothed loss, negative log-likelihood); fp32.
 
-        `num_targets`: their number, if the host knows it, so that it does not wait for the GPU.
+        `num_targets`: their number, if the host knows it, so that it does not wait for the GPU. `shapes`: those of several
+        batches; the sides are then (M,), (N,), (N,).
         """
-        hidden_ND, target_N = self.decode_hidden(source_BS, target_in_BT).flatten(0, 1), target_out_BT.flatten()
+        hidden_ND = self.decode_hidden(source_BS, target_in_BT, shapes).flatten(0, 1)
+        target_N = target_out_BT.flatten()
         about = label_smoothing, self.pad_id, self.output_bias, num_targets
         return label_smoothed_cross_entropy(hidden_ND, self.output_weight, target_N, *about)
 
@@ -167,13 +186,16 @@ class Transformer(nn.Module):
         about = label_smoothing, self.pad_id, self.output_bias, num_targets
         return token_sums(hidden_ND, self.output_weight, target_N, *about)
 
-    def decode_hidden(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
-        """Returns the decoder's last hidden states (B, T, D), before the projection to the vocabulary."""
+    def decode_hidden(self, source_BS: Tensor, target_BT: Tensor, shapes: Shapes | None = None) -> Tensor:
+        """Returns the decoder's last hidden states (B, T, D), before the projection to the vocabulary; (1, N, D) with the
+        `shapes` of several batches, whose tokens are (M,) and (N,)."""
+        if shapes is not None:
+            return self._decode_joined(source_BS, target_BT, shapes)
         mask_B11S = self._mask(source_BS)
         memory_BSD = self._encode(source_BS, mask_B11S)
         hidden_BTD = self._embed(self.target_embedding, self.target_positions, target_BT)
         for layer in self.decoder_layers:
-            hidden_BTD = self._layer(layer, hidden_BTD, memory_BSD, mask_B11S)
+            hidden_BTD = self._layer(layer, None, hidden_BTD, memory_BSD, mask_B11S)
         return self.decoder_norm(hidden_BTD)  # type: ignore[no-any-return]
 
     def encode(self, source_BS: Tensor) -> Tensor:
@@ -186,7 +208,8 @@ class Transformer(nn.Module):
         num_rows = len(source_BS) * beam_size
         layers = [layer.start(memory_BSD, num_rows) for layer in self._decoder_layers()]
         mask_B11S = self._mask(source_BS) if (source_BS == self.pad_id).any() else None
-        return DecodingCache(layers, mask_B11S, beam_size)
+        weight_VD, dtype = self.output_weight, self._dtype
+        return DecodingCache(layers, mask_B11S, None if weight_VD.dtype == dtype else weight_VD.to(dtype), beam_size)
 
     @torch.no_grad()
     def decode_step(self, token_B: Tensor, cache: DecodingCache) -> Tensor:
@@ -197,7 +220,8 @@ class Transformer(nn.Module):
         for layer, layer_cache in zip(self._decoder_layers(), cache.layers, strict=True):
             hidden_B1D = layer.step(hidden_B1D, layer_cache, cache.mask_B11S)
         cache.num_positions += 1
-        return self.logits(self.decoder_norm(hidden_B1D).squeeze(1))
+        hidden_BD = self.decoder_norm(hidden_B1D).squeeze(1)
+        return self.logits(hidden_BD, *([] if cache.output_weight_VD is None else [cache.output_weight_VD]))
 
     def attention_maps(self, source_BS: Tensor, target_BT: Tensor) -> AttentionMaps:
         """Returns the weights of every attention in `forward(source_BS, target_BT)`, recomputed from its inputs."""
@@ -221,19 +245,44 @@ class Transformer(nn.Module):
     def _encode(self, source_BS: Tensor, mask_B11S: Tensor) -> Tensor:
         hidden_BSD = self._embed(self.source_embedding, self.source_positions, source_BS)
         for layer in self.encoder_layers:
-            hidden_BSD = self._layer(layer, hidden_BSD, mask_B11S)
+            hidden_BSD = self._layer(layer, None, hidden_BSD, mask_B11S)
         return self.encoder_norm(hidden_BSD)  # type: ignore[no-any-return]
 
-    def _layer(self, layer: nn.Module, *inputs: Tensor) -> Tensor:
+    def _decode_joined(self, source_M: Tensor, target_N: Tensor, shapes: Shapes) -> Tensor:
+        sources, targets = (
+            [
+                part.view(rows, -1)
+                for part, rows in zip(torch.split(side, sizes), (b for b, _, _ in shapes), strict=True)
+            ]
+            for side, sizes in ((source_M, [b * s for b, s, _ in shapes]), (target_N, [b * t for b, _, t in shapes]))
+        )
+        source = Joined([(b, s) for b, s, _ in shapes], [self._mask(source_BS) for source_BS in sources])
+        target = Joined([(b, t) for b, _, t in shapes], [None] * len(shapes))
+        memory_1MD = join([self._embed(self.source_embedding, self.source_positions, tokens) for tokens in sources])
+        for layer in self.encoder_layers:
+            memory_1MD = self._layer(layer, source, memory_1MD, None, source)
+        memory_1MD = self.encoder_norm(memory_1MD)
+        hidden_1ND = join([self._embed(self.target_embedding, self.target_positions, tokens) for tokens in targets])
+        for layer in self.decoder_layers:
+            hidden_1ND = self._layer(layer, target, hidden_1ND, memory_1MD, None, (source, target))
+        return self.decoder_norm(hidden_1ND)  # type: ignore[no-any-return]
+
+    def _layer(self, layer: nn.Module, joined: Joined | None, *inputs: Any) -> Tensor:
         """Applies a layer; in training a sentence skips it with probability `layer_drop`. It is computed all the same,
-        so that every parameter has a gradient on every rank, as DeepSpeed's collectives need."""
+        so that every parameter has a gradient on every rank, as DeepSpeed's collectives need.
+
+        `joined`: the side of joined batches that passes through the layer."""
         if self.activation_checkpointing and self.training and torch.is_grad_enabled():
             output = checkpoint(layer, *inputs, use_reentrant=False)
         else:
             output = layer(*inputs)
         if not (self.layer_drop and self.training):
             return output  # type: ignore[no-any-return]
-        is_kept_B11 = torch.rand(len(output), 1, 1, device=output.device) >= self.layer_drop
+        if joined is None:
+            is_kept_B11 = torch.rand(len(output), 1, 1, device=output.device) >= self.layer_drop
+        else:
+            rows = [torch.rand(rows, 1, 1, device=output.device).expand(-1, size, 1) for rows, size in joined.shapes]
+            is_kept_B11 = join(rows) >= self.layer_drop
         return torch.where(is_kept_B11, output, inputs[0])
 
     def _embed(self, embedding: nn.Module, positions: nn.Module, token_BT: Tensor, start: int = 0) -> Tensor:
@@ -250,11 +299,12 @@ class Transformer(nn.Module):
         """Returns what is added to the scores of attention to the source (B, 1, 1, S): -inf at padding, else 0.
 
         From a boolean mask the kernels would compute it again in every layer. Rows begin at multiples of 8 elements, else
-        CUDA's memory-efficient kernel would copy it in every layer (`pad_bias` of torch's attention.cpp).
+        CUDA's memory-efficient kernel would copy it in every layer (`pad_bias` of torch's attention.cpp), and never follow
+        one another without a gap: a compiled layer would need another graph for that.
         """
         rows, length = source_BS.shape
-        mask_BS = torch.zeros(rows, -(-length // 8) * 8, dtype=self._dtype, device=source_BS.device)[:, :length]
-        return mask_BS.masked_fill_(source_BS == self.pad_id, float("-inf"))[:, None, None]
+        padded_B11S = torch.zeros(rows, 1, 1, (length // 8 + 1) * 8, dtype=self._dtype, device=source_BS.device)
+        return padded_B11S[..., :length].masked_fill_((source_BS == self.pad_id)[:, None, None], float("-inf"))
 
     def _decoder_layers(self) -> list[DecoderLayer]:
         return [layer for layer in self.decoder_layers if isinstance(layer, DecoderLayer)]

@@ -30,6 +30,13 @@ _KINDS = {
 """GPUs by CUDA's device names. Variants with other clocks are missing: H100 PCIe, H200 NVL, V100 PCIe."""
 
 
+def gpu_kind(device_name: str) -> str | None:
+    """Returns the name that `plan --gpu` has for a device with CUDA's name; None: unknown, or a part of one (MIG)."""
+    if re.search(r"\bMIG\b", device_name):
+        return None
+    return next((kind for pattern, kind in _KINDS.items() if re.search(pattern, device_name)), None)
+
+
 @dataclass(frozen=True)
 class ModelFlops:
     """FLOPs of forward and backward pass.
@@ -84,10 +91,8 @@ def published_flops(device_name: str, precision: str) -> float | None:
 
     The rate of fp32 is that of fp32 arithmetic: training does not round to TF32.
     """
-    kind = next((kind for pattern, kind in _KINDS.items() if re.search(pattern, device_name)), None)
-    if (
-        kind is None or re.search(r"\bMIG\b", device_name) or (precision == "bf16" and kind.startswith("v100"))
-    ):  # a V100 has no bf16 units
+    kind = gpu_kind(device_name)
+    if kind is None or (precision == "bf16" and kind.startswith("v100")):  # a V100 has no bf16 units
         return None
     gpu = HARDWARE[kind]
     return (gpu.single_tflops if precision == "fp32" else gpu.half_tflops).value * 1e12

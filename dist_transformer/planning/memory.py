@@ -12,6 +12,7 @@ from dist_transformer.config.model_size import (
     Parameters,
     bytes_of_gradient,
     bytes_of_optimizer,
+    lanes_of_pass,
     offloaded_bytes,
     reduce_buffer_bytes,
     sends_during_backward,
@@ -62,15 +63,18 @@ def memory_of_rank(
     """Memory of a rank in training.
 
     Args:
-        shape: shape of the micro-batch; default: the largest that `data` can give.
+        shape: shape of what a pass computes; default: the largest that `data` can give, for each lane of a pass.
         micro_batches: micro-batches of a rank in a step; default: as many as its lanes.
     """
     by_part, (_, vocabulary) = parameters_by_part(config), vocabulary_sizes(config)
     parameters = by_part.total
-    shape = shape or largest_shape(config.data, config.data.token_budget(), *token_bytes(config, on_gpu))
+    at_once = lanes_of_pass(config.data.lanes, config.training, num_ranks)
+    if shape is None:
+        shape = largest_shape(config.data, config.data.token_budget(), *token_bytes(config, on_gpu))
+        shape = shape._replace(rows=shape.rows * at_once)
     batch = activations(config, vocabulary, shape, on_gpu)
     state = _State.of(by_part, vocabulary_sizes(config)[0] * config.model.d_model, config.training, num_ranks)
-    is_repeated = (micro_batches or -(-config.data.lanes // num_ranks)) > 1
+    is_repeated = (micro_batches or -(-config.data.lanes // num_ranks)) > at_once
     moments_of = _moments_of_exchange if sends_during_backward(config.training) else _moments
     moments = moments_of(state, batch, config.training.zero_stage, config.training.precision, is_repeated)
     cpu = offloaded_bytes(parameters, config.training, num_ranks) + snapshot_bytes(

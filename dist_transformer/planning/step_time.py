@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from dist_transformer.config.model_size import (
     REDUCED_AT_ONCE,
     bytes_of_sent_gradient,
+    lanes_of_pass,
     num_buckets,
     sends_during_backward,
     weight_bytes,
@@ -74,6 +75,7 @@ def step_time(config: Config, num_ranks: int, ranks_per_node: int, hardware: Har
     """Time of a step of `num_ranks` ranks, which may not exceed the lanes."""
     lanes, budget = config.data.lanes, config.data.token_budget()
     micro_batches = -(-lanes // num_ranks)
+    passes = -(-micro_batches // lanes_of_pass(lanes, config.training, num_ranks))
     flops = micro_batches * micro_batch_flops(config, budget / 2, budget / 2)
     compute_seconds = flops / (hardware.achieved_tflops(config.training.precision) * 1e12)
     owned = count_parameters(config) / (num_ranks if config.training.zero_stage else 1)
@@ -81,7 +83,7 @@ def step_time(config: Config, num_ranks: int, ranks_per_node: int, hardware: Har
         micro_batches=micro_batches,
         compute_seconds=compute_seconds,
         communication_seconds=exposed_seconds(
-            config, num_ranks, ranks_per_node, micro_batches, compute_seconds / micro_batches, hardware
+            config, num_ranks, ranks_per_node, passes, compute_seconds / passes, hardware
         ),
         update_seconds=owned * UPDATE_BYTES / (hardware.memory_gb_per_second.value * 1e9),
         idle_share=1 - lanes / (num_ranks * micro_batches),
@@ -121,9 +123,9 @@ def micro_batch_flops(config: Config, source_tokens: float, target_tokens: float
 
 
 def exposed_seconds(
-    config: Config, num_ranks: int, ranks_per_node: int, micro_batches: int, pass_seconds: float, hardware: Hardware
+    config: Config, num_ranks: int, ranks_per_node: int, passes: int, pass_seconds: float, hardware: Hardware
 ) -> float:
-    """Time of the collectives of a step that a micro-batch's passes of `pass_seconds` do not hide."""
+    """Time of the collectives of a step that its `passes`, forward and backward, of `pass_seconds` do not hide."""
     if num_ranks == 1:
         return 0.0
     training, parameters = config.training, count_parameters(config)
@@ -133,7 +135,7 @@ def exposed_seconds(
     seconds_per_byte = (num_ranks - 1) / num_ranks / (bandwidth * 1e9)
     sent = parameters * bytes_of_sent_gradient(training) * seconds_per_byte
     gathered = weight_bytes(parameters_by_part(config), training) * seconds_per_byte
-    halves = half_all_reduces(training, micro_batches)
+    halves = half_all_reduces(training, passes)
     latency = (num_ranks - 1) * hardware.latency_seconds.value
     if not sends_during_backward(training):
         collectives = -(-parameters // REDUCED_AT_ONCE)
@@ -142,7 +144,7 @@ def exposed_seconds(
         return halves[0] * sent + halves[1] * gathered + sum(halves) * collectives * latency
     embedding = vocabulary_sizes(config)[0] * config.model.d_model
     buckets, backward = num_buckets(num_ranks), BACKWARD_SHARE * pass_seconds
-    often = micro_batches if training.zero_stage == 2 else 1
+    often = passes if training.zero_stage == 2 else 1
     whole = halves[0] // often  # 2 for an all-reduce
     last = embedding / parameters * sent + latency
     gradients = often * whole * max(last, sent + buckets * latency - (1 - 1 / buckets) * backward / whole)
@@ -150,8 +152,8 @@ def exposed_seconds(
     return gradients + halves[1] * max(first, gathered + buckets * latency - (pass_seconds - backward))
 
 
-def half_all_reduces(training: TrainingConfig, micro_batches: int) -> tuple[int, int]:
+def half_all_reduces(training: TrainingConfig, passes: int) -> tuple[int, int]:
     """Number of reduce-scatters of all gradients, and of all-gathers of all weights, in a step; an all-reduce of
     gradients counts as two."""
     stage, whole = training.zero_stage, 1 if sends_during_backward(training) else 2
-    return ((2, 0), (whole, 1), (whole * micro_batches, 1), (micro_batches, 2 * micro_batches))[stage]
+    return ((2, 0), (whole, 1), (whole * passes, 1), (passes, 2 * passes))[stage]

@@ -150,6 +150,11 @@ class RunDir:
         return self.path / "crash"
 
     @property
+    def compiled(self) -> Path:
+        """Kernels of `training.compile_layers`, which a later start finds again; torch's compiler names its files."""
+        return self.path / "compiled"
+
+    @property
     def profile(self) -> Path:
         """Results of `train --profile`: profile.md, and a trace of each rank."""
         return self.path / "profile"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dist_transformer.config.data_schema import DataConfig
-from dist_transformer.config.model_size import has_bf16_layers
+from dist_transformer.config.model_size import has_bf16_layers, lanes_of_pass
 from dist_transformer.config.schema import TrainingConfig
 from dist_transformer.data.loader.bounded_shapes import bounded_shapes
 from dist_transformer.distributed.group import Ranks
@@ -47,8 +47,9 @@ SLOW_SECONDS = 20.0
 """Time of a pass at which the search stops on CPUs: no larger micro-batch is tried."""
 
 
-def largest_shapes(data: DataConfig) -> list[Shape]:
-    """Returns the shapes with the most attention, target tokens and source tokens of any micro-batch of `data`.
+def largest_shapes(data: DataConfig, at_once: int = 1) -> list[Shape]:
+    """Returns the shapes with the most attention, target tokens and source tokens of any micro-batch of `data`, or of so
+    many that are computed at once: they have the rows of all of them.
 
     A free micro-batch has the lengths of its longest rows, and as many rows as the budget holds. A pair of these two
     lengths would pass the filters too: the other side of a row that is longest on one side is never longer than them.
@@ -74,7 +75,7 @@ def largest_shapes(data: DataConfig) -> list[Shape]:
     for size in sizes:
         if not places or size[places].max() < size.max():  # else a shape chosen before is as large
             places.append(int(np.argmax(size * (budget + 1) + tokens)))  # among equals the one with the most tokens
-    return [Shape(int(rows[i]), int(source[i]), int(target[i])) for i in places]
+    return [Shape(at_once * int(rows[i]), int(source[i]), int(target[i])) for i in places]
 
 
 def dry_run(
@@ -133,7 +134,8 @@ def find_max_tokens(
     for_activations = Allowance(found.bytes + held - state_bytes, found.limited_by)
     ranks.barrier()  # no rank fills memory before all have measured the free memory
     with explaining_out_of_memory("the search for the largest data.max_tokens", ranks.device):  # a GPU may not recover
-        growth = _growth(module, data, ranks.device, training, for_activations.bytes, progress)
+        at_once = lanes_of_pass(data.lanes, training, ranks.num_ranks)
+        growth = _growth(module, data, at_once, ranks.device, training, for_activations.bytes, progress)
         give_back(ranks.device)
     answers = ranks.all_gather_object((growth.most_tokens(for_activations.bytes), growth, for_activations))
     tokens, growth, limit = min(answers, key=lambda answer: answer[0])
@@ -223,11 +225,12 @@ class _Probe:
         self,
         module: Objective,
         data: DataConfig,
+        at_once: int,
         device: torch.device,
         training: TrainingConfig,
         progress: Callable[[], None],
     ) -> None:
-        self._data, self._device, self._progress = data, device, progress
+        self._data, self._at_once, self._device, self._progress = data, at_once, device, progress
         self._token_id = int(module.model.pad_id == 0)
         self._module = copy.deepcopy(module).to(device, torch.float16 if training.precision == "fp16" else None).train()
         if has_bf16_layers(training):
@@ -241,7 +244,7 @@ class _Probe:
         """Returns (bytes above the module and its gradients, seconds of the slowest pass); None: out of memory."""
         slowest = 0.0
         try:
-            for shape in largest_shapes(self._data.model_copy(update={"max_tokens": budget})):
+            for shape in largest_shapes(self._data.model_copy(update={"max_tokens": budget}), self._at_once):
                 self._progress()
                 started = time.monotonic()
                 loss, _ = self._module(*_tokens(shape, self._token_id, self._device))
@@ -259,6 +262,7 @@ class _Probe:
 def _growth(
     module: Objective,
     data: DataConfig,
+    at_once: int,
     device: torch.device,
     training: TrainingConfig,
     limit_bytes: int,
@@ -268,7 +272,7 @@ def _growth(
     if limit_bytes <= 0:
         return Growth(smallest)
     try:
-        probe = _Probe(module, data, device, training, progress)
+        probe = _Probe(module, data, at_once, device, training, progress)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

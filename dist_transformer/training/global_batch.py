@@ -44,21 +44,6 @@ def from_fixed_point(units: int, not_finite: int) -> float:
     return math.nan if not_finite else units * LOSS_UNIT
 
 
-class Fetched:
-    """A number on its way from the device to the host; reading it does not wait for work queued later."""
-
-    def __init__(self, number: torch.Tensor) -> None:
-        self._number = number.to("cpu", non_blocking=True)  # into page-locked memory
-        self._arrival = torch.cuda.Event() if number.is_cuda else None  # type: ignore[no-untyped-call]
-        if self._arrival is not None:
-            self._arrival.record()
-
-    def value(self) -> float:
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        return float(self._number)
-
-
 @dataclass(frozen=True)
 class RankStatus:
     """Values that a rank sends to the others along with its batch."""

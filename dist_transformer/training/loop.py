@@ -11,6 +11,7 @@ from dist_transformer.data.loader.loader import MicroBatch
 from dist_transformer.data.loader.position import Quarantined
 from dist_transformer.data.loader.window import BatchShape
 from dist_transformer.data.special_tokens import SpecialTokens
+from dist_transformer.distributed.group import Fetched
 from dist_transformer.distributed.rounds import Stopped
 from dist_transformer.errors import DataError
 from dist_transformer.training.agreement import Agreement, StepLoss
@@ -18,7 +19,6 @@ from dist_transformer.training.checkpoint.saver import CheckpointSaver
 from dist_transformer.training.divergence import Diverged, LossMonitor
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.global_batch import (
-    Fetched,
     GlobalBatch,
     GlobalBatchPrefetcher,
     RankStatus,
@@ -27,7 +27,7 @@ from dist_transformer.training.global_batch import (
 from dist_transformer.training.metrics.console import ProgressBar
 from dist_transformer.training.metrics.logger import MetricsLogger
 from dist_transformer.training.run import Run
-from dist_transformer.training.train_state import TrainState, dropout_seed
+from dist_transformer.training.train_state import TrainState, dropout_seed, seed_dropout
 from dist_transformer.training.validation.schedule import ValidationSchedule
 from dist_transformer.training.validation.token_metrics import forward
 
@@ -116,7 +116,6 @@ class Loop:
             batch = self._next_batch()
             if batch is None:
                 break
-            self._batches.prefetch(self._status())
             if not self._step(batch):
                 continue
             if state.step % self._config.training.log_every_steps == 0:
@@ -167,15 +166,19 @@ class Loop:
         state, device, watchdog = self.state, self._ranks.device, self._run.watchdog
         self.current_batch = batch
         losses = torch.zeros(2, dtype=torch.float64, device=device)
-        slots, doing = -(-self._config.data.lanes // self._ranks.num_ranks), f"computing step {state.step + 1}"
-        for slot in range(slots):
-            watchdog.progress(f"{doing}, micro-batch {slot + 1} of {slots}")
-            micro_batch = batch.micro_batches[slot] if slot < len(batch.micro_batches) else None
-            lane = self._ranks.rank + slot * self._ranks.num_ranks
-            torch.manual_seed(dropout_seed(self._config.run.seed, state.batches, lane))
-            loss, nll = forward(self._engine, micro_batch or self._weightless, device)
-            self._engine.backward(loss, batch.target_tokens, is_last=slot == slots - 1)
+        slots, at_once = -(-self._config.data.lanes // self._ranks.num_ranks), self._config.training.lanes_per_pass
+        doing = f"computing step {state.step + 1}"
+        for first in range(0, slots, at_once):
+            watchdog.progress(f"{doing}, micro-batch {first + 1} of {slots}")
+            found = [
+                micro_batch for micro_batch in batch.micro_batches[first : first + at_once] if micro_batch is not None
+            ]
+            lane = self._ranks.rank + first * self._ranks.num_ranks
+            seed_dropout(dropout_seed(self._config.run.seed, state.batches, lane), device)
+            loss, nll = forward(self._engine, found or [self._weightless], device)
+            self._engine.backward(loss, batch.target_tokens, is_last=first + at_once >= slots)
             losses += torch.stack([loss.detach(), nll.detach()]).double()
+        self._batches.prefetch(self._status())  # while a GPU still computes
         loss_sum = Fetched(losses[0])  # before the update, so that reading it does not wait for the update
         watchdog.progress(f"{doing}, the update")
         is_applied = self._engine.step(self._run.learning_rate(state.step + 1))

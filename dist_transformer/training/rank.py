@@ -98,6 +98,7 @@ def _train(config: Config, run_dir: RunDir, ranks: Ranks, data: RunData, stop: S
                 return _end(run, *train(run))
             except Diverged as error:
                 diverged = Diverged(error.reason, error.since_step)  # the traceback of `error` holds the engine
+            gc.unfreeze()
             gc.collect()  # frees the engine that diverged before the next one is built
             recovery = run_on_rank_zero(
                 ranks, partial(_recover, run, diverged), run.doing("going back after a divergence")

@@ -62,3 +62,11 @@ def dropout_seed(seed: int, batches: int, lane: int) -> int:
     It is a hash, as torch's generator on CPUs uses only the last 32 bits, in which sums would repeat.
     """
     return int.from_bytes(blake2b(f"{seed} {batches} {lane}".encode(), digest_size=8).digest()) >> 1
+
+
+def seed_dropout(seed: int, device: torch.device) -> None:
+    """Seeds the generators that dropout draws from, as `torch.manual_seed` does, which besides asks for every kind of device
+    that torch knows: a stack trace for each that is not there, in every micro-batch."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed)

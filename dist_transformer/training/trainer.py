@@ -1,6 +1,8 @@
 """One start of a run within a rank, from its newest complete checkpoint to an outcome; connects training's parts."""
 
+import gc
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,6 +15,7 @@ from dist_transformer.config.loading import load_config
 from dist_transformer.config.model_size import (
     count_by_part,
     effective_training,
+    lanes_of_pass,
     offloaded_bytes,
     snapshot_bytes,
     state_bytes,
@@ -172,6 +175,7 @@ def _train_state(data: RunData, checkpoint: Checkpoint | None) -> TrainState:
 def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> Engine:
     """Builds the engine with the state of the checkpoint (collective)."""
     run.watchdog.progress("building the engine")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.run_dir.compiled))  # read by torch's compiler
     with explaining_out_of_memory("the weights, gradients and optimizer state", run.ranks.device):
         engine = Engine(objective, run.training, run.config.optimizer, run.ranks)
     if checkpoint is not None:
@@ -244,6 +248,8 @@ def _loop(
     _take_memory(run, engine, writer, validator)
     watchdog.progress("reading the first windows")
     watched = Watched(engine, batches, metrics, validation, writer, bar)
+    gc.collect()
+    gc.freeze()  # what is there now stays: a collection would look through all of it, on each rank at another step
     with bar, sampler or nullcontext(), _crash_records(run, loop), _profile(run, peak, run_log, watched):
         outcome = loop.run()
     early_stop = stopping.reason() or "" if outcome is Outcome.FINISHED else ""
@@ -257,7 +263,8 @@ def _take_memory(run: Run, engine: Engine, writer: AsyncWriter, validator: Valid
     config, ranks, progress = run.config, run.ranks, run.watchdog.progress
     with explaining_out_of_memory("the copy of the state for checkpoints", ranks.device):
         writer.reserve(engine)
-    dry_run(engine, largest_shapes(config.data), ranks, run.manifest.eos_id, progress)
+    at_once = lanes_of_pass(config.data.lanes, run.training, ranks.num_ranks)
+    dry_run(engine, largest_shapes(config.data, at_once), ranks, run.manifest.eos_id, progress)
     if ranks.device.type == "cuda":  # on CPUs a search takes long, and memory can mostly be swapped
         dry_run_of_validation(validator, config, run.data, ranks, progress)
 

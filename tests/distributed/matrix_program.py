@@ -26,6 +26,7 @@ from plain_torch import (  # noqa: E402
     TOLERANCE,
     VOCABULARY,
     PlainRun,
+    micro_batches_of,
     ragged_batches,
     tokens_of,
     train_on_plain_torch,
@@ -44,6 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "`offload: optimizer_and_parameters`": {"offload": "optimizer_and_parameters"},
     "`activation_checkpointing`": {"activation_checkpointing": True},
     "`communication_dtype: bf16`": {"communication_dtype": "bf16"},
+    "`lanes_per_pass: 2`": {"lanes_per_pass": 2},
     "`ema_decay` and `freeze`": {"ema_decay": DECAY, "freeze": FROZEN},
     "all of these": {"activation_checkpointing": True, "ema_decay": DECAY, "freeze": FROZEN, "offload": "optimizer"},
 }
@@ -176,7 +178,7 @@ def run_as_rank(path: Path, takes_everything: bool) -> None:
 
 def _train(combination: Combination, ranks: Any) -> dict[str, Any]:
     """One combination; every rank gives the same result."""
-    engine = _engine(combination, ranks)
+    engine, at_once = _engine(combination, ranks), combination.settings.lanes_per_pass
     result: dict[str, Any] = {
         "combination": dataclasses.astuple(combination),
         "losses": [],
@@ -184,7 +186,7 @@ def _train(combination: Combination, ranks: Any) -> dict[str, Any]:
         "moved_by_infinity": [],
     }
     for number, micro_batches in enumerate(steps(), start=1):
-        result["losses"].append(_step(engine, ranks, micro_batches))
+        result["losses"].append(_step(engine, ranks, micro_batches, at_once))
         result["norms"].append(engine.gradient_norm())
         if number == 1:
             result["first_moment_norm"] = _first_moment_norm(engine, ranks)
@@ -195,7 +197,9 @@ def _train(combination: Combination, ranks: Any) -> dict[str, Any]:
     if ranks.num_ranks == 2:
         engine.load(lambda part, name, start, stop: state[f"{part}/{name}"][start:stop], SKIPPED_AFTER)
         engine.set_scaler_state(scaler)
-        result["losses_again"] = [_step(engine, ranks, micro_batches) for micro_batches in steps()[SKIPPED_AFTER:]]
+        result["losses_again"] = [
+            _step(engine, ranks, micro_batches, at_once) for micro_batches in steps()[SKIPPED_AFTER:]
+        ]
     engine.close()
     return result
 
@@ -218,21 +222,26 @@ def _engine(combination: Combination, ranks: Any) -> Any:
     return Engine(Objective(model, 0.1, settings.precision), settings, OptimizerConfig(), ranks)
 
 
-def _forward_and_backward(engine: Any, ranks: Any, micro_batches: list[Any], factor: float) -> float:
+def _forward_and_backward(
+    engine: Any, ranks: Any, micro_batches: list[Any], factor: float = 1.0, at_once: int = 1
+) -> float:
     """The loss per token of the lanes dealt over the ranks; where they run out, micro-batches that weigh nothing."""
     import torch
 
+    from dist_transformer.training.validation.token_metrics import forward
+
     tokens, total = tokens_of(micro_batches), torch.zeros(1, dtype=torch.float64)
-    for slot in range(-(-LANES // ranks.num_ranks)):
-        lane = ranks.rank + slot * ranks.num_ranks
-        loss, _ = engine(*(part.to(ranks.device) for part in (micro_batches[lane] if lane < LANES else NOTHING)))
-        engine.backward(loss * factor, tokens)
+    slots = -(-LANES // ranks.num_ranks)
+    mine = micro_batches[ranks.rank :: ranks.num_ranks]
+    for first in range(0, slots, at_once):
+        loss, _ = forward(engine, micro_batches_of(mine[first : first + at_once] or [NOTHING]), ranks.device)
+        engine.backward(loss * factor, tokens, is_last=first + at_once >= slots)
         total += loss.detach().double().cpu()
     return float(ranks.all_reduce_sum(total)) / tokens
 
 
-def _step(engine: Any, ranks: Any, micro_batches: list[Any]) -> float:
-    loss = _forward_and_backward(engine, ranks, micro_batches, 1.0)
+def _step(engine: Any, ranks: Any, micro_batches: list[Any], at_once: int) -> float:
+    loss = _forward_and_backward(engine, ranks, micro_batches, at_once=at_once)
     assert engine.step(LEARNING_RATE)
     return loss
 

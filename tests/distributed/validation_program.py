@@ -14,7 +14,8 @@ sys.path[:0] = [str(ROOT)]
 
 from dist_transformer.processes.launching import start_local_ranks  # noqa: E402
 
-COMBINATIONS = [(stage, "fp32") for stage in range(4)] + [(1, "bf16"), (3, "bf16"), (1, "fp16"), (3, "fp16")]
+SHORT = [(0, "bf16"), (1, "bf16"), (3, "bf16"), (1, "fp16"), (3, "fp16")]
+COMBINATIONS = [*((stage, "fp32") for stage in range(4)), *SHORT]
 
 
 def launch(run: Path, num_ranks: int, folder: Path) -> dict[str, Any]:

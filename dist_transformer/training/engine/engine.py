@@ -27,6 +27,7 @@ from torch import Tensor
 from dist_transformer.config.model_size import REDUCED_AT_ONCE, has_bf16_layers, num_buckets, sends_during_backward
 from dist_transformer.config.schema import OptimizerConfig, TrainingConfig
 from dist_transformer.distributed.group import Ranks
+from dist_transformer.model.transformer import Shapes
 from dist_transformer.training.divergence import Diverged
 from dist_transformer.training.engine.deepspeed_patches import (
     call_as_not_compiled,
@@ -97,7 +98,8 @@ class Engine:
     """
 
     def __init__(self, module: Objective, training: TrainingConfig, optimizer: OptimizerConfig, ranks: Ranks) -> None:
-        """Raises `UserError` if a pattern of `training.freeze` or `optimizer.no_decay` names no parameter."""
+        """Raises `UserError` if a pattern of `training.freeze` or `optimizer.no_decay` names no parameter, or if
+        `training.compile_layers` has no compiler."""
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if ranks.device.type == "cpu":
             _prepare_cpu()
@@ -124,6 +126,8 @@ class Engine:
                 config=_deepspeed_config(training, ranks, module),
                 dist_init_required=False,
             )
+        if training.compile_layers:
+            module.compile_layers()
         for piece in self._pieces() if exact else []:
             piece.weight.copy_(exact[piece.name].view(-1)[piece.start : piece.start + piece.length])
         make_state(_inner_optimizer(self._engine), self._masters(), self._ema_decay is not None)
@@ -156,7 +160,7 @@ class Engine:
             self._gather = WeightGather(self._engine.module, self._engine.module.model, buckets, ranks)
             exchange_in_shards(self._engine, self._exchange, self._gather, ranks, training.gradient_clip_norm)
 
-    def __call__(self, *inputs: Tensor | int | None) -> Any:
+    def __call__(self, *inputs: Tensor | Shapes | int | None) -> Any:
         """Computes the objective's forward pass."""
         return self._engine(*inputs)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dist_transformer.config.model_size import SHARE_ON_THE_WAY
-from dist_transformer.distributed.group import Pending, Ranks
+from dist_transformer.distributed.group import Fetched, Pending, Ranks
 from dist_transformer.model.transformer import Transformer
 
 LEAST_ELEMENTS = 2**18
@@ -239,8 +239,9 @@ def exchange_in_shards(
 ) -> None:
     """Replaces DeepSpeed's step of stages 1 and 2: norm, clipping, Adam on this rank's shares, and the gather begun.
 
-    A gradient that is not finite is skipped, and only fp16's loss scale changes. The scale grows after the update,
-    which is still unscaled by the old one.
+    A gradient that is not finite changes only fp16's loss scale: the device itself skips the update (`found_inf` of torch's
+    fused Adam), so that the host learns of it after everything has been queued. The scale grows after the update, which
+    is still unscaled by the old one.
     """
     optimizer = engine.optimizer
     masters = optimizer.single_partition_of_fp32_groups
@@ -253,23 +254,30 @@ def exchange_in_shards(
     def step(*_: Any, **__: Any) -> None:
         means = exchange.means()
         square = torch.nn.utils.get_total_norm(means).double().square()
-        norm = math.sqrt(ranks.total_on_device(square))
-        scale = optimizer.loss_scale
+        scaled_norm = ranks.total_on_device(square).sqrt()
+        fetched, scale = Fetched(scaled_norm), optimizer.loss_scale
+        if clip_norm or scale != 1.0:
+            clip = (
+                ((scaled_norm / scale + 1e-6) / clip_norm).clamp(min=1.0) if clip_norm else torch.ones_like(scaled_norm)
+            )
+            torch._foreach_mul_(means, (1.0 / (scale * clip)).float())
+        for master, mean in zip(masters, means, strict=True):
+            master.grad = mean
+        optimizer.optimizer.found_inf = (~torch.isfinite(scaled_norm)).float()
+        optimizer.optimizer.step()
+        for master in masters:
+            master.grad = None
+        mine = [parts[ranks.rank] for parts in optimizer.parallel_partitioned_bit16_groups]
+        for dtype in sorted(
+            {part.dtype for part in mine}, key=str
+        ):  # before torch 2.11 CUDA takes the first one's for all
+            alike = [(part, master) for part, master in zip(mine, masters, strict=True) if part.dtype == dtype]
+            torch._foreach_copy_([part for part, _ in alike], [master for _, master in alike])
+        gather.start(optimizer.bit16_groups_flat, mine)
+        exchange.release()
+        norm = fetched.value()
         optimizer.overflow = not math.isfinite(norm)
         optimizer._global_grad_norm = norm / scale
-        if not optimizer.overflow:
-            clip = max(1.0, (norm / scale + 1e-6) / clip_norm) if clip_norm else 1.0
-            if scale * clip != 1.0:
-                torch._foreach_mul_(means, 1.0 / (scale * clip))
-            for master, mean in zip(masters, means, strict=True):
-                master.grad = mean
-            optimizer.optimizer.step()
-            for master in masters:
-                master.grad = None
-            mine = [parts[ranks.rank] for parts in optimizer.parallel_partitioned_bit16_groups]
-            torch._foreach_copy_(mine, masters)
-            gather.start(optimizer.bit16_groups_flat, mine)
-        exchange.release()
         optimizer._update_scale(optimizer.overflow)
 
     optimizer.step = step

@@ -1,9 +1,14 @@
 """The training objective: the model with its loss, in the precision of the run."""
 
+import os
+import platform
+import shutil
+
 import torch
 from torch import Tensor, nn
 
-from dist_transformer.model.transformer import Transformer
+from dist_transformer.errors import UserError
+from dist_transformer.model.transformer import Shapes, Transformer
 
 
 class Objective(nn.Module):
@@ -24,22 +29,40 @@ class Objective(nn.Module):
         self.model.round_layers(torch.bfloat16)
         self._autocast = False
 
+    def compile_layers(self) -> None:
+        """Compiles the layers with torch's compiler.
+
+        Raises:
+            UserError: it would find no compiler for what it generates, nor would Triton on GPUs.
+        """
+        names = [os.environ.get("CXX", "g++"), "clang++", "c++"]
+        if not any(map(shutil.which, names)):
+            raise UserError(
+                f"training.compile_layers: true needs a C++ compiler on {platform.node()}, but none of {', '.join(names)} is "
+                "in PATH: install one (Debian: apt install g++), load its module in slurm.setup, or set it to false"
+            )
+        self.model.compile_layers()
+
     def forward(
         self,
         source_BS: Tensor,
         target_in_BT: Tensor,
         target_out_BT: Tensor,
         num_targets: int | None = None,
+        shapes: Shapes | None = None,
         counts_hits: bool = False,
     ) -> tuple[Tensor, ...]:
         """Returns (label-smoothed loss, negative log-likelihood), each summed over the real target tokens.
 
-        `num_targets` is their number; counting them here would wait for the GPU. With `counts_hits` it also returns how
-        many of them are the likeliest token; then without gradients.
+        `num_targets` is their number; counting them here would wait for the GPU. `shapes`: those of several batches whose
+        tokens are end to end. With `counts_hits` it also returns, for one batch, how many target tokens are the likeliest;
+        then without gradients.
         """
-        sums = self.model.token_sums if counts_hits else self.model.loss
+        sides = source_BS, target_in_BT, target_out_BT
         with self.autocast(source_BS.device):
-            return sums(source_BS, target_in_BT, target_out_BT, self._label_smoothing, num_targets)
+            if counts_hits:
+                return self.model.token_sums(*sides, self._label_smoothing, num_targets)
+            return self.model.loss(*sides, self._label_smoothing, num_targets, shapes)
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """Returns the autocast context of the run's precision, for direct calls of the model."""

@@ -90,9 +90,8 @@ def update_average(optimizer: torch.optim.Optimizer, masters: Iterable[Tensor], 
     The first averages decay fast, so that the initial weights do not persist in them: the decay of update n is
     min(decay, (1 + n) / (10 + n)), as with `num_updates` of TensorFlow's `tf.train.ExponentialMovingAverage`.
     """
-    weight = 1.0 - min(decay, (1 + updates) / (10 + updates))
-    for master in masters:
-        optimizer.state[master]["ema"].lerp_(master.detach(), weight)
+    weight, held = 1.0 - min(decay, (1 + updates) / (10 + updates)), list(masters)
+    torch._foreach_lerp_([optimizer.state[master]["ema"] for master in held], [m.detach() for m in held], weight)
 
 
 def deal_out(sizes: dict[str, int], num_ranks: int) -> dict[str, int]:

@@ -10,6 +10,7 @@ import torch
 from dist_transformer.data.loader.loader import MicroBatch
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rounds import WantsStop, failures_named, in_rounds
+from dist_transformer.model.transformer import Shapes
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.memory import explaining_out_of_memory
 
@@ -93,7 +94,8 @@ def measure_tokens(
         batch = batches[min(mine, len(batches) - 1)]
         told = explaining_out_of_memory("the loss of a validation", ranks.device)
         with failures_named(ranks) if engine.has_full_weights else nullcontext(), told, torch.no_grad():
-            found = [float(value) for value in engine(*_inputs(batch, ranks.device), True)]
+            sums_of_batch = engine(*_inputs([batch], ranks.device), True)
+            found = torch.stack([value.double() for value in sums_of_batch]).tolist()  # one wait for the device
         if mine < len(batches):
             sums.add_(torch.tensor([*found, batch.shape.target_tokens], dtype=torch.float64))
         progress()
@@ -107,14 +109,21 @@ def measure_tokens(
     return TokenMeasures(loss_sum / tokens, nll_sum / tokens, hits / tokens, int(tokens))
 
 
-def forward(engine: Engine, batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (loss, nll), each summed over the micro-batch's target tokens."""
-    loss, nll = engine(*_inputs(batch, device))
+def forward(engine: Engine, batches: Sequence[MicroBatch], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (loss, nll), each summed over the target tokens of the micro-batches, which are computed as one."""
+    loss, nll = engine(*_inputs(batches, device))
     return loss, nll
 
 
-def _inputs(batch: MicroBatch, device: torch.device) -> tuple[torch.Tensor | int, ...]:
-    """Returns the sides on the device and the number of target tokens. Page-locked memory makes copies asynchronous."""
-    sides = (batch.source_BS, batch.target_in_BT, batch.target_out_BT)
-    held = [side.pin_memory() for side in sides] if device.type == "cuda" else sides
-    return *(side.to(device, non_blocking=True) for side in held), batch.shape.target_tokens
+def _inputs(batches: Sequence[MicroBatch], device: torch.device) -> tuple[torch.Tensor | Shapes | int | None, ...]:
+    """Returns the arguments of an `Objective`: the sides on the device, with one copy for all of them, from page-locked
+    memory, so that it is asynchronous; the number of target tokens; shapes if there are several micro-batches."""
+    sides = [[getattr(batch, name) for batch in batches] for name in ("source_BS", "target_in_BT", "target_out_BT")]
+    flat = torch.cat([tokens.flatten() for side in sides for tokens in side])
+    flat = (flat.pin_memory() if device.type == "cuda" else flat).to(device, non_blocking=True)
+    parts = torch.split(flat, [sum(tokens.numel() for tokens in side) for side in sides])
+    num_targets = sum(batch.shape.target_tokens for batch in batches)
+    if len(batches) == 1:
+        return *(part.view_as(side[0]) for part, side in zip(parts, sides, strict=True)), num_targets, None
+    shapes = [(*batch.source_BS.shape, batch.target_in_BT.shape[1]) for batch in batches]
+    return *parts, num_targets, shapes

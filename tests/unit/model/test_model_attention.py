@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from dist_transformer.config.schema import ModelConfig
 from dist_transformer.model.attention import CrossAttention, SelfAttention, attention_weights
+from dist_transformer.model.transformer import Transformer
 
 D_MODEL, NUM_HEADS, HEAD_SIZE = 12, 3, 4
 
@@ -175,3 +177,17 @@ def test_keys_and_values_of_odd_sizes_are_the_formula_written_out_head_by_head()
         1,
     )
     torch.testing.assert_close(module(inputs, memory, None)[0], module.output(attended))
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 11, 16])
+def test_masks_of_padding_lie_as_cudas_kernel_takes_them_without_a_copy(length: int) -> None:
+    """Every stride but the last is a multiple of 8 elements (`aligned_tensor` and `pad_bias` of torch's attention.cpp)."""
+    model = Transformer(ModelConfig(preset="tiny"), 9, 9, 0)
+    source = torch.randint(1, 9, (3, length))
+    source[1:, length // 2 :] = 0
+    mask = model._mask(source)
+    assert mask.shape == (3, 1, 1, length)
+    assert all(stride % 8 == 0 for stride in mask.stride()[:-1])
+    assert mask.stride()[-1] == 1
+    assert torch.equal(mask.isneginf()[:, 0, 0], source == 0)
+    assert torch.equal(mask[:, 0, 0] == 0, source != 0)

@@ -115,7 +115,9 @@ def test_fp16_updates_keep_their_size_while_the_loss_scale_grows(make_engine, ba
     """With SGD an update is the gradient: DeepSpeed 0.19.8 halves it at each growth (facts behind `delay_scale_growth`)."""
     from dist_transformer.training.engine import engine as engine_module
 
-    monkeypatch.setattr(engine_module, "adam", lambda module, *_: torch.optim.SGD(module.parameters(), lr=1.0))
+    monkeypatch.setattr(
+        engine_module, "adam", lambda module, *_: torch.optim.SGD(module.parameters(), lr=1.0, fused=True)
+    )
     engine = make_engine(zero_stage=stage, precision="fp16", initial_loss_scale=64, loss_scale_window=2)
     scales = []
     for _ in range(7):
@@ -226,7 +228,7 @@ def test_a_step_asks_a_device_for_numbers_only_in_the_update(make_engine, ranks,
     for _ in range(2):
         with Calls() as passes:
             for batch in batches:
-                loss, _ = forward(engine, batch, ranks.device)
+                loss, _ = forward(engine, [batch], ranks.device)
                 engine.backward(loss, 20)
         with Calls() as update:
             engine.step(1e-3)

@@ -1,0 +1,62 @@
+"""The lanes of a rank computed together, and layers that are compiled: the same training."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from cxx_compiler import needs_compiler
+from running import records
+from safetensors.torch import load_file
+
+pytestmark = pytest.mark.slow
+
+NO_DROPOUT = "model.dropout=0"
+IN_ONE_PROCESS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""Without processes of torch's compiler, which take longer to start than these kernels to compile."""
+
+
+def assert_same_training(run: Path, other: Path, tolerance: float) -> None:
+    found, expected = records(run), records(other)
+    assert [record["batch_digest"] for record in found] == [record["batch_digest"] for record in expected]
+    assert [record["loss"] for record in found] == pytest.approx([r["loss"] for r in expected], rel=tolerance)
+
+
+@pytest.fixture(scope="module")
+def plain(train_small) -> Path:
+    return train_small("plain", NO_DROPOUT)
+
+
+@pytest.mark.parametrize(("ranks", "lanes"), [(1, 4), (1, 3), (2, 2), (3, 9)])
+def test_joined_lanes_train_on_the_same_batches_to_the_same_losses(train_small, plain, ranks, lanes):
+    joined = train_small(f"joined-{ranks}-{lanes}", NO_DROPOUT, f"training.lanes_per_pass={lanes}", ranks=ranks)
+    assert_same_training(joined, plain, 1e-5)
+
+
+def test_a_run_with_joined_lanes_that_is_stopped_and_resumed_ends_with_the_same_weights(train_small):
+    settings = ("training.lanes_per_pass=3", "schedule.warmup_steps=3")
+    whole = train_small("joined-whole", *settings)
+    train_small("joined-resumed", *settings, "training.max_steps=3")
+    resumed = train_small("joined-resumed", *settings)
+    weights = [load_file(next(iter(sorted(run.glob("checkpoints/step_*6/state_*"))))) for run in (whole, resumed)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@needs_compiler
+def test_a_run_with_compiled_layers_trains_to_the_same_losses_and_finds_its_kernels_again(train_small, plain):
+    settings = (NO_DROPOUT, "training.compile_layers=true")
+    compiled = train_small("compiled", *settings, "training.max_steps=4", **IN_ONE_PROCESS)
+    kernels = set((compiled / "compiled").rglob("*.so"))
+    assert kernels
+    train_small("compiled", *settings, **IN_ONE_PROCESS)
+    assert_same_training(compiled, plain, 1e-4)
+    assert set((compiled / "compiled").rglob("*.so")) == kernels
+
+
+def test_compiled_layers_without_a_compiler_are_refused_with_what_is_missing(command, tmp_path):
+    settings = ("run.name=no-compiler", "training.compile_layers=true")
+    said = command("train", "small.yaml", *settings, code=2, PATH=str(tmp_path), CXX="g++-of-nowhere")
+    assert "training.compile_layers: true needs a C++ compiler" in said
+    assert "Traceback" not in said
+    said = command("config", "check", "small.yaml", *settings, "training.zero_stage=3", code=2)
+    assert "training.compile_layers: true needs training.zero_stage 0, 1 or 2, got 3" in said

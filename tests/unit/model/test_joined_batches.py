@@ -1,0 +1,77 @@
+"""Several batches computed as one have the loss and gradients of each alone, in every variant of the model."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_model_variants import VARIANTS, VOCABULARY
+from torch import Tensor
+
+from dist_transformer.model.attention import Joined, join
+from dist_transformer.model.transformer import Transformer
+
+PAD = 0
+SHAPES = [(3, 5, 7), (1, 9, 2), (4, 2, 8)]
+MakeModel = Callable[..., Transformer]
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+def batches_of(shapes: list[tuple[int, int, int]]) -> list[Batch]:
+    """(source, target in, target out) of each shape, with padding at the end of rows."""
+    random = torch.Generator().manual_seed(4)
+
+    def padded(rows: int, length: int) -> Tensor:
+        tokens = torch.randint(3, VOCABULARY, (rows, length), generator=random)
+        lengths = torch.randint(1, length + 1, (rows, 1), generator=random)
+        return torch.where(torch.arange(length) < lengths, tokens, PAD)
+
+    targets = [padded(rows, target) for rows, _, target in shapes]
+    sources = [padded(rows, source) for rows, source, _ in shapes]
+    return [(s, torch.cat([torch.ones_like(t[:, :1]), t[:, :-1]], 1), t) for s, t in zip(sources, targets, strict=True)]
+
+
+def end_to_end(batches: list[Batch]) -> tuple[Tensor, ...]:
+    return tuple(torch.cat([side.flatten() for side in sides]) for sides in zip(*batches, strict=True))
+
+
+def gradients(model: Transformer, *losses: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.stack(losses).sum().backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("settings", [{}, {"positions": "learned", "max_positions": 16}, *VARIANTS])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_joined_batches_have_the_sum_of_their_losses_and_its_gradients(
+    make_model: MakeModel, settings: dict[str, Any], checkpointing: bool
+) -> None:
+    model, batches = make_model(**settings).double().train(), batches_of(SHAPES)
+    alone = [model.loss(*batch, 0.1) for batch in batches]
+    expected = gradients(model, *(loss for loss, _ in alone))
+    model.activation_checkpointing = checkpointing
+    loss, nll = model.loss(*end_to_end(batches), 0.1, None, SHAPES)
+    torch.testing.assert_close(loss, torch.stack([loss for loss, _ in alone]).sum())
+    torch.testing.assert_close(nll, torch.stack([nll for _, nll in alone]).sum())
+    torch.testing.assert_close(gradients(model, loss), expected)
+
+
+def test_a_sentence_of_joined_batches_skips_a_layer_as_a_whole(make_model: MakeModel) -> None:
+    model, seen = make_model(layer_drop=0.5), []
+    hooks = [model.encoder_layers[0].register_forward_hook(lambda _, given, output: seen.extend((given[0], output)))]
+    hooks += [model.encoder_layers[1].register_forward_pre_hook(lambda _, given: seen.append(given[0]))]
+    shapes = [(200, 4, 2), (150, 6, 2)]
+    model.loss(*end_to_end(batches_of(shapes)), 0.0, None, shapes)
+    sides = Joined([(rows, source) for rows, source, _ in shapes], [None, None])
+    for entered, given, left in zip(*(sides.split(tensor) for tensor in seen), strict=True):
+        is_skipped, is_kept = ((left == other).flatten(1).all(1) for other in (entered, given))
+        assert (is_skipped ^ is_kept).all()
+        assert 0.3 < is_skipped.double().mean() < 0.7
+
+
+def test_joining_is_the_inverse_of_splitting() -> None:
+    parts = [torch.randn(rows, length, 3) for rows, length, _ in SHAPES]
+    joined = join(parts)
+    assert joined.shape == (1, sum(rows * length for rows, length, _ in SHAPES), 3)
+    again = Joined([(rows, length) for rows, length, _ in SHAPES], [None] * 3).split(joined)
+    assert all(torch.equal(part, other) for part, other in zip(parts, again, strict=True))
