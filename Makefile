@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 # The Slurm tests mostly wait, and are one of the groups that tests/conftest.py makes.
 # What takes long is begun first (tests/conftest.py): pytest-xdist would begin with the files of many tests.
-IN_PARALLEL := --numprocesses 3 --dist loadgroup --no-loadscope-reorder
+IN_PARALLEL := --numprocesses 4 --dist loadgroup --no-loadscope-reorder
 
 .PHONY: help demo test test-quick check setup ui clean
 

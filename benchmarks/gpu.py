@@ -58,16 +58,17 @@ from dist_transformer.training.validation.token_metrics import forward
 CASE = "--as-case"
 AS_TRAINED = "as trained"
 COMPILED = "layers compiled (torch.compile, dynamic shapes)"
-JOINED = "3 lanes in a pass"
+APART = "3 lanes a step, one by one"
+JOINED = "3 lanes a step, in one pass"
 MORE_TOKENS = "3 times the tokens in a micro-batch"
 STAGE_0 = "ZeRO 0"
 NO_FLASH = "without flash attention"
 MATRICES = "attention by matrix products"
-LEVERS = (COMPILED, JOINED, MORE_TOKENS, STAGE_0, NO_FLASH, MATRICES)
+LEVERS = (COMPILED, APART, JOINED, MORE_TOKENS, STAGE_0, NO_FLASH, MATRICES)
 NOT_BUILT = ("CUDA graphs",)
 LEVERS_PRECISION = "bf16"
 AT_ONCE = 3
-"""Lanes of JOINED, and times the tokens of MORE_TOKENS."""
+"""Lanes of APART and JOINED, and times the tokens of MORE_TOKENS."""
 GOALS = {"big": (230_000, 300_000)}
 """Goals in real target tokens per second on one H200: 30 % and 40 % MFU."""
 PUBLISHED = "NVIDIA's figure for `big` on one A100 with mixed precision: 82,059 real target tokens/s"
@@ -209,10 +210,10 @@ def _be_a_case(case: Case) -> None:
     began = time.perf_counter()
     ranks = group.join(600)
     engine = _engine(case, ranks)
-    steps = _steps(case)
-    _pass_seconds(engine, steps, ranks)
+    steps, at_once = _steps(case), _training(case).lanes_per_pass
+    _pass_seconds(engine, steps, ranks, at_once)
     started = time.perf_counter() - began
-    seconds = [_pass_seconds(engine, steps, ranks) for _ in range(case.num_passes)]
+    seconds = [_pass_seconds(engine, steps, ranks, at_once) for _ in range(case.num_passes)]
     print(json.dumps({**_figures(case, steps, seconds, ranks), "start_seconds": started}), flush=True)
     group.leave()
 
@@ -244,17 +245,19 @@ def _steps(case: Case) -> list[list[MicroBatch]]:
     data = Corpus(folder, Manifest.load(folder)).run_data(1, case.max_tokens, WINDOW_ROWS)
     loader = data.loader(data.start(), 0, 0, 1, 0)
     found = [loader.next_step().batches[0] for _ in range(case.num_batches)]
-    batches, at_once = [batch for batch in found if batch is not None], _training(case).lanes_per_pass
-    return [batches[start : start + at_once] for start in range(0, len(batches), at_once)]
+    batches, lanes = [batch for batch in found if batch is not None], AT_ONCE if case.lever in (APART, JOINED) else 1
+    return [batches[start : start + lanes] for start in range(0, len(batches), lanes)]
 
 
-def _pass_seconds(engine: Engine, steps: Sequence[Sequence[MicroBatch]], ranks: Ranks) -> float:
-    """Measures the optimizer steps, each of one pass over its micro-batches."""
+def _pass_seconds(engine: Engine, steps: Sequence[Sequence[MicroBatch]], ranks: Ranks, at_once: int) -> float:
+    """Measures the optimizer steps, of so many micro-batches in a forward and backward pass."""
     began = time.perf_counter()
     for number, batches in enumerate(steps):
         seed_dropout(dropout_seed(SEED, number, batches[0].lane), ranks.device)
-        loss, _ = forward(engine, batches, ranks.device)
-        engine.backward(loss, sum(batch.shape.target_tokens for batch in batches))
+        tokens = sum(batch.shape.target_tokens for batch in batches)
+        for first in range(0, len(batches), at_once):
+            loss, _ = forward(engine, batches[first : first + at_once], ranks.device)
+            engine.backward(loss, tokens, is_last=first + at_once >= len(batches))
         engine.step(1e-4)
         float(loss.detach())  # as in the training loop; waits for the step
     if ranks.device.type == "cuda":
@@ -304,7 +307,8 @@ def _name(case: Case) -> str:
 
 def _description(arguments: argparse.Namespace) -> str:
     return (
-        f"One rank, ZeRO 1 but where it says 0; vocabulary {arguments.vocabulary:,}; one micro-batch a step of at most "
+        f"One rank, ZeRO 1 but where it says 0; vocabulary {arguments.vocabulary:,}; one micro-batch a step, if not said "
+        "otherwise, of at most "
         f"{arguments.max_tokens:,} tokens, both sides, padding counted. {arguments.batches} micro-batches, gone through "
         f"{arguments.rounds} times: the median, and the slowest and fastest pass. MFU: FLOPs of real tokens over the data "
         f"sheet's. Gain: to the same model and precision {AS_TRAINED}. {PUBLISHED}."

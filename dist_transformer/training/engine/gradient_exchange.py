@@ -263,8 +263,7 @@ def exchange_in_shards(
             torch._foreach_mul_(means, (1.0 / (scale * clip)).float())
         for master, mean in zip(masters, means, strict=True):
             master.grad = mean
-        optimizer.optimizer.found_inf = (~torch.isfinite(scaled_norm)).float()
-        optimizer.optimizer.step()
+        _update(optimizer.optimizer, (~torch.isfinite(scaled_norm)).float())
         for master in masters:
             master.grad = None
         mine = [parts[ranks.rank] for parts in optimizer.parallel_partitioned_bit16_groups]
@@ -281,3 +280,16 @@ def exchange_in_shards(
         optimizer._update_scale(optimizer.overflow)
 
     optimizer.step = step
+
+
+def _update(adam: Any, is_skipped: Tensor) -> None:
+    """Updates all buckets with one call for those of the same settings; 1.0 in `is_skipped`: none, as the device decides."""
+    groups = adam.param_groups
+    merged: dict[float, dict[str, Any]] = {}
+    for group in groups:
+        merged.setdefault(group["weight_decay"], {**group, "params": []})["params"].extend(group["params"])
+    adam.param_groups, adam.found_inf = list(merged.values()), is_skipped
+    try:
+        adam.step()
+    finally:
+        adam.param_groups = groups
