@@ -19,6 +19,7 @@ from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
 from dist_transformer.format import duration
 from dist_transformer.run.folder import RunDir
+from dist_transformer.run.goodput import Goodput, goodput_text
 from dist_transformer.run.lock import while_nobody_trains
 from dist_transformer.run.records import read_record
 from dist_transformer.tracking.final_status import has_arrived, settle, status_said
@@ -175,6 +176,8 @@ def _history_rows(document: Document, now: float) -> Iterator[tuple[str, str]]:
         yield "starts", str(document["starts"])
     if document["last_exit_text"] is not None:
         yield "last end", _ending(document, now)
+    if document["goodput"] is not None:
+        yield "goodput", goodput_text(Goodput(**document["goodput"]))
     for node, reason in document["excluded_nodes"].items():
         yield "excluded node", f"{node}: {reason}"
     if document["divergences"]:

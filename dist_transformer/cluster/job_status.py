@@ -6,7 +6,7 @@ The document of `status --json`. Every key is always present; null: unknown, or 
 import shlex
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from dist_transformer.cluster.run_ref import RunRef, is_run_folder, newest_job_i
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.run.attempts import attempts
 from dist_transformer.run.folder import RunDir
+from dist_transformer.run.goodput import goodput_of
 from dist_transformer.run.records import read_record
 from dist_transformer.run.status import SILENT_SECONDS, RunView, look_at
 
@@ -45,6 +46,7 @@ def report(target: RunRef) -> Document:
         "attempt": attempt.get("attempt"),
         **(_BEFORE_ITS_RANKS if is_over and not _has_begun(target) else _of_last_end(view)),
         **_of_history(view),
+        "goodput": None if (goodput := goodput_of(target.run_dir, now)) is None else asdict(goodput),
         "log": None if log is None else str(log),
         "next": _next(target.run_dir, has_log=log is not None) if is_left else None,
         "mlflow_run_id": view.mlflow_run_id,

@@ -29,6 +29,7 @@ from dist_transformer.reporting.page import footer, pictures
 from dist_transformer.reporting.run_history import RunStory, settings_that_differ
 from dist_transformer.reporting.samples import fixed_sentences, languages, words
 from dist_transformer.reporting.scores import EVALUATED, MEASURES
+from dist_transformer.run.goodput import goodput_text
 
 Named = tuple[str, RunStory]
 OF_SAMPLES = (
@@ -74,6 +75,7 @@ def result_rows(stories: Sequence[Named]) -> list[Row]:
         Row("state", [state_text(story, now) for _, story in stories]),
         Row("step", [steps_text(story) for _, story in stories]),
         Row("time in training", [duration(story.trained_seconds) for _, story in stories]),
+        Row("goodput", [goodput_text(story.goodput) if story.goodput else NOTHING for _, story in stories]),
         _highest("target tokens/s, median", [_median_speed(story) for _, story in stories]),
         Row("starts", [number(len(story.starts) or story.run.get("starts")) for _, story in stories]),
     ]

@@ -3,6 +3,7 @@
 A run may be running, be killed, have no validation, be of an older version, or be one point of a sweep.
 """
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from dist_transformer.errors import ConfigError
 from dist_transformer.reporting.curves import Curves, read_curves
 from dist_transformer.run.attempts import attempts
 from dist_transformer.run.folder import RunDir
+from dist_transformer.run.goodput import Goodput, goodput_of
 from dist_transformer.run.metrics_log import read_records
 from dist_transformer.run.records import read_record
 from dist_transformer.run.status import RunView, look_at
@@ -91,6 +93,7 @@ class RunStory:
         samples: records of samples.jsonl, oldest first.
         evaluations: the files of evaluation/ by name.
         measured_since: the step since which validation.metric is measured the same way; 0: always.
+        goodput: where the time of the run went; None: no start is recorded.
     """
 
     run_dir: RunDir
@@ -107,6 +110,7 @@ class RunStory:
     prepared: PreparedCorpus | None
     tracking: Record
     measured_since: int = 0
+    goodput: Goodput | None = None
 
     @property
     def best(self) -> Best | None:
@@ -174,6 +178,7 @@ def read_story(run_dir: RunDir) -> RunStory:
         checkpoints=[*_checkpoints(run_dir)],
         prepared=_prepared(settings.get("data.prepared")),
         tracking=read_record(run_dir.tracking),
+        goodput=goodput_of(run_dir, time.time()),
         measured_since=next((int(each["step"]) for each in reversed(records) if each.get("metric_begins_anew")), 0),
     )
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from dist_transformer.format import duration
 from dist_transformer.reporting.formatting import (
     NOTHING,
     measure_name,
@@ -15,6 +16,7 @@ from dist_transformer.reporting.formatting import (
 )
 from dist_transformer.reporting.html import Content, Html, details, png, table, tag, together
 from dist_transformer.reporting.run_history import RunStory, SavedCheckpoint, Start, settings_that_differ
+from dist_transformer.run.goodput import Goodput, rows_of
 
 CHECKPOINT_MEASURES = ("bleu", "chrf", "comet", "loss", "perplexity")
 
@@ -41,6 +43,7 @@ def history_part(story: RunStory) -> Html:
     """Each start and its end, attempts of the Slurm job, divergences, excluded nodes."""
     parts = [
         _starts(story.starts) if story.starts else tag("p", "The run folder has no history of its starts."),
+        _goodput(story.goodput) if story.goodput else None,
         _attempts(story) if story.attempts else None,
         _divergences(story) if story.view.divergences else None,
     ]
@@ -185,6 +188,17 @@ def _end(start: Start, *, is_newest: bool) -> str:
         return "no end was recorded: running, or killed" if is_newest else "no end was recorded: killed"
     reason = start.ended.get("reason")
     return f"{start.ended.get('state', NOTHING)}" + (f": {reason}" if reason else "")
+
+
+def _goodput(goodput: Goodput) -> Html:
+    rows = [
+        [words, duration(seconds), f"{share:.1%}", f"{hours:,.2f}"] for words, seconds, share, hours in rows_of(goodput)
+    ]
+    rows.append(["all", duration(goodput.total), "100.0%", f"{sum(goodput.rank_seconds.values()) / 3600:,.2f}"])
+    head = ["where the time went", "wall time", "share", "hours of ranks"]
+    return together(
+        [tag("h3", "Goodput"), table(head, rows, "Since the first submission; communication is part of the steps")]
+    )
 
 
 def _attempts(story: RunStory) -> Html:

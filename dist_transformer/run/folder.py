@@ -25,7 +25,7 @@ class RunDir:
 
     @property
     def metrics(self) -> Path:
-        """One JSON record a line: `event` is "train", "validation" or "system"; steps never repeat."""
+        """One JSON record a line: `event` is "train", "validation", "system" or "goodput"; steps never repeat."""
         return self.path / "metrics.jsonl"
 
     @property

@@ -28,7 +28,8 @@ STALE_BEATS = 6
 
 
 class RunLock:
-    """Lock of a run folder: `acquire`, train, `release`. The lock of a process that dies is taken over by the next one.
+    """Lock of a run folder: `acquire`, train, `release`. The lock of a process that dies is taken over by the next one,
+    which notes in its own record, as `before_seen`, when the heartbeat of the dead one was seen last.
 
     Args:
         wait_seconds: time to wait for a lock that is held; a rank that was killed may hold it for a moment.
@@ -38,7 +39,7 @@ class RunLock:
         self._owner, self._wait_seconds, self._beat_seconds = run_dir.owner, wait_seconds, beat_seconds
         self._folder = run_dir.path
         self._lock = filelock.FileLock(run_dir.lock, fallback_to_soft=False)
-        self._record = {**_who(), "token": secrets.token_hex(8), "started": round(time.time(), 3)}
+        self._record: dict[str, Any] = {**_who(), "token": secrets.token_hex(8), "started": round(time.time(), 3)}
         self._released = threading.Event()
         self._beating = threading.Lock()
 
@@ -59,6 +60,8 @@ class RunLock:
         if self._is_held_from_elsewhere():
             self._lock.release()
             raise self._refusal()
+        with suppress(FileNotFoundError):
+            self._record["before_seen"] = round(self._owner.stat().st_mtime, 3)
         write_json(self._owner, self._record)
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
@@ -137,7 +140,7 @@ class RunLock:
             record = read_json(self._owner)
         except (FileNotFoundError, ValueError):
             return {}
-        return record if isinstance(record, dict) and self._record.keys() <= record.keys() else {}
+        return record if isinstance(record, dict) and self._record.keys() - {"before_seen"} <= record.keys() else {}
 
     def _seconds_since_beat(self) -> float | None:
         """Age of the heartbeat by the clock of the file system, as two machines' may differ; None without a holder."""

@@ -68,7 +68,8 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
          "pairs", "beam_size", "number", "source_vocabulary", "target_vocabulary", "newest_step", "without_progress"),
         _is_whole,
     ),
-    **dict.fromkeys(("time", "started", "save_seconds"), _is_moment),
+    **dict.fromkeys(("time", "started", "began", "before_seen", "save_seconds", "validation_seconds"), _is_moment),
+    **dict.fromkeys(("target_tokens", "data_wait_share"), _is_number),
     **dict.fromkeys(
         ("loss", "nll", "learning_rate", "tokens_per_second", "bleu", "chrf", "comet", "exact_match"),
         _is_number,

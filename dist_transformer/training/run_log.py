@@ -7,9 +7,11 @@ import platform
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
+
+import psutil
 
 from dist_transformer import __version__
 from dist_transformer.config.credentials import without_secrets
@@ -21,8 +23,9 @@ from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import MachineError
 from dist_transformer.files import is_file, patiently, read_json, write_json, write_text
 from dist_transformer.run.folder import RunDir
+from dist_transformer.run.goodput import goodput_of
 from dist_transformer.run.metrics_log import MetricsLog, read_records
-from dist_transformer.run.records import sound
+from dist_transformer.run.records import read_record, sound
 from dist_transformer.tracking.tracker import Tracker
 from dist_transformer.training.checkpoint import checkpoints, retention
 from dist_transformer.training.checkpoint.tensor_files import STATE, add_validation, validation_of
@@ -61,6 +64,8 @@ class RunLog:
         self._report(path)
         with _warned_of_disk(path):
             _note_step(self._run_dir, step)
+            if (found := goodput_of(self._run_dir, time.time())) is not None:
+                self.metrics.append("goodput", step, found.shares())
 
     def validated_later(self, step: int, measures: Mapping[str, float]) -> None:
         """Adds measures to the checkpoint of `step`, which an earlier start wrote without them."""
@@ -159,7 +164,7 @@ def note(run_dir: RunDir, ranks: Ranks, state: str, step: int | None = None, rea
     )
     step = before["step"] if step is None else step
     if state == "running":
-        add_to_history(run_dir, "start", step, _start_of(ranks))
+        add_to_history(run_dir, "start", step, _start_of(run_dir, ranks))
     else:
         add_to_history(run_dir, "end", step, {"state": state, "reason": without_secrets(reason)})
 
@@ -192,8 +197,11 @@ def _warned_of_disk(path: Path) -> Iterator[None]:
         log.warning("%s: %s", path, error)
 
 
-def _start_of(ranks: Ranks) -> dict[str, Any]:
+def _start_of(run_dir: RunDir, ranks: Ranks) -> dict[str, Any]:
+    before_seen = read_record(run_dir.owner).get("before_seen")
     return {
+        "began": _process_began(),
+        **({} if before_seen is None else {"before_seen": before_seen}),
         "num_ranks": ranks.num_ranks,
         "nodes": [os.environ.get("SLURM_JOB_NODELIST") or platform.node()],
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
@@ -201,6 +209,15 @@ def _start_of(ranks: Ranks) -> dict[str, Any]:
         "device": ranks.device.type,
         "version": __version__,
     }
+
+
+def _process_began() -> float:
+    """Returns when this process began, or the one that it was forked from, which has the same command line."""
+    process = psutil.Process()
+    with suppress(psutil.Error):
+        if (parent := process.parent()) is not None and parent.cmdline() == process.cmdline():
+            process = parent
+    return round(float(process.create_time()), 3)
 
 
 def run_id(run_dir: RunDir) -> str:

@@ -11,6 +11,7 @@ from dist_transformer.data.loader.position import Position
 
 INTERVAL_SUMS = (
     "target_tokens", "source_tokens", "padded_tokens", "straggler_sum", "batches", "wait_seconds", "save_seconds",
+    "validation_seconds",
 )  # fmt: skip
 INTERVAL_COUNTS = ("pairs_by_corpus", "dropped")
 
@@ -46,6 +47,7 @@ class Interval:
     wait_seconds: float = 0.0
     save_seconds: float = 0.0
     """Time that training waited for checkpoints."""
+    validation_seconds: float = 0.0
     seconds_before: float = 0.0
     """Time of the part that an earlier start trained."""
     started: float = field(default_factory=time.monotonic)

@@ -212,7 +212,7 @@ def _loop(
     bar = ProgressBar(config.training.max_steps, state.step, every_steps, run.terminal.quiet)
     metrics = MetricsLogger(ranks, engine, sampler, run_log, int(recorded["train"]["step"]), bar, mfu)
     validation = ValidationSchedule(
-        config.validation, ranks, validator, stopping, run_log, recorded["validation"], bar, metrics.exclude
+        config.validation, ranks, validator, stopping, run_log, recorded["validation"], bar, metrics.validated
     )
     writer = AsyncWriter(run.run_dir, ranks, watchdog.progress)
 

@@ -93,6 +93,7 @@ def interval_values(interval: Interval, seconds: float) -> dict[str, float | int
         "straggler_ratio": interval.straggler_sum / interval.batches,
         "data_wait_share": interval.wait_seconds / seconds,
         "save_seconds": interval.save_seconds,
+        "validation_seconds": interval.validation_seconds,
         **{f"pairs/{name}": count for name, count in by_corpus.items()},
         **{f"dropped/{rule}": count for rule, count in sorted(interval.dropped.items())},
     }

@@ -71,8 +71,13 @@ class MetricsLogger:
         self._interval.started = time.monotonic()
 
     def exclude(self, seconds: float) -> None:
-        """Excludes seconds that were not spent on training from the interval: a validation, a profile."""
+        """Excludes seconds that were not spent on training from the interval, such as those of a profile."""
         self._interval.started += seconds
+
+    def validated(self, seconds: float) -> None:
+        """Excludes the time of a validation, and records it as `validation_seconds`."""
+        self.exclude(seconds)
+        self._interval.validation_seconds += seconds
 
     def stood_still(self, seconds: float) -> None:
         """Excludes the time that training waited for a checkpoint, and records it as `save_seconds`."""

@@ -26,7 +26,7 @@ class ValidationSchedule:
         early_stopping: receives the measures of every regular validation.
         run_log: None on all ranks but rank 0.
         newest: newest "validation" record in metrics.jsonl, the same on every rank.
-        excluded: called with the seconds that a validation took.
+        validated: called with the seconds that a validation took.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class ValidationSchedule:
         run_log: RunLog | None,
         newest: Mapping[str, Any],
         bar: ProgressBar,
-        excluded: Callable[[float], None],
+        validated: Callable[[float], None],
     ) -> None:
         self._settings, self._ranks, self._validator = settings, ranks, validator
-        self.early_stopping, self._run_log, self._bar, self._excluded = early_stopping, run_log, bar, excluded
+        self.early_stopping, self._run_log, self._bar, self._validated = early_stopping, run_log, bar, validated
         self._newest, self._recorded_step = newest, int(newest["step"])
         self._found: tuple[int, dict[str, float]] | None = None
         self.is_due = False
@@ -97,7 +97,7 @@ class ValidationSchedule:
         else:
             self._record(step, found)
         finally:
-            self._excluded(time.monotonic() - started)
+            self._validated(time.monotonic() - started)
 
     def _record(self, step: int, found: Validated) -> None:
         self._recorded_step = step

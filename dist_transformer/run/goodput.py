@@ -1,0 +1,173 @@
+"""Goodput: where the wall time of a run went since its first submission, in classes that add up to all of it.
+
+    submitted    began       training     died        noticed       began       training      ended
+       | queue     | start      | steps ...  | detection  | queue      | start      | steps ...   |
+
+Read from history.jsonl (starts and ends), metrics.jsonl (the steps that stayed, with their pauses) and, under Slurm,
+attempts.jsonl. A start that died says nothing of its end: the next one records when its heartbeat was seen last.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import pairwise, zip_longest
+from typing import Any
+
+from dist_transformer.format import duration
+from dist_transformer.run.attempts import attempts
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import read_records
+from dist_transformer.run.records import read_record
+
+Record = dict[str, Any]
+CLASSES = {
+    "steps": "steps that stayed",
+    "data_wait": "waiting for data",
+    "validations": "validations",
+    "saves": "waiting for checkpoints",
+    "start": "start: imports, corpus, checkpoint, dry run",
+    "lost": "steps that were lost and computed again",
+    "detection": "detection of failures",
+    "queue": "queue, and between starts",
+    "other": "the rest: the end of a start, with its save, validation, averages and report",
+}
+"""Each class with its words. Communication that nothing hides is part of the steps: `train --profile` shows it."""
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Seconds of each class; `rank_seconds`: those times the ranks of the start, without what passed between starts."""
+
+    seconds: dict[str, float]
+    rank_seconds: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    def shares(self) -> dict[str, float]:
+        """Returns the share of each class in all time; they add up to 1."""
+        return {name: value / self.total for name, value in self.seconds.items()} if self.total > 0 else {}
+
+
+@dataclass
+class _Start:
+    """A start: when its process began, trained and ended; `spent` seconds of the time between the last two by class."""
+
+    began: float
+    trained: float
+    ended: float
+    num_ranks: int
+    has_died: bool
+    spent: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("steps", "data_wait", "validations", "saves"), 0.0)
+    )
+
+    @property
+    def rest(self) -> float:
+        return self.ended - self.trained - sum(self.spent.values())
+
+
+def goodput_of(run_dir: RunDir, now: float) -> Goodput | None:
+    """Returns the goodput of a run up to its end, or to `now` if it trains; None if no start is recorded."""
+    starts = _starts(run_dir, now)
+    if not starts:
+        return None
+    for record in read_records(run_dir.metrics):
+        _count(record, starts)
+    _move_overlaps(starts)
+    seconds, of_ranks = (dict.fromkeys(CLASSES, 0.0) for _ in range(2))
+    for start in starts:
+        parts = {"start": start.trained - start.began, **start.spent, "lost" if start.has_died else "other": start.rest}
+        for name, value in parts.items():
+            seconds[name] += value
+            of_ranks[name] += value * start.num_ranks
+    ends = [record["time"] for record in attempts(run_dir) if record["event"] == "ended"]
+    seconds["queue"] += max(0.0, starts[0].began - _submitted(run_dir, starts[0].began))
+    for start, following in pairwise(starts):
+        noticed = next((end for end in ends if start.ended <= end <= following.began), start.ended)
+        seconds["detection"] += noticed - start.ended
+        seconds["queue"] += following.began - noticed
+    return Goodput(seconds, of_ranks)
+
+
+def _starts(run_dir: RunDir, now: float) -> list[_Start]:
+    """Returns the starts in order, none of which begins before the one before it has ended."""
+    kinds = ("start", "end")
+    records = [r for r in read_records(run_dir.history) if r["event"] in kinds and {"time", "step"} <= r.keys()]
+    begins = [number for number, record in enumerate(records) if record["event"] == "start"]
+    starts: list[_Start] = []
+    for number, following in zip_longest(begins, begins[1:]):
+        record = records[number]
+        end = next((r["time"] for r in records[number + 1 : following] if r["event"] == "end"), None)
+        if end is None and following is not None:
+            end = records[following].get("before_seen") or records[following].get("began")
+        earliest = starts[-1].ended if starts else 0.0
+        trained = max(record["time"], earliest)
+        began = min(max(record.get("began", trained), earliest), trained)
+        has_died = following is not None and records[following]["step"] < _reached(records[number + 1 : following])
+        ended = max(trained, _last_sign(run_dir, now) if end is None else end)
+        starts.append(_Start(began, trained, ended, int(record.get("num_ranks", 1)), has_died))
+    return starts
+
+
+def _reached(records: Sequence[Record]) -> float:
+    """Returns the step that a start says it reached; infinite without its word."""
+    return next((record["step"] for record in records if record["event"] == "end"), float("inf"))
+
+
+def _last_sign(run_dir: RunDir, now: float) -> float:
+    """Returns when a start without an end, and without another one after it, was seen last: `now` if it lives."""
+    try:
+        return min(now, run_dir.owner.stat().st_mtime)
+    except OSError:
+        return max((record.get("time", 0.0) for record in read_records(run_dir.metrics)), default=0.0)
+
+
+def _count(record: Record, starts: Sequence[_Start]) -> None:
+    """Adds what a log line's record says of its time to the start that wrote it."""
+    written = [start for start in starts if start.trained <= record.get("time", 0.0)]
+    if record["event"] != "train" or not written or not record.get("tokens_per_second", 0.0) > 0:
+        return
+    start, following = written[-1], starts[len(written) : len(written) + 1]
+    start.ended = max(start.ended, min([record["time"], *(each.began for each in following)]))
+    seconds = record.get("target_tokens", 0) / record["tokens_per_second"]
+    waited = record.get("data_wait_share", 0.0) * seconds
+    start.spent["steps"] += seconds - waited
+    start.spent["data_wait"] += waited
+    start.spent["saves"] += record.get("save_seconds", 0.0)
+    start.spent["validations"] += record.get("validation_seconds", 0.0)
+
+
+def _move_overlaps(starts: Sequence[_Start]) -> None:
+    """Moves time of records that a checkpoint cut in two, written by one start and partly spent in the one before it."""
+    for before, start in reversed([*pairwise(starts)]):
+        moved = min(max(0.0, -start.rest), start.spent["steps"])
+        start.spent["steps"] -= moved
+        before.spent["steps"] += moved
+    for start in starts:  # clocks that were set
+        start.spent["steps"] += min(0.0, start.rest)
+
+
+def _submitted(run_dir: RunDir, latest: float) -> float:
+    """Returns when the run was given to Slurm first, if its newest job is its first one, else `latest`."""
+    try:
+        return min(latest, datetime.fromisoformat(str(read_record(run_dir.job).get("submitted_at"))).timestamp())
+    except ValueError:
+        return latest
+
+
+def goodput_text(goodput: Goodput) -> str:
+    """Returns the share of the steps that stayed, and the largest shares of everything else."""
+    shares = goodput.shares()
+    others = sorted((share, name) for name, share in shares.items() if name != "steps" and share >= 0.005)[:-4:-1]
+    more = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for share, name in others)
+    return f"{shares.get('steps', 0.0):.1%} of {duration(goodput.total)}" + (f" ({more})" if more else "")
+
+
+def rows_of(goodput: Goodput) -> Iterator[tuple[str, float, float, float]]:
+    """Yields (words, seconds, share, hours of ranks) of each class that has any time."""
+    shares = goodput.shares()
+    for name, words in CLASSES.items():
+        if goodput.seconds[name] > 0:
+            yield words, goodput.seconds[name], shares[name], goodput.rank_seconds[name] / 3600
