@@ -92,11 +92,12 @@ def gpu_paths() -> Iterator[None]:
         yield
 
 
-def step_counts(preset: str, precision: str, ranks: Ranks) -> dict[str, Counts]:
-    """Counts the parts of a step of three micro-batches."""
+def step_counts(preset: str, precision: str, ranks: Ranks, width: int | None) -> dict[str, Counts]:
+    """Counts the parts of a step of three micro-batches. `width`: of the layers, in place of the preset's."""
     torch.manual_seed(1)
     training = TrainingConfig(precision=precision, zero_stage=1, gradient_clip_norm=1.0)
-    model = Transformer(ModelConfig(preset=preset), VOCABULARY, VOCABULARY, PAD_ID)
+    sizes = {} if width is None else {"d_model": width, "d_ff": width}
+    model = Transformer(ModelConfig(preset=preset, **sizes), VOCABULARY, VOCABULARY, PAD_ID)
     engine = Engine(Objective(model, 0.1, precision), training, OptimizerConfig(), ranks)
     source, target = torch.randint(4, VOCABULARY, (2, ROWS, LENGTH))
     source[-1, -4:] = target[-1, -4:] = PAD_ID
@@ -125,6 +126,7 @@ def step_counts(preset: str, precision: str, ranks: Ranks) -> dict[str, Counts]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--presets", nargs="+", default=["base", "big"])
+    parser.add_argument("--width", type=int, help="of layers: the counts do not depend on it; default: the preset's")
     parser.add_argument("--largest", type=int, default=12, help="names printed of the most frequent operations")
     arguments = arguments_of(parser, rounds=1)
     found = begin(threads=2)
@@ -134,7 +136,7 @@ def main() -> None:
     rows = []
     for preset in arguments.presets:
         for precision in PRECISIONS:
-            counts = step_counts(preset, precision, ranks)
+            counts = step_counts(preset, precision, ranks, arguments.width)
             figures[f"{preset} {precision}"] = {
                 part: {"operations": c.total, "casts": c.of(CASTS), "waits": c.of(WAITS)} for part, c in counts.items()
             }

@@ -7,6 +7,7 @@ Read from history.jsonl (starts and ends), metrics.jsonl (the steps that stayed,
 attempts.jsonl. A start that died says nothing of its end: the next one records when its heartbeat was seen last.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -132,7 +133,9 @@ def _count(record: Record, starts: Sequence[_Start]) -> None:
     start, following = written[-1], starts[len(written) : len(written) + 1]
     start.ended = max(start.ended, min([record["time"], *(each.began for each in following)]))
     seconds = record.get("target_tokens", 0) / record["tokens_per_second"]
-    waited = record.get("data_wait_share", 0.0) * seconds
+    if not 0 <= seconds < math.inf:  # a record that was edited
+        return
+    waited = min(1.0, max(0.0, record.get("data_wait_share", 0.0))) * seconds
     start.spent["steps"] += seconds - waited
     start.spent["data_wait"] += waited
     start.spent["saves"] += record.get("save_seconds", 0.0)

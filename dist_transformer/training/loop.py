@@ -178,6 +178,7 @@ class Loop:
             loss, nll = forward(self._engine, found or [self._weightless], device)
             self._engine.backward(loss, batch.target_tokens, is_last=first + at_once >= slots)
             losses += torch.stack([loss.detach(), nll.detach()]).double()
+        watchdog.progress(f"{doing}, reading the next batch")
         self._batches.prefetch(self._status())  # while a GPU still computes
         loss_sum = Fetched(losses[0])  # before the update, so that reading it does not wait for the update
         watchdog.progress(f"{doing}, the update")

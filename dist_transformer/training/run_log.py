@@ -7,11 +7,9 @@ import platform
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
-
-import psutil
 
 from dist_transformer import __version__
 from dist_transformer.config.credentials import without_secrets
@@ -29,6 +27,7 @@ from dist_transformer.run.records import read_record, sound
 from dist_transformer.tracking.tracker import Tracker
 from dist_transformer.training.checkpoint import checkpoints, retention
 from dist_transformer.training.checkpoint.tensor_files import STATE, add_validation, validation_of
+from dist_transformer.training.metrics.system_metrics import process_began
 from dist_transformer.training.run_tracking import start_tracker
 from dist_transformer.training.train_state import TrainState
 
@@ -200,7 +199,7 @@ def _warned_of_disk(path: Path) -> Iterator[None]:
 def _start_of(run_dir: RunDir, ranks: Ranks) -> dict[str, Any]:
     before_seen = read_record(run_dir.owner).get("before_seen")
     return {
-        "began": _process_began(),
+        "began": process_began(),
         **({} if before_seen is None else {"before_seen": before_seen}),
         "num_ranks": ranks.num_ranks,
         "nodes": [os.environ.get("SLURM_JOB_NODELIST") or platform.node()],
@@ -209,15 +208,6 @@ def _start_of(run_dir: RunDir, ranks: Ranks) -> dict[str, Any]:
         "device": ranks.device.type,
         "version": __version__,
     }
-
-
-def _process_began() -> float:
-    """Returns when this process began, or the one that it was forked from, which has the same command line."""
-    process = psutil.Process()
-    with suppress(psutil.Error):
-        if (parent := process.parent()) is not None and parent.cmdline() == process.cmdline():
-            process = parent
-    return round(float(process.create_time()), 3)
 
 
 def run_id(run_dir: RunDir) -> str:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from statistics import fmean
 from types import TracebackType
@@ -151,3 +152,12 @@ def _spread(nodes: Iterable[dict[str, float]]) -> dict[str, float]:
         for key, values in together.items()
         for name, of in (("min", min), ("mean", fmean), ("max", max))
     }
+
+
+def process_began() -> float:
+    """Returns when this process began, or the one that it was forked from, which has the same command line."""
+    process = psutil.Process()
+    with suppress(psutil.Error):
+        if (parent := process.parent()) is not None and parent.cmdline() == process.cmdline():
+            process = parent
+    return round(float(process.create_time()), 3)

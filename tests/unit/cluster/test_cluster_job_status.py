@@ -22,7 +22,7 @@ KEYS = [
     *("seconds_to_last_step", "heartbeat_time", "owner", "checkpoint", "checkpoint_time"),
     *("checkpoint_age_seconds", "set_aside", "attempt", "last_end_time", "last_exit_code", "last_exit_text"),
     *("last_end_reason", "last_end_requeued", "starts", "excluded_nodes", "divergences", "last_divergence"),
-    *("log", "next"),
+    *("goodput", "log", "next"),
     *("mlflow_run_id", "mlflow_uri", "job_id", "job", "warnings"),
 ]
 
