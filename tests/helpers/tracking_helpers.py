@@ -95,7 +95,7 @@ def sent_step(run_dir: RunDir) -> int:
 
 
 def curves_on_server(
-    uri: str, run_id: str, events: tuple[str, ...] = ("train", "validation", "system")
+    uri: str, run_id: str, events: tuple[str, ...] = ("train", "validation", "system", "goodput")
 ) -> dict[str, Curve]:
     client = MlflowClient(tracking_uri=uri)
     keys = [key for key in client.get_run(run_id).data.metrics if key.split("/")[0] in events]
