@@ -175,7 +175,8 @@ def _train_state(data: RunData, checkpoint: Checkpoint | None) -> TrainState:
 def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> Engine:
     """Builds the engine with the state of the checkpoint (collective)."""
     run.watchdog.progress("building the engine")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.run_dir.compiled))  # read by torch's compiler
+    if run.training.compile_layers:
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(run.run_dir.compiled))  # read by torch's compiler
     with explaining_out_of_memory("the weights, gradients and optimizer state", run.ranks.device):
         engine = Engine(objective, run.training, run.config.optimizer, run.ranks)
     if checkpoint is not None:

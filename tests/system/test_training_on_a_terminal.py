@@ -30,7 +30,7 @@ def test_with_json_each_record_is_printed_as_it_is_in_the_file(command: Command,
     out, err = streams(command, *RUN, f"run.name=json_{ranks}", "--json", "--ranks", ranks)
     file = command.folder / "runs" / f"json_{ranks}" / "metrics.jsonl"
     assert out == file.read_text(encoding="utf-8")
-    assert {json.loads(line)["event"] for line in out.splitlines()} == {"train", "validation"}
+    assert {json.loads(line)["event"] for line in out.splitlines()} == {"train", "validation", "goodput"}
     assert "step       3  validation" in err
 
 
@@ -48,7 +48,7 @@ def test_a_reader_that_has_gone_does_not_end_the_training(command: Command) -> N
     process.stdout.close()
     process.wait(300)
     assert process.returncode == 0
-    assert len((command.folder / "runs" / "gone" / "metrics.jsonl").read_text().splitlines()) == 6
+    assert len((command.folder / "runs" / "gone" / "metrics.jsonl").read_text().splitlines()) == 8
 
 
 def on_terminal(folder: Path, *arguments: str) -> str:
