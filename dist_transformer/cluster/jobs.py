@@ -74,7 +74,7 @@ def _resources(stage: Stage, slurm: SlurmConfig) -> dict[str, Any]:
     gres = slurm.sbatch.get("gres")
     if stage == "train":
         tasks, cpus = slurm.ranks_per_node, slurm.cpus_per_rank
-        nodes, gpus = slurm.nodes, slurm.gpus_per_node
+        nodes, gpus = slurm.nodes + slurm.spare_nodes, slurm.gpus_per_node
     else:
         on_gpu = stage != "prepare" and slurm.gpus_per_node > 0
         cpus = slurm.cpus_per_rank * (slurm.ranks_per_node if stage == "prepare" else 1)

@@ -1,13 +1,6 @@
-"""Commands of the batch script: find the run folder and, after an attempt, decide whether the job is requeued.
+"""The decision after each attempt of a training job: ranks again on the nodes that answer, requeue, or the end.
 
-    python -m dist_transformer.cluster.requeue begin JOB ATTEMPT CONFIG_OR_RUN_FOLDER [section.key=value ...]
-    python -m dist_transformer.cluster.requeue end RUN_FOLDER JOB ATTEMPT EXIT_CODE HOW   # exits 0: requeue, 3: stop
-    python -m dist_transformer.cluster.requeue exclude RUN_FOLDER PREFLIGHT_FOLDER SPARE  # exits 0: nodes were added
-    python -m dist_transformer.cluster.requeue excluded RUN_FOLDER NODES                  # NODES and the run's own
-
-HOW is `decide`, `cancelled` when a person ended the job, `ended` when Slurm did, `preflight` when training never
-began; any other exit code of `end` means that it could not decide. SPARE is the number of spare nodes for the job. An
-attempt that made a new checkpoint may always be followed by another. Without one, at most
+An attempt that made a new checkpoint may always be followed by another. Without one, at most
 `slurm.max_restarts_without_progress` attempts follow, so that a job that always fails at the same place ends.
 """
 
@@ -15,29 +8,49 @@ import json
 import os
 import sys
 import time
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from dist_transformer.cluster.restarts import refuse
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.slurm_schema import LOST_ATTEMPTS, SlurmConfig
-from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError, UserError
+from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError
 from dist_transformer.files import write_json
 from dist_transformer.run.attempts import attempts, newest_checkpoint
-from dist_transformer.run.excluded_nodes import exclude, excluded_nodes, reasons_of_preflight
+from dist_transformer.run.excluded_nodes import excluded_nodes
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
 
-EXIT_STOP = 3
-"""Exit code of `end` for a job that is not requeued. Not 1, with which a failing Python ends."""
+How = Literal["decide", "cancelled", "ended", "preflight"]
+"""What ended an attempt: `decide` its ranks, `cancelled` a person, `ended` Slurm; `preflight`: training never began."""
+
+
+@dataclass(frozen=True)
+class NextNodes:
+    """Nodes of the job on which ranks may start at once.
+
+    Attributes:
+        are_others: without a node that the ranks before had.
+        words: which nodes are left out, and why; empty without any.
+    """
+
+    nodes: tuple[str, ...]
+    are_others: bool
+    words: str
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision whether the job is requeued; `reason` is a line for the job's log."""
+    """What follows an attempt: the end, a requeue, or `again`: ranks in the same allocation. `reason`: for the log."""
 
-    requeue: bool
+    then: Literal["stop", "requeue", "again"]
     reason: str
+
+    @property
+    def requeue(self) -> bool:
+        return self.then == "requeue"
 
 
 def run_folder(arguments: list[str]) -> RunDir:
@@ -52,44 +65,86 @@ def run_folder(arguments: list[str]) -> RunDir:
     return RunDir(Path(run.root) / run.name)
 
 
-def begin(run_dir: RunDir, job: str, attempt: int, max_restarts: int) -> None:
+def begin(run_dir: RunDir, job: str, attempt: int) -> None:
     """Records that an attempt begins.
 
     Raises:
         MachineError: too many earlier attempts ended without a decision and without a new checkpoint, as happens when a
             node dies each time: Slurm itself would start them forever.
     """
+    run_dir.slurm.mkdir(parents=True, exist_ok=True)
     newest = newest_checkpoint(run_dir)
     same = [r for r in attempts(run_dir) if (r["event"], r["job"], r.get("newest")) == ("began", job, newest)]
-    if len(same) > LOST_ATTEMPTS * max_restarts:
+    if len(same) > LOST_ATTEMPTS * _max_restarts(run_dir):
         raise MachineError(
             f"{run_dir.path}: {len(same)} attempts of job {job} began after checkpoint {newest} and made no other; given "
             "up. Look at the log of the job and at its nodes, then submit it again"
         )
-    _note(run_dir, "began", job, attempt, newest=newest, nodes=os.environ.get("SLURM_JOB_NODELIST", ""),
-          ranks=int(os.environ.get("SLURM_NTASKS", "1")))  # fmt: skip
+    num_ranks = int(os.environ.get("SLURM_NTASKS", "1"))
+    note_begin(run_dir, job, attempt, os.environ.get("SLURM_JOB_NODELIST", ""), num_ranks)
 
 
-def decide(run_dir: RunDir, exit_code: int, max_restarts: int) -> Decision:
-    """Decides whether the job is requeued after an attempt with this exit code; counts the attempt if it is."""
+def note_begin(run_dir: RunDir, job: str, attempt: int, nodes: str, num_ranks: int) -> None:
+    """Records that ranks start on these nodes."""
+    _note(run_dir, "began", job, attempt, newest=newest_checkpoint(run_dir), nodes=nodes, ranks=num_ranks)
+
+
+def first_failure(path: Path) -> tuple[int, str] | None:
+    """Exit code and node of the first rank that failed, as launch/slurm_task.sh writes them; None: none did."""
+    try:
+        code, _, node = path.read_text(encoding="utf-8").strip().partition(" ")
+        return int(code), node
+    except (OSError, ValueError):
+        return None
+
+
+def next_nodes(
+    before: Sequence[str], answering: Collection[str], suspects: Collection[str], wanted: int
+) -> NextNodes | None:
+    """The nodes of the job for ranks after a failure; None if fewer than half of the `wanted` ones are left.
+
+    Args:
+        before: the nodes of the ranks that failed.
+        answering: all nodes of the job that answer now, spare ones too, in their order.
+        suspects: nodes on which ranks failed first, twice in a row.
+    """
+    nodes = tuple([node for node in answering if node not in suspects][:wanted])
+    silent, failed = (
+        tuple(n for n in before if n not in nodes and (n in answering) is is_up) for is_up in (False, True)
+    )
+    words = [f"{', '.join(silent)} gives no answer"] if silent else []
+    words += [f"ranks failed on {', '.join(failed)} twice"] if failed else []
+    return None if 2 * len(nodes) < wanted else NextNodes(nodes, bool(silent or failed), " and ".join(words))
+
+
+def decide(run_dir: RunDir, exit_code: int, max_restarts: int, left: NextNodes | None = None) -> Decision:
+    """Decides after an attempt with this exit code; counts the attempt if another follows.
+
+    Args:
+        left: nodes on which ranks may start again. They do if there was a new checkpoint since the last restart, or if
+            they are other nodes than before; else the job is requeued, and may get others.
+    """
     if exit_code in (EXIT_DONE, EXIT_USER_ERROR):
-        return Decision(False, "done" if exit_code == EXIT_DONE else "a mistake that a restart cannot fix")
+        return Decision("stop", "done" if exit_code == EXIT_DONE else "a mistake that a restart cannot fix")
     if exit_code == EXIT_REQUEUE and run_dir.stop_file.exists():
-        return Decision(False, f"stopped by the file {run_dir.stop_file}")
+        return Decision("stop", f"stopped by the file {run_dir.stop_file}")
     newest, without_progress = newest_checkpoint(run_dir), 0
     before = read_record(run_dir.restarts)
     if before and before.get("newest_checkpoint") == newest:
         without_progress = before.get("without_progress", 0)
     if without_progress >= max_restarts:
-        return Decision(False, f"{without_progress} restarts without a new checkpoint after {newest or 'the start'}")
+        return Decision("stop", f"{without_progress} restarts without a new checkpoint after {newest or 'the start'}")
     write_json(run_dir.restarts, {"newest_checkpoint": newest, "without_progress": without_progress + 1})
     start = f"resumes from {newest}" if newest else "begins again, as there is no checkpoint yet"
-    left = f"; restart {without_progress + 1} of {max_restarts} without a new one" if without_progress else ""
-    return Decision(True, start + left)
+    start += f"; restart {without_progress + 1} of {max_restarts} without a new one" if without_progress else ""
+    if left is None or (without_progress and not left.are_others):
+        return Decision("requeue", start)
+    without = f" ({left.words})" if left.words else ""
+    return Decision("again", f"on {', '.join(left.nodes)}{without}: {start}")
 
 
-def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: str) -> Decision:
-    """Decides after an attempt, and records the decision.
+def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: How, left: NextNodes | None = None) -> Decision:
+    """Decides after an attempt, and records the decision. Arguments: see `decide`.
 
     Raises:
         MachineError: the run folder is not visible; none is created in place of a disk that is not mounted.
@@ -97,13 +152,13 @@ def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: str) -> De
     if not run_dir.slurm.is_dir():
         raise MachineError(f"{run_dir.slurm}: is gone; is the disk of the run folder away?")
     if how == "cancelled":
-        decision = Decision(False, "cancelled")
+        decision = Decision("stop", "cancelled")
     elif how == "ended":
-        decision = Decision(False, "ended by Slurm, which decides what follows")
+        decision = Decision("stop", "ended by Slurm, which decides what follows")
     elif how == "preflight":
-        decision = Decision(True, "away from nodes that the preflight found bad")
+        decision = Decision("requeue", "away from nodes that the preflight found bad")
     else:
-        decision = decide(run_dir, exit_code, _max_restarts(run_dir))
+        decision = decide(run_dir, exit_code, _max_restarts(run_dir), left)
     _note(
         run_dir, "ended", job, attempt, exit_code=exit_code, how=how, requeued=decision.requeue,
         reason=decision.reason, newest=newest_checkpoint(run_dir),
@@ -111,14 +166,17 @@ def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: str) -> De
     return decision
 
 
+def note_lost_host(run_dir: RunDir, job: str, attempt: int, host: str) -> None:
+    """Records that the job is requeued because Slurm has lost the node of its batch script."""
+    reason = f"{host} is down, and with it the batch script: requeued from another node"
+    newest = newest_checkpoint(run_dir)
+    _note(run_dir, "ended", job, attempt, exit_code=None, how="lost", requeued=True, reason=reason, newest=newest)
+
+
 def _note(run_dir: RunDir, event: str, job: str, attempt: int, **values: Any) -> None:
     record = {"event": event, "time": round(time.time(), 3), "job": job, "attempt": attempt, **values}
     with run_dir.attempts.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record, ensure_ascii=False) + "\n")
-
-
-def _num_nodes() -> int:
-    return int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
 
 
 def _max_restarts(run_dir: RunDir) -> int:
@@ -128,46 +186,11 @@ def _max_restarts(run_dir: RunDir) -> int:
     return load_config(run_dir.config, check_files=False).slurm.max_restarts_without_progress
 
 
-def _nodes_to_exclude(run_dir: RunDir, given: str) -> str:
-    """Nodes that Slurm excludes already and the run's own, because a new list replaces the old one."""
+def nodes_to_exclude(run_dir: RunDir, given: str) -> str:
+    """Nodes that Slurm excludes already (a list in its words) and the run's own: a new list replaces the old one."""
     listed = [] if given in ("", "(null)") else [given]
     return ",".join([*listed, *(node for node in excluded_nodes(run_dir) if node not in given.split(","))])
 
 
-def main(arguments: list[str]) -> int:
-    """Runs a command of the batch script and returns the exit code."""
-    try:
-        match arguments:
-            case ["begin", job, attempt, _, *_]:
-                run_dir = run_folder(arguments[3:])
-                run_dir.slurm.mkdir(parents=True, exist_ok=True)
-                begin(run_dir, job, int(attempt), _max_restarts(run_dir))
-                print(run_dir.path)
-                return 0
-            case ["end", folder, job, attempt, exit_code, ("decide" | "cancelled" | "ended" | "preflight") as how]:
-                decision = end(RunDir(Path(folder)), job, int(attempt), int(exit_code), how)
-                print("requeued:" if decision.requeue else "not requeued:", decision.reason, flush=True)
-                return 0 if decision.requeue else EXIT_STOP
-            case ["exclude", folder, preflight, spare]:
-                reasons = reasons_of_preflight(Path(preflight) / "report.json")
-                added = exclude(RunDir(Path(folder)), reasons, _num_nodes(), int(spare))
-                for node, reason in added.items():
-                    print(f"excluded: {node}: {reason}")
-                return 0 if added else 1
-            case ["excluded", folder, given]:
-                print(_nodes_to_exclude(RunDir(Path(folder)), given))
-                return 0
-    except UserError as error:
-        print(error, file=sys.stderr)
-        return error.exit_code
-    except OSError as error:
-        print(f"the run folder cannot be read or written: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    print("expected: begin JOB ATTEMPT CONFIG_OR_RUN_FOLDER [section.key=value ...], end RUN_FOLDER JOB ATTEMPT EXIT_CODE "
-          "HOW, exclude RUN_FOLDER PREFLIGHT_FOLDER SPARE, or excluded RUN_FOLDER NODES; "
-          f"got: {' '.join(arguments) or 'nothing'}", file=sys.stderr)  # fmt: skip
-    return EXIT_USER_ERROR
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(refuse())

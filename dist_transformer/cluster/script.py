@@ -59,6 +59,7 @@ def _settings(slurm: SlurmConfig, code: Code, folders: Iterable[Path]) -> list[s
         f"preflight={slurm.preflight}",
         f"preflight_seconds={PREFLIGHT_SECONDS}",
         f"preflight_tolerance={PREFLIGHT_TOLERANCE}",
+        f"spare_nodes={slurm.spare_nodes}",
     ]
 
 

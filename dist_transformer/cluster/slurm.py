@@ -11,6 +11,9 @@ from dist_transformer.errors import MachineError, UserError
 STACKS_SECONDS = 60
 """Time limit for the answers of a job's nodes: a dead node never answers."""
 
+_UP = r"(idle|alloc|mix|comp|resv|plnd)[^*]*"
+"""States of nodes that take jobs, now or later; a star marks one that does not answer."""
+
 _NOT_FOR_A_JOB = ("SLURM_", "SRUN_", "SBATCH_", "MASTER_")
 _NOT_FOR_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
 
@@ -90,6 +93,69 @@ def release_job(job_id: str) -> None:
     _call(["scontrol", "release", _checked(job_id)], _asking_environment())
 
 
+def job_record(job_id: str) -> dict[str, str]:
+    """The record of a job of the controller: Restarts, JobState, Reason, NodeList, BatchHost, ExcNodeList ...
+
+    Raises:
+        SlurmError: the controller does not answer.
+    """
+    return _fields(_call(["scontrol", "--oneliner", "show", "job", _checked(job_id)], _asking_environment()))
+
+
+def waiting_reason(job_id: str) -> str:
+    """The reason that squeue shows for a job; empty without an answer."""
+    try:
+        command = ["squeue", "--noheader", "--jobs", _checked(job_id), "--format", "%r"]
+        return _call(command, _asking_environment()).strip()
+    except SlurmError:
+        return ""
+
+
+def requeue_job(job_id: str) -> None:
+    """Puts a running job back into the queue; its ranks and its batch script are ended.
+
+    Raises:
+        SlurmError: with scontrol's own message.
+    """
+    _call(["scontrol", "requeue", _checked(job_id)], _asking_environment())
+
+
+def exclude_nodes(job_id: str, nodes: str) -> None:
+    """Replaces the nodes that a waiting job must not get.
+
+    Raises:
+        SlurmError: with scontrol's own message.
+    """
+    _call(["scontrol", "update", f"JobId={_checked(job_id)}", f"ExcNodeList={nodes}"], _asking_environment())
+
+
+def node_addresses(nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
+    """Address and port of the daemon of each node.
+
+    Raises:
+        SlurmError: the controller does not answer.
+    """
+    config = _call(["scontrol", "show", "config"], _asking_environment())
+    port = re.search(r"^SlurmdPort\s*=\s*(\d+)", config, re.MULTILINE)
+    lines = _call(["scontrol", "--oneliner", "show", "node", ",".join(nodes)], _asking_environment()).splitlines()
+    found = [_fields(line) for line in lines if line.startswith("NodeName=")]
+    default = port[1] if port else "6818"
+    return {node["NodeName"]: (node["NodeAddr"], int(node.get("Port", default))) for node in found}
+
+
+def similar_nodes(partition: str, node: str) -> list[str]:
+    """Nodes of a partition that are up, with the features and generic resources of `node`; itself, too.
+
+    Raises:
+        SlurmError: the controller does not answer.
+    """
+    command = ["sinfo", "--noheader", "--Node", "--format", "%N|%t|%f|%G"]
+    command += ["--partition", partition] if partition else []
+    rows = {tuple(line.split("|", 2)) for line in _call(command, _asking_environment()).splitlines()}
+    like = {kind for name, _, kind in rows if name == node}
+    return sorted(name for name, state, kind in rows if kind in like and re.fullmatch(_UP, state))
+
+
 def host_names(node_list: str) -> list[str]:
     """Expands n[1-2] to n1, n2."""
     return _call(["scontrol", "show", "hostnames", node_list], _asking_environment()).split()
@@ -105,17 +171,24 @@ def run_on_each_node(job_id: str, num_nodes: int, command: Sequence[str], enviro
     Raises:
         SlurmError: with srun's own message, when no line came.
     """
-    # Without --overlap the step would wait for the ranks to end; it does not need other steps' plugins and bindings.
-    options = [f"--jobid={_checked(job_id)}", "--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}"]
-    options += ["--ntasks-per-node=1", "--cpus-per-task=1", "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0"]
+    full = [*_step_beside_ranks(num_nodes), f"--jobid={_checked(job_id)}", *command]
     try:
-        return _call(
-            ["srun", *options, *command], {**_asking_environment(), **environment}, STACKS_SECONDS
-        ).splitlines()
+        return _call(full, {**_asking_environment(), **environment}, STACKS_SECONDS).splitlines()
     except _PartOfAnAnswer as error:
         if not error.lines:
             raise
         return error.lines
+
+
+def step_beside_ranks(node: str, command: Sequence[str]) -> list[str]:
+    """The command, for a process of the job itself, that runs another one on one of its nodes, beside the ranks."""
+    return [*_step_beside_ranks(1), f"--nodelist={node}", *command]
+
+
+def _step_beside_ranks(num_nodes: int) -> list[str]:
+    # Without --overlap the step would wait for the ranks to end; it does not need other steps' plugins and bindings.
+    options = ["--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
+    return ["srun", *options, "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0"]
 
 
 def is_job_id(value: Any) -> bool:
@@ -130,6 +203,16 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in environment.items()
         if name == "SLURM_CONF" or not (name.startswith(_NOT_FOR_A_JOB) or name in _NOT_FOR_A_RANK)
     }
+
+
+def _fields(line: str) -> dict[str, str]:
+    """The fields Name=value of a line of scontrol. Users' own words, which may look like one, are a job's name and what
+    comes at its end."""
+    found: dict[str, str] = {}
+    line = re.sub(r" JobName=.*? UserId=", " UserId=", line, count=1)
+    for name, value in re.findall(r"(?:^| )([A-Za-z]+)=(\S*)", line):
+        found.setdefault(name, value)
+    return found
 
 
 def _checked(job_id: str) -> str:

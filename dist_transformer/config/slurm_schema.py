@@ -48,6 +48,7 @@ class SlurmConfig(Section):
         None, description="Profile: a name in slurm/clusters/ or a path; fills what is not given."
     )
     nodes: PositiveInt = Field(1, description="Nodes of the job.")
+    spare_nodes: Int = Field(0, ge=0, description="Further nodes of the job that wait for one of the others to die.")
     ranks_per_node: PositiveInt = Field(1, description="Ranks on each node: one per GPU.")
     gpus_per_node: Int = Field(0, ge=0, description="GPUs asked for on each node; 0: CPU training.")
     gpu_memory_gb: Number | None = Field(

@@ -202,7 +202,7 @@ def _start_of(run_dir: RunDir, ranks: Ranks) -> dict[str, Any]:
         "began": process_began(),
         **({} if before_seen is None else {"before_seen": before_seen}),
         "num_ranks": ranks.num_ranks,
-        "nodes": [os.environ.get("SLURM_JOB_NODELIST") or platform.node()],
+        "nodes": [os.environ.get("SLURM_STEP_NODELIST") or platform.node()],
         "slurm_job_id": os.environ.get("SLURM_JOB_ID"),
         "restart": int(os.environ.get("SLURM_RESTART_COUNT") or 0),
         "device": ranks.device.type,

@@ -22,7 +22,7 @@ from dist_transformer.tracking.tracker import Tracker
 
 log = logging.getLogger(__name__)
 
-_SLURM_TAGS = {"job_id": "SLURM_JOB_ID", "nodes": "SLURM_JOB_NODELIST", "restart": "SLURM_RESTART_COUNT",
+_SLURM_TAGS = {"job_id": "SLURM_JOB_ID", "nodes": "SLURM_STEP_NODELIST", "restart": "SLURM_RESTART_COUNT",
                "partition": "SLURM_JOB_PARTITION", "cluster": "SLURM_CLUSTER_NAME"}  # fmt: skip
 
 

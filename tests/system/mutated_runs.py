@@ -158,7 +158,7 @@ def write_run(run_dir: RunDir, config_text: str, job: str = "5") -> None:
     DeliveryState("a run", sent={"train": 2}).save(run_dir.tracking)
     run_dir.slurm.mkdir()
     note_job(run_dir, {"train": job}, "sbatch train.sbatch")
-    requeue.begin(run_dir, job, 0, 3)
+    requeue.begin(run_dir, job, 0)
     requeue.end(run_dir, job, 0, 75, "decide")
     exclude(run_dir, {"n7": "preflight: slow"}, 10, 2)
     write_text(run_dir.log, "2026-01-01 step 6\n" * 9)

@@ -42,6 +42,7 @@ ADAPTERS = {
         "processes.children",
         "processes.launching",
         "cluster.slurm",
+        "cluster.batch_job",
         "run.snapshot",
         "cli.demo",
         "tracking.pyfunc_folder",

@@ -1,15 +1,16 @@
 """The decision after each attempt of a job."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from dist_transformer.cluster.requeue import decide, main, run_folder
-from dist_transformer.files import read_json, write_json
+from dist_transformer.cluster.requeue import NextNodes, begin, decide, end, next_nodes, nodes_to_exclude, run_folder
+from dist_transformer.errors import MachineError
+from dist_transformer.files import write_json
 from dist_transformer.run.attempts import attempts, newest_checkpoint
+from dist_transformer.run.excluded_nodes import exclude, excluded_nodes, reasons_of_preflight
 from dist_transformer.run.folder import RunDir
 
 
@@ -77,26 +78,54 @@ def test_the_run_folder_is_found_from_a_configuration_with_overrides_or_is_given
     assert run_folder([str(tmp_path)]).path == tmp_path
 
 
-def test_the_batch_script_reads_the_folder_from_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text(json.dumps({"run": {"root": f"{tmp_path}/a b"}, "data": {"train": {"demo": "train"}}}))
-    assert main(["begin", "12", "0", str(config), "run.name=c"]) == 0
-    assert capsys.readouterr().out == f"{tmp_path}/a b/c\n"
-    assert (tmp_path / "a b" / "c" / "slurm").is_dir()
+ALL_NODES = NextNodes(("n1", "n2"), are_others=False, words="")
+FEWER_NODES = NextNodes(("n1",), are_others=True, words="n2 gives no answer")
 
 
-def test_the_batch_script_reads_the_decision_from_the_exit_code(
-    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
+def test_ranks_start_again_in_the_same_job_after_a_new_checkpoint_and_else_on_other_nodes_only(run_dir: RunDir) -> None:
+    decisions = [decide(run_dir, 1, 4, nodes).then for nodes in (ALL_NODES, ALL_NODES, FEWER_NODES, None, FEWER_NODES)]
+    assert decisions == ["again", "requeue", "again", "requeue", "stop"]
+    _checkpoint(run_dir, "step_00000010")
+    decision = decide(run_dir, 137, 4, FEWER_NODES)
+    assert (decision.then, decision.reason) == ("again", "on n1 (n2 gives no answer): resumes from step_00000010")
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_what_a_restart_cannot_change_is_not_started_again(run_dir: RunDir, code: int) -> None:
+    assert decide(run_dir, code, 3, FEWER_NODES).then == "stop"
+
+
+N = ("n1", "n2", "n3", "n4")
+
+
+@pytest.mark.parametrize(
+    ("before", "answering", "suspects", "wanted", "expected"),
+    [
+        (N, N, (), 4, NextNodes(N, False, "")),
+        (N, ("n1", "n3", "n4"), (), 4, NextNodes(("n1", "n3", "n4"), True, "n2 gives no answer")),
+        (N[:3], N, (), 3, NextNodes(N[:3], False, "")),  # n4 is a spare one
+        (N[:3], ("n1", "n3", "n4"), (), 3, NextNodes(("n1", "n3", "n4"), True, "n2 gives no answer")),
+        (N, N, ("n2",), 4, NextNodes(("n1", "n3", "n4"), True, "ranks failed on n2 twice")),
+        (N, ("n1", "n2", "n3"), ("n2",), 4,
+         NextNodes(("n1", "n3"), True, "n4 gives no answer and ranks failed on n2 twice")),
+        (N, ("n1",), (), 4, None),
+        (N[:2], ("n1",), (), 2, NextNodes(("n1",), True, "n2 gives no answer")),
+        (N[:1], (), (), 1, None),
+    ],
+)  # fmt: skip
+def test_the_next_ranks_have_the_nodes_that_answer_up_to_the_wanted_number_and_at_least_half_of_it(
+    before: tuple[str, ...],
+    answering: tuple[str, ...],
+    suspects: tuple[str, ...],
+    wanted: int,
+    expected: NextNodes | None,
 ) -> None:
-    run_dir.config.write_text("data: {train: {demo: train}}\nslurm: {max_restarts_without_progress: 1}\n")
-    assert main(["end", str(run_dir.path), "12", "0", "1", "decide"]) == 0
-    assert capsys.readouterr().out == "requeued: begins again, as there is no checkpoint yet\n"
-    assert main(["end", str(run_dir.path), "12", "1", "1", "decide"]) == 3
-    assert capsys.readouterr().out.startswith("not requeued: 1 restarts")
+    assert next_nodes(before, answering, suspects, wanted) == expected
 
 
 def test_before_there_is_a_configuration_the_default_limit_counts(run_dir: RunDir) -> None:
-    assert [main(["end", str(run_dir.path), "12", "0", "1", "decide"]) for _ in range(4)] == [0, 0, 0, 3]
+    decisions = [end(run_dir, "12", 0, 1, "decide").then for _ in range(4)]
+    assert decisions == ["requeue", "requeue", "requeue", "stop"]
 
 
 def test_each_attempt_leaves_a_record_of_its_beginning_and_its_end(
@@ -104,8 +133,8 @@ def test_each_attempt_leaves_a_record_of_its_beginning_and_its_end(
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    main(["begin", "12_3", "0", str(run_dir.path)])
-    main(["end", str(run_dir.path), "12_3", "0", "75", "decide"])
+    begin(run_dir, "12_3", 0)
+    end(run_dir, "12_3", 0, 75, "decide")
     with run_dir.attempts.open("a") as file:
         file.write('{"event": "ended", "torn')
     kept = [{key: r[key] for key in r if key not in ("time", "newest", "reason")} for r in attempts(run_dir)]
@@ -123,78 +152,60 @@ def test_a_reason_with_an_odd_line_separator_is_still_one_record(run_dir: RunDir
 
 @pytest.mark.parametrize("code", [1, 75, 143])
 def test_what_a_person_or_slurm_has_ended_is_not_requeued(run_dir: RunDir, code: int) -> None:
-    assert main(["end", str(run_dir.path), "12", "0", str(code), "ended"]) == 3
+    assert end(run_dir, "12", 0, code, "ended").then == "stop"
     assert not run_dir.restarts.exists()
 
 
-def test_attempts_that_end_without_a_word_are_given_up_in_the_end_unless_there_is_progress(
-    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_attempts_that_end_without_a_word_are_given_up_in_the_end_unless_there_is_progress(run_dir: RunDir) -> None:
     run_dir.config.write_text("data: {train: {demo: train}}\nslurm: {max_restarts_without_progress: 2}\n")
-    codes = [main(["begin", "12", str(attempt), str(run_dir.path)]) for attempt in range(10)]
-    assert codes == [0] * 9 + [1]
-    assert "9 attempts of job 12 began after checkpoint None and made no other; given up" in capsys.readouterr().err
+    for attempt in range(9):
+        begin(run_dir, "12", attempt)
+    with pytest.raises(
+        MachineError, match="9 attempts of job 12 began after checkpoint None and made no other; given up"
+    ):
+        begin(run_dir, "12", 9)
     _checkpoint(run_dir, "step_00000010")
-    assert main(["begin", "12", "10", str(run_dir.path)]) == 0
-    assert main(["begin", "13", "0", str(run_dir.path)]) == 0
+    begin(run_dir, "12", 10)
+    begin(run_dir, "13", 0)
 
 
-def _excluded(run_dir: RunDir) -> list[str]:
-    return list(read_json(run_dir.excluded)) if run_dir.excluded.exists() else []
+def _exclude(run_dir: RunDir, nodes: list[str], num_nodes: int, spare: int) -> None:
+    write_json(run_dir.preflight / "report.json", {"exclude": nodes, "outliers": []})
+    exclude(run_dir, reasons_of_preflight(run_dir.preflight / "report.json"), num_nodes, spare)
 
 
 @pytest.mark.parametrize(("spare", "allowed"), [(0, 0), (1, 1), (2, 2), (9, 4)])
-def test_no_node_is_excluded_that_the_partition_cannot_spare(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, spare: int, allowed: int
-) -> None:
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", "40")
-    write_json(run_dir.preflight / "12-0" / "report.json", {"exclude": [f"n{n}" for n in range(6)], "outliers": []})
-    main(["exclude", str(run_dir.path), str(run_dir.preflight / "12-0"), str(spare)])
-    assert len(_excluded(run_dir)) == allowed
+def test_no_node_is_excluded_that_the_partition_cannot_spare(run_dir: RunDir, spare: int, allowed: int) -> None:
+    _exclude(run_dir, [f"n{n}" for n in range(6)], 40, spare)
+    assert len(excluded_nodes(run_dir)) == allowed
 
 
 @pytest.mark.parametrize(("num_nodes", "allowed"), [(2, 1), (9, 1), (20, 2), (128, 12)])
 def test_a_preflight_excludes_a_tenth_of_the_nodes_at_most_over_all_attempts(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, num_nodes: int, allowed: int
+    run_dir: RunDir, num_nodes: int, allowed: int
 ) -> None:
-    monkeypatch.setenv("SLURM_JOB_NUM_NODES", str(num_nodes))
     for attempt in range(3):
-        folder = run_dir.preflight / f"12-{attempt}"
-        bad = [f"n{number}" for number in range(attempt * 6, attempt * 6 + 6)]
-        write_json(folder / "report.json", {"exclude": bad, "outliers": []})
-        main(["exclude", str(run_dir.path), str(folder), "100"])
-    assert len(_excluded(run_dir)) == allowed
+        _exclude(run_dir, [f"n{number}" for number in range(attempt * 6, attempt * 6 + 6)], num_nodes, 100)
+    assert len(excluded_nodes(run_dir)) == allowed
 
 
-def test_the_reason_of_an_exclusion_is_kept_and_the_nodes_join_those_given_by_hand(
-    run_dir: RunDir, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_reason_of_an_exclusion_is_kept_and_the_nodes_join_those_given_by_hand(run_dir: RunDir) -> None:
     outlier = {"node": "n3", "measure": "matmul_tflops", "text": "matmul 0.21 of the median (12 of 57 TFLOP/s)"}
-    write_json(run_dir.preflight / "12-0" / "report.json", {"exclude": ["n3"], "outliers": [outlier]})
-    assert main(["exclude", str(run_dir.path), str(run_dir.preflight / "12-0"), "1"]) == 0
-    assert main(["exclude", str(run_dir.path), str(run_dir.preflight / "12-0"), "1"]) == 1
-    assert read_json(run_dir.excluded) == {"n3": "preflight: matmul 0.21 of the median (12 of 57 TFLOP/s)"}
-    capsys.readouterr()
-    for given, expected in (("", "n3"), ("(null)", "n3"), ("n[7-9]", "n[7-9],n3"), ("n1,n3", "n1,n3")):
-        assert main(["excluded", str(run_dir.path), given]) == 0
-        assert capsys.readouterr().out == expected + "\n"
+    report = run_dir.preflight / "report.json"
+    write_json(report, {"exclude": ["n3"], "outliers": [outlier]})
+    added = exclude(run_dir, reasons_of_preflight(report), 2, 1)
+    assert added == {"n3": "preflight: matmul 0.21 of the median (12 of 57 TFLOP/s)"}
+    assert exclude(run_dir, reasons_of_preflight(report), 2, 1) == {}
+    assert excluded_nodes(run_dir) == added
+    assert [nodes_to_exclude(run_dir, given) for given in ("", "(null)", "n7,n[9-10]")] == ["n3", "n3", "n7,n[9-10],n3"]
 
 
-def test_a_missing_configuration_is_a_user_error_before_any_rank_starts(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["begin", "12", "0", str(tmp_path / "none.yaml")]) == 2
-    assert "none.yaml: no such file" in capsys.readouterr().err
-
-
-def test_a_decision_that_cannot_be_made_is_neither_yes_nor_no(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "dist_transformer.cluster.requeue", "end", f"{tmp_path}/gone", "12", "0", "1", "decide"],
-        capture_output=True, check=False,
-    )  # fmt: skip
-    assert done.returncode not in (0, 2, 3)
-
-
-def test_wrong_arguments_say_what_was_expected(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["begin"]) == 2
-    assert "expected: begin JOB ATTEMPT CONFIG_OR_RUN_FOLDER" in capsys.readouterr().err
+@pytest.mark.parametrize("module", ["requeue", "restarts"])
+@pytest.mark.parametrize(("command", "code"), [("begin", 2), ("end", 3)])
+def test_a_queued_script_of_an_earlier_version_ends_in_one_message(module: str, command: str, code: int) -> None:
+    program = [sys.executable, "-m", f"dist_transformer.cluster.{module}", command, "12", "0", "config.yaml"]
+    done = subprocess.run(program, capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert "of an earlier version" in done.stderr
+    assert "submit the run again" in done.stderr
+    assert "Traceback" not in done.stderr

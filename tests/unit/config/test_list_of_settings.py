@@ -27,7 +27,7 @@ model.shared_embeddings model.tied_output model.value_size optimizer.beta1 optim
 optimizer.learning_rate optimizer.no_decay optimizer.weight_decay run.name run.root run.seed schedule.name
 schedule.warmup_steps slurm.cluster slurm.container_image slurm.container_mounts slurm.container_runtime
 slurm.cpus_per_rank slurm.environment slurm.gpu_memory_gb slurm.gpus_per_node slurm.max_restarts_without_progress
-slurm.nodes slurm.preflight slurm.ranks_per_node slurm.sbatch slurm.setup slurm.signal_seconds slurm.srun
+slurm.nodes slurm.preflight slurm.ranks_per_node slurm.sbatch slurm.setup slurm.signal_seconds slurm.spare_nodes slurm.srun
 slurm.time_limit tokenizer.character_coverage tokenizer.sampling tokenizer.shared tokenizer.source_model
 tokenizer.target_model tokenizer.training_sentences tokenizer.type tokenizer.vocabulary_size tracking.alias
 tracking.enabled tracking.experiment tracking.register_as tracking.system_metrics tracking.uri

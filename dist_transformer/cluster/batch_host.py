@@ -1,0 +1,42 @@
+"""Requeues a job whose batch script has died with its node; the batch script starts this on another node of the job.
+
+    python -m dist_transformer.cluster.batch_host JOB ATTEMPT RUN_FOLDER
+
+With --no-kill Slurm takes a dead node from the job and lets the others run on until the time limit, even if the script
+was on it. Slurm alone says that it is dead: what this node sees may be its own network.
+"""
+
+import signal
+import sys
+import time
+from pathlib import Path
+
+from dist_transformer.cluster import slurm
+from dist_transformer.cluster.requeue import note_lost_host
+from dist_transformer.cluster.slurm import SlurmError
+from dist_transformer.run.folder import RunDir
+
+POLL_SECONDS = 10.0
+
+
+def watch(job: str, attempt: int, run_dir: RunDir) -> None:
+    """Returns when the attempt is over, by itself or by a requeue from here."""
+    while True:
+        time.sleep(POLL_SECONDS)
+        try:
+            record = slurm.job_record(job)
+            if record.get("Restarts") != str(attempt) or record.get("JobState") != "RUNNING":
+                return
+            host = record["BatchHost"]
+            if host not in slurm.host_names(record["NodeList"]):
+                note_lost_host(run_dir, job, attempt, host)
+                slurm.requeue_job(job)
+                return
+        except (SlurmError, KeyError):  # no answer: asked again
+            continue
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # signals for the ranks reach every step of the job
+        signal.signal(number, signal.SIG_IGN)
+    watch(sys.argv[1], int(sys.argv[2]), RunDir(Path(sys.argv[3])))

@@ -1,0 +1,393 @@
+"""What the batch script of training does once its environment is set up (slurm/train.sbatch becomes this process).
+
+    python -m dist_transformer.cluster.batch_job PREFLIGHT SECONDS TOLERANCE SPARE_NODES \\
+        COUNT srun_option ... COUNT word_before_each_rank ... CONFIG_OR_RUN_FOLDER [section.key=value ...]
+
+    preflight -> ranks -> decision -> ranks again, on the nodes of the job that answer
+                                   -> requeue   -> the end
+
+USR1 comes some time before the limit (--signal): the ranks save and stop. TERM comes at the limit, when a person cancels
+the job, and when Slurm itself requeues it; the ranks receive their own. The job is one with --no-kill: a node that dies
+is taken from it and the others stay. If it is the node of this process, `batch_host` requeues the job.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from dist_transformer.cluster import slurm
+from dist_transformer.cluster.requeue import (
+    Decision,
+    How,
+    NextNodes,
+    begin,
+    end,
+    first_failure,
+    next_nodes,
+    nodes_to_exclude,
+    note_begin,
+    run_folder,
+)
+from dist_transformer.cluster.silent_nodes import SilentNodes, nodes_that_answer
+from dist_transformer.cluster.slurm import SlurmError
+from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError, UserError
+from dist_transformer.package_data import share_folder
+from dist_transformer.run.excluded_nodes import exclude, reasons_of_preflight
+
+TRIES = 60
+RETRY_SECONDS = 5.0
+"""A controller that is away is asked again for 5 minutes, a disk for 10."""
+FAILED_SECONDS = 1.0
+"""From a rank's failure to the question whether all nodes answer: srun ends in this time if they do."""
+KILL_SECONDS = 1.0
+"""For srun to kill the ranks on the nodes that answer."""
+EXIT_EXCLUDE = 3
+"""Of launch/preflight.sh, if there are nodes to exclude."""
+NOT_FOR_FEWER_NODES = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_NTASKS",
+                       "SLURM_NPROCS", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")  # fmt: skip
+"""Variables of the batch script from which srun would take the size of the whole job."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of the batch script, and `train`, the arguments of the ranks' command."""
+
+    preflight: str
+    preflight_seconds: str
+    preflight_tolerance: str
+    spare_nodes: int
+    srun_options: tuple[str, ...]
+    rank_prefix: tuple[str, ...]
+    train: tuple[str, ...]
+
+
+class BatchJob:
+    """One attempt of a job, from its start by Slurm to its requeue or its end."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._attempt = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        array = os.environ.get("SLURM_ARRAY_JOB_ID")  # only this task of it is requeued
+        self._job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
+        self._launch = share_folder("launch")
+        self._nodes = slurm.host_names(os.environ["SLURM_JOB_NODELIST"])
+        self._num_ranks = int(os.environ.get("SLURM_NTASKS") or len(self._nodes))  # default: one per node
+        self._wanted = max(1, len(self._nodes) - settings.spare_nodes)
+        self._steps = 0
+        self._failed_on: list[str] = []
+        self._child: subprocess.Popen[bytes] | None = None
+        self._watch: tuple[str, subprocess.Popen[bytes]] | None = None
+        self._is_told = self._is_ended = self._has_term = False
+        signal.signal(signal.SIGUSR1, self._on_usr1)
+        signal.signal(signal.SIGTERM, self._on_term)
+
+    def run(self) -> int:
+        """Runs the attempt; returns the exit code of the job."""
+        self._run_dir = run_folder([*self._settings.train])
+        begin(self._run_dir, self._job, self._attempt)
+        nodes = self._nodes[: self._wanted]
+        if self._settings.preflight != "off":
+            self._preflight()
+        while not (self._is_told or self._is_ended):
+            exit_code, failed_on = self._train(nodes)
+            self._say(f"exit code {exit_code}" + (f", first on {failed_on}" if failed_on else ""))
+            self._failed_on.append(failed_on)
+            nodes = self._finish(exit_code, "decide", nodes)
+        self._finish(EXIT_REQUEUE, "decide", [])  # signalled meanwhile: there is nothing to save
+        raise AssertionError("without nodes of ranks that failed the job ends")
+
+    def _say(self, text: str) -> None:
+        print(f"{time.strftime('%F %T')} job {self._job} attempt {self._attempt}: {text}", flush=True)
+
+    def _on_usr1(self, *_: object) -> None:
+        self._say("told to save")
+        self._is_told = True
+        if self._child is not None:
+            self._child.send_signal(signal.SIGUSR1)
+
+    def _on_term(self, *_: object) -> None:
+        self._has_term = True
+
+    def _look_at_term(self) -> None:
+        if self._has_term:
+            self._has_term = False
+            self._is_ended |= slurm.waiting_reason(self._job) != "TimeLimit"
+
+    def _leave(self, exit_code: int, text: str = "") -> NoReturn:
+        if text:
+            self._say(text)
+        if self._watch is not None:
+            self._watch[1].terminate()
+        sys.exit(exit_code)
+
+    def _wait_for(self, command: Sequence[str], environment: dict[str, str], is_lost: Callable[[], bool]) -> int:
+        """Runs a command and returns its exit code as a shell does; kills it once `is_lost`, asked often, says so."""
+        self._child = child = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        if self._is_told:
+            child.send_signal(signal.SIGUSR1)
+        while (code := child.poll()) is None:
+            self._look_at_term()
+            if is_lost():
+                child.terminate()  # it kills the ranks that it reaches, and would wait for the others
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(KILL_SECONDS)
+                child.kill()
+            time.sleep(0.1)
+        self._child = None
+        self._look_at_term()
+        return code if code >= 0 else 128 - code
+
+    def _environment(self, nodes: Sequence[str]) -> dict[str, str]:
+        """The environment of a job step on these nodes."""
+        is_whole = len(nodes) == len(self._nodes)
+        kept = {name: v for name, v in os.environ.items() if is_whole or name not in NOT_FOR_FEWER_NODES}
+        if cpus := kept.get("SLURM_CPUS_PER_TASK"):  # srun does not inherit it from sbatch
+            kept |= {"SRUN_CPUS_PER_TASK": cpus, "OMP_NUM_THREADS": kept.get("OMP_NUM_THREADS", cpus)}
+        if is_whole:
+            kept["SLURM_NTASKS"] = str(self._num_ranks)
+        kept["DIST_TRANSFORMER_KEEP_STOP"] = "1"  # the file of `stop` counts, even if it was made while the job waited
+        # Below the kernel's ephemeral ports; ranks of the step before may hold theirs.
+        port = 10000 + (int(kept["SLURM_JOB_ID"]) * 7 + self._attempt + 11 * self._steps) % 20000
+        return {**kept, "MASTER_ADDR": nodes[0], "MASTER_PORT": str(port)}
+
+    def _preflight(self) -> None:
+        """Measures the nodes; requeues the job away from bad ones if it is to."""
+        given, folder = self._settings, self._run_dir.slurm / "preflight" / f"{self._job}-{self._attempt}"
+        command = [self._launch / "preflight.sh", sys.executable, self._run_dir.path, folder, given.preflight_seconds]
+        command += [given.preflight_tolerance, *given.srun_options, "--", *given.rank_prefix]
+        found = self._wait_for([*map(str, command)], self._environment(self._nodes), lambda: False)
+        if given.preflight == "exclude" and found == EXIT_EXCLUDE:
+            reasons = reasons_of_preflight(folder / "report.json")
+            added = exclude(self._run_dir, reasons, len(self._nodes), self._num_similar_nodes())
+            for node, reason in added.items():
+                print(f"excluded: {node}: {reason}", flush=True)
+            if added:
+                self._finish(EXIT_REQUEUE, "preflight", [])
+
+    def _num_similar_nodes(self) -> int:
+        """Number of further nodes like this job's own that are up and not excluded yet."""
+        try:
+            given = slurm.job_record(self._job).get("ExcNodeList", "(null)")
+            excluded = [] if given == "(null)" else slurm.host_names(given)
+            similar = slurm.similar_nodes(os.environ.get("SLURM_JOB_PARTITION", ""), self._nodes[0])
+        except SlurmError:
+            return 0
+        return max(0, len({*similar} - {*excluded}) - len(self._nodes))
+
+    def _train(self, nodes: Sequence[str]) -> tuple[int, str]:
+        """Runs the ranks on these nodes. Returns their exit code, and the node on which a rank failed first."""
+        given, environment = self._settings, self._environment(nodes)
+        name = f"first_exit_{self._job}-{self._attempt}" + (f".{self._steps}" if self._steps else "")
+        first_exit = self._run_dir.slurm / name
+        environment["DIST_TRANSFORMER_FIRST_EXIT"] = str(first_exit)
+        is_whole, num_ranks, size = len(nodes) == len(self._nodes), self._num_ranks, []
+        if not is_whole:
+            per_node = self._num_ranks // len(self._nodes)
+            num_ranks = per_node * len(nodes)
+            size = [f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}"]
+            size += [f"--ntasks={num_ranks}", f"--ntasks-per-node={per_node}"]
+        if self._steps:
+            size.append("--overlap")  # the step before may not have ended on a node that does not answer
+            note_begin(self._run_dir, self._job, self._attempt, ",".join(nodes), num_ranks)
+        self._watch_this_node(nodes)
+        self._say(f"{num_ranks} ranks on {','.join(nodes)}, run folder {self._run_dir.path}")
+        command = [
+            "srun",
+            "--kill-on-bad-exit=1",
+            "--wait=0",
+            "--label",
+            *size,
+            *given.srun_options,
+            *given.rank_prefix,
+        ]
+        command += [str(self._launch / "slurm_task.sh"), "train", *given.train]
+        code = self._wait_for(command, environment, self._lost_nodes_of(nodes, first_exit))
+        self._steps += 1
+        # srun's exit code is of ranks that it killed after the first failure; only that failure counts. A 2 that no rank
+        # recorded is Slurm's own, if a node does not see the program: a restart may fix that.
+        if code and (failure := first_failure(first_exit)):
+            return failure
+        return (EXIT_FAILED if code == EXIT_USER_ERROR else code), ""
+
+    def _lost_nodes_of(self, nodes: Sequence[str], first_exit: Path) -> Callable[[], bool]:
+        """A function that says whether nodes do not answer any more, for which Slurm would hold up the others for minutes."""
+        asked = 0.0  # when next
+        silent = SilentNodes(nodes)
+
+        def is_lost() -> bool:
+            nonlocal asked
+            if lost := silent.found():
+                self._say(f"no answer from {', '.join(lost)}")
+                return True
+            failure = first_failure(first_exit) if len(nodes) > 1 else None
+            if failure is None or failure[0] in (EXIT_USER_ERROR, EXIT_REQUEUE):
+                return False
+            asked = asked or time.monotonic() + FAILED_SECONDS
+            if time.monotonic() < asked:
+                return False
+            asked = time.monotonic() + 5.0
+            try:
+                return len(nodes_that_answer(nodes)) < len(nodes)
+            except SlurmError:
+                return False
+
+        return is_lost
+
+    def _watch_this_node(self, nodes: Sequence[str]) -> None:
+        """Has another node of the job requeue it if this one dies, with this process: Slurm does that for one node alone."""
+        if len(nodes) < 2 or (self._watch and self._watch[0] in nodes and self._watch[1].poll() is None):
+            return
+        if self._watch is not None:
+            self._watch[1].terminate()
+        node = next(node for node in nodes[::-1] if node != os.environ.get("SLURMD_NODENAME"))
+        module = ["dist_transformer.cluster.batch_host", self._job, str(self._attempt), str(self._run_dir.path)]
+        command = slurm.step_beside_ranks(node, [sys.executable, "-m", *module])
+        environment = {name: v for name, v in os.environ.items() if name not in NOT_FOR_FEWER_NODES}
+        self._watch = node, subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+
+    def _ask_slurm(self) -> dict[str, str] | None:
+        """Slurm's record of the job; None without an answer. Leaves if Slurm has started the job elsewhere, because this
+        node was cut off the network."""
+        try:
+            record = slurm.job_record(self._job)
+        except SlurmError as error:
+            print(error, file=sys.stderr, flush=True)
+            return None
+        if record.get("Restarts") != str(self._attempt):
+            self._leave(EXIT_FAILED, "is not this attempt's any more")
+        return record
+
+    def _finish(self, exit_code: int, how: How, before: Sequence[str]) -> list[str]:
+        """Decides what follows, and requeues or ends the job; returns the nodes if ranks start again, on those.
+
+        Waits for a disk that is not mounted: without it there is no decision.
+
+        Args:
+            before: nodes of the ranks that ended.
+        """
+        for _ in range(TRIES):
+            record, left = None, None
+            if self._is_ended:
+                how = self._who_ended_it()
+            else:
+                record = self._ask_slurm()
+                if record and how == "decide" and exit_code not in (EXIT_DONE, EXIT_USER_ERROR, EXIT_REQUEUE):
+                    left = self._next_nodes(record, before)
+            try:
+                decision = end(self._run_dir, self._job, self._attempt, exit_code, how, left)
+            except (MachineError, OSError) as error:
+                print(error, file=sys.stderr, flush=True)
+                self._say(f"{self._run_dir.path}: cannot be asked whether to requeue; trying again")
+                time.sleep(2 * RETRY_SECONDS)
+                continue
+            return self._follow(decision, exit_code, record or {}, left)
+        self._leave(exit_code)
+
+    def _follow(self, decision: Decision, exit_code: int, record: dict[str, str], left: NextNodes | None) -> list[str]:
+        words = {"stop": "not requeued:", "requeue": "requeued:", "again": "ranks start again"}
+        print(words[decision.then], decision.reason, flush=True)
+        if decision.then == "again" and left is not None:
+            return [*left.nodes]
+        if decision.then == "stop":
+            self._tell_mlflow(20)
+            self._leave(exit_code)
+        # After 75 the ranks have reported it; at the time limit nothing may delay the requeue.
+        if exit_code != EXIT_REQUEUE and record.get("Reason") != "TimeLimit":
+            self._tell_mlflow(5)
+        self._requeue()
+
+    def _who_ended_it(self) -> How:
+        """A person who cancelled the job, or Slurm, which has already counted the next attempt, as at pre-emption."""
+        try:
+            is_same = slurm.job_record(self._job).get("Restarts") == str(self._attempt)
+        except SlurmError:
+            is_same = False
+        return "cancelled" if is_same else "ended"
+
+    def _next_nodes(self, record: dict[str, str], before: Sequence[str]) -> NextNodes | None:
+        if self._is_told or record.get("JobState") != "RUNNING" or self._num_ranks % len(self._nodes):
+            return None
+        try:
+            of_job = slurm.host_names(record["NodeList"])
+            answering = nodes_that_answer(of_job)
+        except (SlurmError, KeyError):
+            return None
+        suspects = {node for node in self._failed_on[-2:-1] if node == self._failed_on[-1]}
+        return next_nodes(before, answering, suspects, self._wanted)
+
+    def _tell_mlflow(self, seconds: int) -> None:
+        """Reports to MLflow what the ranks could not report themselves, and the state of the job."""
+        command = [
+            sys.executable,
+            "-m",
+            "dist_transformer",
+            "track",
+            "end",
+            str(self._run_dir.path),
+            "--job",
+            self._job,
+        ]
+        command += ["--attempt", str(self._attempt), "--seconds", str(seconds)]
+        try:
+            subprocess.run(command, timeout=seconds + 30, check=False, stdin=subprocess.DEVNULL)
+        except subprocess.TimeoutExpired:
+            self._say("MLflow was not told of the end: no answer")
+
+    def _requeue(self) -> NoReturn:
+        """Requeues the job, without the nodes that the run excludes, and leaves at once: Slurm keeps the nodes until this
+        process has ended. TERM, by which Slurm ends it, is ignored from the requeue on, because Slurm changes the excluded
+        nodes only of a job that no longer runs."""
+        for _ in range(TRIES):  # the controller may be down for a while
+            if (record := self._ask_slurm()) is not None:
+                excluded = nodes_to_exclude(self._run_dir, record.get("ExcNodeList", ""))
+                if record.get("JobState") != "RUNNING" and record.get("Reason") != "TimeLimit":
+                    self._leave(EXIT_FAILED, "was cancelled")  # Slurm would also requeue a job that is
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                try:
+                    slurm.requeue_job(self._job)
+                except SlurmError as error:
+                    print(error, file=sys.stderr, flush=True)
+                    signal.signal(signal.SIGTERM, self._on_term)
+                else:
+                    break
+            time.sleep(RETRY_SECONDS)
+        else:
+            self._leave(EXIT_FAILED, "could not be requeued; submit it again")
+        for _ in range(20 if excluded else 0):
+            try:
+                slurm.exclude_nodes(self._job, excluded)
+                break
+            except SlurmError:
+                time.sleep(0.3)
+        self._leave(EXIT_FAILED)
+
+
+def read_settings(arguments: Sequence[str]) -> Settings:
+    """The settings from the arguments of the command."""
+    preflight, seconds, tolerance, spare, count, *rest = arguments
+    options, (prefix_count, *rest) = rest[: int(count)], rest[int(count) :]
+    prefix, train = rest[: int(prefix_count)], rest[int(prefix_count) :]
+    return Settings(preflight, seconds, tolerance, int(spare), tuple(options), tuple(prefix), tuple(train))
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the attempt and returns the exit code."""
+    try:
+        return BatchJob(read_settings(arguments)).run()
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except OSError as error:
+        print(f"the run folder cannot be read or written: {error}", file=sys.stderr)
+        return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

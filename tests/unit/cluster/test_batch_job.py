@@ -1,0 +1,256 @@
+"""What the batch script does between Slurm's start of the job and its end, with programs that answer like Slurm's."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import with_constants
+
+from dist_transformer.cluster import silent_nodes
+from dist_transformer.cluster.batch_host import watch
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.records import records_of
+
+RECORD = (
+    "JobId=7 JobName=a Restarts=9 b UserId=u(0) JobState=RUNNING Reason=None Restarts=0 NodeList=n[1-2] BatchHost=n1 "
+    "ExcNodeList=(null)"
+)
+SCONTROL = """case "$*" in
+*hostnames*) for node in {nodes}; do echo $node; done ;;
+*"show job"*) cat {folder}/job ;;
+*config*) echo "SlurmdPort = 6818" ;;
+*"show node"*) cat {folder}/nodes ;;
+esac"""
+SRUN = """case "$*" in *batch_host*) exec sleep 60 ;; esac
+echo "$*" >> {folder}/steps
+exec bash {folder}/step_$(wc -l < {folder}/steps)"""
+FAILS = 'echo "1 n2" > $DIST_TRANSFORMER_FIRST_EXIT; exit 137'
+
+
+class SilentPort:
+    """A port that gives no answer, as if its machine were gone: the queue of those who wait for it is full."""
+
+    def __init__(self) -> None:
+        self._server = socket.create_server(("127.0.0.1", 0), backlog=0)
+        self.address = self._server.getsockname()
+        self._waiting = []
+        for _ in range(4):
+            client = socket.socket()
+            client.setblocking(False)
+            client.connect_ex(self.address)
+            self._waiting.append(client)
+
+    def close(self) -> None:
+        for each in (*self._waiting, self._server):
+            each.close()
+
+
+class Slurm:
+    """Two nodes, n1 and n2; the job is 7. What srun does the first time, the second ... is in files step_1, step_2."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run_dir = folder, RunDir(folder / "run")
+        self.run_dir.path.mkdir()
+        self.run_dir.config.write_text("data: {train: {demo: train}}\n")
+        self.listening, self.silent = socket.create_server(("127.0.0.1", 0)), SilentPort()
+        self.programs = {"scontrol": SCONTROL.format(nodes="n1 n2", folder=folder), "srun": SRUN.format(folder=folder),
+                         "squeue": "cat {folder}/reason", "sinfo": ""}  # fmt: skip
+        self.answers("n1", "n2")
+        (folder / "job").write_text(RECORD)
+
+    def answers(self, *nodes: str) -> None:
+        """Their daemons accept connections; those of the other nodes give no answer."""
+        up, down = self.listening.getsockname()[1], self.silent.address[1]
+        lines = [f"NodeName={n} NodeAddr=127.0.0.1 Port={up if n in nodes else down}\n" for n in ("n1", "n2")]
+        (self.folder / "nodes").write_text("".join(lines))
+
+    def start(self, *steps: str, spare: int = 0) -> "subprocess.Popen[str]":
+        for number, step in enumerate(steps, 1):
+            (self.folder / f"step_{number}").write_text(step)
+        for name, body in self.programs.items():
+            path = self.folder / name
+            path.write_text(
+                f'#!/bin/bash\necho "{name} $*" >> {self.folder}/calls\n{body}\n'.replace("{folder}", str(self.folder))
+            )
+            path.chmod(0o755)
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "4", "SLURMD_NODENAME": "n1"}
+        constants = with_constants({"cluster.batch_job.RETRY_SECONDS": 0.1, "cluster.silent_nodes.SILENT_SECONDS": 1})
+        module = ["dist_transformer.cluster.batch_job", "off", "180", "0.8", str(spare), "1", "--mpi=none", "0"]
+        return subprocess.Popen(
+            [sys.executable, "-m", *module, str(self.run_dir.path)],
+            env={**kept, **slurm, **constants, "PATH": f"{self.folder}:/usr/bin:/bin"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def run(self, *steps: str, spare: int = 0) -> tuple[int, str]:
+        """Exit code and output."""
+        process = self.start(*steps, spare=spare)
+        said = process.communicate(timeout=60)[0]
+        assert "Traceback" not in said
+        return process.returncode, said
+
+    def calls(self, words: str) -> int:
+        return sum(words in line for line in (self.folder / "calls").read_text().splitlines())
+
+    def steps(self) -> list[str]:
+        return [line.split(" /")[0] for line in (self.folder / "steps").read_text().splitlines()]
+
+    def ends(self) -> list[tuple[Any, ...]]:
+        records = [*records_of(self.run_dir.attempts.read_text().splitlines())]
+        return [(r.get("exit_code"), r["how"], r["requeued"]) for r in records if r["event"] == "ended"]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Iterator[Slurm]:
+    made = Slurm(tmp_path)
+    yield made
+    made.listening.close()
+    made.silent.close()
+
+
+ALL = "--kill-on-bad-exit=1 --wait=0 --label"
+
+
+def test_a_run_that_ends_well_ends_the_job(slurm: Slurm) -> None:
+    code, said = slurm.run("exit 0")
+    assert (code, slurm.steps()) == (0, [f"{ALL} --mpi=none"])
+    assert "not requeued: done" in said
+    assert slurm.calls("scontrol requeue") == 0
+
+
+def test_a_mistake_of_a_user_ends_the_job_and_a_2_of_srun_itself_does_not(slurm: Slurm) -> None:
+    assert slurm.run('echo "2 n1" > $DIST_TRANSFORMER_FIRST_EXIT; exit 137')[0] == 2
+    assert slurm.calls("scontrol requeue") == 0
+    (slurm.folder / "steps").unlink()
+    (slurm.run_dir.slurm / "first_exit_7-0").unlink()
+    slurm.run("exit 2", "exit 0")
+    assert slurm.ends() == [(2, "decide", False), (1, "decide", False), (0, "decide", False)]
+
+
+def test_ranks_that_fail_start_again_at_once_and_without_a_new_checkpoint_the_job_is_requeued(slurm: Slurm) -> None:
+    code, said = slurm.run(FAILS, FAILS.replace("n2", "n1"))
+    assert code == 1
+    assert slurm.steps() == [f"{ALL} --mpi=none", f"{ALL} --overlap --mpi=none"]
+    assert "exit code 1, first on n2" in said
+    assert "ranks start again on n1, n2: begins again" in said
+    assert slurm.calls("scontrol requeue 7") == 1
+    assert slurm.ends() == [(1, "decide", False), (1, "decide", True)]
+
+
+def test_a_node_that_gives_no_answer_is_left_out(slurm: Slurm) -> None:
+    slurm.answers("n1")
+    started = time.monotonic()
+    code, said = slurm.run(f"{FAILS.split(';')[0]}; exec sleep 300", "exit 0")  # srun waits for the dead node
+    assert (code, slurm.steps()[1:]) == (
+        0, [f"{ALL} --nodelist=n1 --nodes=1 --ntasks=2 --ntasks-per-node=2 --overlap --mpi=none"],
+    )  # fmt: skip
+    assert "ranks start again on n1 (n2 gives no answer)" in said
+    assert time.monotonic() - started < 60
+
+
+def test_a_node_on_which_ranks_fail_twice_is_left_out(slurm: Slurm) -> None:
+    code, said = slurm.run(FAILS, FAILS, "exit 0")
+    assert code == 0
+    assert "ranks start again on n1 (ranks failed on n2 twice)" in said
+    assert "--nodelist=n1" in slurm.steps()[-1]
+
+
+def test_a_spare_node_takes_the_place_of_one_that_gives_no_answer(slurm: Slurm) -> None:
+    size = "--nodelist={} --nodes=1 --ntasks=2 --ntasks-per-node=2"
+    slurm.answers("n2")
+    slurm.run(FAILS, "exit 0", spare=1)
+    sizes = [size.format("n1"), f"{size.format('n2')} --overlap"]
+    assert slurm.steps() == [f"{ALL} {each} --mpi=none" for each in sizes]
+
+
+def test_what_is_told_to_save_is_told_by_srun_and_requeued(slurm: Slurm) -> None:
+    process = slurm.start("trap 'echo saved; exit 75' USR1; touch $0.up; while :; do sleep 0.1; done")
+    _wait_for(slurm.folder / "step_1.up")
+    process.send_signal(signal.SIGUSR1)
+    said = process.communicate(timeout=60)[0]
+    assert "told to save" in said
+    assert "saved" in said
+    assert slurm.ends() == [(75, "decide", True)]
+    assert slurm.calls("scontrol requeue 7") == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "restarts", "how"), [("None", 0, "cancelled"), ("None", 1, "ended"), ("TimeLimit", 0, "decide")]
+)
+def test_after_term_it_counts_who_has_sent_it(slurm: Slurm, reason: str, restarts: int, how: str) -> None:
+    (slurm.folder / "reason").write_text(reason)
+    process = slurm.start("touch $0.up; sleep 1.5; exit 143")
+    _wait_for(slurm.folder / "step_1.up")
+    (slurm.folder / "job").write_text(
+        RECORD.replace("Restarts=0", f"Restarts={restarts}").replace("RUNNING", "COMPLETING")
+    )
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert slurm.ends() == [(143, how, how == "decide")]
+
+
+def test_a_job_that_slurm_has_started_elsewhere_is_left_alone(slurm: Slurm) -> None:
+    (slurm.folder / "job").write_text(RECORD.replace("Restarts=0", "Restarts=1"))
+    code, said = slurm.run(FAILS)
+    assert code == 1
+    assert "is not this attempt's any more" in said
+    assert slurm.ends() == []
+
+
+def test_a_controller_that_is_away_is_asked_again(slurm: Slurm) -> None:
+    away = f"[ $(grep -c 'show job' {slurm.folder}/calls) -gt 3 ] || {{ echo away >&2; exit 1; }}"
+    slurm.programs["scontrol"] = f'case "$*" in *"show job"*) {away} ;; esac; {slurm.programs["scontrol"]}'
+    slurm.run("exit 75")
+    assert slurm.calls("scontrol requeue 7") == 1
+
+
+def test_a_missing_configuration_ends_the_job_before_any_rank_starts(slurm: Slurm) -> None:
+    slurm.run_dir.config.unlink()
+    slurm.run_dir.path.rmdir()
+    code, said = slurm.run("exit 0")
+    assert code == 2
+    assert f"{slurm.run_dir.path}: no such file" in said
+    assert not (slurm.folder / "steps").exists()
+
+
+def test_another_node_requeues_a_job_from_which_slurm_has_taken_the_one_of_its_batch_script(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.run("exit 0")  # writes the programs
+    (slurm.folder / "calls").unlink()
+    monkeypatch.setenv("PATH", f"{slurm.folder}:/usr/bin:/bin")
+    monkeypatch.setattr("dist_transformer.cluster.batch_host.POLL_SECONDS", 0.0)
+    (slurm.folder / "job").write_text(RECORD.replace("BatchHost=n1", "BatchHost=n7"))
+    watch("7", 0, slurm.run_dir)
+    assert slurm.calls("scontrol requeue 7") == 1
+    assert slurm.ends()[-1] == (None, "lost", True)
+    watch("7", 1, slurm.run_dir)  # another attempt
+    assert slurm.calls("scontrol requeue 7") == 1
+
+
+def test_a_live_node_is_known_by_its_refusal_and_a_dead_one_by_its_silence() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.socket() as closed,
+        contextlib.closing(SilentPort()) as silent,
+    ):
+        closed.bind(("127.0.0.1", 0))  # nothing listens
+        places = {"accepts": server.getsockname(), "refuses": closed.getsockname(), "silent": silent.address}
+        found = silent_nodes.answers({**places, "nameless": ("no-such-host.invalid", 1)})
+    assert {name: code == 0 for name, code in found.items()} == {"accepts": True, "refuses": False}
+
+
+def _wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
