@@ -33,10 +33,11 @@ def simulate_command(
         typer.Option(min=1e-3, help="Mean, of one node. 6300: 2048 nodes failed 419 times in 54 days (Llama 3)."),
     ] = 6300,
     detect_seconds: Annotated[
-        float, typer.Option(min=0, help="Until a failure is noticed. 300: Slurm's default for a dead node.")
+        float, typer.Option(min=0, help="Until a dead node that has the batch script is noticed. 300: Slurm's default.")
     ] = 300,
     requeue_seconds: Annotated[
-        float, typer.Option(min=0, help="From then to the next attempt. 120: Slurm's default; a busy queue takes more.")
+        float,
+        typer.Option(min=0, help="From then until the job runs again. 120: Slurm's default; a busy queue takes more."),
     ] = 120,
     restart_seconds: Annotated[
         float, typer.Option(min=0, help="From the start of an attempt to its first step. 60: assumed.")

@@ -42,11 +42,16 @@ NUM_ATTEMPTS = 200
 """Attempts of each simulated run, enough that its start and end do not matter."""
 
 
+RECOVERY_SECONDS = 10.0
+"""From the failure of a node that does not have the batch script until ranks start on the others (cluster/batch_job.py)."""
+
+
 @dataclass(frozen=True)
 class Site:
     """Failures and times of a site, as given by the user; None: computed from the size of a checkpoint.
 
     Attributes:
+        detect_seconds: for the node of the batch script, after whose failure the job is requeued.
         lane_spread: standard deviation of the time of a micro-batch, as a share of its mean.
         limit_seconds: duration of an attempt until it is signalled to save; inf: no limit.
     """
@@ -146,10 +151,11 @@ def conditions_of(site: Site, nodes: int, num_ranks: int, num_bytes: int) -> Con
     """Conditions of a job on `nodes` nodes; each rank copies and writes its part of a checkpoint of `num_bytes`."""
     gigabytes = num_bytes / 1e9
     save, write = site.save_seconds, site.write_seconds
+    is_requeued = 1 / nodes  # the share of failures of the node that has the batch script
     return Conditions(
         between_failures_seconds=site.node_hours_between_failures * 3600 / nodes,
-        detect_seconds=site.detect_seconds,
-        requeue_seconds=site.requeue_seconds,
+        detect_seconds=is_requeued * site.detect_seconds + (1 - is_requeued) * RECOVERY_SECONDS,
+        requeue_seconds=is_requeued * site.requeue_seconds,
         restart_seconds=site.restart_seconds,
         save_seconds=gigabytes / num_ranks / COPY_GB_PER_SECOND if save is None else save,
         write_seconds=gigabytes / min(num_ranks * WRITE_GB_PER_SECOND, DISK_GB_PER_SECOND) if write is None else write,

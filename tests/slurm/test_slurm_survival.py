@@ -8,6 +8,8 @@ import pytest
 from slurm_runs import MAX_STEPS, SubmittedRun, signal_ranks, submit, submit_by_hand
 from slurm_test_cluster import SlurmCluster, wait_until
 
+from dist_transformer.files import read_json
+
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 
@@ -98,16 +100,31 @@ def test_a_job_that_a_person_requeues_saves_and_goes_on(
     run.must_equal(undisturbed)
 
 
-@pytest.mark.parametrize("node", ["n1", "n2"])
-def test_a_job_whose_node_dies_goes_on_with_another(
-    cluster: SlurmCluster, root: Path, undisturbed: SubmittedRun, node: str
+def test_a_job_whose_node_dies_keeps_the_other_and_a_spare_one_and_goes_on_at_once(
+    cluster: SlurmCluster, root: Path, undisturbed: SubmittedRun
 ) -> None:
-    """n1 has the batch script and rank 0; n2 another rank."""
-    run = submit(cluster, root, f"dead_{node}")
+    run = submit(cluster, root, "dead_n2", "slurm.spare_nodes=1")
     run.wait_for_step(50)  # there is a checkpoint
-    cluster.node("kill", node)
+    cluster.node("kill", "n2")
     run.wait_for_attempt(1)
-    assert node not in cluster.run("scontrol", "show", "hostnames", run.attempts("began")[-1]["nodes"]).split()
+    assert (run.attempts("began")[1]["attempt"], run.attempts("began")[1]["nodes"]) == (0, "n1,n3")
+    cluster.node("kill", "n3")  # only one is left, half of the wanted ones
+    run.wait_for_end()
+    assert [record["nodes"] for record in run.attempts("began")[1:]] == ["n1,n3", "n1"]
+    assert read_json(run.run_dir.state)["starts"] == 3
+    run.must_equal(undisturbed)
+
+
+def test_a_job_whose_batch_script_dies_with_its_node_goes_on_with_another(
+    cluster: SlurmCluster, root: Path, undisturbed: SubmittedRun
+) -> None:
+    """n1 has rank 0, too."""
+    run = submit(cluster, root, "dead_n1")
+    run.wait_for_step(50)
+    cluster.node("kill", "n1")
+    run.wait_for_attempt(1)
+    assert run.attempts("ended")[0]["how"] == "lost"
+    assert cluster.run("scontrol", "show", "hostnames", run.attempts("began")[-1]["nodes"]).split() == ["n2", "n3"]
     run.wait_for_end()
     run.must_equal(undisturbed)
 

@@ -37,8 +37,13 @@ def test_a_killed_rank_a_requeue_and_a_cancelled_job_show_as_what_they_are(
     wait_for_status(run, "RUNNING")
     run_id = read_json(run.run_dir.tracking)["run_id"]
     signal_ranks(signal.SIGKILL, run, [0])
-    wait_for_status(run, "SCHEDULED")
     run.wait_for_attempt(1)
+    assert run.attempts("began")[1]["attempt"] == 0  # in the same allocation
+    run.wait_for_step(max(run.steps()) + 1)
+    wait_for_status(run, "RUNNING")
+    slurm_cluster.run("scancel", "--signal=USR1", run.job_id)
+    wait_for_status(run, "SCHEDULED")
+    run.wait_for_attempt(2)
     wait_for_status(run, "RUNNING")
     slurm_cluster.run(*program("cancel", run.job_id, "--root", str(tmp_path / "runs")))
     wait_until(lambda: slurm_cluster.state(run.job_id) == "CANCELLED", 60, run.log)
