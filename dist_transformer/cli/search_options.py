@@ -1,5 +1,6 @@
 """Options of the verbs that search for translations, and the resulting settings."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -7,8 +8,7 @@ import typer
 from pydantic import ValidationError
 
 from dist_transformer.cli.arguments import read_run
-from dist_transformer.config.model_checks import check_decoding
-from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.config.schema import BeamConfig, DecodingConfig
 from dist_transformer.errors import ConfigError
 
 PANEL = "Search (default: as the run's configuration says)"
@@ -61,14 +61,31 @@ def search_settings(model: Path, **given: Any) -> DecodingConfig:
     Raises:
         ConfigError: settings are invalid, or exclude each other.
     """
-    base = read_run(model)[0].decoding if (model / "config.yaml").is_file() else DecodingConfig()
+    base = read_run(model)[0].decoding if (model / "config.yaml").is_file() else BeamConfig()
     changes = {key: value for key, value in given.items() if value is not None}
-    heading = "the search cannot be done as it is asked for:"
     try:
         settings = DecodingConfig(**{**base.model_dump(), **changes})
+        problems = list(_problems(settings))
     except ValidationError as error:
-        problems = [f"decoding.{p['loc'][0]}: {p['msg']}, got {p['input']}" for p in error.errors()]
-        raise ConfigError(problems, heading) from None
-    if problems := [message for _, message in check_decoding(settings)]:
-        raise ConfigError(problems, heading)
+        problems = [f"{_option(p['loc'][0])}: {p['msg']}, got {p['input']}" for p in error.errors()]
+    if problems:
+        raise ConfigError(problems, "the search cannot be done as it is asked for:")
     return settings
+
+
+def _problems(settings: DecodingConfig) -> Iterator[str]:
+    """Yields a problem for settings that exclude each other."""
+    if settings.sampling:
+        return
+    if settings.n_best > settings.beam_size:
+        yield (
+            f"--n-best: {settings.n_best} is above the beam, {settings.beam_size}: a search gives at most as many "
+            "translations as its beam; raise --beam, or give --sampling"
+        )
+    for name in ("temperature", "top_k", "top_p"):
+        if getattr(settings, name) != DecodingConfig.model_fields[name].default:
+            yield f"{_option(name)}: is of sampling, which is off; give --sampling, or leave it out"
+
+
+def _option(name: int | str) -> str:
+    return f"--{str(name).replace('_', '-')}"

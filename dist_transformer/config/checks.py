@@ -17,7 +17,7 @@ from dist_transformer.config.data_checks import (
 )
 from dist_transformer.config.data_schema import DataConfig, TokenizerConfig
 from dist_transformer.config.metrics import corpus_and_measure
-from dist_transformer.config.model_checks import check_decoding, check_model, check_positions, check_vocabulary
+from dist_transformer.config.model_checks import check_model, check_positions, check_vocabulary
 from dist_transformer.config.parameter_names import check_patterns
 from dist_transformer.config.secret_checks import secret_problems
 from dist_transformer.config.validation_checks import check_validation
@@ -222,7 +222,6 @@ _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[Problem]]]] = [
     (("model",), check_model),
     (("data", "model"), check_positions),
     (("tokenizer", "model"), check_vocabulary),
-    (("decoding",), check_decoding),
     (("optimizer", "schedule", "training"), _check_schedule),
     (("training",), _check_precision),
     (("training", "optimizer", "model"), check_patterns),

@@ -61,20 +61,3 @@ def check_vocabulary(tokenizer: Any, model: Any) -> Iterator[Problem]:
             ("tokenizer", "source_model"),
             "tokenizer: separate vocabularies need both source_model and target_model, or neither",
         )
-
-
-def check_decoding(decoding: Any) -> Iterator[Problem]:
-    """Yields a problem for settings of the search that exclude each other."""
-    if not decoding.sampling and decoding.n_best > decoding.beam_size:
-        yield (
-            ("decoding", "n_best"),
-            f"decoding.n_best: {decoding.n_best} is above decoding.beam_size {decoding.beam_size}: a search gives at most "
-            "as many translations as its beam; raise the beam, or set decoding.sampling: true",
-        )
-    if not decoding.sampling:
-        given = {"temperature": decoding.temperature != 1, "top_k": decoding.top_k != 0, "top_p": decoding.top_p != 1}
-        for name in (name for name, is_given in given.items() if is_given):
-            yield (
-                ("decoding", name),
-                f"decoding.{name}: is of sampling, which is off; set decoding.sampling: true, or remove it",
-            )

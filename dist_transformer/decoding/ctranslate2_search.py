@@ -55,7 +55,7 @@ class CTranslate2Searcher:
         """
         if config.sampling:
             raise UserError(
-                "decoding.sampling: with CTranslate2 a draw would depend on the sentences beside it; take the engine torch"
+                "--sampling: with CTranslate2 a draw would depend on the sentences beside it; take the engine torch"
             )
         self.config = config
         if is_exported(folder):

@@ -51,10 +51,7 @@ class RunData:
 
     @cached_property
     def builder(self) -> WindowBuilder:
-        data, seed = self.config.data, self.config.run.seed
-        return WindowBuilder(
-            self.reader, data.token_budget(), data.batch_shapes, data.filters.max_tokens, self.manifest.special, seed
-        )
+        return WindowBuilder(self.reader, self.config.data.token_budget(), self.manifest.special, self.config.run.seed)
 
     def validation(self) -> Iterator[MicroBatch]:
         """Yields the micro-batches of the validation corpus; none without one."""

@@ -166,9 +166,9 @@ def test_pairs_are_scored_by_line_and_by_token(model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--n-best", 9), "decoding.n_best: 9 is above decoding.beam_size 4"),
-        (("--top-k", 9), "decoding.top_k: is of sampling, which is off"),
-        (("--sampling", "--top-p", 0), "decoding.top_p: Input should be greater than 0, got 0.0"),
+        (("--n-best", 9), "--n-best: 9 is above the beam, 4"),
+        (("--top-k", 9), "--top-k: is of sampling, which is off"),
+        (("--sampling", "--top-p", 0), "--top-p: Input should be greater than 0, got 0.0"),
         (("--input", "absent"), "--input and --output belong together"),
         (("--input", "absent", "--output", "out"), "absent: cannot be read: No such file"),
         (("--prefix", "absent"), "absent: cannot be read: No such file"),
@@ -177,7 +177,7 @@ def test_pairs_are_scored_by_line_and_by_token(model: Path, tmp_path: Path) -> N
         (("--attention", "a", "--input", "a", "--output", "b"), "--attention: is of standard input"),
         (("--engine", "ctranslate2", "--alignment"), "--engine ctranslate2: alignment and attention are read from"),
         (("--max-source-tokens", 5), "line 1: "),
-        (("--sampling", "--no-sampling", "--top-k", 9), "decoding.top_k: is of sampling, which is off"),
+        (("--sampling", "--no-sampling", "--top-k", 9), "--top-k: is of sampling, which is off"),
         (("--attention", "."), "is there already ("),
     ],
 )

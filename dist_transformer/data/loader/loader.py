@@ -31,7 +31,7 @@ class MicroBatch:
     """A micro-batch of one lane. All ids are int64; padding is at the end of each row.
 
     source_BS: source tokens ending with end-of-sentence. target_in_BT: decoder input, beginning with begin-of-sentence.
-    target_out_BT: the tokens to predict, ending with end-of-sentence; only padding in rows beyond `row_ids`.
+    target_out_BT: the tokens to predict, ending with end-of-sentence.
     """
 
     lane: int
@@ -256,9 +256,9 @@ def micro_batches(window: Window, lane: int, bos_id: int) -> Iterator[MicroBatch
         source = tokens[token:middle].view(shape.rows, -1).long()
         target = tokens[middle:end].view(shape.rows, -1).long()
         target_in = torch.cat([torch.full_like(target[:, :1], bos_id), target[:, :-1]], dim=1)
-        rows = row_ids[row : row + shape.pairs]
+        rows = row_ids[row : row + shape.rows]
         yield MicroBatch(lane, shape, source, target_in, target, rows)
-        token, row = end, row + shape.pairs
+        token, row = end, row + shape.rows
 
 
 def validation_batches(builder: WindowBuilder, bos_id: int) -> Iterator[MicroBatch]:

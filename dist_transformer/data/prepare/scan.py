@@ -30,7 +30,7 @@ from dist_transformer.data.sources.arrow import ParquetFile
 from dist_transformer.data.sources.corpus import parquet_index, read_corpus, scan_corpus
 from dist_transformer.data.sources.files import corpus_name
 from dist_transformer.data.sources.text import tag_prefix
-from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.data.tokenizer.tokenizer import TRAINING_SENTENCES, Tokenizer, train_tokenizer
 from dist_transformer.errors import DataError
 from dist_transformer.files import replacing
 
@@ -40,7 +40,7 @@ ReportProgress = Callable[[str, int, int | None], None]
 SAMPLE_ROWS = 2000
 """Rows at the head of a corpus from which its tokens are estimated."""
 TOKENIZER_CHOICE = 4
-"""Sentences passed to the trainer, a multiple of tokenizer.training_sentences, which it samples; others are skipped."""
+"""Sentences passed to the trainer, a multiple of TRAINING_SENTENCES, which it samples; others are skipped."""
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Start:
         """Interval of the batches that are read: of a corpus of 10^9 rows a few million are enough."""
         totals = [state.rows_total[name] for name in self.config.data.training_corpora()]
         rows = sum(total for total in totals if total is not None)
-        return max(1, rows // (TOKENIZER_CHOICE * self.config.tokenizer.training_sentences))
+        return max(1, rows // (TOKENIZER_CHOICE * TRAINING_SENTENCES))
 
     def _look_into_texts(self, state: PrepareState) -> None:
         """Samples the training corpora, and makes the splits of those that can be read in place."""

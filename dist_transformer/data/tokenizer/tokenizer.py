@@ -21,6 +21,8 @@ Result = TypeVar("Result")
 
 PAD_ID, BOS_ID, EOS_ID, UNKNOWN_ID = 0, 1, 2, 3
 VOCABULARY_MULTIPLE = 8
+TRAINING_SENTENCES = 2_000_000
+"""Most sentences (both sides) that a model is trained on."""
 TRAINING_THREADS = 4
 """Number of threads, independent of the machine's cores: unigram training sums in an order that depends on it."""
 SAMPLING_SEED = 1
@@ -50,7 +52,7 @@ def train_tokenizer(
                 hard_vocab_limit=settings.type == "bpe",
                 character_coverage=settings.character_coverage,
                 byte_fallback=False,
-                input_sentence_size=settings.training_sentences,
+                input_sentence_size=TRAINING_SENTENCES,
                 shuffle_input_sentence=True,
                 pad_id=PAD_ID,
                 bos_id=BOS_ID,

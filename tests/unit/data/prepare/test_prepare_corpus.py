@@ -244,10 +244,12 @@ def test_the_order_of_the_corpora_is_part_of_the_corpus(tmp_path: Path):
 
 def test_a_large_corpus_is_not_read_whole_for_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scan, "TOKENIZER_CHOICE", 1)
+    monkeypatch.setattr(scan, "TRAINING_SENTENCES", 240)
     write_text(tmp_path)
     read: list[int] = []
-    config = config_of(tmp_path, tokenizer={"training_sentences": 240})
-    prepare(config, progress=lambda stage, done, total: read.append(done) if stage == "tokenizer" else None)
+    prepare(
+        config_of(tmp_path), progress=lambda stage, done, total: read.append(done) if stage == "tokenizer" else None
+    )
     assert read == [0, 100, 200, 300, 400]
 
 
