@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dist_transformer.cli.arguments import RUNS, Root, RunOrJob
 from dist_transformer.errors import UserError
 from dist_transformer.reporting.run_report import write_run_report
 from dist_transformer.run.folder import RunDir
@@ -17,9 +18,6 @@ if TYPE_CHECKING:  # imported at run time only for drawing
 
 
 Runs = Annotated[list[str], typer.Argument(help="Run folders, job ids, or the folder of a sweep.", show_default=False)]
-RunOrJob = Annotated[str, typer.Argument(help="A run folder, or a job id: 123, 123_4.", show_default=False)]
-Root = Annotated[Path, typer.Option(help="The folder of runs, looked through for a job that Slurm has forgotten.")]
-RUNS = Path("runs")
 PAGE = "a page"
 
 

@@ -19,40 +19,32 @@ EnsembleOption = Annotated[
         help="A further model of the same vocabulary; several models are one by the mean of their probabilities."
     ),
 ]
-BeamOption = Annotated[int | None, typer.Option(min=1, help="Beam size (6.1: 4).", rich_help_panel=PANEL)]
-PenaltyOption = Annotated[
-    float | None, typer.Option(min=0.0, max=10.0, help="Length penalty alpha (6.1: 0.6).", rich_help_panel=PANEL)
-]
-NBestOption = Annotated[
-    int | None, typer.Option("--n-best", min=1, help="Translations for each line, best first.", rich_help_panel=PANEL)
-]
+
+
+def _option_of_search(text: str, *flags: str, **limits: Any) -> Any:
+    return typer.Option(*flags, help=text, rich_help_panel=PANEL, **limits)
+
+
+BeamOption = Annotated[int | None, _option_of_search("Beam size (6.1: 4).", min=1)]
+PenaltyOption = Annotated[float | None, _option_of_search("Length penalty alpha (6.1: 0.6).", min=0.0, max=10.0)]
+NBestOption = Annotated[int | None, _option_of_search("Translations for each line, best first.", "--n-best", min=1)]
 NoRepeatOption = Annotated[
-    int | None,
-    typer.Option("--no-repeat-ngram", min=0, help="No n-gram of so many tokens twice; 0: any.", rich_help_panel=PANEL),
+    int | None, _option_of_search("No n-gram of so many tokens twice; 0: any.", "--no-repeat-ngram", min=0)
 ]
 SamplingOption = Annotated[
-    bool | None,
-    typer.Option("--sampling/--no-sampling", help="Draw tokens in place of the beam search.", rich_help_panel=PANEL),
+    bool | None, _option_of_search("Draw tokens in place of the beam search.", "--sampling/--no-sampling")
 ]
-TemperatureOption = Annotated[float | None, typer.Option(help="Sampling: divides logits.", rich_help_panel=PANEL)]
-TopKOption = Annotated[
-    int | None, typer.Option(min=0, help="Sampling: from so many likeliest tokens; 0: all.", rich_help_panel=PANEL)
-]
+TemperatureOption = Annotated[float | None, _option_of_search("Sampling: divides logits.")]
+TopKOption = Annotated[int | None, _option_of_search("Sampling: from so many likeliest tokens; 0: all.", min=0)]
 TopPOption = Annotated[
-    float | None,
-    typer.Option(help="Sampling: from the likeliest tokens that have this probability.", rich_help_panel=PANEL),
+    float | None, _option_of_search("Sampling: from the likeliest tokens that have this probability.")
 ]
-SeedOption = Annotated[int | None, typer.Option(min=0, help="Of sampling.", rich_help_panel=PANEL)]
+SeedOption = Annotated[int | None, _option_of_search("Of sampling.", min=0)]
 TooLongOption = Annotated[
-    Literal["refuse", "split"] | None,
-    typer.Option(help="What becomes of lines above --max-source-tokens.", rich_help_panel=PANEL),
+    Literal["refuse", "split"] | None, _option_of_search("What becomes of lines above --max-source-tokens.")
 ]
-MaxSourceOption = Annotated[
-    int | None, typer.Option(min=2, help="Longest line, in tokens, translated at once.", rich_help_panel=PANEL)
-]
-MaxTokensOption = Annotated[
-    int | None, typer.Option(min=1, help="Source tokens times beam in one batch.", rich_help_panel=PANEL)
-]
+MaxSourceOption = Annotated[int | None, _option_of_search("Longest line, in tokens, translated at once.", min=2)]
+MaxTokensOption = Annotated[int | None, _option_of_search("Source tokens times beam in one batch.", min=1)]
 
 
 def search_settings(model: Path, **given: Any) -> DecodingConfig:

@@ -9,9 +9,10 @@ from itertools import islice
 import torch
 
 from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.forced import forced_log_probabilities
 from dist_transformer.decoding.search import pad_together
-from dist_transformer.decoding.translate import CHUNK_LINES, TranslationTokenizer, token_batches
+from dist_transformer.decoding.translate import CHUNK_LINES, token_batches
 from dist_transformer.errors import UserError
 from dist_transformer.model.transformer import Transformer
 
@@ -21,7 +22,7 @@ Ids = list[int]
 
 def score_pairs(
     models: Sequence[Transformer],
-    tokenizer: TranslationTokenizer,
+    tokenizer: Tokenizer,
     pairs: Iterable[tuple[str, str]],
     device: torch.device,
     max_tokens: int = BATCHES.max_source_tokens,
@@ -53,7 +54,7 @@ def score_pairs(
 
 def _scores(
     models: Sequence[Transformer],
-    tokenizer: TranslationTokenizer,
+    tokenizer: Tokenizer,
     sources: Sequence[Ids],
     targets: Sequence[Ids],
     device: torch.device,

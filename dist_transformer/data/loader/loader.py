@@ -19,7 +19,7 @@ from dist_transformer.data.loader.partition import LanePositions, Partition, Pla
 from dist_transformer.data.loader.position import Position, Quarantined
 from dist_transformer.data.loader.window import BatchShape, Window, WindowBuilder
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowKey, WindowRequest, lane_digest
-from dist_transformer.data.loader.workers import WindowStream
+from dist_transformer.data.loader.workers import LoaderSettings, WindowStream
 from dist_transformer.errors import DataError
 
 Exclusions = dict[WindowKey, tuple[tuple[int, int], ...]]
@@ -61,21 +61,6 @@ class LocalStep:
 
 STALL_SHARE = 0.5
 """Share of training.hang_seconds to wait for a window: the loader can report what is missing, the watchdog could not."""
-
-
-@dataclass(frozen=True)
-class LoaderSettings:
-    """Settings of the loader of a rank.
-
-    Attributes:
-        bos_id: first token of every decoder input.
-        num_workers: loader processes; 0 builds windows in this process.
-        stall_seconds: time limit for a window, after which it is an error.
-    """
-
-    bos_id: int
-    num_workers: int
-    stall_seconds: float
 
 
 class LaneLoader:
@@ -183,11 +168,8 @@ class LaneLoader:
             _refuse_other_rows(window)
         self._current[lane] = itertools.islice(micro_batches(window, lane, self._bos_id), emitted, None)
         if emitted == 0:
-            key = window.request.key
             self._dropped.update(window.dropped)
-            self._quarantined += [
-                Quarantined(key, g.corpus, g.row_group, g.place, g.reason) for g in window.quarantined
-            ]
+            self._quarantined += window.quarantined
 
     def _request(self, lane: int) -> WindowRequest:
         return _excluding(self._plan.request(lane, self._lanes[lane][0]), self._without)

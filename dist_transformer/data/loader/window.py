@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dist_transformer.data.loader.batching import Bucket, Ints, buckets_of
-from dist_transformer.data.loader.rows import QuarantinedRowGroup, RowReader, Rows
+from dist_transformer.data.loader.position import Quarantined
+from dist_transformer.data.loader.rows import RowReader, Rows
 from dist_transformer.data.loader.window_request import PURPOSE_WINDOW, WindowKey, WindowRequest, random_generator
 from dist_transformer.data.special_tokens import SpecialTokens
 
@@ -48,7 +49,6 @@ class Window:
             (rows, target_length), padded at the end.
         row_ids: ids of the real rows, in the same order.
         dropped: number of rows dropped by rule, as in RowsRead.
-        lost: quarantined row groups.
     """
 
     request: WindowRequest
@@ -56,7 +56,7 @@ class Window:
     tokens: Tokens
     row_ids: Ints
     dropped: dict[str, int]
-    quarantined: tuple[QuarantinedRowGroup, ...]
+    quarantined: tuple[Quarantined, ...]
 
 
 class WindowBuilder:

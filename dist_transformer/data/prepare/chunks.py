@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from dist_transformer.config.schema import Config
-from dist_transformer.data.manifest import SHARD_FOLDER, Shard, Split, TextColumns, shard_from_json, shard_to_json
+from dist_transformer.data.manifest import SHARD, SHARD_FOLDER, Shard, Split, TextColumns
 from dist_transformer.data.prepare.claims import WAITING, ChunkClaims, Work, chunk_unit, end_unit, range_unit
 from dist_transformer.data.prepare.duplicates import save_hashes
 from dist_transformer.data.prepare.scan import (
@@ -25,7 +25,7 @@ from dist_transformer.data.prepare.scan import (
     load_tokenizer,
 )
 from dist_transformer.data.prepare.shards import count_tokens, gather_range, write_shard, write_spill
-from dist_transformer.data.prepare.state import Chunk, PrepareState, num_tokens, text_split, token_split
+from dist_transformer.data.prepare.state import CHUNK, Chunk, PrepareState, num_tokens, text_split, token_split
 from dist_transformer.data.prepare.statistics import ReportedCorpus
 from dist_transformer.data.prepare.tokenize_rows import ChunkRows, KeptRows, text_rows, tokenized_rows
 from dist_transformer.data.sources.corpus import RawBatch, read_corpus
@@ -174,7 +174,7 @@ class Units:
             corpus = self._training.index(name)
             write_spill(rows.table(), self._spill(name, chunk), self._config.run.seed, corpus, chunk)
         elif counts.rows:
-            shard = shard_to_json(self._write_shard(name, chunk, rows.table()))
+            shard = asdict(self._write_shard(name, chunk, rows.table()))
         hashes = rows.hashes()
         save_hashes(self._hash_file(name, chunk, "pairs"), hashes.pairs)
         save_hashes(self._hash_file(name, chunk, "sources"), hashes.sources)
@@ -182,7 +182,7 @@ class Units:
 
     def _made_chunks(self, name: str) -> MadeChunks:
         results = [self.work.result(unit) for unit in self._chunk_units(name)]
-        chunks = tuple(Chunk.from_json(result["counts"]) for result in results)
+        chunks = tuple(CHUNK.validate_python(result["counts"]) for result in results)
         total = Chunk.together(chunks)
         if total.rows == 0:
             raise all_dropped_error(corpus_name(self._corpora[name], self._config.data), total)
@@ -203,7 +203,7 @@ class Units:
             if is_ours:
                 spills = [self._spill(name, chunk) for chunk, counts in enumerate(made.chunks) if counts.rows]
                 table = gather_range(spills, index, len(units))
-                shard = shard_to_json(self._write_shard(name, index, table)) if table.num_rows else None
+                shard = asdict(self._write_shard(name, index, table)) if table.num_rows else None
                 self.work.finish(units[index], shard)
                 self._progress(f"shuffle {name}", made.total.rows * (index + 1) // len(units), made.total.rows)
         return is_ours
@@ -219,7 +219,7 @@ class Units:
         return estimated_tokens(sample, rows, sample.rows_of_text)
 
     def _shards(self, results: Iterator[Any]) -> tuple[Shard, ...]:
-        return tuple(shard_from_json(result) for result in results if result is not None)
+        return tuple(SHARD.validate_python(result) for result in results if result is not None)
 
     def _spill(self, name: str, chunk: int) -> Path:
         return self.work.folder / "spill" / f"{name}-{chunk:05d}.parquet"
