@@ -69,10 +69,9 @@ def compare_command(
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").split("\n")]  # U+2028 ends no line
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: expected a text file in UTF-8, one sentence a line: {error}") from None
+    from dist_transformer.decoding.sharded_files import numbered_lines
+
+    lines = [line.strip() for line in numbered_lines(path)]
     if not any(lines):
         raise UserError(f"{path}: holds no sentence; expected one a line")
     return [line for line in lines if line]

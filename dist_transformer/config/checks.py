@@ -15,11 +15,10 @@ from dist_transformer.config.data_checks import (
     corpus_file_problems,
 )
 from dist_transformer.config.data_schema import DataConfig, TokenizerConfig
-from dist_transformer.config.metrics import corpus_and_measure
-from dist_transformer.config.model_checks import check_model, check_positions, check_vocabulary
+from dist_transformer.config.metrics import TOKEN_MEASURES, TRANSLATION_MEASURES, corpus_and_measure
 from dist_transformer.config.parameter_names import check_patterns
+from dist_transformer.config.schema import ValidationConfig
 from dist_transformer.config.secret_checks import secret_problems
-from dist_transformer.config.validation_checks import check_validation
 
 RESERVED_NAMES = ("prepared", "mlartifacts", "mlflow.db")
 """Names of the other entries of run.root, beside the run folders."""
@@ -181,11 +180,83 @@ def _check_batches(data: Any) -> Iterator[str]:
         )
 
 
+def _check_model(model: Any) -> Iterator[str]:
+    if model.d_model % model.num_heads and None in (model.key_size, model.value_size):
+        yield (
+            f"model.num_heads: {model.num_heads} heads do not divide d_model {model.d_model}; take another number, or give "
+            "model.key_size and model.value_size"
+        )
+    if (model.positions == "learned") != (model.max_positions is not None):
+        yield (
+            f"model.max_positions: got {model.max_positions or 'none'} with model.positions {model.positions}: learned "
+            "positions need it (data.filters.max_tokens is enough), the others have no longest sentence; set both or "
+            "neither"
+        )
+    keys = model.key_size or model.d_model // model.num_heads
+    if model.positions == "rotary" and keys % 2:
+        yield (
+            f"model.positions: rotary turns pairs: heads need keys of an even size, got {keys}; give an even "
+            "model.key_size, another model.num_heads or other positions"
+        )
+    if model.d_model % 2 and model.positions == "sinusoidal":
+        yield f"model.d_model: sinusoidal positions (3.5) need an even width, got {model.d_model}"
+    if model.shared_embeddings and not model.tied_output:
+        yield "model.tied_output: false needs model.shared_embeddings: false (3.4 shares all three matrices)"
+
+
+def _check_positions(data: Any, model: Any) -> Iterator[str]:
+    if model.max_positions is not None and data.filters.max_tokens > model.max_positions:
+        yield (
+            f"model.max_positions: {model.max_positions} learned positions cannot take a sentence of "
+            f"data.filters.max_tokens {data.filters.max_tokens}; raise the first or lower the second"
+        )
+
+
+def _check_vocabulary(tokenizer: Any, model: Any) -> Iterator[str]:
+    if model.shared_embeddings and not tokenizer.shared:
+        yield "model.shared_embeddings: true needs tokenizer.shared: true; set both or neither"
+    if tokenizer.target_model and not tokenizer.source_model:
+        yield "tokenizer.target_model: is given without tokenizer.source_model; give both, or source_model alone"
+    if tokenizer.source_model and not tokenizer.target_model and not tokenizer.shared:
+        yield "tokenizer.source_model: separate vocabularies need both source_model and target_model, or neither"
+
+
+def _check_validation(validation: ValidationConfig, data: DataConfig) -> Iterator[str]:
+    """Checks the metric, the ends of a run that depend on it, and COMET."""
+    yield from _metric_problems(validation, data)
+    if corpus_and_measure(validation.metric)[0] is None and data.validation is None:
+        for key in ("patience", "target"):
+            if getattr(validation, key) is not None:
+                yield (
+                    f"validation.{key}: is about {validation.metric} of data.validation, which is not given; give it, or "
+                    "name another corpus in validation.metric"
+                )
+    if validation.comet is not None and not validation.translate:
+        yield "validation.comet: scores translations, and validation.translate is false; set it true, or remove comet"
+
+
+def _metric_problems(validation: ValidationConfig, data: DataConfig) -> Iterator[str]:
+    corpus, measure = corpus_and_measure(validation.metric)
+    if corpus is not None and corpus not in data.more_validation:
+        there = ", ".join(data.more_validation) or "none"
+        yield f"validation.metric: {corpus!r} is no corpus of data.more_validation; there are: {there}"
+    measures = (*TOKEN_MEASURES, *TRANSLATION_MEASURES)
+    if measure not in measures:
+        yield (
+            f"validation.metric: {measure!r} is no measure; expected one of {', '.join(measures)}, for a corpus of "
+            "data.more_validation with its name in front: NAME/bleu"
+        )
+    elif measure in TRANSLATION_MEASURES and not validation.translate:
+        yield f"validation.metric: {measure} needs validation.translate: true; set it, or take another metric"
+    elif measure == "comet" and validation.comet is None:
+        yield "validation.metric: comet needs validation.comet, the model to score with; set both or neither"
+
+
 _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = [
     (("run",), lambda run: run_name_problems(run.name)),
-    (("model",), check_model),
-    (("data", "model"), check_positions),
-    (("tokenizer", "model"), check_vocabulary),
+    (("model",), _check_model),
+    (("data", "model"), _check_positions),
+    (("tokenizer", "model"), _check_vocabulary),
     (("optimizer", "schedule", "training"), _check_schedule),
     (("training",), _check_precision),
     (("training", "optimizer", "model"), check_patterns),
@@ -198,7 +269,7 @@ _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = [
     (("checkpoints", "training", "validation", "data"), _check_checkpoints),
     (("checkpoints",), _check_keep_every),
     (("data",), check_more_validation),
-    (("validation", "data"), check_validation),
+    (("validation", "data"), _check_validation),
     (("training", "divergence"), _check_divergence),
     (("tracking",), _check_tracking),
 ]

@@ -196,11 +196,10 @@ def verify_shards(folder: Path, manifest: Manifest, deep: bool = False) -> None:
     """
     for split in manifest.splits.values():
         for shard in split.shards:
-            verify_shard(folder, shard, deep)
+            _verify_shard(folder, shard, deep)
 
 
-def verify_shard(folder: Path, shard: Shard, deep: bool = False) -> None:
-    """Checks one shard, as `verify_shards`."""
+def _verify_shard(folder: Path, shard: Shard, deep: bool) -> None:
     if shard.is_in_place:
         _verify_in_place(shard)
         return

@@ -22,6 +22,7 @@ from dist_transformer.data.tokenizer.tokenizer import Tokenizer, with_sampling_s
 
 SEED_LIMIT = 1 << 31
 Result = TypeVar("Result")
+_load = lru_cache(maxsize=1)(Tokenizer.load)
 
 
 @dataclass(frozen=True)
@@ -130,11 +131,6 @@ def _refuse_bad_encoding(column: pa.ChunkedArray, name: str) -> None:
             f"column {name!r} is not valid UTF-8 in row {bad[0]} of the row group; convert it, or set "
             "data.filters.bad_encoding: drop"
         ) from None
-
-
-@lru_cache(maxsize=1)
-def _load(source: Path, target: Path) -> Tokenizer:
-    return Tokenizer.load(source, None if target == source else target)
 
 
 def token_column(rows: Sequence[Sequence[int]]) -> TokenColumn:

@@ -87,7 +87,8 @@ class Start:
         if models := taken_models(settings):
             _refuse_unfit(models, settings.shared, tags)
             for name, model in zip((source, target), models, strict=False):
-                _copy(model, self.folder / name)
+                with replacing(self.folder / name) as temporary:
+                    temporary.write_bytes(model.read_bytes())
             return source, source if len(models) == 1 else target
         if settings.shared:
             train_tokenizer(self._sentences(("source", "target"), state), settings, self.folder / source, tags)
@@ -163,7 +164,7 @@ def all_corpora(config: Config) -> dict[str, CorpusConfig]:
 
 def load_tokenizer(folder: Path, files: TokenizerFiles) -> Tokenizer:
     """Loads the tokenizer of a prepared folder."""
-    return Tokenizer.load(folder / files.source, None if files.target == files.source else folder / files.target)
+    return Tokenizer.load(folder / files.source, folder / files.target)
 
 
 def estimated_tokens(sample: Chunk, rows: int, of_rows: int) -> tuple[int, int]:
@@ -195,8 +196,3 @@ def _refuse_unfit(models: list[Path], shared: bool, tags: list[str]) -> None:
             f"{models[0]}: has no pieces for the tags {' '.join(unknown)} of the training corpora: the model could not tell "
             f"them from others. Add them: dist-transformer extend-vocabulary MODEL OUT --pieces '{unknown[0]}'"
         )
-
-
-def _copy(source: Path, target: Path) -> None:
-    with replacing(target) as temporary:
-        temporary.write_bytes(source.read_bytes())

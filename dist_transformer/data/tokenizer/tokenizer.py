@@ -92,9 +92,9 @@ class Tokenizer:
 
     @staticmethod
     def load(source_model: Path, target_model: Path | None = None) -> "Tokenizer":
-        """Loads the models; `target_model` None: one shared model. DataError if a file cannot be used."""
+        """Loads the models; one shared model if the target's is not given, or the same. DataError if a file cannot be used."""
         source = _load_model(source_model)
-        target = source if target_model is None else _load_model(target_model)
+        target = source if target_model in (None, source_model) else _load_model(target_model)
         for name in ("bos_id", "eos_id"):
             if (ours := getattr(source, name)()) != (theirs := getattr(target, name)()):
                 raise DataError(

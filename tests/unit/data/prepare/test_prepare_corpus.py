@@ -10,7 +10,7 @@ from prepare_helpers import NUM_TRAIN, PAIRS, SMALL, config_of, mixture_of, read
 
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest, verify_shards
-from dist_transformer.data.prepare import preparation, scan, shards
+from dist_transformer.data.prepare import chunks, scan, shards
 from dist_transformer.data.prepare.preparation import load_tokenizer, prepare, prepared_folder
 from dist_transformer.data.prepare.shards import token_table, write_shard
 from dist_transformer.errors import DataError
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, rows in SMALL.items():
-        monkeypatch.setattr(preparation, name, rows)
+        monkeypatch.setattr(chunks, name, rows)
     monkeypatch.setattr(shards, "SPILL_ROW_GROUP_ROWS", 40)
 
 
