@@ -32,7 +32,7 @@ IN_PROCESS, ONE_WORKER = "in the training process", "1 worker"
 DATASETS = "datasets, rows streamed in the training process"
 LITDATA = "litdata, rows shuffled,"
 BUDGET_PAIRS_PER_SECOND = {f"{PREPARED}, {ONE_WORKER}": 200_000, f"{ON_THE_FLY}, {ONE_WORKER}": 9_000}
-BUDGET_PADDING = {"free": 0.07}
+BUDGET_PADDING = 0.07
 BUDGET_STRAGGLER = 1.05
 BUDGET_RESUME_SECONDS = 1.0
 BUDGET_WINDOW_ROWS = 20_000
@@ -78,14 +78,10 @@ def _steps(loader: LaneLoader) -> Iterator[Step]:
         yield step
 
 
-def _batching_figures(corpus: Corpus, arguments: argparse.Namespace) -> dict[str, dict[str, Figures]]:
-    """Returns padding and stragglers of one epoch, by layout and window: counts, the same on every machine."""
-    figures: dict[str, dict[str, Figures]] = {"free": {}, "bounded": {}}
-    for window_rows in arguments.windows:
-        for layout in ("free", "bounded"):
-            run = corpus.run_data(arguments.lanes, arguments.max_tokens, window_rows, layout)
-            figures[layout][str(window_rows)] = _padded(run)
-    return figures
+def _batching_figures(corpus: Corpus, arguments: argparse.Namespace) -> dict[str, Figures]:
+    """Returns padding and stragglers of one epoch, by window: counts, the same on every machine."""
+    lanes, max_tokens = arguments.lanes, arguments.max_tokens
+    return {str(rows): _padded(corpus.run_data(lanes, max_tokens, rows)) for rows in arguments.windows}
 
 
 def _padded(run: RunData) -> Figures:
@@ -185,21 +181,19 @@ def _corpora_line(prepared: Corpus, text: Corpus, arguments: argparse.Namespace)
     )
 
 
-def _batching_table(figures: dict[str, dict[str, Figures]]) -> str:
+def _batching_table(figures: dict[str, Figures]) -> str:
     budget = f"budget at {BUDGET_WINDOW_ROWS:,}: padding 7%, straggler {BUDGET_STRAGGLER}"
-    header = ["layout", "data.window_rows", "steps", "shapes", "padding", "straggler ratio", budget]
+    header = ["data.window_rows", "steps", "shapes", "padding", "straggler ratio", budget]
     rows = []
-    for layout, by_window in figures.items():
-        for window_rows, found in by_window.items():
-            numbers = [f"{int(window_rows):,}", f"{found['steps']:.0f}", f"{found['shapes']:.0f}"]
-            ratios = [f"{found['padding']:.1%}", f"{found['straggler']:.3f}"]
-            verdict = _batching_verdict(layout, found) if int(window_rows) == BUDGET_WINDOW_ROWS else ""
-            rows.append([layout, *numbers, *ratios, verdict])
+    for window_rows, found in figures.items():
+        numbers = [f"{int(window_rows):,}", f"{found['steps']:.0f}", f"{found['shapes']:.0f}"]
+        ratios = [f"{found['padding']:.1%}", f"{found['straggler']:.3f}"]
+        rows.append([*numbers, *ratios, _batching_verdict(found) if int(window_rows) == BUDGET_WINDOW_ROWS else ""])
     return common.markdown_table(header, rows)
 
 
-def _batching_verdict(layout: str, found: Figures) -> str:
-    kept = found["padding"] <= BUDGET_PADDING.get(layout, 1.0) and found["straggler"] <= BUDGET_STRAGGLER
+def _batching_verdict(found: Figures) -> str:
+    kept = found["padding"] <= BUDGET_PADDING and found["straggler"] <= BUDGET_STRAGGLER
     return "kept" if kept else "missed"
 
 

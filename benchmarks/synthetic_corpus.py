@@ -47,9 +47,9 @@ class Corpus:
     def split(self) -> Split:
         return self.manifest.splits[TRAINING]
 
-    def run_data(self, lanes: int, max_tokens: int, window_rows: int, batch_shapes: str = "free") -> RunData:
+    def run_data(self, lanes: int, max_tokens: int, window_rows: int) -> RunData:
         """Returns the data of a run with these settings on the corpus."""
-        data = {"lanes": lanes, "max_tokens": max_tokens, "window_rows": window_rows, "batch_shapes": batch_shapes}
+        data = {"lanes": lanes, "max_tokens": max_tokens, "window_rows": window_rows}
         return RunData(synthetic_config(self.folder, data, {}), self.folder, self.manifest)
 
 

@@ -19,6 +19,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Settings over those of the file: optimizer.learning_rate=3e-4", show_default=False),
 ]
+RunOrJob = Annotated[str, typer.Argument(help="A run folder, or a job id: 123, 123_4.", show_default=False)]
+Root = Annotated[Path, typer.Option(help="The folder of runs, looked through for a job that Slurm has forgotten.")]
+RUNS = Path("runs")
 
 
 def read_run(run: Path, overrides: list[str] | None = None, *, check_files: bool = True) -> tuple[Config, RunDir]:

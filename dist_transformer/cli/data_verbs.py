@@ -23,11 +23,6 @@ Lane = Annotated[
 ]
 
 
-@app.callback()
-def group() -> None:
-    """Look at the data of a run."""
-
-
 @app.command("inspect")
 def inspect_command(
     run: RunArgument, overrides: Overrides = None, step: Step = None, rows: NumRows = 3, lane: Lane = None

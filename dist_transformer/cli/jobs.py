@@ -2,8 +2,7 @@
 
 import typer
 
-from dist_transformer.cli.arguments import Overrides
-from dist_transformer.cli.status import RUNS, Root, RunOrJob
+from dist_transformer.cli.arguments import RUNS, Overrides, Root, RunOrJob
 from dist_transformer.cli.submit import submit_run
 from dist_transformer.cluster.job_status import ask_slurm
 from dist_transformer.cluster.queue import QueuedJob, job_now

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dist_transformer.cli.status import RUNS, Root, RunOrJob
+from dist_transformer.cli.arguments import RUNS, Root, RunOrJob
 from dist_transformer.cluster.job_status import ask_slurm
 from dist_transformer.cluster.logs import follow, last_hang, log_of_job, log_of_run, newest_log, tail, wait_for_log
 from dist_transformer.cluster.rank_stacks import NodeStacks, stacks_here, stacks_of_job

@@ -1,8 +1,10 @@
 """The command `dist-transformer`. An error that the user can fix is one message and exit code 2, no traceback."""
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -18,113 +20,64 @@ other processes of a busy machine cannot run; this is as fast on a quiet machine
 
 VERBS = {
     "Train": {
-        "train": (
-            "train.train_command",
-            "Train, or resume a run folder from its newest complete checkpoint, on any number of ranks.",
-        ),
-        "plan": (
-            "plan.plan_command",
-            "Memory per GPU, step time and hours of a run on each number of nodes, and which settings fit.",
-        ),
-        "simulate": (
-            "simulate.simulate_command",
-            "Share of its node-hours that a run keeps on each number of nodes despite failures, and how often to save.",
-        ),
-        "demo": (
-            "demo.demo_command",
-            "Train on the embedded corpus, stop and resume on the way, score on held-out pairs, translate three sentences.",
-        ),
+        "train": "train.train_command",
+        "plan": "plan.plan_command",
+        "simulate": "plan.simulate_command",
+        "demo": "demo.demo_command",
     },
     "Cluster": {
-        "submit": (
-            "submit.submit_command",
-            "Check a run and submit it as a Slurm job that saves, requeues and resumes by itself.",
-        ),
-        "sweep": ("sweep.app", "Many runs that differ in some settings; `submit --sweep` starts them."),
-        "preflight": (
-            "preflight.preflight_command",
-            "Measure this machine: matmul, disk, memory, and between ranks the network.",
-        ),
-        "stop": ("jobs.stop_command", "Ask a run to save and end at its next step."),
-        "cancel": (
-            "jobs.cancel_command",
-            "End a run's job now and for good, without waiting for a checkpoint (`stop` saves first).",
-        ),
-        "resume": ("jobs.resume_command", "Submit a run again, from its newest checkpoint."),
+        "submit": "submit.submit_command",
+        "sweep": "sweep.app",
+        "preflight": "preflight.preflight_command",
+        "stop": "jobs.stop_command",
+        "cancel": "jobs.cancel_command",
+        "resume": "jobs.resume_command",
     },
     "Model": {
-        "average": (
-            "average.average_command",
-            "Make a model folder of a run's checkpoints; without an option: as set by checkpoints.final_model.",
-        ),
-        "extend-vocabulary": (
-            "extend_vocabulary.extend_vocabulary_command",
-            "Add pieces to the vocabulary of a trained model, each with the mean of the rows of the pieces it was cut into.",
-        ),
-        "export": (
-            "export.export_command",
-            "Write a model folder in the format of another program, tokenizer included.",
-        ),
-        "import": (
-            "import_model.import_command",
-            "Make a model folder of a model of another program, with the same logits and token ids.",
-        ),
-        "translate": (
-            "translate.translate_command",
-            "Translate standard input to standard output, or a file to a file, a line each, in order; empty lines stay empty.",
-        ),
-        "score": (
-            "score.score_command",
-            "Print the log-probability (natural) of given translations, a line each, and the perplexity of all on stderr.",
-        ),
-        "evaluate": (
-            "evaluate.evaluate_command",
-            "Score a model: sacreBLEU and chrF with their signatures, and the share of exact matches.",
-        ),
+        "average": "average.average_command",
+        "extend-vocabulary": "extend_vocabulary.extend_vocabulary_command",
+        "export": "export.export_command",
+        "import": "import_model.import_command",
+        "translate": "translate.translate_command",
+        "score": "score.score_command",
+        "evaluate": "evaluate.evaluate_command",
     },
     "Data": {
-        "prepare": (
-            "prepare.prepare_command",
-            "Filter, tokenize and shuffle the corpora of a configuration into shards; `train` does it by itself if need be.",
-        ),
-        "data": ("data_verbs.app", "Look at the data of a run, and check how it was used."),
-        "demo-corpus": ("demo.demo_corpus_command", "Write the embedded English-German corpus as aligned text files."),
+        "prepare": "prepare.prepare_command",
+        "data": "data_verbs.app",
+        "demo-corpus": "demo.demo_corpus_command",
     },
     "Look": {
-        "status": (
-            "status.status_command",
-            "Show the state of a run and its job: why it waits, how far it is, what ended it last.",
-        ),
-        "list": ("status.list_command", "List the runs of a folder, the one that wrote last first."),
-        "logs": (
-            "logs.logs_command",
-            "Print the log of a run's newest job, or train.log if there was none; for a job id, the log of that job.",
-        ),
-        "stacks": (
-            "logs.stacks_command",
-            "Print the stacks of each rank of a running run: all threads, also while they wait in a collective.",
-        ),
-        "report": (
-            "report.report_command",
-            "Write a page about a run: its history, data, scores, samples and pictures, in one file that needs no network.",
-        ),
-        "compare": (
-            "report.compare_command",
-            "Compare runs: settings that differ, scores, curves and translations side by side.",
-        ),
-        "config": ("config_verbs.app", "Check, show or describe a configuration."),
-        "track": ("tracking_verbs.app", "Bring runs and MLflow together."),
-        "ui": ("tracking_verbs.ui_command", "Open MLflow's web page on the runs of a folder."),
+        "status": "status.status_command",
+        "list": "status.list_command",
+        "logs": "logs.logs_command",
+        "stacks": "logs.stacks_command",
+        "report": "report.report_command",
+        "compare": "report.compare_command",
+        "config": "config_verbs.app",
+        "track": "tracking_verbs.app",
+        "ui": "tracking_verbs.ui_command",
     },
 }
-"""In groups, each verb with where in this folder it is, and the first line of its help."""
+"""In groups, each verb with where in this folder it is."""
+
+
+def first_sentence(place: str) -> str:
+    """The first sentence of a verb's help, read from its file: to import all verbs would take seconds."""
+    module, name = place.split(".")
+    text = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
+    found = re.search(
+        r'Typer\(help="(.*?)"' if name == "app" else rf'def {name}\(.*?"""(.*?)(?:"""|\n)', text, re.DOTALL
+    )
+    assert found is not None, place
+    return found[1].partition(". ")[0].removesuffix(".") + "."
 
 
 class Commands(Mapping[str, Any]):
     """The command of each verb; its module is imported when it is asked for, for the others would take longer than it."""
 
     def __init__(self) -> None:
-        self._places = {verb: place for verbs in VERBS.values() for verb, (place, _) in verbs.items()}
+        self._places = {verb: place for verbs in VERBS.values() for verb, place in verbs.items()}
 
     def __getitem__(self, verb: str) -> Any:
         module, name = self._places[verb].split(".")
@@ -158,7 +111,7 @@ class Verbs(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for group, verbs in VERBS.items():
             with formatter.section(group):
-                formatter.write_dl([(verb, text) for verb, (_, text) in verbs.items()])
+                formatter.write_dl([(verb, first_sentence(place)) for verb, place in verbs.items()])
 
 
 app = typer.Typer(

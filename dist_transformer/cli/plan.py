@@ -1,4 +1,4 @@
-"""plan: memory and time of a run on each number of nodes, before it is submitted. Nothing is started."""
+"""plan, simulate: memory, time and useful node-hours of a run on each number of nodes. Nothing is started."""
 
 import json
 import math
@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
+from dist_transformer.cluster.checks import parse_time_limit
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.config.model_size import with_precision
 from dist_transformer.config.schema import Config
+from dist_transformer.config.slurm_schema import SlurmConfig
 from dist_transformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -51,9 +53,9 @@ def plan_command(
     from dist_transformer.planning.plan import plan_row
     from dist_transformer.planning.tables import as_values, print_plan
 
-    counts = numbers_of_nodes(nodes)
-    config, ranks_per_node = configured(run, overrides, gpus_per_node)
-    hardware = measured_hardware(config, ranks_per_node, gpu, calibrate, tokens_per_second, all_reduce)
+    counts = _numbers_of_nodes(nodes)
+    config, ranks_per_node = _configured(run, overrides, gpus_per_node)
+    hardware = _measured_hardware(config, ranks_per_node, gpu, calibrate, tokens_per_second, all_reduce)
     rows = [plan_row(config, count, ranks_per_node, hardware) for count in counts]
     if as_json:
         print(json.dumps(as_values(config, gpu, ranks_per_node, hardware, rows), indent=2))
@@ -61,7 +63,66 @@ def plan_command(
         print_plan(config, gpu, ranks_per_node, hardware, rows)
 
 
-def configured(run: Path, overrides: list[str] | None, gpus_per_node: int | None) -> tuple[Config, int]:
+def simulate_command(
+    run: RunArgument,
+    overrides: Overrides = None,
+    nodes: Annotated[str, typer.Option(help="Numbers of nodes.")] = "1,2,4,8,16,32,64,128,256,512,1024",
+    node_hours_between_failures: Annotated[
+        float,
+        typer.Option(min=1e-3, help="Mean, of one node. 6300: 2048 nodes failed 419 times in 54 days (Llama 3)."),
+    ] = 6300,
+    detect_seconds: Annotated[
+        float, typer.Option(min=0, help="Until a dead node that has the batch script is noticed. 300: Slurm's default.")
+    ] = 300,
+    requeue_seconds: Annotated[
+        float,
+        typer.Option(min=0, help="From then until the job runs again. 120: Slurm's default; a busy queue takes more."),
+    ] = 120,
+    restart_seconds: Annotated[
+        float, typer.Option(min=0, help="From the start of an attempt to its first step. 60: assumed.")
+    ] = 60,
+    save_seconds: Annotated[
+        float | None, typer.Option(min=0, help="Training stands still for a checkpoint; else by its size.")
+    ] = None,
+    write_seconds: Annotated[
+        float | None, typer.Option(min=0, help="Then until it is whole, as the log says; else by its size.")
+    ] = None,
+    lane_spread: Annotated[
+        float, typer.Option(min=0, max=2, help="Standard deviation of a micro-batch's time, as a share of its mean.")
+    ] = 0.03,
+    gpu: Gpu = "h200-141g",
+    gpus_per_node: GpusPerNode = None,
+    calibrate: Calibrate = None,
+    tokens_per_second: TokensPerSecond = None,
+    all_reduce: AllReduce = None,
+    as_json: AsJson = False,
+) -> None:
+    """Share of its node-hours that a run keeps on each number of nodes despite failures, and how often to save."""
+    from dist_transformer.planning.scale import Site, scale_row
+    from dist_transformer.planning.simulation_tables import as_values, print_simulation
+
+    counts = _numbers_of_nodes(nodes)
+    config, ranks_per_node = _configured(run, overrides, gpus_per_node)
+    hardware = _measured_hardware(config, ranks_per_node, gpu, calibrate, tokens_per_second, all_reduce)
+    site = Site(
+        node_hours_between_failures,
+        detect_seconds,
+        requeue_seconds,
+        restart_seconds,
+        save_seconds,
+        write_seconds,
+        lane_spread,
+        limit_seconds=min(_limit_seconds(config.slurm), 3600 * (config.training.max_hours or math.inf)),
+    )
+    _must_be_finite(**{name: value for name, value in vars(site).items() if name != "limit_seconds"})
+    rows = [scale_row(config, count, ranks_per_node, hardware, site) for count in counts]
+    if as_json:
+        print(json.dumps(as_values(config, gpu, ranks_per_node, hardware, site, rows), indent=2))
+    else:
+        print_simulation(config, gpu, ranks_per_node, hardware, site, rows)
+
+
+def _configured(run: Path, overrides: list[str] | None, gpus_per_node: int | None) -> tuple[Config, int]:
     """The configuration to plan, with its vocabulary counted, and the ranks of a node."""
     from dist_transformer.planning.vocabulary_sizes import with_counted_pieces
 
@@ -70,7 +131,7 @@ def configured(run: Path, overrides: list[str] | None, gpus_per_node: int | None
     return config, gpus_per_node or config.slurm.ranks_per_node
 
 
-def measured_hardware(
+def _measured_hardware(
     config: Config,
     ranks_per_node: int,
     gpu: str,
@@ -86,14 +147,14 @@ def measured_hardware(
     from dist_transformer.planning.hardware import calibrated, hardware_of
     from dist_transformer.planning.step_time import with_given_rates
 
-    must_be_finite(tokens_per_second=tokens_per_second, all_reduce_gb_per_second=all_reduce_gb_per_second)
+    _must_be_finite(tokens_per_second=tokens_per_second, all_reduce_gb_per_second=all_reduce_gb_per_second)
     hardware = hardware_of(gpu)
     if calibrate is not None:
         hardware = calibrated(hardware, calibrate)
     return with_given_rates(hardware, config, ranks_per_node, tokens_per_second, all_reduce_gb_per_second)
 
 
-def must_be_finite(**options: float | None) -> None:
+def _must_be_finite(**options: float | None) -> None:
     """Checks numeric options.
 
     Raises:
@@ -106,7 +167,7 @@ def must_be_finite(**options: float | None) -> None:
             raise UserError(f"--{name.replace('_', '-')}: expected at most {LARGEST:g}; got {value:g}")
 
 
-def numbers_of_nodes(text: str) -> list[int]:
+def _numbers_of_nodes(text: str) -> list[int]:
     """Parses --nodes.
 
     Raises:
@@ -116,3 +177,21 @@ def numbers_of_nodes(text: str) -> list[int]:
     if not all(word.strip().isdecimal() and 1 <= int(word) <= MOST_NODES for word in words):
         raise UserError(f"--nodes: expected whole numbers from 1 on with commas between them, as 1,2,4,8; got {text!r}")
     return sorted({int(word) for word in words})
+
+
+def _limit_seconds(slurm: SlurmConfig) -> float:
+    """Seconds from the beginning of a job to the request to save; inf: no limit."""
+    try:
+        limit = parse_time_limit(slurm.time_limit)
+    except ValueError as error:
+        raise UserError(
+            f"slurm.time_limit: {slurm.time_limit!r}: expected hours:minutes:seconds or days-hours:minutes:seconds"
+        ) from error
+    if limit is None:
+        return math.inf
+    if limit <= slurm.signal_seconds:
+        raise UserError(
+            f"slurm.time_limit: {slurm.time_limit} is {limit} s, but the job is signalled to save {slurm.signal_seconds} s "
+            "before its end (slurm.signal_seconds); give more"
+        )
+    return limit - slurm.signal_seconds

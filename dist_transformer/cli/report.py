@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dist_transformer.cli.arguments import RUNS, Root, RunOrJob
 from dist_transformer.errors import UserError
 from dist_transformer.reporting.run_report import write_run_report
 from dist_transformer.run.folder import RunDir
@@ -17,9 +18,6 @@ if TYPE_CHECKING:  # imported at run time only for drawing
 
 
 Runs = Annotated[list[str], typer.Argument(help="Run folders, job ids, or the folder of a sweep.", show_default=False)]
-RunOrJob = Annotated[str, typer.Argument(help="A run folder, or a job id: 123, 123_4.", show_default=False)]
-Root = Annotated[Path, typer.Option(help="The folder of runs, looked through for a job that Slurm has forgotten.")]
-RUNS = Path("runs")
 PAGE = "a page"
 
 
@@ -71,10 +69,9 @@ def compare_command(
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").split("\n")]  # U+2028 ends no line
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: expected a text file in UTF-8, one sentence a line: {error}") from None
+    from dist_transformer.decoding.sharded_files import numbered_lines
+
+    lines = [line.strip() for line in numbered_lines(path)]
     if not any(lines):
         raise UserError(f"{path}: holds no sentence; expected one a line")
     return [line for line in lines if line]

@@ -1,5 +1,6 @@
 """Options of the verbs that search for translations, and the resulting settings."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -7,8 +8,7 @@ import typer
 from pydantic import ValidationError
 
 from dist_transformer.cli.arguments import read_run
-from dist_transformer.config.model_checks import check_decoding
-from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.config.schema import BeamConfig, DecodingConfig
 from dist_transformer.errors import ConfigError
 
 PANEL = "Search (default: as the run's configuration says)"
@@ -19,40 +19,32 @@ EnsembleOption = Annotated[
         help="A further model of the same vocabulary; several models are one by the mean of their probabilities."
     ),
 ]
-BeamOption = Annotated[int | None, typer.Option(min=1, help="Beam size (6.1: 4).", rich_help_panel=PANEL)]
-PenaltyOption = Annotated[
-    float | None, typer.Option(min=0.0, max=10.0, help="Length penalty alpha (6.1: 0.6).", rich_help_panel=PANEL)
-]
-NBestOption = Annotated[
-    int | None, typer.Option("--n-best", min=1, help="Translations for each line, best first.", rich_help_panel=PANEL)
-]
+
+
+def _option_of_search(text: str, *flags: str, **limits: Any) -> Any:
+    return typer.Option(*flags, help=text, rich_help_panel=PANEL, **limits)
+
+
+BeamOption = Annotated[int | None, _option_of_search("Beam size (6.1: 4).", min=1)]
+PenaltyOption = Annotated[float | None, _option_of_search("Length penalty alpha (6.1: 0.6).", min=0.0, max=10.0)]
+NBestOption = Annotated[int | None, _option_of_search("Translations for each line, best first.", "--n-best", min=1)]
 NoRepeatOption = Annotated[
-    int | None,
-    typer.Option("--no-repeat-ngram", min=0, help="No n-gram of so many tokens twice; 0: any.", rich_help_panel=PANEL),
+    int | None, _option_of_search("No n-gram of so many tokens twice; 0: any.", "--no-repeat-ngram", min=0)
 ]
 SamplingOption = Annotated[
-    bool | None,
-    typer.Option("--sampling/--no-sampling", help="Draw tokens in place of the beam search.", rich_help_panel=PANEL),
+    bool | None, _option_of_search("Draw tokens in place of the beam search.", "--sampling/--no-sampling")
 ]
-TemperatureOption = Annotated[float | None, typer.Option(help="Sampling: divides logits.", rich_help_panel=PANEL)]
-TopKOption = Annotated[
-    int | None, typer.Option(min=0, help="Sampling: from so many likeliest tokens; 0: all.", rich_help_panel=PANEL)
-]
+TemperatureOption = Annotated[float | None, _option_of_search("Sampling: divides logits.")]
+TopKOption = Annotated[int | None, _option_of_search("Sampling: from so many likeliest tokens; 0: all.", min=0)]
 TopPOption = Annotated[
-    float | None,
-    typer.Option(help="Sampling: from the likeliest tokens that have this probability.", rich_help_panel=PANEL),
+    float | None, _option_of_search("Sampling: from the likeliest tokens that have this probability.")
 ]
-SeedOption = Annotated[int | None, typer.Option(min=0, help="Of sampling.", rich_help_panel=PANEL)]
+SeedOption = Annotated[int | None, _option_of_search("Of sampling.", min=0)]
 TooLongOption = Annotated[
-    Literal["refuse", "split"] | None,
-    typer.Option(help="What becomes of lines above --max-source-tokens.", rich_help_panel=PANEL),
+    Literal["refuse", "split"] | None, _option_of_search("What becomes of lines above --max-source-tokens.")
 ]
-MaxSourceOption = Annotated[
-    int | None, typer.Option(min=2, help="Longest line, in tokens, translated at once.", rich_help_panel=PANEL)
-]
-MaxTokensOption = Annotated[
-    int | None, typer.Option(min=1, help="Source tokens times beam in one batch.", rich_help_panel=PANEL)
-]
+MaxSourceOption = Annotated[int | None, _option_of_search("Longest line, in tokens, translated at once.", min=2)]
+MaxTokensOption = Annotated[int | None, _option_of_search("Source tokens times beam in one batch.", min=1)]
 
 
 def search_settings(model: Path, **given: Any) -> DecodingConfig:
@@ -61,14 +53,31 @@ def search_settings(model: Path, **given: Any) -> DecodingConfig:
     Raises:
         ConfigError: settings are invalid, or exclude each other.
     """
-    base = read_run(model)[0].decoding if (model / "config.yaml").is_file() else DecodingConfig()
+    base = read_run(model)[0].decoding if (model / "config.yaml").is_file() else BeamConfig()
     changes = {key: value for key, value in given.items() if value is not None}
-    heading = "the search cannot be done as it is asked for:"
     try:
         settings = DecodingConfig(**{**base.model_dump(), **changes})
+        problems = list(_problems(settings))
     except ValidationError as error:
-        problems = [f"decoding.{p['loc'][0]}: {p['msg']}, got {p['input']}" for p in error.errors()]
-        raise ConfigError(problems, heading) from None
-    if problems := [message for _, message in check_decoding(settings)]:
-        raise ConfigError(problems, heading)
+        problems = [f"{_option(p['loc'][0])}: {p['msg']}, got {p['input']}" for p in error.errors()]
+    if problems:
+        raise ConfigError(problems, "the search cannot be done as it is asked for:")
     return settings
+
+
+def _problems(settings: DecodingConfig) -> Iterator[str]:
+    """Yields a problem for settings that exclude each other."""
+    if settings.sampling:
+        return
+    if settings.n_best > settings.beam_size:
+        yield (
+            f"--n-best: {settings.n_best} is above the beam, {settings.beam_size}: a search gives at most as many "
+            "translations as its beam; raise --beam, or give --sampling"
+        )
+    for name in ("temperature", "top_k", "top_p"):
+        if getattr(settings, name) != DecodingConfig.model_fields[name].default:
+            yield f"{_option(name)}: is of sampling, which is off; give --sampling, or leave it out"
+
+
+def _option(name: int | str) -> str:
+    return f"--{str(name).replace('_', '-')}"

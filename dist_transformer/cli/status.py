@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dist_transformer.cli.arguments import RUNS, Root, RunOrJob
 from dist_transformer.cluster.final_status import is_alive, status_found
 from dist_transformer.cluster.job_status import Document, report, report_all
 from dist_transformer.cluster.reasons import SAID_BY_EXIT_CODE
@@ -24,10 +25,7 @@ from dist_transformer.run.lock import while_nobody_trains
 from dist_transformer.run.records import read_record
 from dist_transformer.tracking.final_status import has_arrived, settle, status_said
 
-RunOrJob = Annotated[str, typer.Argument(help="A run folder, or a job id: 123, 123_4.", show_default=False)]
-Root = Annotated[Path, typer.Option(help="The folder of runs, looked through for a job that Slurm has forgotten.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON document; times in unix seconds.")]
-RUNS = Path("runs")
 CORRECTION_SECONDS = 5
 """Time limit for a server that is down; `status` has printed everything by then."""
 

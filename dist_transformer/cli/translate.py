@@ -103,10 +103,9 @@ def translate_command(
     if output is not None:
         stop.listen()  # before the slow imports
     from dist_transformer.decoding.translate_file import translate_file
-    from dist_transformer.decoding.translation_lines import Form, Task
+    from dist_transformer.decoding.translation_lines import Task
 
-    form = Form(settings.n_best > 1, alignment, as_json)
-    task = Task([model, *(ensemble or [])], settings, engine, form, prefix)
+    task = Task([model, *(ensemble or [])], settings, engine, prefix, alignment, as_json)
     if source is None or output is None:
         _translate_stream(task, attention)
     else:
@@ -146,7 +145,7 @@ def _translate_stream(task: "Task", attention: Path | None) -> None:
     with draw as write_attention:
         for number, translations in enumerate(given):
             line = waiting.popleft()
-            print(written(task.form, search, number, line, translations), flush=True)
+            print(written(task, search, number, line, translations), flush=True)
             if write_attention is not None:
                 write_attention(number + 1, line, translations[0])
 

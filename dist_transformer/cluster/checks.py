@@ -186,7 +186,7 @@ def _process_without_job(run_dir: RunDir) -> Iterator[str]:
 
 
 def _name_problems(run_dir: RunDir) -> Iterator[str]:
-    yield from (message for _, message in run_name_problems(run_dir.name))
+    yield from run_name_problems(run_dir.name)
     try:
         check_run_folder(run_dir)
     except UserError as error:
@@ -255,7 +255,7 @@ def _data_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
 def _missing_text(config: Config, run_dir: RunDir) -> Iterator[str]:
     # The loader looks for a YAML file's text files; a run folder's text may have been removed since.
     if run_dir.config.is_file():
-        yield from (message for _, message in file_problems(config.data, config.tokenizer))
+        yield from file_problems(config.data, config.tokenizer)
 
 
 def _measured_problems(config: Config, run_dir: RunDir) -> Iterator[str]:

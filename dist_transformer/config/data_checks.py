@@ -6,9 +6,6 @@ from typing import Any
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig, MixtureConfig
 from dist_transformer.config.paths import is_address, is_pattern, local_files, located
-from dist_transformer.config.yaml_positions import KeyPath, dotted
-
-Problem = tuple[KeyPath, str]
 
 SPLIT_NAMES = ("validation", "test")
 """Names that a prepared corpus uses beside those of the training corpora."""
@@ -18,72 +15,65 @@ RESERVED_NAMES = ("train", *SPLIT_NAMES)
 _CORPUS_NAME = re.compile(r"(?!\.+$)[A-Za-z0-9_.-]+")
 
 
-def check_training_corpora(data: DataConfig) -> Iterator[Problem]:
+def check_training_corpora(data: DataConfig) -> Iterator[str]:
     """Checks that exactly one of `train` and `mixture` is given."""
     if data.train is None and data.mixture is None:
-        yield ("data",), "data: no training corpus; give data.train, or data.mixture for several"
+        yield "data: no training corpus; give data.train, or data.mixture for several"
     if data.train is not None and data.mixture is not None:
-        yield (
-            ("data", "mixture"),
-            "data.mixture: stands beside data.train; move that into data.mixture.corpora, or remove one",
-        )
+        yield "data.mixture: stands beside data.train; move that into data.mixture.corpora, or remove one"
 
 
-def check_corpora(data: DataConfig) -> Iterator[Problem]:
+def check_corpora(data: DataConfig) -> Iterator[str]:
     """Checks each corpus by itself."""
     for path, corpus in _corpora(data):
         yield from _kind_problems(path, corpus)
         yield from _tag_problems(path, corpus)
 
 
-def check_mixture(data: DataConfig) -> Iterator[Problem]:
+def check_mixture(data: DataConfig) -> Iterator[str]:
     """Checks the names, weights and stages of the mixture."""
     mixture = data.mixture
     if mixture is None:
         return
-    path: KeyPath = ("data", "mixture")
-    yield from _name_problems(path, mixture)
+    yield from _name_problems(mixture)
     if mixture.weights is not None:
-        yield from _weight_problems((*path, "weights"), mixture.weights, mixture)
+        yield from _weight_problems("data.mixture.weights", mixture.weights, mixture)
         if mixture.temperature != 1.0:
             yield (
-                (*path, "temperature"),
                 f"data.mixture.temperature: {mixture.temperature} stands beside data.mixture.weights, which say the "
-                "shares already; remove one",
+                "shares already; remove one"
             )
     steps = [stage.from_step for stage in mixture.schedule]
     for number, stage in enumerate(mixture.schedule):
-        here = (*path, "schedule", number)
+        here = f"data.mixture.schedule.{number}"
         if number and steps[number] <= steps[number - 1]:
             yield (
-                (*here, "from_step"),
-                f"{dotted(here)}.from_step: {steps[number]} does not come after the {steps[number - 1]} before it; "
-                "stages stand in the order of their steps",
+                f"{here}.from_step: {steps[number]} does not come after the {steps[number - 1]} before it; "
+                "stages stand in the order of their steps"
             )
-        yield from _weight_problems((*here, "weights"), stage.weights, mixture)
+        yield from _weight_problems(f"{here}.weights", stage.weights, mixture)
 
 
-def check_more_validation(data: DataConfig) -> Iterator[Problem]:
+def check_more_validation(data: DataConfig) -> Iterator[str]:
     """Checks the names of further validation corpora, which are prefixes of measures and values of --split."""
     for name in data.more_validation:
-        here: KeyPath = ("data", "more_validation", name)
+        here = f"data.more_validation.{name}"
         if name in RESERVED_NAMES:
-            yield here, f"{dotted(here)}: {name!r} is the name of data.{name}; give this corpus another"
+            yield f"{here}: {name!r} is the name of data.{name}; give this corpus another"
         else:
             yield from _spelling_problems(here, name)
 
 
-def check_sampling(data: DataConfig, tokenizer: Any) -> Iterator[Problem]:
+def check_sampling(data: DataConfig, tokenizer: Any) -> Iterator[str]:
     """Checks that sampling is on the fly: a corpus that is tokenized once cannot be sampled anew."""
     if tokenizer.sampling > 0 and not data.on_the_fly:
         yield (
-            ("tokenizer", "sampling"),
             f"tokenizer.sampling: {tokenizer.sampling} needs data.on_the_fly: true (`prepare` tokenizes only once); "
-            "set it, or sampling to 0",
+            "set it, or sampling to 0"
         )
 
 
-def corpus_file_problems(data: DataConfig) -> Iterator[Problem]:
+def corpus_file_problems(data: DataConfig) -> Iterator[str]:
     """Yields a problem for each missing local file and each pattern without one. Addresses are checked when read."""
     for path, corpus in _corpora(data):
         found = {}
@@ -94,89 +84,78 @@ def corpus_file_problems(data: DataConfig) -> Iterator[Problem]:
             found[key] = len(local_files(data.root, name))
             if not found[key]:
                 problem = "no file fits" if is_pattern(name) else "no such file:"
-                yield (*path, key), f"{dotted((*path, key))}: {problem} {where} (data.root is {data.root!r})"
+                yield f"{path}.{key}: {problem} {where} (data.root is {data.root!r})"
         if found.get("source") and found.get("target") and found["source"] != found["target"]:
             yield (
-                (*path, "target"),
-                f"{dotted((*path, 'target'))}: {found['target']} files fit, but {found['source']} fit "
-                f"{dotted((*path, 'source'))}; file n of one side, in the order of their names, is aligned with "
-                "file n of the other",
+                f"{path}.target: {found['target']} files fit, but {found['source']} fit "
+                f"{path}.source; file n of one side, in the order of their names, is aligned with "
+                "file n of the other"
             )
 
 
-def _corpora(data: DataConfig) -> Iterator[tuple[KeyPath, CorpusConfig]]:
+def _corpora(data: DataConfig) -> Iterator[tuple[str, CorpusConfig]]:
     """Yields every corpus with its key path."""
     if data.train is not None:
-        yield ("data", "train"), data.train
+        yield "data.train", data.train
     if data.mixture is not None:
         for name, corpus in data.mixture.corpora.items():
-            yield ("data", "mixture", "corpora", name), corpus
+            yield f"data.mixture.corpora.{name}", corpus
     for name in SPLIT_NAMES:
         if (corpus := getattr(data, name)) is not None:
-            yield ("data", name), corpus
+            yield f"data.{name}", corpus
     for name, corpus in data.more_validation.items():
-        yield ("data", "more_validation", name), corpus
+        yield f"data.more_validation.{name}", corpus
 
 
-def _kind_problems(path: KeyPath, corpus: CorpusConfig) -> Iterator[Problem]:
-    where = dotted(path)
+def _kind_problems(path: str, corpus: CorpusConfig) -> Iterator[str]:
     kinds = [kind for kind in ("path", "hub", "demo") if getattr(corpus, kind)]
     kinds += ["source+target"] if corpus.source or corpus.target else []
     if len(kinds) != 1:
         got = " and ".join(kinds) or "nothing"
-        yield path, f"{where}: expected one of source+target, path, hub, demo; got {got}"
+        yield f"{path}: expected one of source+target, path, hub, demo; got {got}"
         return
     if kinds == ["source+target"] and not (corpus.source and corpus.target):
         missing = "target" if corpus.source else "source"
-        yield path, f"{where}: aligned text needs both files; {missing} is not given"
+        yield f"{path}: aligned text needs both files; {missing} is not given"
     if corpus.columns and kinds[0] not in ("path", "hub"):
         text = "aligned text has" if kinds[0] == "source+target" else "the demonstration corpus has"
-        yield (*path, "columns"), f"{where}.columns: {text} no columns; remove it, or give the table as `path`"
+        yield f"{path}.columns: {text} no columns; remove it, or give the table as `path`"
     for key in ("subset", "revision"):
         if getattr(corpus, key) and kinds != ["hub"]:
-            yield (*path, key), f"{where}.{key}: is for a dataset of the Hub (`hub`); remove it"
+            yield f"{path}.{key}: is for a dataset of the Hub (`hub`); remove it"
 
 
-def _tag_problems(path: KeyPath, corpus: CorpusConfig) -> Iterator[Problem]:
+def _tag_problems(path: str, corpus: CorpusConfig) -> Iterator[str]:
     for number, tag in enumerate(corpus.tags):
         if not tag or any(character.isspace() for character in tag):
-            here = (*path, "tags", number)
-            yield (
-                here,
-                f"{dotted(here)}: {tag!r}: a tag is one word, such as <2de>, without spaces; write several apart",
-            )
+            yield f"{path}.tags.{number}: {tag!r}: a tag is one word, such as <2de>, without spaces; write several apart"
 
 
-def _name_problems(path: KeyPath, mixture: MixtureConfig) -> Iterator[Problem]:
+def _name_problems(mixture: MixtureConfig) -> Iterator[str]:
     for name in mixture.corpora:
-        here = (*path, "corpora", name)
+        here = f"data.mixture.corpora.{name}"
         if name in SPLIT_NAMES:
-            yield here, f"{dotted(here)}: {name!r} is the name of data.{name}; give this corpus another"
+            yield f"{here}: {name!r} is the name of data.{name}; give this corpus another"
         else:
             yield from _spelling_problems(here, name)
 
 
-def _spelling_problems(path: KeyPath, name: str) -> Iterator[Problem]:
+def _spelling_problems(path: str, name: str) -> Iterator[str]:
     if not _CORPUS_NAME.fullmatch(name):
         yield (
-            path,
-            f"{dotted(path)}: {name!r}: expected letters, digits, '.', '_' and '-', not dots alone: it names figures and files; "
-            "rename the corpus",
+            f"{path}: {name!r}: expected letters, digits, '.', '_' and '-', not dots alone: it names figures and files; "
+            "rename the corpus"
         )
 
 
-def _weight_problems(path: KeyPath, weights: dict[str, float], mixture: MixtureConfig) -> Iterator[Problem]:
+def _weight_problems(path: str, weights: dict[str, float], mixture: MixtureConfig) -> Iterator[str]:
     for name, weight in weights.items():
-        here = (*path, name)
         if name not in mixture.corpora:
-            yield (
-                here,
-                f"{dotted(here)}: no such corpus in data.mixture.corpora; there are {', '.join(mixture.corpora)}",
-            )
+            yield f"{path}.{name}: no such corpus in data.mixture.corpora; there are {', '.join(mixture.corpora)}"
         elif weight < 0:
-            yield here, f"{dotted(here)}: expected 0 or more, got {weight}"
+            yield f"{path}.{name}: expected 0 or more, got {weight}"
     missing = [name for name in mixture.corpora if name not in weights]
     if missing:
-        yield path, f"{dotted(path)}: no weight for {', '.join(missing)}; give one for each corpus, 0 to leave it out"
+        yield f"{path}: no weight for {', '.join(missing)}; give one for each corpus, 0 to leave it out"
     elif all(weight == 0 for weight in weights.values()):
-        yield path, f"{dotted(path)}: all weights are 0, so there is nothing to train on; give one corpus more than 0"
+        yield f"{path}: all weights are 0, so there is nothing to train on; give one corpus more than 0"

@@ -119,9 +119,6 @@ class DataConfig(Section):
         description="Largest micro-batch in tokens: source + target, padding counted. auto: the largest that fits into "
         "memory, found at the first start and kept.",
     )
-    batch_shapes: Literal["free", "bounded"] = Field(
-        "free", description="bounded: lengths from a table of few, for kernels compiled or captured for each shape."
-    )
     reslice_from: PositiveInt | None = Field(
         None,
         description="The data.lanes of the checkpoint to go on from, where it is another one: the rest of the epoch is "
@@ -166,7 +163,6 @@ class TokenizerConfig(Section):
     )
     shared: Bool = Field(True, description="One vocabulary for both languages (5.1).")
     character_coverage: Number = Field(1.0, gt=0.0, le=1.0, description="Share of characters that get a piece.")
-    training_sentences: PositiveInt = Field(2_000_000, description="Most sentences (both sides) used to train it.")
     source_model: Str | None = Field(None, description="An existing .model file to take instead of training one.")
     target_model: Str | None = Field(
         None,

@@ -11,8 +11,11 @@ from dist_transformer.config.yaml_positions import Marked
 
 CONSTANTS: dict[str, dict[str, Any]] = {
     "divergence": {"window_steps": 200, "deviations": 8.0, "patience_steps": 20, "learning_rate_factor": 0.5, "max_rollbacks": 3},
-    "checkpoints": {"save_attempts": 3},
-    "data": {"read_attempts": 8, "stall_seconds": 300},
+    "checkpoints": {"save_attempts": 3, "stop_on_failed_save": False},
+    "data": {"read_attempts": 8, "stall_seconds": 300, "batch_shapes": "free"},
+    "tokenizer": {"training_sentences": 2_000_000},
+    "validation": {"samples": 6},
+    "decoding": {"n_best": 1, "sampling": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 1},
     "training": {"dry_run": True, "loss_scale_window": 1000, "initial_loss_scale": 65_536, "threads_per_rank": 0},
     "tracking": {"close_seconds": 10, "upload_megabytes": 2000},
     "slurm": {"preflight_seconds": 180, "preflight_tolerance": 0.8},
@@ -20,6 +23,11 @@ CONSTANTS: dict[str, dict[str, Any]] = {
 """Settings that are constants of the program now, and the value that each had where nobody gave one."""
 
 _SAID = {
+    **{
+        name: f"give `translate` the option --{name.replace('_', '-')}. Remove it here"
+        for name in CONSTANTS["decoding"]
+    },
+    "stop_on_failed_save": "training always continues, and tries again at the next checkpoint. Remove it",
     "stall_seconds": "it is always half of training.hang_seconds. Remove it",
     "dry_run": "it is always made. Remove it",
     "threads_per_rank": "set the variable OMP_NUM_THREADS, in a job by slurm.environment. Remove it here",

@@ -7,14 +7,12 @@ A file may contain `extends: other.yaml` (relative to itself): the other file is
 
 import difflib
 import os
-import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
 from dist_transformer.config.checks import cross_problems, file_problems
 from dist_transformer.config.credentials import holds_secret, shown_override, without_credentials
@@ -40,10 +38,10 @@ def load_config(path: Path, overrides: list[str] | None = None, *, check_files: 
     marked, problems = take_former_keys(_with_overrides(_read_extended(path, ()), overrides or []))
     sections, invalid = _validate_sections(marked)
     problems += invalid
-    problems += [f"{marked.place(key)}: {message}" for key, message in cross_problems(sections)]
+    problems += [f"{marked.place_of(problem)}: {problem}" for problem in cross_problems(sections)]
     if check_files:
         missing = file_problems(sections.get("data"), sections.get("tokenizer"))
-        problems += [f"{marked.place(key)}: {message}" for key, message in missing]
+        problems += [f"{marked.place_of(problem)}: {problem}" for problem in missing]
     if problems:
         raise ConfigError([without_credentials(problem) for problem in problems])
     return Config.model_validate(marked.values)
@@ -171,35 +169,19 @@ def _remedy(error_type: str, value: Any) -> str:
 
 
 def _model_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel]:
-    """Returns the section at `path` below `model`, also inside lists and mappings of sections."""
-    annotation: Any = model
+    """Returns the section at `path` below `model`; names and numbers in mappings and lists of sections lead nowhere."""
     for key in path:
-        if _is_model(annotation):
-            field: FieldInfo | None = annotation.model_fields.get(str(key))
-            annotation = _section_kind(field.annotation) if field else model
-        else:  # dict[str, Section] or tuple[Section, ...]: the key is a name or a number
-            annotation = _section_kind(_item_kind(annotation))
-        if _is_model(annotation):
-            model = annotation
+        if (field := model.model_fields.get(str(key))) is not None:
+            model = next(_sections_in(field.annotation), model)
     return model
 
 
-def _section_kind(annotation: Any) -> Any:
-    """Returns the member of `Section | None` that is not None."""
-    members = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    return next((member for member in members if member is not types.NoneType), annotation)
-
-
-def _item_kind(annotation: Any) -> Any:
-    """Returns the type of the values of a dict, or of the items of a tuple."""
-    arguments = typing.get_args(annotation)
-    if not arguments:
-        return annotation
-    return arguments[1] if typing.get_origin(annotation) is dict else arguments[0]
-
-
-def _is_model(annotation: Any) -> bool:
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yields the sections that an annotation names, also in `| None`, lists and mappings."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from _sections_in(part)
 
 
 def _suggest(key: str, model: type[BaseModel]) -> str:

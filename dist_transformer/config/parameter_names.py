@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 
 from dist_transformer.config.model_size import has_final_norm
 from dist_transformer.config.schema import ModelConfig, OptimizerConfig, TrainingConfig
-from dist_transformer.config.yaml_positions import KeyPath, dotted
 
 NUM_NAMES_SHOWN = 5
 _EMBEDDINGS = ["source_embedding.weight", "target_embedding.weight"]
@@ -36,24 +35,19 @@ def all_parameter_names(config: ModelConfig) -> list[str]:
     return sorted(names)
 
 
-def check_patterns(
-    training: TrainingConfig, optimizer: OptimizerConfig, model: ModelConfig
-) -> Iterator[tuple[KeyPath, str]]:
+def check_patterns(training: TrainingConfig, optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[str]:
     """Yields a problem for each pattern that matches no parameter, and if all parameters are frozen."""
-    given: dict[KeyPath, Sequence[str]] = {
-        ("training", "freeze"): training.freeze,
-        ("optimizer", "no_decay"): optimizer.no_decay,
-    }
+    given = {"training.freeze": training.freeze, "optimizer.no_decay": optimizer.no_decay}
     if not any(given.values()):
         return
     names = all_parameter_names(model)
     for key, patterns in given.items():
-        yield from ((key, problem) for problem in unknown_patterns(dotted(key), patterns, names))
+        yield from unknown_patterns(key, patterns, names)
     free = [name for name in names if not is_named(name, training.freeze)]
     if model.shared_embeddings and not {*_EMBEDDINGS} <= {*free}:
         free = [name for name in free if name not in _EMBEDDINGS]
     if training.freeze and not free:
-        yield ("training", "freeze"), all_frozen(training.freeze, names)
+        yield all_frozen(training.freeze, names)
 
 
 def is_named(name: str, patterns: Sequence[str]) -> bool:

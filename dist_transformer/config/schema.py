@@ -210,11 +210,6 @@ class ValidationConfig(Section):
     max_sentences: PositiveInt | None = Field(
         None, description="Translate only so many sentences of each corpus, the first ones; none: all."
     )
-    samples: Int = Field(
-        6,
-        ge=0,
-        description="Sample translations kept at each validation: half of them of the same sentences, half drawn anew.",
-    )
     comet: Str | None = Field(
         None, description="COMET model to score with as well: a name of its package (unbabel-comet), or a file."
     )
@@ -244,22 +239,30 @@ class CheckpointConfig(Section):
         description="What the final model folder is: the average of the last checkpoints (6.1), of the keep_best ones, or "
         "the moving average of training.ema_decay.",
     )
-    stop_on_failed_save: Bool = Field(
-        False, description="End the run when a checkpoint was given up; false: continue, and try again at the next one."
-    )
 
 
-class DecodingConfig(Section):
-    """Search of `translate`, `evaluate` and validation: the beam of 6.1, or sampling."""
+class BeamConfig(Section):
+    """Search of `translate`, `evaluate` and validation: the beam of 6.1."""
 
     beam_size: PositiveInt = Field(4, description="6.1: 4. 1: greedy.")
     length_penalty: Number = Field(0.6, ge=0.0, le=10.0, description="alpha of Wu et al. (2016); 6.1: 0.6.")
     max_extra_tokens: Int = Field(50, ge=0, description="Longest output: input length + this (6.1: 50).")
     max_tokens: PositiveInt = Field(8192, description="Source tokens times beam in one batch of the search.")
-    n_best: PositiveInt = Field(1, description="Translations given for each line, best first; at most the beam.")
     no_repeat_ngram_size: Int = Field(
         0, ge=0, description="No n-gram of so many tokens occurs twice in a translation; 0: no such limit."
     )
+    max_source_tokens: PositiveInt = Field(
+        2048, description="Longest line in source tokens that is translated at once."
+    )
+    too_long: Literal["refuse", "split"] = Field(
+        "refuse", description="A longer line ends the command, or is cut between sentences or words and joined again."
+    )
+
+
+class DecodingConfig(BeamConfig):
+    """All settings of a search: those of a run, and those that a command or the loader of a served model adds."""
+
+    n_best: PositiveInt = Field(1, description="Translations given for each line, best first; at most the beam.")
     sampling: Bool = Field(
         False, description="Draw each token, n_best times for each line, in place of the beam search."
     )
@@ -269,12 +272,6 @@ class DecodingConfig(Section):
         1.0, gt=0.0, le=1.0, description="Sampling draws from the likeliest tokens that together have this probability."
     )
     seed: Int = Field(1, ge=0, description="Of sampling: with the number of the line it decides what is drawn.")
-    max_source_tokens: PositiveInt = Field(
-        2048, description="Longest line in source tokens that is translated at once."
-    )
-    too_long: Literal["refuse", "split"] = Field(
-        "refuse", description="A longer line ends the command, or is cut between sentences or words and joined again."
-    )
 
     @property
     def rows_per_sentence(self) -> int:
@@ -319,6 +316,6 @@ class Config(Section):
     divergence: DivergenceConfig = Field(default_factory=DivergenceConfig)
     validation: ValidationConfig = Field(default_factory=ValidationConfig)
     checkpoints: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    decoding: DecodingConfig = Field(default_factory=DecodingConfig)
+    decoding: BeamConfig = Field(default_factory=BeamConfig)
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
     slurm: SlurmConfig = Field(default_factory=SlurmConfig)

@@ -31,6 +31,11 @@ class Marked:
                 return self.where[path[:length]]
         return "configuration"
 
+    def place_of(self, problem: str) -> str:
+        """Returns the position of the key that a problem begins with, or of the nearest key above it."""
+        named = (path for path in self.where if problem.startswith((f"{dotted(path)}:", f"{dotted(path)}.")))
+        return self.place(max(named, key=len, default=()))
+
 
 def read_yaml(path: Path) -> Marked:
     """Reads the values of one YAML file with their lines.

@@ -13,10 +13,12 @@ both ending with the end-of-sentence id and without a begin-of-sentence id. Wher
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
 
 from dist_transformer.config.paths import is_address
 from dist_transformer.data.special_tokens import SpecialTokens
@@ -30,8 +32,7 @@ TOKENIZER_FOLDER = "tokenizer"
 HASH_BLOCK_BYTES = 1 << 20
 
 
-@dataclass(frozen=True)
-class RowGroup:
+class RowGroup(NamedTuple):
     """Rows that are read together; tokens count the end of sentence."""
 
     rows: int
@@ -158,7 +159,7 @@ class Manifest:
 
     def save(self, folder: Path) -> None:
         """Writes `<folder>/manifest.json` in one rename: from then on the folder is complete."""
-        write_text(folder / MANIFEST_NAME, json.dumps(_manifest_to_json(self), ensure_ascii=False) + "\n")
+        write_text(folder / MANIFEST_NAME, json.dumps(MANIFEST.dump_python(self), ensure_ascii=False) + "\n")
 
 
 def content_digest(
@@ -168,7 +169,9 @@ def content_digest(
 
     A file in place enters by name, fingerprint and rows, without its folder: it may be moved.
     """
-    contents = {name: [_split_text(split), *map(_shard_content, split.shards)] for name, split in splits.items()}
+    contents = {
+        name: [split.text and asdict(split.text), *map(_shard_content, split.shards)] for name, split in splits.items()
+    }
     return json_digest([recipe, tokenizer.source_sha256, tokenizer.target_sha256, list(training), contents])
 
 
@@ -193,11 +196,10 @@ def verify_shards(folder: Path, manifest: Manifest, deep: bool = False) -> None:
     """
     for split in manifest.splits.values():
         for shard in split.shards:
-            verify_shard(folder, shard, deep)
+            _verify_shard(folder, shard, deep)
 
 
-def verify_shard(folder: Path, shard: Shard, deep: bool = False) -> None:
-    """Checks one shard, as `verify_shards`."""
+def _verify_shard(folder: Path, shard: Shard, deep: bool) -> None:
     if shard.is_in_place:
         _verify_in_place(shard)
         return
@@ -228,43 +230,10 @@ def _verify_in_place(shard: Shard) -> None:
         )
 
 
-def shard_to_json(shard: Shard) -> dict[str, Any]:
-    """Converts a shard to JSON, its row groups to lists of three numbers: a corpus of 10^9 rows has 250,000 of them."""
-    groups = [[group.rows, group.source_tokens, group.target_tokens] for group in shard.row_groups]
-    return {"file": shard.file, "bytes": shard.bytes, "sha256": shard.sha256, "row_groups": groups}
-
-
-def shard_from_json(value: dict[str, Any]) -> Shard:
-    groups = tuple(RowGroup(*group) for group in value["row_groups"])
-    return Shard(value["file"], value["bytes"], value["sha256"], groups)
-
-
-def split_to_json(split: Split) -> dict[str, Any]:
-    return {
-        **_plain_fields(split),
-        "shards": [shard_to_json(shard) for shard in split.shards],
-        "text": _split_text(split),
-    }
-
-
-def split_from_json(value: dict[str, Any]) -> Split:
-    text = TextColumns(**value["text"]) if value["text"] else None
-    return Split(**{**value, "shards": tuple(shard_from_json(shard) for shard in value["shards"]), "text": text})
-
-
-def _split_text(split: Split) -> dict[str, Any] | None:
-    return _plain_fields(split.text) if split.text else None
-
-
 def _shard_content(shard: Shard) -> list[Any]:
     if shard.is_in_place:
         return [PurePosixPath(shard.file).name, shard.sha256, [group.rows for group in shard.row_groups]]
     return [shard.file, shard.sha256]
-
-
-def _manifest_to_json(manifest: Manifest) -> dict[str, Any]:
-    splits = {name: split_to_json(split) for name, split in manifest.splits.items()}
-    return {**_plain_fields(manifest), "tokenizer": _plain_fields(manifest.tokenizer), "splits": splits}
 
 
 def _manifest_from_json(value: Any, path: Path) -> Manifest:
@@ -274,17 +243,15 @@ def _manifest_from_json(value: Any, path: Path) -> Manifest:
             f"Prepare the corpus again with this version."
         )
     try:
-        tokenizer = TokenizerFiles(**value["tokenizer"])
-        splits = {name: split_from_json(split) for name, split in value["splits"].items()}
-        training = tuple(value["training"])
-        manifest = Manifest(**{**value, "tokenizer": tokenizer, "splits": splits, "training": training})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: not a manifest ({error!r}). Delete {path.parent} and prepare again.") from error
-    if manifest.digest != content_digest(manifest.recipe, tokenizer, splits, training):
+        manifest = MANIFEST.validate_python(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise DataError(f"{path}: not a manifest ({problem}). Delete {path.parent} and prepare again.") from error
+    if manifest.digest != content_digest(manifest.recipe, manifest.tokenizer, manifest.splits, manifest.training):
         raise DataError(f"{path}: its digest does not fit its content. Delete {path.parent} and prepare again.")
     return manifest
 
 
-def _plain_fields(record: Any) -> dict[str, Any]:
-    """Returns the fields of a dataclass, without cached properties and without deep copies."""
-    return {name: getattr(record, name) for name in record.__dataclass_fields__}
+SHARD, MANIFEST = TypeAdapter(Shard), TypeAdapter(Manifest)
+"""Both as JSON, a row group as a list of three numbers: a corpus of 10^9 rows has 250,000 of them."""

@@ -12,6 +12,7 @@ from dist_transformer.config.loading import flatten
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import file_sha256
 from dist_transformer.data.sources.files import corpus_fingerprint
+from dist_transformer.data.tokenizer.tokenizer import TRAINING_SENTENCES
 from dist_transformer.errors import DataError
 
 PREPARED_FORMAT = 2
@@ -79,7 +80,8 @@ def taken_models(settings: TokenizerConfig) -> list[Path]:
 def _tokenizer_recipe(settings: TokenizerConfig) -> dict[str, Any]:
     if models := taken_models(settings):
         return {"models_sha256": [_model_sha256(path) for path in models]}
-    return settings.model_dump(exclude={"source_model", "target_model", "sampling"})
+    trained = settings.model_dump(exclude={"source_model", "target_model", "sampling"})
+    return {**trained, "training_sentences": TRAINING_SENTENCES}
 
 
 def _model_sha256(path: Path) -> str:

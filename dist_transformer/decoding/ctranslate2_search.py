@@ -7,7 +7,6 @@ pieces that may be produced, ours over all. Both differences matter only for mod
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.data.special_tokens import SpecialTokens
+from dist_transformer.decoding.beam import length_penalty
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.files import read_json
 from dist_transformer.interop.ctranslate2_export import (
@@ -29,12 +29,6 @@ from dist_transformer.model.search_interface import Hypothesis, SearchInput, lon
 
 IMPOSSIBLE = -1e9
 """Score below which CTranslate2 marks hypotheses that it could not find."""
-
-
-@dataclass(frozen=True)
-class _Found:
-    tokens: list[int]
-    log_probability: float
 
 
 class CTranslate2Searcher:
@@ -55,7 +49,7 @@ class CTranslate2Searcher:
         """
         if config.sampling:
             raise UserError(
-                "decoding.sampling: with CTranslate2 a draw would depend on the sentences beside it; take the engine torch"
+                "--sampling: with CTranslate2 a draw would depend on the sentences beside it; take the engine torch"
             )
         self.config = config
         if is_exported(folder):
@@ -86,7 +80,7 @@ class CTranslate2Searcher:
             # The batch's longest length was used for this sentence: if a translation exceeds its own, search again.
             if limit < max(longest) and any(len(each.tokens) >= limit for each in found[place]):
                 (found[place],) = self._translate([batch[place]], limit)
-        return [self._best(each) for each in found]
+        return [sorted(each, key=lambda hypothesis: -hypothesis.score)[: self.config.n_best] for each in found]
 
     def _load(self, folder: Path, device: torch.device) -> None:
         exported = load_exported(folder)
@@ -104,7 +98,7 @@ class CTranslate2Searcher:
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"{folder}: CTranslate2 cannot load it ({error}). Export the model again.") from error
 
-    def _translate(self, batch: Sequence[SearchInput], longest: int) -> list[list[_Found]]:
+    def _translate(self, batch: Sequence[SearchInput], longest: int) -> list[list[Hypothesis]]:
         """At least beam_size translations of each sentence; `longest` counts the end."""
         if not batch:
             return []
@@ -133,21 +127,14 @@ class CTranslate2Searcher:
         found = []
         for source, prefix, open in zip(sources, prefixes, is_open, strict=True):
             result = next(results) if open else None
-            ended = (
-                []
-                if result is None
-                else [
-                    (tokens, score)
-                    for tokens, score in zip(result.hypotheses, result.scores, strict=True)
-                    if score > IMPOSSIBLE
-                ]
-            )
+            pairs = zip(result.hypotheses, result.scores, strict=True) if result is not None else ()
+            ended = [(tokens, score) for tokens, score in pairs if score > IMPOSSIBLE]
             found.append(self._scored(source, prefix, ended, longest))
         return found
 
     def _scored(
         self, source: list[str], prefix: list[str], ended: Sequence[tuple[list[str], float]], longest: int
-    ) -> list[_Found]:
+    ) -> list[Hypothesis]:
         """Hypotheses with scores. CTranslate2 counts neither a prefix nor the end of a translation cut at the longest
         length, and normalises without tokens that would repeat an n-gram: such translations are scored anew."""
         is_cut = any(len(tokens) == longest - 1 for tokens, _ in ended)
@@ -156,20 +143,13 @@ class CTranslate2Searcher:
         if prefix or not ended or is_cut or self.config.no_repeat_ngram_size:
             results = self._translator.score_batch([source] * len(texts), texts, max_input_length=0)
             scores = [sum(result.log_probs) for result in results]
+        alpha = self.config.length_penalty
         return [
-            _Found([self._target_id[token] for token in tokens], score)
+            Hypothesis(
+                [self._target_id[token] for token in tokens], score / length_penalty(len(tokens) + 1, alpha), score
+            )
             for tokens, score in zip(texts, scores, strict=True)
         ]
-
-    def _best(self, found: Sequence[_Found]) -> list[Hypothesis]:
-        alpha = self.config.length_penalty
-        hypotheses = [
-            Hypothesis(
-                each.tokens, each.log_probability / ((5 + len(each.tokens) + 1) / 6) ** alpha, each.log_probability
-            )
-            for each in found
-        ]
-        return sorted(hypotheses, key=lambda hypothesis: -hypothesis.score)[: self.config.n_best]
 
     def _source(self, ids: Sequence[int]) -> list[str]:
         return [self._source_tokens[number] for number in ids]

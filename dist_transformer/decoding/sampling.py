@@ -20,24 +20,6 @@ from dist_transformer.decoding.ensemble import Ensemble
 from dist_transformer.model.search_interface import Hypothesis, SearchInput
 
 
-@torch.no_grad()
-def sample(
-    ensemble: Ensemble,
-    constraints: Constraints,
-    batch: Sequence[SearchInput],
-    ids: SpecialTokens,
-    config: DecodingConfig,
-) -> list[list[Hypothesis]]:
-    """Draws `config.n_best` translations of each sentence independently, the likeliest first.
-
-    Their log-probabilities are the models', whatever the temperature and the excluded tokens.
-    """
-    search = _Sampling(ensemble, constraints, batch, ids, config)
-    while search.input_position:
-        search.step()
-    return search.results
-
-
 def draws(seed: int, sentence: int, sample: int, count: int) -> list[float]:
     """Random numbers in [0, 1) of the first `count` positions of one sample of one sentence."""
     drawn: list[float] = np.random.default_rng([seed, sentence, sample]).random(count).tolist()
@@ -67,8 +49,12 @@ def _candidates(probability_BV: Tensor, config: DecodingConfig) -> tuple[Tensor,
     return probability_BC.masked_fill(before_BC >= config.top_p, 0.0), token_BC
 
 
-class _Sampling:
-    """The state of one batch. A sentence leaves it when all its samples have ended."""
+class Sampling:
+    """Draws `config.n_best` translations of each sentence of one batch independently, the likeliest first.
+
+    Their log-probabilities are the models', whatever the temperature and the excluded tokens. A sentence leaves the
+    batch when all its samples have ended.
+    """
 
     def __init__(
         self,
@@ -92,7 +78,14 @@ class _Sampling:
         self.results: list[list[Hypothesis]] = [[] for _ in batch]
         self.input_position = list(range(len(batch)))
 
-    def step(self) -> None:
+    @torch.no_grad()
+    def run(self) -> list[list[Hypothesis]]:
+        """Returns the translations of each sentence."""
+        while self.input_position:
+            self._step()
+        return self.results
+
+    def _step(self) -> None:
         """Draws one more token for each sample that has not ended."""
         log_probability_BV = self.ensemble.step(self.newest_B)
         self.constraints.apply(log_probability_BV, self.token_BT)

@@ -14,7 +14,7 @@ from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.decoding.beam import beam_search
 from dist_transformer.decoding.constraints import Constraints
 from dist_transformer.decoding.ensemble import Ensemble
-from dist_transformer.decoding.sampling import sample
+from dist_transformer.decoding.sampling import Sampling
 from dist_transformer.errors import UserError
 from dist_transformer.model.search_interface import Hypothesis, SearchInput
 from dist_transformer.model.transformer import Transformer
@@ -55,7 +55,7 @@ class TorchSearcher:
         source_BS = pad_together([sentence.source for sentence in batch], self.ids.pad).to(self.device)
         ensemble = Ensemble(self.models, source_BS, self.config.rows_per_sentence, self.each_token)
         found = (
-            sample(ensemble, constraints, batch, self.ids, self.config)
+            Sampling(ensemble, constraints, batch, self.ids, self.config).run()
             if self.config.sampling
             else beam_search(ensemble, constraints, self.ids, self.config)
         )

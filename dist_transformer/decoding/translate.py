@@ -6,9 +6,9 @@ A line that is too long is refused, or cut into parts that are translated like s
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Protocol
 
 from dist_transformer.config.schema import DecodingConfig
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.long_lines import cut_line, join_parts
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rounds import WantsStop, failures_named, in_rounds
@@ -19,29 +19,6 @@ CHUNK_LINES = 2048
 """Lines read, sorted by length and translated together: enough for full batches, few enough for streaming."""
 NUMBERS_OF_A_PART = 2**40
 """Distance between the numbers of the parts of a line, so large that no line has the number of a part."""
-
-
-class TranslationTokenizer(Protocol):
-    """Tokenizer interface for translation."""
-
-    @property
-    def bos_id(self) -> int: ...
-    @property
-    def eos_id(self) -> int: ...
-    @property
-    def pad_id(self) -> int: ...
-
-    def encode_source(self, sentences: list[str], /) -> list[list[int]]:
-        """Token ids of each sentence, eos included."""
-        ...
-
-    def encode_target(self, sentences: list[str], /) -> list[list[int]]:
-        """Token ids of each sentence, eos included."""
-        ...
-
-    def decode_target(self, ids: list[int], /) -> str:
-        """Sentence of the target ids."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -62,7 +39,7 @@ class Translation:
 
 def translate_lines(
     searcher: Searcher,
-    tokenizer: TranslationTokenizer,
+    tokenizer: Tokenizer,
     lines: Iterable[str],
     config: DecodingConfig,
     prefixes: Iterable[str] | None = None,
@@ -97,7 +74,7 @@ def translate_lines(
 
 def translate_together(
     searcher: Searcher,
-    tokenizer: TranslationTokenizer,
+    tokenizer: Tokenizer,
     lines: Sequence[str],
     config: DecodingConfig,
     ranks: Ranks,
@@ -137,7 +114,7 @@ def translate_together(
     return [join_parts(of_line) for of_line in texts]
 
 
-def first_batch(tokenizer: TranslationTokenizer, lines: Sequence[str], config: DecodingConfig) -> list[str]:
+def first_batch(tokenizer: Tokenizer, lines: Sequence[str], config: DecodingConfig) -> list[str]:
     """The first batch of lines that `translate_together` translates: the longest ones."""
     chunk = list(lines[:CHUNK_LINES])
     lengths = [len(ids) for ids in tokenizer.encode_source(chunk)]
@@ -190,7 +167,7 @@ def _with_prefixes(lines: Iterable[str], prefixes: Iterable[str] | None) -> Iter
 
 
 def _parts(
-    tokenizer: TranslationTokenizer,
+    tokenizer: Tokenizer,
     chunk: Sequence[tuple[str, str]],
     num_before: int,
     max_positions: int | None,
@@ -214,7 +191,7 @@ def _parts(
 
 
 def _cut(
-    tokenizer: TranslationTokenizer, line: int, text: str, num_tokens: int, most: int, config: DecodingConfig
+    tokenizer: Tokenizer, line: int, text: str, num_tokens: int, most: int, config: DecodingConfig
 ) -> list[list[int]]:
     """Parts of a line that is too long."""
     if config.too_long == "refuse":
@@ -230,7 +207,7 @@ def _cut(
     return [ids for ids in tokenizer.encode_source(cut) if len(ids) > 1]
 
 
-def _search(searcher: Searcher, tokenizer: TranslationTokenizer, batch: Sequence[_Part]) -> Iterator[list[Translation]]:
+def _search(searcher: Searcher, tokenizer: Tokenizer, batch: Sequence[_Part]) -> Iterator[list[Translation]]:
     """Yields the translations of each part, the best first."""
     for hypotheses in searcher.search([part.input for part in batch]):
         yield [
@@ -239,7 +216,7 @@ def _search(searcher: Searcher, tokenizer: TranslationTokenizer, batch: Sequence
         ]
 
 
-def _text(tokenizer: TranslationTokenizer, tokens: list[int]) -> str:
+def _text(tokenizer: Tokenizer, tokens: list[int]) -> str:
     """Text on one line, because a vocabulary of bytes can produce a line break."""
     return tokenizer.decode_target(tokens).replace("\n", " ")
 

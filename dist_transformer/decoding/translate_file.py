@@ -84,7 +84,7 @@ def _translated(search: Search, task: Task, texts: Sequence[list[str]], num_befo
     lines, prefixes = texts[0], texts[1] if len(texts) > 1 else None
     given = translate_lines(search.searcher, search.tokenizer, lines, task.settings, prefixes, num_before)
     for number, (line, translations) in enumerate(zip(lines, given, strict=True), start=num_before):
-        yield written(task.form, search, number, line, translations)
+        yield written(task, search, number, line, translations)
 
 
 def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, Any], int]:
@@ -97,8 +97,8 @@ def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, 
         "input": digest,
         "lines": num_lines,
         "engine": task.engine,
-        "alignment": task.form.alignment,
-        "json": task.form.as_json,
+        "alignment": task.alignment,
+        "json": task.as_json,
     }
     if task.prefix is not None:
         plan["prefixes"], num_prefixes = digest_and_lines(task.prefix)

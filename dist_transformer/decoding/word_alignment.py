@@ -14,13 +14,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dist_transformer.decoding.translate import Translation, TranslationTokenizer
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
+from dist_transformer.decoding.translate import Translation
 from dist_transformer.files import replacing
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.run.outputs import writing
@@ -28,17 +28,8 @@ from dist_transformer.run.outputs import writing
 Spans = list[tuple[int, int]]
 
 
-class SpanTokenizer(TranslationTokenizer, Protocol):
-    """A tokenizer that returns the positions of its pieces in a text, in characters."""
-
-    def source_spans(self, sentence: str, /) -> Spans: ...
-    def target_spans(self, ids: list[int], /) -> Spans: ...
-    def source_pieces(self, ids: list[int], /) -> list[str]: ...
-    def target_pieces(self, ids: list[int], /) -> list[str]: ...
-
-
 @torch.no_grad()
-def cross_attention(model: Transformer, tokenizer: SpanTokenizer, line: str, translation: Translation) -> Tensor:
+def cross_attention(model: Transformer, tokenizer: Tokenizer, line: str, translation: Translation) -> Tensor:
     """Cross-attention weights (L, H, T, S) of the decoder at each piece that it predicts; fp32, on the CPU.
 
     `line` is not blank.
@@ -51,7 +42,7 @@ def cross_attention(model: Transformer, tokenizer: SpanTokenizer, line: str, tra
 
 
 def word_alignment(
-    model: Transformer, tokenizer: SpanTokenizer, line: str, translation: Translation
+    model: Transformer, tokenizer: Tokenizer, line: str, translation: Translation
 ) -> list[tuple[int, int]]:
     """Pairs (word in `line`, word of the translation) for each word of the translation; words are separated by spaces
     and counted from 0."""
@@ -83,7 +74,7 @@ def links(weights_TS: Tensor, source_words: Sequence[int], target_words: Sequenc
 
 @contextmanager
 def attention_file(
-    path: Path, model: Transformer, tokenizer: SpanTokenizer
+    path: Path, model: Transformer, tokenizer: Tokenizer
 ) -> Iterator[Callable[[int, str, Translation], None]]:
     """Yields a function that writes the cross-attention of a line (number from 1, text, translation), if not blank.
 

@@ -48,17 +48,7 @@ def label_smoothed_cross_entropy(
     without which the host waits for the GPU to count them. Only the first sum has a gradient. Matrix products run in
     the autocast type if autocast is on, otherwise in the type of `hidden_ND`; all else is fp32 (fp64 for fp64).
     """
-    device_type = hidden_ND.device.type
-    matmul_dtype = _matmul_dtype(hidden_ND.dtype, device_type)
-    # Inside a Function gradients always seem off, so their need is determined here.
-    needs_gradient = tuple(
-        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
-        for tensor in (hidden_ND, weight_VD, bias_V)
-    )
-    with torch.autocast(device_type, enabled=False):
-        loss_sum, nll_sum = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden_ND, weight_VD, bias_V, target_N, label_smoothing, pad_id, num_real, matmul_dtype, needs_gradient
-        )
+    loss_sum, nll_sum, _ = _sums(hidden_ND, weight_VD, target_N, label_smoothing, pad_id, bias_V, num_real, False)
     return loss_sum, nll_sum
 
 
@@ -74,21 +64,29 @@ def token_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the sums of `label_smoothed_cross_entropy`, without gradients, and the number of real targets that are
     the likeliest token (int64); also computed in chunks."""
-    wide = _wide_dtype(hidden_ND.dtype)
+    return _sums(hidden_ND, weight_VD, target_N, label_smoothing, pad_id, bias_V, num_real, True)
+
+
+def _sums(
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    target_N: Tensor,
+    label_smoothing: float,
+    pad_id: int | None,
+    bias_V: Tensor | None,
+    num_real: int | None,
+    counts_hits: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
     device_type = hidden_ND.device.type
     matmul_dtype = _matmul_dtype(hidden_ND.dtype, device_type)
-    real_R = _real(target_N, pad_id, num_real)
-    hidden_RD, target_R = hidden_ND[real_R].to(matmul_dtype), target_N[real_R]
-    weight_VD = weight_VD.to(matmul_dtype)
-    mean_weight_D = weight_VD.mean(0, dtype=wide)
-    loss_sum, nll_sum = hidden_ND.new_zeros(2, dtype=wide).unbind()
-    num_hits = target_N.new_zeros(())
+    # Inside a Function gradients always seem off, so their need is determined here.
+    needs_gradient = tuple(
+        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
+        for tensor in (hidden_ND, weight_VD, bias_V)
+    )
+    about = label_smoothing, pad_id, num_real, matmul_dtype, counts_hits, needs_gradient
     with torch.autocast(device_type, enabled=False):
-        for hidden_CD, target_C, logits_CV in _chunks(hidden_RD, target_R, weight_VD, bias_V, wide):
-            num_hits = num_hits + (logits_CV.argmax(1) == target_C).sum()
-            mean_logit_C = _mean_logits(hidden_CD, mean_weight_D, bias_V)
-            chunk_loss, chunk_nll = _turn_into_probabilities(logits_CV, target_C, mean_logit_C, label_smoothing)
-            loss_sum, nll_sum = loss_sum + chunk_loss, nll_sum + chunk_nll
+        loss_sum, nll_sum, num_hits = _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, bias_V, target_N, *about)  # type: ignore[no-untyped-call]
     return loss_sum, nll_sum, num_hits
 
 
@@ -109,9 +107,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         pad_id: int | None,
         num_real: int | None,
         matmul_dtype: torch.dtype,
+        counts_hits: bool,
         needs_gradient: tuple[bool, bool, bool],
-    ) -> tuple[Tensor, Tensor]:
-        """Computes both sums. `needs_gradient`: True for each of hidden states, weight and bias that needs one."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Computes both sums, and counts the targets that are the likeliest if asked to.
+
+        `needs_gradient`: True for each of hidden states, weight and bias that needs one.
+        """
         wide = _wide_dtype(hidden_ND.dtype)
         real_R = _real(target_N, pad_id, num_real)
         hidden_RD, target_R = hidden_ND[real_R].to(matmul_dtype), target_N[real_R]
@@ -120,11 +122,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         gradient_scale = HALF_GRADIENT_SCALE if matmul_dtype == torch.float16 else 1.0
 
         loss_sum, nll_sum = hidden_ND.new_zeros(2, dtype=wide).unbind()
+        num_hits = target_N.new_zeros(())
         hidden_gradient_RD, done = torch.empty_like(hidden_RD, dtype=wide), 0
         _, needs_weight, needs_bias = needs_gradient
         weight_gradient_VD = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
         bias_gradient_V = torch.zeros_like(bias_V, dtype=wide) if bias_V is not None and needs_bias else None
         for hidden_CD, target_C, logits_CV in _chunks(hidden_RD, target_R, multiplied_weight_VD, bias_V, wide):
+            if counts_hits:
+                num_hits = num_hits + (logits_CV.argmax(1) == target_C).sum()
             mean_logit_C = _mean_logits(hidden_CD, mean_weight_D, bias_V)
             chunk_loss, chunk_nll = _turn_into_probabilities(logits_CV, target_C, mean_logit_C, label_smoothing)
             loss_sum, nll_sum = loss_sum + chunk_loss, nll_sum + chunk_nll
@@ -150,12 +155,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(hidden_gradient_RD, weight_gradient_VD, bias_gradient_V, real_R)
         ctx.gradient_scale = gradient_scale
         ctx.hidden_shape, ctx.hidden_dtype, ctx.weight_dtype = hidden_ND.shape, hidden_ND.dtype, weight_VD.dtype
-        ctx.mark_non_differentiable(nll_sum)
-        return loss_sum, nll_sum
+        ctx.mark_non_differentiable(nll_sum, num_hits)
+        return loss_sum, nll_sum, num_hits
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, loss_gradient: Tensor, _nll_gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, loss_gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden_gradient_RD, weight_gradient_VD, bias_gradient_V, real_R = ctx.saved_tensors
         factor = loss_gradient / ctx.gradient_scale
         hidden_gradient_ND = hidden_gradient_RD.new_zeros(ctx.hidden_shape, dtype=ctx.hidden_dtype)
@@ -164,7 +169,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             weight_gradient_VD = (weight_gradient_VD * factor).to(ctx.weight_dtype)
         if bias_gradient_V is not None:
             bias_gradient_V = (bias_gradient_V * loss_gradient).to(ctx.weight_dtype)
-        return hidden_gradient_ND, weight_gradient_VD, bias_gradient_V, *[None] * 6
+        return hidden_gradient_ND, weight_gradient_VD, bias_gradient_V, *[None] * 7
 
 
 def _real(target_N: Tensor, pad_id: int | None, num_real: int | None) -> Tensor:

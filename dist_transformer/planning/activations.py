@@ -31,8 +31,6 @@ RATIO_FREE_TOKENS = 10
 """Pairs whose longer side is below this always pass the length ratio; the same as in data/filters.py."""
 KEPT_INNER = {"relu": 1, "gelu": 2, "silu": 2, "swiglu": 4}
 """Number of tensors of width d_ff that a feed-forward network keeps."""
-BOUNDED_RATIO = 2.0
-"""Largest ratio of a shape's sides with `data.batch_shapes: bounded`: one place of its table, at worst 8 and 16."""
 
 
 class Shape(NamedTuple):
@@ -224,10 +222,9 @@ def unequal_sides(data: DataConfig) -> tuple[NDArray[np.int64], NDArray[np.int64
 
     A quantity that is linear in each side is largest for one of these, so that not all pairs of lengths are needed.
     """
-    longest, is_bounded = data.filters.max_tokens, data.batch_shapes == "bounded"
-    ratio = min(data.filters.max_length_ratio, BOUNDED_RATIO) if is_bounded else data.filters.max_length_ratio
+    longest = data.filters.max_tokens
     shorter = np.arange(2, longest + 1)
-    longer = np.maximum(0 if is_bounded else RATIO_FREE_TOKENS - 1, np.floor(ratio * shorter))
+    longer = np.maximum(RATIO_FREE_TOKENS - 1, np.floor(data.filters.max_length_ratio * shorter))
     longer = np.minimum(longer, longest).astype(np.int64)
     tokens = np.arange(4, 2 * longest + 1)
     least = shorter[np.searchsorted(shorter + longer, tokens)]

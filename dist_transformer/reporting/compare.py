@@ -36,7 +36,6 @@ OF_SAMPLES = (
     "data.validation.",
     "data.more_validation.",
     "data.filters.",
-    "validation.samples",
     "validation.max_sentences",
 )
 """Settings that determine the fixed sentences."""

@@ -20,10 +20,11 @@ MODEL_FREE = {"preset", "dropout", "layer_drop", "attention_gain"}
 def recipe_settings(config: Config) -> dict[str, Any]:
     """Returns the settings that a resume must find unchanged: the shape of the model and the order of the data."""
     model = config.model.model_dump(exclude=MODEL_FREE)
-    data = config.data.model_dump(include={"lanes", "max_tokens", "window_rows", "batch_shapes"})
+    data = config.data.model_dump(include={"lanes", "max_tokens", "window_rows"})
     return {
         **{f"model.{key}": value for key, value in model.items()},
         **{f"data.{key}": value for key, value in data.items()},
+        "data.batch_shapes": "free",  # a former setting: batches of other shapes cannot be continued
         "run.seed": config.run.seed,
         "tokenizer.sampling": config.tokenizer.sampling,
     }

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from dist_transformer.config.credentials import without_credentials
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.schema import TrackingConfig
+from dist_transformer.config.schema import DecodingConfig, TrackingConfig
 from dist_transformer.errors import UserError
 from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
@@ -198,7 +198,9 @@ def model_event(
         "step": _step_of(run_dir, folder),
         "path": _within(run_dir, folder),
         "metrics": finite(metrics),
-        "decoding": config.decoding.model_dump(mode="json") if config is not None else {},
+        "decoding": DecodingConfig(**config.decoding.model_dump()).model_dump(mode="json")
+        if config is not None
+        else {},
         **settings.model_dump(include={"register_as", "alias"}),
     }
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from dist_transformer.config.data_schema import DataConfig
 from dist_transformer.config.model_size import has_bf16_layers, lanes_of_pass
 from dist_transformer.config.schema import TrainingConfig
-from dist_transformer.data.loader.bounded_shapes import bounded_shapes
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import UserError
 from dist_transformer.planning.activations import Shape, unequal_sides
@@ -51,18 +50,15 @@ def largest_shapes(data: DataConfig, at_once: int = 1) -> list[Shape]:
     """Returns the shapes with the most attention, target tokens and source tokens of any micro-batch of `data`, or of so
     many that are computed at once: they have the rows of all of them.
 
-    A free micro-batch has the lengths of its longest rows, and as many rows as the budget holds. A pair of these two
+    A micro-batch has the lengths of its longest rows, and as many rows as the budget holds. A pair of these two
     lengths would pass the filters too: the other side of a row that is longest on one side is never longer than them.
     """
-    longest, budget = data.filters.max_tokens, data.token_budget()
-    if data.batch_shapes == "bounded":
-        rows, source, target = np.array(bounded_shapes(budget, longest)).T
-    else:
-        shorter, longer = unequal_sides(data)
-        even = (shorter + longer) // 2, -(-(shorter + longer) // 2)  # the sides with the largest product
-        sides = [(shorter, longer), (longer, shorter), even, even[::-1]]
-        source, target = np.unique(np.concatenate(sides, axis=1), axis=1)  # sorted
-        rows = np.maximum(1, budget // (source + target))
+    budget = data.token_budget()
+    shorter, longer = unequal_sides(data)
+    even = (shorter + longer) // 2, -(-(shorter + longer) // 2)  # the sides with the largest product
+    sides = [(shorter, longer), (longer, shorter), even, even[::-1]]
+    source, target = np.unique(np.concatenate(sides, axis=1), axis=1)  # sorted
+    rows = np.maximum(1, budget // (source + target))
     tokens = rows * (source + target)
     sizes = [
         rows * (source * source + source * target + target * target),

@@ -16,7 +16,7 @@ from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.training.inspect_batch import SeenBatch
 
 HEADER = ("lane", "rows", "source", "target", "pairs", "real", "padded", "padding", "pairs by corpus")
-"""Columns: `rows` with dummy rows of bounded shapes; `source`, `target`: padded lengths; `real`, `padded`: tokens."""
+"""Columns: `source`, `target`: padded lengths; `real`, `padded`: tokens."""
 
 
 def print_batch(seen: SeenBatch, manifest: Manifest) -> None:

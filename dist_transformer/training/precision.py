@@ -24,7 +24,7 @@ def resolve_precision(config: Config, has_gpu: bool) -> tuple[Config, str]:
         config = with_precision(config, "fp16" if has_gpu else "fp32")
         said = f"{config.training.precision}, what training.precision: auto is on {'GPUs' if has_gpu else 'CPUs'}"
     if problems := cross_problems({"training": config.training, "divergence": config.divergence}):
-        raise ConfigError([message for _, message in problems]).agreed()
+        raise ConfigError(problems).agreed()
     if config.training.precision == "fp16" and not has_gpu and not os.environ.get(FP16_ON_CPU):
         raise UserError(
             "training.precision: expected fp32 or bf16, since torch finds no GPU on this machine, got fp16: CPUs compute it "

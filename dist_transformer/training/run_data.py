@@ -9,12 +9,13 @@ from typing import Any
 
 from dist_transformer.config.loading import flatten
 from dist_transformer.config.schema import Config
-from dist_transformer.data.loader.loader import STALL_SHARE, LaneLoader, LoaderSettings, MicroBatch, validation_batches
+from dist_transformer.data.loader.loader import STALL_SHARE, LaneLoader, MicroBatch, validation_batches
 from dist_transformer.data.loader.mixture import stages
 from dist_transformer.data.loader.partition import Planner
 from dist_transformer.data.loader.position import Position, position_from_json
 from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.loader.window import WindowBuilder
+from dist_transformer.data.loader.workers import LoaderSettings
 from dist_transformer.data.manifest import Manifest, json_digest, verify_shards
 from dist_transformer.errors import CheckpointError, DataError
 from dist_transformer.run.resume_checks import recipe_of_checkpoint, recipe_settings
@@ -51,10 +52,7 @@ class RunData:
 
     @cached_property
     def builder(self) -> WindowBuilder:
-        data, seed = self.config.data, self.config.run.seed
-        return WindowBuilder(
-            self.reader, data.token_budget(), data.batch_shapes, data.filters.max_tokens, self.manifest.special, seed
-        )
+        return WindowBuilder(self.reader, self.config.data.token_budget(), self.manifest.special, self.config.run.seed)
 
     def validation(self) -> Iterator[MicroBatch]:
         """Yields the micro-batches of the validation corpus; none without one."""

@@ -221,7 +221,7 @@ def _loop(
         if run_log is not None and checkpoint.path is not None:
             run_log.checkpoint_saved(checkpoint.step, checkpoint.path)
 
-    saver = CheckpointSaver(writer, engine, config.checkpoints.stop_on_failed_save, saved, metrics.stood_still)
+    saver = CheckpointSaver(writer, engine, saved, metrics.stood_still)
     settings = config.data
     loader = data.loader(
         state.position,

@@ -74,7 +74,7 @@ class Combination:
     @property
     def refusal(self) -> str | None:
         """What the configuration's check says against it."""
-        return next((message for _, message in cross_problems({"training": self.settings})), None)
+        return next(iter(cross_problems({"training": self.settings})), None)
 
     def runs_on(self, num_ranks: int) -> bool:
         """Everything on 2 ranks; for time, on 1 no option in a short precision, and not all options together, and on 3 no

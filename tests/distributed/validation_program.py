@@ -39,13 +39,15 @@ def run_as_rank(run: Path, results: Path) -> None:
     from dist_transformer.training.engine.engine import Engine
     from dist_transformer.training.run_data import open_run_data
     from dist_transformer.training.trainer import build_objective
+    from dist_transformer.training.validation import runner
     from dist_transformer.training.validation.translation import dry_run_of_validation, open_validator
 
     ranks = group.join(60)
     torch.set_num_threads(1)
+    runner.SAMPLES = 1000
     found = {}
     for stage, precision in COMBINATIONS if ranks.num_ranks == 2 else COMBINATIONS[:4]:
-        given = [f"training.zero_stage={stage}", f"training.precision={precision}", "validation.samples=1000"]
+        given = [f"training.zero_stage={stage}", f"training.precision={precision}"]
         config = load_config(run / "config.yaml", given, check_files=False)
         folder = prepared_folder(config)
         manifest = Manifest.load(folder)

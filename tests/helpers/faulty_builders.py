@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from dist_transformer.data.loader.loader import LoaderSettings
 from dist_transformer.data.loader.window import BatchShape, Window
 from dist_transformer.data.loader.window_request import WindowKey, WindowRequest
-from dist_transformer.data.loader.workers import WindowStream
+from dist_transformer.data.loader.workers import LoaderSettings, WindowStream
 from dist_transformer.errors import DataError, MachineError
 
 WINDOW_TOKENS = 1_000_000

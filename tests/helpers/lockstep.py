@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from dist_transformer.data.loader.loader import LaneLoader, LoaderSettings
+from dist_transformer.data.loader.loader import LaneLoader
 from dist_transformer.data.loader.partition import Planner
 from dist_transformer.data.loader.position import Position, Quarantined
 from dist_transformer.data.loader.window import WindowBuilder
+from dist_transformer.data.loader.workers import LoaderSettings
 
 ALONE = LoaderSettings(bos_id=1, num_workers=0, stall_seconds=30)
 

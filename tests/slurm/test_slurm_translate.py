@@ -11,7 +11,7 @@ from dist_transformer.config.schema import DecodingConfig, ModelConfig
 from dist_transformer.data.sources.demo_corpus import demo_pairs
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from dist_transformer.decoding.translate_file import translate_file
-from dist_transformer.decoding.translation_lines import Form, Task
+from dist_transformer.decoding.translation_lines import Task
 from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.processes.stop_request import StopRequest
@@ -56,7 +56,7 @@ def test_the_ranks_of_a_job_that_is_stopped_and_requeued_translate_a_file(
     assert "stopped while translating (signal SIGUSR1)" in log.read_text()
     assert "attempt 1: 2 ranks" in log.read_text()
 
-    task = Task([model], DecodingConfig(beam_size=2), "torch", Form(False, False, False), None)
+    task = Task([model], DecodingConfig(beam_size=2), "torch")
     translate_file(task, source, tmp_path / "here", StopRequest())
     # Other batches of lines, but the same translations.
     assert output.read_text(encoding="utf-8") == (tmp_path / "here").read_text(encoding="utf-8")

@@ -24,7 +24,7 @@ from dist_transformer.decoding import sharded_files
 from dist_transformer.decoding import translate_file as cli_translate_file
 from dist_transformer.decoding.engines import Search, open_search
 from dist_transformer.decoding.translate_file import translate_file
-from dist_transformer.decoding.translation_lines import Form, Task
+from dist_transformer.decoding.translation_lines import Task
 from dist_transformer.errors import EXIT_REQUEUE, UserError
 from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
 from dist_transformer.model.transformer import Transformer
@@ -166,9 +166,9 @@ def test_pairs_are_scored_by_line_and_by_token(model: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--n-best", 9), "decoding.n_best: 9 is above decoding.beam_size 4"),
-        (("--top-k", 9), "decoding.top_k: is of sampling, which is off"),
-        (("--sampling", "--top-p", 0), "decoding.top_p: Input should be greater than 0, got 0.0"),
+        (("--n-best", 9), "--n-best: 9 is above the beam, 4"),
+        (("--top-k", 9), "--top-k: is of sampling, which is off"),
+        (("--sampling", "--top-p", 0), "--top-p: Input should be greater than 0, got 0.0"),
         (("--input", "absent"), "--input and --output belong together"),
         (("--input", "absent", "--output", "out"), "absent: cannot be read: No such file"),
         (("--prefix", "absent"), "absent: cannot be read: No such file"),
@@ -177,7 +177,7 @@ def test_pairs_are_scored_by_line_and_by_token(model: Path, tmp_path: Path) -> N
         (("--attention", "a", "--input", "a", "--output", "b"), "--attention: is of standard input"),
         (("--engine", "ctranslate2", "--alignment"), "--engine ctranslate2: alignment and attention are read from"),
         (("--max-source-tokens", 5), "line 1: "),
-        (("--sampling", "--no-sampling", "--top-k", 9), "decoding.top_k: is of sampling, which is off"),
+        (("--sampling", "--no-sampling", "--top-k", 9), "--top-k: is of sampling, which is off"),
         (("--attention", "."), "is there already ("),
     ],
 )
@@ -220,7 +220,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ranks:
 def test_a_file_on_any_ranks_is_what_the_stream_gives(ranks: Ranks, model: Path, tmp_path: Path) -> None:
     draw = ("--sampling", "--n-best", 2, "--seed", 7)
     expected = [line.split(" ||| ") for line in said("translate", model, *draw, lines=SOURCES[:60])]
-    task = Task([model], DecodingConfig(sampling=True, n_best=2, seed=7), "torch", Form(True, False, False), None)
+    task = Task([model], DecodingConfig(sampling=True, n_best=2, seed=7), "torch")
     for number, order in enumerate(([0], [2, 0, 1], [1, 0, 3, 2])):
         output = tmp_path / f"out{number}"
         for rank in order:
@@ -237,7 +237,7 @@ def test_a_job_that_is_stopped_before_any_part_is_done_does_not_come_back_for_ev
     restarts: int, comes_back: bool, ranks: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A part that takes longer than the job's time limit is begun anew by each attempt."""
-    task, output = Task([model], SETTINGS, "torch", Form(False, False, False), None), tmp_path / "out"
+    task, output = Task([model], SETTINGS, "torch"), tmp_path / "out"
     ranks.run(task, output, 1, 3)  # some parts are done already
     monkeypatch.setenv("SLURM_RESTART_COUNT", str(restarts))
     stop = StopRequest()
@@ -263,14 +263,14 @@ def test_a_job_that_was_restarted_often_comes_back_as_long_as_parts_get_done(
 
     monkeypatch.setattr(sharded_files.Parts, "write", write_and_be_stopped)
     with pytest.raises(SystemExit) as stopped:
-        ranks.run(Task([model], SETTINGS, "torch", Form(False, False, False), None), tmp_path / "out", 0, 2, stop)
+        ranks.run(Task([model], SETTINGS, "torch"), tmp_path / "out", 0, 2, stop)
     assert stopped.value.code == EXIT_REQUEUE
 
 
 def test_a_new_start_on_other_ranks_makes_only_what_is_missing(
     ranks: Ranks, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    task = Task([model], SETTINGS, "torch", Form(False, False, False), None)
+    task = Task([model], SETTINGS, "torch")
     ranks.run(task, tmp_path / "whole", 0, 1)
     output, parts = tmp_path / "out", tmp_path / "out.parts"
     ranks.run(task, output, 1, 3)
@@ -290,34 +290,33 @@ def test_a_new_start_on_other_ranks_makes_only_what_is_missing(
 def test_a_changed_model_search_or_input_is_refused(
     ranks: Ranks, model: Path, other_model: Path, tmp_path: Path
 ) -> None:
-    form = Form(False, False, False)
     output = tmp_path / "out"
-    ranks.run(Task([model], SETTINGS, "torch", form, None), output, 0, 2)
+    ranks.run(Task([model], SETTINGS, "torch"), output, 0, 2)
     more = SETTINGS.model_copy(update={"beam_size": 3})
     batches = SETTINGS.model_copy(update={"max_tokens": 100, "too_long": "split"})
     for task, changed in (
-        (Task([other_model], SETTINGS, "torch", form, None), "model 1: model.safetensors: "),
-        (Task([model], more, "torch", form, None), "decoding.beam_size: 2 there, 3 now"),
-        (Task([model, other_model], SETTINGS, "torch", form, None), "model 2: config.json: none there"),
-        (Task([model], SETTINGS, "torch", Form(False, True, False), None), "alignment: False there, True now"),
-        (Task([model], SETTINGS, "torch", form, ranks.source), "prefixes: none there"),
+        (Task([other_model], SETTINGS, "torch"), "model 1: model.safetensors: "),
+        (Task([model], more, "torch"), "decoding.beam_size: 2 there, 3 now"),
+        (Task([model, other_model], SETTINGS, "torch"), "model 2: config.json: none there"),
+        (Task([model], SETTINGS, "torch", None, True, False), "alignment: False there, True now"),
+        (Task([model], SETTINGS, "torch", ranks.source), "prefixes: none there"),
     ):
         with pytest.raises(UserError) as refusal:
             ranks.run(task, output, 1, 2)
         assert changed in str(refusal.value)
         assert not refusal.value.is_agreed, "another rank may be on another node, and see other files"
-    ranks.run(Task([model], batches, "torch", form, None), output, 1, 2)
+    ranks.run(Task([model], batches, "torch"), output, 1, 2)
     assert output.exists()
     with ranks.source.open("a", encoding="utf-8") as file:
         file.write("one more\n")
     with pytest.raises(UserError, match=r"input: \w{12} there, \w{12} now; lines: 60 there, 61 now"):
-        ranks.run(Task([model], SETTINGS, "torch", form, None), output, 0, 2)
+        ranks.run(Task([model], SETTINGS, "torch"), output, 0, 2)
 
 
 def test_each_line_of_a_file_has_its_prefix_in_every_part(ranks: Ranks, model: Path, tmp_path: Path) -> None:
     prefixes = tmp_path / "prefixes"
     prefixes.write_text("".join(f"{source.split()[0]}\n" for source in SOURCES[:60]), encoding="utf-8")
-    task = Task([model], SETTINGS, "torch", Form(False, False, False), prefixes)
+    task = Task([model], SETTINGS, "torch", prefixes, False, False)
     ranks.run(task, tmp_path / "out", 0, 1)
     found = (tmp_path / "out").read_text(encoding="utf-8").splitlines()
     assert all(text.startswith(source.split()[0]) for text, source in zip(found, SOURCES[:60], strict=True))
@@ -334,7 +333,7 @@ def test_a_file_that_changes_while_it_is_translated_is_refused(
         return open_search(*arguments)
 
     monkeypatch.setattr(cli_translate_file, "open_search", begun)
-    task = Task([model], SETTINGS, "torch", Form(False, False, False), None)
+    task = Task([model], SETTINGS, "torch")
     with pytest.raises(UserError, match="source: ends after 1 lines, but had more: it changed"):
         ranks.run(task, tmp_path / "out", 0, 1)
     assert not list((tmp_path / "out.parts").glob("*.txt"))

@@ -29,11 +29,9 @@ def test_the_loader_benchmark_loads_every_pair_and_compares_layouts_speed_and_re
     windows = ["--windows", "200", "1000", "--window-rows", "500", "--peer-rows", "200", "--peers"]
     printed, figures = run("loader.py", tmp_path / "loader.json", *sizes, *text, *windows)
     assert printed.count("| --- |") == 3
-    for layout in ("free", "bounded"):
-        small, large = figures["batching"][layout]["200"], figures["batching"][layout]["1000"]
-        assert 0 < large["padding"] < small["padding"] < 1
-        assert small["straggler"] >= 1
-    assert figures["batching"]["bounded"]["200"]["shapes"] <= 40
+    small, large = figures["batching"]["200"], figures["batching"]["1000"]
+    assert 0 < large["padding"] < small["padding"] < 1
+    assert small["straggler"] >= 1
     for loading, pairs in (
         ("prepared, in the training process", 2000),
         ("prepared, 1 worker", 2000),

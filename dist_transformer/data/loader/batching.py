@@ -18,7 +18,7 @@ TARGET_STEP_TOKENS = 4
 
 
 class Bucket(NamedTuple):
-    """The rows of one micro-batch, and the size that they are padded to; `rows` above len(members) are dummy rows."""
+    """The rows of one micro-batch, their number, and the lengths that they are padded to."""
 
     members: Ints
     rows: int
@@ -26,7 +26,7 @@ class Bucket(NamedTuple):
     target_length: int
 
 
-def free_buckets(source_lengths: Ints, target_lengths: Ints, order: Ints, max_tokens: int) -> list[Bucket]:
+def buckets_of(source_lengths: Ints, target_lengths: Ints, order: Ints, max_tokens: int) -> list[Bucket]:
     """Groups all rows into micro-batches as long as their longest rows. Rows of equal lengths stay in their order."""
     order = order[snake_order(source_lengths[order], target_lengths[order])]
     source, target = source_lengths[order], target_lengths[order]

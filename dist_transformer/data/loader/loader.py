@@ -19,7 +19,7 @@ from dist_transformer.data.loader.partition import LanePositions, Partition, Pla
 from dist_transformer.data.loader.position import Position, Quarantined
 from dist_transformer.data.loader.window import BatchShape, Window, WindowBuilder
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowKey, WindowRequest, lane_digest
-from dist_transformer.data.loader.workers import WindowStream
+from dist_transformer.data.loader.workers import LoaderSettings, WindowStream
 from dist_transformer.errors import DataError
 
 Exclusions = dict[WindowKey, tuple[tuple[int, int], ...]]
@@ -31,7 +31,7 @@ class MicroBatch:
     """A micro-batch of one lane. All ids are int64; padding is at the end of each row.
 
     source_BS: source tokens ending with end-of-sentence. target_in_BT: decoder input, beginning with begin-of-sentence.
-    target_out_BT: the tokens to predict, ending with end-of-sentence; only padding in rows beyond `row_ids`.
+    target_out_BT: the tokens to predict, ending with end-of-sentence.
     """
 
     lane: int
@@ -61,21 +61,6 @@ class LocalStep:
 
 STALL_SHARE = 0.5
 """Share of training.hang_seconds to wait for a window: the loader can report what is missing, the watchdog could not."""
-
-
-@dataclass(frozen=True)
-class LoaderSettings:
-    """Settings of the loader of a rank.
-
-    Attributes:
-        bos_id: first token of every decoder input.
-        num_workers: loader processes; 0 builds windows in this process.
-        stall_seconds: time limit for a window, after which it is an error.
-    """
-
-    bos_id: int
-    num_workers: int
-    stall_seconds: float
 
 
 class LaneLoader:
@@ -183,11 +168,8 @@ class LaneLoader:
             _refuse_other_rows(window)
         self._current[lane] = itertools.islice(micro_batches(window, lane, self._bos_id), emitted, None)
         if emitted == 0:
-            key = window.request.key
             self._dropped.update(window.dropped)
-            self._quarantined += [
-                Quarantined(key, g.corpus, g.row_group, g.place, g.reason) for g in window.quarantined
-            ]
+            self._quarantined += window.quarantined
 
     def _request(self, lane: int) -> WindowRequest:
         return _excluding(self._plan.request(lane, self._lanes[lane][0]), self._without)
@@ -256,9 +238,9 @@ def micro_batches(window: Window, lane: int, bos_id: int) -> Iterator[MicroBatch
         source = tokens[token:middle].view(shape.rows, -1).long()
         target = tokens[middle:end].view(shape.rows, -1).long()
         target_in = torch.cat([torch.full_like(target[:, :1], bos_id), target[:, :-1]], dim=1)
-        rows = row_ids[row : row + shape.pairs]
+        rows = row_ids[row : row + shape.rows]
         yield MicroBatch(lane, shape, source, target_in, target, rows)
-        token, row = end, row + shape.pairs
+        token, row = end, row + shape.rows
 
 
 def validation_batches(builder: WindowBuilder, bos_id: int) -> Iterator[MicroBatch]:

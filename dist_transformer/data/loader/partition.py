@@ -154,12 +154,12 @@ class Planner:
         """Partitions the rest of the epoch of `segment` into `num_lanes` lanes with the shares in force at `batch`."""
         plan = self.plan(partition)
         rests = [plan.rest(lane, *position) for lane, position in enumerate(lanes)]
-        left = {c: _merged(span for rest in rests for span in rest.spans[c]) for c in range(len(self.rows))}
+        left = {c: _merged(span for _, spans in rests for span in spans[c]) for c in range(len(self.rows))}
         counts = [sum(last - first for first, last in spans) for spans in left.values()]
         shares = self.shares_at(batch)
-        opened = [window for rest in rests for window in rest.open_windows]
+        opened = [window for windows, _ in rests for window in windows]
         by_lane = (
-            [rest.open_windows for rest in rests]
+            [windows for windows, _ in rests]
             if num_lanes == len(lanes)
             else [tuple(opened[lane::num_lanes]) for lane in range(num_lanes)]
         )
@@ -198,14 +198,6 @@ class Planner:
         return self._orders[key]
 
 
-@dataclass(frozen=True)
-class Rest:
-    """Rows that a lane has not handed out: open windows, and spans of each corpus's stream."""
-
-    open_windows: tuple[OpenWindow, ...]
-    spans: tuple[tuple[Span, ...], ...]
-
-
 class PartitionPlan:
     """The windows of one segment. The open windows of a lane come first in its numbering."""
 
@@ -235,8 +227,8 @@ class PartitionPlan:
                 slices += self._planner.slices(corpus, stream.cut(*span, self._planner.rows[corpus]))
         return WindowRequest(WindowKey(partition.epoch, partition.number, lane, window), tuple(slices))
 
-    def rest(self, lane: int, window: int, emitted: int) -> Rest:
-        """Returns the rest of the lane at this position."""
+    def rest(self, lane: int, window: int, emitted: int) -> tuple[tuple[OpenWindow, ...], tuple[tuple[Span, ...], ...]]:
+        """Returns what the lane has not handed out at this position: open windows, and spans of each corpus's stream."""
         opened = self._partition.open_windows[lane]
         if window < len(opened):
             current: tuple[OpenWindow, ...] = (OpenWindow(opened[window].request, emitted), *opened[window + 1 :])
@@ -246,7 +238,7 @@ class PartitionPlan:
         else:
             current, own = (), window - len(opened)
         corpora = range(len(self._partition.streams))
-        return Rest(current, tuple(tuple(self._rest_spans(corpus, lane, own)) for corpus in corpora))
+        return current, tuple(tuple(self._rest_spans(corpus, lane, own)) for corpus in corpora)
 
     def _rest_spans(self, corpus: int, lane: int, own: int) -> Iterator[Span]:
         if own < self._num_own(lane):

@@ -13,10 +13,11 @@ import numpy as np
 import pyarrow as pa
 
 from dist_transformer.config.data_schema import DataConfig
+from dist_transformer.data.loader.position import Quarantined
 from dist_transformer.data.loader.row_groups import RowGroupPlace, RowGroupTables, SplitPlaces, UnreadableRowGroup
 from dist_transformer.data.loader.text_rows import Sampler, TextCorpus
 from dist_transformer.data.loader.token_rows import Ints, TokenColumn, TokenCorpus, TokenRows
-from dist_transformer.data.loader.window_request import CORPUS_SHIFT, RowSlice, WindowRequest, order_probe
+from dist_transformer.data.loader.window_request import CORPUS_SHIFT, RowSlice, WindowKey, WindowRequest, order_probe
 from dist_transformer.data.manifest import Manifest, Split
 from dist_transformer.errors import DataError, MachineError, UserError
 
@@ -38,16 +39,6 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class QuarantinedRowGroup:
-    """A row group that is quarantined because it could not be read; `place` is its name in messages."""
-
-    corpus: int
-    row_group: int
-    place: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class RowsRead:
     """The rows of a window, and the counts of the others.
 
@@ -59,7 +50,7 @@ class RowsRead:
 
     rows: Rows
     dropped: dict[str, int]
-    quarantined: tuple[QuarantinedRowGroup, ...]
+    quarantined: tuple[Quarantined, ...]
 
 
 class RowReader:
@@ -96,7 +87,7 @@ class RowReader:
         parts = self._sampler.run(request.key, lambda: [self._rows(piece, groups) for piece in pieces])
         row_ids = [(piece.corpus << CORPUS_SHIFT) + part.row_numbers for piece, part in zip(pieces, parts, strict=True)]
         dropped = sum((part.dropped for part in parts), Counter[str]())
-        return RowsRead(_joined(parts, row_ids), dict(dropped), quarantined)
+        return RowsRead(joined(parts, row_ids), dict(dropped), quarantined)
 
     def read_split(self, split: str) -> Iterator[Rows]:
         """Yields all rows of a split of token shards in order, by row group; DataError if one cannot be read."""
@@ -107,7 +98,7 @@ class RowReader:
                 part = corpus.rows(row_group, corpus.read(row_group))
             except UnreadableRowGroup as error:
                 raise _error(_cannot_read(places[row_group], error, self._remedy(places[row_group])), error) from error
-            yield _joined([part], [part.row_numbers])
+            yield joined([part], [part.row_numbers])
 
     def _corpus(self, split: Split) -> TokenCorpus | TextCorpus:
         places = SplitPlaces(self._folder, split)
@@ -119,28 +110,30 @@ class RowReader:
         table = groups[piece.corpus, piece.row_group].slice(piece.first, piece.last - piece.first)
         return self._corpora[piece.corpus].rows(piece.row_group, table)
 
-    def _read_groups(self, request: WindowRequest) -> tuple[Groups, tuple[QuarantinedRowGroup, ...]]:
+    def _read_groups(self, request: WindowRequest) -> tuple[Groups, tuple[Quarantined, ...]]:
         """Reads the row groups of the slices, each once; returns them, and the quarantined ones."""
         tables: Groups = {}
         quarantined = []
         for corpus, row_group in dict.fromkeys((piece.corpus, piece.row_group) for piece in request.slices):
             if (corpus, row_group) in request.without:
                 place = str(self._corpora[corpus].places[row_group])
-                quarantined.append(QuarantinedRowGroup(corpus, row_group, place, QUARANTINED_BEFORE))
+                quarantined.append(Quarantined(request.key, corpus, row_group, place, QUARANTINED_BEFORE))
                 continue
             try:
                 tables[corpus, row_group] = self._corpora[corpus].read(row_group)
             except UnreadableRowGroup as error:
-                quarantined.append(self._quarantined_row_group(corpus, row_group, error))
+                quarantined.append(self._quarantined_row_group(request.key, corpus, row_group, error))
         return tables, tuple(quarantined)
 
-    def _quarantined_row_group(self, corpus: int, row_group: int, error: UnreadableRowGroup) -> QuarantinedRowGroup:
+    def _quarantined_row_group(
+        self, key: WindowKey, corpus: int, row_group: int, error: UnreadableRowGroup
+    ) -> Quarantined:
         """Returns the row group as quarantined; DataError if `data.on_bad_row_group` does not allow that."""
         place = self._corpora[corpus].places[row_group]
         if self._data.on_bad_row_group == "raise":
             remedy = f"{self._remedy(place)}, or set data.on_bad_row_group: quarantine to continue without its rows"
             raise _error(_cannot_read(place, error, remedy), error) from error
-        return QuarantinedRowGroup(corpus, row_group, str(place), str(error))
+        return Quarantined(key, corpus, row_group, str(place), str(error))
 
     def _remedy(self, place: RowGroupPlace) -> str:
         if place.is_in_place:
@@ -157,7 +150,7 @@ def _cannot_read(place: RowGroupPlace, error: UnreadableRowGroup, remedy: str) -
     return f"{place.file}: row group {place.index} cannot be read ({error}). {remedy}."
 
 
-def _joined(parts: Sequence[TokenRows], row_ids: Sequence[Ints]) -> Rows:
+def joined(parts: Sequence[TokenRows], row_ids: Sequence[Ints]) -> Rows:
     return Rows(
         np.concatenate([np.empty(0, np.int64), *row_ids]),
         *_joined_column([part.source for part in parts]),

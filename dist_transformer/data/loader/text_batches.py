@@ -1,12 +1,14 @@
 """Micro-batches of text that is not prepared: tokenized in memory, every pair kept, chunk by chunk in its order."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from dist_transformer.data.loader.loader import MicroBatch, micro_batches
-from dist_transformer.data.loader.rows import Rows
-from dist_transformer.data.loader.token_rows import Ints
+from dist_transformer.data.loader.rows import joined
+from dist_transformer.data.loader.text_rows import token_column
+from dist_transformer.data.loader.token_rows import TokenRows
 from dist_transformer.data.loader.window import WindowBuilder
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.errors import DataError
@@ -34,8 +36,8 @@ def text_batches(
         for side in encoded:
             refuse_longer([len(ids) for ids in side], max_positions, name, first)
         row_ids = np.arange(first, first + len(encoded[0]))
-        rows = Rows(row_ids, *_joined(encoded[0]), *_joined(encoded[1]))
-        yield from micro_batches(builder.build_rows(rows), 0, tokenizer.bos_id)
+        part = TokenRows(row_ids, token_column(encoded[0]), token_column(encoded[1]), Counter())
+        yield from micro_batches(builder.build_rows(joined([part], [row_ids])), 0, tokenizer.bos_id)
 
 
 def refuse_longer(lengths: Sequence[int], max_positions: int | None, name: str, num_before: int = 0) -> None:
@@ -46,9 +48,3 @@ def refuse_longer(lengths: Sequence[int], max_positions: int | None, name: str, 
                 f"{name}, line {line}: {length} tokens, but the model learns only {max_positions} positions "
                 "(model.max_positions), and no pair of it is left out; cut the line into shorter sentences, or remove it"
             )
-
-
-def _joined(sentences: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
-    """Returns (ids, offsets) of sentences, as in `Rows`."""
-    lengths = np.asarray([0, *map(len, sentences)], dtype=np.int64)
-    return np.concatenate([np.zeros(0, np.int64), *map(np.asarray, sentences)]), np.cumsum(lengths)

@@ -22,6 +22,7 @@ from dist_transformer.data.tokenizer.tokenizer import Tokenizer, with_sampling_s
 
 SEED_LIMIT = 1 << 31
 Result = TypeVar("Result")
+_load = lru_cache(maxsize=1)(Tokenizer.load)
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class TextCorpus:
         )
         numbers = row_numbers(table)[np.asarray(positions, dtype=np.int64)][kept]
         source, target = (list(compress(side, kept)) for side in (source, target))
-        return TokenRows(numbers, _token_column(source), _token_column(target), dropped + dropped_by_length)
+        return TokenRows(numbers, token_column(source), token_column(target), dropped + dropped_by_length)
 
     def _texts(self, table: pa.Table, name: str) -> pa.ChunkedArray:
         """Returns a text column as bytes: table formats do not check that it is UTF-8."""
@@ -132,11 +133,7 @@ def _refuse_bad_encoding(column: pa.ChunkedArray, name: str) -> None:
         ) from None
 
 
-@lru_cache(maxsize=1)
-def _load(source: Path, target: Path) -> Tokenizer:
-    return Tokenizer.load(source, None if target == source else target)
-
-
-def _token_column(rows: Sequence[Sequence[int]]) -> TokenColumn:
+def token_column(rows: Sequence[Sequence[int]]) -> TokenColumn:
+    """Joins the ids of some rows."""
     lengths = np.array([len(ids) for ids in rows], dtype=np.int64)
     return TokenColumn(np.fromiter(chain.from_iterable(rows), np.int64, int(lengths.sum())), lengths)

@@ -6,14 +6,13 @@ same one, and a resume recomputes one window per lane instead of reading the epo
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dist_transformer.data.loader.batching import Bucket, Ints, free_buckets
-from dist_transformer.data.loader.bounded_shapes import bounded_buckets
-from dist_transformer.data.loader.rows import QuarantinedRowGroup, RowReader, Rows
+from dist_transformer.data.loader.batching import Bucket, Ints, buckets_of
+from dist_transformer.data.loader.position import Quarantined
+from dist_transformer.data.loader.rows import RowReader, Rows
 from dist_transformer.data.loader.window_request import PURPOSE_WINDOW, WindowKey, WindowRequest, random_generator
 from dist_transformer.data.special_tokens import SpecialTokens
 
@@ -25,9 +24,8 @@ class BatchShape:
     """Size of one micro-batch: rows x (source, target) padded lengths, and the tokens that are not padding.
 
     Attributes:
-        rows: including dummy rows, which come last: end of sentence to padding, without weight in the loss.
-        pairs: real rows.
-        source_tokens: tokens of the real rows, as target_tokens.
+        pairs: the rows; 0 in the micro-batch of a lane that has none.
+        source_tokens: without padding, as target_tokens.
     """
 
     rows: int
@@ -51,7 +49,6 @@ class Window:
             (rows, target_length), padded at the end.
         row_ids: ids of the real rows, in the same order.
         dropped: number of rows dropped by rule, as in RowsRead.
-        lost: quarantined row groups.
     """
 
     request: WindowRequest
@@ -59,7 +56,7 @@ class Window:
     tokens: Tokens
     row_ids: Ints
     dropped: dict[str, int]
-    quarantined: tuple[QuarantinedRowGroup, ...]
+    quarantined: tuple[Quarantined, ...]
 
 
 class WindowBuilder:
@@ -68,27 +65,12 @@ class WindowBuilder:
     Args:
         reader: reads the rows of a window.
         max_tokens: largest micro-batch, padding included.
-        batch_shapes: free, or bounded: those of `bounded_shapes`.
-        longest_tokens: longest side of any pair (data.filters.max_tokens).
-        special: `pad` fills rows, `eos` is the source of a dummy row.
+        special: `pad` fills rows.
         seed: seed of the run.
     """
 
-    def __init__(
-        self,
-        reader: RowReader,
-        max_tokens: int,
-        batch_shapes: Literal["free", "bounded"],
-        longest_tokens: int,
-        special: SpecialTokens,
-        seed: int,
-    ) -> None:
-        self._reader = reader
-        self._max_tokens = max_tokens
-        self._is_bounded = batch_shapes == "bounded"
-        self._longest_tokens = longest_tokens
-        self._special = special
-        self._seed = seed
+    def __init__(self, reader: RowReader, max_tokens: int, special: SpecialTokens, seed: int) -> None:
+        self._reader, self._max_tokens, self._special, self._seed = reader, max_tokens, special, seed
 
     def build(self, request: WindowRequest) -> Window:
         """Builds the window of a request, without micro-batches if all its rows are dropped or quarantined.
@@ -106,21 +88,15 @@ class WindowBuilder:
     def build_in_order(self, split: str) -> Iterator[Window]:
         """Yields the complete split without randomness, a window for each row group: for validation."""
         for number, rows in enumerate(self._reader.read_split(split)):
-            buckets = self._buckets(rows, np.arange(len(rows.row_ids)))
-            request = WindowRequest(WindowKey(0, 0, 0, number), ())
-            yield Window(request, *self._lay_out(rows, buckets), {}, ())
+            yield self.build_rows(rows, number)
 
-    def build_rows(self, rows: Rows) -> Window:
-        """Builds a window of these rows without randomness, in free shapes."""
-        lengths = np.diff(rows.source_offsets), np.diff(rows.target_offsets)
-        buckets = free_buckets(*lengths, np.arange(len(rows.row_ids)), self._max_tokens)
-        return Window(WindowRequest(WindowKey(0, 0, 0, 0), ()), *self._lay_out(rows, buckets), {}, ())
+    def build_rows(self, rows: Rows, number: int = 0) -> Window:
+        """Builds a window of these rows without randomness."""
+        buckets = self._buckets(rows, np.arange(len(rows.row_ids)))
+        return Window(WindowRequest(WindowKey(0, 0, 0, number), ()), *self._lay_out(rows, buckets), {}, ())
 
     def _buckets(self, rows: Rows, order: Ints) -> list[Bucket]:
-        lengths = np.diff(rows.source_offsets), np.diff(rows.target_offsets)
-        if self._is_bounded:
-            return bounded_buckets(*lengths, order, self._max_tokens, self._longest_tokens)
-        return free_buckets(*lengths, order, self._max_tokens)
+        return buckets_of(np.diff(rows.source_offsets), np.diff(rows.target_offsets), order, self._max_tokens)
 
     def _lay_out(self, rows: Rows, buckets: Sequence[Bucket]) -> tuple[tuple[BatchShape, ...], Tokens, Ints]:
         tokens = np.full(
@@ -133,17 +109,16 @@ class WindowBuilder:
             source, target = tokens[place:middle].reshape(bucket.rows, -1), tokens[middle:end].reshape(bucket.rows, -1)
             source_tokens = _fill(source, rows.source_ids, rows.source_offsets, bucket.members)
             target_tokens = _fill(target, rows.target_ids, rows.target_offsets, bucket.members)
-            source[len(bucket.members) :, 0] = self._special.eos
-            shapes.append(BatchShape(*bucket[1:], len(bucket.members), source_tokens, target_tokens))
+            shapes.append(BatchShape(*bucket[1:], bucket.rows, source_tokens, target_tokens))
             place = end
         members = np.concatenate([np.zeros(0, np.int64), *(bucket.members for bucket in buckets)])
         return tuple(shapes), tokens, rows.row_ids[members]
 
 
 def _fill(side: Tokens, ids: Ints, offsets: Ints, members: Ints) -> int:
-    """Writes the ids of the members into the first rows of a side of a micro-batch; returns the number of tokens."""
+    """Writes the ids of the members into a side of a micro-batch; returns the number of tokens."""
     starts, lengths = offsets[members], offsets[members + 1] - offsets[members]
     column = np.arange(side.shape[1])
     is_real = column < lengths[:, None]
-    side[: len(members)][is_real] = ids[(starts[:, None] + column)[is_real]]
+    side[is_real] = ids[(starts[:, None] + column)[is_real]]
     return int(lengths.sum())

@@ -17,9 +17,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.util import Finalize
-from typing import Protocol
 
 from dist_transformer.data.loader.window import Window, WindowBuilder
 from dist_transformer.data.loader.window_request import WindowRequest
@@ -37,13 +37,19 @@ Built = tuple[WindowRequest, Window | UserError]
 """A window, or the error that prevented it, which is raised only when the window is needed."""
 
 
-class ProcessSettings(Protocol):
-    """The part of the loader's settings that is for processes."""
+@dataclass(frozen=True)
+class LoaderSettings:
+    """Settings of the loader of a rank.
 
-    @property
-    def num_workers(self) -> int: ...
-    @property
-    def stall_seconds(self) -> float: ...
+    Attributes:
+        bos_id: first token of every decoder input.
+        num_workers: loader processes; 0 builds windows in this process.
+        stall_seconds: time limit for a window, after which it is an error.
+    """
+
+    bos_id: int
+    num_workers: int
+    stall_seconds: float
 
 
 class WindowStream:
@@ -56,7 +62,7 @@ class WindowStream:
         MachineError: the processes cannot be started.
     """
 
-    def __init__(self, builder: WindowBuilder, here: set[WindowRequest], settings: ProcessSettings) -> None:
+    def __init__(self, builder: WindowBuilder, here: set[WindowRequest], settings: LoaderSettings) -> None:
         self._builder, self._here, self._settings = builder, here, settings
         self._early: dict[WindowRequest, Window | UserError] = {}
         self._processes = _start(builder, settings.num_workers)

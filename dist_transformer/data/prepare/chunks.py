@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from dist_transformer.config.schema import Config
-from dist_transformer.data.manifest import SHARD_FOLDER, Shard, Split, TextColumns, shard_from_json, shard_to_json
+from dist_transformer.data.manifest import SHARD, SHARD_FOLDER, Shard, Split, TextColumns
 from dist_transformer.data.prepare.claims import WAITING, ChunkClaims, Work, chunk_unit, end_unit, range_unit
 from dist_transformer.data.prepare.duplicates import save_hashes
 from dist_transformer.data.prepare.scan import (
@@ -25,24 +25,20 @@ from dist_transformer.data.prepare.scan import (
     load_tokenizer,
 )
 from dist_transformer.data.prepare.shards import count_tokens, gather_range, write_shard, write_spill
-from dist_transformer.data.prepare.state import Chunk, PrepareState, num_tokens, text_split, token_split
+from dist_transformer.data.prepare.state import CHUNK, Chunk, PrepareState, num_tokens, text_split, token_split
 from dist_transformer.data.prepare.statistics import ReportedCorpus
 from dist_transformer.data.prepare.tokenize_rows import ChunkRows, KeptRows, text_rows, tokenized_rows
 from dist_transformer.data.sources.corpus import RawBatch, read_corpus
 from dist_transformer.data.sources.files import corpus_name
 
+BATCH_ROWS = 8192
+CHUNK_ROWS = 128 * BATCH_ROWS
+"""Rows of a chunk, which are the most that a killed process leaves to be done again."""
+SHARD_ROWS = 1 << 20
+SHARD_TOKENS = 1 << 26
+"""Tokens of a shard, both sides: about 120 MB at 1.8 bytes a token."""
 WAIT_SECONDS = 0.5
 """Interval between checks of the progress of other processes."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the units; `chunk_rows` is a multiple of `batch_rows`."""
-
-    batch_rows: int
-    chunk_rows: int
-    shard_rows: int
-    shard_tokens: int
 
 
 @dataclass(frozen=True)
@@ -63,11 +59,11 @@ class Units:
     """The work of one of the processes that build the chunks and shards of a prepared folder."""
 
     def __init__(
-        self, config: Config, folder: Path, state: PrepareState, sizes: Sizes, progress: ReportProgress, threads: int
+        self, config: Config, folder: Path, state: PrepareState, progress: ReportProgress, threads: int
     ) -> None:
         assert state.tokenizer is not None
         self.work = Work(folder)
-        self._config, self._folder, self._state, self._sizes = config, folder, state, sizes
+        self._config, self._folder, self._state = config, folder, state
         self._progress, self._threads = progress, threads
         self._tokenizer = load_tokenizer(folder, state.tokenizer)
         self._corpora = {name: each for name, each in all_corpora(config).items() if name not in state.in_place}
@@ -137,19 +133,19 @@ class Units:
 
     def _read(self, name: str) -> None:
         """Reads a corpus and builds the chunks that are free when the reading reaches them."""
-        total, rows, chunk_rows = self._state.rows_total[name], ChunkRows(), self._sizes.chunk_rows
-        with closing(ChunkClaims(self.work, name, chunk_rows)) as claims:
+        total, rows = self._state.rows_total[name], ChunkRows()
+        with closing(ChunkClaims(self.work, name, CHUNK_ROWS)) as claims:
 
             def wanted(first_row: int) -> bool:
                 self._progress(name, first_row, total)
                 return claims.wants(first_row)
 
-            for batch in read_corpus(self._corpora[name], self._config.data, self._sizes.batch_rows, wanted):
+            for batch in read_corpus(self._corpora[name], self._config.data, BATCH_ROWS, wanted):
                 rows.add(self._kept(name, batch))
                 end = batch.first_row + len(batch.source)
                 self._progress(name, end, total)
-                if end % chunk_rows == 0:
-                    claims.finish(end // chunk_rows - 1, self._write_chunk(name, end // chunk_rows - 1, rows))
+                if end % CHUNK_ROWS == 0:
+                    claims.finish(end // CHUNK_ROWS - 1, self._write_chunk(name, end // CHUNK_ROWS - 1, rows))
                     rows = ChunkRows()
             for last in claims.unfinished:  # the last chunk ends with the corpus
                 claims.finish(last, self._write_chunk(name, last, rows))
@@ -174,7 +170,7 @@ class Units:
             corpus = self._training.index(name)
             write_spill(rows.table(), self._spill(name, chunk), self._config.run.seed, corpus, chunk)
         elif counts.rows:
-            shard = shard_to_json(self._write_shard(name, chunk, rows.table()))
+            shard = asdict(self._write_shard(name, chunk, rows.table()))
         hashes = rows.hashes()
         save_hashes(self._hash_file(name, chunk, "pairs"), hashes.pairs)
         save_hashes(self._hash_file(name, chunk, "sources"), hashes.sources)
@@ -182,7 +178,7 @@ class Units:
 
     def _made_chunks(self, name: str) -> MadeChunks:
         results = [self.work.result(unit) for unit in self._chunk_units(name)]
-        chunks = tuple(Chunk.from_json(result["counts"]) for result in results)
+        chunks = tuple(CHUNK.validate_python(result["counts"]) for result in results)
         total = Chunk.together(chunks)
         if total.rows == 0:
             raise all_dropped_error(corpus_name(self._corpora[name], self._config.data), total)
@@ -193,8 +189,7 @@ class Units:
             tokens = sum(self._estimated(name, total.rows))
         else:
             tokens = num_tokens(total.source_lengths) + num_tokens(total.target_lengths)
-        sizes = self._sizes
-        num_ranges = max(math.ceil(total.rows / sizes.shard_rows), math.ceil(tokens / sizes.shard_tokens))
+        num_ranges = max(math.ceil(total.rows / SHARD_ROWS), math.ceil(tokens / SHARD_TOKENS))
         return [range_unit(name, index) for index in range(num_ranges)]
 
     def _make_range(self, name: str, index: int, units: list[str], made: MadeChunks) -> bool:
@@ -203,7 +198,7 @@ class Units:
             if is_ours:
                 spills = [self._spill(name, chunk) for chunk, counts in enumerate(made.chunks) if counts.rows]
                 table = gather_range(spills, index, len(units))
-                shard = shard_to_json(self._write_shard(name, index, table)) if table.num_rows else None
+                shard = asdict(self._write_shard(name, index, table)) if table.num_rows else None
                 self.work.finish(units[index], shard)
                 self._progress(f"shuffle {name}", made.total.rows * (index + 1) // len(units), made.total.rows)
         return is_ours
@@ -219,7 +214,7 @@ class Units:
         return estimated_tokens(sample, rows, sample.rows_of_text)
 
     def _shards(self, results: Iterator[Any]) -> tuple[Shard, ...]:
-        return tuple(shard_from_json(result) for result in results if result is not None)
+        return tuple(SHARD.validate_python(result) for result in results if result is not None)
 
     def _spill(self, name: str, chunk: int) -> Path:
         return self.work.folder / "spill" / f"{name}-{chunk:05d}.parquet"

@@ -29,6 +29,11 @@ class Hashes:
     pairs: HashArray
     sources: HashArray
 
+    @staticmethod
+    def together(parts: Sequence["Hashes"]) -> "Hashes":
+        """Returns the hashes of all parts."""
+        return Hashes(np.concatenate([part.pairs for part in parts]), np.concatenate([part.sources for part in parts]))
+
 
 def pair_hashes(sources: Sequence[str], targets: Sequence[str]) -> Hashes:
     """Hashes pairs, without white space around the sentences; the same text has the same hash everywhere."""

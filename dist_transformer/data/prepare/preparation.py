@@ -31,7 +31,8 @@ from dist_transformer.data.manifest import (
     content_digest,
     json_digest,
 )
-from dist_transformer.data.prepare.chunks import MadeChunks, Sizes, Units
+from dist_transformer.data.prepare import chunks
+from dist_transformer.data.prepare.chunks import MadeChunks, Units
 from dist_transformer.data.prepare.claims import WAITING, WORK_FOLDER, WorkFinishedError
 from dist_transformer.data.prepare.report import write_report
 from dist_transformer.data.prepare.scan import ReportProgress, Start, all_corpora, load_tokenizer
@@ -41,25 +42,15 @@ from dist_transformer.data.recipe import make_recipe, recipe_without_corpora, re
 from dist_transformer.data.sources.files import is_text_at_hand
 from dist_transformer.run.outputs import check_output
 
-BATCH_ROWS = 8192
-CHUNK_ROWS = 128 * BATCH_ROWS
-"""Rows of a chunk, which are the most that a killed process leaves to be done again."""
-SHARD_ROWS = 1 << 20
-SHARD_TOKENS = 1 << 26
-"""Tokens of a shard, both sides: about 120 MB at 1.8 bytes a token."""
 FOLDER_DIGITS = 16
 LOCK_NAME = ".prepare.lock"
 LOCK_ATTEMPT_SECONDS = 1.0
 
 
-def ignore_progress(stage: str, rows_done: int, rows_total: int | None) -> None:
-    """Does nothing: progress for callers without a progress bar."""
-
-
 def prepare(
     config: Config,
     folder: Path | None = None,
-    progress: ReportProgress = ignore_progress,
+    progress: ReportProgress = lambda stage, rows_done, rows_total: None,
     threads: int | None = None,
 ) -> Manifest:
     """Prepares the corpus of `config` in `folder` (default: `prepared_folder`), unless it is complete.
@@ -76,13 +67,12 @@ def prepare(
     recipe = make_recipe(config)
     check_output(folder, "a prepared corpus", _is_begun)
     threads = threads or len(os.sched_getaffinity(0))
-    sizes = Sizes(BATCH_ROWS, CHUNK_ROWS, SHARD_ROWS, SHARD_TOKENS)
     with _only_process(folder, progress):
         if manifest := _complete_manifest(config, folder):
             return manifest
-        state = Start(config, folder, folder / WORK_FOLDER, progress, BATCH_ROWS, threads).run(recipe)
+        state = Start(config, folder, folder / WORK_FOLDER, progress, chunks.BATCH_ROWS, threads).run(recipe)
     try:
-        units = Units(config, folder, state, sizes, progress, threads)
+        units = Units(config, folder, state, progress, threads)
         made = units.make_chunks()
         splits = units.splits(made, units.make_ranges(made))
         with _only_process(folder, progress):

@@ -35,7 +35,8 @@ def prepare_with_progress(
     from dist_transformer.data.prepare.preparation import prepare, prepared_folder
 
     folder = prepared_folder(config)
-    threads = _threads_of_each(processes)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of a machine all prepare
+    threads = threads_per_rank(processes * ranks)
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
         tasks = {}
 
@@ -65,12 +66,6 @@ def _disk_errors_explained(folder: Path) -> Iterator[None]:
             f"{folder}: preparing the corpus failed: {type(error).__name__}: {error}. Is its disk full, closed to this "
             "user, or gone? What is done is kept: start the same command again when it is repaired"
         ) from error
-
-
-def _threads_of_each(processes: int) -> int:
-    """Returns this process's share of the cores; the ranks of a machine all prepare."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return threads_per_rank(processes * ranks)
 
 
 @contextmanager

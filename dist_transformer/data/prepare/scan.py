@@ -30,7 +30,7 @@ from dist_transformer.data.sources.arrow import ParquetFile
 from dist_transformer.data.sources.corpus import parquet_index, read_corpus, scan_corpus
 from dist_transformer.data.sources.files import corpus_name
 from dist_transformer.data.sources.text import tag_prefix
-from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
+from dist_transformer.data.tokenizer.tokenizer import TRAINING_SENTENCES, Tokenizer, train_tokenizer
 from dist_transformer.errors import DataError
 from dist_transformer.files import replacing
 
@@ -40,7 +40,7 @@ ReportProgress = Callable[[str, int, int | None], None]
 SAMPLE_ROWS = 2000
 """Rows at the head of a corpus from which its tokens are estimated."""
 TOKENIZER_CHOICE = 4
-"""Sentences passed to the trainer, a multiple of tokenizer.training_sentences, which it samples; others are skipped."""
+"""Sentences passed to the trainer, a multiple of TRAINING_SENTENCES, which it samples; others are skipped."""
 
 
 @dataclass
@@ -87,7 +87,8 @@ class Start:
         if models := taken_models(settings):
             _refuse_unfit(models, settings.shared, tags)
             for name, model in zip((source, target), models, strict=False):
-                _copy(model, self.folder / name)
+                with replacing(self.folder / name) as temporary:
+                    temporary.write_bytes(model.read_bytes())
             return source, source if len(models) == 1 else target
         if settings.shared:
             train_tokenizer(self._sentences(("source", "target"), state), settings, self.folder / source, tags)
@@ -113,7 +114,7 @@ class Start:
         """Interval of the batches that are read: of a corpus of 10^9 rows a few million are enough."""
         totals = [state.rows_total[name] for name in self.config.data.training_corpora()]
         rows = sum(total for total in totals if total is not None)
-        return max(1, rows // (TOKENIZER_CHOICE * self.config.tokenizer.training_sentences))
+        return max(1, rows // (TOKENIZER_CHOICE * TRAINING_SENTENCES))
 
     def _look_into_texts(self, state: PrepareState) -> None:
         """Samples the training corpora, and makes the splits of those that can be read in place."""
@@ -163,7 +164,7 @@ def all_corpora(config: Config) -> dict[str, CorpusConfig]:
 
 def load_tokenizer(folder: Path, files: TokenizerFiles) -> Tokenizer:
     """Loads the tokenizer of a prepared folder."""
-    return Tokenizer.load(folder / files.source, None if files.target == files.source else folder / files.target)
+    return Tokenizer.load(folder / files.source, folder / files.target)
 
 
 def estimated_tokens(sample: Chunk, rows: int, of_rows: int) -> tuple[int, int]:
@@ -195,8 +196,3 @@ def _refuse_unfit(models: list[Path], shared: bool, tags: list[str]) -> None:
             f"{models[0]}: has no pieces for the tags {' '.join(unknown)} of the training corpora: the model could not tell "
             f"them from others. Add them: dist-transformer extend-vocabulary MODEL OUT --pieces '{unknown[0]}'"
         )
-
-
-def _copy(source: Path, target: Path) -> None:
-    with replacing(target) as temporary:
-        temporary.write_bytes(source.read_bytes())

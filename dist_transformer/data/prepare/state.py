@@ -2,15 +2,17 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from dist_transformer.data.filters import LENGTH_RULES
-from dist_transformer.data.manifest import Shard, Split, TextColumns, TokenizerFiles, split_from_json, split_to_json
+from dist_transformer.data.manifest import Shard, Split, TextColumns, TokenizerFiles
+from dist_transformer.data.sources.retries import reason_of
 from dist_transformer.errors import DataError
 from dist_transformer.files import patiently, read_json, write_json
 
@@ -38,11 +40,6 @@ class Chunk:
     def rows_of_text(self) -> int:
         """Number of rows that are not dropped by their text, before it is tokenized."""
         return self.rows + sum(self.dropped.get(rule, 0) for rule in LENGTH_RULES)
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> "Chunk":
-        lengths = {side: tuple(value[side]) for side in ("source_lengths", "target_lengths")}
-        return Chunk(**{**value, **lengths})
 
     @staticmethod
     def together(chunks: Sequence["Chunk"]) -> "Chunk":
@@ -120,28 +117,17 @@ class PrepareState:
         if not path.exists():
             return None
         try:
-            value = patiently(path, lambda: read_json(path))
-            return PrepareState(
-                recipe=value["recipe"],
-                scanned=value["scanned"],
-                rows_total=value["rows_total"],
-                tokenizer=TokenizerFiles(**value["tokenizer"]) if value["tokenizer"] else None,
-                samples={name: Chunk.from_json(chunk) for name, chunk in value["samples"].items()},
-                in_place={name: split_from_json(split) for name, split in value["in_place"].items()},
-            )
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise DataError(f"{path}: cannot be read ({error!r}). Delete {work.parent} and prepare again.") from error
+            return STATE.validate_python(patiently(path, lambda: read_json(path)))
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{path}: cannot be read ({reason_of(error)}). Delete {work.parent} and prepare again."
+            ) from error
 
     def save(self, work: Path) -> None:
-        value = {
-            "recipe": self.recipe,
-            "scanned": self.scanned,
-            "rows_total": self.rows_total,
-            "tokenizer": asdict(self.tokenizer) if self.tokenizer else None,
-            "samples": {name: asdict(chunk) for name, chunk in self.samples.items()},
-            "in_place": {name: split_to_json(split) for name, split in self.in_place.items()},
-        }
-        write_json(work / STATE_NAME, value)
+        write_json(work / STATE_NAME, STATE.dump_python(self))
+
+
+CHUNK, STATE = TypeAdapter(Chunk), TypeAdapter(PrepareState)
 
 
 def _added(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ Pairs that occur more than once, and those of the validation and test sets that 
 of the kept pairs without tags (duplicates.py). Corpora that are read in place are not searched for them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,12 +123,8 @@ def _stored_hashes(corpus: ReportedCorpus) -> Hashes:
 
 def _read_hashes(corpus: CorpusConfig, config: Config) -> Hashes:
     """Hashes all pairs of a held-out set."""
-    batches = list(_hashed_batches(corpus, config))
-    pairs, sources = ([getattr(batch, name) for batch in batches] for name in ("pairs", "sources"))
-    return Hashes(np.concatenate(pairs), np.concatenate(sources))
-
-
-def _hashed_batches(corpus: CorpusConfig, config: Config) -> Iterator[Hashes]:
-    for batch in read_corpus(corpus, config.data, BATCH_ROWS):
-        sources = [(text or "").removeprefix(batch.prefix) for text in batch.source]
-        yield pair_hashes(sources, [text or "" for text in batch.target])
+    batches = [
+        pair_hashes([(text or "").removeprefix(batch.prefix) for text in batch.source], [t or "" for t in batch.target])
+        for batch in read_corpus(corpus, config.data, BATCH_ROWS)
+    ]
+    return Hashes.together(batches)

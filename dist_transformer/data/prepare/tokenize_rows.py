@@ -78,9 +78,6 @@ class ChunkRows:
         self._hashes: list[Hashes] = []
         self._chunks: list[Chunk] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._chunks)
-
     def add(self, kept: KeptRows) -> None:
         """Appends the rows of a batch."""
         self._tables.append(kept.table)
@@ -101,8 +98,7 @@ class ChunkRows:
 
     def hashes(self) -> Hashes:
         """Returns the hashes of all rows."""
-        pairs, sources = ([getattr(each, name) for each in self._hashes] for name in ("pairs", "sources"))
-        return Hashes(np.concatenate(pairs), np.concatenate(sources))
+        return Hashes.together(self._hashes)
 
     def counts(self) -> Chunk:
         """Returns the counts of all rows."""

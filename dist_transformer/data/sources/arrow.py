@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from dist_transformer.config.paths import is_address
 from dist_transformer.data.sources.readers import Pairs
@@ -185,7 +184,8 @@ def read_footer(file: str, choose: ChooseColumns) -> ParquetFile:
             refuse_other_type(file, column, text_column(empty, column).type)
         ends = file_fingerprint(file)
         size = retried(file, lambda: file_bytes(file))
-    return ParquetFile(file, size, _rows_of_groups(parquet), ends["ends_sha256"], *columns)
+    rows = tuple(parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups))
+    return ParquetFile(file, size, rows, ends["ends_sha256"], *columns)
 
 
 def column_paths(fields: Iterable[pa.Field], prefix: str = "") -> list[str]:
@@ -213,10 +213,6 @@ def refuse_other_columns(files: list[ParquetFile]) -> ColumnNames:
                 f"and {first.target}; the files of one corpus must be alike."
             )
     return first.source, first.target
-
-
-def _rows_of_groups(parquet: pq.ParquetFile) -> tuple[int, ...]:
-    return tuple(parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups))
 
 
 def _arrow_batches(file: str) -> Iterator[pa.RecordBatch]:

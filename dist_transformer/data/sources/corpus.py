@@ -54,13 +54,8 @@ class RawBatch:
     prefix: str = ""
 
 
-def always(first_row: int) -> bool:
-    """Returns True: every batch is wanted."""
-    return True
-
-
 def read_corpus(
-    corpus: CorpusConfig, data: DataConfig, batch_rows: int, wanted: Callable[[int], bool] = always
+    corpus: CorpusConfig, data: DataConfig, batch_rows: int, wanted: Callable[[int], bool] = lambda first_row: True
 ) -> Iterator[RawBatch]:
     """Yields the pairs of a corpus in order, `batch_rows` at a time (fewer in the last batch).
 
@@ -95,11 +90,9 @@ def read_pairs(corpus: CorpusConfig, data: DataConfig, most: int | None = None) 
     return [source or "" for source, _ in kept], [target or "" for _, target in kept]
 
 
-def ignore_lines(lines: int) -> None:
-    """Does nothing: progress for callers of a scan that do not show it."""
-
-
-def scan_corpus(corpus: CorpusConfig, data: DataConfig, progress: Callable[[int], None] = ignore_lines) -> int | None:
+def scan_corpus(
+    corpus: CorpusConfig, data: DataConfig, progress: Callable[[int], None] = lambda lines: None
+) -> int | None:
     """Reads local text files once, before the preparation; returns the number of rows, None if it is unknown.
 
     DataError for a missing or damaged file, sides of unequal length, and invalid UTF-8 unless it is to be dropped.

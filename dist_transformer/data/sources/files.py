@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.paths import is_address, is_pattern, local_files, located
+from dist_transformer.data.sources.demo_corpus import DEMO_VERSION
 from dist_transformer.data.sources.remote import base_name, file_fingerprint, files_of_address
 from dist_transformer.errors import DataError
 
@@ -92,8 +93,6 @@ def corpus_fingerprint(corpus: CorpusConfig, data: DataConfig) -> dict[str, Any]
     """
     given: dict[str, Any] = {"tags": list(corpus.tags)} if corpus.tags else {}
     if corpus.demo:
-        from dist_transformer.data.sources.demo_corpus import DEMO_VERSION
-
         return {**given, "demo": corpus.demo, "version": DEMO_VERSION}
     given["columns"] = list(corpus.columns) if corpus.columns else None
     if corpus.hub:

@@ -100,18 +100,10 @@ def _valid(source: list[str | None], target: list[str | None]) -> Pairs:
     bad = set()
     for side in (source, target):
         for position, text in enumerate(side):
-            if text is not None and not text.isascii() and not _is_encodable(text):
+            if text is not None and not text.isascii() and LONE_SURROGATE.search(text):
                 bad.add(position)
                 side[position] = LONE_SURROGATE.sub("\ufffd", text)
     return Pairs(source, target, bad)
-
-
-def _is_encodable(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _json_object(file: str, number: int, line: bytes, drop: bool) -> dict[str, Any]:

@@ -21,6 +21,8 @@ Result = TypeVar("Result")
 
 PAD_ID, BOS_ID, EOS_ID, UNKNOWN_ID = 0, 1, 2, 3
 VOCABULARY_MULTIPLE = 8
+TRAINING_SENTENCES = 2_000_000
+"""Most sentences (both sides) that a model is trained on."""
 TRAINING_THREADS = 4
 """Number of threads, independent of the machine's cores: unigram training sums in an order that depends on it."""
 SAMPLING_SEED = 1
@@ -50,7 +52,7 @@ def train_tokenizer(
                 hard_vocab_limit=settings.type == "bpe",
                 character_coverage=settings.character_coverage,
                 byte_fallback=False,
-                input_sentence_size=settings.training_sentences,
+                input_sentence_size=TRAINING_SENTENCES,
                 shuffle_input_sentence=True,
                 pad_id=PAD_ID,
                 bos_id=BOS_ID,
@@ -90,9 +92,9 @@ class Tokenizer:
 
     @staticmethod
     def load(source_model: Path, target_model: Path | None = None) -> "Tokenizer":
-        """Loads the models; `target_model` None: one shared model. DataError if a file cannot be used."""
+        """Loads the models; one shared model if the target's is not given, or the same. DataError if a file cannot be used."""
         source = _load_model(source_model)
-        target = source if target_model is None else _load_model(target_model)
+        target = source if target_model in (None, source_model) else _load_model(target_model)
         for name in ("bos_id", "eos_id"):
             if (ours := getattr(source, name)()) != (theirs := getattr(target, name)()):
                 raise DataError(

@@ -1,4 +1,4 @@
-"""Checkpoints of one start: each step is saved once, at most one save is in flight, a failed one may end the run."""
+"""Checkpoints of one start: each step is saved once, at most one save is in flight, a failed last one ends the run."""
 
 import logging
 import time
@@ -18,7 +18,6 @@ class CheckpointSaver:
     """Begins and ends saves.
 
     Args:
-        stop_on_failure: `checkpoints.stop_on_failed_save`.
         saved: called for each checkpoint that this start wrote, when it is complete; on every rank.
         stood_still: called with the seconds that training waited.
     """
@@ -27,11 +26,10 @@ class CheckpointSaver:
         self,
         writer: AsyncWriter,
         engine: "Engine",
-        stop_on_failure: bool,
         saved: Callable[[Saved], None],
         stood_still: Callable[[float], None],
     ) -> None:
-        self._writer, self._engine, self._stop_on_failure = writer, engine, stop_on_failure
+        self._writer, self._engine = writer, engine
         self._saved, self._stood_still = saved, stood_still
         self._begun = self._done = -1  # steps
 
@@ -85,7 +83,7 @@ class CheckpointSaver:
             return
         if saved.path is None:
             message = f"checkpoint of step {saved.step} was given up: {saved.problem}"
-            if is_last or self._stop_on_failure:
+            if is_last:
                 raise CheckpointError(message).agreed()
             log.error("save       %s; training continues, and tries again at the next one", message)
         elif not saved.was_there:

@@ -23,6 +23,8 @@ from dist_transformer.training.validation.token_metrics import (
 log = logging.getLogger(__name__)
 
 NOT_TRANSLATED = Translated(())
+SAMPLES = 6
+"""Sample translations kept at each validation: half of them of the same sentences, half drawn anew."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Validator:
 
     def _samples(self, step: int, each: ValidationSet, translated: Translated) -> list[dict[str, Any]]:
         num_lines = len(translated.translations)
-        fixed, drawn = sample_lines(num_lines, self._settings.samples, self._seed, step)
+        fixed, drawn = sample_lines(num_lines, SAMPLES, self._seed, step)
         return [
             {
                 "number": line + 1,

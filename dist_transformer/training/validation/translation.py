@@ -196,8 +196,8 @@ def _translator(
 
 def _search(config: Config) -> DecodingConfig:
     """Returns the settings of the search: the best translation of each line; long lines are split and never refused."""
-    own = {"beam_size": config.validation.beam_size, "n_best": 1, "sampling": False, "too_long": "split"}
-    return config.decoding.model_copy(update=own)
+    own = {"beam_size": config.validation.beam_size, "too_long": "split"}
+    return DecodingConfig(**{**config.decoding.model_dump(), **own})
 
 
 LOOK_SECONDS = 0.5

@@ -7,7 +7,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from dist_transformer.cli.main import VERBS, Commands, app
+from dist_transformer.cli.main import VERBS, Commands, app, first_sentence
 
 FOUND_WITH_CONFIG = [f"dist_transformer.cli.{name}" for name in ("arguments", "config_verbs", "end", "main")]
 START_THEN_IMPORT_TORCH = """
@@ -37,9 +37,9 @@ def test_waiting_threads_soon_make_room_for_other_processes_unless_the_user_set_
 
 def test_the_list_of_verbs_says_what_each_says_of_itself():
     for verbs in VERBS.values():
-        for verb, (_, text) in verbs.items():
+        for verb, place in verbs.items():
             command = Commands()[verb]
-            assert (command.name, command.get_short_help_str(1000)) == (verb, text)
+            assert (command.name, command.get_short_help_str(1000)) == (verb, first_sentence(place))
             assert not hasattr(command, "commands") or command.commands, f"{verb} has no verbs below it"
     shown = CliRunner().invoke(app, ["--help"]).output.partition("\nTrain:\n")[2].splitlines()
     assert [line.split()[0] for line in shown if line[:2] == "  " and line[2] != " "] == [

@@ -99,7 +99,7 @@ slrum: {}
     assert "run.yaml:9: training.zero_stage: input should be 0, 1, 2 or 3; got 'five' (str)" in joined
     assert "run.yaml:10: slrum: no such section; did you mean `slurm`?" in joined
     assert "run.yaml:4: model.num_heads: 7 heads do not divide d_model 512" in joined
-    assert "command line: slurm.nodes=9: slurm: 9 nodes x 1 ranks = 9 ranks, more than data.lanes 8" in joined
+    assert "command line: slurm.nodes=9: slurm.nodes: 9 nodes x 1 ranks = 9 ranks, more than data.lanes 8" in joined
     assert len(problems) == 5
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from dist_transformer.decoding import forced
-from dist_transformer.decoding.forced import forced_log_probabilities
+from dist_transformer.decoding import scoring
+from dist_transformer.decoding.scoring import forced_log_probabilities
 from dist_transformer.model.transformer import Transformer
 
 PAD, BOS, EOS = 0, 1, 2
@@ -45,7 +45,7 @@ def test_neither_chunks_nor_padding_nor_company_change_a_score(
     together = forced_log_probabilities([model], SOURCE, TARGET_IN, TARGET_OUT)
     alone = forced_log_probabilities([model], SOURCE[1:2, :2], TARGET_IN[1:2], TARGET_OUT[1:2])
     torch.testing.assert_close(alone, together[1:2])
-    monkeypatch.setattr(forced, "CHUNK_TOKENS", chunk)
+    monkeypatch.setattr(scoring, "CHUNK_TOKENS", chunk)
     torch.testing.assert_close(forced_log_probabilities([model], SOURCE, TARGET_IN, TARGET_OUT), together)
 
 

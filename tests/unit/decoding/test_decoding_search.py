@@ -10,7 +10,7 @@ import torch
 
 from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.data.special_tokens import SpecialTokens
-from dist_transformer.decoding.forced import forced_log_probabilities
+from dist_transformer.decoding.scoring import forced_log_probabilities
 from dist_transformer.decoding.search import TorchSearcher
 from dist_transformer.errors import UserError
 from dist_transformer.model.search_interface import Hypothesis, SearchInput

@@ -18,7 +18,7 @@ from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.ctranslate2_search import CTranslate2Searcher
-from dist_transformer.decoding.forced import forced_log_probabilities
+from dist_transformer.decoding.scoring import forced_log_probabilities
 from dist_transformer.decoding.search import TorchSearcher, pad_together
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.interop.ctranslate2_export import QUANTIZATIONS, export_ctranslate2, is_exported

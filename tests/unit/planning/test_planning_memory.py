@@ -22,7 +22,6 @@ from dist_transformer.config.model_size import (
 )
 from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import RATIO_FREE_TOKENS, filter_lengths
-from dist_transformer.data.loader.bounded_shapes import bounded_shapes
 from dist_transformer.model import loss as loss_module
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.planning import activations as plan_activations
@@ -205,25 +204,14 @@ def test_the_largest_shape_is_the_largest_of_all_that_pass_the_filters(longest, 
     assert size(*found) == max(sizes)
 
 
-@pytest.mark.parametrize("batch_shapes", ["free", "bounded"])
-def test_the_largest_shape_of_long_sentences_takes_memory_by_their_length_and_not_its_square(batch_shapes):
-    filters = {"max_tokens": 4096}
-    data = config_of(data={"batch_shapes": batch_shapes, "filters": filters, "max_tokens": 2**31 - 1}).data
+def test_the_largest_shape_of_long_sentences_takes_memory_by_their_length_and_not_its_square():
+    data = config_of(data={"filters": {"max_tokens": 4096}, "max_tokens": 2**31 - 1}).data
     tracemalloc.start()
     shape = largest_shape(data, data.token_budget(), 10**9, 10**9)
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert shape.rows >= 2**31 // (2 * 4096) - 1
     assert peak_bytes < 1000 * 4096
-
-
-@pytest.mark.parametrize("weights", [(1, 1), (2, 5)])
-def test_no_bounded_shape_is_larger_than_the_one_that_is_planned_with(weights):
-    data = config_of(data={"batch_shapes": "bounded", "filters": {"max_tokens": 128}, "max_tokens": 4096}).data
-    planned = largest_shape(data, 4096, *weights)
-    real = [rows * (s * weights[0] + t * weights[1]) for rows, s, t in bounded_shapes(4096, 128)]
-    size = planned.rows * (planned.source_length * weights[0] + planned.target_length * weights[1])
-    assert max(real) <= size <= 1.15 * max(real)
 
 
 ALL_KINDS = [

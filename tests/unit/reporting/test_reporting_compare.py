@@ -175,7 +175,11 @@ def test_sentences_of_one_run_alone_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("sources", "settings", "said"),
     [
-        ("Another.", {"validation.samples": 2}, "by two of the runs: the runs differ in validation.samples."),
+        (
+            "Another.",
+            {"validation.max_sentences": 2},
+            "by two of the runs: the runs differ in validation.max_sentences.",
+        ),
         ("Another.", {}, "No fixed sentence was translated by two of the runs."),
         (None, {}, "Only one run has written translations of fixed sentences; these have none: b."),
     ],

@@ -17,8 +17,7 @@ from running import NOT_INHERITED
 from dist_transformer.config.data_schema import DataConfig
 from dist_transformer.config.schema import TrainingConfig
 from dist_transformer.data.filters import filter_lengths
-from dist_transformer.data.loader.batching import free_buckets
-from dist_transformer.data.loader.bounded_shapes import bounded_buckets
+from dist_transformer.data.loader.batching import buckets_of
 from dist_transformer.errors import UserError
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.planning.activations import Shape
@@ -38,9 +37,9 @@ from dist_transformer.training.engine.objective import Objective
 from dist_transformer.training.memory import allowance
 
 
-def data_of(max_tokens=512, longest=40, ratio=9.0, batch_shapes="free"):
+def data_of(max_tokens=512, longest=40, ratio=9.0):
     filters = {"max_tokens": longest, "max_length_ratio": ratio}
-    return DataConfig(train={"demo": "train"}, max_tokens=max_tokens, filters=filters, batch_shapes=batch_shapes)
+    return DataConfig(train={"demo": "train"}, max_tokens=max_tokens, filters=filters)
 
 
 MEASURES = {
@@ -57,35 +56,24 @@ MEASURES = {
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=150),
     st.integers(80, 900),
     st.sampled_from([1.5, 3.0, 9.0]),
-    st.sampled_from(["free", "bounded"]),
 )
-def test_no_batch_of_any_rows_is_larger_than_the_largest_of_these_shapes(lengths, budget, ratio, batch_shapes):
-    data = data_of(budget, 40, ratio, batch_shapes)
+def test_no_batch_of_any_rows_is_larger_than_the_largest_of_these_shapes(lengths, budget, ratio):
+    data = data_of(budget, 40, ratio)
     source, target = np.array(lengths).T
     kept, _ = filter_lengths(source, target, data.filters)
     source, target, order = source[kept], target[kept], np.arange(int(kept.sum()))
-    buckets = (
-        free_buckets(source, target, order, budget)
-        if batch_shapes == "free"
-        else bounded_buckets(source, target, order, budget, 40)
-    )
+    buckets = buckets_of(source, target, order, budget)
     shapes = largest_shapes(data)
     for name, size in MEASURES.items():
         largest = max(size(*shape) for shape in shapes)
         assert all(size(*bucket[1:]) <= largest for bucket in buckets), name
 
 
-@pytest.mark.parametrize("batch_shapes", ["free", "bounded"])
 @pytest.mark.parametrize("budget", [80, 512, 5000])
-def test_each_of_the_shapes_is_one_that_the_batching_makes(batch_shapes, budget):
-    for shape in largest_shapes(data_of(budget, 40, batch_shapes=batch_shapes)):
-        longest = min(40, shape.source_length), min(40, shape.target_length)  # bounded lengths may be rounded up
-        source, target = (np.full(shape.rows, length) for length in longest)
-        order = np.arange(shape.rows)
-        if batch_shapes == "free":
-            (bucket,) = free_buckets(source, target, order, budget)
-        else:
-            (bucket,) = bounded_buckets(source, target, order, budget, 40)
+def test_each_of_the_shapes_is_one_that_the_batching_makes(budget):
+    for shape in largest_shapes(data_of(budget, 40)):
+        source, target = (np.full(shape.rows, length) for length in (shape.source_length, shape.target_length))
+        (bucket,) = buckets_of(source, target, np.arange(shape.rows), budget)
         assert bucket[1:] == shape
 
 

@@ -35,9 +35,7 @@ def audited(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Callabl
     manifest = manifest_of(splits)
     groups = tuple(tuple(group.rows for group in split.row_groups) for split in splits.values())
     planner = Planner(groups, 2, 9, 5, STAGES[request.param])
-    builder = WindowBuilder(
-        RowReader(tmp_path, manifest, DataConfig(), 0.0, 5), 24, "free", 8, SpecialTokens(1, 2, 0), 5
-    )
+    builder = WindowBuilder(RowReader(tmp_path, manifest, DataConfig(), 0.0, 5), 24, SpecialTokens(1, 2, 0), 5)
     ranks = Ranks(builder, planner, 1, Position.start(planner.first_partition()), 0)
     records = []
     for step in range(1, 15):

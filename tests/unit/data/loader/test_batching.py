@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_transformer.data.loader.batching import cut_by_tokens, free_buckets, snake_order, straggler_ratio
+from dist_transformer.data.loader.batching import buckets_of, cut_by_tokens, snake_order, straggler_ratio
 
 LENGTHS = st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=200)
 
@@ -31,7 +31,7 @@ def test_runs_are_those_of_taking_row_after_row_until_the_budget_is_full(lengths
 def test_every_row_is_in_one_bucket_that_is_as_long_as_its_longest_and_within_the_budget(lengths, max_tokens, seed):
     source, target = np.array(lengths).T
     order = np.random.default_rng(seed).permutation(len(lengths))
-    buckets = free_buckets(source, target, order, max_tokens)
+    buckets = buckets_of(source, target, order, max_tokens)
     assert sorted(row for bucket in buckets for row in bucket.members) == list(range(len(lengths)))
     for bucket in buckets:
         assert bucket.rows == len(bucket.members)
@@ -42,13 +42,13 @@ def test_every_row_is_in_one_bucket_that_is_as_long_as_its_longest_and_within_th
 
 def test_rows_of_equal_lengths_stay_in_the_order_in_which_they_were_shuffled():
     order = np.random.default_rng(1).permutation(100)
-    (bucket,) = free_buckets(np.full(100, 5), np.full(100, 7), order, 1200)
+    (bucket,) = buckets_of(np.full(100, 5), np.full(100, 7), order, 1200)
     assert bucket.members.tolist() == order.tolist()
 
 
 def test_no_rows_make_no_bucket():
     empty = np.zeros(0, np.int64)
-    assert free_buckets(empty, empty, empty, 100) == []
+    assert buckets_of(empty, empty, empty, 100) == []
 
 
 def test_a_row_longer_than_the_budget_goes_alone():

@@ -28,11 +28,11 @@ starts = st.lists(st.tuples(st.integers(1, 7), st.integers(1, 5)), max_size=5)
 """(ranks, batches until the next stop)"""
 
 
-def path_of(folder: Path, corpora, max_tokens: int, shapes: str, lanes: int, window_rows: int, seed: int):
+def path_of(folder: Path, corpora, max_tokens: int, lanes: int, window_rows: int, seed: int):
     splits = {f"corpus-{n}": write_token_split(folder, f"corpus-{n}", each) for n, each in enumerate(corpora)}
     manifest = manifest_of(splits)
     reader = RowReader(folder, manifest, DataConfig(), 0.0, seed)
-    builder = WindowBuilder(reader, max_tokens, shapes, LONGEST_TOKENS, manifest.special, seed)
+    builder = WindowBuilder(reader, max_tokens, manifest.special, seed)
     groups = tuple(tuple(group.rows for group in split.row_groups) for split in splits.values())
     return builder, Planner(groups, lanes, window_rows, seed)
 
@@ -46,17 +46,16 @@ def digests_of(batches: list[dict[int, list[int]]]) -> list[str]:
 @given(
     corpora,
     st.integers(2 * LONGEST_TOKENS, 200),
-    st.sampled_from(["free", "bounded"]),
     st.integers(1, 7),
     st.integers(1, 40),
     st.integers(0, 2**31),
     starts,
 )
 def test_any_chain_of_stops_on_any_ranks_gives_the_digests_of_one_undisturbed_rank_and_every_row_once(
-    corpora, max_tokens, shapes, lanes, window_rows, seed, starts
+    corpora, max_tokens, lanes, window_rows, seed, starts
 ):
     with tempfile.TemporaryDirectory() as name:
-        builder, planner = path_of(Path(name), corpora, max_tokens, shapes, lanes, window_rows, seed)
+        builder, planner = path_of(Path(name), corpora, max_tokens, lanes, window_rows, seed)
         begin = Position.start(planner.first_partition())
         alone = Ranks(builder, planner, 1, begin, 0)
         expected = []

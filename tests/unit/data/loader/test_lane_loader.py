@@ -12,11 +12,11 @@ from lockstep import ALONE, Ranks
 from planned_rows import lane_batches, row_ids
 from rows_builder import RowsBuilder
 
-from dist_transformer.data.loader.loader import LaneLoader, LoaderSettings
+from dist_transformer.data.loader.loader import LaneLoader
 from dist_transformer.data.loader.partition import Planner, Stage
 from dist_transformer.data.loader.position import Position, Quarantined, position_from_json
-from dist_transformer.data.loader.rows import QuarantinedRowGroup
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowRequest
+from dist_transformer.data.loader.workers import LoaderSettings
 from dist_transformer.errors import DataError
 
 BOS_ID = 1
@@ -91,7 +91,7 @@ class LosingBuilder(RowsBuilder):
     def build(self, request):
         self.asked.append(request)
         is_hit = any((piece.corpus, piece.row_group) == (0, 1) for piece in request.slices)
-        lost = (QuarantinedRowGroup(0, 1, "row group 1 of train-00000.parquet", "OSError"),) if is_hit else ()
+        lost = (Quarantined(request.key, 0, 1, "row group 1 of train-00000.parquet", "OSError"),) if is_hit else ()
         kept = tuple(piece for piece in request.slices if (piece.corpus, piece.row_group) != (0, 1))
         window = super().build(replace(request, slices=kept))
         return replace(window, request=request, quarantined=lost, dropped={"empty": 2})
@@ -129,7 +129,7 @@ class FailingDisk(RowsBuilder):
     def build(self, request):
         hit = {(piece.corpus, piece.row_group) for piece in request.slices} & {*self._unreadable, *request.without}
         kept = tuple(piece for piece in request.slices if (piece.corpus, piece.row_group) not in hit)
-        lost = tuple(QuarantinedRowGroup(*group, "a row group", "OSError") for group in sorted(hit))
+        lost = tuple(Quarantined(request.key, *group, "a row group", "OSError") for group in sorted(hit))
         return replace(super().build(replace(request, slices=kept)), request=request, quarantined=lost)
 
 

@@ -13,8 +13,7 @@ import pytest
 from faulty_builders import PATIENT, FaultyBuilder, request, stream
 from running import NOT_INHERITED, Command, records, without
 
-from dist_transformer.data.loader.loader import LoaderSettings
-from dist_transformer.data.loader.workers import WindowStream
+from dist_transformer.data.loader.workers import LoaderSettings, WindowStream
 from dist_transformer.errors import DataError, MachineError
 from dist_transformer.processes.stop_request import STOP_SIGNALS
 

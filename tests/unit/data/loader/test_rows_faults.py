@@ -27,7 +27,8 @@ from rows_helpers import (
     write_tokenizer,
 )
 
-from dist_transformer.data.loader.rows import QuarantinedRowGroup, RowReader
+from dist_transformer.data.loader.position import Quarantined
+from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.manifest import Shard, Split, TextColumns
 from dist_transformer.data.sources import retries
 from dist_transformer.errors import DataError, MachineError, UserError
@@ -186,7 +187,7 @@ def test_row_groups_that_the_request_leaves_out_are_not_touched(tmp_path, tokens
     read = reader_of(tmp_path, {"train": tokens}).read(replace(WINDOW, without=(*without, (0, 17))))
     file = str(shard_of(tmp_path, tokens))
     assert read.quarantined == tuple(
-        QuarantinedRowGroup(0, group, f"row group {group} of {file}", "quarantined before") for group in range(3)
+        Quarantined(WINDOW.key, 0, group, f"row group {group} of {file}", "quarantined before") for group in range(3)
     )
 
 

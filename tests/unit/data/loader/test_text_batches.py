@@ -20,7 +20,7 @@ def tokenizer(tmp_path_factory):
 
 
 def batches_of(tokenizer, sources, targets, max_positions=None, max_tokens=256):
-    builder = WindowBuilder(None, max_tokens, "bounded", 4, tokenizer.special, 1)
+    builder = WindowBuilder(None, max_tokens, tokenizer.special, 1)
     return list(text_batches(builder, tokenizer, sources, targets, max_positions, "data.more_validation.news"))
 
 

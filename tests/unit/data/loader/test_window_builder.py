@@ -1,4 +1,4 @@
-"""Windows as micro-batches: every row once and unchanged, a function of the request, in free and in bounded shapes."""
+"""Windows as micro-batches: every row once and unchanged, a function of the request."""
 
 import pickle
 from dataclasses import replace
@@ -6,21 +6,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from rows_helpers import as_lists, changed_bytes, reader_of, request, write_token_split
 
-from dist_transformer.config.schema import ModelConfig
-from dist_transformer.data.loader import loader
-from dist_transformer.data.loader.bounded_shapes import bounded_shapes
 from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.loader.window import Window, WindowBuilder
 from dist_transformer.data.loader.window_request import WindowKey
 from dist_transformer.data.sources import retries
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.errors import DataError
-from dist_transformer.model.transformer import Transformer
 
-PAD, BOS, EOS, LONGEST, MAX_TOKENS = 0, 1, 2, 8, 96
+PAD, BOS, EOS, MAX_TOKENS = 0, 1, 2, 96
 SLICES = ((0, 0, 3, 30), (0, 2, 0, 30), (0, 1, 5, 12))
 
 
@@ -35,12 +30,12 @@ def reader(folder: Path) -> RowReader:
     return reader_of(folder, {name: write_token_split(folder, name, files) for name, files in splits.items()})
 
 
-def builder(reader: RowReader, batch_shapes: str = "free", seed: int = 1) -> WindowBuilder:
-    return WindowBuilder(reader, MAX_TOKENS, batch_shapes, LONGEST, SpecialTokens(1, EOS, PAD), seed)
+def builder(reader: RowReader, seed: int = 1) -> WindowBuilder:
+    return WindowBuilder(reader, MAX_TOKENS, SpecialTokens(BOS, EOS, PAD), seed)
 
 
 def micro_batches(window: Window) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(row ids, source, target) of each micro-batch; the sides padded, dummy rows included."""
+    """(row ids, source, target) of each micro-batch; the sides padded."""
     found, row, token = [], 0, 0
     for shape in window.shapes:
         middle = token + shape.rows * shape.source_length
@@ -64,46 +59,14 @@ def unpadded(window: Window) -> list[tuple[int, list[int], list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("batch_shapes", ["free", "bounded"])
-def test_a_window_holds_each_row_of_its_slices_once_and_unchanged_within_the_budget(reader, batch_shapes):
-    window = builder(reader, batch_shapes).build(request(*SLICES))
+def test_a_window_holds_each_row_of_its_slices_once_and_unchanged_within_the_budget(reader):
+    window = builder(reader).build(request(*SLICES))
     assert sorted(unpadded(window)) == sorted(as_lists(reader.read(request(*SLICES)).rows))
     assert all(shape.padded_tokens <= MAX_TOKENS for shape in window.shapes)
 
 
-def test_bounded_windows_have_shapes_of_the_list_and_dummy_rows_only_at_the_end(reader):
-    window = builder(reader, "bounded").build(request(*SLICES))
-    dummies = 0
-    for shape, (_, source, target) in zip(window.shapes, micro_batches(window), strict=True):
-        assert (shape.rows, shape.source_length, shape.target_length) in bounded_shapes(MAX_TOKENS, LONGEST)
-        dummies += shape.rows - shape.pairs
-        assert (source[shape.pairs :, 0] == EOS).all()
-        assert (source[shape.pairs :, 1:] == PAD).all()
-        assert (target[shape.pairs :] == PAD).all()
-    assert 0 < dummies < MAX_TOKENS // 16
-
-
-def test_dummy_rows_weigh_nothing_in_the_loss_or_its_gradient(reader):
-    torch.manual_seed(1)
-    size = {"d_model": 16, "d_ff": 16, "num_heads": 2, "num_encoder_layers": 1, "num_decoder_layers": 1, "dropout": 0.0}
-    model = Transformer(ModelConfig(preset="tiny", **size), 60_000, 60_000, PAD).double()
-
-    def loss_and_gradient(batch_shapes: str) -> tuple[float, torch.Tensor]:
-        window = builder(reader, batch_shapes).build(request((0, 0, 0, 20)))
-        batches = loader.micro_batches(window, 0, BOS)
-        losses = [model.loss(b.source_BS, b.target_in_BT, b.target_out_BT, 0.1)[0] for b in batches]
-        loss = torch.stack(losses).sum()
-        (gradient,) = torch.autograd.grad(loss, model.source_embedding.weight)
-        return loss.item(), gradient
-
-    (free, free_gradient), (bounded, bounded_gradient) = loss_and_gradient("free"), loss_and_gradient("bounded")
-    assert bounded == pytest.approx(free, rel=1e-12)
-    torch.testing.assert_close(bounded_gradient, free_gradient)
-
-
-@pytest.mark.parametrize("batch_shapes", ["free", "bounded"])
-def test_the_same_request_gives_the_same_window_in_any_process(reader, batch_shapes):
-    here = builder(reader, batch_shapes)
+def test_the_same_request_gives_the_same_window_in_any_process(reader):
+    here = builder(reader)
     there = pickle.loads(pickle.dumps(here))
     one, other = (b.build(request(*SLICES)) for b in (here, there))
     assert one.shapes == other.shapes
@@ -126,16 +89,14 @@ def test_micro_batches_come_in_an_order_that_does_not_follow_their_lengths(reade
     assert lengths not in (sorted(lengths), sorted(lengths, reverse=True))
 
 
-@pytest.mark.parametrize("batch_shapes", ["free", "bounded"])
-def test_validation_is_every_row_once_a_window_for_each_row_group(reader, batch_shapes):
-    windows = list(builder(reader, batch_shapes).build_in_order("validation"))
+def test_validation_is_every_row_once_a_window_for_each_row_group(reader):
+    windows = list(builder(reader).build_in_order("validation"))
     groups = list(reader.read_split("validation"))
     assert [sorted(unpadded(window)) for window in windows] == [sorted(as_lists(rows)) for rows in groups]
 
 
-@pytest.mark.parametrize("batch_shapes", ["free", "bounded"])
-def test_a_window_without_rows_has_no_micro_batch(reader, batch_shapes):
-    window = builder(reader, batch_shapes).build(request())
+def test_a_window_without_rows_has_no_micro_batch(reader):
+    window = builder(reader).build(request())
     assert (window.shapes, len(window.tokens), len(window.row_ids)) == ((), 0, 0)
 
 

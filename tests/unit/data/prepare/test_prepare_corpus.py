@@ -10,7 +10,7 @@ from prepare_helpers import NUM_TRAIN, PAIRS, SMALL, config_of, mixture_of, read
 
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest, verify_shards
-from dist_transformer.data.prepare import preparation, scan, shards
+from dist_transformer.data.prepare import chunks, scan, shards
 from dist_transformer.data.prepare.preparation import load_tokenizer, prepare, prepared_folder
 from dist_transformer.data.prepare.shards import token_table, write_shard
 from dist_transformer.errors import DataError
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, rows in SMALL.items():
-        monkeypatch.setattr(preparation, name, rows)
+        monkeypatch.setattr(chunks, name, rows)
     monkeypatch.setattr(shards, "SPILL_ROW_GROUP_ROWS", 40)
 
 
@@ -244,10 +244,12 @@ def test_the_order_of_the_corpora_is_part_of_the_corpus(tmp_path: Path):
 
 def test_a_large_corpus_is_not_read_whole_for_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(scan, "TOKENIZER_CHOICE", 1)
+    monkeypatch.setattr(scan, "TRAINING_SENTENCES", 240)
     write_text(tmp_path)
     read: list[int] = []
-    config = config_of(tmp_path, tokenizer={"training_sentences": 240})
-    prepare(config, progress=lambda stage, done, total: read.append(done) if stage == "tokenizer" else None)
+    prepare(
+        config_of(tmp_path), progress=lambda stage, done, total: read.append(done) if stage == "tokenizer" else None
+    )
     assert read == [0, 100, 200, 300, 400]
 
 

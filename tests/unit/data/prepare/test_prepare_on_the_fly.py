@@ -11,7 +11,7 @@ from prepare_helpers import NUM_TRAIN, PAIRS, SMALL, config_of, mixture_of, read
 
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest, TextColumns, verify_shards
-from dist_transformer.data.prepare import preparation, scan
+from dist_transformer.data.prepare import chunks, scan
 from dist_transformer.data.prepare.preparation import prepare, prepared_folder
 from dist_transformer.errors import DataError
 
@@ -19,7 +19,7 @@ from dist_transformer.errors import DataError
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, rows in SMALL.items():
-        monkeypatch.setattr(preparation, name, rows)
+        monkeypatch.setattr(chunks, name, rows)
 
 
 def write_parquet(path: Path, pairs: list[tuple[str, str]], row_group_rows: int) -> Path:

@@ -13,7 +13,7 @@ import pytest
 from prepare_helpers import PAIRS, SMALL, config_of, read_split, write_text
 
 from dist_transformer.data.manifest import MANIFEST_NAME, Manifest
-from dist_transformer.data.prepare import preparation
+from dist_transformer.data.prepare import chunks, preparation
 from dist_transformer.data.prepare.claims import WORK_FOLDER, Work
 from dist_transformer.data.prepare.preparation import prepare, prepared_folder
 from dist_transformer.data.prepare.state import STATE_NAME, PrepareState
@@ -26,7 +26,7 @@ RECORDS = 12
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, rows in SMALL.items():
-        monkeypatch.setattr(preparation, name, rows)
+        monkeypatch.setattr(chunks, name, rows)
 
 
 class Stopped(RuntimeError):
@@ -40,7 +40,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     write_text(folder)
     with pytest.MonkeyPatch.context() as patch:
         for name, rows in SMALL.items():
-            patch.setattr(preparation, name, rows)
+            patch.setattr(chunks, name, rows)
         return prepare(config_of(folder))
 
 
@@ -122,11 +122,11 @@ def test_a_stop_request_passes_through_the_training_of_the_tokenizer(tmp_path: P
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from dist_transformer.data.prepare import preparation
+from dist_transformer.data.prepare import chunks, preparation
 from prepare_helpers import config_of
 
 for name, rows in {small!r}.items():
-    setattr(preparation, name, rows)
+    setattr(chunks, name, rows)
 
 def progress(stage, done, total):
     if stage == {stage!r} and done >= {done!r}:

@@ -16,7 +16,7 @@ from running import Command
 
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest
-from dist_transformer.data.prepare import preparation
+from dist_transformer.data.prepare import chunks
 from dist_transformer.data.prepare.claims import ChunkClaims, Work, WorkFinishedError, chunk_unit
 from dist_transformer.data.prepare.preparation import LOCK_NAME, prepare, prepared_folder
 from dist_transformer.errors import EXIT_REQUEUE
@@ -38,7 +38,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     """What one process makes."""
     with pytest.MonkeyPatch.context() as patch:
         for name, rows in SMALL.items():
-            patch.setattr(preparation, name, rows)
+            patch.setattr(chunks, name, rows)
         return prepare(config_in(tmp_path_factory.mktemp("alone")))
 
 
@@ -48,7 +48,7 @@ def work_in(config: Config, meet_at: str, victim: bool, barrier: Any, made: Any)
     A victim is killed there, with the files of its unit written and its result not.
     """
     for name, rows in SMALL.items():
-        setattr(preparation, name, rows)
+        setattr(chunks, name, rows)
     finish = Work.finish
     met = False
 

@@ -4,8 +4,7 @@ import random
 import re
 
 import pytest
-
-from dist_transformer.data.sources.demo_language import (
+from demo_language import (
     clock_phrase,
     digital_time,
     english_number,

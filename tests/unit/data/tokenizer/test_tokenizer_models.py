@@ -11,6 +11,7 @@ import sentencepiece
 
 from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.data.sources.demo_corpus import demo_pairs
+from dist_transformer.data.tokenizer import tokenizer as tokenizer_module
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer, with_sampling_seed
 from dist_transformer.errors import DataError
 
@@ -37,8 +38,11 @@ def foreign_model(path: Path, **options: int) -> Path:
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 @pytest.mark.parametrize("training_sentences", [10_000, 500])
-def test_training_twice_gives_the_same_file(tmp_path: Path, kind: str, training_sentences: int):
-    settings = TokenizerConfig(type=kind, vocabulary_size=300, training_sentences=training_sentences)
+def test_training_twice_gives_the_same_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, training_sentences: int
+):
+    monkeypatch.setattr(tokenizer_module, "TRAINING_SENTENCES", training_sentences)
+    settings = TokenizerConfig(type=kind, vocabulary_size=300)
     for name in ("first", "second"):
         train_tokenizer(iter(SENTENCES), settings, tmp_path / name)
     assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
