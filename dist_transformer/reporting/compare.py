@@ -24,10 +24,10 @@ from dist_transformer.reporting.formatting import (
     state_text,
     steps_text,
 )
-from dist_transformer.reporting.html import Content, Html, document, table, tag, together
-from dist_transformer.reporting.page import footer, pictures
+from dist_transformer.reporting.html import render
+from dist_transformer.reporting.page import charts
 from dist_transformer.reporting.run_history import RunStory, settings_that_differ
-from dist_transformer.reporting.samples import fixed_sentences, languages, words
+from dist_transformer.reporting.samples import FixedSentence, fixed_sentences
 from dist_transformer.reporting.scores import EVALUATED, MEASURES
 from dist_transformer.run.goodput import goodput_text
 
@@ -76,7 +76,7 @@ def result_rows(stories: Sequence[Named]) -> list[Row]:
         Row("step", [steps_text(story) for _, story in stories]),
         Row("time in training", [duration(story.trained_seconds) for _, story in stories]),
         Row("goodput", [goodput_text(story.goodput) if story.goodput else NOTHING for _, story in stories]),
-        _highest("target tokens/s, median", [_median_speed(story) for _, story in stories]),
+        _highest("target tokens/s, median", [story.median_speed for _, story in stories]),
         Row("starts", [number(len(story.starts) or story.run.get("starts")) for _, story in stories]),
     ]
     return [*rows, *_score_rows(stories), *_evaluation_rows(stories)]
@@ -92,16 +92,20 @@ def setting_rows(stories: Sequence[Named]) -> list[Row]:
 
 def compare_page(stories: Sequence[Named]) -> str:
     """The page as HTML in one file."""
-    names = [name for name, _ in stories]
-    results, settings = result_rows(stories), setting_rows(stories)
-    parts = [
-        ("results", "Results", together([_table(names, results), _notes(results)])),
-        ("settings", "Settings that differ", _table(names, settings) if settings else tag("p", "None.")),
-        ("curves", "Curves", _curves(stories)),
-        ("samples", "Samples", _samples(stories)),
-    ]
-    folders = [tag("li", name, ": ", tag("code", str(story.run_dir.path.absolute()))) for name, story in stories]
-    return document(f"{len(stories)} runs compared", tag("ul", *folders), parts, footer(time.time()))
+    results, last_step = result_rows(stories), max(story.curves.last_step for _, story in stories)
+    common = _common_sentences(stories)
+    return render(
+        "compare.html",
+        title=f"{len(stories)} runs compared",
+        stories=stories,
+        languages=stories[0][1].languages,
+        results=results,
+        notes=notes(results),
+        differing=setting_rows(stories),
+        charts=charts(compared_panels(stories), Marks(last_step)),
+        common=common,
+        why_no_samples="" if common else _why_no_samples(stories),
+    )
 
 
 def _score_rows(stories: Sequence[Named]) -> Iterator[Row]:
@@ -169,10 +173,6 @@ def notes(rows: Sequence[Row]) -> list[str]:
     return [f"No best one is marked of {'; '.join(named)}: {note}." for note, named in names.items()]
 
 
-def _notes(rows: Sequence[Row]) -> Html:
-    return together(tag("p", line, class_="soft") for line in notes(rows))
-
-
 def _measures(stories: Sequence[Named]) -> list[str]:
     """Measures that any run has: of data.validation first, then of further corpora."""
     names = dict.fromkeys(name for _, story in stories for name in story.curves.names("validation"))
@@ -196,47 +196,16 @@ def _highest(name: str, values: Sequence[float | None]) -> Row:
     return Row(name, [number(value) for value in values], _best(values, True))
 
 
-def _median_speed(story: RunStory) -> float | None:
-    curve = story.curves.of("train", "tokens_per_second")
-    return float(np.median(curve.values)) if curve else None
-
-
-def _table(names: Sequence[str], rows: Sequence[Row]) -> Html:
-    cells: list[list[Content]] = [
-        [row.name, *(tag("strong", text) if place == row.best else text for place, text in enumerate(row.texts))]
-        for row in rows
-    ]
-    return table(["", *names], cells)
-
-
-def _curves(stories: Sequence[Named]) -> Html:
-    panels = compared_panels(stories)
-    last_step = max(story.curves.last_step for _, story in stories)
-    return pictures(panels, Marks(last_step)) if panels else tag("p", "No step was recorded yet.")
-
-
-def _samples(stories: Sequence[Named]) -> Html:
-    """The newest translation by each run of each fixed sentence that at least two runs have."""
+def _common_sentences(stories: Sequence[Named]) -> list[tuple[str, dict[str, FixedSentence]]]:
+    """The fixed sentences that at least two runs have, each with its translations by these runs."""
     by_run = {name: {(each.corpus, each.source): each for each in fixed_sentences(story)} for name, story in stories}
     num_runs = Counter(key for sentences in by_run.values() for key in sentences)
     keys = [key for key, count in num_runs.items() if count > 1][:MOST_SENTENCES]
-    if not keys:
-        return tag("p", _why_no_samples(stories, [name for name, sentences in by_run.items() if not sentences]))
-    source, target = languages(stories[0][1])
-    parts = []
-    for key in keys:
-        having = {name: sentences[key] for name, sentences in by_run.items() if key in sentences}
-        rows = [
-            [name, f"{each.translations[-1][0]:,}", words(each.translations[-1][1], target)]
-            for name, each in having.items()
-        ]
-        reference = next(iter(having.values())).reference
-        rows.append(["reference", "", words(reference, target)])
-        parts += [tag("h3", words(key[1], source)), table(["run", "step", "translation"], rows)]
-    return together(parts)
+    return [(key[1], {name: each[key] for name, each in by_run.items() if key in each}) for key in keys]
 
 
-def _why_no_samples(stories: Sequence[Named], without: Sequence[str]) -> str:
+def _why_no_samples(stories: Sequence[Named]) -> str:
+    without = [name for name, story in stories if not fixed_sentences(story)]
     if len(without) == len(stories):
         return "No run has written translations of fixed sentences."
     if len(without) > len(stories) - 2:

@@ -34,7 +34,7 @@ FEW_POINTS = 40
 
 
 def panel_svg(panel: Panel, marks: Marks) -> str:
-    """An <svg> element for a page: no fixed size, colors from the page's variables (page_style.py)."""
+    """An <svg> element for a page: no fixed size, colors from the page's variables (templates/style.css)."""
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -65,12 +65,13 @@ def write_run_report(
     Raises:
         UserError: the page cannot be written, or `sentences` are given and there is no model to translate them.
     """
-    from dist_transformer.reporting.page import drawn, run_page
+    from dist_transformer.reporting.attention import attention_png
+    from dist_transformer.reporting.page import run_page
     from dist_transformer.reporting.run_history import read_story
 
     story = read_story(run_dir)
     maps, note = _attention(story, sentences) if with_attention else ([], "Left out with --no-attention.")
-    attention = drawn(maps)
+    attention = [(sentence, attention_png(sentence)) for sentence in maps]
     page = run_page(story, attention, note)
     if output is None:
         with writing(run_dir.figures):
