@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dist_transformer.config.schema import Config
-from dist_transformer.planning.vocabularies import count_parameters
-from dist_transformer.planning.vocabulary_sizes import with_counted_pieces
+from dist_transformer.planning.vocabularies import count_parameters, with_counted_pieces
 
 
 def num_parameters_of(config: Config) -> int:

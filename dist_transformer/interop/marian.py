@@ -21,19 +21,10 @@ from dist_transformer.interop.marian_vocabulary import (
     read_tokenizer_names,
 )
 from dist_transformer.interop.marian_weights import from_marian, to_marian
-from dist_transformer.interop.model_folder import (
-    LoadedModel,
-    ModelInformation,
-    TokenizerFiles,
-    save_model_folder,
-)
+from dist_transformer.interop.model_folder import LoadedModel, ModelInformation, TokenizerFiles, save_model_folder
 
-CONFIG, GENERATION, WEIGHTS, PICKLED_WEIGHTS = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "pytorch_model.bin",
-)
+CONFIG, GENERATION = "config.json", "generation_config.json"
+WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
 NEAREST_LENGTH_TOKENS = 25
 """Length at which the exported length penalty has the same slope as ours."""
 
@@ -113,9 +104,7 @@ def _refuse_what_marian_lacks(config: ModelConfig) -> None:
         )
     if problems:
         raise UserError(
-            "this model cannot be a MarianMTModel: "
-            + "; ".join(problems)
-            + ". Export it to another format (ctranslate2), or "
+            f"this model cannot be a MarianMTModel: {'; '.join(problems)}. Export it to another format (ctranslate2), or "
             "train one with Marian's settings"
         )
 

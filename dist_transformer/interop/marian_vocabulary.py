@@ -29,8 +29,8 @@ from dist_transformer.data.tokenizer.model_file import (
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer, round_up
 from dist_transformer.errors import DataError, UserError
 from dist_transformer.files import write_json
+from dist_transformer.interop.foreign_weights import Rows
 from dist_transformer.interop.model_folder import TokenizerFiles
-from dist_transformer.interop.vocabulary_rows import Rows
 
 SOURCE, TARGET, VOCABULARY, TARGET_VOCABULARY = "source.spm", "target.spm", "vocab.json", "target_vocab.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -19,7 +19,6 @@ ADAPTERS = {
     "deepspeed": {"training.engine.engine"},
     "mlflow": {
         "tracking.mlflow_client",
-        "tracking.mlflow_datasets",
         "tracking.mlflow_models",
         "tracking.pyfunc_folder",
     },
