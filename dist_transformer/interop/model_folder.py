@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ConfigDict, TypeAdapter
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -58,8 +57,6 @@ class ModelInformation:
     target_language: str
     step: int
     """Optimizer steps of the (newest) weights."""
-
-    __pydantic_config__ = ConfigDict(extra="forbid")
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,11 @@ def read_config(folder: Path) -> tuple[ModelConfig, ModelInformation]:
         )
     try:
         config = ModelConfig(**content.pop("model"))
-        information = TypeAdapter(ModelInformation).validate_python(content, strict=True)
+        information = ModelInformation(**content)
+        for name, value in asdict(information).items():
+            expected = str if name.endswith("_language") else int
+            if not isinstance(value, expected):
+                raise TypeError(f"{name} is {value!r}, expected {expected.__name__}")
         _check_sizes(config, information)
         return config, information
     except (ValueError, KeyError, TypeError) as error:

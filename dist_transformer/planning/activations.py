@@ -82,16 +82,12 @@ class _Widths:
         precision = config.training.precision
         product, residual = 4 if precision == "fp32" else 2, bytes_of_weight(config.training)
         kept = product if _copies_to_bf16(config) else residual
-        norm = _norm_bytes(config.model, residual, on_gpu)
+        if config.model.norm_type == "layer":
+            norm = (config.model.d_model + 2) * residual
+        else:  # on CPUs torch's RMS norm is a chain of operations in fp32
+            norm = config.model.d_model * residual + 4 if on_gpu else 4 * (2 * config.model.d_model + 1)
         attention = product if on_gpu else 4
         return cls(product, attention, kept, residual, norm, mask=1 if config.model.dropout else 0)
-
-
-def _norm_bytes(model: ModelConfig, residual: int, on_gpu: bool) -> int:
-    """Bytes per token of a norm's input and statistics; on CPUs torch's RMS norm is a chain of operations in fp32."""
-    if model.norm_type == "layer":
-        return (model.d_model + 2) * residual
-    return model.d_model * residual + 4 if on_gpu else 4 * (2 * model.d_model + 1)
 
 
 def _copies_to_bf16(config: Config) -> bool:
@@ -106,12 +102,15 @@ def activations(config: Config, vocabulary: int, shape: Shape, on_gpu: bool) -> 
     source, target = shape.rows * shape.source_length, shape.rows * shape.target_length
     by_source, by_target = token_bytes(config, on_gpu)
     has_copies, is_checkpointed = _copies_to_bf16(config), config.training.activation_checkpointing
-    matrices = 2 * max(_layer_matrices(model)) if has_copies else 0
-    largest = max(source * _encoder_bytes(model, widths), _decoder_layer_bytes(model, widths, source, target))
+    encoder, decoder = _layer_matrices(model)
+    matrices = 2 * max(encoder, decoder) if has_copies else 0
+    decoder_layer = target * _decoder_bytes(model, widths) + source * _memory_bytes(model, widths)
+    largest = max(source * _encoder_bytes(model, widths), decoder_layer)
+    all_matrices = model.num_encoder_layers * encoder + model.num_decoder_layers * decoder
     output = vocabulary * (model.d_model + (1 if model.output_bias else 0))
     return Activations(
         kept=source * by_source + target * by_target + 4 * output,
-        weight_copies=2 * sum_of_matrices(model) if has_copies and not is_checkpointed else 0,
+        weight_copies=2 * all_matrices if has_copies and not is_checkpointed else 0,
         logits=_loss_bytes(config, vocabulary, target, on_gpu),
         recomputed=largest + matrices if is_checkpointed else 0,
         first_gradients=4 * output + target * model.d_model * (4 + widths.residual),
@@ -175,17 +174,8 @@ def _memory_bytes(model: ModelConfig, widths: _Widths) -> int:
     return projected_width(model) * widths.attention + copy * widths.product
 
 
-def _decoder_layer_bytes(model: ModelConfig, widths: _Widths, source: int, target: int) -> int:
-    return target * _decoder_bytes(model, widths) + source * _memory_bytes(model, widths)
-
-
-def sum_of_matrices(model: ModelConfig) -> int:
-    """Number of elements of all matrices of all layers, without the output projection."""
-    encoder, decoder = _layer_matrices(model)
-    return model.num_encoder_layers * encoder + model.num_decoder_layers * decoder
-
-
 def _layer_matrices(model: ModelConfig) -> tuple[int, int]:
+    """Elements of all matrices of an encoder layer and of a decoder layer."""
     attention = 2 * model.d_model * projected_width(model)
     feed_forward = feed_forward_matrices(model) * model.d_model * model.d_ff
     return attention + feed_forward, 2 * attention + feed_forward

@@ -161,7 +161,9 @@ def _moments(state: _State, batch: Activations, stage: int, precision: str, is_r
     left = state.gradients + (state.buffer if stage == 1 else 0) if is_repeated and stage < 3 else 0
     buffer = 0 if stage == 3 or (stage == 1 and is_repeated) else state.buffer
     kept = batch.kept + batch.weight_copies
-    reducing = _bytes_while_reducing(state, stage)
+    # Stage 1: gradients and buffer. Stage 2: the buffer, which holds the gradients, and the flat copy to be sent.
+    # Stage 3: besides the buffer that copy, and the one that gloo makes of it (NCCL is assumed to make one, too).
+    reducing = 2 * state.buffer if stage >= 2 else state.gradients + state.buffer
     first_reduced = round((1 - state.share_reduced_at_once) * (kept + state.gathered)) if stage > 1 else 0
     taken_over = left if stage == 2 else 0
     # The last gathered buffer is freed with the last layer whose weights it holds, before the logits are computed.
@@ -172,15 +174,6 @@ def _moments(state: _State, batch: Activations, stage: int, precision: str, is_r
         # Stage 3 has its gradients in fp32 besides, and as a copy in fp16; offload none of them. Adam is one kernel.
         "update": always + state.flat + (state.flat // 2 if precision == "fp16" and stage == 3 else 0),
     }
-
-
-def _bytes_while_reducing(state: _State, stage: int) -> int:
-    """Bytes of gradients and buffers at the end of the backward pass.
-
-    Stage 1: gradients and buffer. Stage 2: the buffer, which holds the gradients, and the flat copy to be sent.
-    Stage 3: besides the buffer that copy, and the one that gloo makes of it (NCCL is assumed to make one, too).
-    """
-    return 2 * state.buffer if stage >= 2 else state.gradients + state.buffer
 
 
 def with_tokens(config: Config, max_tokens: int) -> Config:
