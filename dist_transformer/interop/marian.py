@@ -39,25 +39,28 @@ def import_marian(source: Path, out: Path) -> None:
     """
     settings = read_settings(source / CONFIG)
     ids = settings.ids
-    sides = import_vocabulary(source, settings.sizes, settings.is_shared, ids)
-    weights = from_marian(_read_weights(source), settings.config, sides[0].rows, sides[1].rows)
+    (of_source, source_rows), (of_target, target_rows) = import_vocabulary(
+        source, settings.sizes, settings.is_shared, ids
+    )
+    weights = from_marian(_read_weights(source), settings.config, source_rows, target_rows)
     names = read_tokenizer_names(source)
     information = ModelInformation(
-        source_vocabulary=sides[0].rows.all,
-        target_vocabulary=sides[1].rows.all,
+        source_vocabulary=source_rows.all,
+        target_vocabulary=target_rows.all,
         pad_id=ids.pad,
         bos_id=ids.bos,
         eos_id=ids.eos,
-        source_language=names.source_language,
-        target_language=names.target_language,
+        source_language=names["source_lang"],
+        target_language=names["target_lang"],
         step=0,
     )
     with TemporaryDirectory() as folder:
-        models = [Path(folder) / name for name in ("source.model", "target.model")]
-        for path, side in zip(models, sides, strict=True):
-            path.write_bytes(side.model)
-        is_one = sides[0].model == sides[1].model
-        files = TokenizerFiles(models[0], None if is_one else models[1])
+        files = TokenizerFiles(Path(folder) / "source.model")
+        files.source.write_bytes(of_source)
+        if of_target != of_source:
+            target = Path(folder) / "target.model"
+            target.write_bytes(of_target)
+            files = TokenizerFiles(files.source, target)
         save_model_folder(out, weights, settings.config, files, information)
 
 

@@ -104,8 +104,8 @@ def activations(config: Config, vocabulary: int, shape: Shape, on_gpu: bool) -> 
     has_copies, is_checkpointed = _copies_to_bf16(config), config.training.activation_checkpointing
     encoder, decoder = _layer_matrices(model)
     matrices = 2 * max(encoder, decoder) if has_copies else 0
-    decoder_layer = target * _decoder_bytes(model, widths) + source * _memory_bytes(model, widths)
-    largest = max(source * _encoder_bytes(model, widths), decoder_layer)
+    decoder_layer = target * _layer_bytes(model, widths, 2) + source * _memory_bytes(model, widths)
+    largest = max(source * _layer_bytes(model, widths, 1), decoder_layer)
     all_matrices = model.num_encoder_layers * encoder + model.num_decoder_layers * decoder
     output = vocabulary * (model.d_model + (1 if model.output_bias else 0))
     return Activations(
@@ -127,34 +127,28 @@ def token_bytes(config: Config, on_gpu: bool) -> tuple[int, int]:
     if config.training.activation_checkpointing:  # the input of each layer, and the encoder's output
         return source + (num_encoder + 1) * stream + ends, target + num_decoder * stream + ends
     memory = 0 if _copies_to_bf16(config) else model.d_model * widths.input
-    source += num_encoder * _encoder_bytes(model, widths) + ends + memory
+    source += num_encoder * _layer_bytes(model, widths, 1) + ends + memory
     source += num_decoder * _memory_bytes(model, widths)
-    return source, target + num_decoder * _decoder_bytes(model, widths) + ends
+    return source, target + num_decoder * _layer_bytes(model, widths, 2) + ends
 
 
-def _encoder_bytes(model: ModelConfig, widths: _Widths) -> int:
-    """Bytes per token of a layer: 2 norms, 2 sub-layers' inputs, 3 projections, attention result, inner activations."""
+def _layer_bytes(model: ModelConfig, widths: _Widths, attentions: int) -> int:
+    """Bytes per token of a layer of one (encoder) or two (decoder) attentions and a feed-forward network.
+
+    Each sub-layer has a norm and an input, each attention its result; of queries, keys and values a cross-attention has
+    only the queries here.
+    """
+    num_sublayers = attentions + 1
     return (
-        2 * (widths.norm + model.d_model * (widths.mask + widths.input))
-        + 2 * projected_width(model) * widths.attention
-        + _attended_bytes(model, widths)
+        num_sublayers * (widths.norm + model.d_model * (widths.mask + widths.input))
+        + num_sublayers * projected_width(model) * widths.attention
+        + _attended_bytes(model, widths, attentions)
         + _inner_width(model, widths) * widths.product
-        + 4 * model.num_heads
+        + 4 * attentions * model.num_heads
     )
 
 
-def _decoder_bytes(model: ModelConfig, widths: _Widths) -> int:
-    """Bytes per target token of a layer: with a third sub-layer, of which only the queries are the decoder's."""
-    return (
-        3 * (widths.norm + model.d_model * (widths.mask + widths.input))
-        + 3 * projected_width(model) * widths.attention
-        + _attended_bytes(model, widths, attentions=2)
-        + _inner_width(model, widths) * widths.product
-        + 8 * model.num_heads
-    )
-
-
-def _attended_bytes(model: ModelConfig, widths: _Widths, attentions: int = 1) -> int:
+def _attended_bytes(model: ModelConfig, widths: _Widths, attentions: int) -> int:
     """Bytes per token kept twice: attention results if copied to another type, else the rotated queries and keys."""
     key_size, value_size = head_sizes(model)
     if widths.attention != widths.product:

@@ -11,19 +11,13 @@ from dist_transformer.reporting.run_history import RunStory
 MEASURES = ("bleu", "chrf", "comet", "loss", "perplexity", "token_accuracy", "nll")
 EVALUATED = TRANSLATION_MEASURES
 """Measures of `evaluate` that are shown."""
-FEW_ROWS = 12
-"""Tables with at most so many rows are not folded."""
-NEWEST_ROWS = 5
-"""Rows shown of a longer table, besides the best."""
 
 
 @dataclass(frozen=True)
 class Validations:
     """All validations of a corpus ("": data.validation) as a table.
 
-    Attributes:
-        best: row of the best one, if validation.metric is of this corpus.
-        short_rows: the best and the newest ones of many rows; `short_best`: the best one's row among them.
+    `best`: row of the best one, if validation.metric is of this corpus.
     """
 
     corpus: str
@@ -31,19 +25,6 @@ class Validations:
     head: list[str]
     rows: list[list[str]]
     best: int | None
-
-    @property
-    def _short(self) -> list[int]:
-        newest = range(len(self.rows) - NEWEST_ROWS, len(self.rows))
-        return sorted({*newest, *([] if self.best is None else [self.best])}) if len(self.rows) > FEW_ROWS else []
-
-    @property
-    def short_rows(self) -> list[list[str]]:
-        return [self.rows[place] for place in self._short]
-
-    @property
-    def short_best(self) -> int | None:
-        return None if self.best is None else self._short.index(self.best)
 
 
 def validations(story: RunStory) -> list[Validations]:
