@@ -12,8 +12,7 @@ from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.config.schema import Config
 from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.errors import ConfigError
-from dist_transformer.planning.vocabularies import count_parameters
-from dist_transformer.planning.vocabulary_sizes import with_counted_pieces
+from dist_transformer.planning.vocabularies import count_parameters, with_counted_pieces
 from dist_transformer.run.folder import RunDir
 from dist_transformer.tracking.tracker import address_of
 

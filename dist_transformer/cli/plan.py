@@ -124,7 +124,7 @@ def simulate_command(
 
 def _configured(run: Path, overrides: list[str] | None, gpus_per_node: int | None) -> tuple[Config, int]:
     """The configuration to plan, with its vocabulary counted, and the ranks of a node."""
-    from dist_transformer.planning.vocabulary_sizes import with_counted_pieces
+    from dist_transformer.planning.vocabularies import with_counted_pieces
 
     config = with_counted_pieces(fill_from_profile(read_run(run, overrides, check_files=False)[0]))
     config = with_precision(config, "fp16")  # the value of auto on a GPU

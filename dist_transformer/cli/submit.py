@@ -16,8 +16,7 @@ from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import STAGES, SlurmConfig, Stage
 from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.errors import UserError
-from dist_transformer.planning.vocabularies import count_parameters
-from dist_transformer.planning.vocabulary_sizes import with_counted_pieces
+from dist_transformer.planning.vocabularies import count_parameters, with_counted_pieces
 from dist_transformer.tracking.tracker import VARIABLE, address_of
 
 _VERBS = [

@@ -180,7 +180,7 @@ def _check_batches(data: Any) -> Iterator[str]:
         )
 
 
-def _check_model(model: Any) -> Iterator[str]:
+def check_model(model: Any) -> Iterator[str]:
     if model.d_model % model.num_heads and None in (model.key_size, model.value_size):
         yield (
             f"model.num_heads: {model.num_heads} heads do not divide d_model {model.d_model}; take another number, or give "
@@ -254,7 +254,7 @@ def _metric_problems(validation: ValidationConfig, data: DataConfig) -> Iterator
 
 _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = [
     (("run",), lambda run: run_name_problems(run.name)),
-    (("model",), _check_model),
+    (("model",), check_model),
     (("data", "model"), _check_positions),
     (("tokenizer", "model"), _check_vocabulary),
     (("optimizer", "schedule", "training"), _check_schedule),

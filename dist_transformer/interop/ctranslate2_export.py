@@ -19,14 +19,8 @@ from dist_transformer.data.tokenizer.model_file import read_pieces_file, texts
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.interop.complete_folder import complete_folder
-from dist_transformer.interop.model_folder import (
-    SOURCE_MODEL,
-    TARGET_MODEL,
-    LoadedModel,
-    ModelInformation,
-)
+from dist_transformer.interop.model_folder import SOURCE_MODEL, TARGET_MODEL, LoadedModel, ModelInformation
 from dist_transformer.model.layers import AddAndNorm, FeedForward, sinusoids
-from dist_transformer.model.transformer import Transformer
 
 INFORMATION = "dist_transformer.json"
 LONGEST_TOKENS = 4096
@@ -50,7 +44,12 @@ def export_ctranslate2(loaded: LoadedModel, out: Path, quantization: str | None 
 
     Raises UserError: the package ctranslate2 is missing, or the model has something that CTranslate2 lacks.
     """
-    _refuse_what_ctranslate2_lacks(loaded.config)
+    keys, values = head_sizes(loaded.config)
+    if keys != values:
+        raise UserError(
+            f"this model cannot be exported to ctranslate2: its heads have keys of size {keys} and values of size {values} "
+            "(model.key_size, model.value_size), CTranslate2 wants one size"
+        )
     spec = _spec(loaded)
     spec.validate()
     spec.optimize(quantization=quantization)
@@ -60,8 +59,8 @@ def export_ctranslate2(loaded: LoadedModel, out: Path, quantization: str | None 
         shutil.copyfile(files.source, folder / SOURCE_MODEL)
         if files.target is not None:
             shutil.copyfile(files.target, folder / TARGET_MODEL)
-        positions = {"max_positions": _max_positions(loaded.config)}
-        write_json(folder / INFORMATION, {**asdict(loaded.information), **positions})
+        longest = None if loaded.config.positions == "rotary" else loaded.config.max_positions or LONGEST_TOKENS
+        write_json(folder / INFORMATION, {**asdict(loaded.information), "max_positions": longest})
 
 
 def load_exported(folder: Path) -> ExportedModel:
@@ -95,21 +94,6 @@ def import_ctranslate2() -> Any:
     return ctranslate2
 
 
-def _refuse_what_ctranslate2_lacks(config: ModelConfig) -> None:
-    keys, values = head_sizes(config)
-    if keys != values:
-        raise UserError(
-            f"this model cannot be exported to ctranslate2: its heads have keys of size {keys} and values of size {values} "
-            "(model.key_size, model.value_size), CTranslate2 wants one size"
-        )
-
-
-def _max_positions(config: ModelConfig) -> int | None:
-    if config.positions == "rotary":
-        return None
-    return config.max_positions or LONGEST_TOKENS
-
-
 def _spec(loaded: LoadedModel) -> Any:
     specs = import_ctranslate2().specs
     config, model = loaded.config, loaded.model
@@ -131,10 +115,14 @@ def _spec(loaded: LoadedModel) -> Any:
     spec = specs.TransformerSpec(encoder, decoder)
     _set_stack(encoder, encoder.embeddings[0], model.source_embedding, model.source_positions, config)
     _set_stack(decoder, decoder.embeddings, model.target_embedding, model.target_positions, config)
-    for layer_spec, layer in zip(encoder.layer, model.encoder_layers, strict=True):
-        _set_encoder_layer(layer_spec, layer)
-    for layer_spec, layer in zip(decoder.layer, model.decoder_layers, strict=True):
-        _set_decoder_layer(layer_spec, layer)
+    layers: list[Any] = [*model.encoder_layers, *model.decoder_layers]
+    for layer_spec, layer in zip([*encoder.layer, *decoder.layer], layers, strict=True):
+        own = layer.self_attention
+        _set_attention(layer_spec.self_attention, [own.query_key_value], own.output, layer.self_attention_residual)
+        _set_feed_forward(layer_spec.ffn, layer.feed_forward, layer.feed_forward_residual)
+    for layer_spec, layer in zip(decoder.layer, layers[len(model.encoder_layers) :], strict=True):
+        cross, residual = layer.cross_attention, layer.cross_attention_residual
+        _set_attention(layer_spec.attention, [cross.query, cross.key_value], cross.output, residual)
     for stack, norm in ((encoder, model.encoder_norm), (decoder, model.decoder_norm)):
         stack.pre_norm = config.norm == "pre"
         if has_final_norm(config):
@@ -143,7 +131,7 @@ def _spec(loaded: LoadedModel) -> Any:
     if model.output_bias is not None:
         decoder.projection.bias = _array(model.output_bias)
     _set_vocabulary(spec, loaded)
-    spec.config.layer_norm_epsilon = _epsilon(model)
+    spec.config.layer_norm_epsilon = float(layers[0].self_attention_residual.norm.eps)
     return spec
 
 
@@ -155,19 +143,6 @@ def _set_stack(spec: Any, embeddings: Any, embedding: nn.Embedding, positions: A
         spec.position_encodings.encodings = _array(positions.table.weight)
     else:
         spec.position_encodings.encodings = _array(sinusoids(LONGEST_TOKENS, config.d_model))
-
-
-def _set_encoder_layer(spec: Any, layer: Any) -> None:
-    attention = layer.self_attention
-    _set_attention(spec.self_attention, [attention.query_key_value], attention.output, layer.self_attention_residual)
-    _set_feed_forward(spec.ffn, layer.feed_forward, layer.feed_forward_residual)
-
-
-def _set_decoder_layer(spec: Any, layer: Any) -> None:
-    own, cross = layer.self_attention, layer.cross_attention
-    _set_attention(spec.self_attention, [own.query_key_value], own.output, layer.self_attention_residual)
-    _set_attention(spec.attention, [cross.query, cross.key_value], cross.output, layer.cross_attention_residual)
-    _set_feed_forward(spec.ffn, layer.feed_forward, layer.feed_forward_residual)
 
 
 def _set_attention(spec: Any, inputs: Sequence[nn.Linear], output: nn.Linear, residual: AddAndNorm) -> None:
@@ -196,11 +171,6 @@ def _set_norm(spec: Any, norm: Any) -> None:
     spec.gamma = _array(norm.weight)
     if getattr(norm, "bias", None) is not None:
         spec.beta = _array(norm.bias)
-
-
-def _epsilon(model: Transformer) -> float:
-    first: Any = model.encoder_layers[0]
-    return float(first.self_attention_residual.norm.eps)
 
 
 def _set_vocabulary(spec: Any, loaded: LoadedModel) -> None:

@@ -21,19 +21,10 @@ from dist_transformer.interop.marian_vocabulary import (
     read_tokenizer_names,
 )
 from dist_transformer.interop.marian_weights import from_marian, to_marian
-from dist_transformer.interop.model_folder import (
-    LoadedModel,
-    ModelInformation,
-    TokenizerFiles,
-    save_model_folder,
-)
+from dist_transformer.interop.model_folder import LoadedModel, ModelInformation, TokenizerFiles, save_model_folder
 
-CONFIG, GENERATION, WEIGHTS, PICKLED_WEIGHTS = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "pytorch_model.bin",
-)
+CONFIG, GENERATION = "config.json", "generation_config.json"
+WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
 NEAREST_LENGTH_TOKENS = 25
 """Length at which the exported length penalty has the same slope as ours."""
 
@@ -48,25 +39,28 @@ def import_marian(source: Path, out: Path) -> None:
     """
     settings = read_settings(source / CONFIG)
     ids = settings.ids
-    sides = import_vocabulary(source, settings.sizes, settings.is_shared, ids)
-    weights = from_marian(_read_weights(source), settings.config, sides[0].rows, sides[1].rows)
+    (of_source, source_rows), (of_target, target_rows) = import_vocabulary(
+        source, settings.sizes, settings.is_shared, ids
+    )
+    weights = from_marian(_read_weights(source), settings.config, source_rows, target_rows)
     names = read_tokenizer_names(source)
     information = ModelInformation(
-        source_vocabulary=sides[0].rows.all,
-        target_vocabulary=sides[1].rows.all,
+        source_vocabulary=source_rows.all,
+        target_vocabulary=target_rows.all,
         pad_id=ids.pad,
         bos_id=ids.bos,
         eos_id=ids.eos,
-        source_language=names.source_language,
-        target_language=names.target_language,
+        source_language=names["source_lang"],
+        target_language=names["target_lang"],
         step=0,
     )
     with TemporaryDirectory() as folder:
-        models = [Path(folder) / name for name in ("source.model", "target.model")]
-        for path, side in zip(models, sides, strict=True):
-            path.write_bytes(side.model)
-        is_one = sides[0].model == sides[1].model
-        files = TokenizerFiles(models[0], None if is_one else models[1])
+        files = TokenizerFiles(Path(folder) / "source.model")
+        files.source.write_bytes(of_source)
+        if of_target != of_source:
+            target = Path(folder) / "target.model"
+            target.write_bytes(of_target)
+            files = TokenizerFiles(files.source, target)
         save_model_folder(out, weights, settings.config, files, information)
 
 
@@ -113,9 +107,7 @@ def _refuse_what_marian_lacks(config: ModelConfig) -> None:
         )
     if problems:
         raise UserError(
-            "this model cannot be a MarianMTModel: "
-            + "; ".join(problems)
-            + ". Export it to another format (ctranslate2), or "
+            f"this model cannot be a MarianMTModel: {'; '.join(problems)}. Export it to another format (ctranslate2), or "
             "train one with Marian's settings"
         )
 

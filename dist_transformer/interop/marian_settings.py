@@ -1,17 +1,23 @@
 """Reader of config.json of a MarianMTModel: checks type and range of every entry that matters."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from dist_transformer.config.loading import value_problem
 from dist_transformer.config.schema import ModelConfig
+from dist_transformer.config.section import Bool, Fraction, PositiveInt
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.errors import UserError
 from dist_transformer.interop.marian_vocabulary import read_object
 
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "swish": "silu", "silu": "silu"}
 """Our names by Marian's."""
+
+Id = Annotated[int, Field(ge=0, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -30,113 +36,80 @@ class MarianSettings:
     is_shared: bool
 
 
+class _Entries(BaseModel):
+    """The entries that matter; those without a default must be given."""
+
+    model_config = ConfigDict(protected_namespaces=())
+
+    model_type: Literal["marian"]
+    scale_embedding: Literal[True]  # embeddings are multiplied by sqrt(d_model) (3.4)
+    d_model: Annotated[PositiveInt, Field(multiple_of=2)]  # a sine and a cosine in turn (3.5)
+    vocab_size: PositiveInt
+    decoder_vocab_size: PositiveInt | None = None
+    encoder_layers: PositiveInt
+    decoder_layers: PositiveInt
+    encoder_ffn_dim: PositiveInt
+    decoder_ffn_dim: PositiveInt
+    encoder_attention_heads: PositiveInt
+    decoder_attention_heads: PositiveInt
+    activation_function: Literal["relu", "gelu", "swish", "silu"] = "gelu"
+    dropout: Fraction = 0.1
+    encoder_layerdrop: Fraction = 0.0
+    decoder_layerdrop: Fraction = 0.0
+    share_encoder_decoder_embeddings: Bool = True
+    tie_word_embeddings: Bool = True
+    decoder_start_token_id: Id
+    eos_token_id: Id
+    pad_token_id: Id
+
+    @field_validator("decoder_ffn_dim", "decoder_attention_heads", "encoder_attention_heads", "eos_token_id")
+    @classmethod
+    def _fits_the_others(cls, value: int, info: ValidationInfo) -> int:
+        name, others = str(info.field_name), info.data
+        if value != others.get(name.replace("decoder_", "encoder_"), value):
+            raise PydanticCustomError("differs", "expected the same as in the encoder")
+        if name == "encoder_attention_heads" and others.get("d_model", 0) % value:
+            raise PydanticCustomError("heads", "expected a divisor of d_model")
+        if name == "eos_token_id" and value == others.get("decoder_start_token_id"):
+            raise PydanticCustomError("start", "expected another id than decoder_start_token_id")
+        return value
+
+
 def read_settings(path: Path) -> MarianSettings:
-    """Reads config.json.
+    """Reads config.json, where null counts as missing.
 
     Raises:
         DataError: the file is missing, or no JSON object.
         UserError: all entries that are missing, of the wrong type, or without a counterpart here, together.
     """
-    entries = _Entries(read_object(path))
-    ids = SpecialTokens(*(entries.whole(f"{name}_token_id", least=0) for name in ("decoder_start", "eos", "pad")))
-    is_shared = entries.truth("share_encoder_decoder_embeddings", True)
-    source = entries.whole("vocab_size")
-    target = entries.whole("decoder_vocab_size", default=source)
-    model = {**_sizes(entries), **_kinds(entries, is_shared)}
-    _check(entries, model, ids)
-    if entries.problems:
+    try:
+        found = _Entries(**{name: value for name, value in read_object(path).items() if value is not None})
+    except ValidationError as error:
+        problems = [
+            f"  {each['loc'][0]}: {'is missing' if each['type'] == 'missing' else value_problem((), each)}"
+            for each in error.errors()
+        ]
         raise UserError(
-            f"{path}: cannot be imported:\n" + "\n".join(f"  {problem}" for problem in entries.problems) + "\n"
+            f"{path}: cannot be imported:\n" + "\n".join(problems) + "\n"
             "Give a folder of a MarianMTModel that Hugging Face's save_pretrained wrote, with its tokenizer"
-        )
-    return MarianSettings(ModelConfig(**model), ids, (source, source if is_shared else target), is_shared)
-
-
-class _Entries:
-    """Entries of the file, where null counts as missing; collects the problems."""
-
-    def __init__(self, content: Mapping[str, Any]) -> None:
-        self.content = {name: value for name, value in content.items() if value is not None}
-        self.problems: list[str] = []
-
-    def whole(self, name: str, least: int = 1, default: int | None = None) -> int:
-        value = self.content.get(name, default)
-        if type(value) is int and value >= least:
-            return value
-        self._refuse(name, f"a whole number from {least} on")
-        return least
-
-    def share(self, name: str, default: float) -> float:
-        value = self.content.get(name, default)
-        if type(value) in (int, float) and 0 <= value < 1:
-            return float(value)
-        self._refuse(name, "a number from 0 to below 1")
-        return default
-
-    def truth(self, name: str, default: bool) -> bool:
-        value = self.content.get(name, default)
-        if type(value) is bool:
-            return value
-        self._refuse(name, "true or false")
-        return default
-
-    def of_both(self, name: str) -> int:
-        """A size that must be the same in encoder and decoder."""
-        num_problems = len(self.problems)
-        encoders, decoders = self.whole(f"encoder_{name}"), self.whole(f"decoder_{name}")
-        if encoders != decoders and len(self.problems) == num_problems:
-            self.problems.append(f"encoder_{name} is {encoders} and decoder_{name} {decoders}, expected the same")
-        return encoders
-
-    def _refuse(self, name: str, expected: str) -> None:
-        found = f"is {self.content[name]!r}" if name in self.content else "is missing"
-        self.problems.append(f"{name} {found}, expected {expected}")
-
-
-def _sizes(entries: _Entries) -> dict[str, Any]:
-    return {
-        "d_model": entries.whole("d_model"),
-        "d_ff": entries.of_both("ffn_dim"),
-        "num_heads": entries.of_both("attention_heads"),
-        "num_encoder_layers": entries.whole("encoder_layers"),
-        "num_decoder_layers": entries.whole("decoder_layers"),
-        "dropout": entries.share("dropout", 0.1),
-        "layer_drop": _layer_drop(entries),
-    }
-
-
-def _layer_drop(entries: _Entries) -> float:
-    """LayerDrop of encoder and decoder, else 0: it matters in training only, so a difference is no reason to refuse."""
-    of_encoder, of_decoder = (entries.share(f"{side}_layerdrop", 0.0) for side in ("encoder", "decoder"))
-    return of_encoder if of_encoder == of_decoder else 0.0
-
-
-def _kinds(entries: _Entries, is_shared: bool) -> dict[str, Any]:
-    is_tied = entries.truth("tie_word_embeddings", True)
-    activation = entries.content.get("activation_function", "gelu")
-    if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        entries.problems.append(f"activation_function is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
-    return {
-        "activation": ACTIVATIONS.get(str(activation)),
-        "shared_embeddings": is_shared and is_tied,
-        "tied_output": is_tied,
-        "output_bias": True,
-    }
-
-
-def _check(entries: _Entries, model: Mapping[str, Any], ids: SpecialTokens) -> None:
-    """Adds problems of valid entries that have no counterpart here."""
-    if (model_type := entries.content.get("model_type")) != "marian":
-        entries.problems.append(f"model_type is {model_type!r}, expected 'marian'")
-    if not entries.truth("scale_embedding", False):
-        entries.problems.append(
-            "scale_embedding is false, expected true: embeddings are multiplied by sqrt(d_model) (3.4)"
-        )
-    if ids.bos == ids.eos and "decoder_start_token_id" in entries.content:
-        entries.problems.append(
-            "decoder_start_token_id is eos_token_id, expected two ids: a translation cannot begin with its end"
-        )
-    if (d_model := model["d_model"]) % 2:
-        entries.problems.append(f"d_model is {d_model}, expected an even number: a sine and a cosine in turn (3.5)")
-    if d_model % model["num_heads"]:
-        entries.problems.append(f"encoder_attention_heads is {model['num_heads']}, expected a divisor of {d_model}")
+        ) from None
+    is_shared = found.share_encoder_decoder_embeddings
+    config = ModelConfig.model_validate(
+        {
+            "d_model": found.d_model,
+            "d_ff": found.encoder_ffn_dim,
+            "num_heads": found.encoder_attention_heads,
+            "num_encoder_layers": found.encoder_layers,
+            "num_decoder_layers": found.decoder_layers,
+            "dropout": found.dropout,
+            # It matters in training only, so a difference is no reason to refuse.
+            "layer_drop": found.encoder_layerdrop if found.encoder_layerdrop == found.decoder_layerdrop else 0.0,
+            "activation": ACTIVATIONS[found.activation_function],
+            "shared_embeddings": is_shared and found.tie_word_embeddings,
+            "tied_output": found.tie_word_embeddings,
+            "output_bias": True,
+        }
+    )
+    ids = SpecialTokens(found.decoder_start_token_id, found.eos_token_id, found.pad_token_id)
+    target = found.vocab_size if is_shared else found.decoder_vocab_size or found.vocab_size
+    return MarianSettings(config, ids, (found.vocab_size, target), is_shared)

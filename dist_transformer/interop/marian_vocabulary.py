@@ -11,7 +11,6 @@ differences remain for unusual text; docs/interop.md lists them.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +28,8 @@ from dist_transformer.data.tokenizer.model_file import (
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer, round_up
 from dist_transformer.errors import DataError, UserError
 from dist_transformer.files import write_json
+from dist_transformer.interop.foreign_weights import Rows
 from dist_transformer.interop.model_folder import TokenizerFiles
-from dist_transformer.interop.vocabulary_rows import Rows
 
 SOURCE, TARGET, VOCABULARY, TARGET_VOCABULARY = "source.spm", "target.spm", "vocab.json", "target_vocab.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -38,25 +37,12 @@ LONGEST_TOKENS = 1024
 """Positions of an exported model: Hugging Face computes them on loading and accepts no longer sentence."""
 
 
-@dataclass(frozen=True)
-class TokenizerNames:
-    """Entries of tokenizer_config.json, else MarianTokenizer's defaults."""
+def import_vocabulary(
+    folder: Path, sizes: tuple[int, int], is_shared: bool, ids: SpecialTokens
+) -> list[tuple[bytes, Rows]]:
+    """Of the source and of the target: the content of the sentencepiece model, and the rows of the vocabulary.
 
-    unknown: str
-    source_language: str
-    target_language: str
-
-
-@dataclass(frozen=True)
-class ImportedSide:
-    """One language: the content of its sentencepiece model, and the rows of its vocabulary."""
-
-    model: bytes
-    rows: Rows
-
-
-def import_vocabulary(folder: Path, sizes: tuple[int, int], is_shared: bool, ids: SpecialTokens) -> list[ImportedSide]:
-    """The source side and the target side. `sizes` are the rows of Marian's matrices.
+    `sizes`: the rows of Marian's matrices.
 
     Raises:
         DataError: a file is missing or invalid.
@@ -65,7 +51,7 @@ def import_vocabulary(folder: Path, sizes: tuple[int, int], is_shared: bool, ids
     protos = [read_pieces_file(folder / name) for name in (SOURCE, TARGET)]
     names = (VOCABULARY, VOCABULARY if is_shared else TARGET_VOCABULARY)
     pieces = [_numbered_pieces(folder / name, size) for name, size in zip(names, sizes, strict=True)]
-    special = _special(pieces, read_tokenizer_names(folder).unknown, ids, folder)
+    special = _special(pieces, read_tokenizer_names(folder)["unk_token"], ids, folder)
     added = [_not_in(numbered, [proto]) for proto, numbered in zip(protos, pieces, strict=True)]
     if is_shared:
         added = [_not_in(pieces[0], protos)] * 2
@@ -98,8 +84,11 @@ def export_vocabulary(folder: Path, files: TokenizerFiles, is_shared: bool, lang
     return [len(vocabulary) for vocabulary in vocabularies]
 
 
-def read_tokenizer_names(folder: Path) -> TokenizerNames:
-    """Reads tokenizer_config.json, which is optional. Raises DataError if an entry is no text."""
+def read_tokenizer_names(folder: Path) -> dict[str, str]:
+    """Returns unk_token, source_lang and target_lang of tokenizer_config.json, which is optional, else their defaults.
+
+    Raises DataError if one is no text.
+    """
     path = folder / TOKENIZER_CONFIG
     content = read_object(path) if path.exists() else {}
     unknown = content.get("unk_token") or "<unk>"
@@ -111,7 +100,7 @@ def read_tokenizer_names(folder: Path) -> TokenizerNames:
     for name, value in found.items():
         if not isinstance(value, str):
             raise DataError(f"{path}: {name} is {value!r}, expected text. Copy it again.")
-    return TokenizerNames(found["unk_token"], found["source_lang"], found["target_lang"])
+    return found
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -164,12 +153,12 @@ def _not_in(numbered: list[str], protos: Sequence[Any]) -> list[str]:
     return list(dict.fromkeys(text for proto in protos for text in produced(proto) if text not in known))
 
 
-def _imported(proto: Any, numbered: list[str], added: list[str], special: SpecialPieces) -> ImportedSide:
+def _imported(proto: Any, numbered: list[str], added: list[str], special: SpecialPieces) -> tuple[bytes, Rows]:
     blank = BLANK if proto.normalizer_spec.add_dummy_prefix else ""
     codes = {text: blank + text for text in numbered if text.startswith(">>") and text.endswith("<<")}
     pieces = [codes.get(text, text) for text in (*numbered, *added)]
     rows = Rows(len(numbered), len(added), round_up(len(pieces)), numbered.index(special.unknown))
-    return ImportedSide(renumbered(proto, pieces, special, codes.values()), rows)
+    return renumbered(proto, pieces, special, codes.values()), rows
 
 
 def _marian_vocabulary(proto: Any, pad_id: int) -> dict[str, int]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import CheckpointError
-from dist_transformer.interop.vocabulary_rows import UNREACHABLE, Rows, filled
+from dist_transformer.interop.foreign_weights import UNREACHABLE, Rows, filled
 from dist_transformer.model.layers import sinusoids
 
 POSITIONS = ("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight")
@@ -74,7 +74,8 @@ def from_marian(tensors: Mapping[str, Tensor], config: ModelConfig, source: Rows
     bias_1V = left.pop("final_logits_bias", torch.zeros(1, target.imported))
     weights["output_bias"] = filled(bias_1V.view(-1), target, UNREACHABLE)
     tied = ("lm_head.", "model.shared.", "model.encoder.embed_tokens.", "model.decoder.embed_tokens.")
-    if unknown := sorted(name for name in left if not name.startswith(tied) and not _is_taken(name, config)):
+    taken = {name for _, theirs, _ in _layer_tensors(config) for name in theirs}
+    if unknown := sorted(name for name in left if not name.startswith(tied) and name not in taken):
         raise CheckpointError(
             f"the Marian weights hold {len(unknown)} tensors that this model has no place for: {', '.join(unknown[:5])}. "
             "Expected those of a MarianMTModel of the sizes in its config.json"
@@ -144,10 +145,6 @@ def _reordered(tensor: Tensor, axes: Sequence[int], order_D: Tensor) -> Tensor:
             )
         tensor = tensor.index_select(axis, order_D)
     return tensor
-
-
-def _is_taken(name: str, config: ModelConfig) -> bool:
-    return any(name in theirs for _, theirs, _ in _layer_tensors(config))
 
 
 def _take(tensors: Mapping[str, Tensor], names: Sequence[str]) -> Tensor:

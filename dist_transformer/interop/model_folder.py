@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from dist_transformer.config.model_size import head_sizes
+from dist_transformer.config.checks import check_model
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import CheckpointError, MachineError
 from dist_transformer.files import MISPLACED, patiently, share_as_folder, write_json
@@ -85,21 +85,17 @@ def save_model_folder(
     contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
     header = {"label": LABEL, "format": FORMAT}
     with complete_folder(folder, MODEL_FOLDER, is_model_folder, FILES) as temporary:
-        _save_weights(contiguous, temporary / WEIGHTS)
+        try:
+            save_file(contiguous, temporary / WEIGHTS, metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise MachineError(
+                f"{temporary}: the weights cannot be written: {error}; make room and start again"
+            ) from error
         share_as_folder(temporary / WEIGHTS)
         shutil.copyfile(tokenizer_files.source, temporary / SOURCE_MODEL)
         if tokenizer_files.target is not None:
             shutil.copyfile(tokenizer_files.target, temporary / TARGET_MODEL)
         write_json(temporary / CONFIG, {**header, **asdict(information), "model": config.model_dump(mode="json")})
-
-
-def _save_weights(weights: dict[str, Tensor], path: Path) -> None:
-    try:
-        save_file(weights, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise MachineError(
-            f"{path.parent}: the weights cannot be written: {error}; make room and start again"
-        ) from error
 
 
 def load_model_folder(folder: Path) -> LoadedModel:
@@ -129,7 +125,33 @@ def tokenizer_files(folder: Path) -> TokenizerFiles:
 
 def read_config(folder: Path) -> tuple[ModelConfig, ModelInformation]:
     """Reads config.json of a model folder. Raises CheckpointError if it is missing, invalid or another program's."""
-    return _read_config(_existing(folder / CONFIG, folder))
+    path = _existing(folder / CONFIG, folder)
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content.get("model_type") == "marian":
+            raise CheckpointError(
+                f"{path.parent}: a MarianMTModel of Hugging Face, expected a model folder: make one with "
+                f"dist-transformer import {path.parent} OUT --from marian"
+            )
+        label, version = content.pop("label"), content.pop("format")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not the configuration of a model folder ({error}). Save it again.") from error
+    if (label, version) != (LABEL, FORMAT):
+        raise CheckpointError(
+            f"{path}: expected label {LABEL} and format {FORMAT}, found {label} and {version}. "
+            "Use the version of the program that wrote it."
+        )
+    try:
+        config = ModelConfig(**content.pop("model"))
+        information = ModelInformation(**content)
+        for name, value in asdict(information).items():
+            expected = str if name.endswith("_language") else int
+            if not isinstance(value, expected):
+                raise TypeError(f"{name} is {value!r}, expected {expected.__name__}")
+        _check_sizes(config, information)
+        return config, information
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: not the configuration of a model folder ({error}). Save it again.") from error
 
 
 def empty_model(config: ModelConfig, source_vocabulary: int, target_vocabulary: int, pad_id: int) -> Transformer:
@@ -167,44 +189,6 @@ def _existing(path: Path, folder: Path) -> Path:
     return path
 
 
-def _read_config(path: Path) -> tuple[ModelConfig, ModelInformation]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        _refuse_marian(content, path)
-        label, version = content.pop("label"), content.pop("format")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not the configuration of a model folder ({error}). Save it again.") from error
-    if (label, version) != (LABEL, FORMAT):
-        raise CheckpointError(
-            f"{path}: expected label {LABEL} and format {FORMAT}, found {label} and {version}. "
-            "Use the version of the program that wrote it."
-        )
-    try:
-        config, information = ModelConfig(**content.pop("model")), _information(content)
-        _check_sizes(config, information)
-        return config, information
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: not the configuration of a model folder ({error}). Save it again.") from error
-
-
-def _refuse_marian(content: dict[str, Any], path: Path) -> None:
-    if content.get("model_type") == "marian":
-        raise CheckpointError(
-            f"{path.parent}: a MarianMTModel of Hugging Face, expected a model folder: make one with "
-            f"dist-transformer import {path.parent} OUT --from marian"
-        )
-
-
-def _information(content: dict[str, Any]) -> ModelInformation:
-    """Parses the entries. Raises TypeError for a missing, unknown or wrongly typed one."""
-    information = ModelInformation(**content)
-    for name, value in asdict(information).items():
-        expected = str if name.endswith("_language") else int
-        if not isinstance(value, expected):
-            raise TypeError(f"{name} is {value!r}, expected {expected.__name__}")
-    return information
-
-
 def _check_sizes(config: ModelConfig, information: ModelInformation) -> None:
     """Raises ValueError for sizes that no model can have."""
     rows = min(information.source_vocabulary, information.target_vocabulary)
@@ -215,12 +199,8 @@ def _check_sizes(config: ModelConfig, information: ModelInformation) -> None:
             )
     if max(information.source_vocabulary, information.target_vocabulary) >= 2**31:
         raise ValueError("a vocabulary of over 2,147,483,647 pieces")
-    if config.d_model % config.num_heads and None in (config.key_size, config.value_size):
-        raise ValueError(f"num_heads {config.num_heads} does not divide d_model {config.d_model}")
-    if (config.positions == "learned") != (config.max_positions is not None):
-        raise ValueError(f"positions is {config.positions}, but max_positions {config.max_positions}")
-    if config.positions == "rotary" and head_sizes(config)[0] % 2:
-        raise ValueError(f"positions is rotary, which turns pairs, but keys have an odd size, {head_sizes(config)[0]}")
+    for problem in check_model(config):
+        raise ValueError(problem)
     if config.shared_embeddings and information.source_vocabulary != information.target_vocabulary:
         raise ValueError("shared_embeddings needs one vocabulary, but source_vocabulary is not target_vocabulary")
 

@@ -15,13 +15,8 @@ from torch import Tensor
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.errors import CheckpointError, UserError
-from dist_transformer.interop.foreign_weights import read_tensors
-from dist_transformer.interop.model_folder import (
-    ModelInformation,
-    TokenizerFiles,
-    save_model_folder,
-)
-from dist_transformer.interop.vocabulary_rows import UNREACHABLE, Rows, filled
+from dist_transformer.interop.foreign_weights import UNREACHABLE, Rows, filled, read_tensors
+from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
 from dist_transformer.model.layers import sinusoids
 
 FIRST = "encoder.layers.0.self_attn.in_proj_weight"

@@ -80,16 +80,12 @@ class _Widths:
         precision = config.training.precision
         product, residual = 4 if precision == "fp32" else 2, bytes_of_weight(config.training)
         kept = product if _copies_to_bf16(config) else residual
-        norm = _norm_bytes(config.model, residual, on_gpu)
+        if config.model.norm_type == "layer":
+            norm = (config.model.d_model + 2) * residual
+        else:  # on CPUs torch's RMS norm is a chain of operations in fp32
+            norm = config.model.d_model * residual + 4 if on_gpu else 4 * (2 * config.model.d_model + 1)
         attention = product if on_gpu else 4
         return cls(product, attention, kept, residual, norm, mask=1 if config.model.dropout else 0)
-
-
-def _norm_bytes(model: ModelConfig, residual: int, on_gpu: bool) -> int:
-    """Bytes per token of a norm's input and statistics; on CPUs torch's RMS norm is a chain of operations in fp32."""
-    if model.norm_type == "layer":
-        return (model.d_model + 2) * residual
-    return model.d_model * residual + 4 if on_gpu else 4 * (2 * model.d_model + 1)
 
 
 def _copies_to_bf16(config: Config) -> bool:
@@ -104,12 +100,15 @@ def activations(config: Config, vocabulary: int, shape: Shape, on_gpu: bool) -> 
     source, target = shape.rows * shape.source_length, shape.rows * shape.target_length
     by_source, by_target = token_bytes(config, on_gpu)
     has_copies, is_checkpointed = _copies_to_bf16(config), config.training.activation_checkpointing
-    matrices = 2 * max(_layer_matrices(model)) if has_copies else 0
-    largest = max(source * _encoder_bytes(model, widths), _decoder_layer_bytes(model, widths, source, target))
+    encoder, decoder = _layer_matrices(model)
+    matrices = 2 * max(encoder, decoder) if has_copies else 0
+    decoder_layer = target * _layer_bytes(model, widths, 2) + source * _memory_bytes(model, widths)
+    largest = max(source * _layer_bytes(model, widths, 1), decoder_layer)
+    all_matrices = model.num_encoder_layers * encoder + model.num_decoder_layers * decoder
     output = vocabulary * (model.d_model + (1 if model.output_bias else 0))
     return Activations(
         kept=source * by_source + target * by_target + 4 * output,
-        weight_copies=2 * sum_of_matrices(model) if has_copies and not is_checkpointed else 0,
+        weight_copies=2 * all_matrices if has_copies and not is_checkpointed else 0,
         logits=_loss_bytes(config, vocabulary, target, on_gpu),
         recomputed=largest + matrices if is_checkpointed else 0,
         first_gradients=4 * output + target * model.d_model * (4 + widths.residual),
@@ -126,34 +125,28 @@ def token_bytes(config: Config, on_gpu: bool) -> tuple[int, int]:
     if config.training.activation_checkpointing:  # the input of each layer, and the encoder's output
         return source + (num_encoder + 1) * stream + ends, target + num_decoder * stream + ends
     memory = 0 if _copies_to_bf16(config) else model.d_model * widths.input
-    source += num_encoder * _encoder_bytes(model, widths) + ends + memory
+    source += num_encoder * _layer_bytes(model, widths, 1) + ends + memory
     source += num_decoder * _memory_bytes(model, widths)
-    return source, target + num_decoder * _decoder_bytes(model, widths) + ends
+    return source, target + num_decoder * _layer_bytes(model, widths, 2) + ends
 
 
-def _encoder_bytes(model: ModelConfig, widths: _Widths) -> int:
-    """Bytes per token of a layer: 2 norms, 2 sub-layers' inputs, 3 projections, attention result, inner activations."""
+def _layer_bytes(model: ModelConfig, widths: _Widths, attentions: int) -> int:
+    """Bytes per token of a layer of one (encoder) or two (decoder) attentions and a feed-forward network.
+
+    Each sub-layer has a norm and an input, each attention its result; of queries, keys and values a cross-attention has
+    only the queries here.
+    """
+    num_sublayers = attentions + 1
     return (
-        2 * (widths.norm + model.d_model * (widths.mask + widths.input))
-        + 2 * projected_width(model) * widths.attention
-        + _attended_bytes(model, widths)
+        num_sublayers * (widths.norm + model.d_model * (widths.mask + widths.input))
+        + num_sublayers * projected_width(model) * widths.attention
+        + _attended_bytes(model, widths, attentions)
         + _inner_width(model, widths) * widths.product
-        + 4 * model.num_heads
+        + 4 * attentions * model.num_heads
     )
 
 
-def _decoder_bytes(model: ModelConfig, widths: _Widths) -> int:
-    """Bytes per target token of a layer: with a third sub-layer, of which only the queries are the decoder's."""
-    return (
-        3 * (widths.norm + model.d_model * (widths.mask + widths.input))
-        + 3 * projected_width(model) * widths.attention
-        + _attended_bytes(model, widths, attentions=2)
-        + _inner_width(model, widths) * widths.product
-        + 8 * model.num_heads
-    )
-
-
-def _attended_bytes(model: ModelConfig, widths: _Widths, attentions: int = 1) -> int:
+def _attended_bytes(model: ModelConfig, widths: _Widths, attentions: int) -> int:
     """Bytes per token kept twice: attention results if copied to another type, else the rotated queries and keys."""
     key_size, value_size = head_sizes(model)
     if widths.attention != widths.product:
@@ -173,17 +166,8 @@ def _memory_bytes(model: ModelConfig, widths: _Widths) -> int:
     return projected_width(model) * widths.attention + copy * widths.product
 
 
-def _decoder_layer_bytes(model: ModelConfig, widths: _Widths, source: int, target: int) -> int:
-    return target * _decoder_bytes(model, widths) + source * _memory_bytes(model, widths)
-
-
-def sum_of_matrices(model: ModelConfig) -> int:
-    """Number of elements of all matrices of all layers, without the output projection."""
-    encoder, decoder = _layer_matrices(model)
-    return model.num_encoder_layers * encoder + model.num_decoder_layers * decoder
-
-
 def _layer_matrices(model: ModelConfig) -> tuple[int, int]:
+    """Elements of all matrices of an encoder layer and of a decoder layer."""
     attention = 2 * model.d_model * projected_width(model)
     feed_forward = feed_forward_matrices(model) * model.d_model * model.d_ff
     return attention + feed_forward, 2 * attention + feed_forward

@@ -106,46 +106,34 @@ def calibrated(hardware: Hardware, report: Path) -> Hardware:
     Raises:
         UserError: the file is no preflight report, or has none of the figures.
     """
-    read = _read_report(report)
-    on_cpu = read.device.startswith("cpu")
+    try:
+        value: Any = json.loads(report.read_text(encoding="utf-8"))
+        numbers = {name: float(median) for name, median in value["medians"].items()}
+        medians = {name: number for name, number in numbers.items() if 0 < number < float("inf")}
+        num_nodes = max(1, len(value["nodes"]))
+        num_ranks, device = max(num_nodes, int(value["num_ranks"])), str(value["device"])
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(
+            f"--calibrate: {report}: expected the report.json of a preflight, with medians, nodes, num_ranks and device; "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    on_cpu = device.startswith("cpu")
     if on_cpu != (hardware is HARDWARE["cpu"]):
-        raise UserError(f"--calibrate: {report} was measured on {read.device}, which is not what --gpu names")
+        raise UserError(f"--calibrate: {report} was measured on {device}, which is not what --gpu names")
     found: dict[str, Constant] = {}
-    if tflops := read.medians.get("matmul_tflops"):
+    if tflops := medians.get("matmul_tflops"):
         rates = ("half_tflops", "single_tflops") if on_cpu else ("half_tflops",)
         found |= dict.fromkeys(rates, Constant(tflops, MEASURED))
-    if moved := read.medians.get("all_reduce_gb_per_second"):
-        if read.num_nodes > 1:  # all GPUs of a node send at the same time
-            found["network_gb_per_second"] = Constant(moved * read.num_nodes / read.num_ranks, MEASURED)
+    if moved := medians.get("all_reduce_gb_per_second"):
+        if num_nodes > 1:  # all GPUs of a node send at the same time
+            found["network_gb_per_second"] = Constant(moved * num_nodes / num_ranks, MEASURED)
         else:
             found["link_gb_per_second"] = Constant(moved, MEASURED)
-    if latency := read.medians.get("all_reduce_latency_seconds"):
-        found["latency_seconds"] = Constant(latency / max(1, 2 * (read.num_ranks - 1)), MEASURED)
+    if latency := medians.get("all_reduce_latency_seconds"):
+        found["latency_seconds"] = Constant(latency / max(1, 2 * (num_ranks - 1)), MEASURED)
     if not found:
         raise UserError(
             f"--calibrate: {report}: `medians` has none of matmul_tflops, all_reduce_gb_per_second, "
             "all_reduce_latency_seconds as a number above 0; give the report.json of a finished preflight"
         )
     return replace(hardware, **found)
-
-
-@dataclass(frozen=True)
-class _Report:
-    medians: dict[str, float]
-    num_nodes: int
-    num_ranks: int
-    device: str
-
-
-def _read_report(path: Path) -> _Report:
-    try:
-        value: Any = json.loads(path.read_text(encoding="utf-8"))
-        numbers = {name: float(median) for name, median in value["medians"].items()}
-        usable = {name: number for name, number in numbers.items() if 0 < number < float("inf")}
-        num_nodes = max(1, len(value["nodes"]))
-        return _Report(usable, num_nodes, max(num_nodes, int(value["num_ranks"])), str(value["device"]))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(
-            f"--calibrate: {path}: expected the report.json of a preflight, with medians, nodes, num_ranks and device; "
-            f"{type(error).__name__}: {error}"
-        ) from error

@@ -6,6 +6,7 @@ moments was measured on 1 and 2 ranks; benchmarks/memory_plan.py checks the form
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from dist_transformer.config.model_size import (
     REDUCED_AT_ONCE,
@@ -160,7 +161,9 @@ def _moments(state: _State, batch: Activations, stage: int, precision: str, is_r
     left = state.gradients + (state.buffer if stage == 1 else 0) if is_repeated and stage < 3 else 0
     buffer = 0 if stage == 3 or (stage == 1 and is_repeated) else state.buffer
     kept = batch.kept + batch.weight_copies
-    reducing = _bytes_while_reducing(state, stage)
+    # Stage 1: gradients and buffer. Stage 2: the buffer, which holds the gradients, and the flat copy to be sent.
+    # Stage 3: besides the buffer that copy, and the one that gloo makes of it (NCCL is assumed to make one, too).
+    reducing = 2 * state.buffer if stage >= 2 else state.gradients + state.buffer
     first_reduced = round((1 - state.share_reduced_at_once) * (kept + state.gathered)) if stage > 1 else 0
     taken_over = left if stage == 2 else 0
     # The last gathered buffer is freed with the last layer whose weights it holds, before the logits are computed.
@@ -171,15 +174,6 @@ def _moments(state: _State, batch: Activations, stage: int, precision: str, is_r
         # Stage 3 has its gradients in fp32 besides, and as a copy in fp16; offload none of them. Adam is one kernel.
         "update": always + state.flat + (state.flat // 2 if precision == "fp16" and stage == 3 else 0),
     }
-
-
-def _bytes_while_reducing(state: _State, stage: int) -> int:
-    """Bytes of gradients and buffers at the end of the backward pass.
-
-    Stage 1: gradients and buffer. Stage 2: the buffer, which holds the gradients, and the flat copy to be sent.
-    Stage 3: besides the buffer that copy, and the one that gloo makes of it (NCCL is assumed to make one, too).
-    """
-    return 2 * state.buffer if stage >= 2 else state.gradients + state.buffer
 
 
 def with_tokens(config: Config, max_tokens: int) -> Config:
@@ -226,50 +220,26 @@ def memory_problem(config: Config, num_ranks: int, memory_gb: float) -> str | No
 
 def remedy(config: Config, num_ranks: int, memory_gb: float) -> str:
     """First change that makes the run fit: a single one, then all together, then fewer tokens."""
-    usable = memory_gb * 1e9 * USABLE_SHARE
-    changes = [change for change in _CHANGES if _is_more(config.training, change)]
-    for change in [*([one] for one in changes), changes]:
-        changed = _changed(config, change)
-        if memory_of_rank(changed, num_ranks).peak_bytes <= usable:
+    usable, training = memory_gb * 1e9 * USABLE_SHARE, config.training
+    changes: list[dict[str, Any]] = [{"zero_stage": stage} for stage in (2, 3) if training.zero_stage < stage]
+    if not training.activation_checkpointing:
+        changes.insert(0, {"activation_checkpointing": True})
+    if training.offload == "none" and training.zero_stage > 0:
+        changes.append({"offload": "optimizer"})
+    together = {key: value for change in changes for key, value in change.items()}
+
+    def changed(change: dict[str, Any]) -> Config:
+        return config.model_copy(update={"training": training.model_copy(update=change)})
+
+    for change in [*changes, together]:
+        if memory_of_rank(changed(change), num_ranks).peak_bytes <= usable:
             return f"it fits with {_settings(change)}"
     if tokens := most_tokens(config, num_ranks, usable):
         return f"it fits with data.max_tokens={tokens}"
-    if tokens := most_tokens(_changed(config, changes), num_ranks, usable):
-        return f"it fits with {_settings(changes)} data.max_tokens={tokens}"
+    if tokens := most_tokens(changed(together), num_ranks, usable):
+        return f"it fits with {_settings(together)} data.max_tokens={tokens}"
     return "no setting makes it fit: take a smaller model or GPUs of more memory"
 
 
-Change = tuple[tuple[str, object], ...]
-_CHANGES: tuple[Change, ...] = (
-    (("activation_checkpointing", True),),
-    (("zero_stage", 2),),
-    (("zero_stage", 3),),
-    (("offload", "optimizer"),),
-)
-
-
-def _is_more(training: TrainingConfig, change: Change) -> bool:
-    """True if the change would save memory compared with the configured values."""
-    ((key, value),) = change
-    if key == "zero_stage":
-        return training.zero_stage < int(str(value))
-    if key == "offload":
-        return training.offload == "none" and training.zero_stage > 0
-    return not training.activation_checkpointing
-
-
-def _changed(config: Config, changes: list[Change]) -> Config:
-    return config.model_copy(update={"training": config.training.model_copy(update=_merged(changes))})
-
-
-def _settings(changes: list[Change]) -> str:
-    return " ".join(f"training.{key}={_shown(value)}" for key, value in _merged(changes).items())
-
-
-def _merged(changes: list[Change]) -> dict[str, object]:
-    """Merged changes; later ones override earlier ones."""
-    return {key: value for change in changes for key, value in change}
-
-
-def _shown(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _settings(change: dict[str, Any]) -> str:
+    return " ".join(f"training.{key}={'true' if value is True else value}" for key, value in change.items())

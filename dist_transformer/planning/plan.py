@@ -5,14 +5,7 @@ from dataclasses import dataclass
 from dist_transformer.config.model_size import with_effective_zero_stage
 from dist_transformer.config.schema import Config
 from dist_transformer.planning.hardware import Hardware
-from dist_transformer.planning.memory import (
-    USABLE_SHARE,
-    RankMemory,
-    memory_of_rank,
-    most_tokens,
-    remedy,
-    with_tokens,
-)
+from dist_transformer.planning.memory import USABLE_SHARE, RankMemory, memory_of_rank, most_tokens, remedy, with_tokens
 from dist_transformer.planning.step_time import StepTime, step_time
 
 HIGH_COMMUNICATION_SHARE = 0.3
@@ -45,12 +38,19 @@ class Row:
 
 def plan_row(config: Config, nodes: int, gpus_per_node: int, hardware: Hardware) -> Row:
     """Row for `nodes` nodes. `hardware` is that of each rank; a rank has one GPU."""
+
+    def at_stage(stage: int) -> Config:
+        """Stage 0 offloads nothing, and only stage 3 offloads weights."""
+        offload = "optimizer" if stage < 3 and config.training.offload != "none" else config.training.offload
+        change = {"zero_stage": stage, "offload": offload if stage else "none"}
+        return config.model_copy(update={"training": config.training.model_copy(update=change)})
+
     num_ranks, memory_gb = nodes * gpus_per_node, hardware.memory_gb.value
     usable = memory_gb * 1e9 * USABLE_SHARE
     config = with_resolved_token_budget(with_effective_zero_stage(config, num_ranks), num_ranks, hardware)
     memory = memory_of_rank(config, num_ranks)
     by_stage = {
-        stage: memory_of_rank(with_effective_zero_stage(_at_stage(config, stage), num_ranks), num_ranks).peak_bytes
+        stage: memory_of_rank(with_effective_zero_stage(at_stage(stage), num_ranks), num_ranks).peak_bytes
         for stage in range(4)
     }
     has_lanes = num_ranks <= config.data.lanes
@@ -84,17 +84,6 @@ def with_resolved_token_budget(config: Config, num_ranks: int, hardware: Hardwar
         return config
     tokens = most_tokens(config, num_ranks, hardware.memory_gb.value * 1e9 * USABLE_SHARE)
     return with_tokens(config, tokens or 2 * config.data.filters.max_tokens)
-
-
-def _at_stage(config: Config, stage: int) -> Config:
-    """Configuration at another ZeRO stage: stage 0 offloads nothing, and only stage 3 offloads weights."""
-    offload = config.training.offload
-    if stage == 0:
-        offload = "none"
-    elif stage < 3 and offload == "optimizer_and_parameters":
-        offload = "optimizer"
-    training = config.training.model_copy(update={"zero_stage": stage, "offload": offload})
-    return config.model_copy(update={"training": training})
 
 
 def _warnings(config: Config, time: StepTime) -> list[str]:

@@ -17,7 +17,7 @@ from dist_transformer.planning.scale import (
     Site,
     patience,
 )
-from dist_transformer.planning.tables import print_sources, print_table
+from dist_transformer.planning.tables import nodes_text, print_sources, print_table, run_values
 from dist_transformer.planning.vocabularies import count_parameters
 
 STEPS = (
@@ -37,13 +37,8 @@ def as_values(
 ) -> dict[str, Any]:
     """The whole simulation in numbers and seconds; null: no value. Keys stay the same in all releases."""
     return {
-        "parameters": count_parameters(config),
-        "lanes": config.data.lanes,
-        "max_steps": config.training.max_steps,
+        **run_values(config, gpu, gpus_per_node, hardware),
         "every_steps": config.checkpoints.every_steps,
-        "gpu": gpu,
-        "gpus_per_node": gpus_per_node,
-        "hardware": {name: vars(constant) for name, constant in hardware.constants().items()},
         "site": {name: _finite(value) for name, value in vars(site).items()},
         "simulations": [_row_values(row) for row in rows],
     }
@@ -136,28 +131,24 @@ def _remarks(config: Config, rows: Sequence[ScaleRow]) -> list[str]:
     is_good = row.set_share >= row.kept_share - SLIGHT_LOSS
     advice = f"every_steps={as_it_is} is good" if is_good else f"set checkpoints.every_steps={interval.best_steps}"
     remarks = [
-        f"checkpoints: for {_nodes(row.nodes)} {advice}; with {interval.least_steps} to {interval.most_steps} at most "
+        f"checkpoints: for {nodes_text(row.nodes)} {advice}; with {interval.least_steps} to {interval.most_steps} at most "
         f"{SLIGHT_LOSS:.1%} of the node-hours is lost beside the best, {interval.best_steps}"
         if row.kept_share >= SLIGHT_LOSS
-        else f"checkpoints: on {_nodes(row.nodes)} no interval keeps anything: a job fails sooner than it starts and saves"
+        else f"checkpoints: on {nodes_text(row.nodes)} no interval keeps anything: a job fails sooner than it starts and saves"
     ]
     if more := [row.nodes for row in rows if row.lanes > config.data.lanes]:
         remarks.append(
-            f"from {_nodes(more[0])} on: more ranks than data.lanes={config.data.lanes}; counted with a lane for each "
+            f"from {nodes_text(more[0])} on: more ranks than data.lanes={config.data.lanes}; counted with a lane for each "
             "rank, which is another recipe: larger steps, and fewer of them for the same tokens"
         )
     most = patience(config.slurm)
     remarks += [
-        f"{_nodes(row.nodes)}: {row.run.gave_up_share:.0%} of the simulated runs had {most} attempts in a row without "
+        f"{nodes_text(row.nodes)}: {row.run.gave_up_share:.0%} of the simulated runs had {most} attempts in a row without "
         f"a checkpoint, after which a job is given up ({LOST_ATTEMPTS} times slurm.max_restarts_without_progress)"
         for row in rows
         if row.run is not None and row.run.gave_up_share > MANY_GIVE_UP
     ]
     return remarks
-
-
-def _nodes(count: int) -> str:
-    return f"{count} {'node' if count == 1 else 'nodes'}"
 
 
 def _shown(value: float | None) -> str:

@@ -21,7 +21,7 @@ from dist_transformer.config.model_size import (
     sends_during_backward,
     weight_bytes,
 )
-from dist_transformer.config.schema import Config, TrainingConfig
+from dist_transformer.config.schema import Config
 from dist_transformer.planning.flops import model_flops
 from dist_transformer.planning.hardware import GIVEN, Constant, Hardware
 from dist_transformer.planning.vocabularies import count_parameters, parameters_by_part, vocabulary_sizes
@@ -135,7 +135,9 @@ def exposed_seconds(
     seconds_per_byte = (num_ranks - 1) / num_ranks / (bandwidth * 1e9)
     sent = parameters * bytes_of_sent_gradient(training) * seconds_per_byte
     gathered = weight_bytes(parameters_by_part(config), training) * seconds_per_byte
-    halves = half_all_reduces(training, passes)
+    # Reduce-scatters of all gradients, and all-gathers of all weights; an all-reduce of gradients counts as two.
+    twice = 1 if sends_during_backward(training) else 2
+    halves = ((2, 0), (twice, 1), (twice * passes, 1), (passes, 2 * passes))[training.zero_stage]
     latency = (num_ranks - 1) * hardware.latency_seconds.value
     if not sends_during_backward(training):
         collectives = -(-parameters // REDUCED_AT_ONCE)
@@ -150,10 +152,3 @@ def exposed_seconds(
     gradients = often * whole * max(last, sent + buckets * latency - (1 - 1 / buckets) * backward / whole)
     first = embedding * (2 if training.precision == "fp16" else 4) * seconds_per_byte + latency
     return gradients + halves[1] * max(first, gathered + buckets * latency - (pass_seconds - backward))
-
-
-def half_all_reduces(training: TrainingConfig, passes: int) -> tuple[int, int]:
-    """Number of reduce-scatters of all gradients, and of all-gathers of all weights, in a step; an all-reduce of
-    gradients counts as two."""
-    stage, whole = training.zero_stage, 1 if sends_during_backward(training) else 2
-    return ((2, 0), (whole, 1), (whole * passes, 1), (passes, 2 * passes))[stage]

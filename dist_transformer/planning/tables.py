@@ -17,25 +17,12 @@ from dist_transformer.planning.step_time import FILLED_SHARE, MEAN_TOKENS
 from dist_transformer.planning.vocabularies import count_parameters
 
 TIMES = (
-    "nodes",
-    "ranks",
-    "max_tokens",
-    "GB a GPU",
-    "fits",
-    "target tokens/s",
-    "step s",
-    "communication",
-    "efficiency",
-    "hours",
-    "node-h",
+    *("nodes", "ranks", "max_tokens", "GB a GPU", "fits", "target tokens/s", "step s", "communication"),
+    *("efficiency", "hours", "node-h"),
 )
 MEMORY = ("nodes", "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "of the CPU", "fullest in")
 NOTHING = "-"
-ASSUMPTIONS = {
-    "filled_share": FILLED_SHARE,
-    "mean_sentence_tokens": MEAN_TOKENS,
-    "usable_memory_share": USABLE_SHARE,
-}
+ASSUMPTIONS = {"filled_share": FILLED_SHARE, "mean_sentence_tokens": MEAN_TOKENS, "usable_memory_share": USABLE_SHARE}
 """Assumptions besides the table of hardware."""
 
 CHECKED = (
@@ -46,19 +33,25 @@ CHECKED = (
 
 def as_values(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware, rows: Sequence[Row]) -> dict[str, Any]:
     """The whole plan in numbers, bytes and seconds; null: no value. Keys stay the same in all releases."""
-    parameters = count_parameters(config)
     return {
-        "parameters": parameters,
-        "checkpoint_bytes": checkpoint_bytes(parameters, config.training),
-        "lanes": config.data.lanes,
-        "max_steps": config.training.max_steps,
+        **run_values(config, gpu, gpus_per_node, hardware),
+        "checkpoint_bytes": checkpoint_bytes(count_parameters(config), config.training),
         "zero_stage": config.training.zero_stage,
         "precision": config.training.precision,
+        "assumptions": ASSUMPTIONS,
+        "plans": [_row_values(row) for row in rows],
+    }
+
+
+def run_values(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware) -> dict[str, Any]:
+    """Values of the run and its hardware."""
+    return {
+        "parameters": count_parameters(config),
+        "lanes": config.data.lanes,
+        "max_steps": config.training.max_steps,
         "gpu": gpu,
         "gpus_per_node": gpus_per_node,
         "hardware": {name: vars(constant) for name, constant in hardware.constants().items()},
-        "assumptions": ASSUMPTIONS,
-        "plans": [_row_values(row) for row in rows],
     }
 
 
@@ -103,7 +96,7 @@ def print_plan(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware,
     print_table(MEMORY, [_memory_cells(row) for row in rows])
     for row in rows:
         for text in [*filter(None, [row.problem]), *row.warnings]:
-            print(f"{row.nodes} {'node' if row.nodes == 1 else 'nodes'}: {text}")
+            print(f"{nodes_text(row.nodes)}: {text}")
     print_sources(hardware)
 
 
@@ -141,6 +134,11 @@ def print_sources(hardware: Hardware) -> None:
     for source, figures in by_source.items():
         print(f"{source}: {', '.join(figures)}")
     print(CHECKED)
+
+
+def nodes_text(count: int) -> str:
+    """Text like "1 node", "8 nodes"."""
+    return f"{count} {'node' if count == 1 else 'nodes'}"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,4 +1,7 @@
-"""Numbers of pieces and parameters of a run, for `config check` and `submit`; imports nothing heavy."""
+"""Numbers of pieces and parameters of a run, for `config check` and `submit`, before anything is prepared."""
+
+import functools
+from pathlib import Path
 
 from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.config.model_size import Parameters, count_by_part
@@ -17,6 +20,26 @@ def with_vocabularies(config: Config, source: int, target: int) -> Config:
     sizes = {"source_vocabulary": source, "target_vocabulary": target}
     counted = CountedTokenizer.model_construct(**{**dict(config.tokenizer), **sizes})
     return config.model_copy(update={"tokenizer": counted})
+
+
+def with_counted_pieces(config: Config) -> Config:
+    """Configuration for planning with the pieces counted in `tokenizer.source_model` and `target_model`.
+
+    If they are not given, or were removed after the run began, `tokenizer.vocabulary_size` is used.
+    Raises DataError: a file is no sentencepiece model.
+    """
+    source, target = config.tokenizer.source_model, config.tokenizer.target_model
+    if source is None or not all(Path(path).exists() for path in (source, target) if path):
+        return config
+    return with_vocabularies(config, *_sizes(Path(source), Path(target) if target else None))
+
+
+@functools.cache  # the points of a sweep share a tokenizer
+def _sizes(source: Path, target: Path | None) -> tuple[int, int]:
+    from dist_transformer.data.tokenizer.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(source, target)
+    return tokenizer.source_vocabulary, tokenizer.target_vocabulary
 
 
 def vocabulary_sizes(config: Config) -> tuple[int, int]:

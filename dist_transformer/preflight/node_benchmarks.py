@@ -6,6 +6,7 @@ import re
 import shutil
 import tempfile
 import time
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -65,23 +66,6 @@ def counts() -> dict[str, float]:
     }
 
 
-def disk_speed(folder: Path) -> dict[str, float]:
-    """MB/s of writing a file until it is on the disk, and of reading it back. The best of a few: other nodes write to a
-    shared disk at the same time, and now and then one of them waits for all others.
-
-    Raises:
-        OSError: the disk cannot be written.
-    """
-    content = os.urandom(DISK_BYTES)
-    path = folder / f".preflight.{host_name()}.{os.getpid()}.tmp"
-    try:
-        speeds = [_write_and_read(path, content) for _ in range(DISK_REPEATS)]
-    finally:
-        path.unlink(missing_ok=True)
-    writes, reads = zip(*speeds, strict=True)
-    return {"disk_write_mb_per_second": max(writes), "disk_read_mb_per_second": max(reads)}
-
-
 def _write_and_read(path: Path, content: bytes) -> tuple[float, float]:
     with path.open("wb+", buffering=0) as file:
         began = time.perf_counter()
@@ -98,21 +82,23 @@ def _write_and_read(path: Path, content: bytes) -> tuple[float, float]:
     return megabytes / (written - began), megabytes / (read - asked)
 
 
-def free_space(run_folder: Path) -> dict[str, float]:
-    """Free space of the disks of the run folder and of temporary files."""
-    return {
-        "run_disk_free_gb": shutil.disk_usage(run_folder).free / 1e9,
-        "temporary_disk_free_gb": shutil.disk_usage(tempfile.gettempdir()).free / 1e9,
-    }
-
-
 def disk(run_folder: Path) -> tuple[dict[str, float], list[str]]:
-    """Speed and free space, and warnings. A disk that cannot be written has the speed 0."""
+    """Speed and free space, and warnings. A disk that cannot be written has the speed 0.
+
+    Speed: MB/s of writing a file until it is on the disk, and of reading it back. The best of a few: other nodes write
+    to a shared disk at the same time, and now and then one of them waits for all others.
+    """
+    content, path = os.urandom(DISK_BYTES), run_folder / f".preflight.{host_name()}.{os.getpid()}.tmp"
     try:
-        measures = {**disk_speed(run_folder), **free_space(run_folder)}
+        writes, reads = zip(*(_write_and_read(path, content) for _ in range(DISK_REPEATS)), strict=True)
     except OSError as error:
         return {"disk_write_mb_per_second": 0.0}, [f"{run_folder} cannot be written: {error}"]
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
     places = {"run_disk_free_gb": str(run_folder), "temporary_disk_free_gb": tempfile.gettempdir()}
+    free = {name: shutil.disk_usage(place).free / 1e9 for name, place in places.items()}
+    measures = {"disk_write_mb_per_second": max(writes), "disk_read_mb_per_second": max(reads), **free}
     return measures, [
         f"{measures[name]:.1f} GB are free in {place}"
         for name, place in places.items()

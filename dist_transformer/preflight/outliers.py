@@ -5,7 +5,7 @@ the median is the better of the two in the middle, so that of two nodes that dif
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_high, median_low
 from typing import Any, Literal
@@ -119,15 +119,12 @@ def judge(records: Iterable[Record], nodes: Sequence[str], tolerance: float) -> 
     all_nodes = sorted({*nodes, *by_node})
     values = {node: _worst_of(own) for node, own in sorted(by_node.items())}
     medians = _medians(values)
-    outliers = [
-        *(found for measure in MEASURES for found in _slower(measure, values, medians, tolerance)),
-        *_missing_gpus(values, medians),
-        *_missing_ranks(by_node),
-        *_wrong_clocks(values, medians),
-        *_other_versions(by_node),
-    ]
+    outliers = [*_outliers(by_node, values, medians, tolerance)]
     silent = [node for node in all_nodes if node not in by_node] if by_node else []
-    bad = _worst_first(outliers, silent)
+    worst = dict.fromkeys(silent, -1.0)
+    for found in outliers:
+        worst[found.node] = min(found.ratio, worst.get(found.node, found.ratio))
+    bad = sorted(worst, key=lambda node: (worst[node], node))
     room = max(1, len(all_nodes) // EXCLUDED_SHARE)
     missing = len(silent) + sum(found.measure == "ranks" for found in outliers)
     return Judgement(
@@ -162,45 +159,29 @@ def _medians(values: Values) -> dict[str, float]:
     return medians
 
 
-def _slower(measure: Measure, values: Values, medians: Mapping[str, float], tolerance: float) -> Iterable[Outlier]:
-    if measure.better == "shown" or medians.get(measure.name, 0.0) <= 0.0:
-        return
-    median = medians[measure.name]
+def _outliers(
+    by_node: Mapping[str, list[Record]], values: Values, medians: Mapping[str, float], tolerance: float
+) -> Iterator[Outlier]:
+    for measure in MEASURES:
+        median = medians.get(measure.name, 0.0)
+        for node, own in values.items() if measure.better != "shown" and median > 0.0 else ():
+            if measure.name in own:
+                value = own[measure.name]
+                ratio = value / median if measure.better == "more" else median / max(value, 1e-12)
+                if ratio < tolerance / measure.slack:
+                    yield Outlier(node, measure.name, value, median, ratio)
+    # Rank 0's clock may be the wrong one; of two nodes' it is unknown which is.
+    offsets = {node: own["clock_offset_seconds"] for node, own in values.items() if "clock_offset_seconds" in own}
     for node, own in values.items():
-        if measure.name in own:
-            value = own[measure.name]
-            ratio = value / median if measure.better == "more" else median / max(value, 1e-12)
-            if ratio < tolerance / measure.slack:
-                yield Outlier(node, measure.name, value, median, ratio)
-
-
-def _missing_gpus(values: Values, medians: Mapping[str, float]) -> Iterable[Outlier]:
-    for node, own in values.items():
-        expected = max(own["gpus_expected"], medians.get("gpus", 0.0))
-        if own.get("gpus", expected) < expected:
-            yield Outlier(node, "gpus", own["gpus"], expected, own["gpus"] / expected)
-
-
-def _missing_ranks(by_node: Mapping[str, list[Record]]) -> Iterable[Outlier]:
-    """Nodes on which some ranks wrote nothing, as with a GPU that hangs."""
-    for node, own in by_node.items():
-        expected = int(own[0]["ranks_per_node"])
-        if len(own) < expected:
-            yield Outlier(node, "ranks", float(len(own)), float(expected), len(own) / expected)
-
-
-def _wrong_clocks(values: Values, medians: Mapping[str, float]) -> Iterable[Outlier]:
-    """Clocks far from the median, since rank 0's may be the wrong one; of two nodes it is unknown which."""
-    known = {node: own["clock_offset_seconds"] for node, own in values.items() if "clock_offset_seconds" in own}
-    for node, offset in known.items() if len(known) > 2 else ():
-        skew = abs(offset - medians["clock_offset_seconds"])
+        gpus, num_ranks = max(own["gpus_expected"], medians.get("gpus", 0.0)), int(by_node[node][0]["ranks_per_node"])
+        if own.get("gpus", gpus) < gpus:
+            yield Outlier(node, "gpus", own["gpus"], gpus, own["gpus"] / gpus)
+        if own["ranks"] < num_ranks:  # some wrote nothing, as with a GPU that hangs
+            yield Outlier(node, "ranks", own["ranks"], float(num_ranks), own["ranks"] / num_ranks)
+        skew = abs(offsets[node] - medians["clock_offset_seconds"]) if len(offsets) > 2 and node in offsets else 0.0
         if skew > LARGEST_CLOCK_SKEW_SECONDS:
-            yield Outlier(
-                node, "clock_offset_seconds", offset, medians["clock_offset_seconds"], LARGEST_CLOCK_SKEW_SECONDS / skew
-            )
-
-
-def _other_versions(by_node: Mapping[str, list[Record]]) -> Iterable[Outlier]:
+            ratio = LARGEST_CLOCK_SKEW_SECONDS / skew
+            yield Outlier(node, "clock_offset_seconds", offsets[node], medians["clock_offset_seconds"], ratio)
     for name, held in _versions(by_node).items():
         most, count = Counter(held.values()).most_common(1)[0]
         if 2 * count > len(held):
@@ -216,13 +197,6 @@ def _versions(by_node: Mapping[str, list[Record]]) -> dict[str, dict[str, str]]:
         }
         for name in names
     }
-
-
-def _worst_first(outliers: list[Outlier], silent: list[str]) -> list[str]:
-    worst = dict.fromkeys(silent, -1.0)
-    for found in outliers:
-        worst[found.node] = min(found.ratio, worst.get(found.node, found.ratio))
-    return sorted(worst, key=lambda node: (worst[node], node))
 
 
 def _warnings(by_node: Mapping[str, list[Record]], values: Values, bad: list[str], room: int) -> list[str]:

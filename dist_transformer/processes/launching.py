@@ -184,13 +184,23 @@ def _ended_at_the_end(signals: Signals) -> Iterator[None]:
 
 def _wait_for_all(ranks: list[Process], grace_seconds: float, leave_together: bool) -> int:
     ended: queue.Queue[int] = queue.Queue()
-    for rank, process in enumerate(ranks):
-        threading.Thread(target=_report_end, args=(rank, process, ended), daemon=True).start()
+
+    def report_end(rank: int) -> None:
+        ranks[rank].wait()
+        ended.put(rank)
+
+    for rank in range(len(ranks)):
+        threading.Thread(target=report_end, args=(rank,), daemon=True).start()
     codes: dict[int, int] = {}
     first_failure: int | None = None
     deadline: float | None = None
     for _ in ranks:
-        rank, was_killed = _next_to_end(ended, deadline, ranks)
+        was_killed = False
+        try:
+            rank = ended.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            kill(ranks)
+            rank, was_killed = ended.get(), True
         code = ranks[rank].poll()
         assert code is not None
         codes[rank] = code
@@ -209,21 +219,6 @@ def _wait_for_all(ranks: list[Process], grace_seconds: float, leave_together: bo
         elif leave_together and deadline is None:
             deadline = time.monotonic() + grace_seconds
     return codes[0] if first_failure is None else first_failure
-
-
-def _report_end(rank: int, process: Process, ended: queue.Queue[int]) -> None:
-    process.wait()
-    ended.put(rank)
-
-
-def _next_to_end(ended: queue.Queue[int], deadline: float | None, ranks: list[Process]) -> tuple[int, bool]:
-    """Returns the next rank to end, and True if it had to be killed."""
-    if deadline is not None:
-        try:
-            return ended.get(timeout=max(0.0, deadline - time.monotonic())), False
-        except queue.Empty:
-            kill(ranks)
-    return ended.get(), deadline is not None
 
 
 def _named_failure(who: str, code: int) -> int:

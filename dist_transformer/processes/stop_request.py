@@ -83,8 +83,9 @@ class StopRequest:
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # each time: the first start unblocks some
             start_helper()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        if (end := _end_time(os.environ.get(END_TIME_VARIABLE, ""))) is not None:
-            self.end_at(end, "end of the Slurm job")
+        with suppress(ValueError):  # there is none, or it is no time
+            if math.isfinite(end := float(os.environ.get(END_TIME_VARIABLE, ""))) and end > 0:
+                self.end_at(end, "end of the Slurm job")
 
     def end_at(self, unix_seconds: float, why: str = "time limit of training.max_hours") -> None:
         """Requests a stop from this time on, with `why` as its reason."""
@@ -175,12 +176,3 @@ def _say(line: str) -> None:
         if select.select([], [2], [], 0)[1]:
             start = "\n" if os.isatty(2) else ""  # below the progress bar
             os.write(2, f"{start}{line}\n".encode())
-
-
-def _end_time(value: str) -> float | None:
-    """Parses the end of the Slurm job; None where the value is missing or not a time."""
-    try:
-        end = float(value)
-    except ValueError:
-        return None
-    return end if math.isfinite(end) and end > 0 else None

@@ -8,7 +8,8 @@ Axes: H heads, S source pieces, T target pieces.
 """
 
 import io
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ from dist_transformer.reporting.fonts import drawable
 
 if TYPE_CHECKING:  # imported at run time only for drawing: it takes half a second
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Map = NDArray[np.floating[Any]]
 GAP_SHARE = 0.12
@@ -29,7 +29,8 @@ MOST_LABELS = 64
 ELLIPSIS = "\N{HORIZONTAL ELLIPSIS}"
 WORD_BEGIN = "\N{LOWER ONE EIGHTH BLOCK}"
 """Character by which sentencepiece represents a space."""
-WIDTH_INCHES, HEADS_INCHES, TITLE_INCHES, SCALE_INCHES = 13.0, 5.7, 0.75, 0.5
+WIDTH_INCHES, LABEL_INCHES = 13.0, 2.2
+"""Width of the figure, and height of the titles and labels of each block."""
 INK, PAPER = "#222222", "#ffffff"
 GAMMA = 0.5
 """Exponent from weight to darkness, so that small weights, spread over a long sentence, are visible too."""
@@ -58,35 +59,39 @@ class SentenceAttention:
     cross: Sequence[Map]
 
 
-@dataclass(frozen=True)
-class _Block:
-    title: str
-    layers: Sequence[Map]
-    rows: Sequence[str]
-    columns: Sequence[str]
-    row_words: str
-    column_words: str
-
-
 def attention_png(sentence: SentenceAttention) -> bytes:
     """The figure as the content of a PNG file."""
     from matplotlib.figure import Figure
 
-    blocks = _blocks(sentence)
-    height = SCALE_INCHES + sum(map(_height, blocks))
-    figure = Figure(figsize=(WIDTH_INCHES, height), facecolor=PAPER)
-
-    def place(left: float, top: float, width: float, tall: float) -> "Axes":
-        """Axes whose upper left corner lies so many inches from that of the figure."""
-        size = (left / WIDTH_INCHES, (height - top - tall) / height, width / WIDTH_INCHES, tall / height)
-        return figure.add_axes(size)
-
-    shades = _draw_block(blocks[0], place, SCALE_INCHES)
-    _draw_scale(figure, shades, place(WIDTH_INCHES - 4.2, 0.2, 4.0, 0.14))
-    top = SCALE_INCHES + _height(blocks[0])
-    for block in blocks[1:]:
-        _draw_block(block, place, top)
-        top += _height(block)
+    source, target = sentence.source_pieces, sentence.target_pieces
+    blocks = (
+        ("Encoder self-attention", sentence.encoder, source, source, "at", "looks at"),
+        (
+            "Decoder self-attention",
+            sentence.decoder,
+            target,
+            sentence.read_pieces,
+            "predicts",
+            "looks at (read so far)",
+        ),
+        ("Cross-attention", sentence.cross, target, source, "predicts", "looks at (source)"),
+    )
+    heights = [LABEL_INCHES + float(np.clip(0.19 * len(rows), 2.6, 7.0)) for _, _, rows, *_ in blocks]
+    figure = Figure((WIDTH_INCHES, sum(heights)), facecolor=PAPER, layout="constrained")
+    parts: Any = figure.subfigures(len(blocks), height_ratios=heights)
+    for (title, layers, rows, columns, row_words, column_words), part in zip(blocks, parts, strict=True):
+        part.suptitle(title, x=0.01, horizontalalignment="left", fontsize=13, fontweight="bold", color=INK)
+        heads, mean = part.subplots(1, 2)
+        _draw_heads(layers, heads)
+        shades = _show(np.asarray(layers[-1], dtype=np.float64).mean(0), mean)
+        _label(mean.xaxis, columns, rotation=90)
+        _label(mean.yaxis, rows, rotation=0)
+        mean.set_xlabel(f"{column_words}; mean of the heads of layer {len(layers)}", fontsize=9, color=INK)
+        mean.set_ylabel(row_words, fontsize=9, color=INK)
+        mean.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0, colors=INK, pad=2)
+        mean.xaxis.set_label_position("top")
+        scale = part.colorbar(shades, ax=mean, ticks=(0, 0.05, 0.2, 0.5, 1), format="{x:g}", aspect=40, pad=0.01)
+        scale.ax.tick_params(labelsize=8, labelcolor=INK)
     with io.BytesIO() as out:
         figure.savefig(out, format="png", dpi=110)
         return out.getvalue()
@@ -119,81 +124,24 @@ def shown_pieces(pieces: Iterable[str]) -> list[str]:
     return [drawable(piece.replace(WORD_BEGIN, "_")) for piece in cut]
 
 
-def _blocks(sentence: SentenceAttention) -> list[_Block]:
-    source, read, target = sentence.source_pieces, sentence.read_pieces, sentence.target_pieces
-    return [
-        _Block("Encoder self-attention", sentence.encoder, source, source, "at", "looks at"),
-        _Block("Decoder self-attention", sentence.decoder, target, read, "predicts", "looks at (read so far)"),
-        _Block("Cross-attention", sentence.cross, target, source, "predicts", "looks at (source)"),
-    ]
+def _draw_heads(layers: Sequence[Map], axes: "Axes") -> None:
+    from matplotlib.collections import PolyCollection
 
-
-def _height(block: _Block) -> float:
-    """Height of a block in inches, with space for the labels of the large map, and without stretching few layers."""
-    return TITLE_INCHES + _label_inches(block.columns) + float(np.clip(0.19 * len(block.rows), 2.6, 7.0)) + 0.35
-
-
-def _label_inches(pieces: Sequence[str]) -> float:
-    return 0.15 + 0.085 * max(map(len, shown_pieces(pieces)))
-
-
-def _draw_block(block: _Block, place: Callable[[float, float, float, float], "Axes"], top: float) -> Any:
-    """Draws a block below `top`, in inches; returns the image of its large map."""
-    below, bottom = top + TITLE_INCHES, top + _height(block) - 0.35
-    heads = place(0.55, below + 0.1, HEADS_INCHES, bottom - below - 0.1)
-    heads.text(-0.06, 1.0 + 0.5 / (bottom - below), block.title, transform=heads.transAxes, fontsize=13, fontweight="bold",
-               color=INK)  # fmt: skip
-    _draw_heads(block, heads)
-    left = 0.55 + HEADS_INCHES + 0.45 + _label_inches(block.rows)
-    below += _label_inches(block.columns)
-    return _draw_mean(block, place(left, below, WIDTH_INCHES - left - 0.1, bottom - below))
-
-
-def _draw_scale(figure: "Figure", shades: Any, axes: "Axes") -> None:
-    """Draws the scale of the shades."""
-    bar = figure.colorbar(shades, cax=axes, orientation="horizontal", ticks=(0, 0.05, 0.2, 0.5, 1))
-    bar.ax.set_xticklabels(["0", "0.05", "0.2", "0.5", "1"], fontsize=8, color=INK)
-    bar.ax.set_ylabel("weight", fontsize=9, color=INK, rotation=0, ha="right", va="center")
-    bar.outline.set_linewidth(0.5)
-
-
-def _draw_heads(block: _Block, axes: "Axes") -> None:
-    image, (num_heads, rows, columns) = composed(block.layers), block.layers[0].shape
-    gap = gap_of(block.layers[0])
+    image, (num_heads, rows, columns), gap = composed(layers), layers[0].shape, gap_of(layers[0])
     _show(image, axes)
-    axes.set_xticks([head * (columns + gap) + (columns - 1) / 2 for head in range(num_heads)])
-    axes.set_yticks([layer * (rows + gap) + (rows - 1) / 2 for layer in range(len(block.layers))])
-    axes.set_xticklabels([str(head + 1) for head in range(num_heads)])
-    axes.set_yticklabels([str(layer + 1) for layer in range(len(block.layers))])
+    lefts, tops = (np.arange(count) * (size + gap) for count, size in ((num_heads, columns), (len(layers), rows)))
+    axes.set_xticks(lefts + (columns - 1) / 2, [str(head + 1) for head in range(num_heads)])
+    axes.set_yticks(tops + (rows - 1) / 2, [str(layer + 1) for layer in range(len(layers))])
     axes.set_xlabel("head", fontsize=9, color=INK)
     axes.set_ylabel("layer", fontsize=9, color=INK)
-    for layer in range(len(block.layers)):
-        for head in range(num_heads):
-            _frame(axes, head * (columns + gap), layer * (rows + gap), columns, rows)
+    corners = np.array([(0, 0), (columns, 0), (columns, rows), (0, rows)]) - 0.5
+    frames = [corners + place for place in itertools.product(lefts, tops)]
+    axes.add_collection(PolyCollection(frames, facecolors="none", edgecolors="#999999", linewidths=0.5))
     axes.set_xlim(-1.0, image.shape[1])
     axes.set_ylim(image.shape[0], -1.0)
-    axes.xaxis.tick_top()
+    axes.tick_params(top=True, labeltop=True, bottom=False, labelbottom=False, length=0, labelsize=9, colors=INK)
     axes.xaxis.set_label_position("top")
-    axes.tick_params(length=0, labelsize=9, colors=INK)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-
-
-def _frame(axes: "Axes", left: int, top: int, width: int, height: int) -> None:
-    x, y = (left - 0.5, left + width - 0.5), (top - 0.5, top + height - 0.5)
-    axes.plot([x[0], x[1], x[1], x[0], x[0]], [y[0], y[0], y[1], y[1], y[0]], color="#999999", linewidth=0.5)
-
-
-def _draw_mean(block: _Block, axes: "Axes") -> Any:
-    shades = _show(np.asarray(block.layers[-1], dtype=np.float64).mean(0), axes)
-    _label(axes.xaxis, block.columns, rotation=90)
-    _label(axes.yaxis, block.rows, rotation=0)
-    axes.xaxis.tick_top()
-    axes.xaxis.set_label_position("top")
-    axes.set_xlabel(f"{block.column_words}; mean of the heads of layer {len(block.layers)}", fontsize=9, color=INK)
-    axes.set_ylabel(block.row_words, fontsize=9, color=INK)
-    axes.tick_params(length=0, colors=INK, pad=2)
-    return shades
+    axes.set_frame_on(False)
 
 
 def _label(axis: Any, pieces: Sequence[str], rotation: int) -> None:

@@ -26,8 +26,8 @@ QUANTITIES = {
 """Titles and units of the quantities measured on a node, or on a GPU of it."""
 WIDE_RANGE = 20.0
 """Ratio of the largest to the smallest value above which an axis is logarithmic, if the panel allows it."""
-FROM_ZERO = ("%", "GB", "MB/s")
-"""Units whose axes begin at 0."""
+FROM_ZERO = ("%", "GB", "MB/s", "target tokens/s")
+"""Units whose axes begin at 0, as the norm's does."""
 TITLES = {
     "loss": ("loss (labels smoothed)", "nats per target token"),
     "nll": ("nll (negative log-likelihood)", "nats per target token"),
@@ -92,9 +92,14 @@ def marks_of(story: RunStory) -> Marks:
 
 def panels_of(story: RunStory) -> list[Panel]:
     """The panels of one run, without those for which it has no numbers."""
-    curves = story.curves
-    panels = [*_loss_panels(curves), *_score_panels(curves), *_training_panels(curves), *_mixture_panels(curves)]
-    return [_with_best(panel, story) for panel in [*panels, *_system_panels(curves)]]
+    curves, panels = story.curves, []
+    for key, (title, unit) in TITLES.items():
+        found = _of_corpora(curves, key)
+        if key in ("loss", "nll"):
+            found = {"training": curves.of("train", key)} | found
+        panels += _panel(key.replace("_", "-"), title, unit, found)
+    panels += [*_training_panels(curves), *_system_panels(curves)]
+    return [_with_best(panel, story) for panel in panels]
 
 
 def compared_panels(stories: Sequence[tuple[str, RunStory]]) -> list[Panel]:
@@ -107,16 +112,13 @@ def compared_panels(stories: Sequence[tuple[str, RunStory]]) -> list[Panel]:
         ("gradient-norm", "Gradient norm", "", "train", "gradient_norm"),
     ]
     styles = {run: number for number, (run, _) in enumerate(stories)}
-    panels = []
-    for name, title, unit, event, key in wanted:
-        found = {run: _drawn(story.curves, event, key) for run, story in stories}
-        for panel in _panel(name, title, unit, found, styles):
-            measure = key.rpartition("/")[2]
-            cuts, is_norm = measure in ("loss", "nll"), key == "gradient_norm"
-            panels.append(
-                replace(panel, cuts_start=cuts, may_be_log=is_norm, from_zero=is_norm or key == "tokens_per_second")
-            )
-    return panels
+    return [
+        panel
+        for name, title, unit, event, key in wanted
+        for panel in _panel(
+            name, title, unit, {run: _drawn(story.curves, event, key) for run, story in stories}, styles
+        )
+    ]
 
 
 def _compared_measures(stories: Sequence[tuple[str, RunStory]]) -> Iterator[tuple[str, str, str, str, str]]:
@@ -129,23 +131,6 @@ def _compared_measures(stories: Sequence[tuple[str, RunStory]]) -> Iterator[tupl
         for key in OF_FURTHER_CORPORA:
             title, unit = TITLES[key]
             yield f"corpus-{number}-{key}", f"{corpus} {title}", unit, "validation", f"{corpus}/{key}"
-
-
-def _loss_panels(curves: Curves) -> list[Panel]:
-    panels = []
-    for key in ("loss", "nll"):
-        found = {"training": curves.of("train", key)} | _of_corpora(curves, key)
-        panels += _panel(key, *TITLES[key], found)
-    return [replace(panel, cuts_start=True) for panel in panels]
-
-
-def _score_panels(curves: Curves) -> list[Panel]:
-    return [
-        panel
-        for key, (title, unit) in TITLES.items()
-        if key not in ("loss", "nll")
-        for panel in _panel(key.replace("_", "-"), title, unit, _of_corpora(curves, key))
-    ]
 
 
 def _drawn(curves: Curves, event: str, name: str) -> Curve | None:
@@ -169,31 +154,19 @@ def _training_panels(curves: Curves) -> list[Panel]:
 
     shares = {name: _drawn(curves, "train", key) for name, key in SHARES.items()}
     scale, skipped = curves.of("train", "loss_scale"), curves.of("train", "skipped_updates")
-    return [
-        *_panel("learning-rate", "Learning rate", "", one("learning_rate")),
-        *_from_zero(_panel("speed", "Speed", "target tokens/s", one("tokens_per_second"))),
-        *_panel("waste", "Padding and data wait", "%", shares),
-        *_panel("mfu", "Share of the peak arithmetic (MFU)", "%", {"training": _drawn(curves, "train", "mfu")}),
-        *_from_zero(_as_log(_panel("gradient-norm", "Gradient norm", "", one("gradient_norm")))),
-        *_as_log(_panel("loss-scale", "Loss scale", "", {"training": scale}) if _varies(scale) else []),
-        *(_panel("skipped", "Updates skipped so far", "updates", {"training": skipped}) if _varies(skipped) else []),
-    ]
-
-
-def _as_log(panels: list[Panel]) -> list[Panel]:
-    return [replace(panel, may_be_log=True) for panel in panels]
-
-
-def _from_zero(panels: list[Panel]) -> list[Panel]:
-    return [replace(panel, from_zero=True) for panel in panels]
-
-
-def _mixture_panels(curves: Curves) -> list[Panel]:
-    """Panel of the pairs from each corpus of a mixture between two log lines."""
-    found = {
+    pairs = {
         name.removeprefix("pairs/"): curves.of("train", name) for name in curves.names("train") if "pairs/" in name
     }
-    return _panel("mixture", "Pairs of each corpus", "pairs a log line", found)
+    return [
+        *_panel("learning-rate", "Learning rate", "", one("learning_rate")),
+        *_panel("speed", "Speed", "target tokens/s", one("tokens_per_second")),
+        *_panel("waste", "Padding and data wait", "%", shares),
+        *_panel("mfu", "Share of the peak arithmetic (MFU)", "%", {"training": _drawn(curves, "train", "mfu")}),
+        *_panel("gradient-norm", "Gradient norm", "", one("gradient_norm")),
+        *(_panel("loss-scale", "Loss scale", "", {"training": scale}) if _varies(scale) else []),
+        *(_panel("skipped", "Updates skipped so far", "updates", {"training": skipped}) if _varies(skipped) else []),
+        *_panel("mixture", "Pairs of each corpus", "pairs a log line", pairs),
+    ]
 
 
 def _system_panels(curves: Curves) -> list[Panel]:
@@ -236,7 +209,19 @@ def _panel(
         for label, curve in curves.items()
         if curve is not None and (finite := curve.finite()) is not None
     ]
-    return [Panel(name, title, unit, tuple(lines), from_zero=unit in FROM_ZERO)] if lines else []
+    if not lines:
+        return []
+    return [
+        Panel(
+            name,
+            title,
+            unit,
+            tuple(lines),
+            cuts_start=name.endswith(("loss", "nll")),
+            may_be_log=name in ("gradient-norm", "loss-scale"),
+            from_zero=unit in FROM_ZERO or name == "gradient-norm",
+        )
+    ]
 
 
 def _with_best(panel: Panel, story: RunStory) -> Panel:

@@ -1,18 +1,20 @@
-"""Comparison of several runs: differing settings, scores, curves and translations side by side."""
+"""Comparison of several runs: differing settings, scores, curves and translations side by side.
 
+Only scores that were measured alike are ranked.
+"""
+
+import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
 
-from dist_transformer.config.metrics import TRANSLATION_MEASURES, is_lower_better
+from dist_transformer.config.metrics import TRANSLATION_MEASURES, corpus_and_measure, is_lower_better
 from dist_transformer.format import duration
 from dist_transformer.reporting.charts import Marks, compared_panels
-from dist_transformer.reporting.comparable import differences, why_evaluated_otherwise, why_not_alike
 from dist_transformer.reporting.formatting import (
     NOTHING,
     evaluation_text,
@@ -24,10 +26,10 @@ from dist_transformer.reporting.formatting import (
     state_text,
     steps_text,
 )
-from dist_transformer.reporting.html import Content, Html, document, table, tag, together
-from dist_transformer.reporting.page import footer, pictures
+from dist_transformer.reporting.html import render
+from dist_transformer.reporting.page import charts
 from dist_transformer.reporting.run_history import RunStory, settings_that_differ
-from dist_transformer.reporting.samples import fixed_sentences, languages, words
+from dist_transformer.reporting.samples import FixedSentence, fixed_sentences
 from dist_transformer.reporting.scores import EVALUATED, MEASURES
 from dist_transformer.run.goodput import goodput_text
 
@@ -41,6 +43,17 @@ OF_SAMPLES = (
 """Settings that determine the fixed sentences."""
 MOST_SENTENCES = 8
 """Fixed sentences that are shown side by side."""
+OF_TRANSLATIONS = (
+    "validation.beam_size",
+    "validation.max_sentences",
+    "decoding.length_penalty",
+    "decoding.max_extra_tokens",
+)
+"""Settings on which bleu, chrf and comet depend besides the weights and the corpus."""
+OF_TOKENS = ("tokenizer.type", "tokenizer.vocabulary_size", "tokenizer.shared", "tokenizer.source_model")
+"""Settings of the pieces over which loss, nll, perplexity and token accuracy are averaged."""
+OF_EVALUATION = ("source_sha256", "reference_sha256", "pairs", "beam_size", "length_penalty", "max_extra_tokens")
+"""Entries of the files in evaluation/ that must be equal."""
 
 
 @dataclass(frozen=True)
@@ -69,13 +82,13 @@ def named(stories: Sequence[RunStory]) -> list[Named]:
 
 def result_rows(stories: Sequence[Named]) -> list[Row]:
     """Rows of the runs' progress, speed and scores: last, best, of the final model."""
-    now = time.time()
+    now, speeds = time.time(), [story.median_speed for _, story in stories]
     rows = [
         Row("state", [state_text(story, now) for _, story in stories]),
         Row("step", [steps_text(story) for _, story in stories]),
         Row("time in training", [duration(story.trained_seconds) for _, story in stories]),
         Row("goodput", [goodput_text(story.goodput) if story.goodput else NOTHING for _, story in stories]),
-        _highest("target tokens/s, median", [_median_speed(story) for _, story in stories]),
+        Row("target tokens/s, median", [number(speed) for speed in speeds], _best(speeds, True)),
         Row("starts", [number(len(story.starts) or story.run.get("starts")) for _, story in stories]),
     ]
     return [*rows, *_score_rows(stories), *_evaluation_rows(stories)]
@@ -91,16 +104,20 @@ def setting_rows(stories: Sequence[Named]) -> list[Row]:
 
 def compare_page(stories: Sequence[Named]) -> str:
     """The page as HTML in one file."""
-    names = [name for name, _ in stories]
-    results, settings = result_rows(stories), setting_rows(stories)
-    parts = [
-        ("results", "Results", together([_table(names, results), _notes(results)])),
-        ("settings", "Settings that differ", _table(names, settings) if settings else tag("p", "None.")),
-        ("curves", "Curves", _curves(stories)),
-        ("samples", "Samples", _samples(stories)),
-    ]
-    folders = [tag("li", name, ": ", tag("code", str(story.run_dir.path.absolute()))) for name, story in stories]
-    return document(f"{len(stories)} runs compared", tag("ul", *folders), parts, footer(time.time()))
+    results, last_step = result_rows(stories), max(story.curves.last_step for _, story in stories)
+    common = _common_sentences(stories)
+    return render(
+        "compare.html",
+        title=f"{len(stories)} runs compared",
+        stories=stories,
+        languages=stories[0][1].languages,
+        results=results,
+        notes=notes(results),
+        differing=setting_rows(stories),
+        charts=charts(compared_panels(stories), Marks(last_step)),
+        common=common,
+        why_no_samples="" if common else _why_no_samples(stories),
+    )
 
 
 def _score_rows(stories: Sequence[Named]) -> Iterator[Row]:
@@ -127,36 +144,21 @@ def _scored(name: str, texts: list[str], best: int | None, why: Sequence[str]) -
 
 def _evaluation_rows(stories: Sequence[Named]) -> Iterator[Row]:
     """Yields the results of `evaluate`, with their conditions in the row's name or, if these differ, beside each."""
-    for name, text in dict.fromkeys(
-        (name, _text_of(scores)) for _, story in stories for name, scores in story.evaluations.items()
-    ):
+    for name in dict.fromkeys(name for _, story in stories for name in story.evaluations):
         for key in EVALUATED:
             scores = [story.evaluations.get(name, {}) for _, story in stories]
-            scores = [each if _text_of(each) == text else {} for each in scores]
             known = [each for each in scores if key in each]
-            having = [story for (_, story), each in zip(stories, scores, strict=True) if key in each]
             if not known:
                 continue
+            having = [story for (_, story), each in zip(stories, scores, strict=True) if key in each]
             values, hows = [each.get(key) for each in scores], {evaluation_text(each) for each in known}
-            title = f"evaluated: {_name_of(name, text, stories)} {measure_name(key)}"
+            title = f"evaluated: {name} {measure_name(key)}"
             texts = [measure_text(key, value) for value in values]
             if len(hows) == 1:
                 title = f"{title} {hows.pop()}".strip()
             else:
                 texts = [f"{text} {evaluation_text(each)}".strip() for text, each in zip(texts, scores, strict=True)]
             yield _scored(title, texts, _best(values, True), why_evaluated_otherwise(having, known, name, key))
-
-
-def _text_of(scores: Mapping[str, Any]) -> str:
-    """Digest that identifies the sentences of a result; empty in results of versions that did not record it."""
-    digests = f"{scores['source_sha256']} {scores.get('reference_sha256')}" if "source_sha256" in scores else ""
-    return sha256(digests.encode()).hexdigest() if digests else ""
-
-
-def _name_of(name: str, text: str, stories: Sequence[Named]) -> str:
-    """The name of the corpus, with the beginning of its digest if other sentences have the same name."""
-    texts = {_text_of(story.evaluations[name]) for _, story in stories if name in story.evaluations}
-    return name if len(texts) == 1 else f"{name} [{text[:8] or 'text not known'}]"
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
@@ -166,10 +168,6 @@ def notes(rows: Sequence[Row]) -> list[str]:
         if row.note:
             names.setdefault(row.note, []).append(row.name)
     return [f"No best one is marked of {'; '.join(named)}: {note}." for note, named in names.items()]
-
-
-def _notes(rows: Sequence[Row]) -> Html:
-    return together(tag("p", line, class_="soft") for line in notes(rows))
 
 
 def _measures(stories: Sequence[Named]) -> list[str]:
@@ -191,51 +189,16 @@ def _best(values: Sequence[Any], highest: bool) -> int | None:
     return max(known)[1] if highest else min(known)[1]
 
 
-def _highest(name: str, values: Sequence[float | None]) -> Row:
-    return Row(name, [number(value) for value in values], _best(values, True))
-
-
-def _median_speed(story: RunStory) -> float | None:
-    curve = story.curves.of("train", "tokens_per_second")
-    return float(np.median(curve.values)) if curve else None
-
-
-def _table(names: Sequence[str], rows: Sequence[Row]) -> Html:
-    cells: list[list[Content]] = [
-        [row.name, *(tag("strong", text) if place == row.best else text for place, text in enumerate(row.texts))]
-        for row in rows
-    ]
-    return table(["", *names], cells)
-
-
-def _curves(stories: Sequence[Named]) -> Html:
-    panels = compared_panels(stories)
-    last_step = max(story.curves.last_step for _, story in stories)
-    return pictures(panels, Marks(last_step)) if panels else tag("p", "No step was recorded yet.")
-
-
-def _samples(stories: Sequence[Named]) -> Html:
-    """The newest translation by each run of each fixed sentence that at least two runs have."""
+def _common_sentences(stories: Sequence[Named]) -> list[tuple[str, dict[str, FixedSentence]]]:
+    """The fixed sentences that at least two runs have, each with its translations by these runs."""
     by_run = {name: {(each.corpus, each.source): each for each in fixed_sentences(story)} for name, story in stories}
     num_runs = Counter(key for sentences in by_run.values() for key in sentences)
     keys = [key for key, count in num_runs.items() if count > 1][:MOST_SENTENCES]
-    if not keys:
-        return tag("p", _why_no_samples(stories, [name for name, sentences in by_run.items() if not sentences]))
-    source, target = languages(stories[0][1])
-    parts = []
-    for key in keys:
-        having = {name: sentences[key] for name, sentences in by_run.items() if key in sentences}
-        rows = [
-            [name, f"{each.translations[-1][0]:,}", words(each.translations[-1][1], target)]
-            for name, each in having.items()
-        ]
-        reference = next(iter(having.values())).reference
-        rows.append(["reference", "", words(reference, target)])
-        parts += [tag("h3", words(key[1], source)), table(["run", "step", "translation"], rows)]
-    return together(parts)
+    return [(key[1], {name: each[key] for name, each in by_run.items() if key in each}) for key in keys]
 
 
-def _why_no_samples(stories: Sequence[Named], without: Sequence[str]) -> str:
+def _why_no_samples(stories: Sequence[Named]) -> str:
+    without = [name for name, story in stories if not fixed_sentences(story)]
     if len(without) == len(stories):
         return "No run has written translations of fixed sentences."
     if len(without) > len(stories) - 2:
@@ -243,3 +206,57 @@ def _why_no_samples(stories: Sequence[Named], without: Sequence[str]) -> str:
     why = differences([story for name, story in stories if name not in without], OF_SAMPLES)
     said = f": the runs differ in {', '.join(why)}" if why else ""
     return f"No fixed sentence was translated by two of the runs{said}."
+
+
+def differences(stories: Sequence[RunStory], keys: Iterable[str]) -> list[str]:
+    """Settings that begin with one of `keys` and are not the same in all runs, in order."""
+    wanted = tuple(keys)
+    found = [
+        {key: value for key, (value, _) in settings_that_differ(story.settings).items() if key.startswith(wanted)}
+        for story in stories
+    ]
+    every = dict.fromkeys(key for each in found for key in each)
+    return [key for key in every if any(each.get(key) != found[0].get(key) for each in found)]
+
+
+def why_not_alike(stories: Sequence[RunStory], measure: str) -> list[str]:
+    """Settings by which a measure of validation differs between runs; empty: it may be compared."""
+    corpus, key = corpus_and_measure(measure)
+    found = _other_text(stories, f"data.more_validation.{corpus}" if corpus else "data.validation")
+    if key in TRANSLATION_MEASURES:
+        return found + differences(stories, [*OF_TRANSLATIONS, *(["validation.comet"] if key == "comet" else [])])
+    smoothing = ["training.label_smoothing"] if key == "loss" else []
+    return found + _other_pieces(stories) + differences(stories, ["data.filters.", *smoothing])
+
+
+def why_evaluated_otherwise(
+    stories: Sequence[RunStory], evaluations: Sequence[Mapping[str, Any]], name: str, measure: str
+) -> list[str]:
+    """Settings by which results of `evaluate`, none of them empty, differ between runs under this name."""
+    keys = (*OF_EVALUATION, f"{measure}_signature" if measure != "comet" else "comet_model")
+    found = [key for key in keys if any(each.get(key) != evaluations[0].get(key) for each in evaluations)]
+    if all("source_sha256" in each for each in evaluations):
+        return found
+    of_split = f"data.{name}" if name in ("test", "validation") else f"data.more_validation.{name}"
+    return found or _other_text(stories, of_split)  # from a version that did not record what it scored
+
+
+def _other_text(stories: Sequence[RunStory], corpus: str) -> list[str]:
+    """Settings by which `corpus` is another text in other runs; prepared corpora record their text."""
+    known = [story.prepared.validation for story in stories if story.prepared and story.prepared.validation]
+    if corpus == "data.validation" and len(known) == len(stories):
+        return [f"{corpus} (its text)"] if any(each != known[0] for each in known) else []
+    places = [
+        [os.path.join(str(story.settings.get("data.root") or ""), str(story.settings.get(f"{corpus}.{side}")))
+         for side in ("source", "target", "path") if story.settings.get(f"{corpus}.{side}")]
+        for story in stories
+    ]  # fmt: skip
+    found = differences(stories, [f"{corpus}.", "data.normalization"])
+    return found or (["data.root"] if any(each != places[0] for each in places) else [])
+
+
+def _other_pieces(stories: Sequence[RunStory]) -> list[str]:
+    known = [story.prepared.pieces for story in stories if story.prepared and story.prepared.pieces]
+    if known and len(known) == len(stories):
+        return ["the pieces of the tokenizer"] if len(set(known)) > 1 else []
+    return differences(stories, OF_TOKENS)

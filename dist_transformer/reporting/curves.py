@@ -91,7 +91,11 @@ def read_curves(path: Path) -> Curves:
                 steps, values = of_event.setdefault(name, ([], []))
                 steps.append(step)
                 values.append(value)
-    curves = {event: {name: _curve(*column) for name, column in names.items()} for event, names in columns.items()}
+    curves: dict[str, dict[str, Curve]] = {event: {} for event in columns}
+    for event, of_event in columns.items():
+        for name, (steps, values) in of_event.items():
+            order = np.argsort(np.asarray(steps), kind="stable")
+            curves[event][name] = Curve(*(np.asarray(each, dtype=float)[order] for each in (steps, values)))
     return Curves(curves, newest)
 
 
@@ -109,8 +113,3 @@ def thinned(curve: Curve, num_points: int) -> Thinned:
         np.minimum.reduceat(curve.values, starts),
         np.maximum.reduceat(curve.values, starts),
     )
-
-
-def _curve(steps: list[int], values: list[float]) -> Curve:
-    order = np.argsort(np.asarray(steps), kind="stable")
-    return Curve(np.asarray(steps, dtype=float)[order], np.asarray(values, dtype=float)[order])

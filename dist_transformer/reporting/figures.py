@@ -34,7 +34,7 @@ FEW_POINTS = 40
 
 
 def panel_svg(panel: Panel, marks: Marks) -> str:
-    """An <svg> element for a page: no fixed size, colors from the page's variables (page_style.py)."""
+    """An <svg> element for a page: no fixed size, colors from the page's variables (templates/style.css)."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -143,15 +143,14 @@ def _set_axes(panel: Panel, axes: "Axes") -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda step, _: short_number(step)))
     if panel.is_log:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if _decades(panel) < 3 else (1.0,)))
+        values = np.concatenate([line.curve.values for line in panel.lines])
+        has_few_decades = values.max() < 1000 * values.min()
+        axes.yaxis.set_major_locator(LogLocator(10, subs=(1.0, 2.0, 5.0) if has_few_decades else (1.0,)))
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
-    if panel.cuts_start:
-        axes.set_ylim(*_limits(panel))
-    elif panel.from_zero and not panel.is_log:
-        axes.set_ylim(0.0, _top(panel, axes.get_ylim()[1]))
+    _set_limits(panel, axes)
     axes.set_xlabel("step", fontsize=9, color=INK, labelpad=1)
     axes.set_ylabel(panel.unit, fontsize=9, color=INK)
     axes.tick_params(labelsize=9, colors=INK, length=3)
@@ -162,31 +161,22 @@ def _set_axes(panel: Panel, axes: "Axes") -> None:
         spine.set_color(RESTART)
 
 
-def _top(panel: Panel, top: float) -> float:
-    """The upper end of an axis from 0: for percentages at most 100."""
-    highest = max(float(line.curve.values.max()) for line in panel.lines)
-    return min(top, max(100.0, highest)) if panel.unit == "%" else top
-
-
-def _decades(panel: Panel) -> float:
-    values = np.concatenate([line.curve.values for line in panel.lines])
-    return float(np.log10(values.max() / values.min()))
-
-
-def _limits(panel: Panel) -> tuple[float, float]:
-    """Limits of the values after the first steps of each line, with a margin; lines of few points are shown in full."""
-    shown = np.concatenate([_behind_start(line.curve) for line in panel.lines])
-    low, high = float(shown.min()), float(shown.max())
-    room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - room, high + room
+def _set_limits(panel: Panel, axes: "Axes") -> None:
+    """Without the first steps of each line, of which those of few points are shown in full; or from 0."""
+    if panel.cuts_start:
+        shown = np.concatenate([_behind_start(line.curve) for line in panel.lines])
+        low, high = float(shown.min()), float(shown.max())
+        room = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
+        axes.set_ylim(low - room, high + room)
+    elif panel.from_zero and not panel.is_log:
+        top, highest = axes.get_ylim()[1], max(float(line.curve.values.max()) for line in panel.lines)
+        axes.set_ylim(0.0, min(top, max(100.0, highest)) if panel.unit == "%" else top)
 
 
 def _behind_start(curve: Curve) -> Floats:
-    if len(curve.steps) < FEW_POINTS:
-        return curve.values
     first, last = curve.steps[0], curve.steps[-1]
-    shown: Floats = curve.values[curve.steps >= first + WARM_UP_SHARE * (last - first)]
-    return shown
+    is_shown = curve.steps >= first + WARM_UP_SHARE * (last - first)
+    return curve.values if len(curve.steps) < FEW_POINTS else curve.values[is_shown]
 
 
 def _draw_marks(marks: Marks, axes: "Axes") -> None:

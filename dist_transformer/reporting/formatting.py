@@ -1,6 +1,7 @@
 """Formatting of numbers, times and names on pages."""
 
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -86,3 +87,11 @@ def steps_text(story: RunStory) -> str:
 def nodes_text(record: Record) -> str:
     nodes = record.get("nodes")
     return ", ".join(map(str, nodes)) if isinstance(nodes, list) else str(nodes or NOTHING)
+
+
+def model_text(settings: Mapping[str, Any]) -> str | None:
+    """The model's preset and sizes; None if they are not all known."""
+    names = ("preset", "num_encoder_layers", "num_decoder_layers", "d_model", "d_ff", "num_heads")
+    sizes = [settings.get(f"model.{name}") for name in names]
+    text = "{}: {} + {} layers, d_model {}, d_ff {}, {} heads"
+    return None if None in sizes else text.format(*sizes)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dist_transformer.config.credentials import holds_secret, is_secret, without_credentials
 from dist_transformer.config.data_schema import CorpusConfig
 from dist_transformer.config.former_keys import current_settings
@@ -29,6 +31,7 @@ from dist_transformer.run.status import RunView, look_at
 Record = dict[str, Any]
 PLACES = ("run.name", "run.root", "data.root", "data.prepared")
 """Settings of a run's location, not of the run itself."""
+CHECKPOINT_MEASURES = ("bleu", "chrf", "comet", "loss", "perplexity")
 
 
 @dataclass(frozen=True)
@@ -146,18 +149,46 @@ class RunStory:
 
     @property
     def trained_seconds(self) -> float | None:
-        """Time between the starts and their ends; a killed one ended with its last record. None: unknown."""
+        """Time between the starts of training and their ends; without a history that of the records. None: unknown."""
         times = self.curves.of("train", "time")
-        known = [] if times is None else times.values.tolist()
-        if not self.starts:
-            return known[-1] - known[0] if len(known) > 1 else None
-        begins = [float(start.begun.get("time", 0.0)) for start in self.starts]
-        ends = [*begins[1:], float("inf")]
-        seconds = 0.0
-        for start, begin, next_begin in zip(self.starts, begins, ends, strict=True):
-            last_record = max((time for time in known if begin <= time < next_begin), default=begin)
-            seconds += float(start.ended.get("time", last_record)) - begin
-        return seconds
+        if self.goodput is not None:
+            return self.goodput.trained_seconds
+        return float(times.values[-1] - times.values[0]) if times is not None and len(times.values) > 1 else None
+
+    @property
+    def median_speed(self) -> float | None:
+        """Target tokens a second."""
+        curve = self.curves.of("train", "tokens_per_second")
+        return float(np.median(curve.values)) if curve else None
+
+    @property
+    def languages(self) -> tuple[str | None, str | None]:
+        source, target = (self.settings.get(f"data.{side}_language") for side in ("source", "target"))
+        return str(source) if source else None, str(target) if target else None
+
+    @property
+    def jobs(self) -> list[str]:
+        """Ids of its Slurm jobs."""
+        found = [start.begun.get("slurm_job_id") for start in self.starts]
+        found += [record.get("job") for record in self.attempts] + [self.run.get("slurm_job_id")]
+        return [*dict.fromkeys(str(job) for job in found if job)]
+
+    @property
+    def lacks_evaluation(self) -> bool:
+        """True if a test corpus is given that has no scores yet."""
+        is_given = any(value for key, value in self.settings.items() if key.startswith("data.test."))
+        return is_given and "test" not in self.evaluations
+
+    def measures_of(self, checkpoint: SavedCheckpoint) -> dict[str, float]:
+        """Measures in the checkpoint's state, or in metrics.jsonl at its step."""
+        if checkpoint.measures:
+            return checkpoint.measures
+        found = {key: self.curves.of("validation", key) for key in CHECKPOINT_MEASURES}
+        return {
+            key: float(curve.values[place[0]])
+            for key, curve in found.items()
+            if curve is not None and len(place := (curve.steps == checkpoint.step).nonzero()[0])
+        }
 
 
 def read_story(run_dir: RunDir) -> RunStory:

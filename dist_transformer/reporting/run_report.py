@@ -65,12 +65,13 @@ def write_run_report(
     Raises:
         UserError: the page cannot be written, or `sentences` are given and there is no model to translate them.
     """
-    from dist_transformer.reporting.page import drawn, run_page
+    from dist_transformer.reporting.attention import attention_png
+    from dist_transformer.reporting.page import run_page
     from dist_transformer.reporting.run_history import read_story
 
     story = read_story(run_dir)
     maps, note = _attention(story, sentences) if with_attention else ([], "Left out with --no-attention.")
-    attention = drawn(maps)
+    attention = [(sentence, attention_png(sentence)) for sentence in maps]
     page = run_page(story, attention, note)
     if output is None:
         with writing(run_dir.figures):
@@ -88,10 +89,12 @@ def write_figures(story: "RunStory", attention: Sequence[bytes]) -> None:
     folder.mkdir(exist_ok=True)
     if panels := panels_of(story):
         curves_png(panels, marks_of(story), folder / "curves.png", story.name)
-    for number, data in enumerate(attention, start=1):
-        _write_bytes(folder / f"attention_{number}.png", data)
+    pictures = {f"attention_{number}.png": data for number, data in enumerate(attention, start=1)}
     if story.prepared and story.prepared.picture:
-        _write_bytes(folder / "lengths.png", story.prepared.picture)
+        pictures["lengths.png"] = story.prepared.picture
+    for name, data in pictures.items():
+        with replacing(folder / name) as temporary:
+            temporary.write_bytes(data)
 
 
 def _attention(story: "RunStory", sentences: Sequence[str] | None) -> tuple[list["SentenceAttention"], str]:
@@ -122,8 +125,3 @@ def _chosen(story: "RunStory") -> list[str]:
 
     sources = dict.fromkeys(sentence.source for sentence in fixed_sentences(story))
     return [source for source in sources if 0 < len(source.strip()) <= LONGEST_CHARACTERS][:MOST_SENTENCES]
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    with replacing(path) as temporary:
-        temporary.write_bytes(data)

@@ -46,6 +46,11 @@ class Goodput:
     def total(self) -> float:
         return sum(self.seconds.values())
 
+    @property
+    def trained_seconds(self) -> float:
+        """Time between the starts of training and their ends."""
+        return self.total - sum(self.seconds[name] for name in ("start", "detection", "queue"))
+
     def shares(self) -> dict[str, float]:
         """Returns the share of each class in all time; they add up to 1."""
         return {name: value / self.total for name, value in self.seconds.items()} if self.total > 0 else {}
@@ -101,8 +106,8 @@ def _starts(run_dir: RunDir, now: float) -> list[_Start]:
     for number, following in zip_longest(begins, begins[1:]):
         record = records[number]
         end = next((r["time"] for r in records[number + 1 : following] if r["event"] == "end"), None)
-        if end is None and following is not None:
-            end = records[following].get("before_seen") or records[following].get("began")
+        if end is None and following is not None:  # without a word of the next start, its last record decides (_count)
+            end = records[following].get("before_seen") or records[following].get("began") or record["time"]
         earliest = starts[-1].ended if starts else 0.0
         trained = max(record["time"], earliest)
         began = min(max(record.get("began", trained), earliest), trained)

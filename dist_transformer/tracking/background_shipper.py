@@ -8,7 +8,7 @@ import traceback
 
 from dist_transformer.config.credentials import without_secrets
 from dist_transformer.tracking.outbox import CHANNELS, PROMPT_CHANNELS, ServerTrouble
-from dist_transformer.tracking.shipper import Abandoned, Delivery, Shipper
+from dist_transformer.tracking.shipper import Abandoned, Shipper
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ class BackgroundShipper:
         self._abandoned = shipper.abandoned
         self._thread = threading.Thread(target=self._run, name=f"tracking {shipper.folder.absolute()}", daemon=True)
         self._delivered_all = False
-        self._outage = Outage()
+        self._outage_began: float | None = None
 
     def start(self) -> None:
         self._thread.start()
@@ -41,7 +41,7 @@ class BackgroundShipper:
         self._closing.set()
         self._thread.join(timeout=seconds)
         deadline = time.monotonic() + busy_seconds
-        while self._thread.is_alive() and not self._outage.lasts and time.monotonic() < deadline:
+        while self._thread.is_alive() and self._outage_began is None and time.monotonic() < deadline:
             self._thread.join(timeout=FIRST_WAIT_SECONDS)
         self._abandoned.set()
         return self._delivered_all
@@ -63,7 +63,8 @@ class BackgroundShipper:
                 thread.join(PREDECESSOR_SECONDS)
 
     def _deliver_until_closed(self) -> None:
-        outage = self._outage
+        """One warning when the server stops answering, one line when it caught up, growing waits in between."""
+        wait_seconds = POLL_SECONDS
         while not self._abandoned.is_set():
             closing = self._closing.is_set()  # read before the pass, so that it includes all events added until closing
             try:
@@ -71,38 +72,21 @@ class BackgroundShipper:
             except ServerTrouble as trouble:
                 if self._abandoned.is_set():
                     return
-                outage.note(trouble)
+                if self._outage_began is None:
+                    self._outage_began, wait_seconds = time.monotonic(), FIRST_WAIT_SECONDS
+                    said = "MLflow takes no data; training continues and all is sent later. Its answer: %s"
+                    logger.warning(said, trouble)
+                else:
+                    wait_seconds = min(2 * wait_seconds, LONGEST_WAIT_SECONDS)
             else:
-                outage.end(delivery)
+                if self._outage_began is not None:
+                    seconds = time.monotonic() - self._outage_began
+                    counts = f"{delivery.points} points, {delivery.events} events"
+                    logger.warning("MLflow caught up after %.0f s: %s", seconds, counts)
+                self._outage_began, wait_seconds = None, POLL_SECONDS
                 self._delivered_all = closing
                 if closing:
                     return
             # While closing, only abandonment may cut the wait short, and the server is tried each second.
-            seconds = min(outage.wait_seconds, FIRST_WAIT_SECONDS) if closing else outage.wait_seconds
+            seconds = min(wait_seconds, FIRST_WAIT_SECONDS) if closing else wait_seconds
             (self._abandoned if closing else self._closing).wait(seconds)
-
-
-class Outage:
-    """State of an outage: one warning when the server stops answering, one line when it caught up, growing waits."""
-
-    def __init__(self) -> None:
-        self.wait_seconds = POLL_SECONDS
-        self._began: float | None = None
-
-    @property
-    def lasts(self) -> bool:
-        return self._began is not None
-
-    def note(self, trouble: ServerTrouble) -> None:
-        if self._began is None:
-            self._began, self.wait_seconds = time.monotonic(), FIRST_WAIT_SECONDS
-            logger.warning("MLflow takes no data; training continues and all is sent later. Its answer: %s", trouble)
-        else:
-            self.wait_seconds = min(2 * self.wait_seconds, LONGEST_WAIT_SECONDS)
-
-    def end(self, delivery: Delivery) -> None:
-        if self._began is not None:
-            seconds = time.monotonic() - self._began
-            counts = f"{delivery.points} points, {delivery.events} events"
-            logger.warning("MLflow caught up after %.0f s: %s", seconds, counts)
-        self._began, self.wait_seconds = None, POLL_SECONDS

@@ -20,16 +20,6 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Reference:
-    """A checkpoint or model that is not uploaded and is found in MLflow by its name, parameters and scores."""
-
-    name: str
-    kind: str
-    parameters: Mapping[str, str]
-    points: Sequence[Point]
-
-
-@dataclass(frozen=True)
 class Model:
     """A model folder to be sent to MLflow. `decoding`: the settings it translates with; `register_as`: None for none.
 
@@ -46,6 +36,11 @@ class Model:
     alias: str | None = None
     by_hand: bool = False
     """True if requested by a user: the alias is set even if this version had it before."""
+
+
+def megabytes_of(folder: Path) -> float:
+    """Size of all files below `folder`, in units of 2**20 bytes. Raises as `files_of`."""
+    return sum(file.stat().st_size for file in files_of(folder)) / 2**20
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records
-from dist_transformer.tracking.content import Model, Point, Reference, files_of
+from dist_transformer.tracking.content import Model, Point, files_of
 from dist_transformer.tracking.outbox import CannotBeSent, local_files_refused
 
 if TYPE_CHECKING:
@@ -97,14 +97,12 @@ def send_event(run: "TrackedRun", event: Mapping[str, Any], channel: str, run_di
 
 
 def _send_start(run: "TrackedRun", event: Mapping[str, Any]) -> None:
-    from dist_transformer.tracking import mlflow_datasets
-
     run.set_status("RUNNING", _time_ms(event))
     run.set_tags(event["tags"])
     run.log_parameters(event["parameters"])
     if "description" in event:
         run.describe(event["description"])
-    mlflow_datasets.log_datasets(run, event.get("datasets", []))
+    run.log_datasets(event.get("datasets", []))
 
 
 def _send_checkpoint(run: "TrackedRun", event: Mapping[str, Any]) -> None:
@@ -112,7 +110,7 @@ def _send_checkpoint(run: "TrackedRun", event: Mapping[str, Any]) -> None:
 
     name, parameters = Path(event["path"]).name, {"path": event["path"], "step": str(event["step"])}
     points = _points("checkpoint", event["metrics"], event)
-    mlflow_models.log_reference(run, Reference(name, mlflow_models.CHECKPOINT, parameters, points))
+    mlflow_models.log_reference(run, name, parameters, points)
     mlflow_models.mark_checkpoints(run, name if event.get("is_best") else None, event.get("kept"))
     if event.get("is_best"):
         run.set_tags({"best_checkpoint": name})  # MLflow's pages show no tags of a logged model

@@ -45,7 +45,7 @@ os.environ.setdefault("MLFLOW_UV_AUTO_DETECT", "false")
 
 from filelock import FileLock
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Param, Run, RunTag, ViewType
+from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag, ViewType
 from mlflow.exceptions import MlflowException
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -83,6 +83,9 @@ LONGEST_KEY = 250
 LONGEST_PARAMETER = 500
 """Length that every server accepts; if a value is longer, the artifact parameters.json has all values uncut."""
 LONGEST_TAG = 5000
+CONTEXT_TAG = "mlflow.data.context"
+LONGEST_DIGEST = 36
+"""Length limit of MLflow; the dataset's profile has the full digest."""
 DATABASE_LOCK_SECONDS = 60
 ENDED = {"FINISHED", "FAILED", "KILLED"}
 
@@ -195,6 +198,26 @@ class TrackedRun:
         metrics = [Metric(valid_key(p.key), p.value, p.time_ms, p.step, model_id=model_id) for p in finite]
         for chunk in chunks(metrics, METRICS_A_BATCH):
             self.client.log_batch(self.run_id, metrics=chunk, synchronous=True)
+
+    def log_datasets(self, datasets: Sequence[Mapping[str, Any]]) -> None:
+        """Logs corpora with `name`, `digest`, `source` and `context`; other values (rows, tokens) go into the profile.
+
+        The server identifies a corpus by name and digest: logged again, it is stored once.
+        """
+        inputs = []
+        for values in (each for each in datasets if {"name", "digest", "source", "context"} <= each.keys()):
+            name, context, source = values["name"], values["context"], str(values["source"])
+            kind, said = "local", json.dumps({"uri": source})
+            if source.startswith("{"):  # a description of ours
+                kind, said = "corpus", source
+            elif source.startswith(("http://", "https://")):
+                kind, said = "http", json.dumps({"url": source})
+            profile = json.dumps({key: values[key] for key in values if key not in ("name", "context", "source")})
+            dataset = Dataset(name, values["digest"][:LONGEST_DIGEST], kind, said, profile=profile)
+            inputs.append(DatasetInput(dataset, [InputTag(CONTEXT_TAG, context)]))
+        if inputs:
+            with translated_errors():
+                self.client.log_inputs(self.run_id, datasets=inputs)
 
 
 def open_run(target: Target, memory: DeliveryState) -> TrackedRun:

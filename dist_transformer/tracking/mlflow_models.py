@@ -6,7 +6,7 @@ Every call may be repeated with the effect of one. A model is identified by the 
 import json
 import logging
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from mlflow.entities.model_registry import ModelVersion
 from mlflow.exceptions import MlflowException
 from mlflow.models import Model as MlflowModel
 
-from dist_transformer.tracking.content import UPLOAD_MEGABYTES, Model, Reference, files_of
+from dist_transformer.tracking.content import UPLOAD_MEGABYTES, Model, Point, megabytes_of
 from dist_transformer.tracking.mlflow_client import TrackedRun, artifact_errors, patient_requests, translated_errors
 from dist_transformer.tracking.outbox import local_files_refused
 from dist_transformer.tracking.pyfunc_folder import check_translates, pyfunc_folder
@@ -32,19 +32,20 @@ MOST_SECONDS_A_FILE = 120
 """Timeout of an upload: a server that keeps artifacts elsewhere forwards a file of weights before it answers."""
 
 
-def log_reference(run: TrackedRun, reference: Reference) -> None:
-    """Creates an external logged model once: one that is complete on the server is left unchanged."""
+def log_reference(
+    run: TrackedRun, name: str, parameters: dict[str, str], points: Sequence[Point], kind: str = CHECKPOINT
+) -> None:
+    """Creates an external logged model once: one that is complete on the server is left unchanged.
+
+    It is not uploaded, and found in MLflow by its name, parameters and scores.
+    """
     with translated_errors():
-        model = _find_reference(run, reference) or run.client.create_logged_model(
-            run.experiment_id,
-            name=reference.name,
-            source_run_id=run.run_id,
-            params=dict(reference.parameters),
-            tags={EXTERNAL_TAG: "true"},
-            model_type=reference.kind,
-        )
+        query = f"name = '{name}' AND source_run_id = '{run.run_id}'"
+        found = run.client.search_logged_models([run.experiment_id], filter_string=query)
+        model = next((each for each in found if dict(each.params) == parameters), None)
+        model = model or _new_model(run, name, parameters, kind, {EXTERNAL_TAG: "true"})
         if model.status != "READY":
-            run.log_model_points(reference.points, model.model_id)
+            run.log_model_points(points, model.model_id)
             run.client.finalize_logged_model(model.model_id, "READY")
 
 
@@ -69,9 +70,9 @@ def log_model(run: TrackedRun, model: Model) -> None:
     """
     shutil.rmtree(model.upload, ignore_errors=True)  # left by an upload that was killed
     with local_files_refused():
-        megabytes = sum(file.stat().st_size for file in files_of(model.folder)) / 2**20
+        megabytes = megabytes_of(model.folder)
     if megabytes > UPLOAD_MEGABYTES:
-        log_reference(run, Reference(_name(model.folder), "model", _parameters(model), model.points))
+        log_reference(run, _name(model.folder), _parameters(model), model.points, "model")
         kind = "registered" if model.register_as else "uploaded"
         logger.warning(
             "%s is not %s: %.0f MB, above the %d MB that are uploaded; MLflow has its path and digest",
@@ -83,26 +84,30 @@ def log_model(run: TrackedRun, model: Model) -> None:
 
 
 def _log_and_register(run: TrackedRun, model: Model) -> None:
-    logged = _find_model(run, model.sha256)
+    same = (each for each in _models_of(run) if each.params.get("sha256") == model.sha256)
+    logged = next((each for each in same if EXTERNAL_TAG not in each.tags and each.status != "FAILED"), None)
     is_complete = logged is not None and logged.status == "READY"
-    version = _find_version(run, model) if is_complete and model.register_as else None
+    version = None
+    if is_complete and model.register_as:
+        query = f"name = '{model.register_as}' AND run_id = '{run.run_id}'"
+        found = run.client.search_model_versions(query)
+        version = next((each for each in found if each.tags.get(DIGEST_TAG) == model.sha256), None)
     if not is_complete or (model.register_as and version is None):
         with local_files_refused(), pyfunc_folder(model.folder, model.decoding, model.upload) as folder:
             if model.register_as:
                 check_translates(folder)
             if logged is None or not is_complete:
-                logged = _upload(run, model, logged or _new_model(run, model), folder)
+                logged = logged or _new_model(run, _name(model.folder), _parameters(model), "model")
+                logged = _upload(run, model, logged, folder)
     if model.register_as and logged is not None:
         _set_alias(run.client, model, version or _new_version(run, model, logged))
 
 
-def _new_model(run: TrackedRun, model: Model) -> LoggedModel:
+def _new_model(
+    run: TrackedRun, name: str, parameters: dict[str, str], kind: str, tags: dict[str, str] | None = None
+) -> LoggedModel:
     return run.client.create_logged_model(
-        run.experiment_id,
-        name=_name(model.folder),
-        source_run_id=run.run_id,
-        params=_parameters(model),
-        model_type="model",
+        run.experiment_id, name=name, source_run_id=run.run_id, params=parameters, tags=tags, model_type=kind
     )
 
 
@@ -150,27 +155,11 @@ def _show_version(client: MlflowClient, logged: LoggedModel, version: ModelVersi
         client.set_logged_model_tags(logged.model_id, {VERSIONS_TAG: json.dumps(shown)})
 
 
-def _find_version(run: TrackedRun, model: Model) -> ModelVersion | None:
-    found = run.client.search_model_versions(f"name = '{model.register_as}' AND run_id = '{run.run_id}'")
-    return next((version for version in found if version.tags.get(DIGEST_TAG) == model.sha256), None)
-
-
 def _set_alias(client: MlflowClient, model: Model, version: ModelVersion) -> None:
     """Sets the alias once, so that a repeated delivery does not take it from a version that a user gave it to since."""
     if model.alias and (model.by_hand or version.tags.get(ALIAS_TAG) != model.alias):
         client.set_registered_model_alias(version.name, model.alias, version.version)
         client.set_model_version_tag(version.name, version.version, ALIAS_TAG, model.alias)
-
-
-def _find_reference(run: TrackedRun, reference: Reference) -> LoggedModel | None:
-    query = f"name = '{reference.name}' AND source_run_id = '{run.run_id}'"
-    found = run.client.search_logged_models([run.experiment_id], filter_string=query)
-    return next((model for model in found if dict(model.params) == dict(reference.parameters)), None)
-
-
-def _find_model(run: TrackedRun, sha256: str) -> LoggedModel | None:
-    same = (model for model in _models_of(run) if model.params.get("sha256") == sha256)
-    return next((model for model in same if EXTERNAL_TAG not in model.tags and model.status != "FAILED"), None)
 
 
 def _models_of(run: TrackedRun) -> Iterator[LoggedModel]:

@@ -48,6 +48,7 @@ def pyfunc_folder(model: Path, settings: Mapping[str, Any], temporary: Path) -> 
 
     `temporary`: created for it, and removed at the end.
     """
+    strings = Schema([ColSpec(DataType.string)])
     try:
         for module in modules_reached(LOADER):
             copied = temporary / "code" / module.relative_to(PACKAGE.parent)
@@ -59,7 +60,7 @@ def pyfunc_folder(model: Path, settings: Mapping[str, Any], temporary: Path) -> 
             loader_module=LOADER,
             data_path=str(model),
             code_paths=[str(temporary / "code" / PACKAGE.name)],
-            signature=ModelSignature(_strings(), _strings()),
+            signature=ModelSignature(strings, strings),
             input_example=EXAMPLE,
             pip_requirements=requirements(),
             model_config=dict(settings),
@@ -83,7 +84,7 @@ def check_translates(folder: Path) -> None:
     except subprocess.TimeoutExpired:
         raise CannotBeSent(f"the model did not translate a sentence within {CHECK_SECONDS} s") from None
     if done.returncode != 0:
-        said = without_secrets(_last_line(done.stderr))
+        said = without_secrets((done.stderr.strip().splitlines() or ["it said nothing"])[-1])
         raise CannotBeSent(f"the model cannot be loaded and is not registered: {said}")
 
 
@@ -111,11 +112,3 @@ def _imports_of(file: Path) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield from (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
-
-
-def _strings() -> Schema:
-    return Schema([ColSpec(DataType.string)])
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or ["it said nothing"])[-1]

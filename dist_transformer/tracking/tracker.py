@@ -27,7 +27,7 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records
 from dist_transformer.run.records import read_record, sound
 from dist_transformer.tracking.background_shipper import BackgroundShipper
-from dist_transformer.tracking.content import UPLOAD_MEGABYTES, files_of
+from dist_transformer.tracking.content import UPLOAD_MEGABYTES, megabytes_of
 from dist_transformer.tracking.description import description, standard_tags
 from dist_transformer.tracking.messages import send_model
 from dist_transformer.tracking.outbox import (
@@ -174,7 +174,10 @@ def log_model(
     target, memory = target_of(settings, run_dir, default_store), memory_of(run_dir, run_dir.name, run_id_of(run_dir))
     shipper = Shipper(run_dir, target, memory)
     event = {"time": time.time(), **model_event(run_dir, settings, folder, metrics), "by_hand": True}
-    _refuse_too_large(folder)
+    if (size := megabytes_of(folder)) > UPLOAD_MEGABYTES:
+        raise UserError(
+            f"{folder}: {size:.0f} MB, above the {UPLOAD_MEGABYTES} MB that are uploaded; put it where others can read it"
+        )
 
     def send() -> Delivery:
         from dist_transformer.tracking import mlflow_client
@@ -233,14 +236,6 @@ def _insisting(send: Callable[[], Delivery], target: Target, what: str) -> Deliv
                 ) from trouble
         time.sleep(SYNC_WAIT_SECONDS)
     raise AssertionError("the last attempt returns or raises")
-
-
-def _refuse_too_large(folder: Path) -> None:
-    size = sum(file.stat().st_size for file in files_of(folder)) / 2**20
-    if size > UPLOAD_MEGABYTES:
-        raise UserError(
-            f"{folder}: {size:.0f} MB, above the {UPLOAD_MEGABYTES} MB that are uploaded; put it where others can read it"
-        )
 
 
 def address_of(settings: TrackingConfig) -> str | None:

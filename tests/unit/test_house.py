@@ -19,7 +19,6 @@ ADAPTERS = {
     "deepspeed": {"training.engine.engine"},
     "mlflow": {
         "tracking.mlflow_client",
-        "tracking.mlflow_datasets",
         "tracking.mlflow_models",
         "tracking.pyfunc_folder",
     },
@@ -31,6 +30,7 @@ ADAPTERS = {
     "aiohttp": {"data.sources.remote"},
     "tenacity": {"data.sources.retries"},
     "matplotlib": {"data.prepare.report", "reporting.figures", "reporting.attention", "reporting.fonts"},
+    "jinja2": {"reporting.html"},
     "psutil": {"training.memory", "training.metrics.system_metrics", "distributed.rank_zero"},
     "sacrebleu": {"decoding.metrics"},
     "sacremoses": {"decoding.metrics"},

@@ -1,10 +1,7 @@
-"""The average is the mean, of weights or of files, and of one model only."""
-
-from pathlib import Path
+"""The average is the mean, and of one model only."""
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dist_transformer.errors import CheckpointError
@@ -26,15 +23,6 @@ def test_the_average_is_the_mean_of_each_tensor() -> None:
         expected = torch.stack([source[name].double() for source in sources]).mean(0).float()
         torch.testing.assert_close(tensor, expected, rtol=0, atol=1e-7)
         assert tensor.dtype == torch.float32
-
-
-def test_files_average_as_their_weights_do(tmp_path: Path) -> None:
-    sources = random_weights(3)
-    paths = [tmp_path / f"{number}.safetensors" for number in range(3)]
-    for source, path in zip(sources, paths, strict=True):
-        save_file(source, path)
-    from_files, from_weights = average_weights(paths), average_weights(sources)
-    assert all(torch.equal(from_files[name], from_weights[name]) for name in ("a", "b"))
 
 
 def test_the_average_of_one_is_itself_and_of_equals_is_the_same() -> None:
@@ -71,12 +59,3 @@ def test_other_shapes_are_named() -> None:
     first, second = random_weights(2)
     with pytest.raises(CheckpointError, match=r"b is \(5,\) in weights 1 but \(6,\) in weights 2"):
         average_weights([first, {**second, "b": torch.zeros(6)}])
-
-
-def test_a_missing_or_damaged_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"gone\.safetensors: no such file"):
-        average_weights([tmp_path / "gone.safetensors"])
-    damaged = tmp_path / "damaged.safetensors"
-    damaged.write_bytes(b"not safetensors")
-    with pytest.raises(CheckpointError, match=r"damaged\.safetensors: damaged or cut short"):
-        average_weights([damaged])

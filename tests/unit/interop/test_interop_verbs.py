@@ -20,8 +20,7 @@ from dist_transformer.decoding.loaded_model import model_folder_of
 from dist_transformer.errors import UserError
 from dist_transformer.interop.ctranslate2_export import load_exported
 from dist_transformer.interop.model_folder import load_model_folder
-from dist_transformer.planning.vocabularies import vocabulary_sizes
-from dist_transformer.planning.vocabulary_sizes import with_counted_pieces
+from dist_transformer.planning.vocabularies import vocabulary_sizes, with_counted_pieces
 
 
 def run(*arguments: object) -> str:

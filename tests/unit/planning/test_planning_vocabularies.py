@@ -17,7 +17,7 @@ from dist_transformer.data.tokenizer.tokenizer import train_tokenizer
 from dist_transformer.errors import DataError
 from dist_transformer.planning.memory import memory_of_rank
 from dist_transformer.planning.step_time import micro_batch_flops
-from dist_transformer.planning.vocabulary_sizes import with_counted_pieces
+from dist_transformer.planning.vocabularies import with_counted_pieces
 
 
 @pytest.fixture(scope="module")

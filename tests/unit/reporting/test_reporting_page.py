@@ -14,7 +14,7 @@ from dist_transformer.files import write_json
 from dist_transformer.format import duration
 from dist_transformer.reporting.attention import SentenceAttention
 from dist_transformer.reporting.formatting import measure_name, moment
-from dist_transformer.reporting.html import Html, html, table, tag
+from dist_transformer.reporting.html import column_kinds
 from dist_transformer.reporting.page import run_page
 from dist_transformer.reporting.run_history import read_story
 from dist_transformer.reporting.samples import changes
@@ -273,18 +273,17 @@ def test_the_attention_of_a_sentence_is_shown_with_its_words(run_dir):
     assert "Because of <this>." in page_of(run_dir, [], "Because of <this>.").text
 
 
-def test_text_is_escaped_unless_it_is_html_already():
-    assert html('<a & "b">') == "&lt;a &amp; &quot;b&quot;&gt;"
-    assert html(Html("<b>")) == "<b>"
-    assert html(None) == ""
-    assert html("\x00\ud800\x1b") == "���"
-    assert tag("p", "a<", tag("b", 1), class_='x"y') == '<p class="x&quot;y">a&lt;<b>1</b></p>'
+def test_characters_that_html_does_not_allow_are_replaced(run_dir):
+    write_json(run_dir.state, {"state": "failed\x1b", "step": 1})
+    assert "failed\N{REPLACEMENT CHARACTER}" in page_of(run_dir).text
 
 
-def test_columns_of_numbers_are_set_to_the_right_and_rows_have_names():
-    page = Page(table(["what", "n"], [["a", "1,000"], ["b", "-"]], "Caption"))
-    assert [attributes.get("class") for attributes in page.of("td")] == ["number", "number"]
-    assert [attributes.get("scope") for attributes in page.of("th")] == ["col", "col", "row", "row"]
+def test_columns_of_numbers_are_set_to_the_right_and_rows_have_names(plain):
+    assert column_kinds([["a", "1,000", "a b" * 20], ["b", "-", ""]], 3) == ["", "number", "words"]
+    _, page = plain
+    rows = [attributes.get("class") for attributes in page.of("td")]
+    assert {"number", "words", None} == set(rows)
+    assert {attributes.get("scope") for attributes in page.of("th")} == {"col", "row"}
 
 
 def test_times_are_said_as_people_say_them():
