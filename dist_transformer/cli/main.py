@@ -104,6 +104,10 @@ VERBS = {
             "logs.stacks_command",
             "Print the stacks of each rank of a running run: all threads, also while they wait in a collective.",
         ),
+        "verify": (
+            "verify.verify_command",
+            "Read every byte of a run's checkpoints and compare it with their checksums.",
+        ),
         "report": (
             "report.report_command",
             "Write a page about a run: its history, data, scores, samples and pictures, in one file that needs no network.",

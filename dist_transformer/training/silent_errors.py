@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 COMPARE_EVERY_STEPS = 100
 """Reading all weights takes less than a thousandth of so many steps."""
-MAX_REPEATS = 3
+MAX_REPEATS = 8
 """Times that a step is computed again; a rank that is wrong more often would hold up the run."""
 MOST_EXAMINED = 8
 """Differing micro-batches of a step that all ranks compute to find out who is wrong."""

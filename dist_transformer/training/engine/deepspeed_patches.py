@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from functools import wraps
 from typing import Any
 
@@ -106,6 +107,11 @@ def step_as_not_compiled(optimizer: torch.optim.Optimizer) -> None:
     assert not optimizer.defaults.get("differentiable")
     step = torch.no_grad()(inspect.unwrap(type(optimizer).step))
     optimizer.step = step.__get__(optimizer)  # type: ignore[method-assign]
+
+
+def pass_timeout(backend: Any, timeout: timedelta) -> None:
+    """Gives new groups of a backend this time limit."""
+    backend.new_group = lambda _self, members: torch.distributed.new_group(members, timeout=timeout)
 
 
 def name_collectives(backend: Any, note: Callable[[str], None]) -> None:

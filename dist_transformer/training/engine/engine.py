@@ -5,7 +5,7 @@ Errors of DeepSpeed 0.19.8 are fixed here and in deepspeed_patches.py, each fix 
   https://github.com/deepspeedai/DeepSpeed/pull/8588);
 - stage 0 reports no gradient norm and applies non-finite gradients (`guard_stage_0`);
 - at the floor of fp16's loss scale it raises in the middle of a step (`Engine.step`);
-- timeouts do not reach its data-parallel group (`_pass_timeout`);
+- timeouts do not reach its data-parallel group (`pass_timeout`);
 - on CPUs it compiles a shared-memory op that training never uses, and refuses fp16 (`_prepare_cpu`);
 - every rank would import mlflow and torch's compiler, which training never uses (`without_mlflow`, `not_compiling`).
 
@@ -29,7 +29,7 @@ from dist_transformer.config.schema import OptimizerConfig, TrainingConfig
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.model.transformer import Shapes
 from dist_transformer.training.divergence import Diverged
-from dist_transformer.training.engine.bit_sums import GradientSums, RestingSums
+from dist_transformer.training.engine.bit_sums import GradientSums, RestingSums, sums_by_part
 from dist_transformer.training.engine.deepspeed_config import deepspeed_config
 from dist_transformer.training.engine.deepspeed_patches import (
     call_as_not_compiled,
@@ -37,6 +37,7 @@ from dist_transformer.training.engine.deepspeed_patches import (
     guard_stage_0,
     name_collectives,
     not_compiling,
+    pass_timeout,
     step_as_not_compiled,
     without_mlflow,
 )
@@ -101,7 +102,7 @@ class Engine:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if ranks.device.type == "cpu":
             _prepare_cpu()
-        _pass_timeout(ranks)
+        pass_timeout(TorchBackend, ranks.timeout)
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
         name_collectives(TorchBackend, ranks.note_collective)
         self._ranks, self._stage, self._ema_decay = ranks, training.zero_stage, training.ema_decay
@@ -286,6 +287,12 @@ class Engine:
         ranks = self._ranks
         return fragments(self._pieces(), _inner_optimizer(self._engine), ranks.rank, ranks.num_ranks)
 
+    def bit_sums(self) -> dict[str, int]:
+        """Returns the sums of the complete state's bits by part; none with frozen weights, which a load may round."""
+        if not all(parameter.requires_grad for parameter in self._parameters.values()):
+            return {}
+        return dict(zip(PARTS, self._ranks.all_reduce_sum(sums_by_part(self.fragments())).tolist(), strict=True))
+
     @property
     def objective(self) -> Objective:
         """The wrapped module; it holds all weights if `has_full_weights`."""
@@ -389,10 +396,3 @@ def _prepare_cpu() -> None:
     deepspeed.ops.__compatible_ops__ = {}  # else g++ builds an inference op for 30 to 90 seconds, or fails
     # torch computes in fp16 on every CPU, slowly; DeepSpeed requires AVX512-FP16.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-
-
-def _pass_timeout(ranks: Ranks) -> None:
-    def new_group(backend: Any, members: list[int]) -> Any:
-        return torch.distributed.new_group(members, timeout=ranks.timeout)
-
-    TorchBackend.new_group = new_group

@@ -31,8 +31,8 @@ slurm.nodes slurm.preflight slurm.ranks_per_node slurm.sbatch slurm.setup slurm.
 slurm.time_limit tokenizer.character_coverage tokenizer.sampling tokenizer.shared tokenizer.source_model
 tokenizer.target_model tokenizer.training_sentences tokenizer.type tokenizer.vocabulary_size tracking.alias
 tracking.enabled tracking.experiment tracking.register_as tracking.system_metrics tracking.uri
-training.activation_checkpointing training.communication_dtype training.compile_layers training.ema_decay
-training.freeze training.gradient_clip_norm training.hang_seconds training.init_from training.init_partially
+training.activation_checkpointing training.audit_share training.communication_dtype training.compile_layers
+training.ema_decay training.freeze training.gradient_clip_norm training.hang_seconds training.init_from training.init_partially
 training.label_smoothing training.lanes_per_pass training.log_every_steps training.max_epochs training.max_hours
 training.max_steps training.max_target_tokens training.offload training.precision training.zero_stage
 validation.beam_size validation.comet validation.every_steps validation.max_sentences validation.metric
