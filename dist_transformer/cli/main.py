@@ -52,6 +52,7 @@ VERBS = {
         "list": "status.list_command",
         "logs": "logs.logs_command",
         "stacks": "logs.stacks_command",
+        "verify": "verify.verify_command",
         "report": "report.report_command",
         "compare": "report.compare_command",
         "config": "config_verbs.app",

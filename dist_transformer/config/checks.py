@@ -146,6 +146,11 @@ def _check_precision(training: Any) -> Iterator[str]:
         yield (
             "training.compile_layers: true needs training.zero_stage 0, 1 or 2, got 3, which gathers weights within the layers"
         )
+    if training.audit_share and (training.zero_stage == 3 or training.offload != "none"):
+        yield (
+            "training.audit_share: needs training.zero_stage 0, 1 or 2 and training.offload: none, where a rank can compute a "
+            f"micro-batch alone; got stage {training.zero_stage} and offload {training.offload}. Set it to 0, or change these",
+        )
     needed_stage = {"none": 0, "optimizer": 1, "optimizer_and_parameters": 3}[training.offload]
     if training.zero_stage < needed_stage:
         yield (

@@ -176,6 +176,13 @@ class TrainingConfig(Section):
     init_partially: Bool = Field(
         False, description="Take what fits of init_from, and say name by name what did not; false: all must fit."
     )
+    audit_share: Number = Field(
+        0.0,
+        ge=0.0,
+        le=1.0,
+        description="Share of micro-batches that another rank computes a second time, to compare the gradients, in stages 0 to "
+        "2; memory at rest is checked too; 0: neither.",
+    )
     max_hours: Number | None = Field(
         None, gt=0.0, description="Save and stop (exit code 75) this long after the start of the process."
     )

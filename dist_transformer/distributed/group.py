@@ -183,6 +183,21 @@ class Ranks:
         with self.collective(f"receive from rank {other}"):
             dist.recv(values, other, group=self.control)
 
+    def pass_on(self, value: Any) -> Any:
+        """Sends a Python value to the rank before this one, and returns that of the rank behind it (collective)."""
+        before, behind = (self.rank - 1) % self.num_ranks, (self.rank + 1) % self.num_ranks
+        values = [value]
+        with self.collective("pass_on"):
+            for is_sending in (
+                self.rank % 2 == 0,
+                self.rank % 2 == 1,
+            ):  # rank 1 receives first: nobody waits in a circle
+                if is_sending and self.num_ranks > 1:
+                    dist.send_object_list([value], before, group=self.control)
+                elif self.num_ranks > 1:
+                    dist.recv_object_list(values, behind, group=self.control)
+        return values[0]
+
     def _finish(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

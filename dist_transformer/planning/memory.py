@@ -75,7 +75,8 @@ def memory_of_rank(
         shape = shape._replace(rows=shape.rows * at_once)
     batch = activations(config, vocabulary, shape, on_gpu)
     state = _State.of(by_part, vocabulary_sizes(config)[0] * config.model.d_model, config.training, num_ranks)
-    is_repeated = (micro_batches or -(-config.data.lanes // num_ranks)) > at_once
+    num_micro_batches = micro_batches or -(-config.data.lanes // num_ranks)
+    is_repeated = num_micro_batches > at_once or config.training.audit_share > 0  # an audit is one more
     moments_of = _moments_of_exchange if sends_during_backward(config.training) else _moments
     moments = moments_of(state, batch, config.training.zero_stage, config.training.precision, is_repeated)
     cpu = offloaded_bytes(parameters, config.training, num_ranks) + snapshot_bytes(

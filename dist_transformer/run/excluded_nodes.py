@@ -1,4 +1,4 @@
-"""Nodes that a run excludes from its own jobs, because the preflight found them faulty.
+"""Nodes that a run excludes from its own jobs, because the preflight found them faulty, or training did, twice.
 
 They are few, and never so many that the partition could no longer run the job: a fault of the program must not be
 taken for a fault of the cluster.

@@ -40,7 +40,7 @@ class RunDir:
     @property
     def history(self) -> Path:
         """One JSON record a line for each start of training, the settings that it changed, and its end: `event` is
-        "start", "changed" or "end"."""
+        "start", "changed", "failed validation", "fault" or "end"."""
         return self.path / "history.jsonl"
 
     @property

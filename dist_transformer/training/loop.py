@@ -27,6 +27,7 @@ from dist_transformer.training.global_batch import (
 from dist_transformer.training.metrics.console import ProgressBar
 from dist_transformer.training.metrics.logger import MetricsLogger
 from dist_transformer.training.run import Run
+from dist_transformer.training.silent_errors import COMPARE_EVERY_STEPS, Pass, SilentErrors
 from dist_transformer.training.train_state import TrainState, dropout_seed, seed_dropout
 from dist_transformer.training.validation.schedule import ValidationSchedule
 from dist_transformer.training.validation.token_metrics import forward
@@ -62,6 +63,7 @@ class Loop:
         validation: ValidationSchedule,
         saver: CheckpointSaver,
         monitor: LossMonitor,
+        errors: SilentErrors,
         bar: ProgressBar,
         identity: dict[str, Any],
     ) -> None:
@@ -69,7 +71,7 @@ class Loop:
         self._engine, self._batches, self.state = engine, batches, state
         self._metrics, self._validation, self._saver = metrics, validation, saver
         self._monitor, self._agreement = monitor, Agreement(run.ranks, monitor, saver)
-        self._bar, self._identity = bar, identity
+        self._bar, self._identity, self._errors = bar, identity, errors
         self._lanes = range(run.ranks.rank, run.config.data.lanes, run.ranks.num_ranks)
         self._partition = state.position.partition
         self._lane_positions = {lane: state.position.lanes[lane] for lane in self._lanes}
@@ -98,6 +100,7 @@ class Loop:
             outcome = Outcome.FINISHED
         except Stopped:  # at a batch, or in the middle of a validation, which is still due
             outcome = Outcome.STOPPED
+        self._errors.compare(self.state.step)
         self._saver.save_last(self.state.step, self._checkpoint_state)
         return outcome
 
@@ -120,6 +123,8 @@ class Loop:
                 continue
             if state.step % self._config.training.log_every_steps == 0:
                 self._log()
+            if state.step % COMPARE_EVERY_STEPS == 0:
+                self._errors.compare(state.step)
             self._validation.step_computed(state.step)
             # The save comes first: a validation may take longer than the rest of a job.
             if state.step % every == 0 or self._has_ended():
@@ -163,21 +168,12 @@ class Loop:
 
     def _step(self, batch: GlobalBatch) -> bool:
         """Computes forward, backward and update on one global batch. False: the update was skipped (fp16 overflow)."""
-        state, device, watchdog = self.state, self._ranks.device, self._run.watchdog
+        state, watchdog, doing = self.state, self._run.watchdog, f"computing step {self.state.step + 1}"
         self.current_batch = batch
-        losses = torch.zeros(2, dtype=torch.float64, device=device)
-        slots, at_once = -(-self._config.data.lanes // self._ranks.num_ranks), self._config.training.lanes_per_pass
-        doing = f"computing step {state.step + 1}"
-        for first in range(0, slots, at_once):
-            watchdog.progress(f"{doing}, micro-batch {first + 1} of {slots}")
-            found = [
-                micro_batch for micro_batch in batch.micro_batches[first : first + at_once] if micro_batch is not None
-            ]
-            lane = self._ranks.rank + first * self._ranks.num_ranks
-            seed_dropout(dropout_seed(self._config.run.seed, state.batches, lane), device)
-            loss, nll = forward(self._engine, found or [self._weightless], device)
-            self._engine.backward(loss, batch.target_tokens, is_last=first + at_once >= slots)
-            losses += torch.stack([loss.detach(), nll.detach()]).double()
+        losses = self._add_gradients(batch)
+        while self._errors.must_repeat(state.step + 1):
+            self._engine.drop_gradients()
+            losses = self._add_gradients(batch)
         watchdog.progress(f"{doing}, reading the next batch")
         self._batches.prefetch(self._status())  # while a GPU still computes
         loss_sum = Fetched(losses[0])  # before the update, so that reading it does not wait for the update
@@ -186,6 +182,29 @@ class Loop:
         self._count(batch, is_applied, losses, loss_sum.value())
         self.current_batch = None
         return is_applied
+
+    def _add_gradients(self, batch: GlobalBatch) -> torch.Tensor:
+        """Computes all passes of the step. Returns this rank's sums of loss and nll: (2,), fp64, on the device."""
+        state, device, engine = self.state, self._ranks.device, self._engine
+        losses = torch.zeros(2, dtype=torch.float64, device=device)
+        slots, at_once = -(-self._config.data.lanes // self._ranks.num_ranks), self._config.training.lanes_per_pass
+        for first in range(0, slots, at_once):
+            self._run.watchdog.progress(f"computing step {state.step + 1}, micro-batch {first + 1} of {slots}")
+            found = [
+                micro_batch for micro_batch in batch.micro_batches[first : first + at_once] if micro_batch is not None
+            ]
+            lane = self._ranks.rank + first * self._ranks.num_ranks
+            seed = dropout_seed(self._config.run.seed, state.batches, lane)
+            computed = Pass(found or [self._weightless], seed, batch.target_tokens)
+            if is_audited := self._errors.is_audited(state.batches, first):
+                engine.gradient_sums.start()
+            seed_dropout(seed, device)
+            loss, nll = forward(engine, computed.micro_batches, device)
+            engine.backward(loss, batch.target_tokens, is_last=first + at_once >= slots)
+            losses += torch.stack([loss.detach(), nll.detach()]).double()
+            if is_audited:
+                self._errors.audit(computed, engine.gradient_sums.take())
+        return losses
 
     def _count(self, batch: GlobalBatch, is_applied: bool, losses: torch.Tensor, loss: float) -> None:
         state, step = self.state, self.state.step + 1
@@ -228,6 +247,7 @@ class Loop:
         self._metrics.log(self.state, self._run.learning_rate(max(1, self.state.step)))
 
     def _save(self) -> None:
+        self._errors.compare(self.state.step)
         self._saver.save(self.state.step, self._checkpoint_state)
 
     def _validate(self) -> None:

@@ -50,6 +50,7 @@ from dist_transformer.training.profiling.profiler import Job, Watched, profiling
 from dist_transformer.training.run import Run
 from dist_transformer.training.run_data import RunData
 from dist_transformer.training.run_log import RunLog, newest_records, note, open_run_log
+from dist_transformer.training.silent_errors import begin_checks
 from dist_transformer.training.train_state import TrainState
 from dist_transformer.training.validation.early_stopping import EarlyStopping
 from dist_transformer.training.validation.runner import Validator
@@ -239,7 +240,8 @@ def _loop(
         "settings": changes.settings,
     }
     monitor = LossMonitor(changes.loss_monitor(checkpoint))
-    loop = Loop(run, engine, batches, state, metrics, validation, saver, monitor, bar, identity)
+    errors = begin_checks(run, engine)
+    loop = Loop(run, engine, batches, state, metrics, validation, saver, monitor, errors, bar, identity)
     if checkpoint is not None:
         loop.restore(checkpoint.state)
     note(run.run_dir, ranks, "running", state.step)

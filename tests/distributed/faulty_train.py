@@ -6,6 +6,7 @@ lower learning rate cures would, "spike twice" the second one; nothing else of t
 
 import json
 import os
+import random
 import resource
 import signal
 import sys
@@ -36,6 +37,8 @@ def install(fault: str) -> None:
     def faulty_step(loop: Loop, batch: GlobalBatch, *others: object) -> bool:
         nonlocal at_work
         number = loop.state.batches
+        if fault == "flipped weight" and number == FIRST_BATCH:
+            next(iter(loop._engine.objective.parameters())).detach().view(torch.int32).view(-1)[0] ^= 1
         at_work = number == FIRST_BATCH if fault == "infinity" else number >= FIRST_BATCH and num_noticed() < times
         return step(loop, batch, *others)
 
@@ -56,6 +59,8 @@ def install(fault: str) -> None:
         import dist_transformer.training.trainer as trainer
 
         trainer.dry_run = lambda *arguments: None
+    if fault == "wrong gradients":
+        install_wrong_gradients()
     if fault == "needs a word":
         install_listening()
     if fault == "long records":
@@ -131,6 +136,21 @@ def install_validation(number: int, where: str, what: str) -> None:
     replaced(Engine, "backward", "step")
     replaced(TorchSearcher, "search", "search")
     replaced(score, "corpus_scores", "scoring")
+
+
+def install_wrong_gradients() -> None:
+    """One in ten forward passes of training gives a loss, and so a gradient, that is wrong by less than a hundredth."""
+    from dist_transformer.training.engine.objective import Objective
+
+    forward, drawn = Objective.forward, random.Random(1)
+
+    def faulty(objective: Objective, *inputs: object) -> tuple[Tensor, ...]:
+        loss, *others = forward(objective, *inputs)
+        if objective.training and drawn.random() < 0.1:
+            loss = loss * (1 + 0.01 * drawn.random())
+        return (loss, *others)
+
+    Objective.forward = faulty
 
 
 def install_listening() -> None:

@@ -17,6 +17,8 @@ from torch import Tensor
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import async_writer
 from dist_transformer.training.checkpoint.async_writer import AsyncWriter, Saved
+from dist_transformer.training.engine.bit_sums import sums_by_part
+from dist_transformer.training.engine.optimizer import PARTS
 from dist_transformer.training.engine.sharded_state import Fragment
 
 RUN_ID = "0123456789abcdef"
@@ -52,6 +54,9 @@ class MemoryEngine:
                 values = read(part, name, 0, math.prod(SHAPES[name]))
                 tensor.view(-1).copy_(torch.zeros(()) if values is None else values)
         self.loaded_step = step
+
+    def bit_sums(self) -> dict[str, int]:
+        return dict(zip(PARTS, sums_by_part(self.fragments()).tolist(), strict=True))
 
     def set_scaler_state(self, state: dict[str, Any]) -> None: ...
 

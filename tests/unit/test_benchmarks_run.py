@@ -55,6 +55,16 @@ def test_the_memory_benchmark_samples_an_epoch_and_draws_it(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_silent_errors_audits_without_an_alarm_and_finds_the_wrong_rank(tmp_path: Path) -> None:
+    sizes = ["--audits", "8", "--runs", "1", "--share", "1"]
+    printed, figures = run("silent_errors.py", tmp_path / "silent.json", *sizes)
+    assert "8 audits of 2 ranks, 0 alarms" in printed
+    [[step, ranks]] = figures["found"]
+    assert 0 < step <= figures["limit"]
+    assert ranks == [1]
+
+
+@pytest.mark.slow
 def test_the_plan_benchmark_plans_every_pair(tmp_path: Path) -> None:
     sizes = ["--pairs", "3000000", "--lanes", "3", "--window-rows", "20000"]
     printed, figures = run("plan.py", tmp_path / "plan.json", *sizes)

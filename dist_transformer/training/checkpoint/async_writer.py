@@ -34,9 +34,12 @@ from dist_transformer.training.checkpoint.tensor_files import (
     STATE,
     VERSION,
     StateFiles,
+    file_bit_sum,
     file_name,
     write_state_file,
 )
+from dist_transformer.training.engine.bit_sums import sums_by_part
+from dist_transformer.training.engine.optimizer import PARTS
 
 if TYPE_CHECKING:  # the engine is only passed in; importing it here would import DeepSpeed
     from dist_transformer.training.engine.engine import Engine, Fragment
@@ -100,7 +103,11 @@ class AsyncWriter:
         self._flight = flight
         if not flight.was_there:
             self._progress(f"copying the state for checkpoint {final.name}")
-            self._snapshot.take(engine.fragments())
+            fragments = engine.fragments()
+            self._snapshot.take(fragments)
+            sums = sums_by_part(fragments)
+            flight.bit_sum = int(sums.sum())
+            flight.state["bit_sums"] = dict(zip(PARTS, self._ranks.all_reduce_sum(sums.clone()).tolist(), strict=True))
             flight.needed_bytes = sum(self._ranks.all_gather_object(self._snapshot.num_bytes))
             self._attempt(flight)
 
@@ -142,7 +149,7 @@ class AsyncWriter:
         flight.writer = None
         if flight.problem is None:
             path = flight.temporary / file_name(self._ranks.rank)
-            flight.writer = _Writer(path, self._snapshot.fragments, self._snapshot.starts)
+            flight.writer = _Writer(path, self._snapshot.fragments, self._snapshot.starts, flight.bit_sum)
             flight.writer.start()
 
     def _confirm(self, flight: "PendingSave") -> str | None:
@@ -198,6 +205,8 @@ class PendingSave:
     began: float
     was_there: bool = False
     needed_bytes: int = 0
+    bit_sum: int = 0
+    """Of this rank's fragments in the engine's own memory: what was copied and written is compared with it."""
     problem: str | None = None
     """Problem of the preparation; if there is one, nothing is written."""
     writer: "_Writer | None" = None
@@ -242,9 +251,12 @@ class StagingBuffer:
 class _Writer(threading.Thread):
     """Thread that writes one rank's file. It is a daemon: a stalled disk must not keep the process from ending."""
 
-    def __init__(self, path: Path, fragments: Mapping[str, Tensor], starts: Mapping[str, int]) -> None:
+    def __init__(
+        self, path: Path, fragments: Mapping[str, Tensor], starts: Mapping[str, int], expected_sum: int
+    ) -> None:
         super().__init__(name=f"writes {path.name}", daemon=True)
         self._path, self._fragments, self._starts = path, fragments, starts
+        self._expected_sum = expected_sum
         self._stages_done = 0
         self._entry: dict[str, Any] | None = None
         self._problem: str | None = None
@@ -256,7 +268,11 @@ class _Writer(threading.Thread):
             self._stages_done = 1
             flush_to_disk(self._path)
             self._stages_done = 2
-            self._entry = file_entry(self._path)
+            entry = file_entry(self._path)
+            if file_bit_sum(self._path) != self._expected_sum:
+                self._problem = f"{self._path.name}: differs from the state in memory"
+            else:
+                self._entry = entry
         except (OSError, SafetensorError, MemoryError) as error:
             self._problem = f"{self._path.name}: {error}"
         except BaseException as error:  # noqa: BLE001  (raised again by `result`, in the main thread)

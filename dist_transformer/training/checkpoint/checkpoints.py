@@ -16,14 +16,14 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dist_transformer.data.manifest import file_sha256
-from dist_transformer.errors import CheckpointError
+from dist_transformer.errors import CheckpointError, MachineError
 from dist_transformer.files import is_file, patiently, read_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint.tensor_files import MANIFEST, STATE, VERSION, StateFiles, check_version
@@ -179,12 +179,19 @@ def damage(path: Path, run_id: str | None = None) -> str | None:
     return None
 
 
+def verified(run_dir: RunDir) -> Iterator[tuple[Path, str | None]]:
+    """Yields each checkpoint's folder, oldest first, with its damage or None; reads every byte."""
+    for path in _named(run_dir):
+        yield path, damage(path)
+
+
 def load(checkpoint: Checkpoint, engine: "Engine", progress: Callable[[], None] = lambda: None) -> None:
     """Loads weights and optimizer state into the engine (collective); any stage, precision and number of ranks.
     `progress` is called for each tensor.
 
     Raises:
         CheckpointError: the parameters have other names or shapes than the model's.
+        MachineError: on every rank: what is now in memory is not what was saved.
     """
     files = StateFiles(checkpoint.path)
     expected = {name: tuple(shape) for name, shape in engine.shapes().items()}
@@ -200,6 +207,13 @@ def load(checkpoint: Checkpoint, engine: "Engine", progress: Callable[[], None] 
         return files.read(part, name, start, stop)
 
     engine.load(read, checkpoint.step)
+    saved_sums, sums = checkpoint.state.get("bit_sums", {}), engine.bit_sums()
+    # 0: of a part that one of them has not.
+    if different := [part for part, now in sums.items() if now and saved_sums.get(part) and now != saved_sums[part]]:
+        raise MachineError(
+            f"{checkpoint.path}: was loaded with other bits than were saved ({', '.join(different)}), although its files are "
+            "undamaged: the memory of a rank may be at fault. Start again; if it fails again, on other nodes"
+        ).agreed()
     engine.set_scaler_state(checkpoint.state.get("scaler", {}))
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dist_transformer.errors import CheckpointError
 from dist_transformer.files import patiently, read_json, share_as_folder, write_json
+from dist_transformer.training.engine.bit_sums import bit_sum
 
 MANIFEST, STATE = "manifest.json", "state.json"
 """Files beside the tensors: size and checksum of every file, and the other state of the run (checkpoints.py)."""
@@ -45,6 +46,12 @@ def write_state_file(path: Path, fragments: Mapping[str, Tensor], starts: Mappin
     """
     save_file(dict(fragments), path, metadata={"starts": json.dumps(starts, sort_keys=True)})
     share_as_folder(path)
+
+
+def file_bit_sum(path: Path) -> int:
+    """Returns the bit sum of all fragments in one rank's file, reading one at a time."""
+    with safe_open(path, framework="pt") as file:
+        return int(bit_sum(file.get_tensor(key) for key in file.keys()))  # noqa: SIM118  (no mapping)
 
 
 def check_version(path: Path, state: Mapping[str, Any]) -> None:

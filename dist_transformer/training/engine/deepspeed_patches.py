@@ -9,9 +9,18 @@ import contextlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
+
+COLLECTIVES = (
+    "all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "barrier",
+    "all_gather", "all_gather_into_tensor", "all_gather_base", "all_gather_coalesced",
+    "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single", "gather", "scatter",
+)  # fmt: skip
 
 
 def delay_scale_growth(optimizer: Any) -> None:
@@ -98,3 +107,32 @@ def step_as_not_compiled(optimizer: torch.optim.Optimizer) -> None:
     assert not optimizer.defaults.get("differentiable")
     step = torch.no_grad()(inspect.unwrap(type(optimizer).step))
     optimizer.step = step.__get__(optimizer)  # type: ignore[method-assign]
+
+
+def pass_timeout(backend: Any, timeout: timedelta) -> None:
+    """Gives new groups of a backend this time limit."""
+    backend.new_group = lambda _self, members: torch.distributed.new_group(members, timeout=timeout)
+
+
+def name_collectives(backend: Any, note: Callable[[str], None]) -> None:
+    """Calls `note` with the name of each collective of a backend before it begins; a later engine replaces `note`."""
+    for name in COLLECTIVES:
+        method = getattr(backend, name)
+        setattr(backend, name, _noted(name, getattr(method, "without_note", method), note))
+
+
+def _noted(name: str, method: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:
+    @wraps(method)
+    def noted(backend: Any, *args: Any, **kwargs: Any) -> Any:
+        note(_named_collective(name, args[0] if args else next(iter(kwargs.values()), None)))
+        return method(backend, *args, **kwargs)
+
+    noted.without_note = method  # type: ignore[attr-defined]
+    return noted
+
+
+def _named_collective(name: str, over: Any) -> str:
+    tensors = [over] if isinstance(over, Tensor) else over if isinstance(over, list) else []
+    if not tensors:
+        return name
+    return f"{name} of {sum(t.numel() for t in tensors):,} {str(tensors[0].dtype).removeprefix('torch.')}"

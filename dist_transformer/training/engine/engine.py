@@ -5,7 +5,7 @@ Errors of DeepSpeed 0.19.8 are fixed here and in deepspeed_patches.py, each fix 
   https://github.com/deepspeedai/DeepSpeed/pull/8588);
 - stage 0 reports no gradient norm and applies non-finite gradients (`guard_stage_0`);
 - at the floor of fp16's loss scale it raises in the middle of a step (`Engine.step`);
-- timeouts do not reach its data-parallel group (`_pass_timeout`);
+- timeouts do not reach its data-parallel group (`pass_timeout`);
 - on CPUs it compiles a shared-memory op that training never uses, and refuses fp16 (`_prepare_cpu`);
 - every rank would import mlflow and torch's compiler, which training never uses (`without_mlflow`, `not_compiling`).
 
@@ -18,22 +18,26 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dist_transformer.config.model_size import REDUCED_AT_ONCE, has_bf16_layers, num_buckets, sends_during_backward
+from dist_transformer.config.model_size import has_bf16_layers, num_buckets, sends_during_backward
 from dist_transformer.config.schema import OptimizerConfig, TrainingConfig
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.model.transformer import Shapes
 from dist_transformer.training.divergence import Diverged
+from dist_transformer.training.engine.bit_sums import GradientSums, RestingSums, sums_by_part
+from dist_transformer.training.engine.deepspeed_config import deepspeed_config
 from dist_transformer.training.engine.deepspeed_patches import (
     call_as_not_compiled,
     delay_scale_growth,
     guard_stage_0,
+    name_collectives,
     not_compiling,
+    pass_timeout,
     step_as_not_compiled,
     without_mlflow,
 )
@@ -84,11 +88,6 @@ LOSS_SCALE_WINDOW = 1000
 """Steps without overflow after which the loss scale of fp16 doubles."""
 SCALER_NUMBERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """Variables of DeepSpeed's dynamic loss scaler; its other attributes are configuration."""
-COLLECTIVES = (
-    "all_reduce", "all_reduce_coalesced", "reduce", "broadcast", "barrier",
-    "all_gather", "all_gather_into_tensor", "all_gather_base", "all_gather_coalesced",
-    "reduce_scatter", "reduce_scatter_tensor", "all_to_all_single", "gather", "scatter",
-)  # fmt: skip
 
 
 class Engine:
@@ -103,9 +102,9 @@ class Engine:
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if ranks.device.type == "cpu":
             _prepare_cpu()
-        _pass_timeout(ranks)
+        pass_timeout(TorchBackend, ranks.timeout)
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
-        _name_collectives(ranks.note_collective)
+        name_collectives(TorchBackend, ranks.note_collective)
         self._ranks, self._stage, self._ema_decay = ranks, training.zero_stage, training.ema_decay
         self._updates = 0
         freeze(module, training.freeze)
@@ -123,7 +122,7 @@ class Engine:
             self._engine, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=updates,
-                config=_deepspeed_config(training, ranks, module),
+                config=deepspeed_config(training, ranks, module, INITIAL_LOSS_SCALE, LOSS_SCALE_WINDOW),
                 dist_init_required=False,
             )
         if training.compile_layers:
@@ -131,6 +130,7 @@ class Engine:
         for piece in self._pieces() if exact else []:
             piece.weight.copy_(exact[piece.name].view(-1)[piece.start : piece.start + piece.length])
         make_state(_inner_optimizer(self._engine), self._masters(), self._ema_decay is not None)
+        self._resting = RestingSums() if training.audit_share else None
         self._exchange: GradientExchange | None = None
         self._gather: WeightGather | None = None
         self._engine.enable_backward_allreduce = training.offload != "none" or self._stage == 3
@@ -142,6 +142,8 @@ class Engine:
             delay_scale_growth(self._engine.optimizer)
         if training.precision == "fp16":
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
+        trained = [p for p in self._parameters.values() if p.requires_grad]
+        self.gradient_sums = GradientSums(trained if training.audit_share else [])
 
     def _exchange_gradients(self, training: TrainingConfig, ranks: Ranks) -> None:
         optimizer = self._engine.optimizer
@@ -158,6 +160,8 @@ class Engine:
             exchange_in_stage_0(self._engine, self._exchange)
         else:
             self._gather = WeightGather(self._engine.module, self._engine.module.model, buckets, ranks)
+            if self._resting is not None:
+                self._gather.arrived = self._weights_arrived
             exchange_in_shards(self._engine, self._exchange, self._gather, ranks, training.gradient_clip_norm)
 
     def __call__(self, *inputs: Tensor | Shapes | int | None) -> Any:
@@ -174,11 +178,30 @@ class Engine:
         Gradients are averaged over ranks, so the sum is multiplied by their number. Every rank calls it equally often.
         `is_last`: of the step. Always true is right too, and sends gradients more often.
         """
+        if self._resting is not None:
+            self._resting.check("gradients", self._gradients())
         if self._exchange is not None:
             self._exchange.begin_backward(is_last)
         self._engine.backward(loss_sum * (self._ranks.num_ranks / global_tokens), scale_wrt_gas=False)
         if self._exchange is not None:
             self._exchange.end_backward()
+        if self._resting is not None:
+            self._resting.note("gradients", self._gradients())
+
+    def sums_of_backward(self, loss_sum: Tensor, global_tokens: int) -> Tensor:
+        """Returns the `gradient_sums` that `backward` would give, and changes no gradient (not collective; stages 0 to 2)."""
+        scale = getattr(self._engine.optimizer, "scale_if_loss", lambda loss: loss)
+        return self.gradient_sums.of(scale(loss_sum * (self._ranks.num_ranks / global_tokens)))
+
+    def drop_gradients(self) -> None:
+        """Forgets the gradients of this step, so that it can be computed again."""
+        if self._exchange is not None:
+            self._exchange.means()
+            self._exchange.release()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        if self._resting is not None:
+            self._resting.forget("gradients")
 
     def step(self, learning_rate: float) -> bool:
         """Applies one optimizer update. False: the gradient was not finite, and only fp16's loss scale has changed.
@@ -186,6 +209,14 @@ class Engine:
         Raises:
             Diverged: fp16's loss scale is at its floor and the gradient is still not finite. Nothing has changed.
         """
+        if self._resting is None:
+            return self._step(learning_rate)
+        self._check_at_rest()
+        is_applied = self._step(learning_rate)
+        self._resting.note("state", self._state())
+        return is_applied
+
+    def _step(self, learning_rate: float) -> bool:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = learning_rate
         skipped, scale = self._engine.skipped_steps, self.loss_scale()
@@ -200,6 +231,27 @@ class Engine:
         if self._ema_decay is not None:
             update_average(_inner_optimizer(self._engine), self._masters(), self._ema_decay, self._updates)
         return True
+
+    def _check_at_rest(self) -> None:
+        assert self._resting is not None
+        self._resting.check("gradients", self._gradients())
+        self._resting.check("state", self._state())
+        for number, flat in enumerate(self._flat_weights()):
+            self._resting.check(f"weights {number}", [flat])
+
+    def _weights_arrived(self, number: int) -> None:
+        assert self._resting is not None
+        self._resting.note(f"weights {number}", [self._flat_weights()[number]])
+
+    def changed_at_rest(self) -> list[str]:
+        """Returns the kinds of this rank's memory that changed while nothing wrote it (not collective; with an audit)."""
+        return self._resting.changed() if self._resting is not None else []
+
+    def replicated(self) -> dict[str, list[Tensor]]:
+        """Returns the state that every rank holds alike, by kind: the weights in stages 0 to 2, all of it in stage 0."""
+        self._wait_for_weights()
+        weights: list[Tensor] = [] if self._stage == 3 else [*self._parameters.values()]
+        return {"weights": weights, "moments": self._moments() if self._stage == 0 else []}
 
     def gradient_norm(self) -> float:
         """Returns the 2-norm of the last step's complete gradient, unscaled and before clipping (not collective)."""
@@ -234,6 +286,12 @@ class Engine:
         """
         ranks = self._ranks
         return fragments(self._pieces(), _inner_optimizer(self._engine), ranks.rank, ranks.num_ranks)
+
+    def bit_sums(self) -> dict[str, int]:
+        """Returns the sums of the complete state's bits by part; none with frozen weights, which a load may round."""
+        if not all(parameter.requires_grad for parameter in self._parameters.values()):
+            return {}
+        return dict(zip(PARTS, self._ranks.all_reduce_sum(sums_by_part(self.fragments())).tolist(), strict=True))
 
     @property
     def objective(self) -> Objective:
@@ -284,6 +342,8 @@ class Engine:
         set_update_count(optimizer, step)
         self._updates = step
         sync_weights_from_masters(self._engine.optimizer, self._stage)
+        if self._resting is not None:
+            self._resting.note("state", self._state())
 
     def close(self) -> None:
         """Frees the memory of weights, gradients and state; no method may be called afterwards.
@@ -303,53 +363,29 @@ class Engine:
         if self._gather is not None:
             self._gather.wait()
 
+    def _gradients(self) -> list[Tensor]:
+        """Gradients of this step that lie in this rank's memory, and are not on the way."""
+        if self._exchange is not None:
+            held = [tensor for bucket in self._exchange.buckets for tensor in (bucket.flat, bucket.mean)]
+        else:
+            held = [parameter.grad for parameter in self._parameters.values()]
+        return [tensor for tensor in held if tensor is not None]
+
+    def _state(self) -> list[Tensor]:
+        return [*self._masters(), *self._moments()]
+
+    def _moments(self) -> list[Tensor]:
+        states = _inner_optimizer(self._engine).state.values()
+        return [values for state in states for part, values in state.items() if part in PARTS]
+
+    def _flat_weights(self) -> list[Tensor]:
+        return self._engine.optimizer.bit16_groups_flat if self._gather is not None else []
+
     def _masters(self) -> list[Tensor]:
         return masters(self._engine.optimizer, self._stage)
 
     def _pieces(self) -> list[Shard]:
         return pieces(self._parameters, self._engine.optimizer, self._stage, self._ranks.rank)
-
-
-def _deepspeed_config(training: TrainingConfig, ranks: Ranks, module: Objective) -> dict[str, Any]:
-    sizes = [parameter.numel() for parameter in module.parameters()]
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only counts with it; our micro-batches are sized in tokens
-        "gradient_clipping": training.gradient_clip_norm,
-        "zero_optimization": {
-            "stage": training.zero_stage,
-            "overlap_comm": False,
-            # With DeepSpeed's default of 500 million, a buffer would be 2 GB for any model.
-            "reduce_bucket_size": max(*sizes, min(sum(sizes), REDUCED_AT_ONCE)),
-            **_offload(training, ranks),
-        },
-        "managed_gradient_accumulation": False,
-        "zero_force_ds_cpu_optimizer": False,
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**12,
-        "timers": {"throughput": {"enabled": False}},  # it synchronises with the device at each pass and step
-    }
-    if training.communication_dtype != "auto":
-        config["communication_data_type"] = training.communication_dtype
-    if training.precision == "fp16":
-        config["fp16"] = {
-            "enabled": True,
-            "loss_scale": 0,
-            "initial_scale_power": INITIAL_LOSS_SCALE.bit_length() - 1,
-            "loss_scale_window": LOSS_SCALE_WINDOW,
-            "hysteresis": 1,
-            "min_loss_scale": 1,
-        }
-    return config
-
-
-def _offload(training: TrainingConfig, ranks: Ranks) -> dict[str, Any]:
-    parts = {
-        "none": [],
-        "optimizer": ["offload_optimizer"],
-        "optimizer_and_parameters": ["offload_optimizer", "offload_param"],
-    }[training.offload]
-    # Page-locked memory is only useful for copies to and from a GPU.
-    return {part: {"device": "cpu", "pin_memory": ranks.device.type == "cuda"} for part in parts}
 
 
 def _inner_optimizer(engine: Any) -> Any:
@@ -360,34 +396,3 @@ def _prepare_cpu() -> None:
     deepspeed.ops.__compatible_ops__ = {}  # else g++ builds an inference op for 30 to 90 seconds, or fails
     # torch computes in fp16 on every CPU, slowly; DeepSpeed requires AVX512-FP16.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-
-
-def _pass_timeout(ranks: Ranks) -> None:
-    def new_group(backend: Any, members: list[int]) -> Any:
-        return torch.distributed.new_group(members, timeout=ranks.timeout)
-
-    TorchBackend.new_group = new_group
-
-
-def _name_collectives(note: Callable[[str], None]) -> None:
-    """Calls `note` with the name of each collective of DeepSpeed before it begins; a later engine replaces `note`."""
-    for name in COLLECTIVES:
-        method = getattr(TorchBackend, name)
-        setattr(TorchBackend, name, _noted(name, getattr(method, "without_note", method), note))
-
-
-def _noted(name: str, method: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:
-    @wraps(method)
-    def noted(backend: Any, *args: Any, **kwargs: Any) -> Any:
-        note(_named_collective(name, args[0] if args else next(iter(kwargs.values()), None)))
-        return method(backend, *args, **kwargs)
-
-    noted.without_note = method  # type: ignore[attr-defined]
-    return noted
-
-
-def _named_collective(name: str, over: Any) -> str:
-    tensors = [over] if isinstance(over, Tensor) else over if isinstance(over, list) else []
-    if not tensors:
-        return name
-    return f"{name} of {sum(t.numel() for t in tensors):,} {str(tensors[0].dtype).removeprefix('torch.')}"

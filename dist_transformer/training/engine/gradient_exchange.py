@@ -188,11 +188,15 @@ class WeightGather:
     """Gathers the weights that stages 1 and 2 update in parts, in the order of their use by the next forward pass.
 
     A layer waits for its own weights only: the rest is on its way while the next batch is copied and computed.
+
+    Attributes:
+        arrived: called with the number of each bucket whose weights have arrived.
     """
 
     def __init__(self, objective: nn.Module, model: Transformer, buckets: Sequence[Bucket], ranks: Ranks) -> None:
         self._ranks = ranks
         self._pending: dict[int, Pending] = {}
+        self.arrived: Callable[[int], None] = lambda number: None
         bucket_of = {parameter: number for number, bucket in enumerate(buckets) for parameter in bucket.parameters}
         unit: nn.Module = objective
         needed: dict[nn.Module, set[int]] = {}
@@ -214,6 +218,7 @@ class WeightGather:
         for number in list(self._pending) if numbers is None else numbers:
             if (pending := self._pending.pop(number, None)) is not None:
                 pending.wait()
+                self.arrived(number)
 
     def _waiting_for(self, numbers: list[int]) -> Callable[..., None]:
         def wait(_module: nn.Module, _inputs: Any) -> None:

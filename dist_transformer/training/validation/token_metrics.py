@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -109,8 +110,11 @@ def measure_tokens(
     return TokenMeasures(loss_sum / tokens, nll_sum / tokens, hits / tokens, int(tokens))
 
 
-def forward(engine: Engine, batches: Sequence[MicroBatch], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (loss, nll), each summed over the target tokens of the micro-batches, which are computed as one."""
+def forward(
+    engine: Callable[..., Any], batches: Sequence[MicroBatch], device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (loss, nll), each summed over the target tokens of the micro-batches, which are computed as one.
+    `engine`: or the objective within it, which DeepSpeed then hears nothing of."""
     loss, nll = engine(*_inputs(batches, device))
     return loss, nll
 

@@ -132,6 +132,16 @@ def test_what_the_stage_does_not_shard_cannot_be_offloaded(path, offload, stage)
     assert load_config(path, [*given, f"training.zero_stage={stage}"])
 
 
+@pytest.mark.parametrize("given", [("zero_stage=3",), ("zero_stage=2", "offload=optimizer")])
+def test_where_no_rank_can_compute_a_micro_batch_alone_none_is_audited(path, given):
+    given = [f"training.{setting}" for setting in given]
+    assert "training.audit_share: needs training.zero_stage 0, 1 or 2" in one_problem_of(
+        path, *given, "training.audit_share=0.03"
+    )
+    assert load_config(path, given)
+    assert load_config(path, ["training.audit_share=0.03"])
+
+
 def test_a_size_that_is_still_to_be_found_is_no_number_yet(path):
     assert load_config(path, ["data.max_tokens=512", "data.filters.max_tokens=96"]).data.token_budget() == 512
     with pytest.raises(UserError, match=r"data\.max_tokens is auto.*Give a number here"):

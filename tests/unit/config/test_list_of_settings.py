@@ -11,31 +11,32 @@ from dist_transformer.config.schema import Config
 SETTINGS = """
 checkpoints.average_last checkpoints.every_steps checkpoints.final_model checkpoints.keep_best
 checkpoints.keep_every_steps checkpoints.keep_last data.audit data.filters.bad_encoding
-data.filters.drop_identical data.filters.max_length_ratio data.filters.max_tokens data.lanes data.loader_workers
-data.max_quarantined_row_groups data.max_tokens data.mixture.corpora data.mixture.schedule.from_step
-data.mixture.schedule.weights data.mixture.temperature data.mixture.weights data.more_validation
-data.normalization data.on_bad_row_group data.on_the_fly data.prepared data.reslice_from data.root
-data.row_group_rows data.source_language data.target_language data.test data.train.columns data.train.demo
-data.train.hub data.train.path data.train.revision data.train.source data.train.split data.train.subset
-data.train.tags data.train.target data.validation data.window_rows decoding.beam_size decoding.length_penalty
-decoding.max_extra_tokens decoding.max_source_tokens decoding.max_tokens decoding.no_repeat_ngram_size
-decoding.too_long divergence.policy model.activation model.attention_gain model.d_ff model.d_model model.dropout
-model.final_norm model.key_size model.layer_drop model.max_positions model.norm model.norm_type
-model.num_decoder_layers model.num_encoder_layers model.num_heads model.output_bias model.positions model.preset
-model.shared_embeddings model.tied_output model.value_size optimizer.beta1 optimizer.beta2 optimizer.epsilon
-optimizer.learning_rate optimizer.no_decay optimizer.weight_decay run.name run.root run.seed schedule.name
-schedule.warmup_steps slurm.cluster slurm.container_image slurm.container_mounts slurm.container_runtime
-slurm.cpus_per_rank slurm.environment slurm.gpu_memory_gb slurm.gpus_per_node
-slurm.max_restarts_without_progress slurm.nodes slurm.preflight slurm.ranks_per_node slurm.sbatch slurm.setup
-slurm.signal_seconds slurm.spare_nodes slurm.srun slurm.time_limit tokenizer.character_coverage tokenizer.sampling
-tokenizer.shared tokenizer.source_model tokenizer.target_model tokenizer.type tokenizer.vocabulary_size
-tracking.alias tracking.enabled tracking.experiment tracking.register_as tracking.system_metrics tracking.uri
-training.activation_checkpointing training.communication_dtype training.compile_layers training.ema_decay
-training.freeze training.gradient_clip_norm training.hang_seconds training.init_from training.init_partially
-training.label_smoothing training.lanes_per_pass training.log_every_steps training.max_epochs training.max_hours
-training.max_steps training.max_target_tokens training.offload training.precision training.zero_stage
-validation.beam_size validation.comet validation.every_steps validation.max_sentences validation.metric
-validation.patience validation.target validation.translate
+data.filters.drop_identical data.filters.max_length_ratio data.filters.max_tokens data.lanes
+data.loader_workers data.max_quarantined_row_groups data.max_tokens data.mixture.corpora
+data.mixture.schedule.from_step data.mixture.schedule.weights data.mixture.temperature data.mixture.weights
+data.more_validation data.normalization data.on_bad_row_group data.on_the_fly data.prepared data.reslice_from
+data.root data.row_group_rows data.source_language data.target_language data.test data.train.columns
+data.train.demo data.train.hub data.train.path data.train.revision data.train.source data.train.split
+data.train.subset data.train.tags data.train.target data.validation data.window_rows decoding.beam_size
+decoding.length_penalty decoding.max_extra_tokens decoding.max_source_tokens decoding.max_tokens
+decoding.no_repeat_ngram_size decoding.too_long divergence.policy model.activation model.attention_gain
+model.d_ff model.d_model model.dropout model.final_norm model.key_size model.layer_drop model.max_positions
+model.norm model.norm_type model.num_decoder_layers model.num_encoder_layers model.num_heads model.output_bias
+model.positions model.preset model.shared_embeddings model.tied_output model.value_size optimizer.beta1
+optimizer.beta2 optimizer.epsilon optimizer.learning_rate optimizer.no_decay optimizer.weight_decay run.name
+run.root run.seed schedule.name schedule.warmup_steps slurm.cluster slurm.container_image
+slurm.container_mounts slurm.container_runtime slurm.cpus_per_rank slurm.environment slurm.gpu_memory_gb
+slurm.gpus_per_node slurm.max_restarts_without_progress slurm.nodes slurm.preflight slurm.ranks_per_node
+slurm.sbatch slurm.setup slurm.signal_seconds slurm.spare_nodes slurm.srun slurm.time_limit
+tokenizer.character_coverage tokenizer.sampling tokenizer.shared tokenizer.source_model tokenizer.target_model
+tokenizer.type tokenizer.vocabulary_size tracking.alias tracking.enabled tracking.experiment
+tracking.register_as tracking.system_metrics tracking.uri training.activation_checkpointing
+training.audit_share training.communication_dtype training.compile_layers training.ema_decay training.freeze
+training.gradient_clip_norm training.hang_seconds training.init_from training.init_partially
+training.label_smoothing training.lanes_per_pass training.log_every_steps training.max_epochs
+training.max_hours training.max_steps training.max_target_tokens training.offload training.precision
+training.zero_stage validation.beam_size validation.comet validation.every_steps validation.max_sentences
+validation.metric validation.patience validation.target validation.translate
 """
 """All keys; the ones of a corpus, which every corpus has, stand below data.train only."""
 

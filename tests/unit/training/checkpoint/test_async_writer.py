@@ -8,7 +8,10 @@ import pytest
 import torch
 from checkpoint_helpers import RUN_ID, SHAPES, MemoryEngine, ThreadRanks, contents, folders, on_ranks, save, state_of
 from safetensors import SafetensorError
+from typer.testing import CliRunner
 
+from dist_transformer.cli.main import app
+from dist_transformer.errors import CheckpointError, MachineError, UserError
 from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import async_writer, checkpoints
@@ -246,3 +249,57 @@ def test_a_stalled_disk_is_no_progress_on_any_rank(run_dir, monkeypatch):
     assert looked[100] == looked[390]  # some 150 looks without a word
     assert heard[0].count("writing checkpoint step_00000005") > 1  # it moved again
     assert heard[1][-1] == "after checkpoint step_00000005"
+
+
+def test_a_copy_that_differs_from_the_engines_memory_is_no_checkpoint(run_dir, monkeypatch):
+    take = async_writer.StagingBuffer.take
+
+    def faulty(buffer, fragments):
+        take(buffer, fragments)
+        if fragments[0].start:  # on the second rank
+            next(iter(buffer.fragments.values())).view(torch.int32)[0] ^= 1
+
+    monkeypatch.setattr(async_writer.StagingBuffer, "take", faulty)
+    results = save(run_dir, 5, save_attempts=2)
+    assert {saved.path for saved in results} == {None}
+    assert "rank 1: state_1.safetensors: differs from the state in memory" in results[0].problem
+    assert folders(run_dir) == []
+
+
+def test_a_load_that_ends_with_other_bits_is_a_fault_of_the_machine_and_sets_nothing_aside(run_dir, monkeypatch):
+    save(run_dir, 5)
+    engine, load = MemoryEngine(99), MemoryEngine.load
+
+    def faulty(self, read, step):
+        load(self, read, step)
+        self.tensors["exp_avg"]["norm.gain"].view(torch.int32)[2] ^= 1 << 30
+
+    monkeypatch.setattr(MemoryEngine, "load", faulty)
+    with pytest.raises(MachineError, match=r"other bits than were saved \(exp_avg\), although its files are undamaged"):
+        checkpoints.load(checkpoints.newest_complete(run_dir, RUN_ID), engine)
+    assert folders(run_dir) == ["step_00000005"]
+
+
+def test_parts_that_only_one_of_checkpoint_and_run_has_are_not_compared(run_dir):
+    save(run_dir, 5, parts=("weight", "exp_avg"))
+    checkpoints.load(checkpoints.newest_complete(run_dir, RUN_ID), MemoryEngine(99, parts=("weight",)))
+    save(run_dir, 6, parts=("weight",))
+    checkpoints.load(checkpoints.newest_complete(run_dir, RUN_ID), MemoryEngine(99))
+
+
+def test_verify_names_the_damaged_checkpoints_and_changes_nothing(run_dir):
+    for step in (5, 6):
+        save(run_dir, step)
+    call = CliRunner().invoke(app, ["verify", str(run_dir.path)])
+    assert (call.exit_code, call.output.split()) == (0, ["step_00000005", "undamaged", "step_00000006", "undamaged"])
+    file = run_dir.checkpoints / "step_00000006" / "state_1.safetensors"
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    before = contents(run_dir.checkpoints)
+    call = CliRunner().invoke(app, ["verify", str(run_dir.path)])
+    assert "step_00000006  state_1.safetensors: SHA-256 differs" in call.output
+    assert isinstance(call.exception, CheckpointError)
+    assert str(call.exception).startswith(f"{run_dir.path}: damaged: step_00000006. ")
+    assert contents(run_dir.checkpoints) == before
+    assert isinstance(CliRunner().invoke(app, ["verify", str(run_dir.path / "no")]).exception, UserError)

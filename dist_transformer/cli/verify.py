@@ -1,0 +1,26 @@
+"""verify: the checkpoints of a run at rest, against their manifests."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dist_transformer.errors import CheckpointError, UserError
+from dist_transformer.run.folder import RunDir
+
+
+def verify_command(run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)]) -> None:
+    """Read every byte of a run's checkpoints and compare it with their checksums. Nothing is changed."""
+    from dist_transformer.training.checkpoint import checkpoints
+
+    if not run.is_dir():
+        raise UserError(f"{run}: no such run folder")
+    problems = []
+    for path, problem in checkpoints.verified(RunDir(run)):
+        print(f"{path.name}  {problem or 'undamaged'}", flush=True)
+        problems += [path.name] if problem else []
+    if problems:
+        raise CheckpointError(
+            f"{run}: damaged: {', '.join(problems)}. A start takes the newest undamaged one and sets damaged ones aside; copy "
+            "them back from elsewhere if you have them"
+        )

@@ -1,0 +1,225 @@
+"""Silent errors: ranks that hold other weights than the rest, memory that changes at rest, ranks that compute wrongly.
+
+    compare     every COMPARE_EVERY_STEPS steps and before each save: what ranks hold alike, and what changed at rest
+    audit       rank r computes a micro-batch of rank r + 1 again, and both compare their gradients, before the update
+    must_repeat where they differ, every rank computes it too, the minority is named, and the step is computed again
+
+A fault is recorded in history.jsonl. A node that has one again is excluded from the run's jobs.
+"""
+
+import logging
+import os
+import platform
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dist_transformer.data.loader.loader import MicroBatch
+from dist_transformer.errors import MachineError
+from dist_transformer.run.excluded_nodes import exclude
+from dist_transformer.run.metrics_log import read_records
+from dist_transformer.training.engine.bit_sums import bit_sum
+from dist_transformer.training.engine.engine import Engine
+from dist_transformer.training.run import Run
+from dist_transformer.training.run_log import add_to_history
+from dist_transformer.training.train_state import seed_dropout
+from dist_transformer.training.validation.token_metrics import forward
+
+log = logging.getLogger(__name__)
+
+COMPARE_EVERY_STEPS = 100
+"""Reading all weights takes less than a thousandth of so many steps."""
+MAX_REPEATS = 8
+"""Times that a step is computed again; a rank that is wrong more often would hold up the run."""
+MOST_EXAMINED = 8
+"""Differing micro-batches of a step that all ranks compute to find out who is wrong."""
+BOUND = 1e-3
+"""Where bits may differ: the largest difference of the gradient's norm in one parameter, as a share of the whole norm."""
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Pass:
+    """All that the gradient of one forward and backward pass depends on, besides the weights."""
+
+    micro_batches: list[MicroBatch]
+    dropout_seed: int
+    target_tokens: int
+    """Of the global batch."""
+
+    def to_send(self) -> "Pass":
+        """Returns a copy without the windows that the tensors are views of, and without row ids."""
+        sides = ("source_BS", "target_in_BT", "target_out_BT")
+        copies = [
+            replace(batch, row_ids=torch.empty(0), **{side: getattr(batch, side).clone() for side in sides})
+            for batch in self.micro_batches
+        ]
+        return replace(self, micro_batches=copies)
+
+
+class SilentErrors:
+    """The checks of one start.
+
+    Args:
+        nodes: the node of each rank.
+    """
+
+    def __init__(self, run: Run, engine: Engine, nodes: Sequence[str]) -> None:
+        self._run, self._ranks, self._engine, self._nodes = run, run.ranks, engine, nodes
+        self._share, self._seed = run.config.training.audit_share, run.config.run.seed
+        self._found: list[tuple[Pass, list[tuple[int, Tensor]]]] = []
+        self._has_audited, self._repeats, self._compared_step = False, 0, -1
+
+    def compare(self, step: int) -> None:
+        """Compares the state that ranks hold alike, once a step (collective).
+
+        Raises:
+            MachineError: on every rank: a rank holds something else, or its memory changed at rest.
+        """
+        if step == self._compared_step:
+            return
+        self._compared_step = step
+        mine = {kind: int(bit_sum(tensors)) for kind, tensors in self._engine.replicated().items()}
+        sums, changed = zip(*self._ranks.all_gather_object((mine, self._engine.changed_at_rest())), strict=True)
+        at_rest = {
+            rank: f"{' and '.join(kinds)} changed in its memory while nothing wrote them"
+            for rank, kinds in enumerate(changed)
+            if kinds
+        }
+        differing = {
+            rank: f"it holds other {kind} than the other ranks"
+            for kind in mine
+            for rank in minority([of_rank[kind] for of_rank in sums])
+        }
+        if faults := at_rest or differing:
+            self._record(step, faults)
+            raise MachineError(
+                f"step {step}: {self._said(faults)}. A memory or a processor is at fault. Nothing of it was saved: the same "
+                "command resumes from the newest checkpoint"
+            ).agreed()
+
+    def is_audited(self, batches: int, first: int) -> bool:
+        """Decides by seed and step whether the pass from this lane of each rank on is audited: the same on every rank."""
+        drawn = blake2b(f"audit {self._seed} {batches} {first}".encode(), digest_size=8).digest()
+        return int.from_bytes(drawn) < self._share * 2**64
+
+    def audit(self, mine: Pass, sums: Tensor) -> None:
+        """Computes the pass of the next rank again, and keeps a difference for `must_repeat` (collective).
+
+        Args:
+            sums: `gradient_sums` of this rank's own pass.
+        """
+        theirs, their_sums = self._ranks.pass_on((mine.to_send(), sums))
+        computed, self._has_audited = self._compute(theirs), True
+        if not alike(computed, their_sums):
+            other = (self._ranks.rank + 1) % self._ranks.num_ranks
+            self._found.append((theirs, [(other, their_sums), (self._ranks.rank, computed)]))
+
+    def must_repeat(self, step: int) -> bool:
+        """True if a gradient of the step about to be made was wrong on some rank (collective). Names that rank, and asks for
+        a stop if its node is now excluded.
+
+        Raises:
+            MachineError: on every rank: the step was wrong too often.
+        """
+        if not self._has_audited:
+            return False
+        self._has_audited = False
+        if not int(self._ranks.all_reduce_sum(torch.tensor([len(self._found)]))):
+            self._repeats = 0
+            return False
+        found = [each for of_rank in self._ranks.all_gather_object(self._found) for each in of_rank]
+        self._found = []
+        wrong: set[int] = set()
+        for examined, votes in found[:MOST_EXAMINED]:
+            votes += enumerate(self._ranks.all_gather_object(self._compute(examined)))
+            wrong |= {votes[number][0] for number in minority([sums for _, sums in votes], alike)}
+        faults = dict.fromkeys(sorted(wrong), "it computed another gradient than other ranks for the same micro-batch")
+        if excluded := self._record(step, faults):
+            self._run.stop.end_at(0.0, f"excluded because of wrong gradients: {', '.join(excluded)}")
+        self._repeats += 1
+        if self._repeats > MAX_REPEATS:
+            raise MachineError(
+                f"step {step}: {self._said(faults)}, after {MAX_REPEATS} repetitions of the step. The same command resumes "
+                "from the newest checkpoint; keep the node out of the job"
+            ).agreed()
+        return True
+
+    def _compute(self, of: Pass) -> Tensor:
+        seed_dropout(of.dropout_seed, self._ranks.device)
+        loss, _ = forward(self._engine.objective, of.micro_batches, self._ranks.device)
+        return self._engine.sums_of_backward(loss, of.target_tokens)
+
+    def _said(self, faults: dict[int, str]) -> str:
+        return "; ".join(f"rank {rank} on {self._nodes[rank]}: {what}" for rank, what in faults.items())
+
+    def _record(self, step: int, faults: dict[int, str]) -> list[str]:
+        """Records faults by rank; returns the nodes that are excluded from now on (collective)."""
+        excluded = self._write(step, faults) if self._ranks.is_rank_zero else None
+        return list(self._ranks.broadcast_object(excluded))
+
+    def _write(self, step: int, faults: dict[int, str]) -> list[str]:
+        run_dir, nodes = self._run.run_dir, {self._nodes[rank] for rank in faults}
+        before = Counter(record.get("node") for record in read_records(run_dir.history) if record["event"] == "fault")
+        for rank, what in faults.items():
+            log.error("fault      step %d, rank %d on %s: %s", step, rank, self._nodes[rank], what)
+            add_to_history(run_dir, "fault", step, {"rank": rank, "node": self._nodes[rank], "reason": what})
+        is_certain = len(nodes) == 1 or len(faults) < self._ranks.num_ranks
+        again = {
+            self._nodes[rank]: f"step {step}: {what}" for rank, what in faults.items() if before[self._nodes[rank]]
+        }
+        if not (again and is_certain and run_dir.slurm.is_dir()):
+            return []
+        try:  # rather wait for another node than train on this one: spare nodes are not counted
+            return list(exclude(run_dir, again, len({*self._nodes}), len(again)))
+        except OSError as error:
+            log.warning("%s: %s", run_dir.excluded, error)
+            return []
+
+
+def begin_checks(run: Run, engine: Engine) -> SilentErrors:
+    """Begins the checks of a start (collective)."""
+    here = os.environ.get("SLURMD_NODENAME") or platform.node()
+    nodes, machines = zip(*run.ranks.all_gather_object((here, _machine(run.ranks.device))), strict=True)
+    engine.gradient_sums.is_exact = run.ranks.device.type == "cpu" and len({*machines}) == 1
+    if run.config.training.audit_share:
+        how = "bit by bit" if engine.gradient_sums.is_exact else f"within {BOUND:g} of the norm"
+        log.info("audit      of %g of the micro-batches, %s", run.config.training.audit_share, how)
+    return SilentErrors(run, engine, nodes)
+
+
+def alike(first: Tensor, second: Tensor) -> bool:
+    """True if two `gradient_sums` are of the same gradient: equal bits, or norms within BOUND of the whole norm."""
+    if first.dtype == torch.int64:
+        return torch.equal(first, second)
+    if not torch.equal(first.isfinite(), second.isfinite()):
+        return False
+    first, second = (each.nan_to_num(0.0, 0.0, 0.0) for each in (first, second))
+    return bool((first - second).abs().max() <= BOUND * max(first.norm(), second.norm()))
+
+
+def minority(
+    values: Sequence[Value], are_alike: Callable[[Value, Value], bool] = lambda first, second: first == second
+) -> list[int]:
+    """Returns the numbers of the values that are not like most; of all of them if no value is more frequent."""
+    like = [[number for number, other in enumerate(values) if are_alike(value, other)] for value in values]
+    most = max(like, key=len)
+    rivals = [each for each in like if len(each) == len(most) and each != most]
+    return [number for number in range(len(values)) if rivals or number not in most]
+
+
+def _machine(device: torch.device) -> str:
+    """Returns the kind of machine and threads, on which the bits of a gradient depend."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpu = Path("/proc/cpuinfo")
+    lines = cpu.read_text(encoding="utf-8").splitlines() if cpu.exists() else [platform.processor()]
+    model = next((line for line in lines if line.startswith("model name")), lines[0])
+    return f"{model}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
