@@ -179,6 +179,8 @@ def _check_precision(training: Any) -> Iterator[Problem]:
             ("training", "compile_layers"),
             "training.compile_layers: true needs training.zero_stage 0, 1 or 2, got 3, which gathers weights within the layers",
         )
+    if training.same_bits:
+        yield from _check_same_bits(training)
     needed_stage = {"none": 0, "optimizer": 1, "optimizer_and_parameters": 3}[training.offload]
     if training.zero_stage < needed_stage:
         yield (
@@ -186,6 +188,24 @@ def _check_precision(training: Any) -> Iterator[Problem]:
             f"training.offload: {training.offload} needs training.zero_stage {needed_stage} or above, got "
             f"{training.zero_stage}: only what ZeRO shards can lie in the CPU's memory",
         )
+
+
+def _check_same_bits(training: Any) -> Iterator[Problem]:
+    needed: dict[str, tuple[tuple[Any, ...], str]] = {
+        "precision": (("fp32",), "products of 16-bit types depend on the ZeRO stage"),
+        "zero_stage": ((0, 1, 2), "DeepSpeed sums the gradients of stage 3"),
+        "offload": (("none",), "DeepSpeed sums the gradients of offload"),
+        "communication_dtype": (("auto", "fp32"), "gradients are sent in fp64"),
+        "lanes_per_pass": ((1,), "lanes in one pass share its dropout masks and roundings"),
+        "compile_layers": ((False,), "kernels are made for the shapes that a rank meets first"),
+    }
+    for key, (values, reason) in needed.items():
+        if (given := getattr(training, key)) not in values:
+            allowed = " or ".join(str(value).lower() for value in values)
+            yield (
+                ("training", key),
+                f"training.same_bits: true needs training.{key}: {allowed}, got {str(given).lower()}: {reason}",
+            )
 
 
 def _check_divergence(training: Any, divergence: Any) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dist_transformer.config.model_size import SHARE_ON_THE_WAY
 from dist_transformer.distributed.group import Fetched, Pending, Ranks
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.training.engine.fixed_point import GRADIENT_UNIT, round_to_multiples, sums_of_squares
+from dist_transformer.training.engine.fixed_point import sum_with, sums_of_squares
 
 LEAST_ELEMENTS = 2**18
 """Elements of a bucket, at least: below that latency counts more than bytes."""
@@ -70,17 +70,14 @@ class Bucket:
     def take_gradients(self) -> None:
         """Moves the parameters' gradients into `flat`."""
         first, before = self.parameters[0], self.flat
-        if self.is_fixed_point:
-            flat = torch.zeros(self.size, dtype=torch.float64, device=first.device)
-            self._combine(torch._foreach_copy_, flat)
-            round_to_multiples(flat, GRADIENT_UNIT)
-            self.flat = flat if before is None else before.add_(flat)
-        elif before is not None and first.dtype == before.dtype:
+        if before is not None and first.dtype == before.dtype:
             self._combine(torch._foreach_add_, before)
         else:  # adding other types would be an operation for each parameter
             self.flat = torch.zeros(self.size, device=first.device)
             self._combine(torch._foreach_copy_, self.flat)
-            if before is not None:
+            if self.is_fixed_point:
+                self.flat = sum_with(before, self.flat)
+            elif before is not None:
                 self.flat += before
         for parameter in self.parameters:
             parameter.grad = None
