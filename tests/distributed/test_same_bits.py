@@ -16,7 +16,7 @@ LAYOUTS = [(ranks, stage) for stage in (1, 2, 0) for ranks in (3, 2, 4)]
 """Ranks and ZeRO stage. One rank is of stage 0, whatever is asked for."""
 SETTINGS = (
     "training.same_bits=true",
-    "training.gradient_clip_norm=0.8",  # between the norms of these steps: some are clipped
+    "training.gradient_clip_norm=0.5",  # between the norms of these steps: some are clipped
     "training.ema_decay=0.9",
     "schedule.warmup_steps=2",
     "model.output_bias=true",
@@ -63,7 +63,7 @@ def test_a_run_that_changes_its_ranks_and_stage_every_two_steps_has_the_bits_of_
         name = f"step_{2 * number:08d}"
         assert digests(chained)[name] == digests(alone)[name], f"ZeRO {stage} on {ranks} ranks"
     assert norms(chained) == norms(alone)
-    assert min(norms(alone)) < 0.8 < max(norms(alone))
+    assert min(norms(alone)) < 0.5 < max(norms(alone))
     model = "model/model.safetensors"
     assert (chained / model).read_bytes() == (alone / model).read_bytes()
 

@@ -56,4 +56,4 @@ def _rounded(values: Tensor, unit: float) -> Tensor:
 
 def _chunks(values: Tensor) -> tuple[Tensor, ...]:
     flat = values.view(-1)
-    return flat.split(CPU_CHUNK) if values.is_cpu else (flat,)
+    return torch.split(flat, CPU_CHUNK) if values.is_cpu else (flat,)
