@@ -142,7 +142,7 @@ def _be_a_rank(settings: dict[str, Any]) -> None:
     torch.manual_seed(SEED)
     model = Transformer(ModelConfig(preset=settings["preset"]), settings["vocabulary"], settings["vocabulary"], PAD_ID)
     kinds = {name: settings[name] for name in ("precision", "communication_dtype")}
-    training = TrainingConfig(zero_stage=settings["stage"], **kinds)
+    training = TrainingConfig(zero_stage=settings["stage"], same_bits=settings.get("same_bits", False), **kinds)
     objective = Objective(model.to(ranks.device), training.label_smoothing, training.precision)
     engine = Engine(objective, training, OptimizerConfig(), ranks)
     engine.train()

@@ -149,14 +149,31 @@ def _check_precision(training: Any) -> Iterator[str]:
     if training.audit_share and (training.zero_stage == 3 or training.offload != "none"):
         yield (
             "training.audit_share: needs training.zero_stage 0, 1 or 2 and training.offload: none, where a rank can compute a "
-            f"micro-batch alone; got stage {training.zero_stage} and offload {training.offload}. Set it to 0, or change these",
+            f"micro-batch alone; got stage {training.zero_stage} and offload {training.offload}. Set it to 0, or change these"
         )
+    if training.same_bits:
+        yield from _check_same_bits(training)
     needed_stage = {"none": 0, "optimizer": 1, "optimizer_and_parameters": 3}[training.offload]
     if training.zero_stage < needed_stage:
         yield (
             f"training.offload: {training.offload} needs training.zero_stage {needed_stage} or above, got "
             f"{training.zero_stage}: only what ZeRO shards can lie in the CPU's memory"
         )
+
+
+def _check_same_bits(training: Any) -> Iterator[str]:
+    needed: dict[str, tuple[tuple[Any, ...], str]] = {
+        "precision": (("fp32",), "products of 16-bit types depend on the ZeRO stage"),
+        "zero_stage": ((0, 1, 2), "DeepSpeed sums the gradients of stage 3"),
+        "offload": (("none",), "DeepSpeed sums the gradients of offload"),
+        "communication_dtype": (("auto", "fp32"), "gradients are sent in fp64"),
+        "lanes_per_pass": ((1,), "lanes in one pass share its dropout masks and roundings"),
+        "compile_layers": ((False,), "kernels are made for the shapes that a rank meets first"),
+    }
+    for key, (values, reason) in needed.items():
+        if (given := getattr(training, key)) not in values:
+            allowed = " or ".join(str(value).lower() for value in values)
+            yield f"training.same_bits: true needs training.{key}: {allowed}, got {str(given).lower()}: {reason}"
 
 
 def _check_divergence(training: Any, divergence: Any) -> Iterator[str]:

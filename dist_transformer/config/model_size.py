@@ -192,11 +192,16 @@ def bytes_of_weight(training: TrainingConfig) -> int:
 def bytes_of_sent_gradient(training: TrainingConfig) -> int:
     """Bytes of a gradient on its way to other ranks."""
     by_precision = 2 if training.precision == "fp16" else 4
-    return {"auto": by_precision, "fp32": 4, "bf16": 2}[training.communication_dtype]
+    return 8 if training.same_bits else {"auto": by_precision, "fp32": 4, "bf16": 2}[training.communication_dtype]
 
 
 def bytes_of_gradient(training: TrainingConfig) -> int:
-    """Bytes of a gradient, summed over micro-batches: fp32, but in stage 3 and with offload as in the weights."""
+    """Bytes of a gradient, summed over micro-batches: fp32, but in stage 3 and with offload as in the weights.
+
+    With `same_bits` the sum is in fp64, and one rank, too, has it beside the gradients of a micro-batch.
+    """
+    if training.same_bits:
+        return 8
     return 4 if sends_during_backward(training) else bytes_of_weight(training)
 
 

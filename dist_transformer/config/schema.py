@@ -145,6 +145,11 @@ class TrainingConfig(Section):
         description="Lanes of a rank that one forward and backward pass computes together: faster where a lane does not fill "
         "a GPU. The same global batches and loss, but other dropout masks.",
     )
+    same_bits: Bool = Field(
+        False,
+        description="Sum the gradients of lanes in fixed point: the same bits of every weight on any number of ranks in stages "
+        "0 to 2, on one kind of CPU with one number of threads a rank. Needs precision fp32.",
+    )
     compile_layers: Bool = Field(
         False,
         description="Compile the layers with torch's compiler in the first passes; stages 0 to 2. Not measured on a GPU.",

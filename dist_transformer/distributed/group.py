@@ -126,15 +126,16 @@ class Ranks:
                 dist.all_reduce(value)
             return value
 
-    def start_mean(self, values: torch.Tensor, into_shares: bool) -> "Pending":
-        """Begins averaging `values` (on the device) over the ranks (collective); `.wait()` returns the mean, in fp32.
+    def start_mean(self, values: torch.Tensor, into_shares: bool, is_sum: bool = False) -> "Pending":
+        """Begins averaging `values` (on the device) over the ranks (collective); `.wait()` returns the mean, in fp32, or
+        with `is_sum` the sum, in the type of `values`.
 
         `into_shares`: each rank gets only its own of as many equal parts as there are ranks. On gloo, which has no such
         collective, every rank sends the parts to their owners, who add them in fp32.
         """
         what = f"mean of {_size(values)}{' in shares' if into_shares else ''}, begun ahead"
         with self.collective(what):
-            work, finish = self._begin_mean(values, into_shares)
+            work, finish = self._begin_sum(values, into_shares) if is_sum else self._begin_mean(values, into_shares)
         return Pending(work, self, what, finish, values)
 
     def _begin_mean(
@@ -153,6 +154,20 @@ class Ranks:
             return dist.all_reduce(values, op=dist.ReduceOp.AVG, async_op=True), values.float
         share = values.new_empty(values.numel() // count)
         return dist.reduce_scatter_tensor(share, values, op=dist.ReduceOp.AVG, async_op=True), share.float
+
+    def _begin_sum(
+        self, values: torch.Tensor, into_shares: bool
+    ) -> tuple[dist.Work | None, Callable[[], torch.Tensor]]:
+        count = self.num_ranks
+        if count == 1:
+            return None, lambda: values
+        if not into_shares:
+            return dist.all_reduce(values, async_op=True), lambda: values
+        if self.device.type == "cpu":
+            parts = torch.empty_like(values)
+            return dist.all_to_all_single(parts, values, async_op=True), partial(parts.view(count, -1).sum, 0)
+        share = values.new_empty(values.numel() // count)
+        return dist.reduce_scatter_tensor(share, values, async_op=True), lambda: share
 
     def start_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> "Pending":
         """Begins filling `whole` (on the device) with the parts `mine` of all ranks in turn (collective); `mine` may be

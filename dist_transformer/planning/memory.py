@@ -125,7 +125,7 @@ class _State:
         optimizer = bytes_of_optimizer(training) * (owned if stage else parameters)
         is_gathered = stage == 3 and (num_ranks > 1 or offload == "optimizer_and_parameters")
         at_once = min(parameters, REDUCED_AT_ONCE)
-        is_copied = stage > 0 or num_ranks > 1
+        is_copied = stage > 0 or num_ranks > 1 or training.same_bits
         return cls(
             weights=weights,
             gradients=0 if offload != "none" and stage == 3 else gradients,

@@ -279,6 +279,7 @@ class Loop:
             **self._validation.state(state.step),
             **self._identity,
             "num_ranks": self._ranks.num_ranks,
+            "num_threads": torch.get_num_threads(),
             "zero_stage": training.zero_stage,
             "precision": training.precision,
         }

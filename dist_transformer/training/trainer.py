@@ -182,7 +182,18 @@ def _engine(run: Run, objective: Objective, checkpoint: Checkpoint | None) -> En
         engine = Engine(objective, run.training, run.config.optimizer, run.ranks)
     if checkpoint is not None:
         checkpoints.load(checkpoint, engine, run.doing(f"loading {checkpoint.path.name}"))
+        _warn_of_other_threads(run, checkpoint)
     return engine
+
+
+def _warn_of_other_threads(run: Run, checkpoint: Checkpoint) -> None:
+    now = torch.get_num_threads()
+    then = checkpoint.state.get("num_threads", now)
+    if run.training.same_bits and then != now and run.ranks.device.type == "cpu":
+        log.warning(
+            "same_bits  %s was computed with %d threads a rank, this start has %d, which rounds otherwise: start with "
+            "OMP_NUM_THREADS=%d for the same bits", checkpoint.path.name, then, now, then,
+        )  # fmt: skip
 
 
 def _open_run_log(run: Run, state: TrainState, tags: dict[str, str]) -> RunLog | None:

@@ -44,12 +44,12 @@ def delay_scale_growth(optimizer: Any) -> None:
     optimizer.step = step_then_grow
 
 
-def guard_stage_0(engine: Any, clip_norm: float) -> None:
-    """Adds the gradient norm, clipping and the skip of non-finite gradients, which stage 0 lacks."""
+def guard_stage_0(engine: Any, clip_norm: float, norm_of: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
+    """Adds the gradient norm, as `norm_of` takes it, clipping and the skip of non-finite gradients, which stage 0 lacks."""
     optimizer, step = engine.optimizer, engine.optimizer.step
 
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        norm = torch.nn.utils.get_total_norm(p.grad for p in engine.module.parameters() if p.grad is not None)
+        norm = norm_of([p.grad for p in engine.module.parameters() if p.grad is not None])
         optimizer._global_grad_norm = norm
         optimizer.overflow = not bool(torch.isfinite(norm))
         if optimizer.overflow:
@@ -136,3 +136,10 @@ def _named_collective(name: str, over: Any) -> str:
     if not tensors:
         return name
     return f"{name} of {sum(t.numel() for t in tensors):,} {str(tensors[0].dtype).removeprefix('torch.')}"
+
+
+def prepare_cpu(deepspeed: Any) -> None:
+    """Leaves out what DeepSpeed would compile for a CPU, and allows fp16 there."""
+    deepspeed.ops.__compatible_ops__ = {}  # else g++ builds an inference op for 30 to 90 seconds, or fails
+    # torch computes in fp16 on every CPU, slowly; DeepSpeed requires AVX512-FP16.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True

@@ -38,9 +38,11 @@ from dist_transformer.training.engine.deepspeed_patches import (
     name_collectives,
     not_compiling,
     pass_timeout,
+    prepare_cpu,
     step_as_not_compiled,
     without_mlflow,
 )
+from dist_transformer.training.engine.fixed_point import norm_of
 from dist_transformer.training.engine.gradient_exchange import (
     Bucket,
     GradientExchange,
@@ -101,7 +103,7 @@ class Engine:
         `training.compile_layers` has no compiler."""
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if ranks.device.type == "cpu":
-            _prepare_cpu()
+            prepare_cpu(deepspeed)
         pass_timeout(TorchBackend, ranks.timeout)
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
         name_collectives(TorchBackend, ranks.note_collective)
@@ -114,9 +116,11 @@ class Engine:
         if has_bf16_layers(training):
             module.round_layers()
         call_as_not_compiled([*vars(torch.optim.Optimizer).values(), *vars(PartitionedParameterCoordinator).values()])
-        is_ours = sends_during_backward(training) and (training.zero_stage > 0 or ranks.num_ranks > 1)
+        self._same_bits = training.same_bits
+        is_shared = training.zero_stage > 0 or ranks.num_ranks > 1 or training.same_bits
+        is_ours = sends_during_backward(training) and is_shared
         cut = partial(in_buckets, num_buckets(ranks.num_ranks)) if is_ours else lambda alike: [alike]
-        updates = adam(module, optimizer, in_order_of_backward(module.model), cut)
+        updates = adam(module, optimizer, in_order_of_backward(module.model), cut, fused=not training.same_bits)
         step_as_not_compiled(updates)
         with not_compiling(compiler):
             self._engine, *_ = deepspeed.initialize(
@@ -135,7 +139,8 @@ class Engine:
         self._gather: WeightGather | None = None
         self._engine.enable_backward_allreduce = training.offload != "none" or self._stage == 3
         if self._stage == 0:
-            guard_stage_0(self._engine, training.gradient_clip_norm)
+            total_norm = norm_of if training.same_bits else torch.nn.utils.get_total_norm
+            guard_stage_0(self._engine, training.gradient_clip_norm, total_norm)
         if is_ours:
             self._exchange_gradients(training, ranks)
         elif training.precision == "fp16":
@@ -149,10 +154,10 @@ class Engine:
         optimizer = self._engine.optimizer
         if self._stage == 0:
             groups = [group["params"] for group in optimizer.param_groups]
-            buckets = [Bucket(group, sum(p.numel() for p in group)) for group in groups]
+            sizes = [sum(p.numel() for p in group) for group in groups]
         else:
-            flats = zip(optimizer.bit16_groups, optimizer.bit16_groups_flat, strict=True)
-            buckets = [Bucket(group, flat.numel()) for group, flat in flats]
+            groups, sizes = optimizer.bit16_groups, [flat.numel() for flat in optimizer.bit16_groups_flat]
+        buckets = [Bucket(group, size, training.same_bits) for group, size in zip(groups, sizes, strict=True)]
         by_precision = torch.float16 if training.precision == "fp16" else torch.float32
         dtype = {"auto": by_precision, "fp32": torch.float32, "bf16": torch.bfloat16}[training.communication_dtype]
         self._exchange = GradientExchange(buckets, ranks, self._stage, dtype)
@@ -172,17 +177,20 @@ class Engine:
         """Switches dropout on (True) or off (not collective)."""
         self._engine.train(mode)
 
-    def backward(self, loss_sum: Tensor, global_tokens: int, is_last: bool = True) -> None:
-        """Adds the gradient of loss_sum / global_tokens (promise P4).
+    def _share_of_loss(self, loss_sum: Tensor, global_tokens: int) -> Tensor:
+        # Gradients are averaged over ranks, so the sum is multiplied by their number, unless they are summed in fixed point.
+        return loss_sum * ((1 if self._same_bits else self._ranks.num_ranks) / global_tokens)
 
-        Gradients are averaged over ranks, so the sum is multiplied by their number. Every rank calls it equally often.
+    def backward(self, loss_sum: Tensor, global_tokens: int, is_last: bool = True) -> None:
+        """Adds the gradient of loss_sum / global_tokens (promise P4). Every rank calls it equally often.
+
         `is_last`: of the step. Always true is right too, and sends gradients more often.
         """
         if self._resting is not None:
             self._resting.check("gradients", self._gradients())
         if self._exchange is not None:
             self._exchange.begin_backward(is_last)
-        self._engine.backward(loss_sum * (self._ranks.num_ranks / global_tokens), scale_wrt_gas=False)
+        self._engine.backward(self._share_of_loss(loss_sum, global_tokens), scale_wrt_gas=False)
         if self._exchange is not None:
             self._exchange.end_backward()
         if self._resting is not None:
@@ -191,7 +199,7 @@ class Engine:
     def sums_of_backward(self, loss_sum: Tensor, global_tokens: int) -> Tensor:
         """Returns the `gradient_sums` that `backward` would give, and changes no gradient (not collective; stages 0 to 2)."""
         scale = getattr(self._engine.optimizer, "scale_if_loss", lambda loss: loss)
-        return self.gradient_sums.of(scale(loss_sum * (self._ranks.num_ranks / global_tokens)))
+        return self.gradient_sums.of(scale(self._share_of_loss(loss_sum, global_tokens)))
 
     def drop_gradients(self) -> None:
         """Forgets the gradients of this step, so that it can be computed again."""
@@ -390,9 +398,3 @@ class Engine:
 
 def _inner_optimizer(engine: Any) -> Any:
     return getattr(engine.optimizer, "optimizer", engine.optimizer)
-
-
-def _prepare_cpu() -> None:
-    deepspeed.ops.__compatible_ops__ = {}  # else g++ builds an inference op for 30 to 90 seconds, or fails
-    # torch computes in fp16 on every CPU, slowly; DeepSpeed requires AVX512-FP16.
-    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dist_transformer.config.model_size import SHARE_ON_THE_WAY
 from dist_transformer.distributed.group import Fetched, Pending, Ranks
 from dist_transformer.model.transformer import Transformer
+from dist_transformer.training.engine.fixed_point import sum_with, sums_of_squares
 
 LEAST_ELEMENTS = 2**18
 """Elements of a bucket, at least: below that latency counts more than bytes."""
@@ -52,13 +53,15 @@ class Bucket:
     """Parameters whose gradients are sent together, in one flat tensor of `size` elements.
 
     Attributes:
+        is_fixed_point: gradients are summed in fixed point, in fp64: to the same bits in every order.
         flat: this rank's gradient, summed over the micro-batches since it was last sent; None if there is none.
-        mean: the mean over the ranks of what was sent in this step, in fp32: all of it, or this rank's share.
+        mean: the mean over the ranks of what was sent in this step, in fp32, or the sum in fixed point: all of it, or
+            this rank's share.
         missing: parameters whose gradient the backward pass has not completed.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], size: int) -> None:
-        self.parameters, self.size = parameters, size
+    def __init__(self, parameters: Sequence[nn.Parameter], size: int, is_fixed_point: bool = False) -> None:
+        self.parameters, self.size, self.is_fixed_point = parameters, size, is_fixed_point
         self.flat: Tensor | None = None
         self.mean: Tensor | None = None
         self.missing = 0
@@ -72,7 +75,9 @@ class Bucket:
         else:  # adding other types would be an operation for each parameter
             self.flat = torch.zeros(self.size, device=first.device)
             self._combine(torch._foreach_copy_, self.flat)
-            if before is not None:
+            if self.is_fixed_point:
+                self.flat = sum_with(before, self.flat)
+            elif before is not None:
                 self.flat += before
         for parameter in self.parameters:
             parameter.grad = None
@@ -88,7 +93,8 @@ class Bucket:
         self.receive()
         flat, self.flat = self.flat, None
         assert flat is not None
-        self._sent = ranks.start_mean(flat if ranks.num_ranks == 1 else flat.to(dtype), into_shares)
+        sent = flat if ranks.num_ranks == 1 or self.is_fixed_point else flat.to(dtype)
+        self._sent = ranks.start_mean(sent, into_shares, is_sum=self.is_fixed_point)
 
     @property
     def is_on_the_way(self) -> bool:
@@ -148,7 +154,7 @@ class GradientExchange:
                 bucket.send(self._ranks, self._stage > 0, self._dtype)
         for bucket in self.buckets:
             bucket.receive()
-        return [bucket.mean for bucket in self.buckets if bucket.mean is not None]
+        return [bucket.mean.float() for bucket in self.buckets if bucket.mean is not None]
 
     def hand_over(self) -> None:
         """Gives each parameter its mean gradient, in stage 0 (collective)."""
@@ -250,6 +256,7 @@ def exchange_in_shards(
     """
     optimizer = engine.optimizer
     masters = optimizer.single_partition_of_fp32_groups
+    is_fixed_point = any(bucket.is_fixed_point for bucket in exchange.buckets)
     for hook in optimizer._grad_acc_hooks:
         hook.remove()
     optimizer._grad_acc_hooks.clear()
@@ -258,14 +265,14 @@ def exchange_in_shards(
     @torch.no_grad()
     def step(*_: Any, **__: Any) -> None:
         means = exchange.means()
-        square = torch.nn.utils.get_total_norm(means).double().square()
-        scaled_norm = ranks.total_on_device(square).sqrt()
+        squares = sums_of_squares(means) if is_fixed_point else torch.nn.utils.get_total_norm(means).double().square()
+        scaled_norm = ranks.total_on_device(squares).sum().sqrt()
         fetched, scale = Fetched(scaled_norm), optimizer.loss_scale
         if clip_norm or scale != 1.0:
             clip = (
-                ((scaled_norm / scale + 1e-6) / clip_norm).clamp(min=1.0) if clip_norm else torch.ones_like(scaled_norm)
+                (clip_norm / (scaled_norm / scale + 1e-6)).clamp(max=1.0) if clip_norm else torch.ones_like(scaled_norm)
             )
-            torch._foreach_mul_(means, (1.0 / (scale * clip)).float())
+            torch._foreach_mul_(means, (clip / scale).float())
         for master, mean in zip(masters, means, strict=True):
             master.grad = mean
         _update(optimizer.optimizer, (~torch.isfinite(scaled_norm)).float())
@@ -289,6 +296,10 @@ def exchange_in_shards(
 
 def _update(adam: Any, is_skipped: Tensor) -> None:
     """Updates all buckets with one call for those of the same settings; 1.0 in `is_skipped`: none, as the device decides."""
+    if not adam.defaults["fused"]:
+        if not is_skipped:  # only the fused kernel leaves that to the device
+            adam.step()
+        return
     groups = adam.param_groups
     merged: dict[float, dict[str, Any]] = {}
     for group in groups:

@@ -38,7 +38,7 @@ Cut = Callable[[list[nn.Parameter]], list[list[nn.Parameter]]]
 
 
 def adam(
-    module: nn.Module, settings: OptimizerConfig, parameters: Sequence[nn.Parameter], cut: Cut
+    module: nn.Module, settings: OptimizerConfig, parameters: Sequence[nn.Parameter], cut: Cut, fused: bool = True
 ) -> torch.optim.AdamW:
     """Builds torch's Adam, since DeepSpeed's own are compiled at start. Vectors (norms, biases) do not decay.
 
@@ -46,6 +46,8 @@ def adam(
         parameters: those of `module` to train, in order.
         cut: makes groups of those that decay and of those that do not, for each type of weights; groups are ordered by
             their last member.
+        fused: in one pass over weights and moments, on CPUs too; on them the last few elements of a tensor are then rounded
+            otherwise than those before.
 
     Raises:
         UserError: a pattern of `optimizer.no_decay` names no parameter.
@@ -61,7 +63,7 @@ def adam(
         lr=0.0,
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,
-        fused=True,  # on CPUs too: one pass over weights and moments
+        fused=fused,
     )
 
 

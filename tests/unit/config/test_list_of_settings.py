@@ -35,8 +35,8 @@ training.audit_share training.communication_dtype training.compile_layers traini
 training.gradient_clip_norm training.hang_seconds training.init_from training.init_partially
 training.label_smoothing training.lanes_per_pass training.log_every_steps training.max_epochs
 training.max_hours training.max_steps training.max_target_tokens training.offload training.precision
-training.zero_stage validation.beam_size validation.comet validation.every_steps validation.max_sentences
-validation.metric validation.patience validation.target validation.translate
+training.same_bits training.zero_stage validation.beam_size validation.comet validation.every_steps
+validation.max_sentences validation.metric validation.patience validation.target validation.translate
 """
 """All keys; the ones of a corpus, which every corpus has, stand below data.train only."""
 
