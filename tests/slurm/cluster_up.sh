@@ -48,7 +48,10 @@ if [ "$MODE" = auto ]; then
   fi
 fi
 hash=$(printf %s "$D" | cksum | cut -d ' ' -f 1)
-NET=10.$((200 + hash % 40)).$((hash / 64 % 256)) TAG=$(printf 's%04x' $((hash % 65536)))
+for ((; ; hash++)); do # until no other cluster has these names
+  NET=10.$((200 + hash % 40)).$((hash / 64 % 256)) TAG=$(printf 's%04x' $((hash % 65536)))
+  [ -n "$(ip -o address | grep -e " $TAG-" -e " $NET\.")" ] || break
+done
 PORT=$((20000 + hash % 8000))
 in_use() { ss -Hltn | awk -v b="$PORT" '{n=split($4,a,":"); if (a[n]>=b && a[n]<=b+40) f=1} END{exit !f}'; }
 while in_use; do PORT=$((PORT + 50)); done
