@@ -17,6 +17,7 @@ export PATH="${ROOT:+$ROOT/bin:}$PATH"
 NODES=${SLURM_TEST_NODES:-2} CPUS=${SLURM_TEST_CPUS:-4} MODE=${SLURM_TEST_MODE:-auto}
 fail() { echo "cluster_up: $*" >&2; exit 1; }
 [ "$(id -u)" = 0 ] || fail "needs root, to start slurmd and to make network namespaces"
+[ -z "$ROOT" ] || [ -x "$ROOT/bin/slurmctld" ] || fail "SLURM_TEST_ROOT=$ROOT: no Slurm there; newer_slurm.sh makes one"
 [ "${#D}" -lt 60 ] || fail "the folder's path is too long for unix sockets: $D"
 
 # ------------------------------------------------------------------------------------------------ packages

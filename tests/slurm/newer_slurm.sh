@@ -2,7 +2,7 @@
 # newer_slurm.sh [SUITE] - Slurm of another Debian (default: trixie, with 24.11) beside this machine's own. Prints its
 # folder: `SLURM_TEST_ROOT=FOLDER cluster_up.sh ...` takes daemons and commands from there, and jobs run this machine's
 # Python as ever. The packages are unpacked, not installed, and their programs bound to their own C library.
-# Made once, in the user's cache folder, from the Debian mirror of this machine; root is needed where patchelf is missing.
+# Made once, in the user's cache folder, from this machine's Debian mirror; root is needed where patchelf is missing.
 set -euo pipefail
 export LC_ALL=C DEBIAN_FRONTEND=noninteractive
 suite=${1:-trixie}
@@ -14,13 +14,14 @@ if [ -e "$root/complete" ]; then echo "$root"; exit; fi
 exec 3>&1 4>&2 > "$root/log" 2>&1
 trap '[ $? = 0 ] || echo "newer_slurm: no Slurm of $suite: $(tail -n 3 "$root/log")" >&4' EXIT
 
-command -v patchelf || apt-get install --yes --quiet patchelf || { apt-get update --quiet && apt-get install --yes --quiet patchelf; }
+install_patchelf() { apt-get install --yes --quiet patchelf; }
+command -v patchelf || install_patchelf || { apt-get update --quiet && install_patchelf; }
 
 # ------------------------------------------------------------------------------------------------ packages
 # apt with a state of its own, in which nothing is installed: it takes every library along, the C library too.
-rm -rf "$root"/{apt,usr,bin}
+rm -rf "$root"/{apt,bin,etc,plugins,usr,var}
 mkdir -p "$root"/apt/{lists,cache}/partial "$root/bin"
-mirror=$(apt-get indextargets --format '$(LABEL) $(REPO_URI)' | sed -n 's/^Debian //p' | head -n 1)
+mirror=$(apt-get indextargets --format '$(LABEL) $(REPO_URI)' | awk '$1 == "Debian" {found = $2} END {print found}')
 echo "deb [signed-by=/usr/share/keyrings/debian-archive-keyring.gpg] ${mirror:-http://deb.debian.org/debian} $suite main" \
   > "$root/apt/sources.list"
 options=(--quiet --yes --no-install-recommends -o Dir::Etc::SourceList="$root/apt/sources.list" -o Dir::Etc::SourceParts=-
