@@ -118,7 +118,8 @@ class BatchJob:
     def _look_at_term(self) -> None:
         if self._has_term:
             self._has_term = False
-            self._is_ended |= slurm.waiting_reason(self._job) != "TimeLimit"
+            reason = slurm.waiting_reason(self._job) or slurm.waiting_reason(self._job)  # an answer may come too late
+            self._is_ended |= reason != "TimeLimit"
 
     def _leave(self, exit_code: int, text: str = "") -> NoReturn:
         if text:

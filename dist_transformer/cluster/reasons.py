@@ -4,9 +4,6 @@ import signal
 
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE, EXIT_USER_ERROR
 
-HELD = ("JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue", "requeued held")
-"""Prefixes and, last, the suffix of the reasons of a job that waits until somebody releases it."""
-
 # The longest matching prefix counts: Slurm appends details (", UnavailableNodes:n3") and adds similar reasons.
 _WAITING = {
     "Resources": "it is next: waits until enough nodes are free",
@@ -46,12 +43,17 @@ _WAITING = {
     "PartitionInactive": "the partition is switched off",
     "Reservation": "waits for its reservation to begin",
     "ReservationDeleted": "its reservation was deleted: it will not start",
+    "ReservationInvalid": "its reservation is not valid: it will not start",
     "Licenses": "waits for licences",
+    "MaxPoweredUpNodes": "as many nodes are powered up as the site allows",
     "Cleaning": "the nodes of its last attempt are being cleaned up",
-    "launch failed requeued held": "a node could not start it, so it is held: `dist-transformer resume` releases it",
+    "job requeued in held state": "held after `scontrol requeuehold`: `dist-transformer resume` or `scontrol release` "
+    "releases it",
+    "launch fail": "a node could not start it, so it is held: `dist-transformer resume` releases it",
     "user env retrieval failed requeued held": "a node could not read your environment, so it is held: "
     "`dist-transformer resume` releases it",
     "DeadLine": "it cannot end before its deadline: it will not start",
+    "Max": "it, or the jobs of your account together, ask for more than the QOS allows",
     "MaxMemPerLimit": "it asks for more memory than a limit of the site allows",
     "FedJobLock": "waits for the clusters of the federation to agree",
     "BurstBuffer": "waits for the burst buffer",
@@ -74,7 +76,7 @@ SAID_BY_EXIT_CODE = ("done", "a mistake that a restart cannot fix")
 
 def is_held(reason: str) -> bool:
     """True if a job with this reason waits for somebody to release it."""
-    return reason.startswith(HELD[:3]) or reason.endswith(HELD[3])
+    return reason.startswith(("JobHeld", "JobHold")) or "held" in reason
 
 
 def waiting_in_words(reason: str) -> str:

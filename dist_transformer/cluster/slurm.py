@@ -27,15 +27,20 @@ def submit_script(arguments: Sequence[str]) -> str:
 
     Raises:
         SlurmError: with sbatch's own message.
-        MachineError: sbatch succeeded without printing an id. The job may exist: its files must stay.
+        MachineError: sbatch printed no id, or no answer came in time. The job may exist: its files must stay.
     """
-    answer = _call(["sbatch", *arguments], clean_environment(os.environ))
+    try:
+        answer = _call(["sbatch", *arguments], clean_environment(os.environ))
+    except SlurmError as error:
+        if "Socket timed out" not in str(error):
+            raise
+        answer = str(error).partition("\n  command:")[0]
     # --parsable: "id" or "id;cluster". A site's wrapper may print more, before or after it.
     found = re.findall(r"^(\d+)(?:;\S+)?$", answer, re.MULTILINE)
     if len(found) != 1:
         raise MachineError(
-            f"sbatch took the job, but answered {answer.strip()!r}: expected a job id; look with `squeue --me` whether the "
-            "job is there, end it with scancel, and submit again"
+            f"Slurm may have the job, but sbatch answered {answer.strip()!r}: expected a job id; look with `squeue --me` "
+            "whether the job is there, end it with scancel, and submit again"
         )
     return str(found[0])
 

@@ -9,7 +9,7 @@ D=$(cd "$1" && pwd -P)
 action=$2 node=$3
 . "$D/settings"
 . "$here/cluster_processes.sh"
-export SLURM_CONF="$D/slurm.conf"
+export SLURM_CONF="$D/slurm.conf" PATH="${ROOT:+$ROOT/bin:}$PATH"
 file=$D/nodes/$node
 
 run_node() { # the first process of the node; in netns mode its death ends every process of the node
@@ -23,7 +23,7 @@ run_node() { # the first process of the node; in netns mode its death ends every
     ip addr add "$NET.$((10 + ${node#n}))/24" dev eth0
     ip link set eth0 up
   fi
-  slurmd -N "$node" -D &
+  slurmd -N "$node" ${ROOT:+-d "$ROOT/bin/slurmstepd"} -D &
   # It stays when slurmd dies, as its job steps would; bash reaps the orphans.
   trap : TERM HUP INT
   [ -p "$D/run/$node.fifo" ] || mkfifo "$D/run/$node.fifo"
@@ -63,7 +63,7 @@ kill_node() {
 }
 
 case $action-$node in
-  start-controller) start_daemon slurmctld slurmctld -D -i; exit ;;
+  start-controller) start_daemon slurmctld slurmctld -D -i -f "$D/slurmctld.conf"; exit ;;
   kill-controller) stop_process "$D/pid/slurmctld" 10; exit ;;
   freeze-disk) fsfreeze --freeze "$D/disk"; exit ;;
   thaw-disk) fsfreeze --unfreeze "$D/disk"; exit ;;

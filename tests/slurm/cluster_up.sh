@@ -6,14 +6,18 @@
 #   SLURM_TEST_DISK=0      1: FOLDER/disk is a file system of its own, which `cluster_node.sh FOLDER freeze disk` stops
 #   SLURM_TEST_MODE=auto  netns: each node has its own network, processes and host name, and can be cut off
 #                         multi: several slurmd on one host, where namespaces are forbidden
+#   SLURM_TEST_ROOT=       Slurm from there, made by newer_slurm.sh, not the one that is installed
 set -euo pipefail
 export LC_ALL=C DEBIAN_FRONTEND=noninteractive PATH="$PATH:/usr/sbin:/sbin"
 here=$(cd "$(dirname "$0")" && pwd -P)
 mkdir -p "${1:?usage: cluster_up.sh FOLDER}"
 D=$(cd "$1" && pwd -P)
+ROOT=${SLURM_TEST_ROOT:-}
+export PATH="${ROOT:+$ROOT/bin:}$PATH"
 NODES=${SLURM_TEST_NODES:-2} CPUS=${SLURM_TEST_CPUS:-4} MODE=${SLURM_TEST_MODE:-auto}
 fail() { echo "cluster_up: $*" >&2; exit 1; }
 [ "$(id -u)" = 0 ] || fail "needs root, to start slurmd and to make network namespaces"
+[ -z "$ROOT" ] || [ -x "$ROOT/bin/slurmctld" ] || fail "SLURM_TEST_ROOT=$ROOT: no Slurm there; newer_slurm.sh makes one"
 [ "${#D}" -lt 60 ] || fail "the folder's path is too long for unix sockets: $D"
 
 # ------------------------------------------------------------------------------------------------ packages
@@ -45,12 +49,15 @@ if [ "$MODE" = auto ]; then
   fi
 fi
 hash=$(printf %s "$D" | cksum | cut -d ' ' -f 1)
-NET=10.$((200 + hash % 40)).$((hash / 64 % 256)) TAG=$(printf 's%04x' $((hash % 65536)))
+for ((; ; hash++)); do # until no other cluster has these names
+  NET=10.$((200 + hash % 40)).$((hash / 64 % 256)) TAG=$(printf 's%04x' $((hash % 65536)))
+  [ -n "$(ip -o address | grep -e " $TAG-" -e " $NET\.")" ] || break
+done
 PORT=$((20000 + hash % 8000))
 in_use() { ss -Hltn | awk -v b="$PORT" '{n=split($4,a,":"); if (a[n]>=b && a[n]<=b+40) f=1} END{exit !f}'; }
 while in_use; do PORT=$((PORT + 50)); done
-printf '%s=%s\n' D "$D" MODE "$MODE" NODES "$NODES" NET "$NET" TAG "$TAG" PORT "$PORT" > "$D/settings"
-printf 'export SLURM_CONF=%s/slurm.conf\nexport PATH="$PATH:/usr/sbin:/sbin"\n' "$D" > "$D/env.sh"
+printf '%s=%s\n' D "$D" MODE "$MODE" NODES "$NODES" NET "$NET" TAG "$TAG" PORT "$PORT" ROOT "$ROOT" > "$D/settings"
+printf 'export SLURM_CONF=%s/slurm.conf PATH="%s$PATH:/usr/sbin:/sbin"\n' "$D" "${ROOT:+$ROOT/bin:}" > "$D/env.sh"
 export SLURM_CONF="$D/slurm.conf"
 . "$here/cluster_processes.sh"
 
@@ -83,12 +90,16 @@ fi
 
 # ------------------------------------------------------------------------------------------------ configuration
 sed -e "s|@D@|$D|g" -e "s|@PORT@|$PORT|g" -e "s|@CONTROLLER@|$host($controller)|g" "$here/slurm.conf.in" > "$D/slurm.conf"
+[ -z "$ROOT" ] || echo "PluginDir=$ROOT/plugins" >> "$D/slurm.conf"
 for i in $(seq "$NODES"); do
   if [ "$MODE" = netns ]; then real=n$i; else real=$host; fi
   echo "NodeName=n$i NodeHostname=$real NodeAddr=$(address "$i") Port=$((PORT + i)) CPUs=$CPUS RealMemory=8000"
 done >> "$D/slurm.conf"
 echo "PartitionName=main Nodes=n[1-$NODES] Default=YES MaxTime=INFINITE DefaultTime=60 PriorityTier=10 PreemptMode=OFF" >> "$D/slurm.conf"
 echo "PartitionName=scavenge Nodes=n[1-$NODES] MaxTime=INFINITE DefaultTime=60 PriorityTier=1 PreemptMode=REQUEUE GraceTime=20" >> "$D/slurm.conf"
+# On a quiet cluster slurmctld 24.11.5 misses one request in fifty until its own MessageTimeout: the others wait longer.
+cp "$D/slurm.conf" "$D/slurmctld.conf"
+[ -z "$ROOT" ] || sed -i 's/^MessageTimeout=.*/MessageTimeout=15/' "$D/slurm.conf"
 # slurmd loads a cgroup plugin even where nothing uses it, and automatic detection dies where cgroups are not mounted.
 case $(slurmd -V | awk '{print $NF}') in
   1?.*|2[0-3].*|24.0[0-4].*) echo "CgroupPlugin=cgroup/v1" ;;

@@ -188,6 +188,9 @@ def test_what_is_told_to_save_is_told_by_srun_and_requeued(slurm: Slurm) -> None
 )
 def test_after_term_it_counts_who_has_sent_it(slurm: Slurm, reason: str, restarts: int, how: str) -> None:
     (slurm.folder / "reason").write_text(reason)
+    slurm.programs["squeue"] = (
+        "[ $(grep -c squeue {folder}/calls) -gt 1 ] && cat {folder}/reason"  # first without answer
+    )
     process = slurm.start("touch $0.up; sleep 1.5; exit 143")
     _wait_for(slurm.folder / "step_1.up")
     (slurm.folder / "job").write_text(

@@ -91,15 +91,16 @@ def test_the_users_own_settings_of_squeue_do_not_count(slurm: FakeSlurm, monkeyp
     assert not [line for line in seen if line.endswith("=odd")]
 
 
-def test_what_squeue_has_forgotten_sacct_tells(slurm: FakeSlurm) -> None:
+@pytest.mark.parametrize(("version", "number"), [("22.05", "7"), ("24.11", "6")])
+def test_what_squeue_has_forgotten_sacct_tells(slurm: FakeSlurm, version: str, number: str) -> None:
     slurm.has_forgotten()
-    slurm.answers("sacct", answer("sacct_22.05"))
+    slurm.answers("sacct", answer(f"sacct_{version}"))
     jobs = {job.job_id: job for job in jobs_of("1")}
     assert jobs["1"].state == "COMPLETED"
     assert jobs["1"].is_over
     assert jobs["1"].nodes == "n[1-2]"
     assert (jobs["3"].state, jobs["3"].reason, jobs["3"].nodes) == ("CANCELLED", "by 0", "")
-    assert (jobs["2_1"].number, jobs["2_1"].reason) == ("7", "exit code 3:0")
+    assert (jobs["2_1"].number, jobs["2_1"].reason) == (number, "exit code 3:0")
     assert (jobs["1"].folder, jobs["2_1"].folder) == ("/data/a b|c/run", "/data/sweep/task_1")
     assert {job.source for job in jobs.values()} == {"sacct"}
 

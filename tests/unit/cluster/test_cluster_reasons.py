@@ -25,6 +25,10 @@ from dist_transformer.errors import EXIT_REQUEUE
         ("ReqNodeNotAvail, May be reserved for other job", "down, drained or reserved"),
         ("PartitionTimeLimit", "longer than the partition allows"),
         ("launch failed requeued held", "a node could not start it"),
+        ("launch failure limit exceeded requeued held", "a node could not start it"),
+        ("job requeued in held state", "dist-transformer resume"),
+        ("ReservationInvalid", "not start"),
+        ("MaxGRESRunMinsPerAccount", "more than the QOS allows"),
         ("JobArrayTaskLimit", "tasks of the array"),
         ("", "not looked at it yet"),
     ],
@@ -38,9 +42,10 @@ def test_a_reason_that_is_not_known_is_told_as_it_is() -> None:
 
 
 def test_only_a_held_job_waits_for_a_release() -> None:
-    held = ("JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue", "launch failed requeued held")
-    assert all(map(is_held, held))
-    assert not any(map(is_held, ("", "Resources", "BeginTime", "Dependency")))
+    named = ("JobHeldUser", "JobHeldAdmin", "JobHoldMaxRequeue")
+    told = ("launch failed requeued held", "launch failure limit exceeded requeued held", "job requeued in held state")
+    assert all(map(is_held, (*named, *told)))
+    assert not any(map(is_held, ("", "Resources", "BeginTime", "Dependency", "QOSUsageThreshold")))
 
 
 @pytest.mark.parametrize(

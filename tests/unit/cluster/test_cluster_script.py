@@ -191,11 +191,17 @@ def _calls(folder: Path, name: str) -> list[str]:
 TERM_TO_THE_SCRIPT = "kill -TERM $PPID; exit 75"
 
 
-@pytest.mark.parametrize(("reason", "requeues"), [("TimeLimit", 1), ("None", 0)])
+LATE = "[ $(grep -c squeue {folder}/calls) = 2 ] || exit 1; "
+
+
+@pytest.mark.parametrize(
+    ("squeue", "requeues"),
+    [("echo TimeLimit", 1), ("echo None", 0), (LATE + "echo TimeLimit", 1), (LATE + "echo None", 0)],
+)
 def test_preparing_goes_back_to_the_queue_after_its_time_limit_but_not_when_it_was_cancelled(
-    tmp_path: Path, reason: str, requeues: int
+    tmp_path: Path, squeue: str, requeues: int
 ) -> None:
-    done = _prepare(tmp_path, {"srun": TERM_TO_THE_SCRIPT, "squeue": f"echo {reason}"})
+    done = _prepare(tmp_path, {"srun": TERM_TO_THE_SCRIPT, "squeue": squeue.format(folder=tmp_path)})
     assert done.returncode == 75
     assert _calls(tmp_path, "scontrol") == ["scontrol requeue 7"] * requeues
 

@@ -252,7 +252,18 @@ def test_an_answer_of_sbatch_that_is_no_job_id_is_not_taken_for_one(
     run_dir: RunDir, fake_slurm: FakeSlurm, said: str
 ) -> None:
     """The job may be there: its files stay, and no job is noted."""
-    fake_slurm.program("sbatch", f"printf '{said}'")
+    _must_leave_the_files(run_dir, fake_slurm, f"printf '{said}'")
+
+
+def test_an_answer_of_sbatch_that_is_late_does_not_mean_that_there_is_no_job(
+    run_dir: RunDir, fake_slurm: FakeSlurm
+) -> None:
+    said = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+    _must_leave_the_files(run_dir, fake_slurm, f"echo '{said}' >&2; exit 1")
+
+
+def _must_leave_the_files(run_dir: RunDir, fake_slurm: FakeSlurm, sbatch: str) -> None:
+    fake_slurm.program("sbatch", sbatch)
     with pytest.raises(MachineError, match="expected a job id; look with `squeue --me`"):
         submit(_plan(run_dir))
     assert run_dir.submitted_script.is_file()
