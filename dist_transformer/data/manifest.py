@@ -14,14 +14,16 @@ both ending with the end-of-sentence id and without a begin-of-sentence id. Wher
 import hashlib
 import json
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from dist_transformer.config.paths import is_address
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.errors import DataError
-from dist_transformer.files import patiently, read_json, write_text
+from dist_transformer.files import is_file, patiently, read_json, write_text
 
 MANIFEST_VERSION = 2
 MANIFEST_NAME = "manifest.json"
@@ -29,14 +31,17 @@ SHARD_FOLDER = "shards"
 TOKENIZER_FOLDER = "tokenizer"
 HASH_BLOCK_BYTES = 1 << 20
 
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+Counts = dict[str, Count]
+
 
 @dataclass(frozen=True)
 class RowGroup:
     """Rows that are read together; tokens count the end of sentence."""
 
-    rows: int
-    source_tokens: int
-    target_tokens: int
+    rows: Count
+    source_tokens: Count
+    target_tokens: Count
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ class Shard:
     """
 
     file: str
-    bytes: int
+    bytes: Count
     sha256: str
     row_groups: tuple[RowGroup, ...]
 
@@ -85,13 +90,13 @@ class Split:
     """
 
     shards: tuple[Shard, ...]
-    rows: int
-    source_tokens: int
-    target_tokens: int
-    max_source_tokens: int
-    max_target_tokens: int
-    read_rows: int
-    dropped: dict[str, int]
+    rows: Count
+    source_tokens: Count
+    target_tokens: Count
+    max_source_tokens: Count
+    max_target_tokens: Count
+    read_rows: Count
+    dropped: Counts
     text: TextColumns | None = None
 
     @cached_property
@@ -119,14 +124,16 @@ class Manifest:
         training: names of the training corpora; the index of a name is the corpus number in a row id.
     """
 
+    __pydantic_config__ = ConfigDict(strict=True, revalidate_instances="always")
+
     digest: str
     recipe: dict[str, Any]
     tokenizer: TokenizerFiles
-    source_vocabulary: int
-    target_vocabulary: int
-    pad_id: int
-    bos_id: int
-    eos_id: int
+    source_vocabulary: Count
+    target_vocabulary: Count
+    pad_id: Count
+    bos_id: Count
+    eos_id: Count
     source_language: str
     target_language: str
     splits: dict[str, Split]
@@ -187,13 +194,19 @@ def file_sha256(path: Path) -> str:
 
 
 def verify_shards(folder: Path, manifest: Manifest, deep: bool = False) -> None:
-    """Checks that every shard exists with its size, and its SHA-256 if `deep`; DataError names the first bad one.
+    """Checks that every shard exists with its size, and its SHA-256 if `deep`, and the SHA-256 of the tokenizer; DataError
+    names the first bad one.
 
     Of the user's files read in place only local ones are checked, by their size.
     """
     for split in manifest.splits.values():
         for shard in split.shards:
             verify_shard(folder, shard, deep)
+    files = manifest.tokenizer
+    for file, digest in ((files.source, files.source_sha256), (files.target, files.target_sha256)):
+        path = folder / file
+        if not is_file(path) or patiently(path, partial(file_sha256, path)) != digest:
+            raise DataError(f"{path}: is not the tokenizer of the manifest. Delete {folder} and prepare again.")
 
 
 def verify_shard(folder: Path, shard: Shard, deep: bool = False) -> None:
@@ -278,11 +291,34 @@ def _manifest_from_json(value: Any, path: Path) -> Manifest:
         splits = {name: split_from_json(split) for name, split in value["splits"].items()}
         training = tuple(value["training"])
         manifest = Manifest(**{**value, "tokenizer": tokenizer, "splits": splits, "training": training})
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: not a manifest ({error!r}). Delete {path.parent} and prepare again.") from error
+        _adapter().validate_python(manifest)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        why = f"{error!r}".replace("\n", " ")[:300]
+        raise DataError(f"{path}: not a manifest ({why}). Delete {path.parent} and prepare again.") from error
+    if (problem := _contradiction(manifest)) is not None:
+        raise DataError(f"{path}: {problem}. Delete {path.parent} and prepare again.")
     if manifest.digest != content_digest(manifest.recipe, tokenizer, splits, training):
         raise DataError(f"{path}: its digest does not fit its content. Delete {path.parent} and prepare again.")
     return manifest
+
+
+@cache
+def _adapter() -> TypeAdapter[Manifest]:
+    """Checks the types of all values: a file that was edited or damaged may hold any, and few of them are in the digest."""
+    return TypeAdapter(Manifest)
+
+
+def _contradiction(manifest: Manifest) -> str | None:
+    """Finds files outside the folder, and counts that differ from their sums."""
+    shards = [shard for split in manifest.splits.values() for shard in split.shards if not shard.is_in_place]
+    files = [manifest.tokenizer.source, manifest.tokenizer.target, *(shard.file for shard in shards)]
+    for file in files:
+        if not file or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\0" in file:
+            return f"names {file!r}, which is no file of the prepared folder"
+    for name, split in manifest.splits.items():
+        if split.rows != (found := sum(group.rows for group in split.row_groups)):
+            return f"{name} has {split.rows} rows, its row groups {found}"
+    return next((f"has no corpus {name!r}" for name in manifest.training if name not in manifest.splits), None)
 
 
 def _plain_fields(record: Any) -> dict[str, Any]:
