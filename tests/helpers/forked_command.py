@@ -78,7 +78,7 @@ ODD_WORDS = [
 
 
 FUZZ_FACTOR = int(os.environ.get("DIST_TRANSFORMER_FUZZ", "1"))
-"""Above 1: so many times the examples, other ones at each run. `DIST_TRANSFORMER_FUZZ=20 pytest tests/fuzz` is an hour."""
+"""Above 1: so many times the examples, and other ones at each run, as `make fuzz` does."""
 
 
 def bounded(examples: int) -> settings:
