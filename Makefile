@@ -6,14 +6,18 @@ READY := $(VENV)/.ready
 # The Slurm tests mostly wait, and are one of the groups that tests/conftest.py makes.
 # What takes long is begun first (tests/conftest.py): pytest-xdist would begin with the files of many tests.
 IN_PARALLEL := --numprocesses 4 --dist loadgroup --no-loadscope-reorder
+# So many times the examples of `make test`.
+FUZZ := 20
 
-.PHONY: help demo test test-quick check setup ui clean
+.PHONY: help demo test test-quick fuzz check audit setup ui clean
 
 help:
 	@echo "make demo        set up, train on the embedded corpus with a stop and a resume, score, translate"
 	@echo "make test        set up, run every check and test (the Slurm tests need root, to start a cluster)"
 	@echo "make test-quick  the tests that take seconds"
 	@echo "make check       ruff and mypy"
+	@echo "make fuzz        an hour of other examples than those of make test; FUZZ=200 for ten"
+	@echo "make audit       known vulnerabilities of the installed packages"
 	@echo "make ui          MLflow's page on the runs in runs/"
 
 setup: $(READY)
@@ -36,10 +40,16 @@ test: check
 test-quick: $(READY)
 	$(BIN)/python -m pytest -m "not slow" $(IN_PARALLEL)
 
+fuzz: $(READY)
+	DIST_TRANSFORMER_FUZZ=$(FUZZ) $(BIN)/python -m pytest $(IN_PARALLEL) tests/fuzz
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+audit: $(READY)
+	$(BIN)/python .ci/audit_dependencies.py
 
 ui: $(READY)
 	$(BIN)/dist-transformer ui runs

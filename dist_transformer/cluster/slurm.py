@@ -56,7 +56,7 @@ def list_jobs(job_ids: Sequence[str], format_string: str) -> list[str]:
     command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(known)}"]
     command.append(f"--format={format_string}")
     try:
-        return _call(command, _asking_environment()).splitlines()
+        return _lines(_call(command, _asking_environment()))
     except SlurmError as error:
         if "Invalid job id" in str(error):
             return []
@@ -71,10 +71,8 @@ def list_accounted_jobs(job_id: str, fields: str) -> list[str]:
     if not is_job_id(job_id):
         return []
     try:
-        return _call(
-            ["sacct", "--allocations", "--parsable2", "--noheader", f"--jobs={job_id}", f"--format={fields}"],
-            _asking_environment(),
-        ).splitlines()
+        command = ["sacct", "--allocations", "--parsable2", "--noheader", f"--jobs={job_id}", f"--format={fields}"]
+        return _lines(_call(command, _asking_environment()))
     except SlurmError:
         return []
 
@@ -232,6 +230,11 @@ def _asking_environment() -> dict[str, str]:
         n: v for n, v in clean_environment(os.environ).items() if not n.startswith(("SQUEUE_", "SACCT_", "SCANCEL_"))
     }
     return {**kept, "SLURM_TIME_FORMAT": "%s"}
+
+
+def _lines(text: str) -> list[str]:
+    """Lines of an answer; the path of a run folder in one may contain what `splitlines` takes for the end of a line."""
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 class _PartOfAnAnswer(SlurmError):

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from dist_transformer.config.data_schema import FilterConfig
 from dist_transformer.data.sources.corpus import RawBatch
+from dist_transformer.data.tokenizer.tokenizer import CHARACTERS_A_TOKEN
 
 RULES = ("bad_encoding", "empty", "identical", "too_long", "length_ratio")
 LENGTH_RULES = RULES[3:]
@@ -18,6 +19,7 @@ RATIO_FREE_TOKENS = 10
 
 def filter_text(batch: RawBatch, settings: FilterConfig) -> tuple[list[int], Counter[str]]:
     """Returns the positions of the pairs to keep by their text, and the numbers of dropped ones by rule."""
+    most = CHARACTERS_A_TOKEN * settings.max_tokens
     kept: list[int] = []
     dropped: Counter[str] = Counter()
     for position, (source, target) in enumerate(zip(batch.source, batch.target, strict=True)):
@@ -27,6 +29,8 @@ def filter_text(batch: RawBatch, settings: FilterConfig) -> tuple[list[int], Cou
             dropped["empty"] += 1
         elif settings.drop_identical and source.removeprefix(batch.prefix).strip() == target.strip():
             dropped["identical"] += 1
+        elif max(len(source), len(target)) > most:
+            dropped["too_long"] += 1
         else:
             kept.append(position)
     return kept, dropped

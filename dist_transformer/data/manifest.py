@@ -14,16 +14,16 @@ both ending with the end-of-sentence id and without a begin-of-sentence id. Wher
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from dist_transformer.config.paths import is_address
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.errors import DataError
-from dist_transformer.files import patiently, read_json, write_text
+from dist_transformer.files import is_file, patiently, read_json, write_text
 
 MANIFEST_VERSION = 2
 MANIFEST_NAME = "manifest.json"
@@ -31,13 +31,16 @@ SHARD_FOLDER = "shards"
 TOKENIZER_FOLDER = "tokenizer"
 HASH_BLOCK_BYTES = 1 << 20
 
+Count = Annotated[int, Field(ge=0, lt=1 << 53)]
+Counts = dict[str, Count]
+
 
 class RowGroup(NamedTuple):
     """Rows that are read together; tokens count the end of sentence."""
 
-    rows: int
-    source_tokens: int
-    target_tokens: int
+    rows: Count
+    source_tokens: Count
+    target_tokens: Count
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Shard:
     """
 
     file: str
-    bytes: int
+    bytes: Count
     sha256: str
     row_groups: tuple[RowGroup, ...]
 
@@ -86,13 +89,13 @@ class Split:
     """
 
     shards: tuple[Shard, ...]
-    rows: int
-    source_tokens: int
-    target_tokens: int
-    max_source_tokens: int
-    max_target_tokens: int
-    read_rows: int
-    dropped: dict[str, int]
+    rows: Count
+    source_tokens: Count
+    target_tokens: Count
+    max_source_tokens: Count
+    max_target_tokens: Count
+    read_rows: Count
+    dropped: Counts
     text: TextColumns | None = None
 
     @cached_property
@@ -123,11 +126,11 @@ class Manifest:
     digest: str
     recipe: dict[str, Any]
     tokenizer: TokenizerFiles
-    source_vocabulary: int
-    target_vocabulary: int
-    pad_id: int
-    bos_id: int
-    eos_id: int
+    source_vocabulary: Count
+    target_vocabulary: Count
+    pad_id: Count
+    bos_id: Count
+    eos_id: Count
     source_language: str
     target_language: str
     splits: dict[str, Split]
@@ -190,13 +193,19 @@ def file_sha256(path: Path) -> str:
 
 
 def verify_shards(folder: Path, manifest: Manifest, deep: bool = False) -> None:
-    """Checks that every shard exists with its size, and its SHA-256 if `deep`; DataError names the first bad one.
+    """Checks that every shard exists with its size, and its SHA-256 if `deep`, and the SHA-256 of the tokenizer; DataError
+    names the first bad one.
 
     Of the user's files read in place only local ones are checked, by their size.
     """
     for split in manifest.splits.values():
         for shard in split.shards:
             _verify_shard(folder, shard, deep)
+    files = manifest.tokenizer
+    for file, digest in ((files.source, files.source_sha256), (files.target, files.target_sha256)):
+        path = folder / file
+        if not is_file(path) or patiently(path, partial(file_sha256, path)) != digest:
+            raise DataError(f"{path}: is not the tokenizer of the manifest. Delete {folder} and prepare again.")
 
 
 def _verify_shard(folder: Path, shard: Shard, deep: bool) -> None:
@@ -246,11 +255,26 @@ def _manifest_from_json(value: Any, path: Path) -> Manifest:
         manifest = MANIFEST.validate_python(value)
     except ValidationError as error:
         first = error.errors()[0]
-        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-        raise DataError(f"{path}: not a manifest ({problem}). Delete {path.parent} and prepare again.") from error
+        what = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise DataError(f"{path}: not a manifest ({what}). Delete {path.parent} and prepare again.") from error
+    if (problem := _contradiction(manifest)) is not None:
+        raise DataError(f"{path}: {problem}. Delete {path.parent} and prepare again.")
     if manifest.digest != content_digest(manifest.recipe, manifest.tokenizer, manifest.splits, manifest.training):
         raise DataError(f"{path}: its digest does not fit its content. Delete {path.parent} and prepare again.")
     return manifest
+
+
+def _contradiction(manifest: Manifest) -> str | None:
+    """Finds files outside the folder, and counts that differ from their sums."""
+    shards = [shard for split in manifest.splits.values() for shard in split.shards if not shard.is_in_place]
+    files = [manifest.tokenizer.source, manifest.tokenizer.target, *(shard.file for shard in shards)]
+    for file in files:
+        if not file or PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts or "\0" in file:
+            return f"names {file!r}, which is no file of the prepared folder"
+    for name, split in manifest.splits.items():
+        if split.rows != (found := sum(group.rows for group in split.row_groups)):
+            return f"{name} has {split.rows} rows, its row groups {found}"
+    return next((f"has no corpus {name!r}" for name in manifest.training if name not in manifest.splits), None)
 
 
 SHARD, MANIFEST = TypeAdapter(Shard), TypeAdapter(Manifest)

@@ -57,9 +57,9 @@ def _cut(text: str, tags: str, num_tokens: Callable[[str], int], max_tokens: int
 
 def _break_near_the_middle(text: str) -> int:
     for pattern in BREAKS:
-        inside = [found.end() for found in pattern.finditer(text) if found.end() < len(text)]
-        if inside:
-            return min(inside, key=lambda place: abs(2 * place - len(text)))
+        inside = (found.end() for found in pattern.finditer(text) if found.end() < len(text))
+        if place := min(inside, key=lambda place: abs(2 * place - len(text)), default=0):
+            return place
     raise AssertionError("a text of two characters has a place between them")
 
 

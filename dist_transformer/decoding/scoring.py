@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dist_transformer.config.schema import DecodingConfig
-from dist_transformer.data.tokenizer.tokenizer import Tokenizer
+from dist_transformer.data.tokenizer.tokenizer import CHARACTERS_A_TOKEN, Tokenizer
 from dist_transformer.decoding.ensemble import log_probabilities
 from dist_transformer.decoding.search import pad_together
 from dist_transformer.decoding.translate import CHUNK_LINES, token_batches
@@ -43,10 +43,13 @@ def score_pairs(
     if most < max_tokens:
         limit = f"the model has only {most} positions (model.max_positions)"
     while chunk := list(islice(remaining, CHUNK_LINES)):
-        sources = tokenizer.encode_source([source.strip() for source, _ in chunk])
-        targets = tokenizer.encode_target([target.strip() for _, target in chunk])
+        texts = [(source.strip(), target.strip()) for source, target in chunk]
+        at_least = [-(-max(map(len, pair)) // CHARACTERS_A_TOKEN) for pair in texts]
+        _refuse_longer(at_least, most, f"or more, but {limit}", num_before)
+        sources = tokenizer.encode_source([source for source, _ in texts])
+        targets = tokenizer.encode_target([target for _, target in texts])
         longer = [max(map(len, pair)) for pair in zip(sources, targets, strict=True)]
-        _refuse_longer(longer, most, limit, num_before)
+        _refuse_longer(longer, most, f"but {limit}", num_before)
         found: dict[int, list[float]] = {}
         for members in token_batches(longer, BATCHES):
             batch = ([sources[member] for member in members], [targets[member] for member in members])
@@ -95,6 +98,6 @@ def _refuse_longer(lengths: Sequence[int], most: int, limit: str, num_before: in
     for number, length in enumerate(lengths, start=num_before + 1):
         if length > most:
             raise UserError(
-                f"line {number}: {length} tokens, but {limit}: expected a shorter sentence on both sides; cut both, or leave "
+                f"line {number}: {length} tokens, {limit}: expected a shorter sentence on both sides; cut both, or leave "
                 "the pair out"
             )

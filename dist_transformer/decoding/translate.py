@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice, zip_longest
 
 from dist_transformer.config.schema import DecodingConfig
-from dist_transformer.data.tokenizer.tokenizer import Tokenizer
+from dist_transformer.data.tokenizer.tokenizer import CHARACTERS_A_TOKEN, Tokenizer
 from dist_transformer.decoding.long_lines import cut_line, join_parts
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rounds import WantsStop, failures_named, in_rounds
@@ -176,15 +176,17 @@ def _parts(
     """Parts of the lines in order, without those of lines that have no token."""
     texts, prefixes = [line.strip() for line, _ in chunk], [prefix for _, prefix in chunk]
     most = min(config.max_source_tokens, max_positions or config.max_source_tokens)
-    encoded = tokenizer.encode_source(texts)
+    characters = CHARACTERS_A_TOKEN * most
+    encoded = tokenizer.encode_source([text[:characters] for text in texts])
     starts = tokenizer.encode_target(prefixes) if any(prefixes) else [[] for _ in chunk]
     parts = []
     for line, (text, source, start) in enumerate(zip(texts, encoded, starts, strict=True), start=num_before):
+        fits = len(source) <= most and len(text) <= characters
         # Only the end of sentence: a blank line, or characters that normalisation removes.
-        if len(source) < 2:
+        if len(source) < 2 and fits:
             continue
         check_prefix(max(len(start) - 1, 0), line, max_positions)  # a search would raise it too, but batch by batch
-        cut = [source] if len(source) <= most else _cut(tokenizer, line, text, len(source), most, config)
+        cut = [source] if fits else _cut(tokenizer, line, text, len(source), most, config)
         # Without its end, a prefix can be continued; the later parts of a line have none.
         parts += [_Part(line, n, ids, start[:-1] if n == 0 else []) for n, ids in enumerate(cut)]
     return parts
@@ -193,15 +195,21 @@ def _parts(
 def _cut(
     tokenizer: Tokenizer, line: int, text: str, num_tokens: int, most: int, config: DecodingConfig
 ) -> list[list[int]]:
-    """Parts of a line that is too long."""
+    """Parts of a line that is too long; `num_tokens`: of its first CHARACTERS_A_TOKEN * most characters."""
+    characters = CHARACTERS_A_TOKEN * most
     if config.too_long == "refuse":
         limit = "decoding.max_source_tokens" if most == config.max_source_tokens else "model.max_positions"
+        size = num_tokens if len(text) <= characters else f"{len(text):,} characters, over {num_tokens}"
         raise UserError(
-            f"line {line + 1}: {num_tokens} tokens, but at most {most} are translated at once ({limit}): cut the line into "
+            f"line {line + 1}: {size} tokens, but at most {most} are translated at once ({limit}): cut the line into "
             "shorter sentences, leave it empty, or have it cut with --too-long split (decoding.too_long)"
         )
+
+    def num_tokens_of(part: str) -> int:
+        return most + 1 if len(part) > characters else len(tokenizer.encode_source([part])[0])
+
     try:
-        cut = cut_line(text, lambda part: len(tokenizer.encode_source([part])[0]), most)
+        cut = cut_line(text, num_tokens_of, most)
     except UserError as error:
         raise UserError(f"line {line + 1}: {error}") from None
     return [ids for ids in tokenizer.encode_source(cut) if len(ids) > 1]

@@ -15,7 +15,7 @@ A path in the outbox is relative if it lies inside the run folder, because that 
 
 import hashlib
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,9 +89,9 @@ def send_event(run: "TrackedRun", event: Mapping[str, Any], channel: str, run_di
         case "files", "samples":
             run.log_table(sample_rows(run_dir.samples), SAMPLE_COLUMNS, SAMPLES)
         case "files", "profile":
-            run.log_file(run_dir.path / event["path"])
+            run.log_file(_of_run(run_dir, event["path"]))
         case "figures", "figures":
-            _send_figures(run, run_dir.path / event["path"], run_dir.report)
+            _send_figures(run, _of_run(run_dir, event["path"]), run_dir.report)
         case "model", "model":
             send_model(run, event, run_dir)
 
@@ -117,8 +117,10 @@ def _send_checkpoint(run: "TrackedRun", event: Mapping[str, Any]) -> None:
 
 
 def _send_figures(run: "TrackedRun", folder: Path, report: Path) -> None:
+    _refuse_links_out(folder, files_of(folder) if folder.is_dir() else [])
     run.log_folder(folder, "figures")
     if report.is_file():
+        _refuse_links_out(report.parent, [report])
         run.log_file(report)
 
 
@@ -130,6 +132,10 @@ def send_model(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> 
     from dist_transformer.tracking import mlflow_models
 
     folder = run_dir.path / event["path"]
+    with local_files_refused():
+        _refuse_links_out(folder, files_of(folder))
+    if not all((folder / name).is_file() for name in ("config.json", "model.safetensors")):
+        raise CannotBeSent(f"{folder} is no model folder")
     digest = folder_digest(folder)
     if folder.absolute() == run_dir.model.absolute():
         run.set_tags({"model.path": str(folder.absolute()), "model.sha256": digest})
@@ -145,6 +151,21 @@ def send_model(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> 
         upload=run_dir.upload,
     )
     mlflow_models.log_model(run, model)
+
+
+def _of_run(run_dir: RunDir, path: str) -> Path:
+    """Path of a file or folder of the run. Raises CannotBeSent if it is outside: whoever made the run folder must not choose
+    which files of this machine are sent to a server."""
+    _refuse_links_out(run_dir.path, [run_dir.path / path])
+    return run_dir.path / path
+
+
+def _refuse_links_out(folder: Path, files: Iterable[Path]) -> None:
+    """Raises CannotBeSent for a file that is not in the folder, be it through a link."""
+    real = folder.resolve()
+    for file in files:
+        if not file.resolve().is_relative_to(real):
+            raise CannotBeSent(f"{file} leads out of {folder}")
 
 
 def sample_rows(samples: Path) -> Iterator[list[Any]]:

@@ -7,12 +7,11 @@ from dist_transformer.data.loader.audit import Audit, Usage
 from dist_transformer.data.loader.position import position_from_json
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.prepare.preparation import prepared_folder
-from dist_transformer.errors import DataError, UserError
-from dist_transformer.files import read_json
+from dist_transformer.errors import CheckpointError, DataError, UserError
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records
 from dist_transformer.training.checkpoint import checkpoints
-from dist_transformer.training.checkpoint.tensor_files import STATE
+from dist_transformer.training.checkpoint.tensor_files import STATE, read_state
 from dist_transformer.training.run_data import RunData
 
 
@@ -27,7 +26,10 @@ def audit_run(config: Config, run_dir: RunDir) -> None:
         raise UserError(f"{run_dir.audit}: no such file; the row ids are written by a run with data.audit=true")
     if not (saved := checkpoints.saved(run_dir)):
         raise UserError(f"{run_dir.checkpoints}: no checkpoint yet; batches are checked up to the newest one")
-    state = read_json(saved[-1] / STATE)
+    try:
+        state = read_state(saved[-1])
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{saved[-1] / STATE}: cannot be read ({error}); remove the checkpoint") from error
     position = position_from_json(state["position"], str(saved[-1] / STATE))
     folder = prepared_folder(config)
     data = RunData(config, folder, Manifest.load(folder))
@@ -52,8 +54,11 @@ def _read(config: Config, run_dir: RunDir, data: RunData, num_batches: int) -> A
     mixture = config.data.mixture
     has_weights = mixture is not None and bool(mixture.weights or mixture.schedule or mixture.temperature != 1.0)
     audit = Audit(data.folder, data.manifest, has_weights, _may_drop(config))
-    for record in islice(read_records(run_dir.audit), num_batches):
-        audit.add(record)
+    for number, record in enumerate(islice(read_records(run_dir.audit), num_batches), start=1):
+        try:
+            audit.add(record)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise DataError(f"{run_dir.audit}: record {number} is not one of a batch ({error!r})") from error
     return audit
 
 

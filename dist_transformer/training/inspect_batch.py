@@ -13,11 +13,10 @@ from dist_transformer.data.loader.loader import LocalStep, MicroBatch
 from dist_transformer.data.loader.position import Quarantined, position_from_json
 from dist_transformer.data.loader.window_request import digest_text
 from dist_transformer.errors import CheckpointError, UserError
-from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import checkpoints
 from dist_transformer.training.checkpoint.checkpoints import Checkpoint
-from dist_transformer.training.checkpoint.tensor_files import STATE
+from dist_transformer.training.checkpoint.tensor_files import STATE, read_state
 from dist_transformer.training.global_batch import next_with_pairs
 from dist_transformer.training.run_data import RunData
 from dist_transformer.training.train_state import TrainState
@@ -122,8 +121,8 @@ def _checkpoints(run_dir: RunDir) -> list[Checkpoint]:
     found = []
     for path in checkpoints.saved(run_dir):
         try:
-            found.append(Checkpoint(path, read_json(path / STATE)))
-        except (OSError, ValueError) as error:
+            found.append(Checkpoint(path, read_state(path)))
+        except (OSError, ValueError, CheckpointError) as error:
             print(f"{path} is left out: its state.json cannot be read ({error})", file=sys.stderr)
     return found
 

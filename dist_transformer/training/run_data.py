@@ -17,6 +17,7 @@ from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.loader.window import WindowBuilder
 from dist_transformer.data.loader.workers import LoaderSettings
 from dist_transformer.data.manifest import Manifest, json_digest, verify_shards
+from dist_transformer.data.prepare.scan import load_tokenizer
 from dist_transformer.errors import CheckpointError, DataError
 from dist_transformer.run.resume_checks import recipe_of_checkpoint, recipe_settings
 from dist_transformer.training.checkpoint.checkpoints import Checkpoint
@@ -142,8 +143,10 @@ class RunData:
 
 
 def open_run_data(config: Config, folder: Path, manifest: Manifest) -> RunData:
-    """Opens the data of a run; raises DataError if shards are missing or there are fewer pairs than lanes."""
+    """Opens the data of a run; raises DataError if shards are missing or there are fewer pairs than lanes, or if the
+    tokenizer is another one."""
     verify_shards(folder, manifest)
+    _refuse_other_tokenizer(folder, manifest)
     rows = sum(manifest.splits[name].rows for name in manifest.training)
     if rows < config.data.lanes:
         raise DataError(
@@ -151,6 +154,16 @@ def open_run_data(config: Config, folder: Path, manifest: Manifest) -> RunData:
             "each lane needs a row; lower data.lanes or add text"
         )
     return RunData(config, folder, manifest)
+
+
+def _refuse_other_tokenizer(folder: Path, manifest: Manifest) -> None:
+    """Raises DataError if the sizes of the model would not be those of the tokenizer."""
+    loaded = load_tokenizer(folder, manifest.tokenizer)
+    for name in ("source_vocabulary", "target_vocabulary", "pad_id", "bos_id", "eos_id"):
+        if (said := getattr(manifest, name)) != (found := getattr(loaded, name)):
+            raise DataError(
+                f"{folder}: the manifest says {name} {said}, its tokenizer {found}. Delete {folder} and prepare again."
+            )
 
 
 def _refuse_changes(checkpoint: Checkpoint, recipe: Mapping[str, Any], allowed: set[str]) -> None:

@@ -120,7 +120,8 @@ def on_ranks(num_ranks: int, work: Callable[[ThreadRanks], Any]) -> list[Any]:
 
 
 def state_of(step: int, **values: Any) -> dict[str, Any]:
-    return {"step": step, "run_id": RUN_ID, "validation": None, **values}
+    counts = {"batches": step, "skipped_updates": 0, "total_target_tokens": 0}
+    return {"step": step, "run_id": RUN_ID, "validation": None, "position": {}, "recipe": {}, **counts, **values}
 
 
 def save(run_dir: RunDir, step: int, num_ranks: int = 2, **state: Any) -> list[Saved]:

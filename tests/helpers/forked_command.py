@@ -77,10 +77,15 @@ ODD_WORDS = [
 ]
 
 
+FUZZ_FACTOR = int(os.environ.get("DIST_TRANSFORMER_FUZZ", "1"))
+"""Above 1: so many times the examples, and other ones at each run, as `make fuzz` does."""
+
+
 def bounded(examples: int) -> settings:
-    """The same examples every time, without a limit on their time."""
+    """The same examples every time, unless many are asked for, without a limit on their time."""
     return settings(
-        max_examples=examples, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
+        max_examples=examples * FUZZ_FACTOR, deadline=None, derandomize=FUZZ_FACTOR == 1, database=None, print_blob=True,
+        phases=[Phase.generate],
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )  # fmt: skip
 

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from typing import Any
 
+from pydantic import ConfigDict, TypeAdapter
+
 from dist_transformer.data.loader.partition import OpenWindow, Partition, Stream
 from dist_transformer.data.loader.window_request import RowSlice, WindowKey, WindowRequest
 from dist_transformer.errors import CheckpointError
@@ -32,6 +34,8 @@ class Quarantined:
 @dataclass(frozen=True)
 class Position:
     """Current segment and, per lane, (window, micro-batches of it handed out)."""
+
+    __pydantic_config__ = ConfigDict(strict=True, revalidate_instances="always")
 
     partition: Partition
     lanes: tuple[tuple[int, int], ...]
@@ -78,6 +82,18 @@ def position_from_json(value: Mapping[str, Any], where: str) -> Position:
             f"{POSITION_VERSION}. Resume with the version of dist-transformer that wrote it, or give the run another "
             "run.name."
         )
+    try:
+        position = _from_json(value)
+        TypeAdapter(Position).validate_python(position)
+        return position
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        why = f"{error!r}".replace("\n", " ")[:300]
+        raise CheckpointError(
+            f"{where}: its data position is damaged ({why}); resume from another checkpoint"
+        ) from error
+
+
+def _from_json(value: Mapping[str, Any]) -> Position:
     opened = {int(lane): windows for lane, windows in value["open"].items()}
     partition = Partition(
         epoch=value["epoch"],

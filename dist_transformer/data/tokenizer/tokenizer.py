@@ -25,6 +25,9 @@ TRAINING_SENTENCES = 2_000_000
 """Most sentences (both sides) that a model is trained on."""
 TRAINING_THREADS = 4
 """Number of threads, independent of the machine's cores: unigram training sums in an order that depends on it."""
+CHARACTERS_A_TOKEN = 64
+"""A text with more characters than this for each token allowed counts as too long and is not tokenized, which would take
+100 bytes of memory a character: a line of 100 MB took 11 GB. The pieces of a trained model have at most 16 characters."""
 SAMPLING_SEED = 1
 ERRORS_ONLY = 2
 """Value of sentencepiece's `minloglevel`: its progress lines do not belong on the user's screen."""

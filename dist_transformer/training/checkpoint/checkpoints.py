@@ -26,7 +26,7 @@ from dist_transformer.data.manifest import file_sha256
 from dist_transformer.errors import CheckpointError, MachineError
 from dist_transformer.files import is_file, patiently, read_json
 from dist_transformer.run.folder import RunDir
-from dist_transformer.training.checkpoint.tensor_files import MANIFEST, STATE, VERSION, StateFiles, check_version
+from dist_transformer.training.checkpoint.tensor_files import MANIFEST, STATE, VERSION, StateFiles, read_state
 
 if TYPE_CHECKING:  # at run time it would import DeepSpeed for every command that only reads checkpoints
     from torch import Tensor
@@ -88,8 +88,7 @@ def newest_complete(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
     for path in reversed(candidates):
         problem = damage(path, run_id)
         if problem is None:
-            state = read_file(path / STATE)
-            check_version(path, state)
+            state = read_state(path)
             _delete_aside_but(damaged[:1])
             return Checkpoint(path, state)
         damaged.append(aside := set_aside(path, "damaged"))

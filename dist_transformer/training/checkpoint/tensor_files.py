@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dist_transformer.data.manifest import Count
 from dist_transformer.errors import CheckpointError
 from dist_transformer.files import patiently, read_json, share_as_folder, write_json
 from dist_transformer.training.engine.bit_sums import bit_sum
@@ -66,6 +68,45 @@ def check_version(path: Path, state: Mapping[str, Any]) -> None:
             f"{path}: is a checkpoint of format version {version}, this program reads version {VERSION}. Resume with {age} "
             "version of Dist Transformer, the one that wrote it, or choose another run.name to train again."
         )
+
+
+class _State(BaseModel):
+    """What a resume reads of state.json whatever the run: a file that was edited may hold anything."""
+
+    model_config = ConfigDict(strict=True)
+
+    run_id: str
+    step: Count
+    batches: Count
+    skipped_updates: Count
+    total_target_tokens: Count
+    position: dict[str, Any]
+    recipe: dict[str, Any]
+    libraries: dict[str, dict[str, str]] = {}
+    loss_monitor: dict[str, float] | None = None
+    early_stopping: dict[str, Any] | None = None
+    scaler: dict[str, Any] | None = None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Reads the state of a checkpoint folder to resume from it.
+
+    Raises:
+        CheckpointError: it is of another format, or was edited.
+        OSError, ValueError: it cannot be read, or is no JSON.
+    """
+    state = patiently(path / STATE, lambda: read_json(path / STATE))
+    if isinstance(state, dict):
+        check_version(path, state)
+    try:
+        _State.model_validate(state)
+    except ValidationError as error:
+        why = error.errors(include_url=False)[0]
+        raise CheckpointError(
+            f"{path / STATE}: {'.'.join(map(str, why['loc']))}: {why['msg']}: it was edited"
+        ) from error
+    assert isinstance(state, dict)
+    return state
 
 
 @dataclass(frozen=True)

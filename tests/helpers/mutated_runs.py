@@ -78,27 +78,46 @@ def field_mutations(path: Path, draw: random.Random, num: int) -> Iterator[Mutat
 def _change_fields(file: Path, seed: float) -> None:
     draw = random.Random(seed)
     if file.suffix == ".yaml":
-        file.write_text(yaml.safe_dump(_changed(yaml.safe_load(file.read_text("utf-8")), draw)), encoding="utf-8")
+        file.write_text(yaml.safe_dump(changed(yaml.safe_load(file.read_text("utf-8")), draw)), encoding="utf-8")
         return
     lines = file.read_text(encoding="utf-8").splitlines() if file.suffix == ".jsonl" else [file.read_text("utf-8")]
     chosen = range(len(lines)) if draw.random() < 0.3 else [draw.randrange(len(lines))] if lines else []
     same = draw.random()
     for place in chosen:
-        lines[place] = json.dumps(_changed(json.loads(lines[place]), random.Random(same)))
+        lines[place] = json.dumps(changed(json.loads(lines[place]), random.Random(same)))
     file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
-def _changed(value: Any, draw: random.Random) -> Any:
+def changed(value: Any, draw: random.Random) -> Any:
     """`value` with one thing in it changed, at any depth."""
     if isinstance(value, dict) and value and draw.random() < 0.9:
         key = draw.choice(sorted(value))
         if draw.random() < 0.15:
             return {name: each for name, each in value.items() if name != key}
-        return {**value, key: _changed(value[key], draw)}
+        return {**value, key: changed(value[key], draw)}
     if isinstance(value, list) and value and draw.random() < 0.8:
         place = draw.randrange(len(value))
-        return [*value[:place], _changed(value[place], draw), *value[place + 1 :]]
+        return [*value[:place], changed(value[place], draw), *value[place + 1 :]]
     return draw.choice(VALUES)
+
+
+def damaged(content: bytes, draw: random.Random) -> bytes:
+    """Torn, empty, or with a bit flipped, or with bytes put in, taken out or written over; often near its beginning or its
+    end, where lengths and names stand."""
+    at = min(
+        draw.choice(
+            [0, 1, 8, draw.randrange(1000), len(content) - 1 - draw.randrange(600), draw.randrange(len(content))]
+        ),
+        len(content) - 1,
+    )
+    at = max(at, 0)
+    noise = draw.randbytes(draw.choice([1, 1, 8, 100]))
+    kind = draw.randrange(6)
+    if kind == 0:
+        return content[:at]
+    if kind == 1:
+        return content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :]
+    return content[:at] + (b"" if kind == 2 else noise) + content[at + (0 if kind == 3 else len(noise)) :]
 
 
 def _to_folder(file: Path) -> None:
