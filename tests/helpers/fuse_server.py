@@ -12,7 +12,7 @@ answer `error`; with `after` the operation is done all the same, as by a file se
 
 With `stale_seconds` this mount answers as an NFS client with a cache: what it has once seen of names and attributes it
 repeats for so long, whatever other machines do meanwhile. As there, opening a file shows its newest state, and an own
-change of a folder forgets what was known of it and the entries in it. Another mount of the same folder is another
+change of a folder forgets its listing and the attributes of its entries. Another mount of the same folder is another
 machine: it has a cache and locks (flock) of its own.
 
 Each fault that was met is a line of the file `CONTROL.met`.
@@ -87,7 +87,8 @@ class Cache:
         if is_folder_changed:
             folder = os.path.dirname(path)
             for kind, other in list(self._known):
-                if other.startswith(path) or folder in (other, os.path.dirname(other)):
+                is_entry = kind == "getattr" and os.path.dirname(other) == folder
+                if is_entry or other == folder or other.startswith(path):
                     self._known.pop((kind, other), None)
 
 
