@@ -34,20 +34,31 @@ def patiently(path: Path, read: Callable[[], Result], final: Collection[int] = A
         OSError: its number is in `final`.
         MachineError: every attempt failed with another OSError.
     """
-    for pause in (*PAUSES_SECONDS, None):
+    try:
+        return repeatedly(path, read, final)
+    except OSError as error:
+        if error.errno in final:
+            raise
+        raise MachineError(
+            f"{path}: cannot be read now ({error}), after {len(PAUSES_SECONDS) + 1} attempts. Start again when its "
+            "disk answers"
+        ) from error
+
+
+def repeatedly(path: Path, act: Callable[[], Result], final: Collection[int], done: str = "read") -> Result:
+    """Returns the result of `act`. Retries on each OSError whose number is not in `final`, and raises the last one.
+
+    `done`: what `act` does to `path`, for the warnings.
+    """
+    for pause in PAUSES_SECONDS:
         try:
-            return read()
+            return act()
         except OSError as error:
             if error.errno in final:
                 raise
-            if pause is None:
-                raise MachineError(
-                    f"{path}: cannot be read now ({error}), after {len(PAUSES_SECONDS) + 1} attempts. Start again when its "
-                    "disk answers"
-                ) from error
-            log.warning("%s: %s; read again in %g s", path, error, pause)
+            log.warning("%s: %s; %s again in %g s", path, error, done, pause)
             time.sleep(pause)
-    raise AssertionError("the last attempt returns or raises")
+    return act()
 
 
 def is_file(path: Path) -> bool:
@@ -77,6 +88,16 @@ def file_clock(folder: Path) -> float:
         probe.unlink(missing_ok=True)
 
 
+def refresh(folder: Path) -> None:
+    """Makes the client of a file server look anew at `folder` and at the entries in it.
+
+    An NFS client answers from its cache, for up to a minute, and does not see what other machines did meanwhile; after
+    a change of its own it asks the server. (The file without a name of `file_clock` is not to be had on NFS.)
+    """
+    with suppress(OSError):
+        file_clock(folder)
+
+
 def modified(path: Path) -> float:
     """Modification time of a file in unix seconds by this machine's clock; by the file server's where nothing can be
     written to the folder to compare the two."""
@@ -104,16 +125,22 @@ MISPLACED = (
     errno.EOPNOTSUPP,
 )
 """Errors of a path, or of a disk that lacks the operation, which the user has to fix; other errors are transient."""
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
-    """Replaces `path` by `text` in one rename; a reader sees the old file or the new one, never a part.
+    """Replaces `path` by `text` in one rename; a reader sees the old file or the new one, never a part. Retries on
+    transient errors.
 
     `mode`: permissions of the file, before the umask.
     """
-    with replacing(path) as temporary:
-        temporary.touch(mode)
-        temporary.write_text(text, encoding="utf-8")
+
+    def write() -> None:
+        with replacing(path) as temporary:
+            temporary.touch(mode)
+            temporary.write_text(text, encoding="utf-8")
+
+    repeatedly(path, write, (*MISPLACED, *FULL), "written")
 
 
 def write_json(path: Path, value: Any) -> None:

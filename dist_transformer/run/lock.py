@@ -19,7 +19,7 @@ from typing import Any
 import filelock
 
 from dist_transformer.errors import EXIT_USER_ERROR, MachineError, UserError
-from dist_transformer.files import file_clock, read_json, write_json
+from dist_transformer.files import file_clock, read_json, refresh, write_json
 from dist_transformer.run.folder import RunDir
 
 BEAT_SECONDS = 5.0
@@ -97,6 +97,7 @@ class RunLock:
 
     def _is_held_from_elsewhere(self) -> bool:
         """True if a process on another machine is alive that the file system's lock did not keep out."""
+        refresh(self._folder)  # its file may be new
         holder = self._holder()
         if not holder or (self._lock.is_locked and holder["boot"] == _boot()):  # one kernel: its lock is reliable
             return False

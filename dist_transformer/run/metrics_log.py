@@ -13,10 +13,12 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, TextIO
 
-from dist_transformer.files import replacing
+from dist_transformer.files import repeatedly, replacing
 from dist_transformer.run.records import records_of
 
 logger = logging.getLogger(__name__)
@@ -39,22 +41,24 @@ class MetricsLog:
         self.path, self._echo = path, echo
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._pending = b""
+        self._file: FileIO | None = path.open("ab", buffering=0)
+        self._end = self._file.tell()
 
     def append(self, event: str, step: int, values: Mapping[str, Any]) -> None:
         """Writes one record and passes it to the operating system, so that a killed process does not lose it.
 
-        Records that a full disk does not take are kept in memory, and written with a later one.
+        Records that the disk does not take are kept in memory, and written with a later one.
         """
         head: dict[str, Any] = {"event": event, "step": step, "time": round(time.time(), 3)}
         assert head.keys().isdisjoint(values), f"a value is named like a field of every record: {sorted(values)}"
         line = encode(head | dict(values))
         self._say(line)
+        self._pending += line.encode()
         try:
-            self._file.write(line)
-            self._file.flush()
+            self._write()
         except OSError as error:
-            logger.warning("%s: %s; its records are kept in memory until there is space again", self.path, error)
+            logger.warning("%s: %s; its records are kept in memory until the disk takes them", self.path, error)
 
     def rewind(self, last: int, field: str = "step") -> None:
         """Drops the records beyond `last`: a run that resumes there writes them again, and none is there twice."""
@@ -62,14 +66,35 @@ class MetricsLog:
         if any(record.get(field, 0) > last for record in read_records(self.path)):
             with replacing(self.path) as temporary, temporary.open("w", encoding="utf-8") as kept:
                 kept.writelines(encode(record) for record in read_records(self.path) if record.get(field, 0) <= last)
-        self._file = self.path.open("a", encoding="utf-8")
+        self._file = self.path.open("ab", buffering=0)
+        self._end = self._file.tell()
 
     def close(self) -> None:
-        """Closes the file. Records that a full disk still does not take are lost, with a warning."""
+        """Closes the file. Records that the disk does not take in several attempts are lost, with a warning."""
         try:
-            self._file.close()
+            repeatedly(self.path, self._write, (), "written")
         except OSError as error:
             logger.warning("%s: %s; its last records are lost", self.path, error)
+        self._close()
+
+    def _write(self) -> None:
+        """Writes the pending records. What an attempt that failed has left of them in the file is cut off first."""
+        try:
+            if self._pending and self._file is None:
+                self._file = self.path.open("ab", buffering=0)  # a handle that went stale never recovers
+                self._file.truncate(self._end)
+            while self._pending and self._file is not None:
+                self._pending = self._pending[self._file.write(self._pending) :]
+                self._end = self._file.tell()
+        except OSError:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        file, self._file = self._file, None
+        with suppress(OSError):
+            if file is not None:
+                file.close()
 
     def _say(self, line: str) -> None:
         if self._echo is not None:

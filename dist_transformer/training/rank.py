@@ -160,9 +160,21 @@ def _set_up_logging(run_dir: RunDir, ranks: Ranks, terminal: Terminal) -> None:
     console.addFilter(lambda record: not getattr(record, "is_said_elsewhere", False))
     root.addHandler(console)
     if ranks.is_rank_zero:
-        file = logging.FileHandler(run_dir.log, encoding="utf-8")
+        file = _LogFile(run_dir.log, encoding="utf-8")
         file.setFormatter(plain)
         root.addHandler(file)
+
+
+class _LogFile(logging.FileHandler):
+    """train.log. Lines that its disk does not take are on the console alone."""
+
+    is_reported = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Reports the first error on standard error, instead of a traceback for each line."""
+        if not self.is_reported:
+            self.is_reported = True
+            print(f"{self.baseFilename}: {sys.exc_info()[1]}; lines of the log are lost there", file=sys.stderr)
 
 
 def _default_threads(ranks: Ranks) -> int:
@@ -175,7 +187,7 @@ def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:
     """Records a failure in train.log and run.json, unless the disk fails; other ranks print theirs themselves."""
     if ranks.is_rank_zero:
         log.error("end        failed: %s", message, extra={"is_said_elsewhere": True})
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, MachineError):
         if (
             ranks.is_rank_zero and status_said(run_dir) == "SCHEDULED"
         ):  # by an earlier start, or before a rollback was refused

@@ -15,7 +15,7 @@ from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest, json_digest
 from dist_transformer.data.sources.files import corpus_fingerprint
 from dist_transformer.distributed.group import Ranks
-from dist_transformer.errors import DataError
+from dist_transformer.errors import DataError, MachineError
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.snapshot import git_commit
 from dist_transformer.tracking.tracker import Tracker
@@ -98,7 +98,7 @@ def _digest(corpus: CorpusConfig, data: DataConfig) -> str:
     if names and not any(is_address(located(data.root, name)) for name in names):
         try:
             return json_digest(corpus_fingerprint(corpus, data))
-        except DataError as error:
+        except (DataError, MachineError) as error:
             log.warning("tracking   %s", error)
     return json_digest(corpus.model_dump(mode="json"))
 

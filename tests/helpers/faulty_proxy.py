@@ -124,15 +124,18 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(status, headers, body, keep=0.5 if fault.is_cut else 1.0)
         self.server.met += 1
 
-    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _any
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = _any
 
     def _answer(self, status: int, headers: dict[str, str], body: bytes, keep: float = 1.0) -> None:
         self.send_response(status)
         for name, value in headers.items():
             if name.lower() not in ("transfer-encoding", "content-length", "connection", "date", "server"):
                 self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
+        is_head = self.command == "HEAD"
+        self.send_header("Content-Length", headers.get("Content-Length", "0") if is_head else str(len(body)))
         self.end_headers()
+        if is_head:
+            return
         self.wfile.write(body[: int(len(body) * keep)])
         if keep < 1:
             self._cut()

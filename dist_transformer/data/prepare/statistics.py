@@ -18,7 +18,7 @@ from dist_transformer.data.manifest import Split
 from dist_transformer.data.prepare.duplicates import Hashes, count_contained, count_repeated, load_hashes, pair_hashes
 from dist_transformer.data.prepare.state import Chunk, num_tokens
 from dist_transformer.data.sources.corpus import read_corpus
-from dist_transformer.errors import DataError
+from dist_transformer.errors import DataError, MachineError
 
 PERCENTILES = (50, 90, 95, 99, 100)
 BATCH_ROWS = 8192
@@ -100,7 +100,7 @@ def _overlaps(
     if config.data.test is not None:
         try:
             overlaps["test"] = _overlap(_read_hashes(config.data.test, config), pair_files, source_files)
-        except DataError as error:
+        except (DataError, MachineError) as error:
             overlaps["test"] = {"problem": str(error)}
     return overlaps
 

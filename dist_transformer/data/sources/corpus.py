@@ -29,7 +29,7 @@ from dist_transformer.data.sources.demo_corpus import PAIRS_OF_SPLIT, DemoSplit,
 from dist_transformer.data.sources.files import corpus_name, find_corpus_files, for_each_file, table_kind
 from dist_transformer.data.sources.lines import aligned_reader, scan_aligned, scan_file, tsv_reader
 from dist_transformer.data.sources.readers import PairReader, Pairs, Reader, ReaderChain
-from dist_transformer.data.sources.remote import named_errors
+from dist_transformer.data.sources.remote import named_errors, retried_remote
 from dist_transformer.data.sources.tables import ColumnNames, csv_reader, jsonl_reader
 from dist_transformer.data.sources.text import Texts, normalized, tag_prefix, tagged
 from dist_transformer.errors import DataError
@@ -208,16 +208,31 @@ def _hub_reader(corpus: CorpusConfig, data: DataConfig) -> TableReader:
 def _hub_tables(corpus: CorpusConfig, name: str) -> Iterator[Any]:
     with _hub_errors(name):
         options = {"split": corpus.split, "revision": corpus.revision, "streaming": True}
-        dataset = _import_datasets().load_dataset(corpus.hub, corpus.subset, **options)
+        dataset = _asked(name, "load_dataset", corpus.hub, corpus.subset, **options)
         yield from dataset.with_format("arrow").iter(batch_size=TABLE_BATCH_ROWS)
 
 
 def _hub_files(corpus: CorpusConfig) -> tuple[str, ...]:
     """Returns the files of a split if a Hub dataset consists of parquet files; else none."""
-    with _hub_errors(f"{corpus.hub} ({corpus.split})"):
-        builder = _import_datasets().load_dataset_builder(corpus.hub, corpus.subset, revision=corpus.revision)
+    with _hub_errors(name := f"{corpus.hub} ({corpus.split})"):
+        builder = _asked(name, "load_dataset_builder", corpus.hub, corpus.subset, revision=corpus.revision)
     files = builder.config.data_files or {}
     return tuple(files.get(corpus.split, ())) if builder.name == "parquet" else ()
+
+
+def _asked(name: str, function: str, *arguments: Any, **options: Any) -> Any:
+    """Calls a function of `datasets` that asks the Hub, with retries unless the Hub says that there is no such dataset."""
+    from datasets.exceptions import DatasetsError
+
+    datasets = _import_datasets()
+
+    def ask() -> Any:
+        try:
+            return getattr(datasets, function)(*arguments, **options)
+        except (DatasetsError, FileNotFoundError) as error:
+            raise DataError(f"{name}: cannot be read: {type(error).__name__}: {error}") from error
+
+    return retried_remote(name, ask)
 
 
 @contextmanager

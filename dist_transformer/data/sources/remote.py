@@ -1,7 +1,7 @@
 """Opens files by path or address: paths on this machine, and every address that fsspec supports.
 
 fsspec is imported only for an address. Exceptions of a filesystem pass through unchanged to callers that retry (see
-retries.py); `named_errors` turns them into a DataError.
+retries.py); `named_errors` turns them into a DataError, or a MachineError.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ from urllib.parse import urlsplit
 import pyarrow.parquet as pq
 
 from dist_transformer.config.paths import is_address, is_pattern
-from dist_transformer.data.sources.retries import read_errors, reason_of, with_retries
-from dist_transformer.errors import DataError
+from dist_transformer.data.sources.retries import is_outage, read_errors, reason_of, with_retries
+from dist_transformer.errors import DataError, MachineError
 
 FINGERPRINT_BLOCK_BYTES = 1 << 20
 IDLE_SECONDS = 300
@@ -109,19 +109,26 @@ def base_name(file: str) -> str:
 
 @contextmanager
 def named_errors(name: str, problem: str = "cannot be read") -> Iterator[None]:
-    """Turns every error of a file, its filesystem or the network into a DataError that names the file."""
+    """Turns every error of a file, its filesystem or the network into a DataError that names the file; a MachineError if
+    the disk or the network failed."""
     try:
         yield
     except _file_errors() as error:
         reason = _reason_of_web(error)
         if isinstance(reason, FileNotFoundError) and is_address(name):
             raise DataError(f"{name}: no such file. Check the address and the access to it.") from error
-        raise DataError(f"{name}: {problem}: {type(reason).__name__}: {reason_of(reason)}") from error
+        kind = MachineError if is_outage(reason) else DataError
+        raise kind(f"{name}: {problem}: {type(reason).__name__}: {reason_of(reason)}") from error
 
 
 def retried(file: str, read: Callable[[], Result]) -> Result:
-    """Calls `with_retries` with warnings that name the file; a file on this machine is read once."""
-    return with_retries(read, lambda reason: log.warning("%s: %s", file, reason)) if is_address(file) else read()
+    """Calls `retried_remote`; a file on this machine is read once."""
+    return retried_remote(file, read) if is_address(file) else read()
+
+
+def retried_remote(name: str, read: Callable[[], Result]) -> Result:
+    """Calls `with_retries` with warnings that name what is read."""
+    return with_retries(read, lambda reason: log.warning("%s: %s", name, reason))
 
 
 class _RetriedReads(io.RawIOBase):

@@ -18,6 +18,7 @@ REMOTE_ERRORS = {
     "botocore.exceptions": ("BotoCoreError", "ClientError"),
     "gcsfs.retry": ("HttpError",),
     "httpx": ("HTTPError",),
+    "httpx2": ("HTTPError",),
 }
 """Errors of fsspec's filesystems that are no OSError. Their packages are optional, so none is imported for them."""
 BAD_FILE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM)
@@ -61,6 +62,9 @@ def is_outage(error: BaseException) -> bool:
 
     Arrow's error for a damaged file is an OSError too, but has no error number.
     """
+    answer = getattr(getattr(error, "response", None), "status_code", None)
+    if answer is not None:  # of the Hub
+        return bool(answer >= 500 or answer == 429)
     if isinstance(error, OSError):
         failed = error.errno is not None and error.errno not in BAD_FILE_ERRNOS
         return failed or isinstance(error, TimeoutError | ConnectionError)

@@ -187,8 +187,11 @@ class AsyncWriter:
         message = None
         if self._ranks.is_rank_zero:
             shutil.rmtree(flight.temporary, ignore_errors=True)
-            whole = checkpoints.saved(self._run_dir)
-            kept = f"the run can resume from {whole[-1].name}" if whole else "there is no earlier checkpoint"
+            try:
+                whole = checkpoints.saved(self._run_dir)
+                kept = f"the run can resume from {whole[-1].name}" if whole else "there is no earlier checkpoint"
+            except MachineError:  # of rank 0 alone
+                kept = "earlier ones cannot be read now either"
             message = (
                 f"{problem} (attempts: {SAVE_ATTEMPTS}); {kept}. Free space or repair the filesystem of "
                 f"{self._run_dir.checkpoints}"
@@ -322,6 +325,15 @@ def _prepare(temporary: Path, needed_bytes: int) -> str | None:
     return None
 
 
+def _rename(temporary: Path, final: Path, state: Mapping[str, Any]) -> None:
+    """Renames the folder; an error that a file server reports of a rename that it has done counts for nothing."""
+    try:
+        temporary.rename(final)
+    except OSError:
+        if not _is_there(final, state):
+            raise
+
+
 def _commit(flight: PendingSave, entries: dict[str, Any]) -> str | None:
     """Turns the folder into a checkpoint; rank 0, when every rank's file is on disk. Returns the problem or None."""
     temporary, final, state = flight.temporary, flight.final, flight.state
@@ -333,11 +345,11 @@ def _commit(flight: PendingSave, entries: dict[str, Any]) -> str | None:
         write_json(temporary / MANIFEST, {**identity, "files": files})
         if final.exists():  # another run's or a damaged one, as `begin` has checked
             checkpoints.set_aside(final, "damaged")
-        temporary.rename(final)
+        _rename(temporary, final, state)
         flush_to_disk(final.parent)
     except CheckpointError as error:
         return f"{error}. Is the run folder on a disk that all nodes share?"
-    except OSError as error:
+    except (OSError, MachineError) as error:
         return str(error)
     try:
         write_text(final.parent / "latest", final.name + "\n")  # for people and scripts; a resume does not read it

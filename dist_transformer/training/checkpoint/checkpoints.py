@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from dist_transformer.data.manifest import file_sha256
 from dist_transformer.errors import CheckpointError, MachineError
-from dist_transformer.files import is_file, patiently, read_json
+from dist_transformer.files import is_file, patiently, read_json, refresh
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint.tensor_files import MANIFEST, STATE, VERSION, StateFiles, read_state
 
@@ -81,12 +81,16 @@ def newest_complete(run_dir: RunDir, run_id: str | None) -> Checkpoint | None:
         CheckpointError: there are checkpoints, but none is complete: a run never silently starts again from scratch. Or
             the newest complete one is of another version of the format.
     """
+    refresh(run_dir.checkpoints)  # another machine may have saved since this one looked last
     for left_over in [*_with_suffix(run_dir, "tmp"), *_with_suffix(run_dir, "trash")]:
         shutil.rmtree(left_over, ignore_errors=True)  # of a save or a deletion that was killed
     candidates = _named(run_dir)
     damaged: list[Path] = []
     for path in reversed(candidates):
         problem = damage(path, run_id)
+        if problem is not None:
+            refresh(path)  # it is set aside for what it is now, not for what this machine remembers of it
+            problem = damage(path, run_id)
         if problem is None:
             state = read_state(path)
             _delete_aside_but(damaged[:1])

@@ -20,7 +20,7 @@ from dist_transformer.data.sources import retries
 from dist_transformer.data.sources.corpus import parquet_index, read_corpus, scan_corpus
 from dist_transformer.data.sources.files import corpus_fingerprint, is_text_at_hand
 from dist_transformer.data.sources.remote import file_bytes, open_parquet
-from dist_transformer.errors import DataError
+from dist_transformer.errors import DataError, MachineError
 
 PAIRS = [(f"Satz {n} äöü", f"sentence {n}") for n in range(300)]
 
@@ -210,7 +210,7 @@ def test_a_busy_server_is_asked_again(tmp_path: Path, web: WebServer):
         assert web.failures == 0
     web.failures = 100
     for corpus in (CorpusConfig(path="a.tsv"), CorpusConfig(path="a.parquet"), CorpusConfig(path="*.tsv")):
-        with pytest.raises(DataError, match=rf"{web.address}/.*: cannot be read: .*503"):
+        with pytest.raises(MachineError, match=rf"{web.address}/.*: cannot be read: .*503"):
             read(web.address, corpus)
 
 
@@ -247,7 +247,7 @@ def test_a_read_that_fails_on_the_way_is_tried_again_from_where_it_was(memory: s
     root = memory.replace("memory://", "flaky://")
     assert read(root, CorpusConfig(path="a.tsv")) == [(f"s {n}", f"t {n}") for n in range(30_000)]
     monkeypatch.setattr(retries, "READ_ATTEMPTS", 1)
-    with pytest.raises(DataError, match=r"flaky://.*a\.tsv: cannot be read.* TimeoutError: the network is slow"):
+    with pytest.raises(MachineError, match=r"flaky://.*a\.tsv: cannot be read.* TimeoutError: the network is slow"):
         read(root, CorpusConfig(path="a.tsv"))
 
 
@@ -259,7 +259,7 @@ def test_a_connection_that_breaks_is_said_with_its_address(tmp_path: Path, range
     with web_server(tmp_path, ranges) as server:
         server.cut = 0.5
         for name in ("a.tsv", "a.parquet")[: 1 + ranges]:
-            with pytest.raises(DataError, match=rf"{server.address}/{name}: cannot be read"):
+            with pytest.raises(MachineError, match=rf"{server.address}/{name}: cannot be read"):
                 read(server.address, CorpusConfig(path=name))
 
 
@@ -272,7 +272,7 @@ def test_a_file_that_is_not_there_and_a_server_that_is_not_there_are_named(tmp_p
                 read(address, corpus)
             with pytest.raises(DataError, match=rf"{address}/none\..*: no such file\. Check the address"):
                 corpus_fingerprint(corpus, data_at(address, corpus))
-    with pytest.raises(DataError, match=rf"{address}/a\.tsv: cannot be read: "):
+    with pytest.raises(MachineError, match=rf"{address}/a\.tsv: cannot be read: "):
         read(address, CorpusConfig(path="a.tsv"))
 
 
