@@ -9,14 +9,13 @@ from typing import Annotated
 import typer
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
+from dist_transformer.cli.submission import memory_problems, num_parameters_of, show_commands, show_plan
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
 from dist_transformer.config.loading import to_yaml, with_absolute_paths
-from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import STAGES, SlurmConfig, Stage
 from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.errors import UserError
-from dist_transformer.planning.vocabularies import count_parameters, with_counted_pieces
 from dist_transformer.tracking.tracker import VARIABLE, address_of
 
 _VERBS = [
@@ -111,36 +110,6 @@ def read_job_ids(text: str) -> tuple[str, ...]:
     if text and not re.fullmatch(r"[0-9]+(_[0-9]+)?(,[0-9]+(_[0-9]+)?)*", text):
         raise UserError(f"--after {text!r}: expected ids of jobs: 12, or 12,13")
     return tuple(text.split(",")) if text else ()
-
-
-def num_parameters_of(config: Config) -> int:
-    return count_parameters(with_counted_pieces(config))
-
-
-def memory_problems(config: Config) -> list[str]:
-    """Problem of a run that does not fit the GPUs of the partition, if slurm.gpu_memory_gb gives their size."""
-    slurm = config.slurm
-    if slurm.gpu_memory_gb is None or not slurm.gpus_per_node:
-        return []
-    from dist_transformer.planning.memory import memory_problem
-
-    problem = memory_problem(with_counted_pieces(config), slurm.nodes * slurm.ranks_per_node, slurm.gpu_memory_gb)
-    return [] if problem is None else [f"slurm.gpu_memory_gb: {problem}"]
-
-
-def show_plan(commands: Sequence[str], files: dict[Path, str]) -> None:
-    """Prints every command and every file, for --dry-run."""
-    for command in commands:
-        print(f"# command (the files below must be written first)\n{command}\n")
-    for path, text in files.items():
-        print(f"# {path}\n{text}")
-
-
-def show_commands(folder: Path, verbs: Sequence[tuple[str, str]]) -> None:
-    """Prints commands for the user: purpose, and command with FOLDER in place of the folder."""
-    quoted = shlex.quote(str(folder))
-    for purpose, command in verbs:
-        print(f"{purpose:8}{command.replace('FOLDER', quoted)}")
 
 
 def _size_in_words(slurm: SlurmConfig) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dist_transformer.cli.submit import memory_problems, num_parameters_of, show_commands, show_plan
+from dist_transformer.cli.submission import memory_problems, num_parameters_of, show_commands, show_plan
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.queue import QueuedJob, known_jobs
 from dist_transformer.cluster.run_ref import newest_job_id

@@ -16,9 +16,9 @@ from dist_transformer.cluster.queue import known_jobs
 from dist_transformer.cluster.run_ref import newest_job_id
 from dist_transformer.cluster.script import needed_folders
 from dist_transformer.config.checks import file_problems, run_name_problems
+from dist_transformer.config.credentials import secret_problems
 from dist_transformer.config.model_size import checkpoints_bytes
 from dist_transformer.config.schema import Config
-from dist_transformer.config.secret_checks import secret_problems
 from dist_transformer.config.slurm_schema import SlurmConfig, listed
 from dist_transformer.errors import UserError
 from dist_transformer.files import modified

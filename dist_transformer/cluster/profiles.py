@@ -9,10 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from dist_transformer.config.credentials import secret_problems
 from dist_transformer.config.former_keys import take_former_keys, with_moved_keys
 from dist_transformer.config.loading import value_problem
 from dist_transformer.config.schema import Config
-from dist_transformer.config.secret_checks import secret_problems
 from dist_transformer.config.slurm_schema import SlurmConfig
 from dist_transformer.config.yaml_positions import Marked, dotted, read_yaml
 from dist_transformer.errors import ConfigError

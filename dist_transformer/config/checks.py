@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dist_transformer.config.credentials import holds_secret, without_credentials
+from dist_transformer.config.credentials import holds_secret, secret_problems, without_credentials
 from dist_transformer.config.data_checks import (
     check_corpora,
     check_mixture,
@@ -18,7 +18,6 @@ from dist_transformer.config.data_schema import DataConfig, TokenizerConfig
 from dist_transformer.config.metrics import TOKEN_MEASURES, TRANSLATION_MEASURES, corpus_and_measure
 from dist_transformer.config.parameter_names import check_patterns
 from dist_transformer.config.schema import ValidationConfig
-from dist_transformer.config.secret_checks import secret_problems
 
 RESERVED_NAMES = ("prepared", "mlartifacts", "mlflow.db")
 """Names of the other entries of run.root, beside the run folders."""

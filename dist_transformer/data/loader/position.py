@@ -100,7 +100,10 @@ def _from_json(value: Mapping[str, Any]) -> Position:
         number=value["segment"],
         quotas=tuple(value["quotas"]),
         shares=None if value["shares"] is None else tuple(value["shares"]),
-        streams=tuple(_stream_from_json(stream) for stream in value["streams"]),
+        streams=tuple(
+            Stream(tuple((n, first, last) for n, first, last in each["pending"]), each["next_pass"])
+            for each in value["streams"]
+        ),
         open_windows=tuple(
             tuple(_open_from_json(window) for window in opened.get(lane, ())) for lane in range(len(value["lanes"]))
         ),
@@ -110,10 +113,6 @@ def _from_json(value: Mapping[str, Any]) -> Position:
     return Position(
         partition, tuple((window, emitted) for window, emitted in value["lanes"]), quarantined, ever_quarantined
     )
-
-
-def _stream_from_json(value: Mapping[str, Any]) -> Stream:
-    return Stream(tuple((number, first, last) for number, first, last in value["pending"]), value["next_pass"])
 
 
 def _open_to_json(window: OpenWindow) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dist_transformer.data.sources.remote import (
     open_seekable,
     retried,
 )
-from dist_transformer.data.sources.tables import ChooseColumns, ColumnNames
+from dist_transformer.data.sources.tables import ChooseColumns
 from dist_transformer.data.sources.text import Texts, decoded_column, is_text, text_column
 from dist_transformer.errors import DataError
 
@@ -203,8 +203,8 @@ def refuse_other_type(file: str, column: str, kind: pa.DataType) -> None:
         raise DataError(f"{file}: column {column!r} holds {kind}, expected text. Name another in `columns`.")
 
 
-def refuse_other_columns(files: list[ParquetFile]) -> ColumnNames:
-    """Returns the columns of all files; DataError if two files differ."""
+def refuse_other_columns(files: list[ParquetFile]) -> None:
+    """Raises a DataError if two files have other columns."""
     first, *others = files
     for other in others:
         if (other.source, other.target) != (first.source, first.target):
@@ -212,7 +212,6 @@ def refuse_other_columns(files: list[ParquetFile]) -> ColumnNames:
                 f"{other.file}: has the columns {other.source} and {other.target}, but {first.file} has {first.source} "
                 f"and {first.target}; the files of one corpus must be alike."
             )
-    return first.source, first.target
 
 
 def _arrow_batches(file: str) -> Iterator[pa.RecordBatch]:

@@ -278,7 +278,7 @@ def test_what_ctranslate2_cannot_do_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="heads have keys of size 4 and values of size 8"):
         export_ctranslate2(loaded, tmp_path / "theirs")
     assert not (tmp_path / "theirs").exists()
-    with pytest.raises(UserError, match=r"decoding\.sampling: .* take the engine torch"):
+    with pytest.raises(UserError, match=r"--sampling: .* take the engine torch"):
         searchers(loaded, tmp_path / "ours", sampling=True)
 
 
