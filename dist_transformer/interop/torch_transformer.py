@@ -80,7 +80,9 @@ class _Tensors:
     """The state dict; records which tensors were taken."""
 
     def __init__(self, tensors: Mapping[str, Tensor], source: Path) -> None:
-        self.tensors, self.source = _without_wrapper(tensors), source
+        is_wrapped = all(name.startswith("module.") for name in tensors)  # by DataParallel
+        self.tensors = {name.removeprefix("module." if is_wrapped else ""): tensor for name, tensor in tensors.items()}
+        self.source = source
         self.left = set(self.tensors)
         firsts = [name for name in self.tensors if name.endswith(FIRST)]
         if len(firsts) != 1:
@@ -113,13 +115,6 @@ class _Tensors:
                     f"{self.source}: holds {name} {tuple(table.shape)}, which has no place here: expected a "
                     "torch.nn.Transformer, two embeddings, an output and, at most, the sinusoids of the paper (3.5)"
                 )
-
-
-def _without_wrapper(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """The tensors with names without DataParallel's prefix."""
-    if not all(name.startswith("module.") for name in tensors):
-        return tensors
-    return {name.removeprefix("module."): tensor for name, tensor in tensors.items()}
 
 
 def _converted(tensors: _Tensors, described: TorchModel, tokenizer: Tokenizer) -> tuple[ModelConfig, dict[str, Tensor]]:

@@ -99,29 +99,21 @@ def write_figures(story: "RunStory", attention: Sequence[bytes]) -> None:
 
 def _attention(story: "RunStory", sentences: Sequence[str] | None) -> tuple[list["SentenceAttention"], str]:
     """The maps of chosen sentences, or the reason why there are none."""
-    if sentences is not None:
-        return _maps(story.run_dir, list(sentences)), ""
-    chosen = _chosen(story)
-    if not chosen:
-        return [], "No fixed sample sentences to draw the attention of; give some with --sentences."
-    if not story.run_dir.model.is_dir():
-        return [], "Not drawn: the run has not written its model yet, which it does at its end."
-    try:
-        return _maps(story.run_dir, chosen), ""
-    except UserError as error:
-        return [], f"Not drawn: {error}"
-
-
-def _maps(run_dir: RunDir, sentences: list[str]) -> list["SentenceAttention"]:
-    from dist_transformer.decoding.loaded_model import model_folder_of
-    from dist_transformer.reporting.attention_maps import attention_of  # imports torch
-
-    return attention_of(model_folder_of(run_dir.path), sentences)
-
-
-def _chosen(story: "RunStory") -> list[str]:
-    """Fixed samples that fit a figure: the first ones that are not too long."""
     from dist_transformer.reporting.samples import fixed_sentences
 
     sources = dict.fromkeys(sentence.source for sentence in fixed_sentences(story))
-    return [source for source in sources if 0 < len(source.strip()) <= LONGEST_CHARACTERS][:MOST_SENTENCES]
+    fitting = [source for source in sources if 0 < len(source.strip()) <= LONGEST_CHARACTERS]
+    chosen = fitting[:MOST_SENTENCES] if sentences is None else list(sentences)
+    if not chosen:
+        return [], "No fixed sample sentences to draw the attention of; give some with --sentences."
+    if sentences is None and not story.run_dir.model.is_dir():
+        return [], "Not drawn: the run has not written its model yet, which it does at its end."
+    try:
+        from dist_transformer.decoding.loaded_model import model_folder_of  # imports torch, as the maps do
+        from dist_transformer.reporting.attention_maps import attention_of
+
+        return attention_of(model_folder_of(story.run_dir.path), chosen), ""
+    except UserError as error:
+        if sentences is not None:
+            raise
+        return [], f"Not drawn: {error}"
