@@ -14,7 +14,7 @@ both ending with the end-of-sentence id and without a begin-of-sentence id. Wher
 import hashlib
 import json
 from dataclasses import asdict, dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NamedTuple
 
@@ -23,7 +23,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from dist_transformer.config.paths import is_address
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.errors import DataError
-from dist_transformer.files import is_file, patiently, read_json, write_text
+from dist_transformer.files import patiently, read_json, write_text
 
 MANIFEST_VERSION = 2
 MANIFEST_NAME = "manifest.json"
@@ -193,19 +193,13 @@ def file_sha256(path: Path) -> str:
 
 
 def verify_shards(folder: Path, manifest: Manifest, deep: bool = False) -> None:
-    """Checks that every shard exists with its size, and its SHA-256 if `deep`, and the SHA-256 of the tokenizer; DataError
-    names the first bad one.
+    """Checks that every shard exists with its size, and its SHA-256 if `deep`; DataError names the first bad one.
 
     Of the user's files read in place only local ones are checked, by their size.
     """
     for split in manifest.splits.values():
         for shard in split.shards:
             _verify_shard(folder, shard, deep)
-    files = manifest.tokenizer
-    for file, digest in ((files.source, files.source_sha256), (files.target, files.target_sha256)):
-        path = folder / file
-        if not is_file(path) or patiently(path, partial(file_sha256, path)) != digest:
-            raise DataError(f"{path}: is not the tokenizer of the manifest. Delete {folder} and prepare again.")
 
 
 def _verify_shard(folder: Path, shard: Shard, deep: bool) -> None:

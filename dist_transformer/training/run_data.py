@@ -16,7 +16,7 @@ from dist_transformer.data.loader.position import Position, position_from_json
 from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.loader.window import WindowBuilder
 from dist_transformer.data.loader.workers import LoaderSettings
-from dist_transformer.data.manifest import Manifest, json_digest, verify_shards
+from dist_transformer.data.manifest import Manifest, file_sha256, json_digest, verify_shards
 from dist_transformer.data.prepare.scan import load_tokenizer
 from dist_transformer.errors import CheckpointError, DataError
 from dist_transformer.run.resume_checks import recipe_of_checkpoint, recipe_settings
@@ -157,13 +157,17 @@ def open_run_data(config: Config, folder: Path, manifest: Manifest) -> RunData:
 
 
 def _refuse_other_tokenizer(folder: Path, manifest: Manifest) -> None:
-    """Raises DataError if the sizes of the model would not be those of the tokenizer."""
-    loaded = load_tokenizer(folder, manifest.tokenizer)
-    for name in ("source_vocabulary", "target_vocabulary", "pad_id", "bos_id", "eos_id"):
-        if (said := getattr(manifest, name)) != (found := getattr(loaded, name)):
-            raise DataError(
-                f"{folder}: the manifest says {name} {said}, its tokenizer {found}. Delete {folder} and prepare again."
-            )
+    """Raises DataError if the tokenizer is not the one that the corpus was prepared with, nor as large as is said."""
+    files = manifest.tokenizer
+    loaded = load_tokenizer(folder, files)
+    names = ("source_vocabulary", "target_vocabulary", "pad_id", "bos_id", "eos_id")
+    expected = [files.source_sha256, files.target_sha256, *(getattr(manifest, name) for name in names)]
+    found = [*map(file_sha256, (folder / files.source, folder / files.target)), *(getattr(loaded, n) for n in names)]
+    if found != expected:
+        raise DataError(
+            f"{folder}: its tokenizer is not the one that the manifest describes: expected {expected}, got {found}. Delete "
+            f"{folder} and prepare again."
+        )
 
 
 def _refuse_changes(checkpoint: Checkpoint, recipe: Mapping[str, Any], allowed: set[str]) -> None:

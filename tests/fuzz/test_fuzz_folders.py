@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mutated_runs import changed, copy_of, damaged
 from prepare_helpers import config_of, write_text
+from tokenised_models import demo_tokenizers
 
 from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.data import manifest as manifests
@@ -130,6 +131,13 @@ def test_a_shard_outside_of_the_folder_is_refused_by_name(corpus, file):
         path.write_text(json.dumps(signed_manifest(value)), encoding="utf-8")
         with pytest.raises(DataError, match=f"{re.escape(repr(file))}, which is no file of the prepared folder"):
             Manifest.load(path.parent)
+
+
+def test_a_corpus_with_another_tokenizer_is_refused(corpus):
+    with changed_file(corpus / "prepared/tokenizer/source.model"):
+        (corpus / "prepared/tokenizer/source.model").write_bytes(demo_tokenizers(corpus, True).source.read_bytes())
+        with pytest.raises(DataError, match="its tokenizer is not the one"):
+            use(corpus)
 
 
 @bounded(12)
