@@ -7,12 +7,14 @@ import os
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import errors as hub_errors
 from rows_helpers import (
     FAULTY_FOLDER,
     as_lists,
@@ -312,6 +314,11 @@ def test_a_reader_of_remote_files_can_be_sent_to_another_process(tmp_path, remot
     assert as_lists(pickle.loads(pickle.dumps(reader)).read(WINDOW).rows) == expected
 
 
+def answer_of_hub(status: int) -> Exception:
+    request: Any = SimpleNamespace(url="http://hub", method="GET")
+    return hub_errors.HfHubHTTPError(f"status {status}", response=hub_errors.Response(status, request=request))
+
+
 @pytest.mark.parametrize(
     ("error", "is_outage"),
     [
@@ -319,6 +326,10 @@ def test_a_reader_of_remote_files_can_be_sent_to_another_process(tmp_path, remot
         (OSError(errno.ESTALE, "Stale file handle"), True),
         (TimeoutError("no answer"), True),
         (ConnectionResetError("reset by peer"), True),
+        (answer_of_hub(503), True),
+        (answer_of_hub(429), True),
+        (hub_errors.HTTPError("no route"), True),
+        (answer_of_hub(404), False),
         (PermissionError(errno.EACCES, "Permission denied"), False),
         (OSError("could not verify page integrity"), False),  # Arrow's, of damaged bytes
     ],
