@@ -120,6 +120,16 @@ def test_the_benchmark_of_ranks_gives_both_sides_the_same_tokens(tmp_path: Path)
     assert all(0 < sample["update"] < sample["wall_seconds"] for sample in samples)
 
 
+@pytest.mark.slow
+def test_the_benchmark_of_same_bits_trains_on_the_same_tokens_with_and_without(tmp_path: Path) -> None:
+    sizes = ["--preset", "tiny", "--vocabulary", "200", "--max-tokens", "128", "--steps", "1", "--stages", "1"]
+    printed, figures = run("same_bits.py", tmp_path / "same_bits.json", *sizes)
+    assert printed.count("| --- |") == 1
+    for case in ("1 rank", "2 ranks, ZeRO 1"):
+        (ours,), (plain,) = figures[case]["same bits"], figures[case]["plain"]
+        assert ours["target_tokens"] == plain["target_tokens"] > 0
+
+
 @pytest.fixture
 def slow_links() -> None:
     """Skips where links with a limit cannot be made: that takes root, iproute2 and a kernel with namespaces and tbf.

@@ -120,7 +120,7 @@ class Engine:
         is_shared = training.zero_stage > 0 or ranks.num_ranks > 1 or training.same_bits
         is_ours = sends_during_backward(training) and is_shared
         cut = partial(in_buckets, num_buckets(ranks.num_ranks)) if is_ours else lambda alike: [alike]
-        updates = adam(module, optimizer, in_order_of_backward(module.model), cut, fused=not training.same_bits)
+        updates = adam(module, optimizer, in_order_of_backward(module.model), cut, not training.same_bits)
         step_as_not_compiled(updates)
         with not_compiling(compiler):
             self._engine, *_ = deepspeed.initialize(

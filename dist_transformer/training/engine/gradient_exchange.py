@@ -94,7 +94,7 @@ class Bucket:
         flat, self.flat = self.flat, None
         assert flat is not None
         sent = flat if ranks.num_ranks == 1 or self.is_fixed_point else flat.to(dtype)
-        self._sent = ranks.start_mean(sent, into_shares, is_sum=self.is_fixed_point)
+        self._sent = ranks.start_mean(sent, into_shares, self.is_fixed_point)
 
     @property
     def is_on_the_way(self) -> bool:

@@ -123,6 +123,23 @@ def test_fp32_cannot_be_switched_to_bf16_but_a_run_that_has_been_may_say_so(path
         assert load_config(path, [policy, f"training.precision={precision}"])
 
 
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("precision=bf16", "training.precision: fp32, got bf16"),
+        ("zero_stage=3", "training.zero_stage: 0 or 1 or 2, got 3"),
+        ("offload=optimizer", "training.offload: none, got optimizer"),
+        ("communication_dtype=bf16", "training.communication_dtype: auto or fp32, got bf16"),
+        ("lanes_per_pass=2", "training.lanes_per_pass: 1, got 2"),
+        ("compile_layers=true", "training.compile_layers: false, got true"),
+    ],
+)
+def test_same_bits_cannot_be_had_with_what_depends_on_the_layout(path, other, said):
+    given = ["training.same_bits=true", "training.precision=fp32"]
+    assert load_config(path, given)
+    assert f"training.same_bits: true needs {said}" in one_problem_of(path, *given, f"training.{other}")
+
+
 @pytest.mark.parametrize(("offload", "stage"), [("none", 0), ("optimizer", 1), ("optimizer_and_parameters", 3)])
 def test_what_the_stage_does_not_shard_cannot_be_offloaded(path, offload, stage):
     given = ["training.precision=fp32", f"training.offload={offload}"]

@@ -259,6 +259,16 @@ def test_what_is_on_the_way_to_other_ranks_takes_memory(stage, parts):
     assert of_two == pytest.approx(parts * 4 * parameter_count(config.model, 37_000, 37_000), abs=1)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_sums_of_gradients_in_fixed_point_take_twice_the_memory(stage):
+    plain, same_bits = (
+        memory_of_rank(config_of(zero_stage=stage, precision="fp32", same_bits=given), 2).parts
+        for given in (False, True)
+    )
+    for part in ("gradients", "reduce_buffer"):
+        assert same_bits[part] == pytest.approx(2 * plain[part], abs=1)
+
+
 def test_the_most_tokens_fit_and_256_more_do_not():
     config, limit = config_of(data={"max_tokens": "auto"}), 6e9
     tokens = most_tokens(config, 2, limit)

@@ -110,6 +110,25 @@ def test_a_gradient_that_is_not_finite_moves_nothing(make_engine, batches, stage
     assert torch.equal(weights_of(engine), weights_of(undisturbed))
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_with_same_bits_a_gradient_that_is_not_finite_moves_nothing_either(make_engine, batches, stage):
+    engine = make_engine(zero_stage=stage, ema_decay=0.9, same_bits=True)
+    train(engine, [[batches[0]]])
+    before = state_of(engine)
+    overflow(engine, batches[1])
+    after = state_of(engine)
+    assert all(torch.equal(after[key], values) for key, values in before.items())
+
+
+def test_with_same_bits_the_order_of_micro_batches_and_the_stage_do_not_show(make_engine, batches):
+    found = []
+    for stage, order in ((0, (0, 1, 2)), (0, (2, 0, 1)), (1, (1, 0, 2)), (2, (2, 1, 0))):
+        engine = make_engine(zero_stage=stage, same_bits=True, gradient_clip_norm=0.1)
+        train(engine, [[batches[number] for number in order]] * 3)
+        found.append(weights_of(engine))
+    assert all(torch.equal(weights, found[0]) for weights in found[1:])
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fp16_updates_keep_their_size_while_the_loss_scale_grows(make_engine, batches, stage, monkeypatch):
     """With SGD an update is the gradient: DeepSpeed 0.19.8 halves it at each growth (facts behind `delay_scale_growth`)."""
