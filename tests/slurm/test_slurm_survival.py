@@ -108,6 +108,7 @@ def test_a_job_whose_node_dies_keeps_the_other_and_a_spare_one_and_goes_on_at_on
     cluster.node("kill", "n2")
     run.wait_for_attempt(1)
     assert (run.attempts("began")[1]["attempt"], run.attempts("began")[1]["nodes"]) == (0, "n1,n3")
+    wait_until(lambda: read_json(run.run_dir.state)["starts"] == 2, 120, run.log)
     cluster.node("kill", "n3")  # only one is left, half of the wanted ones
     run.wait_for_end()
     assert [record["nodes"] for record in run.attempts("began")[1:]] == ["n1,n3", "n1"]
