@@ -70,6 +70,11 @@ def check_version(path: Path, state: Mapping[str, Any]) -> None:
         )
 
 
+class _Library(BaseModel):
+    version: str
+    probe: str
+
+
 class _State(BaseModel):
     """What a resume reads of state.json whatever the run: a file that was edited may hold anything."""
 
@@ -82,7 +87,7 @@ class _State(BaseModel):
     total_target_tokens: Count
     position: dict[str, Any]
     recipe: dict[str, Any]
-    libraries: dict[str, dict[str, str]] = {}
+    libraries: dict[str, _Library] = {}
     loss_monitor: dict[str, float] | None = None
     early_stopping: dict[str, Any] | None = None
     scaler: dict[str, Any] | None = None
