@@ -36,7 +36,7 @@ model: {preset: tiny, d_model: 48, d_ff: 96, num_encoder_layers: 1, num_decoder_
 optimizer: {learning_rate: 0.01}
 schedule: {warmup_steps: 20}
 training: {max_steps: 120, precision: fp32, log_every_steps: 4}
-validation: {every_steps: 30, max_sentences: 30, samples: 4}
+validation: {every_steps: 30, max_sentences: 30}
 checkpoints: {every_steps: 30, keep_last: 2, keep_best: 1, average_last: 2}
 """
 STOPPED_AFTER = 40  # steps

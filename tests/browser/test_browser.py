@@ -194,8 +194,8 @@ def test_the_report_shows_the_scores_and_translations_of_the_run(
             cells = row_of(page, "#scores", str(record["step"]))
             assert cells[1:4] == [f"{record['bleu']:.2f}", f"{record['chrf']:.2f}", f"{record['loss']:.4f}"]
         text = on_one_line(page.locator("#samples").inner_text())
-        newest = samples(runs / "first")[-4:]
-        assert len(newest) == 4
+        newest = samples(runs / "first")[-6:]
+        assert len(newest) == 6
         for sentence in newest:
             assert on_one_line(sentence["source"]) in text
             assert on_one_line(sentence["translation"]) in text

@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).with_name("faulty_train.py")
 SETTINGS = (
     "data.audit=true",
     "training.max_steps=10",
-    "validation={every_steps: 2, translate: true, metric: chrf, patience: 40, samples: 3}",
+    "validation={every_steps: 2, translate: true, metric: chrf, patience: 40}",
     "decoding.max_tokens=300",
     "checkpoints={every_steps: 4, keep_last: 1, keep_best: 1, average_last: 1, final_model: average_best}",
 )

@@ -11,8 +11,8 @@ import pytest
 from matplotlib.image import imread
 from prepare_helpers import PAIRS, SMALL, config_of, mixture_of, write_text
 
+from dist_transformer.data.prepare import chunks
 from dist_transformer.data.prepare import duplicates as hashing
-from dist_transformer.data.prepare import preparation
 from dist_transformer.data.prepare.duplicates import count_contained, count_repeated, pair_hashes, save_hashes
 from dist_transformer.data.prepare.preparation import load_tokenizer, prepare, prepared_folder
 from dist_transformer.data.sources.demo_corpus import demo_pairs
@@ -23,7 +23,7 @@ TEXT = {"source": "train.en", "target": "train.de"}
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, rows in SMALL.items():
-        monkeypatch.setattr(preparation, name, rows)
+        monkeypatch.setattr(chunks, name, rows)
 
 
 def report_of(folder: Path, **data: Any) -> dict[str, Any]:
