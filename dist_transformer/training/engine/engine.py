@@ -117,8 +117,8 @@ class Engine:
             module.round_layers()
         call_as_not_compiled([*vars(torch.optim.Optimizer).values(), *vars(PartitionedParameterCoordinator).values()])
         self._same_bits = training.same_bits
-        is_shared = training.zero_stage > 0 or ranks.num_ranks > 1 or training.same_bits
-        is_ours = sends_during_backward(training) and is_shared
+        is_exchanged = training.same_bits or training.zero_stage > 0 or ranks.num_ranks > 1
+        is_ours = is_exchanged and sends_during_backward(training)
         cut = partial(in_buckets, num_buckets(ranks.num_ranks)) if is_ours else lambda alike: [alike]
         updates = adam(module, optimizer, in_order_of_backward(module.model), cut, not training.same_bits)
         step_as_not_compiled(updates)
@@ -139,8 +139,8 @@ class Engine:
         self._gather: WeightGather | None = None
         self._engine.enable_backward_allreduce = training.offload != "none" or self._stage == 3
         if self._stage == 0:
-            total_norm = norm_of if training.same_bits else torch.nn.utils.get_total_norm
-            guard_stage_0(self._engine, training.gradient_clip_norm, total_norm)
+            norm = norm_of if training.same_bits else torch.nn.utils.get_total_norm
+            guard_stage_0(self._engine, training.gradient_clip_norm, norm)
         if is_ours:
             self._exchange_gradients(training, ranks)
         elif training.precision == "fp16":
