@@ -8,7 +8,8 @@ from cluster_helpers import FakeSlurm, small_snapshot
 from fake_slurm import job_line
 
 from dist_transformer.cli import submit as submit_module
-from dist_transformer.cli.submission import memory_problems, read_job_ids, read_stages, submit_run
+from dist_transformer.cli.submission import memory_problems
+from dist_transformer.cli.submit import read_job_ids, read_stages, submit_run
 from dist_transformer.cli.sweep import submit_points
 from dist_transformer.cluster import submit as cluster_submit
 from dist_transformer.config.loading import load_config, with_absolute_paths
