@@ -85,7 +85,8 @@ class Case:
         """Measures a save during training, then a resume from it."""
         alone = statistics.median([self.step_seconds() for _ in range(3)])
         began = time.perf_counter()
-        self._saver.begin(self.engine, {"step": self._steps, "run_id": RUN_ID})
+        counts = dict.fromkeys(("batches", "skipped_updates", "total_target_tokens"), 0)
+        self._saver.begin(self.engine, {"step": self._steps, "run_id": RUN_ID, **counts, "position": {}, "recipe": {}})
         begin_seconds = time.perf_counter() - began
         steps = []
         while self._ranks.all_reduce_sum(torch.tensor([self._saver.is_writing()], dtype=torch.int64)).item():

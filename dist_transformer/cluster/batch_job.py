@@ -251,7 +251,9 @@ class BatchJob:
         module = ["dist_transformer.cluster.batch_host", self._job, str(self._attempt), str(self._run_dir.path)]
         command = slurm.step_beside_ranks(node, [sys.executable, "-m", *module])
         environment = {name: v for name, v in os.environ.items() if name not in NOT_FOR_FEWER_NODES}
-        self._watch = node, subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+        # Its end is no news: srun would report that of each job's in the log as if a rank had been killed.
+        null = subprocess.DEVNULL
+        self._watch = node, subprocess.Popen(command, env=environment, stdin=null, stdout=null, stderr=null)
 
     def _ask_slurm(self) -> dict[str, str] | None:
         """Slurm's record of the job; None without an answer. Leaves if Slurm has started the job elsewhere, because this

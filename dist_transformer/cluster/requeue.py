@@ -17,7 +17,7 @@ from dist_transformer.cluster.restarts import refuse
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.slurm_schema import LOST_ATTEMPTS, SlurmConfig
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError
-from dist_transformer.files import write_json
+from dist_transformer.files import refresh, write_json
 from dist_transformer.run.attempts import attempts, newest_checkpoint
 from dist_transformer.run.excluded_nodes import excluded_nodes
 from dist_transformer.run.folder import RunDir
@@ -128,6 +128,7 @@ def decide(run_dir: RunDir, exit_code: int, max_restarts: int, left: NextNodes |
         return Decision("stop", "done" if exit_code == EXIT_DONE else "a mistake that a restart cannot fix")
     if exit_code == EXIT_REQUEUE and run_dir.stop_file.exists():
         return Decision("stop", f"stopped by the file {run_dir.stop_file}")
+    refresh(run_dir.checkpoints)  # another machine wrote the newest ones
     newest, without_progress = newest_checkpoint(run_dir), 0
     before = read_record(run_dir.restarts)
     if before and before.get("newest_checkpoint") == newest:

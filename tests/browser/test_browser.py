@@ -193,6 +193,7 @@ def test_the_report_shows_the_scores_and_translations_of_the_run(
         for record in validations:
             cells = row_of(page, "#scores", str(record["step"]))
             assert cells[1:4] == [f"{record['bleu']:.2f}", f"{record['chrf']:.2f}", f"{record['loss']:.4f}"]
+        page.evaluate("for (const each of document.querySelectorAll('#samples details')) each.open = true")
         text = on_one_line(page.locator("#samples").inner_text())
         newest = samples(runs / "first")[-6:]
         assert len(newest) == 6
@@ -212,6 +213,7 @@ def test_the_comparison_shows_what_differs(browser: Any, local_pages: dict[str, 
         assert row_of(page, "main", "optimizer.learning_rate")[1:] == ["0.01", "0.002"]
         last = [records(runs / name, "validation")[-1]["bleu"] for name in ("first", "second")]
         assert row_of(page, "main", "validation BLEU, last")[1:] == [f"{value:.2f}" for value in last]
+        page.evaluate("for (const each of document.querySelectorAll('#samples details')) each.open = true")
         text = on_one_line(page.locator("#samples").inner_text())
         for name in ("first", "second"):
             newest = [sentence for sentence in samples(runs / name)[-4:] if sentence["fixed"]]

@@ -23,7 +23,7 @@ from tokenised_models import demo_tokenizers, make_model_folder
 
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest
-from dist_transformer.data.prepare import preparation
+from dist_transformer.data.prepare import chunks, preparation
 from dist_transformer.data.sources.corpus import read_corpus, scan_corpus
 from dist_transformer.data.sources.tables import LONE_SURROGATE
 from dist_transformer.errors import DataError
@@ -205,7 +205,8 @@ def test_each_pair_is_kept_with_its_translation_or_counted_by_the_rule_it_breaks
         (folder / name).write_bytes(numbered(pairs, side))
     prepared = folder / "prepared"
     shutil.rmtree(prepared, ignore_errors=True)
-    with mock.patch.multiple(preparation, BATCH_ROWS=4, CHUNK_ROWS=8, SHARD_ROWS=5, write_report=mock.DEFAULT):
+    small = mock.patch.multiple(chunks, BATCH_ROWS=4, CHUNK_ROWS=8, SHARD_ROWS=5)
+    with small, mock.patch.object(preparation, "write_report"):
         manifest = preparation.prepare(config_for(folder, corpus, on_the_fly=on_the_fly), prepared, threads=1)
     split, rows = manifest.splits["train"], pairs_of(prepared, manifest)
     bad = [number for number, pair in enumerate(pairs) if any(map(is_bad, pair))]
