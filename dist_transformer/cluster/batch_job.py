@@ -1,4 +1,4 @@
-"""What the batch script of training does once its environment is set up (slurm/train.sbatch becomes this process).
+"""The work of the batch script of training, once its environment is set up (slurm/train.sbatch becomes this process).
 
     python -m dist_transformer.cluster.batch_job PREFLIGHT SECONDS TOLERANCE SPARE_NODES \\
         COUNT srun_option ... COUNT word_before_each_rank ... CONFIG_OR_RUN_FOLDER [section.key=value ...]
@@ -49,7 +49,9 @@ FAILED_SECONDS = 1.0
 KILL_SECONDS = 1.0
 """For srun to kill the ranks on the nodes that answer."""
 EXIT_EXCLUDE = 3
-"""Of launch/preflight.sh, if there are nodes to exclude."""
+"""Exit code of launch/preflight.sh if there are nodes to exclude."""
+WATCH_SECONDS = 2.0
+"""From the start of ranks to that of the watch, which must not take the job's memory before them."""
 NOT_FOR_FEWER_NODES = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NODELIST", "SLURM_NODELIST", "SLURM_NTASKS",
                        "SLURM_NPROCS", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")  # fmt: skip
 """Variables of the batch script from which srun would take the size of the whole job."""
@@ -95,7 +97,7 @@ class BatchJob:
         nodes = self._nodes[: self._wanted]
         if self._settings.preflight != "off":
             self._preflight()
-        while not (self._is_told or self._is_ended):
+        while not self._is_signalled():
             exit_code, failed_on = self._train(nodes)
             self._say(f"exit code {exit_code}" + (f", first on {failed_on}" if failed_on else ""))
             self._failed_on.append(failed_on)
@@ -114,6 +116,10 @@ class BatchJob:
 
     def _on_term(self, *_: object) -> None:
         self._has_term = True
+
+    def _is_signalled(self) -> bool:
+        self._look_at_term()
+        return self._is_told or self._is_ended
 
     def _look_at_term(self) -> None:
         if self._has_term:
@@ -197,17 +203,9 @@ class BatchJob:
         if self._steps:
             size.append("--overlap")  # the step before may not have ended on a node that does not answer
             note_begin(self._run_dir, self._job, self._attempt, ",".join(nodes), num_ranks)
-        self._watch_this_node(nodes)
         self._say(f"{num_ranks} ranks on {','.join(nodes)}, run folder {self._run_dir.path}")
-        command = [
-            "srun",
-            "--kill-on-bad-exit=1",
-            "--wait=0",
-            "--label",
-            *size,
-            *given.srun_options,
-            *given.rank_prefix,
-        ]
+        command = ["srun", "--kill-on-bad-exit=1", "--wait=0", "--label", *size]
+        command += [*given.srun_options, *given.rank_prefix]
         command += [str(self._launch / "slurm_task.sh"), "train", *given.train]
         code = self._wait_for(command, environment, self._lost_nodes_of(nodes, first_exit))
         self._steps += 1
@@ -219,11 +217,14 @@ class BatchJob:
 
     def _lost_nodes_of(self, nodes: Sequence[str], first_exit: Path) -> Callable[[], bool]:
         """A function that says whether nodes do not answer any more, for which Slurm would hold up the others for minutes."""
-        asked = 0.0  # when next
+        asked, watched = 0.0, time.monotonic() + WATCH_SECONDS  # when next
         silent = SilentNodes(nodes)
 
         def is_lost() -> bool:
-            nonlocal asked
+            nonlocal asked, watched
+            if time.monotonic() > watched:
+                watched = time.monotonic() + 10.0  # it may have ended
+                self._watch_this_node(nodes)
             if lost := silent.found():
                 self._say(f"no answer from {', '.join(lost)}")
                 return True
@@ -277,6 +278,7 @@ class BatchJob:
         """
         for _ in range(TRIES):
             record, left = None, None
+            self._look_at_term()
             if self._is_ended:
                 how = self._who_ended_it()
             else:

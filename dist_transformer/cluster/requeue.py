@@ -24,7 +24,7 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
 
 How = Literal["decide", "cancelled", "ended", "preflight"]
-"""What ended an attempt: `decide` its ranks, `cancelled` a person, `ended` Slurm; `preflight`: training never began."""
+"""Cause of the end of an attempt: `decide` its ranks, `cancelled` a person, `ended` Slurm; `preflight`: training never began."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class NextNodes:
 
 @dataclass(frozen=True)
 class Decision:
-    """What follows an attempt: the end, a requeue, or `again`: ranks in the same allocation. `reason`: for the log."""
+    """Decision on what follows an attempt: the end, a requeue, or `again`, ranks in the same allocation. `reason`: for logs."""
 
     then: Literal["stop", "requeue", "again"]
     reason: str

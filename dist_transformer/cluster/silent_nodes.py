@@ -54,7 +54,7 @@ class SilentNodes:
 
 
 def nodes_that_answer(nodes: Sequence[str]) -> list[str]:
-    """Those of the nodes whose Slurm daemon accepts a connection.
+    """Returns those of the nodes whose Slurm daemon accepts a connection.
 
     Raises:
         SlurmError: the controller does not say where they are.

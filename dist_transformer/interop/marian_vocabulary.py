@@ -40,7 +40,7 @@ LONGEST_TOKENS = 1024
 def import_vocabulary(
     folder: Path, sizes: tuple[int, int], is_shared: bool, ids: SpecialTokens
 ) -> list[tuple[bytes, Rows]]:
-    """Of the source and of the target: the content of the sentencepiece model, and the rows of the vocabulary.
+    """Returns, of the source and of the target, the content of the sentencepiece model, and the rows of the vocabulary.
 
     `sizes`: the rows of Marian's matrices.
 

@@ -54,7 +54,7 @@ def _environment() -> Environment:
 
 
 def _allowed(content: Any) -> Any:
-    """What a template prints: None is empty, and characters that HTML does not allow are replaced."""
+    """Returns what a template prints: None is empty, and characters that HTML does not allow are replaced."""
     if isinstance(content, Markup):
         return content
     return "" if content is None else _NOT_ALLOWED.sub("\N{REPLACEMENT CHARACTER}", str(content))

@@ -209,7 +209,7 @@ class PendingSave:
     was_there: bool = False
     needed_bytes: int = 0
     bit_sum: int = 0
-    """Of this rank's fragments in the engine's own memory: what was copied and written is compared with it."""
+    """Sum of the bits of this rank's fragments in the engine's own memory: what was copied and written is compared with it."""
     problem: str | None = None
     """Problem of the preparation; if there is one, nothing is written."""
     writer: "_Writer | None" = None
