@@ -4,7 +4,7 @@ A run may be running, be killed, have no validation, be of an older version, or 
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,7 @@ class RunStory:
         evaluations: the files of evaluation/ by name.
         measured_since: the step since which validation.metric is measured the same way; 0: always.
         goodput: where the time of the run went; None: no start is recorded.
+        faults: records of silent errors that were found.
     """
 
     run_dir: RunDir
@@ -114,6 +115,7 @@ class RunStory:
     tracking: Record
     measured_since: int = 0
     goodput: Goodput | None = None
+    faults: Sequence[Record] = ()
 
     @property
     def best(self) -> Best | None:
@@ -210,6 +212,7 @@ def read_story(run_dir: RunDir) -> RunStory:
         prepared=_prepared(settings.get("data.prepared")),
         tracking=read_record(run_dir.tracking),
         goodput=goodput_of(run_dir, time.time()),
+        faults=[record for record in records if record["event"] == "fault"],
         measured_since=next((int(each["step"]) for each in reversed(records) if each.get("metric_begins_anew")), 0),
     )
 
