@@ -1,12 +1,12 @@
 """Runs whose ranks, nodes, loader processes, launchers and controller are killed at random: what is lost, and is it foretold?
 
-    python benchmarks/random_kills.py          # as root: starts a Slurm of four nodes on this machine (Debian); about an hour
+    python benchmarks/random_kills.py          # as root: starts a Slurm of seven nodes on this machine (Debian); about an hour
 
 A tiny run, with `training.same_bits`, on three nodes of a real cluster and a spare one; each start of ranks lives for a
-random, exponential time and then loses what the table of kinds says. Nodes that died return some seconds later, so the
-number of ranks goes up and down. Each series of kills is one run, from `submit` to its end. All of them must end with
-the global batches and the weights, bit by bit, of a run that nothing disturbed; the classes of goodput must add up to
-the time since `submit`; the checkpoints must be undamaged.
+random, exponential time and then loses what the table of kinds says. Nodes that died return
+later, and a requeued job has all its nodes again, so the number of ranks goes up and down. Each series of kills is one
+run, from `submit` to its end. All of them must end with the global batches and the weights, bit by bit, of a run that
+nothing disturbed; the classes of goodput must add up to the time since `submit`; the checkpoints must be undamaged.
 
 The simulation of `dist-transformer simulate` uses the means of the same run: of a step, of a save and its write, from
 the start of an attempt to its first step, from a kill to the next attempt. *These kills*: it also uses the times of the
@@ -44,6 +44,8 @@ from dist_transformer.run.attempts import newest_checkpoint
 from dist_transformer.run.goodput import CLASSES, goodput_of
 
 ENDLESS = 1e9
+NUM_NODES = 7
+"""Four for the job, and others: a node that died returns once the job has started without it."""
 NUM_SERIES = 2000
 KINDS = {
     "rank": 24,
@@ -61,12 +63,11 @@ SETTINGS = (
     "slurm.spare_nodes=1",
     "slurm.max_restarts_without_progress=1000",
     "data.lanes=6",
+    "data.max_tokens=256",
     "data.loader_workers=1",
     "training.same_bits=true",
     "schedule.warmup_steps=100",
 )
-NODE_AWAY_SECONDS = 12.0
-"""Longer than SlurmdTimeout of the cluster."""
 
 
 @dataclass
@@ -236,23 +237,21 @@ def disturbed(series: Series, mean_seconds: float, drawn: random.Random) -> None
     while not series.is_over():
         due = run.attempts()[-1]["time"] + drawn.expovariate(1 / mean_seconds)
         [kind] = drawn.choices([*KINDS], [*KINDS.values()])
-        attempts, step = len(run.attempts()), run.steps()
+        attempts = len(run.attempts())
         series.wait(lambda due=due, attempts=attempts: time.time() >= due or len(run.attempts()) > attempts)
         if series.is_over() or len(run.attempts()) > attempts:
             continue
-        at = time.time()
+        at, step = time.time(), run.steps()
         if not disturb(series, kind, drawn):
             time.sleep(0.2)
             continue
         series.killed_at = time.time() if kind == "rank during a save" else at
         series.kills[kind] += 1
         print(f"{run.run_dir.name}: {kind} at step {step}", flush=True)
-        if kind.startswith("node"):
-            time.sleep(NODE_AWAY_SECONDS)
-            for name in ("n1", "n2", "n3", "n4"):
-                run.cluster.node("start", name)
         # Where nothing ends, the attempt goes on: it has made more steps than one that ends can still make.
         series.wait(lambda attempts=attempts, step=step: len(run.attempts()) > attempts or run.steps() >= step + 40)
+        for number in range(NUM_NODES if kind.startswith("node") else 0):
+            run.cluster.node("start", f"n{number + 1}")
         if len(run.attempts()) == attempts:
             series.killed_at = None
 
@@ -327,7 +326,8 @@ def checked(series: Series, undisturbed: Run) -> list[str]:
     assert goodput is not None
     rows = digests(run)
     verified = subprocess.run([sys.executable, "-m", "dist_transformer", "verify", str(run.run_dir.path)], check=False)
-    ranks = Counter(record["ranks"] for record in run.attempts())
+    starts = [record for record in run.records(run.run_dir.history) if record["event"] == "start"]
+    ranks = Counter(record["num_ranks"] for record in starts)
     return [
         run.run_dir.name,
         str(series.kills.total()),
@@ -343,7 +343,7 @@ def checked(series: Series, undisturbed: Run) -> list[str]:
 
 def print_tables(all_series: list[Series], undisturbed: Run, arguments: argparse.Namespace) -> list[common.Figures]:
     promised = [checked(series, undisturbed) for series in all_series]
-    header = ["series", "kills", "attempts", "attempts by ranks", "batches", "weights", "checkpoints"]
+    header = ["series", "kills", "attempts", "starts by ranks", "batches", "weights", "checkpoints"]
     print(f"\n{common.markdown_table([*header, 'goodput of wall time', *CLASSES], promised)}")
     rows = [[kind, *(str(each.kills[kind]) for each in all_series)] for kind in KINDS]
     print(f"\n{common.markdown_table(['killed', *(each.run.run_dir.name for each in all_series)], rows)}")
@@ -367,13 +367,13 @@ def print_tables(all_series: list[Series], undisturbed: Run, arguments: argparse
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=100, help="in all series together")
-    parser.add_argument("--mean-seconds", type=float, default=20, help="of an attempt's life")
-    parser.add_argument("--steps", type=int, default=800, help="of a run")
-    parser.add_argument("--every-steps", type=int, default=20)
+    parser.add_argument("--mean-seconds", type=float, default=16, help="of an attempt's life")
+    parser.add_argument("--steps", type=int, default=600, help="of a run")
+    parser.add_argument("--every-steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=1)
     arguments = common.arguments_of(parser, rounds=1)
     found = common.begin(threads=1)
-    cluster, folder = Cluster(), Path(tempfile.mkdtemp(prefix="random-kills-"))
+    cluster, folder = Cluster(NUM_NODES), Path(tempfile.mkdtemp(prefix="random-kills-"))
     os.environ["OMP_NUM_THREADS"] = "1"
     settings = [*SETTINGS, f"training.max_steps={arguments.steps}", f"checkpoints.every_steps={arguments.every_steps}"]
     drawn, all_series = random.Random(arguments.seed), list[Series]()

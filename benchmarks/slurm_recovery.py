@@ -44,9 +44,9 @@ SETTINGS = {"SlurmdTimeout": "300 s", "KillWait": "30 s", "AuthInfo": "cred_expi
 class Cluster:
     """The tests' cluster in a folder of its own."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_nodes: int = 4) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-bench-"))
-        started = {**os.environ, "SLURM_TEST_NODES": "4"}
+        started = {**os.environ, "SLURM_TEST_NODES": str(num_nodes)}
         subprocess.run([TESTS / "cluster_up.sh", self.folder], env=started, check=True)
         path = f"{os.environ['PATH']}:/usr/sbin:/sbin"
         self.environment = {**os.environ, "SLURM_CONF": f"{self.folder}/slurm.conf", "PATH": path}

@@ -196,7 +196,13 @@ def test_attempts_divergences_and_excluded_nodes_stand_in_the_history(run_dir):
 def test_silent_errors_stand_in_the_history(run_dir):
     fault = {"event": "fault", "step": 120, "time": time_of(130), "rank": 1, "node": "n7", "reason": "other <weights>"}
     append(run_dir.history, [fault])
-    assert page_of(run_dir).table_with("step", "found")[1] == ["120", moment(time_of(130)), "1", "n7", "other <weights>"]
+    assert page_of(run_dir).table_with("step", "found")[1] == [
+        "120",
+        moment(time_of(130)),
+        "1",
+        "n7",
+        "other <weights>",
+    ]
 
 
 def test_fixed_sentences_are_shown_step_by_step(plain):
