@@ -10,7 +10,7 @@ import typer
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.model_size import with_precision
 from dist_transformer.config.schema import Config
-from dist_transformer.errors import UserError
+from dist_transformer.errors import ConfigError, UserError
 from dist_transformer.run.folder import RunDir
 
 ConfigArgument = Annotated[Path, typer.Argument(help="A YAML file.", show_default=False)]
@@ -48,6 +48,14 @@ def read_run(run: Path, overrides: list[str] | None = None, *, check_files: bool
     if config.training.precision == "auto" and run_dir.config.is_file():  # a run resumes in its original precision
         config = with_precision(config, load_config(run_dir.config, check_files=False).training.precision)
     return config, run_dir
+
+
+def check_ranks(config: Config, num_ranks: int) -> None:
+    """Raises ConfigError if there are more ranks than lanes."""
+    if num_ranks > config.data.lanes:
+        raise ConfigError(
+            [f"{num_ranks} ranks, but data.lanes is {config.data.lanes}: each rank needs a lane; use fewer ranks"]
+        )
 
 
 def write_utf8() -> None:

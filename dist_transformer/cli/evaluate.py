@@ -82,37 +82,76 @@ def evaluate_command(
         print(f"{hypothesis.name}: {len(translations)} lines, {len(pairs.references)} references each")
         _print_scores(_measured(translations, pairs, language_pair.rpartition("-")[2], tokenised, scorer))
         return
+    files = None if source is None else (source, references or [])
+    found = scored(run, split, files, tokenised, scorer, beam_size=beam, length_penalty=length_penalty)
+    scores = found.scores
+    print(
+        f"{found.name}: {scores['pairs']} pairs, beam {scores['beam_size']}, length penalty {scores['length_penalty']}"
+    )
+    _print_scores(scores)
+    if found.run is not None:
+        config, run_dir = found.run
+        print(f"written to {run_dir.evaluation}")
+        if config.tracking.enabled:
+            _report_to_mlflow(config, run_dir, found)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Scores of a translated corpus. `measured`: of the translation alone; `scores`: with the corpus and the search.
+
+    `run`: None if a model folder was scored.
+    """
+
+    name: str
+    step: int
+    measured: dict[str, Any]
+    scores: dict[str, Any]
+    run: tuple[Config, RunDir] | None
+
+
+def scored(
+    folder: Path,
+    split: str,
+    files: tuple[Path, list[Path]] | None,
+    tokenised: Tokenised | None = None,
+    scorer: "CometScorer | None" = None,
+    **settings: Any,
+) -> Scored:
+    """Translates a corpus of a run, or files, and scores the translation; a run folder keeps both in evaluation/.
+
+    Args:
+        files: source and references; a model folder needs them.
+        settings: of the search, in place of the run's.
+
+    Raises:
+        UserError: there is no model, or nothing to score.
+    """
     from dist_transformer.data.sources.corpus import read_pairs
     from dist_transformer.decoding.loaded_model import LoadedTranslator, model_folder_of
     from dist_transformer.files import write_json, write_text
 
-    folder = model_folder_of(run)
-    is_run = (run / "config.yaml").is_file()
-    config, run_dir = read_run(run, None, check_files=False) if is_run else (None, None)
-    if source is not None and references:
-        pairs = _read_files(source, references)
-        name = f"{source.name[:NAME_CHARACTERS]}-{_digest([str(pairs.digests())])[:8]}"
-    elif config is not None:
-        sources, lines = read_pairs(_corpus_of(config.data, split, run), config.data)
+    model = model_folder_of(folder)
+    run = read_run(folder, None, check_files=False) if (folder / "config.yaml").is_file() else None
+    if files is not None:
+        pairs = _read_files(*files)
+        name = f"{files[0].name[:NAME_CHARACTERS]}-{_digest([str(pairs.digests())])[:8]}"
+    elif run is not None:
+        sources, lines = read_pairs(_corpus_of(run[0].data, split, folder), run[0].data)
         name, pairs = split, Pairs(sources, [lines])
     else:
-        raise UserError(f"{run} is not a run folder: nothing to score; give --source and --reference")
-    if run_dir is not None:
-        _check_writable(run_dir, run)
-    settings = search_settings(run, beam_size=beam, length_penalty=length_penalty, n_best=1)
-    translator = LoadedTranslator(folder, settings)
+        raise UserError(f"{folder} is not a run folder: nothing to score; give --source and --reference")
+    if run is not None:
+        _check_writable(run[1], folder)
+    search = search_settings(folder, n_best=1, **settings)
+    translator = LoadedTranslator(model, search)
     translations = list(translator.translate(pairs.sources))
     measured = _measured(translations, pairs, translator.information.target_language, tokenised, scorer)
-    scores = {**measured, "pairs": len(translations), **pairs.digests(), **settings.model_dump()}
-    print(f"{name}: {len(translations)} pairs, beam {settings.beam_size}, length penalty {settings.length_penalty}")
-    _print_scores(scores)
-    if run_dir is not None:
-        write_json(run_dir.evaluation / f"{name}.json", scores)
-        write_text(run_dir.evaluation / f"{name}.translations", "\n".join(translations) + "\n")
-        print(f"written to {run_dir.evaluation}")
-        if config is not None and config.tracking.enabled:
-            numbers = {key: value for key, value in measured.items() if isinstance(value, float)}
-            _report_to_mlflow(config, run_dir, {"name": name, "step": translator.information.step, "metrics": numbers})
+    scores = {**measured, "pairs": len(translations), **pairs.digests(), **search.model_dump()}
+    if run is not None:
+        write_json(run[1].evaluation / f"{name}.json", scores)
+        write_text(run[1].evaluation / f"{name}.translations", "\n".join(translations) + "\n")
+    return Scored(name, translator.information.step, measured, scores, run)
 
 
 def _refuse_what_does_not_fit(
@@ -210,17 +249,18 @@ def _print_scores(scores: dict[str, Any]) -> None:
         print(f"COMET {scores['comet']:.4f}  {scores['comet_model']}")
 
 
-def _report_to_mlflow(config: Config, run_dir: RunDir, scores: dict[str, Any]) -> None:
+def _report_to_mlflow(config: Config, run_dir: RunDir, found: Scored) -> None:
     """Sends the scores as `evaluation/<name>/bleu` ... of the run, if MLflow tracks it and nobody trains it now."""
     from dist_transformer.run.lock import while_nobody_trains
     from dist_transformer.tracking.final_status import settle, status_said
     from dist_transformer.tracking.outbox import add_event
 
+    numbers = {key: value for key, value in found.measured.items() if isinstance(value, float)}
     status = status_said(run_dir)
     with while_nobody_trains(run_dir) as is_free:
         if status is None or not is_free:
             return
-        add_event(run_dir.tracking_events, "evaluation", scores)
+        add_event(run_dir.tracking_events, "evaluation", {"name": found.name, "step": found.step, "metrics": numbers})
         problem = settle(run_dir, status, config.tracking, Path(config.run.root), TELL_SECONDS)
     if problem is not None:
         print(f"not reported to MLflow: {problem}", file=sys.stderr)

@@ -69,6 +69,23 @@ def submit_run(
         ConfigError: all problems of the run together.
         SlurmError: sbatch failed.
     """
+    submission, slurm = checked_submission(run, overrides, stages, after, dry_run=dry_run)
+    size = _size_in_words(slurm) if "train" in stages else ""
+    if dry_run:
+        print(f"# {size}\n\n" if size else "", end="")
+        show_plan(submission.commands, submission.files)
+    else:
+        _report(submission, submit(submission), size)
+
+
+def checked_submission(
+    run: Path, overrides: list[str], stages: Sequence[Stage], after: Sequence[str], *, dry_run: bool = False
+) -> tuple[Submission, SlurmConfig]:
+    """Returns the plan of a submission that passed all checks, with its settings; nothing is written.
+
+    Raises:
+        ConfigError: all problems of the run together.
+    """
     config, run_dir = read_run(run, overrides)
     config = fill_from_profile(config)
     if config.tracking.enabled and not any(
@@ -80,12 +97,7 @@ def submit_run(
         config, text, run_dir, num_parameters_of(config), stages=stages, after=after,
         problems=[*memory_problems(config), *first_pairs_problems(config)], dry_run=dry_run,
     )  # fmt: skip
-    size = _size_in_words(config.slurm) if "train" in stages else ""
-    if dry_run:
-        print(f"# {size}\n\n" if size else "", end="")
-        show_plan(submission.commands, submission.files)
-    else:
-        _report(submission, submit(submission), size)
+    return submission, config.slurm
 
 
 def read_stages(text: str) -> tuple[Stage, ...]:

@@ -9,9 +9,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
+from dist_transformer.cli.arguments import Overrides, RunArgument, check_ranks, read_run
 from dist_transformer.config.schema import Config
-from dist_transformer.errors import ConfigError, UserError
+from dist_transformer.errors import UserError
 from dist_transformer.processes import stacks
 from dist_transformer.processes.children import forwarding_signals
 from dist_transformer.processes.launching import num_ranks_given
@@ -71,10 +71,7 @@ def train_command(
 
 def _read(run: Path, overrides: list[str] | None, num_ranks: int) -> tuple[Config, RunDir]:
     config, run_dir = read_run(run, overrides, check_files=os.environ.get("RANK", "0") == "0")
-    if num_ranks > config.data.lanes:
-        raise ConfigError(
-            [f"{num_ranks} ranks, but data.lanes is {config.data.lanes}: each rank needs a lane; use fewer ranks"]
-        )
+    check_ranks(config, num_ranks)
     if config.tracking.enabled:
         address_of(config.tracking)  # raises if the variable holds no address
     return config, run_dir

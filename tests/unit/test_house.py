@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "dist_transformer"
 ORDER = [
     *("errors", "format", "package_data", "share_folder", "files"),
     *("config", "run", "processes", "distributed", "model", "data", "planning", "cluster", "preflight", "tracking"),
-    *("interop", "decoding", "reporting", "training", "cli", "__main__"),
+    *("interop", "decoding", "reporting", "training", "cli", "api", "__main__"),
 ]
 """Files and folders of the package from the lowest to the highest; docs/architecture.md says what each is for."""
 WITHOUT_TORCH = {*ORDER[: ORDER.index("distributed")], "planning", "cluster", "tracking"}
@@ -87,9 +87,11 @@ OURS = {
 
 def test_a_file_imports_from_its_own_folder_or_from_one_above_it():
     assert {folder_of(name) for name in PATHS} - {""} == set(ORDER)
+    assert OURS[""] == {"api"}  # whose names the package has
     upward = [
         f"{name} imports {other}"
         for name, others in OURS.items()
+        if name
         for other in others
         if ORDER.index(folder_of(other)) > ORDER.index(folder_of(name))
     ]
@@ -103,10 +105,11 @@ def test_there_is_no_circle():
         pytest.fail(" <- ".join(error.args[1]))
 
 
-def test_only_the_command_line_imports_slurms_folder():
+def test_only_the_command_line_and_its_python_form_import_slurms_folder():
     assert {folder_of(name) for name, others in OURS.items() if "cluster" in map(folder_of, others)} <= {
         "cluster",
         "cli",
+        "api",
     }
 
 

@@ -1,0 +1,60 @@
+"""The package as a library: an outside program, its types, its page, what an import costs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from api_page import PAGE, PROGRAM, page
+from running import Command
+
+import dist_transformer
+from dist_transformer.errors import MachineError
+
+
+def test_the_page_has_what_the_docstrings_say() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(), "python tests/api/api_page.py --write"
+
+
+@pytest.mark.slow
+def test_an_outside_program_has_right_types(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_bytes(PROGRAM.read_bytes())
+    (tmp_path / "wrong.py").write_text("import dist_transformer\n\ndist_transformer.train(1)\n")
+    options = ["--strict", "--python-executable", sys.executable, "--cache-dir", str(tmp_path / "cache")]
+    command = [sys.executable, "-m", "mypy", "--config-file=", *options, "program.py", "wrong.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert [line for line in done.stdout.splitlines() if "error:" in line and line.startswith("program.py")] == []
+    assert 'wrong.py:3: error: Argument 1 to "train"' in done.stdout
+
+
+@pytest.mark.slow
+def test_an_outside_program_trains_resumes_translates_and_reads(command: Command) -> None:
+    (command.folder / "my.yaml").write_bytes((command.folder / "small.yaml").read_bytes())
+    done = subprocess.run(
+        [sys.executable, PROGRAM], cwd=command.folder, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    records = [line for line in lines if line.split(" ")[0].isdecimal() and len(line.split(" ")) == 2]
+    assert [int(line.split(" ")[0]) for line in records[:6]] == [1, 2, 3, 4, 5, 6]
+    assert any(line.startswith("finished 4 ") for line in lines)
+    assert any("BLEU" in line or "nrefs:1" in line for line in lines)
+    assert "99 ranks, but data.lanes is 4" in done.stdout
+
+
+def test_names_are_imported_when_they_are_asked_for() -> None:
+    code = "import dist_transformer, sys; assert not {'torch', 'yaml', 'pydantic'} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        dist_transformer.trian  # noqa: B018
+    assert len(dist_transformer.__all__) <= 12
+
+
+def test_a_rank_that_fails_and_a_folder_without_a_run_are_exceptions(
+    small_corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(dist_transformer.UserError, match="expected a run folder"):
+        dist_transformer.Run(tmp_path)
+    monkeypatch.setattr("dist_transformer.processes.launching.start_local_ranks", lambda *_, **__: 70)
+    with pytest.raises(MachineError, match="training ended with exit code 70"):
+        dist_transformer.train(small_corpus / "small.yaml")
