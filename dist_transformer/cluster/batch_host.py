@@ -6,14 +6,17 @@ With --no-kill Slurm takes a dead node from the job and lets the others run on u
 was on it. Slurm alone says that it is dead: what this node sees may be its own network.
 """
 
+import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from dist_transformer.cluster import slurm
 from dist_transformer.cluster.requeue import note_lost_host
 from dist_transformer.cluster.slurm import SlurmError
+from dist_transformer.run.excluded_nodes import exclude
 from dist_transformer.run.folder import RunDir
 
 POLL_SECONDS = 10.0
@@ -30,10 +33,27 @@ def watch(job: str, attempt: int, run_dir: RunDir) -> None:
             host = record["BatchHost"]
             if host not in slurm.host_names(record["NodeList"]):
                 note_lost_host(run_dir, job, attempt, host)
+                _keep_away(run_dir, record, host)
                 slurm.requeue_job(job)
                 return
         except (SlurmError, KeyError):  # no answer: asked again
             continue
+
+
+def _keep_away(run_dir: RunDir, record: dict[str, str], host: str) -> None:
+    """Excludes the lost node from later requeues of the run if there are enough others.
+
+    Back from a power failure it may still have the folder of the job's batch script, and Slurm would hold a job that it
+    starts there again, until a person releases it.
+
+    Raises:
+        SlurmError: the controller does not answer.
+    """
+    left = slurm.host_names(record["NodeList"])
+    similar = {*slurm.similar_nodes(os.environ.get("SLURM_JOB_PARTITION", ""), left[0])} - {host}
+    reason = "it went down with the batch script, and may hold the job when it is back"
+    with suppress(OSError):
+        exclude(run_dir, {host: reason}, len(left) + 1, len(similar) - len(left))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ action=$2 node=$3
 . "$here/cluster_processes.sh"
 export SLURM_CONF="$D/slurm.conf" PATH="${ROOT:+$ROOT/bin:}$PATH"
 file=$D/nodes/$node
+cd "$D" # where a daemon that crashes leaves its memory
 
 run_node() { # the first process of the node; in netns mode its death ends every process of the node
   if [ "$MODE" = netns ]; then
@@ -36,7 +37,7 @@ own_network() { [ "$(readlink "/proc/$1/ns/net")" != "$(readlink /proc/self/ns/n
 start_in_namespaces() {
   ip link del "$TAG-$node" 2>/dev/null || :
   setsid unshare --net --uts --pid --mount --ipc --fork --kill-child --mount-proc \
-    "$0" "$D" run "$node" </dev/null >> "$D/log/node-$node.out" 2>&1 &
+    "$here/cluster_node.sh" "$D" run "$node" </dev/null >> "$D/log/node-$node.out" 2>&1 &
   local pid=$!
   wait_for 5 own_network "$pid"
   remember "$pid" "$file"
@@ -71,10 +72,10 @@ esac
 case $action in
   run) run_node ;;
   start) if is_alive "$file"; then :; elif [ "$MODE" = netns ]; then start_in_namespaces
-         else start_daemon "node-$node" perl "$here/subreaper.pl" "$0" "$D" run "$node"; mv "$D/pid/node-$node" "$file"; fi ;;
+         else start_daemon "node-$node" perl "$here/subreaper.pl" "$here/cluster_node.sh" "$D" run "$node"; mv "$D/pid/node-$node" "$file"; fi ;;
   kill) kill_node ;;
   cut) ip link set "$TAG-$node" down ;;
   heal) ip link set "$TAG-$node" up; tc qdisc del dev "$TAG-$node" root 2>/dev/null || : ;;
   slow) tc qdisc replace dev "$TAG-$node" root tbf rate 200mbit burst 64kb latency 400ms ;;
-  *) sed -n 2,5p "$0"; exit 2 ;;
+  *) sed -n 2,5p "$here/cluster_node.sh"; exit 2 ;;
 esac

@@ -119,12 +119,17 @@ def test_a_job_whose_node_dies_keeps_the_other_and_a_spare_one_and_goes_on_at_on
 def test_a_job_whose_batch_script_dies_with_its_node_goes_on_with_another(
     cluster: SlurmCluster, root: Path, undisturbed: SubmittedRun
 ) -> None:
-    """n1 has rank 0, too."""
+    """n1 has rank 0, too. It comes back with the job's old folder: Slurm would hold a job that gets it again."""
     run = submit(cluster, root, "dead_n1")
     run.wait_for_step(50)
     cluster.node("kill", "n1")
     run.wait_for_attempt(1)
     assert run.attempts("ended")[0]["how"] == "lost"
+    assert cluster.run("scontrol", "show", "hostnames", run.attempts("began")[-1]["nodes"]).split() == ["n2", "n3"]
+    cluster.node("start", "n1")
+    wait_until(lambda: read_json(run.run_dir.state)["starts"] == 2, 120, run.log)
+    cluster.run("scancel", "--signal=USR1", run.job_id)
+    run.wait_for_attempt(2)
     assert cluster.run("scontrol", "show", "hostnames", run.attempts("began")[-1]["nodes"]).split() == ["n2", "n3"]
     run.wait_for_end()
     run.must_equal(undisturbed)
