@@ -95,6 +95,8 @@ class Series:
     kills: Counter[str] = field(default_factory=Counter)
     killed_at: float | None = None
     start: int = 0
+    released: int = 0
+    asked_at: float = 0.0
 
     def look(self) -> None:
         """Notes the attempt before the newest one, whose ranks have not yet cut the records of its lost steps."""
@@ -126,11 +128,23 @@ class Series:
     def is_over(self) -> bool:
         return bool(self.run.run_dir.state.exists() and read_json(self.run.run_dir.state)["state"] == "finished")
 
+    def release(self) -> None:
+        """Does what a person does with a job that Slurm holds as a node has the folder of an earlier batch script."""
+        if time.monotonic() < self.asked_at + 5.0:
+            return
+        self.asked_at = time.monotonic()
+        with contextlib.suppress(subprocess.CalledProcessError):  # the controller is away
+            queue = self.run.cluster.run("squeue", "--noheader", f"--jobs={self.run.job_id}", "--format=%r")
+            if "launch failed" in queue:
+                self.run.cluster.run("scontrol", "release", self.run.job_id)
+                self.released += 1
+
     def wait(self, condition: Callable[[], bool], seconds: float = 300) -> None:
         """Waits for the condition, or for the end of the run."""
 
         def holds() -> bool:
             self.look()
+            self.release()
             return self.is_over() or condition()
 
         until(holds, seconds)
@@ -337,6 +351,7 @@ def checked(series: Series, undisturbed: Run) -> list[str]:
         "equal" if rows == digests(undisturbed) else "DIFFER",
         "equal" if weights_digest(run) == weights_digest(undisturbed) else "DIFFER",
         "undamaged" if verified.returncode == 0 else "DAMAGED",
+        str(series.released),
         f"{goodput.total / wall:.1%}",
         *(f"{goodput.shares()[name]:.1%}" for name in CLASSES),
     ]
@@ -344,7 +359,7 @@ def checked(series: Series, undisturbed: Run) -> list[str]:
 
 def print_tables(all_series: list[Series], undisturbed: Run, arguments: argparse.Namespace) -> list[common.Figures]:
     promised = [checked(series, undisturbed) for series in all_series]
-    header = ["series", "kills", "attempts", "starts by ranks", "batches", "weights", "checkpoints"]
+    header = ["series", "kills", "attempts", "starts by ranks", "batches", "weights", "checkpoints", "released by hand"]
     print(f"\n{common.markdown_table([*header, 'goodput of wall time', *CLASSES], promised)}")
     rows = [[kind, *(str(each.kills[kind]) for each in all_series)] for kind in KINDS]
     print(f"\n{common.markdown_table(['killed', *(each.run.run_dir.name for each in all_series)], rows)}")
