@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# The Slurm tests mostly wait, and are one of the groups that tests/conftest.py makes.
+# The Slurm tests mostly wait, and are two of the groups that tests/conftest.py makes.
 # What takes long is begun first (tests/conftest.py): pytest-xdist would begin with the files of many tests.
 IN_PARALLEL := --numprocesses 4 --dist loadgroup --no-loadscope-reorder
 # So many times the examples of `make test`.

@@ -23,10 +23,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A file's tests run in one process, those of Slurm too, as they share a cluster. What takes long is begun first."""
+    """A file's tests run in one process, those of Slurm in two, with a cluster each. What takes long is begun first."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     for item in items:
-        group = "slurm" if item.get_closest_marker("slurm") else item.nodeid.split("::")[0]
+        name = item.nodeid.split("::")[0]
+        of_slurm = "slurm: nodes that die" if "survival" in name or "newer" in name else "slurm"
+        group = of_slurm if item.get_closest_marker("slurm") else name
         item.add_marker(pytest.mark.xdist_group(group))
     items.sort(key=lambda item: (item.get_closest_marker("slurm") is None, item.path not in slow))
 
