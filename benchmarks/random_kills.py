@@ -391,6 +391,7 @@ def main() -> None:
     found = common.begin(threads=1)
     cluster, folder = Cluster(NUM_NODES), Path(tempfile.mkdtemp(prefix="random-kills-"))
     os.environ["OMP_NUM_THREADS"] = "1"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the cluster is taken down
     settings = [*SETTINGS, f"training.max_steps={arguments.steps}", f"checkpoints.every_steps={arguments.every_steps}"]
     drawn, all_series = random.Random(arguments.seed), list[Series]()
     try:

@@ -105,12 +105,23 @@ def test_a_sweep_is_one_array_of_runs_and_shows_them_sorted(slurm_cluster: Slurm
     assert len(list((tmp_path / "prepared").iterdir()) if (tmp_path / "prepared").is_dir() else [0]) == 1
 
 
-def test_jobs_after_each_other_prepare_train_average_and_evaluate(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+FROM_PYTHON = """
+import sys
+from dist_transformer import load_config, submit
+config = load_config(sys.argv[1], *sys.argv[2:])
+print(submit(config, ["prepare", "train", "average", "evaluate"]).job_id)
+"""
+
+
+def test_jobs_after_each_other_that_python_submits_prepare_train_average_and_evaluate(
+    slurm_cluster: SlurmCluster, tmp_path: Path
+) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(CONFIG.replace("data:\n", "data:\n  validation: {demo: validation}\n  test: {demo: test}\n"))
     place = (f"run.root={tmp_path}", "run.name=whole", *SHORT, "slurm.nodes=1", "checkpoints.every_steps=3")
-    say(slurm_cluster, "submit", str(config), *place, "--stages", "prepare,train,average,evaluate")
+    job_id = slurm_cluster.run(sys.executable, "-c", FROM_PYTHON, str(config), *place).strip()
     run = SubmittedRun(slurm_cluster, RunDir(tmp_path / "whole"))
+    assert run.job_id == job_id
     ids = [*read_json(run.run_dir.job)["stages"].values(), run.job_id]
 
     def logs() -> str:
