@@ -1,4 +1,29 @@
-"""Durations as text."""
+"""Durations as text, and progress as a bar."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+Show = Callable[[str, float, float | None], None]
+"""Takes the name of a stage, how much of it is done, and how much there is; None: not known, or as before."""
+
+
+@contextmanager
+def progress_bar() -> Iterator[Show]:
+    """Yields a function that shows progress, with the time left, on stderr if it is a terminal; else it does nothing."""
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+    tasks: dict[str, TaskID] = {}
+    hidden, is_shown = not sys.stderr.isatty(), sys.stdout.isatty()  # what is printed to a file must stay in the file
+    with Progress(console=Console(stderr=True), disable=hidden, transient=True, redirect_stdout=is_shown) as bar:
+
+        def show(stage: str, done: float, total: float | None) -> None:
+            if stage not in tasks:
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield show
 
 
 def duration(seconds: float | None) -> str:

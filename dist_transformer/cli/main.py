@@ -20,6 +20,7 @@ other processes of a busy machine cannot run; this is as fast on a quiet machine
 
 VERBS = {
     "Train": {
+        "init": "init.init_command",
         "train": "train.train_command",
         "plan": "plan.plan_command",
         "simulate": "plan.simulate_command",

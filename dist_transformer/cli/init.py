@@ -1,0 +1,155 @@
+"""init: a commented configuration for one's own text, with validation and test pairs held out of it."""
+
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from dist_transformer.cluster.profiles import load_profile
+from dist_transformer.config.checks import run_name_problems
+from dist_transformer.config.data_schema import CorpusConfig, DataConfig
+from dist_transformer.config.loading import load_config
+from dist_transformer.config.schema import PRESETS
+from dist_transformer.config.yaml12 import dump
+from dist_transformer.errors import UserError
+from dist_transformer.format import progress_bar
+from dist_transformer.run.outputs import check_output, write_output, writing
+
+if TYPE_CHECKING:  # at run time it would import numpy for every command
+    from dist_transformer.data.sources.survey import Pair
+
+MOST_HELD_OUT, HELD_OUT_PART = 2000, 30
+LANGUAGE = re.compile(r"\.([a-z]{2,3}(?:[-_]\w+)?)(?:\.gz|\.zst|\.xz)?$")
+SIDES, SPLITS = ("source", "target"), ("validation", "test")
+TwoFiles = Annotated[tuple[Path, Path] | None, typer.Option(help="Source and target file; default: held out.")]
+
+
+def init_command(
+    source: Annotated[Path, typer.Argument(help="Source text, a sentence a line; or one table.", show_default=False)],
+    target: Annotated[Path | None, typer.Argument(help="Target text, aligned by line.", show_default=False)] = None,
+    out: Annotated[Path | None, typer.Option(help="The YAML file to write; default: NAME.yaml.")] = None,
+    source_language: Annotated[str | None, typer.Option(help="Its code: en.")] = None,
+    target_language: Annotated[str | None, typer.Option(help="Its code: de.")] = None,
+    columns: Annotated[
+        tuple[str, str] | None, typer.Option(help="Of a table: source and target; default: the languages, or 0 1.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run.")] = None,
+    validation: TwoFiles = None,
+    test: TwoFiles = None,
+    held_out: Annotated[
+        int | None, typer.Option(min=1, help="Pairs held out for validation, and for the test.")
+    ] = None,
+    preset: Annotated[
+        Literal["tiny", "small", "base", "big"] | None, typer.Option(help="Size of the model; default: by the pairs.")
+    ] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Length of the run; default: by the text.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="Profile: a name in slurm/clusters/ or a path.")] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Ask nothing.")] = False,
+) -> None:
+    """Look at your text and write a commented configuration for it, with validation and test pairs held out.
+
+    Without a terminal, or with --yes, what no option gives is chosen and said.
+    """
+    chosen: list[str] = []
+    is_asked = not yes and sys.stdin.isatty() and sys.stdout.isatty()
+
+    def ask(question: str, given: Any, proposed: Any, choices: list[str] | None = None) -> Any:
+        from rich.prompt import IntPrompt, Prompt
+
+        if given is not None:
+            return given
+        if is_asked:
+            return (IntPrompt if isinstance(proposed, int) else Prompt).ask(question, default=proposed, choices=choices)
+        chosen.append(f"{question} {proposed}")
+        return proposed
+
+    profile = load_profile(cluster) if cluster else {"ranks_per_node": 1, "gpus_per_node": 1}
+    corpus, guesses = _corpus(source, target, columns)
+    languages = ask("source language", source_language, guesses[0]), ask("target language", target_language, guesses[1])
+    if not all(re.fullmatch(r"[\w-]+", language) for language in languages) or languages[0] == languages[1]:
+        raise UserError(f"{' and '.join(languages)}: expected two codes, as --source-language en --target-language de")
+    name = ask("name of the run", name, out.stem if out else "-".join(languages))
+    if problems := [*run_name_problems(str(name))]:
+        raise UserError(f"{problems[0]} with --name")
+    out = out or Path(f"{name}.yaml")
+    folder = out.parent.absolute() / f"{out.stem}-text"
+    check_output(out, "a configuration", is_file=True)
+    check_output(folder, "text files")
+
+    from dist_transformer.data.sources.survey import survey
+    from dist_transformer.planning import proposal
+    from dist_transformer.reporting.html import render
+
+    data = DataConfig(source_language=languages[0], target_language=languages[1], train=corpus)
+    with progress_bar() as show:
+        found = survey(corpus, data, lambda pairs: show("reading the text", pairs, None))
+    print(f"{found.pairs:,} pairs, {found.characters} characters, {found.repeated:.1%} repeat a source sentence")
+    for language, side in zip(languages, found.sides, strict=True):
+        length = f"{side.median} tokens in the middle, 1 in 100 over {side.percentile_99} (estimated)"
+        print(f"  {language}: {side.script}; {length}")
+    corpora = {split: _files(*two) for split, two in zip(SPLITS, (validation, test), strict=True) if two}
+    splits, most = [split for split in SPLITS if split not in corpora], len(found.sample) // 4
+    each = min(MOST_HELD_OUT, most, found.pairs // HELD_OUT_PART)
+    each = ask("pairs held out for validation, and for the test", held_out, each) if splits else 0
+    if splits and not 1 <= each <= most:
+        raise UserError(
+            f"--held-out: expected 1 to {most}, a quarter of the {len(found.sample)} different pairs that were looked at, got "
+            f"{each}; give more text, or --validation and --test"
+        )
+    pairs = found.pairs - each * len(splits)
+    preset = ask("size of the model", preset, proposal.preset_for(pairs), [*PRESETS])
+    tokens, longest = pairs * sum(side.mean for side in found.sides), max(side.percentile_99 for side in found.sides)
+    sections = proposal.proposed(preset, tokens, longest, found.characters, max_steps)
+    num_ranks = min(sections["data"]["lanes"], profile.get("ranks_per_node", 1))
+    if splits:
+        _write_text(
+            data, {split: found.sample[at * each :][:each] for at, split in enumerate(splits)}, folder, found.pairs
+        )
+        corpora |= {split: CorpusConfig(**{side: f"{split}.{code}" for side, code in zip(SIDES, languages, strict=True)})
+                    for split in ("train", *splits)}  # fmt: skip
+    files = {split: each.model_dump(exclude_defaults=True) for split, each in {"train": corpus, **corpora}.items()}
+    has_slurm = bool(cluster or shutil.which("sbatch"))
+    text = render(
+        "config.yaml", **sections, name=name, out=out, languages=languages, found=found, pairs=pairs,
+        num_held_out=each * len(splits), text=dump({"root": str(folder), **files} if splits else files),
+        recipe=proposal.RECIPES[preset], per_epoch=proposal.steps_per_epoch(preset, tokens), num_ranks=num_ranks,
+        estimate=proposal.estimate(sections, num_ranks, profile.get("gpu_memory_gb")),
+        cluster=cluster, has_slurm=has_slurm, profile=profile,
+    )  # fmt: skip
+    write_output(out, text)
+    load_config(out)
+    if chosen:
+        print(f"not asked, chosen: {', '.join(chosen)}")
+    print(f"{out}: written, with the reason of each setting. Next:\n  dist-transformer train {out}")
+    print(f"  dist-transformer submit {out}\n" if has_slurm else "", end="")
+    print(f"  dist-transformer translate runs/{name} < FILE")
+
+
+def _corpus(source: Path, target: Path | None, columns: tuple[str, str] | None) -> tuple[CorpusConfig, Sequence[str]]:
+    """The corpus, and its languages by the names of its files or columns; without such names "source" and "target"."""
+    if target is None:
+        by_name = columns is not None and not columns[0].isdecimal()
+        return CorpusConfig(path=str(source.absolute()), columns=columns), columns if columns and by_name else SIDES
+    found = [LANGUAGE.search(path.name) for path in (source, target)]
+    return _files(source, target), [match[1] if match else side for match, side in zip(found, SIDES, strict=True)]
+
+
+def _files(source: Path, target: Path) -> CorpusConfig:
+    return CorpusConfig(source=str(source.absolute()), target=str(target.absolute()))
+
+
+def _write_text(data: DataConfig, held_out: "Mapping[str, Sequence[Pair]]", folder: Path, num_pairs: int) -> None:
+    """Writes the held-out pairs and the others into a new folder, which is there complete or not at all."""
+    from dist_transformer.data.sources.survey import write_splits
+
+    assert data.train is not None
+    with writing(folder), progress_bar() as show:
+        part = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
+        write_splits(data.train, data, held_out, part, lambda pairs: show("holding out", pairs, num_pairs))
+        part.chmod(0o755)
+        part.rename(folder)

@@ -1,0 +1,90 @@
+"""Settings proposed for a corpus, which `init` writes with the reasons that its template has. Pure functions.
+
+Recipes are those of runs that were measured (docs/reproduce.md) or of the paper; vocabulary and steps follow the text.
+"""
+
+import math
+from typing import Any
+
+from dist_transformer.config.model_size import with_precision
+from dist_transformer.config.schema import PRESETS, Config
+from dist_transformer.planning.hardware import HARDWARE
+from dist_transformer.planning.plan import plan_row
+from dist_transformer.planning.step_time import FILLED_SHARE
+
+Sections = dict[str, dict[str, Any]]
+KEYS = ("below", "origin", "attention_gain", "dropout", "vocabulary", "lanes", "max_tokens", "max_steps", "epochs",
+        "warmup_steps", "learning_rate", "average_last")  # fmt: skip
+RECIPES: dict[str, dict[str, Any]] = {
+    preset: {"preset": preset, **dict(zip(KEYS, values, strict=True))}
+    for preset, values in {
+        "tiny": (1e5, "configs/multi30k_tiny.yaml", 0.7071, 0.3, 10_000, 2, 4096, 8000, 70, 2000, 0.005, 10),
+        "small": (1e6, "configs/tatoeba.yaml", 1, 0.1, 8000, 2, 8192, 15_000, 70, 2000, 0.001, 5),
+        "base": (2e7, "base of the paper", 1, 0.1, 32_000, 8, 6720, 100_000, 40, 4000, None, 5),
+        "big": (math.inf, "big of the paper, en-fr", 1, 0.1, 32_000, 8, 6720, 300_000, 40, 4000, None, 20),
+    }.items()
+}
+"""Settings by preset, and the number of pairs below which it is proposed; `epochs` limits the steps on less text."""
+TOKENS_A_PIECE = 150
+"""Tokens of both sides for each piece of the vocabulary: 29,000 captions and 6,000 pieces have about as many."""
+MANY_CHARACTERS, USUAL_GPU = 1000, "a100-80g"
+"""Above so many different characters rare ones get no piece, as sentencepiece advises for Chinese and Japanese."""
+
+
+def preset_for(pairs: int) -> str:
+    """The size of model for so many training pairs."""
+    return next(preset for preset in PRESETS if pairs < RECIPES[preset]["below"])
+
+
+def steps_per_epoch(preset: str, tokens: float) -> float:
+    """Steps for so many tokens, both sides counted."""
+    return float(tokens / (RECIPES[preset]["lanes"] * RECIPES[preset]["max_tokens"] * FILLED_SHARE))
+
+
+def proposed(preset: str, tokens: float, long_tokens: int, characters: int, max_steps: int | None = None) -> Sections:
+    """Sections of a configuration, without files.
+
+    Args:
+        tokens: tokens of the text, both sides; `long_tokens`: of a side that 1 in 100 exceeds.
+        characters: number of different characters.
+        max_steps: in place of the proposed number.
+    """
+    recipe = RECIPES[preset]
+    by_epochs = max(200, rounded(recipe["epochs"] * steps_per_epoch(preset, tokens)))
+    steps = max_steps or min(recipe["max_steps"], by_epochs)
+    warmup, every = min(recipe["warmup_steps"], max(1, steps // 4)), max(1, steps // 50)
+    pieces = max(2 * characters + 8, min(recipe["vocabulary"], rounded(max(10, tokens / TOKENS_A_PIECE))))
+    peak, shorter = recipe["learning_rate"], warmup / recipe["warmup_steps"]
+    rate = peak and rounded(peak * shorter**0.25)  # also that of configs/demo.yaml: 0.003 after 200 steps
+    longest = min(256, max(64, 32 * math.ceil(long_tokens / 16)))
+    average = recipe["average_last"]
+    return {
+        "data": {"filters": {"max_tokens": longest}, "lanes": recipe["lanes"], "max_tokens": recipe["max_tokens"]},
+        "tokenizer": {
+            "vocabulary_size": pieces,
+            "character_coverage": 0.9995 if characters > MANY_CHARACTERS else 1.0,
+        },
+        "model": {key: recipe[key] for key in ("preset", "dropout", "attention_gain")},
+        "optimizer": {"learning_rate": rate},
+        "schedule": {"warmup_steps": warmup},
+        "training": {"max_steps": steps, "log_every_steps": min(50, max(1, steps // 20))},
+        "validation": {"every_steps": 2 * every, "max_sentences": 500},
+        "checkpoints": {"every_steps": every, "keep_last": max(10, average), "average_last": average},
+    }
+
+
+def estimate(sections: Sections, num_ranks: int, memory_gb: float | None) -> str:
+    """Memory and time of the run on one node by the formulas of `plan`, on the GPU with this memory or the usual one."""
+    kind = next((name for name, each in HARDWARE.items() if each.memory_gb.value == memory_gb), USUAL_GPU)
+    row = plan_row(with_precision(Config.model_validate(sections), "fp16"), 1, num_ranks, HARDWARE[kind])
+    time = f"at least {row.hours:,.0f} h, " if row.hours and row.hours >= 1 else ""  # starts of kernels are not counted
+    problem = f" It {row.problem}" if row.problem else ""
+    return (
+        f"By `plan`, not measured: {time}{row.memory.peak_bytes / 1e9:.1f} GB a rank on {num_ranks} x {kind}.{problem}"
+    )
+
+
+def rounded(number: float) -> Any:
+    """The number with two significant digits, whole from 10 on."""
+    digits = 1 - math.floor(math.log10(number))
+    return round(number, digits) if digits > 0 else int(round(number, digits))

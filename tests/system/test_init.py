@@ -1,0 +1,131 @@
+"""From text to a configuration that trains: by options, by questions on a terminal, and what is refused."""
+
+import json
+import os
+import pty
+import re
+import select
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from running import NOT_INHERITED, PROGRAM, Command, records, without
+
+QUICK = ("data.max_tokens=512", "data.loader_workers=0", "model.d_model=32", "model.d_ff=64", "tracking.enabled=false",
+         "model.num_encoder_layers=1", "model.num_decoder_layers=1", "validation.translate=false")  # fmt: skip
+ALONE = {"PATH": "/usr/bin-without-slurm"}
+
+
+def values(path: Path) -> dict:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.slow
+def test_two_files_become_a_configuration_that_is_sound_and_trains(command: Command) -> None:
+    out = command("init", "train.en", "train.de", "--name", "mine", "--max-steps", "4", **ALONE)
+    for text in (
+        "600 pairs",
+        "en: Latin",
+        "de: Latin",
+        "source language en",
+        "size of the model tiny",
+        "train mine.yaml",
+    ):
+        assert text in out
+    text = (command.folder / "mine.yaml").read_text()
+    settings = [line for line in text.splitlines() if ": " in line and line.strip()[0] != "#"]
+    assert sum("# " in line for line in settings) >= 14  # a reason beside each
+    assert "slurm:" not in text
+    sizes = {path.name: len(path.read_text().splitlines()) for path in (command.folder / "mine-text").iterdir()}
+    assert sizes["validation.en"] == sizes["validation.de"] == sizes["test.en"] == sizes["test.de"] == 20
+    assert sizes["train.en"] == sizes["train.de"] <= 560
+    assert "no problem found" in command("config", "check", "mine.yaml")
+    command("train", "mine.yaml", *QUICK)
+    run = command.folder / "runs" / "mine"
+    assert [record["step"] for record in records(run)] == [1, 2, 3, 4]
+    assert records(run, "validation")
+    again = command("init", "train.en", "train.de", "--name", "mine", code=2)
+    assert "mine.yaml: is there already" in again
+    assert (command.folder / "mine.yaml").read_text() == text
+
+
+def test_a_terminal_is_asked_and_enter_takes_what_is_proposed(command: Command) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*PROGRAM, "init", "train.en", "train.de"],
+        cwd=command.folder, stdin=theirs, stdout=theirs, stderr=theirs, env={**without(NOT_INHERITED), "TERM": "xterm"},
+    )  # fmt: skip
+    os.close(theirs)
+    answers = {"source language (en)": "", "target language (de)": "fr", "name of the run (en-fr)": "asked",
+               "for the test (20)": "30", "[tiny/small/base/big] (tiny)": "small"}  # fmt: skip
+    shown = ""
+    try:
+        while select.select([ours], [], [], 120)[0] and (part := os.read(ours, 65536)):
+            shown += re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", part.decode(errors="replace"))
+            if answers and (question := next(iter(answers))) in shown:
+                os.write(ours, answers.pop(question).encode() + b"\n")
+    except OSError:  # how a terminal says that nobody writes to it any more
+        pass
+    os.close(ours)
+    assert process.wait(60) == 0, shown
+    assert answers == {}
+    assert "not asked" not in shown
+    written = values(command.folder / "asked.yaml")
+    assert written["data"]["target_language"] == "fr"
+    assert written["model"]["preset"] == "small"
+    assert len((command.folder / "asked-text" / "test.fr").read_text().splitlines()) == 30
+
+
+def test_a_table_and_given_files_need_no_copy(command: Command) -> None:
+    pairs = zip(*((command.folder / f"train.{code}").read_text().splitlines() for code in ("en", "de")), strict=True)
+    (command.folder / "t.jsonl").write_text("".join(json.dumps({"x": en, "y": de}) + "\n" for en, de in pairs))
+    command("init", "t.jsonl", "--columns", "x", "y", "--source-language", "en", "--target-language", "de", "--validation",
+            "valid.en", "valid.de", "--test", "valid.en", "valid.de", "--out", "table.yaml")  # fmt: skip
+    data = values(command.folder / "table.yaml")["data"]
+    assert data["train"] == {"path": str(command.folder / "t.jsonl"), "columns": ["x", "y"]}
+    assert data["test"]["source"] == str(command.folder / "valid.en")
+    assert not (command.folder / "table-text").exists()
+    assert "no problem found" in command("config", "check", "table.yaml")
+
+
+def test_a_profile_or_sbatch_gives_a_slurm_section_with_no_more_ranks_than_lanes(
+    command: Command, tmp_path: Path
+) -> None:
+    command("init", "train.en", "train.de", "--out", "profile.yaml", "--cluster", "infiniband")
+    slurm = values(command.folder / "profile.yaml")["slurm"]
+    assert slurm == {"cluster": "infiniband", "ranks_per_node": 2, "gpus_per_node": 2}
+    assert "no problem found" in command("config", "check", "profile.yaml")
+    (tmp_path / "sbatch").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").chmod(0o755)
+    out = command("init", "train.en", "train.de", "--out", "found.yaml", PATH=str(tmp_path))
+    assert "dist-transformer submit found.yaml" in out
+    assert values(command.folder / "found.yaml")["slurm"] == {"ranks_per_node": 1, "gpus_per_node": 1}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("train.en", "valid.de"), "train.en has 600 lines, but"),
+        (("none.en", "train.de"), "none.en: no such file"),
+        (("train.en", "train.de", "--target-language", "en"), "en and en: expected two codes"),
+        (("train.en", "train.de", "--target-language", "../x"), "expected two codes"),
+        (("train.en", "train.de", "--name", "a/b"), "run.name: 'a/b': expected letters"),
+        (("train.en", "train.de", "--held-out", "500"), "expected 1 to 150"),
+        (("train.en", "train.de", "--cluster", "nowhere"), "no profile 'nowhere'"),
+        (("small.yaml",), "small.yaml: cannot tell the format"),
+    ],
+)
+def test_what_is_refused_says_why_and_writes_nothing(
+    command: Command, arguments: tuple[str, ...], message: str
+) -> None:
+    before = sorted(command.folder.iterdir())
+    assert message in command("init", *arguments, code=2)
+    assert sorted(command.folder.iterdir()) == before
+
+
+def test_no_torch_is_imported(command: Command) -> None:
+    program = "import sys; from dist_transformer.cli.main import app; app(sys.argv[1:], standalone_mode=False)"
+    check = "; assert not {'torch', 'datasets', 'mlflow'} & sys.modules.keys()"
+    arguments = ["init", "train.en", "train.de", "--out", "without.yaml"]
+    subprocess.run([PROGRAM[0], "-c", program + check, *arguments], cwd=command.folder, check=True, capture_output=True)

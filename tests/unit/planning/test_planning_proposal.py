@@ -1,0 +1,84 @@
+"""Settings proposed for a corpus: sizes by its pairs, steps and vocabulary by its text, all of them a configuration."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dist_transformer.config.checks import cross_problems
+from dist_transformer.config.loading import load_config
+from dist_transformer.config.schema import PRESETS, Config
+from dist_transformer.planning.proposal import RECIPES, estimate, preset_for, proposed, rounded, steps_per_epoch
+
+CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+CAPTIONS = {"tokens": 29_000 * 34, "long_tokens": 37, "characters": 102}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "preset"),
+    [(1, "tiny"), (29_000, "tiny"), (163_848, "small"), (4_500_000, "base"), (36_000_000, "big"), (10**10, "big")],
+)
+def test_the_size_of_the_model_follows_the_number_of_pairs(pairs: int, preset: str) -> None:
+    assert preset_for(pairs) == preset
+
+
+@pytest.mark.parametrize(
+    ("preset", "name"), [("tiny", "multi30k_tiny"), ("small", "tatoeba"), ("base", "wmt14_en_de_base")]
+)
+def test_on_much_text_the_settings_are_those_of_the_recipe(preset: str, name: str) -> None:
+    recipe = load_config(CONFIGS / f"{name}.yaml", check_files=False)
+    ours = Config.model_validate(proposed(preset, 1e12, 37, 100))
+    for section, key in (
+        ("data", "lanes"), ("data", "max_tokens"), ("model", "preset"), ("model", "dropout"), ("model", "attention_gain"),
+        ("optimizer", "learning_rate"), ("schedule", "warmup_steps"), ("training", "max_steps"),
+        ("checkpoints", "average_last"),
+    ):  # fmt: skip
+        assert getattr(getattr(ours, section), key) == getattr(getattr(recipe, section), key), key
+
+
+def test_less_text_has_fewer_pieces_and_fewer_steps_of_which_a_quarter_at_most_is_warm_up() -> None:
+    much, little = proposed("tiny", **CAPTIONS), proposed("tiny", **{**CAPTIONS, "tokens": CAPTIONS["tokens"] / 10})
+    assert 5000 < much["tokenizer"]["vocabulary_size"] < 7000  # 6,000 in configs/multi30k.yaml
+    assert little["tokenizer"]["vocabulary_size"] == rounded(CAPTIONS["tokens"] / 10 / 150)
+    steps = little["training"]["max_steps"]
+    assert steps == rounded(70 * steps_per_epoch("tiny", CAPTIONS["tokens"] / 10))
+    assert little["schedule"]["warmup_steps"] == steps // 4
+
+
+def test_a_shorter_warm_up_has_a_lower_peak_as_in_the_recipe_of_the_demonstration() -> None:
+    demo = load_config(CONFIGS / "demo.yaml")
+    ours = proposed("tiny", **CAPTIONS, max_steps=4 * demo.schedule.warmup_steps)
+    assert ours["schedule"]["warmup_steps"] == demo.schedule.warmup_steps
+    assert ours["optimizer"]["learning_rate"] == pytest.approx(demo.optimizer.learning_rate, rel=0.1)
+
+
+def test_every_character_has_a_piece_unless_there_are_thousands() -> None:
+    few, many = proposed("tiny", 1000, 20, 90), proposed("small", 1e7, 40, 5000)
+    assert few["tokenizer"] == {"vocabulary_size": 188, "character_coverage": 1.0}
+    assert many["tokenizer"]["vocabulary_size"] > 10_000
+    assert many["tokenizer"]["character_coverage"] < 1
+
+
+@given(
+    st.sampled_from([*PRESETS]), st.floats(1, 1e12), st.integers(1, 10_000), st.integers(1, 30_000),
+    st.none() | st.integers(1, 10**6),
+)  # fmt: skip
+def test_every_proposal_is_a_configuration_without_a_problem(
+    preset: str, tokens: float, long_tokens: int, characters: int, max_steps: int | None
+) -> None:
+    sections = proposed(preset, tokens, long_tokens, characters, max_steps)
+    config = Config.model_validate({**sections, "data": {**sections["data"], "train": {"demo": "train"}}})
+    assert cross_problems({name: getattr(config, name) for name in Config.model_fields}) == []
+    assert config.training.max_steps == max_steps or max_steps is None
+
+
+def test_the_estimate_names_the_gpu_its_memory_and_hours_and_what_does_not_fit() -> None:
+    big = proposed("big", 1e12, 100, 100)
+    assert RECIPES["big"]["max_steps"] == big["training"]["max_steps"]
+    assert "1 x a100-80g" in estimate(big, 1, None)
+    assert " h, " in estimate(big, 1, None)
+    assert "does not fit" not in estimate(big, 8, 141)
+    assert "8 x h200-141g" in estimate(big, 8, 141)
+    wide = {**big, "data": {**big["data"], "max_tokens": 200_000}}
+    assert "does not fit by" in estimate(wide, 1, 24)
