@@ -15,7 +15,7 @@ from dist_transformer.cli.arguments import RUNS, Root, RunOrJob
 from dist_transformer.cluster.final_status import is_alive, status_found
 from dist_transformer.cluster.job_status import Document, report, report_all
 from dist_transformer.cluster.reasons import SAID_BY_EXIT_CODE
-from dist_transformer.cluster.run_ref import find_run, refuse_unreadable
+from dist_transformer.cluster.run_ref import find_run, is_run_folder, refuse_unreadable
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
 from dist_transformer.format import duration
@@ -32,8 +32,21 @@ CORRECTION_SECONDS = 5
 _COLUMNS = ("run", "state", "job", "step", "loss", "last record", "checkpoint")
 
 
-def status_command(run: RunOrJob, root: Root = RUNS, as_json: AsJson = False) -> None:
+def status_command(
+    run: RunOrJob,
+    root: Root = RUNS,
+    as_json: AsJson = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Until it ends or Ctrl-C; also of a folder of runs.")] = False,
+) -> None:
     """Show the state of a run and its job: why it waits, how far it is, what ended it last."""
+    if watch and as_json:
+        raise UserError("--watch and --json exclude each other: a script asks again with --json")
+    if watch:
+        from dist_transformer.cli import watch as live  # imports numpy
+
+        is_run = not Path(run).is_dir() or is_run_folder(Path(run))
+        live.watch(find_run(run, root).run_dir.path if is_run else Path(run), is_run=is_run)
+        return
     document = report(find_run(run, root))
     if as_json:
         print(json.dumps(document, ensure_ascii=False, indent=1))

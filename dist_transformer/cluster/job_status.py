@@ -5,7 +5,7 @@ The document of `status --json`. Every key is always present; null: unknown, or 
 
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,17 @@ def report(target: RunRef) -> Document:
 
 def report_all(root: Path) -> list[Document]:
     """A short document for each run folder in `root`, the newest record first. Slurm is asked once."""
+    return sorted(short_reports(run_folders(root)), key=lambda row: -(row["record_time"] or 0))
+
+
+def run_folders(root: Path) -> list[Path]:
+    """The run folders in `root`. Raises UserError for a folder that may not be read."""
     refuse_unreadable(root)
-    folders = sorted(path for path in root.iterdir() if path.is_dir() and is_run_folder(path))
+    return sorted(path for path in root.iterdir() if path.is_dir() and is_run_folder(path))
+
+
+def short_reports(folders: Sequence[Path]) -> list[Document]:
+    """A short document for each run folder. Slurm is asked once."""
     views = [look_at(RunDir(path.absolute())) for path in folders]
     ids = [newest_job_id(view.run_dir) for view in views]
     states = _job_states(
@@ -70,7 +79,7 @@ def report_all(root: Path) -> list[Document]:
     for row in rows:
         if (points := num_points(Path(row["folder"]))) is not None:
             row |= {"state": f"sweep of {points}", "step": None}
-    return sorted(rows, key=lambda row: -(row["record_time"] or 0))
+    return rows
 
 
 @dataclass(frozen=True)
@@ -232,18 +241,18 @@ def _job_states(job_ids: list[str]) -> dict[str, str]:
 
 
 def _row(view: RunView, job_id: str | None, job_state: str | None) -> Document:
+    now = time.time()
     if job_state in WAITING:
-        view = _as_it_waits(_without_ended_job(view, job_id, None), time.time())
+        view = _as_it_waits(_without_ended_job(view, job_id, None), now)
     attempt = {} if job_state in (*OVER, *WAITING) else _attempt_under_way(view.run_dir)
+    view = _without_earlier_attempts(view, attempt)
     return {
         "run": view.run_dir.name,
         "folder": str(view.run_dir.path),
-        "state": _without_earlier_attempts(view, attempt).state,
+        "time": now,
+        **_of_training(view, is_going=view.is_alive(now)),
+        "starts": view.starts,
         "job_id": job_id,
         "job_state": job_state,
-        "step": view.step,
-        "max_steps": view.max_steps,
-        "loss": view.newest.get("loss"),
-        "record_time": view.newest.get("time"),
         "checkpoint": view.checkpoint,
     }

@@ -1,0 +1,72 @@
+"""status --watch: runs while they train, shown anew every few seconds until all have ended."""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from dist_transformer.cluster.final_status import is_alive
+from dist_transformer.cluster.job_status import Document, run_folders, short_reports
+from dist_transformer.cluster.queue import OVER
+from dist_transformer.errors import UserError
+from dist_transformer.format import duration
+from dist_transformer.reporting.curves import Curve, read_curves, thinned
+from dist_transformer.reporting.formatting import measure_name, measure_text, number
+from dist_transformer.run.folder import RunDir
+
+REFRESH_SECONDS = 4
+BARS = "▁▂▃▄▅▆▇█"
+CURVE_POINTS = 40
+SCORES = ("loss", "perplexity", "bleu", "chrf", "comet")
+
+
+def watch(folder: Path, *, is_run: bool) -> None:
+    """Shows a run, or all runs in a folder, until all have ended or Ctrl-C; plain lines where there is no terminal."""
+    with suppress(KeyboardInterrupt), Live(console=Console(), auto_refresh=False) as live:
+        while True:
+            documents = short_reports([folder] if is_run else run_folders(folder))
+            if not documents:
+                raise UserError(f"{folder}: no run in it; expected a run folder, or a folder of them")
+            lines = [[*_facts(document)] for document in documents]
+            if live.console.is_terminal:
+                live.update(Text("\n").join(Text("\n  ").join(map(Text, facts)) for facts in lines), refresh=True)
+            else:
+                print(*("  ".join(facts) for facts in lines), sep="\n", flush=True)
+            if all(map(_has_ended, documents)):
+                return
+            time.sleep(REFRESH_SECONDS)
+
+
+def sparkline(curve: Curve | None) -> str:
+    """A curve as a row of bars, the lowest and the highest of which are the extremes; empty without finite values."""
+    finite = curve.finite() if curve else None
+    if finite is None:
+        return ""
+    values = thinned(finite, CURVE_POINTS).middle
+    heights = (values - values.min()) / (float(values.max() - values.min()) or 1.0) * (len(BARS) - 1)
+    return "".join(BARS[round(height)] for height in heights)
+
+
+def _facts(document: Document) -> Iterator[str]:
+    """What is known of a run, in lines."""
+    job = f"  job {document['job_id']} {document['job_state'] or ''}".rstrip() if document["job_id"] else ""
+    of = f" of {document['max_steps']}" if document["max_steps"] else ""
+    yield f"{document['run']}: {document['state'] or '-'}  step {document['step']}{of}  starts {document['starts']}{job}"
+    if document["record_time"] is not None:
+        curves = read_curves(RunDir(Path(document["folder"])).metrics)
+        left = f"  {duration(seconds)} left" if (seconds := document["seconds_to_last_step"]) is not None else ""
+        speed = number(document["tokens_per_second"], ",.0f")
+        loss = number(document["loss"], ".4f")
+        yield f"loss {sparkline(curves.of('train', 'loss'))} {loss}  {speed} tokens/s{left}"
+        scores = curves.newest.get("validation", {})
+        if there := [f"{measure_name(key)} {measure_text(key, scores[key])}" for key in SCORES if key in scores]:
+            yield f"validation at step {scores.get('step')}: {', '.join(there)}"
+
+
+def _has_ended(document: Document) -> bool:
+    """True if nobody trains the run and no job of it waits or runs."""
+    return not is_alive(document) and (document["job_state"] is None or document["job_state"] in OVER)
