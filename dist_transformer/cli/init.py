@@ -59,12 +59,13 @@ def init_command(
     is_asked = not yes and sys.stdin.isatty() and sys.stdout.isatty()
 
     def ask(question: str, given: Any, proposed: Any, choices: list[str] | None = None) -> Any:
-        from rich.prompt import IntPrompt, Prompt
+        if given is None and is_asked:
+            from rich.prompt import IntPrompt, Prompt
 
+            kind = IntPrompt if isinstance(proposed, int) else Prompt
+            return kind.ask(question, default=proposed, choices=choices)
         if given is not None:
             return given
-        if is_asked:
-            return (IntPrompt if isinstance(proposed, int) else Prompt).ask(question, default=proposed, choices=choices)
         chosen.append(f"{question} {proposed}")
         return proposed
 
@@ -148,8 +149,11 @@ def _write_text(data: DataConfig, held_out: "Mapping[str, Sequence[Pair]]", fold
     from dist_transformer.data.sources.survey import write_splits
 
     assert data.train is not None
-    with writing(folder), progress_bar() as show:
-        part = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
-        write_splits(data.train, data, held_out, part, lambda pairs: show("holding out", pairs, num_pairs))
-        part.chmod(0o755)
-        part.rename(folder)
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = tempfile.TemporaryDirectory(prefix=".", dir=folder.parent)
+        with part, progress_bar() as show:
+            new = Path(part.name) / "new"
+            new.mkdir()
+            write_splits(data.train, data, held_out, new, lambda pairs: show("holding out", pairs, num_pairs))
+            new.rename(folder)

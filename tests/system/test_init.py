@@ -92,10 +92,10 @@ def test_a_table_and_given_files_need_no_copy(command: Command) -> None:
 def test_a_profile_or_sbatch_gives_a_slurm_section_with_no_more_ranks_than_lanes(
     command: Command, tmp_path: Path
 ) -> None:
-    command("init", "train.en", "train.de", "--out", "profile.yaml", "--cluster", "infiniband")
-    slurm = values(command.folder / "profile.yaml")["slurm"]
+    command("init", "train.en", "train.de", "--out", "sub/profile.yaml", "--cluster", "infiniband")
+    slurm = values(command.folder / "sub/profile.yaml")["slurm"]
     assert slurm == {"cluster": "infiniband", "ranks_per_node": 2, "gpus_per_node": 2}
-    assert "no problem found" in command("config", "check", "profile.yaml")
+    assert "no problem found" in command("config", "check", "sub/profile.yaml")
     (tmp_path / "sbatch").write_text("#!/bin/sh\n")
     (tmp_path / "sbatch").chmod(0o755)
     out = command("init", "train.en", "train.de", "--out", "found.yaml", PATH=str(tmp_path))
