@@ -7,6 +7,7 @@ import typer
 
 from dist_transformer.cli.arguments import read_run
 from dist_transformer.errors import UserError
+from dist_transformer.format import progress_bar
 from dist_transformer.run.outputs import check_output
 
 if TYPE_CHECKING:  # at run time this would import torch for every command
@@ -33,7 +34,9 @@ def average_command(
     output = output or run_dir.model
     check_output(output, MODEL_FOLDER, is_model_folder)
     folder = prepared_folder(config)
-    written = write_final_model(config, run_dir, folder, Manifest.load(folder), output, choice)
+    with progress_bar() as show:
+        show("checking the checkpoints", 0, None)
+        written = write_final_model(config, run_dir, folder, Manifest.load(folder), output, choice, show)
     print(f"{output}: {written}")
 
 

@@ -14,6 +14,7 @@ from dist_transformer.cli.search_options import BeamOption, PenaltyOption, searc
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
+from dist_transformer.format import progress_bar
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.outputs import check_output
 
@@ -145,7 +146,9 @@ def scored(
         _check_writable(run[1], folder)
     search = search_settings(folder, n_best=1, **settings)
     translator = LoadedTranslator(model, search)
-    translations = list(translator.translate(pairs.sources))
+    with progress_bar() as show:
+        total = len(pairs.sources)
+        translations = list(translator.translate(pairs.sources, lambda done: show("translating", done, total)))
     measured = _measured(translations, pairs, translator.information.target_language, tokenised, scorer)
     scores = {**measured, "pairs": len(translations), **pairs.digests(), **search.model_dump()}
     if run is not None:

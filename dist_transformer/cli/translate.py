@@ -13,6 +13,7 @@ import typer
 from dist_transformer.cli import search_options as options
 from dist_transformer.cli.arguments import write_utf8
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError
+from dist_transformer.format import progress_bar
 from dist_transformer.model.search_interface import Engine
 from dist_transformer.processes.stop_request import StopRequest
 from dist_transformer.run.outputs import check_output
@@ -142,10 +143,14 @@ def _translate_stream(task: "Task", attention: Path | None) -> None:
         prefixes,
     )
     draw = nullcontext() if attention is None else attention_file(attention, search.models[0], search.tokenizer)
-    with draw as write_attention:
+    is_quiet = sys.stderr.isatty() and not sys.stdout.isatty()  # else the translations show how far it is
+    size = os.fstat(sys.stdin.fileno()).st_size if is_quiet and sys.stdin.seekable() else 0
+    with draw as write_attention, progress_bar() as show:
         for number, translations in enumerate(given):
             line = waiting.popleft()
             print(written(task, search, number, line, translations), flush=True)
+            if size:
+                show("translating", sys.stdin.buffer.tell(), size)
             if write_attention is not None:
                 write_attention(number + 1, line, translations[0])
 

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from dist_transformer.errors import CheckpointError, UserError
+from dist_transformer.format import progress_bar
 from dist_transformer.run.folder import RunDir
 
 
@@ -16,9 +17,12 @@ def verify_command(run: Annotated[Path, typer.Argument(help="A run folder.", sho
     if not run.is_dir():
         raise UserError(f"{run}: no such run folder")
     problems = []
-    for path, problem in checkpoints.verified(RunDir(run)):
-        print(f"{path.name}  {problem or 'undamaged'}", flush=True)
-        problems += [path.name] if problem else []
+    total = len([*RunDir(run).checkpoints.glob("step_*")])
+    with progress_bar() as show:
+        for number, (path, problem) in enumerate(checkpoints.verified(RunDir(run)), start=1):
+            print(f"{path.name}  {problem or 'undamaged'}", flush=True)
+            show("verifying", number, total)
+            problems += [path.name] if problem else []
     if problems:
         raise CheckpointError(
             f"{run}: damaged: {', '.join(problems)}. A start takes the newest undamaged one and sets damaged ones aside; copy "

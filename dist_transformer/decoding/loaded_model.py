@@ -1,6 +1,6 @@
 """Model folders loaded for translation: models on their device, and the tokenizer."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -78,9 +78,10 @@ class LoadedTranslator:
         self._searcher = self._loaded.searcher(self._settings)
         self.information = self._loaded.information
 
-    def translate(self, lines: Iterable[str]) -> Iterator[str]:
-        """Yields one translation per line, in order; empty lines stay empty."""
-        for best, *_ in translate_lines(self._searcher, self._loaded.tokenizer, lines, self._settings):
+    def translate(self, lines: Iterable[str], progress: Callable[[int], None] = lambda lines: None) -> Iterator[str]:
+        """Yields one translation per line, in order; empty lines stay empty. `progress`: see `translate_lines`."""
+        loaded, settings = self._loaded, self._settings
+        for best, *_ in translate_lines(self._searcher, loaded.tokenizer, lines, settings, progress=progress):
             yield best.text
 
 

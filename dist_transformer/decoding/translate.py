@@ -44,6 +44,7 @@ def translate_lines(
     config: DecodingConfig,
     prefixes: Iterable[str] | None = None,
     num_before: int = 0,
+    progress: Callable[[int], None] = lambda lines: None,
 ) -> Iterator[list[Translation]]:
     """Yields each line's translations in order, best first; a blank line has an empty one. Reads CHUNK_LINES ahead.
 
@@ -53,6 +54,7 @@ def translate_lines(
         prefixes: for each line, the beginning of its translations; empty: not prescribed.
         num_before: lines before the first of `lines` that are translated elsewhere. With sampling, the draws depend on
             the number of a line.
+        progress: called after each batch of the search with the number of lines translated.
 
     Raises:
         UserError: a line is too long and `config.too_long` is "refuse", a prefix is too long, or there are more or
@@ -65,6 +67,7 @@ def translate_lines(
         for members in token_batches([len(part.source) for part in parts], config):
             translated = _search(searcher, tokenizer, [parts[member] for member in members])
             found.update(zip(members, translated, strict=True))
+            progress(num_before + len(chunk) * len(found) // len(parts))
         of_lines: list[list[list[Translation]]] = [[] for _ in chunk]
         for index, part in enumerate(parts):
             of_lines[part.line - num_before].append(found[index])

@@ -6,7 +6,8 @@ Rank r of N takes the unfinished chunks of r, r + N, ... The ranks do not commun
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from dist_transformer.decoding.sharded_files import (
 from dist_transformer.decoding.translate import translate_lines
 from dist_transformer.decoding.translation_lines import Task, written
 from dist_transformer.errors import EXIT_REQUEUE, UserError
+from dist_transformer.format import progress_bar
 from dist_transformer.model.search_interface import Hypothesis, Searcher, SearchInput
 from dist_transformer.processes.launching import num_ranks_given
 from dist_transformer.processes.stop_request import StopRequest
@@ -55,15 +57,17 @@ def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) ->
     search = replace(search, searcher=_StoppableSearcher(search.searcher, stop, parts))
     readers = [(path, LineReader(path)) for path in (source, task.prefix) if path is not None]
     last_report = time.monotonic()
-    for chunk in range(rank, parts.num_chunks, num_ranks):
-        if not parts.is_done(chunk):
-            first = chunk * lines_of_chunk
-            count = min(lines_of_chunk, num_lines - first)
-            texts = [_read(path, reader, first, count) for path, reader in readers]
-            parts.write(chunk, list(_translated(search, task, texts, first)))
-        if rank == 0 and time.monotonic() - last_report > TELL_SECONDS:
-            print(f"{output}: {parts.num_done()} of {parts.num_chunks} parts", file=sys.stderr, flush=True)
-            last_report = time.monotonic()
+    with progress_bar() if rank == 0 else nullcontext(lambda stage, done, total: None) as show:
+        for chunk in range(rank, parts.num_chunks, num_ranks):
+            if not parts.is_done(chunk):
+                first = chunk * lines_of_chunk
+                count = min(lines_of_chunk, num_lines - first)
+                texts = [_read(path, reader, first, count) for path, reader in readers]
+                lines = _translated(search, task, texts, first, lambda done: show("translating", done, num_lines))
+                parts.write(chunk, list(lines))
+            if rank == 0 and time.monotonic() - last_report > TELL_SECONDS:
+                print(f"{output}: {parts.num_done()} of {parts.num_chunks} parts", file=sys.stderr, flush=True)
+                last_report = time.monotonic()
     if parts.join():
         print(f"{output}: {num_lines:,} lines translated", file=sys.stderr)
 
@@ -79,10 +83,12 @@ def _read(path: Path, reader: LineReader, first: int, count: int) -> list[str]:
     return lines
 
 
-def _translated(search: Search, task: Task, texts: Sequence[list[str]], num_before: int) -> Iterator[str]:
+def _translated(
+    search: Search, task: Task, texts: Sequence[list[str]], num_before: int, progress: Callable[[int], None]
+) -> Iterator[str]:
     """Yields the output of each line of a chunk; `texts`: the lines and, if any, their prefixes."""
     lines, prefixes = texts[0], texts[1] if len(texts) > 1 else None
-    given = translate_lines(search.searcher, search.tokenizer, lines, task.settings, prefixes, num_before)
+    given = translate_lines(search.searcher, search.tokenizer, lines, task.settings, prefixes, num_before, progress)
     for number, (line, translations) in enumerate(zip(lines, given, strict=True), start=num_before):
         yield written(task, search, number, line, translations)
 

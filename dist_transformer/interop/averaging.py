@@ -1,6 +1,6 @@
 """The mean of several checkpoints' weights (6.1: the last 5 for base, the last 20 for big)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -8,11 +8,14 @@ from torch import Tensor
 from dist_transformer.errors import CheckpointError
 
 
-def average_weights(sources: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+def average_weights(
+    sources: Sequence[Mapping[str, Tensor]], progress: Callable[[int, int], None] = lambda done, total: None
+) -> dict[str, Tensor]:
     """The fp32 mean of each tensor over `sources`, weights by name.
 
     Summed in fp64, one tensor at a time, so weights that are read on access need no more memory than the result. Raises
-    CheckpointError if there are no sources, or they differ in names or shapes.
+    CheckpointError if there are no sources, or they differ in names or shapes. `progress` is called
+    with the number of tensors done and of all.
     """
     if not sources:
         raise CheckpointError("There are no checkpoints to average: expected at least one. Save one first.")
@@ -25,7 +28,11 @@ def average_weights(sources: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor
                 f"Checkpoints of different models cannot be averaged: weights {has} has {name}, weights {lacks} has not. "
                 "Average checkpoints of one run only."
             )
-    return {name: _mean(name, sources) for name in sorted(names)}
+    means = {}
+    for number, name in enumerate(sorted(names), start=1):
+        means[name] = _mean(name, sources)
+        progress(number, len(names))
+    return means
 
 
 def _mean(name: str, sources: Sequence[Mapping[str, Tensor]]) -> Tensor:

@@ -5,14 +5,12 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from rich.console import Console
-from rich.progress import Progress as ProgressBar
-
 from dist_transformer.data.loader.batching import straggler_ratio
 from dist_transformer.data.loader.loader import LocalStep, MicroBatch
 from dist_transformer.data.loader.position import Quarantined, position_from_json
 from dist_transformer.data.loader.window_request import digest_text
 from dist_transformer.errors import CheckpointError, UserError
+from dist_transformer.format import progress_bar
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import checkpoints
 from dist_transformer.training.checkpoint.checkpoints import Checkpoint
@@ -67,11 +65,11 @@ def batch_of_step(data: RunData, run_dir: RunDir | None, step: int | None) -> Se
         _refuse_other_lanes(data, step, beginning, following)
     name = f"checkpoint {beginning.path.name}" if beginning else "the first step"
     walk = _Walk(data, _progress(data, beginning, newest), name)
-    with ProgressBar(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
-        task = bar.add_task(f"from {name}", total=step - walk.step)
+    first = walk.step
+    with progress_bar() as show:
         while walk.step < step:
             seen = walk.next_batch()
-            bar.advance(task)
+            show(f"from {name}", walk.step - first, step - first)
     return seen
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import EXIT_REQUEUE, DistTransformerError, MachineError, UserError
+from dist_transformer.format import progress_bar
 from dist_transformer.processes.launching import threads_per_rank
 from dist_transformer.processes.stop_request import StopRequest, end_with_parent, ignore_stop_signals
 from dist_transformer.run.outputs import is_misplaced
@@ -28,27 +29,23 @@ def prepare_with_progress(
     Args:
         processes: number of processes of this machine that share the work; if more than 1, `stop` must listen.
     """
-    from rich.console import Console
-    from rich.progress import Progress
-
     from dist_transformer.data.prepare.claims import WAITING
     from dist_transformer.data.prepare.preparation import prepare, prepared_folder
 
     folder = prepared_folder(config)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of a machine all prepare
     threads = threads_per_rank(processes * ranks)
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bar:
-        tasks = {}
+    with progress_bar() as draw:
+        seen = set()
 
         def show(stage: str, rows_done: int, rows_total: int | None) -> None:
-            if stage not in tasks:
-                tasks[stage] = bar.add_task(stage)
-                if stage == WAITING and bar.disable and "RANK" not in os.environ:
-                    print(f"{WAITING} that prepares {folder} too", file=sys.stderr, flush=True)
+            if stage == WAITING and stage not in seen and not sys.stderr.isatty() and "RANK" not in os.environ:
+                print(f"{WAITING} that prepares {folder} too", file=sys.stderr, flush=True)
+            seen.add(stage)
             if stop is not None and (reason := stop.reason()):
                 print(f"stopped while preparing the corpus ({reason}); the same command resumes it", file=sys.stderr)
                 sys.exit(EXIT_REQUEUE)
-            bar.update(tasks[stage], completed=rows_done, total=rows_total)
+            draw(stage, rows_done, rows_total)
 
         with _helpers(config, folder, processes - 1, threads), _disk_errors_explained(folder):
             manifest = prepare(config, folder, show, threads)

@@ -11,6 +11,7 @@ from dist_transformer.config.schema import CheckpointConfig, Config
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.errors import CheckpointError
 from dist_transformer.files import read_json
+from dist_transformer.format import Show
 from dist_transformer.interop.averaging import average_weights
 from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
 from dist_transformer.run.folder import RunDir
@@ -38,9 +39,10 @@ class Averaged:
 
 
 def write_final_model(
-    config: Config, run_dir: RunDir, prepared: Path, manifest: Manifest, output: Path, choice: Averaged | None = None
-) -> str:
-    """Writes the model folder `output` of `choice` (default: checkpoints.final_model).
+    config: Config, run_dir: RunDir, prepared: Path, manifest: Manifest, output: Path, choice: Averaged | None = None,
+    show: Show = lambda stage, done, total: None,
+) -> str:  # fmt: skip
+    """Writes the model folder `output` of `choice` (default: checkpoints.final_model); `show`: see `progress_bar`.
 
     Returns a description: "average of step_00000003, step_00000006", "moving average of step_00000006".
 
@@ -69,7 +71,9 @@ def write_final_model(
         step=read_json(used[-1] / STATE)["step"],
     )
     part = "ema" if choice.kind == "ema" else "weight"
-    weights = average_weights([Weights(path, part) for path in used])
+    weights = average_weights(
+        [Weights(path, part) for path in used], lambda done, total: show("averaging", done, total)
+    )
     save_model_folder(output, weights, config.model, TokenizerFiles(prepared / files.source, target), information)
     return f"{'moving average' if part == 'ema' else 'average'} of {', '.join(path.name for path in used)}"
 
