@@ -10,8 +10,7 @@ import transformers
 from marian_folders import demo_sentences, make_marian_folder
 from running import records
 from safetensors.torch import load_file
-from test_interop_torch_transformer import HEADS, assert_equal_logits, make_model
-from tokenised_models import demo_tokenizers, make_model_folder
+from tokenised_models import make_model_folder
 from typer.testing import CliRunner
 
 from dist_transformer.cli.main import app
@@ -85,32 +84,13 @@ def test_an_imported_model_is_fine_tuned_and_goes_back_with_the_same_tokens(
     )
 
 
-def test_a_file_of_weights_of_torch_comes_in(tmp_path: Path):
-    files = demo_tokenizers(tmp_path, is_shared=False)
-    model, tokenizer = make_model(files)
-    torch.save(model.state_dict(), tmp_path / "weights.pt")
-    tokenizers = ("--source-model", files.source, "--target-model", files.target)
-    languages = ("--source-language", "en", "--target-language", "de")
-    options = ("--from", "torch", *tokenizers, "--heads", HEADS, *languages)
-    said = run("import", tmp_path / "weights.pt", tmp_path / "ours", *options)
-    goes_on_from(tmp_path / "ours", said)
-    assert_equal_logits(tmp_path / "ours", model, tokenizer.pad_id)
-    information = load_model_folder(tmp_path / "ours").information
-    assert (information.source_language, information.target_language) == ("en", "de")
-
-
 def test_what_the_options_cannot_mean_is_refused(tmp_path: Path):
     make_model_folder(tmp_path / "ours")
     with pytest.raises(UserError, match="--quantization int8: is of --to ctranslate2; drop it"):
         run("export", tmp_path / "ours", tmp_path / "out", "--to", "marian", "--quantization", "int8")
-    with pytest.raises(UserError, match="--from torch needs --source-model and --heads"):
-        run("import", tmp_path / "weights.pt", tmp_path / "out", "--from", "torch")
     (tmp_path / "file").write_text("no folder")
     with pytest.raises(UserError, match="file: expected the folder of a MarianMTModel, found a file or nothing"):
         run("import", tmp_path / "file", tmp_path / "out", "--from", "marian")
-    given = ("--heads", 4, "--norm", "post", "--source-language", "en")
-    with pytest.raises(UserError, match=r"--heads, --norm, --source-language: of --from torch; .* leave out"):
-        run("import", tmp_path / "ours", tmp_path / "out", "--from", "marian", *given)
     for verb, option in (("export", ("--to", "marian")), ("import", ("--from", "marian"))):
         with pytest.raises(UserError, match=f"{tmp_path}/ours: is there already .*, expected a new path"):
             run(verb, tmp_path / "ours", tmp_path / "ours", *option)
