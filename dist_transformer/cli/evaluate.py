@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from dist_transformer.cli.arguments import read_run
-from dist_transformer.cli.search_options import BeamOption, PenaltyOption, search_settings
+from dist_transformer.cli.search_options import BeamOption, PenaltyOption, PluginOption, search_settings
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
@@ -62,6 +62,7 @@ def evaluate_command(
     ] = "",
     beam: BeamOption = None,
     length_penalty: PenaltyOption = None,
+    plugin: PluginOption = None,
     comet: Annotated[
         str | None, typer.Option(help="COMET model to score with as well: its name, or a file.", show_default=False)
     ] = None,
@@ -84,7 +85,7 @@ def evaluate_command(
         _print_scores(_measured(translations, pairs, language_pair.rpartition("-")[2], tokenised, scorer))
         return
     files = None if source is None else (source, references or [])
-    found = scored(run, split, files, tokenised, scorer, beam_size=beam, length_penalty=length_penalty)
+    found = scored(run, split, files, tokenised, scorer, plugin, beam_size=beam, length_penalty=length_penalty)
     scores = found.scores
     print(
         f"{found.name}: {scores['pairs']} pairs, beam {scores['beam_size']}, length penalty {scores['length_penalty']}"
@@ -117,12 +118,14 @@ def scored(
     files: tuple[Path, list[Path]] | None,
     tokenised: Tokenised | None = None,
     scorer: "CometScorer | None" = None,
+    plugin: str | None = None,
     **settings: Any,
 ) -> Scored:
     """Translates a corpus of a run, or files, and scores the translation; a run folder keeps both in evaluation/.
 
     Args:
         files: source and references; a model folder needs them.
+        plugin: code of the model, see `load_model_folder`.
         settings: of the search, in place of the run's.
 
     Raises:
@@ -145,7 +148,7 @@ def scored(
     if run is not None:
         _check_writable(run[1], folder)
     search = search_settings(folder, n_best=1, **settings)
-    translator = LoadedTranslator(model, search)
+    translator = LoadedTranslator(model, search, plugin)
     with progress_bar() as show:
         total = len(pairs.sources)
         translations = list(translator.translate(pairs.sources, lambda done: show("translating", done, total)))

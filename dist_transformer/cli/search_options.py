@@ -20,6 +20,14 @@ EnsembleOption = Annotated[
     ),
 ]
 
+PluginOption = Annotated[
+    str | None,
+    typer.Option(
+        help="The code of a model with model.plugin, which is executed: FILE.py:NAME, MODULE:NAME or an entry point.",
+        show_default=False,
+    ),
+]
+
 
 def _option_of_search(text: str, *flags: str, **limits: Any) -> Any:
     return typer.Option(*flags, help=text, rich_help_panel=PANEL, **limits)

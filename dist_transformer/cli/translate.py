@@ -42,6 +42,7 @@ def translate_command(
         typer.Option(help="A file: for each line, what its translations begin with.", rich_help_panel=FILES),
     ] = None,
     ensemble: options.EnsembleOption = None,
+    plugin: options.PluginOption = None,
     engine: Annotated[Engine, typer.Option(help="Who searches: ctranslate2 needs that package.")] = "torch",
     beam: options.BeamOption = None,
     length_penalty: options.PenaltyOption = None,
@@ -90,6 +91,10 @@ def translate_command(
         )
     if engine == "ctranslate2" and (alignment or attention):
         raise UserError("--engine ctranslate2: alignment and attention are read from our own model; drop one of them")
+    if plugin is not None and (engine == "ctranslate2" or alignment or attention):
+        raise UserError(
+            "--plugin: a network of your own has no alignment or attention, and CTranslate2 does not know it"
+        )
     if (source is None) != (output is None):
         raise UserError("--input and --output belong together: give both, or neither")
     if source is None and ranks > 1:
@@ -106,7 +111,7 @@ def translate_command(
     from dist_transformer.decoding.translate_file import translate_file
     from dist_transformer.decoding.translation_lines import Task
 
-    task = Task([model, *(ensemble or [])], settings, engine, prefix, alignment, as_json)
+    task = Task([model, *(ensemble or [])], settings, engine, prefix, alignment, as_json, plugin)
     if source is None or output is None:
         _translate_stream(task, attention)
     else:
@@ -132,7 +137,7 @@ def _translate_stream(task: "Task", attention: Path | None) -> None:
     from dist_transformer.decoding.word_alignment import attention_file
 
     write_utf8()
-    search = open_search(task.engine, folders_of(task.engine, task.models), task.settings)
+    search = open_search(task.engine, folders_of(task.engine, task.models), task.settings, task.plugin)
     waiting: deque[str] = deque()  # translations are yielded a chunk of lines later
     prefixes = None if task.prefix is None else numbered_lines(task.prefix)
     given = translate_lines(

@@ -225,6 +225,20 @@ def check_model(model: Any) -> Iterator[str]:
         yield "model.tied_output: false needs model.shared_embeddings: false (3.4 shares all three matrices)"
 
 
+def _check_plugin(model: Any, training: Any, data: Any) -> Iterator[str]:
+    """Checks that nothing is set which only our own network can do."""
+    if model.plugin is None:
+        return
+    for key, is_set in (
+        ("training.compile_layers", training.compile_layers),
+        ("training.activation_checkpointing", training.activation_checkpointing),
+        ("training.init_from", training.init_from is not None),
+        ("data.max_tokens: auto", data.max_tokens == "auto"),
+    ):
+        if is_set:
+            yield f"model.plugin: {model.plugin}: {key} is for our own network; remove one of the two"
+
+
 def _check_positions(data: Any, model: Any) -> Iterator[str]:
     if model.max_positions is not None and data.filters.max_tokens > model.max_positions:
         yield (
@@ -277,6 +291,7 @@ _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = [
     (("run",), lambda run: run_name_problems(run.name)),
     (("model",), check_model),
     (("data", "model"), _check_positions),
+    (("model", "training", "data"), _check_plugin),
     (("tokenizer", "model"), _check_vocabulary),
     (("optimizer", "schedule", "training"), _check_schedule),
     (("training",), _check_precision),

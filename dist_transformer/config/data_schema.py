@@ -80,6 +80,9 @@ class FilterConfig(Section):
     bad_encoding: Literal["raise", "drop"] = Field(
         "raise", description="Invalid UTF-8 in a text file: stop and name the line, or drop the pair and count it."
     )
+    plugin: Str | None = Field(
+        None, description="A rule of your own, keep(source, target): FILE.py:NAME, MODULE:NAME or an entry point."
+    )
 
 
 class DataConfig(Section):

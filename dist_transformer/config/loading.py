@@ -22,6 +22,7 @@ from dist_transformer.config.schema import Config
 from dist_transformer.config.yaml12 import WrittenFloat, WrittenInt, as_written, dump
 from dist_transformer.config.yaml_positions import KeyPath, Marked, dotted, merge, parse_yaml, read_yaml
 from dist_transformer.errors import ConfigError
+from dist_transformer.plugins import problems_of, with_absolute_path
 
 
 def load_config(path: Path, overrides: list[str] | None = None, *, check_files: bool = True) -> Config:
@@ -41,6 +42,7 @@ def load_config(path: Path, overrides: list[str] | None = None, *, check_files: 
     problems += [f"{marked.place_of(problem)}: {problem}" for problem in cross_problems(sections)]
     if check_files:
         missing = file_problems(sections.get("data"), sections.get("tokenizer"))
+        missing += problems_of(_plugins(sections))
         problems += [f"{marked.place_of(problem)}: {problem}" for problem in missing]
     if problems:
         raise ConfigError([without_credentials(problem) for problem in problems])
@@ -50,6 +52,12 @@ def load_config(path: Path, overrides: list[str] | None = None, *, check_files: 
 def to_yaml(config: Config) -> str:
     """Returns the resolved configuration as YAML that `load_config` reads back to an equal one."""
     return dump(config.model_dump(mode="json"))
+
+
+def _plugins(sections: Mapping[str, Any]) -> dict[str, str | None]:
+    """Returns the plug-ins of the sections by their keys."""
+    named = {"model.plugin": sections["model"].plugin} if "model" in sections else {}
+    return named | ({"data.filters.plugin": sections["data"].filters.plugin} if "data" in sections else {})
 
 
 def _read_extended(path: Path, trail: tuple[Path, ...]) -> Marked:
@@ -196,7 +204,10 @@ def with_absolute_paths(config: Config, prepared: Path | None) -> Config:
     """
     run = config.run.model_copy(update={"root": str(Path(config.run.root).absolute())})
     root = config.data.root if is_address(config.data.root) else str(Path(config.data.root).expanduser().absolute())
-    data = config.data.model_copy(update={"root": root})
+    filters = config.data.filters
+    filters = filters.model_copy(update={"plugin": with_absolute_path(filters.plugin)})
+    data = config.data.model_copy(update={"root": root, "filters": filters})
+    model = config.model.model_copy(update={"plugin": with_absolute_path(config.model.plugin)})
     if prepared is not None or data.prepared is not None:
         data = data.model_copy(update={"prepared": str((prepared or Path(str(data.prepared))).absolute())})
     training = config.training
@@ -205,7 +216,8 @@ def with_absolute_paths(config: Config, prepared: Path | None) -> Config:
     models = {key: getattr(config.tokenizer, key) for key in ("source_model", "target_model")}
     given = {key: str(Path(model).absolute()) for key, model in models.items() if model is not None}
     tokenizer = config.tokenizer.model_copy(update=given)
-    return config.model_copy(update={"run": run, "data": data, "training": training, "tokenizer": tokenizer})
+    sections = {"run": run, "data": data, "model": model, "training": training, "tokenizer": tokenizer}
+    return config.model_copy(update=sections)
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -38,7 +38,7 @@ def all_parameter_names(config: ModelConfig) -> list[str]:
 def check_patterns(training: TrainingConfig, optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[str]:
     """Yields a problem for each pattern that matches no parameter, and if all parameters are frozen."""
     given = {"training.freeze": training.freeze, "optimizer.no_decay": optimizer.no_decay}
-    if not any(given.values()):
+    if not any(given.values()) or model.plugin is not None:  # whose names the engine knows
         return
     names = all_parameter_names(model)
     for key, patterns in given.items():

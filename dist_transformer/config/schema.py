@@ -35,6 +35,9 @@ class ModelConfig(Section):
     """The encoder-decoder of the paper (section 3). `preset` fills the sizes that are not given."""
 
     preset: Literal["tiny", "small", "base", "big"] = Field("base", description="Fills every size that is not given.")
+    plugin: Str | None = Field(
+        None, description="A network of your own, which gets this section: FILE.py:NAME, MODULE:NAME or an entry point."
+    )
     d_model: PositiveInt = Field(512, description="Width of embeddings and layers.")
     d_ff: PositiveInt = Field(2048, description="Inner width of the feed-forward networks.")
     num_heads: PositiveInt = Field(

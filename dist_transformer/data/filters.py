@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,9 +11,10 @@ from numpy.typing import NDArray
 from dist_transformer.config.data_schema import FilterConfig
 from dist_transformer.data.sources.corpus import RawBatch
 from dist_transformer.data.tokenizer.tokenizer import CHARACTERS_A_TOKEN
+from dist_transformer.plugins import KeepPair, Plugin, call, find
 
-RULES = ("bad_encoding", "empty", "identical", "too_long", "length_ratio")
-LENGTH_RULES = RULES[3:]
+RULES = ("bad_encoding", "empty", "identical", "plugin", "too_long", "length_ratio")
+LENGTH_RULES = RULES[4:]
 """Rules that need the tokens."""
 RATIO_FREE_TOKENS = 10
 """Length of the longer side below which pairs pass the length ratio: `Yes.` may have a long translation."""
@@ -33,7 +36,21 @@ def filter_text(batch: RawBatch, settings: FilterConfig) -> tuple[list[int], Cou
             dropped["too_long"] += 1
         else:
             kept.append(position)
+    if settings.plugin is not None:
+        plugin, keep = _plugin(settings.plugin)
+        pairs = [((batch.source[n] or "").removeprefix(batch.prefix), batch.target[n] or "") for n in kept]
+        is_kept = call(plugin, lambda: [bool(keep(*pair)) for pair in pairs])
+        if count := is_kept.count(False):
+            dropped["plugin"] += count
+        kept = list(compress(kept, is_kept))
     return kept, dropped
+
+
+@cache
+def _plugin(given: str) -> tuple[Plugin, KeepPair]:
+    """Loads the user's rule, once in a process."""
+    plugin = find("data.filters.plugin", given)
+    return plugin, plugin.load()
 
 
 def filter_lengths(

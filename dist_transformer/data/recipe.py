@@ -7,13 +7,14 @@ folder made by another recipe is refused with the settings that differ.
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.config.data_schema import TokenizerConfig
+from dist_transformer.config.data_schema import FilterConfig, TokenizerConfig
 from dist_transformer.config.loading import flatten
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import file_sha256
 from dist_transformer.data.sources.files import corpus_fingerprint
 from dist_transformer.data.tokenizer.tokenizer import TRAINING_SENTENCES
 from dist_transformer.errors import DataError
+from dist_transformer.plugins import find
 
 PREPARED_FORMAT = 2
 """Version of the format, incremented whenever the same settings give other rows, another order or other files."""
@@ -39,7 +40,7 @@ def recipe_without_corpora(config: Config) -> dict[str, Any]:
         "training_order": list(config.data.training_corpora()),
         "normalization": config.data.normalization,
         "on_the_fly": config.data.on_the_fly,
-        "filters": config.data.filters.model_dump(),
+        "filters": _filter_recipe(config.data.filters),
         "row_group_rows": config.data.row_group_rows,
         "tokenizer": _tokenizer_recipe(config.tokenizer),
     }
@@ -75,6 +76,12 @@ def _difference(key: str, found: Any, wanted: Any) -> str:
 def taken_models(settings: TokenizerConfig) -> list[Path]:
     """Returns the existing models to use: one if shared, else source and target; none if they are trained."""
     return [Path(model) for model in (settings.source_model, settings.target_model) if model is not None]
+
+
+def _filter_recipe(filters: FilterConfig) -> dict[str, Any]:
+    """A plug-in counts by its name and content, wherever its file lies."""
+    own = {} if filters.plugin is None else {"plugin": find("data.filters.plugin", filters.plugin).identity}
+    return {**filters.model_dump(exclude={"plugin"}), **own}
 
 
 def _tokenizer_recipe(settings: TokenizerConfig) -> dict[str, Any]:

@@ -40,14 +40,14 @@ def folders_of(engine: Engine, given: Sequence[Path]) -> list[Path]:
     return [path if engine == "ctranslate2" and is_exported(path) else model_folder_of(path) for path in given]
 
 
-def open_search(engine: Engine, folders: Sequence[Path], settings: DecodingConfig) -> Search:
-    """Loads the models of `folders_of`.
+def open_search(engine: Engine, folders: Sequence[Path], settings: DecodingConfig, plugin: str | None = None) -> Search:
+    """Loads the models of `folders_of`; `plugin` as for `load_model_folder`.
 
     Raises:
         UserError: a folder is incomplete, the models do not fit together, or CTranslate2 is missing or cannot do it.
     """
     if engine == "torch":
-        loaded = load_models(folders)
+        loaded = load_models(folders, plugin)
         return Search(loaded.searcher(settings), loaded.tokenizer, loaded.models)
     (folder,) = folders
     files = tokenizer_files(folder)

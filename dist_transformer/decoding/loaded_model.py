@@ -51,13 +51,13 @@ def model_folder_of(path: Path) -> Path:
     )
 
 
-def load_models(folders: Sequence[Path]) -> LoadedModels:
-    """Loads model folders, on a GPU if there is one.
+def load_models(folders: Sequence[Path], plugin: str | None = None) -> LoadedModels:
+    """Loads model folders, on a GPU if there is one; `plugin` as for `load_model_folder`.
 
     Raises:
         UserError: a folder is incomplete, or the models have different tokenizers.
     """
-    loaded, device = [load_model_folder(folder) for folder in folders], device_of_rank()
+    loaded, device = [load_model_folder(folder, plugin) for folder in folders], device_of_rank()
     for folder, other in zip(folders[1:], loaded[1:], strict=True):
         if _pieces(other) != _pieces(loaded[0]):
             raise UserError(
@@ -65,15 +65,17 @@ def load_models(folders: Sequence[Path]) -> LoadedModels:
                 "tokens are the same; train them with one tokenizer"
             )
     tokenizer = _tokenizer(loaded[0], folders[0])
-    models = [packed_for_decoding(each.model.to(device)) for each in loaded]
+    models = [
+        each.model.to(device) if each.config.plugin else packed_for_decoding(each.model.to(device)) for each in loaded
+    ]
     return LoadedModels(models, tokenizer, loaded[0].information, device)
 
 
 class LoadedTranslator:
     """Translates lines with the model of a folder, on a GPU if there is one."""
 
-    def __init__(self, folder: Path, settings: DecodingConfig) -> None:
-        self._loaded = load_models([folder])
+    def __init__(self, folder: Path, settings: DecodingConfig, plugin: str | None = None) -> None:
+        self._loaded = load_models([folder], plugin)
         self._settings = settings.model_copy(update={"n_best": 1})
         self._searcher = self._loaded.searcher(self._settings)
         self.information = self._loaded.information

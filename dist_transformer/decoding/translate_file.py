@@ -53,7 +53,7 @@ def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) ->
         if rank == 0:
             print(f"{output}: is there already", file=sys.stderr)
         return
-    search = open_search(task.engine, folders, task.settings)
+    search = open_search(task.engine, folders, task.settings, task.plugin)
     search = replace(search, searcher=_StoppableSearcher(search.searcher, stop, parts))
     readers = [(path, LineReader(path)) for path in (source, task.prefix) if path is not None]
     last_report = time.monotonic()

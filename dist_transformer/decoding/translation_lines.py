@@ -21,6 +21,7 @@ class Task:
         prefix: a file with the beginning of each line's translations; None: not prescribed.
         alignment: write pairs of words, too.
         as_json: write one object per line, with everything.
+        plugin: as for `load_model_folder`.
     """
 
     models: Sequence[Path]
@@ -29,6 +30,7 @@ class Task:
     prefix: Path | None = None
     alignment: bool = False
     as_json: bool = False
+    plugin: str | None = None
 
 
 def written(task: Task, search: Search, number: int, line: str, translations: Sequence[Translation]) -> str:

@@ -5,6 +5,7 @@ model/
   config.json         format, ModelConfig, vocabularies, special ids, languages, training step
   source.model        the sentencepiece model of the source, or of both languages if they share one
   target.model        the sentencepiece model of the target, if they do not
+  plugin.py           a copy of the file that `model.plugin` names, to be read: it is executed only if the user names it
 """
 
 import json
@@ -26,13 +27,16 @@ from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import CheckpointError, MachineError
 from dist_transformer.files import MISPLACED, patiently, share_as_folder, write_json
 from dist_transformer.interop.complete_folder import complete_folder
+from dist_transformer.model.plugin import build_plugin
 from dist_transformer.model.transformer import Transformer
+from dist_transformer.plugins import find, sha256_of
 from dist_transformer.run.records import read_record
 
 LABEL = "dist-transformer"
 FORMAT = 1
 WEIGHTS, CONFIG, SOURCE_MODEL, TARGET_MODEL = "model.safetensors", "config.json", "source.model", "target.model"
-FILES = (WEIGHTS, CONFIG, SOURCE_MODEL, TARGET_MODEL)
+PLUGIN = "plugin.py"
+FILES = (WEIGHTS, CONFIG, SOURCE_MODEL, TARGET_MODEL, PLUGIN)
 MODEL_FOLDER = "a model folder"
 
 
@@ -75,15 +79,23 @@ def save_model_folder(
     config: ModelConfig,
     tokenizer_files: TokenizerFiles,
     information: ModelInformation,
+    plugin_file: Path | None = None,
 ) -> None:
     """Writes the folder atomically, in place of an older model folder; one process calls it.
+
+    `plugin_file`: that of `config.plugin`, which is copied and not executed.
 
     `weights` are those of `model.named_parameters()`, in any float type. Raises CheckpointError if they are not the
     weights of `config`.
     """
-    _check_weights(weights, _model_of(config, information), f"the weights for {folder}")
+    header: dict[str, Any] = {"label": LABEL, "format": FORMAT}
+    if config.plugin is None:
+        _check_weights(weights, _model_of(config, information), f"the weights for {folder}")
+    elif plugin_file is None or not plugin_file.is_file():
+        raise CheckpointError(f"{plugin_file}: no such file, expected the copy of model.plugin; put it back there")
+    else:
+        header["plugin_sha256"] = sha256_of(plugin_file)
     contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
-    header = {"label": LABEL, "format": FORMAT}
     with complete_folder(folder, MODEL_FOLDER, is_model_folder, FILES) as temporary:
         try:
             save_file(contiguous, temporary / WEIGHTS, metadata={"format": "pt"})
@@ -95,13 +107,21 @@ def save_model_folder(
         shutil.copyfile(tokenizer_files.source, temporary / SOURCE_MODEL)
         if tokenizer_files.target is not None:
             shutil.copyfile(tokenizer_files.target, temporary / TARGET_MODEL)
+        if plugin_file is not None:
+            shutil.copyfile(plugin_file, temporary / PLUGIN)
         write_json(temporary / CONFIG, {**header, **asdict(information), "model": config.model_dump(mode="json")})
 
 
-def load_model_folder(folder: Path) -> LoadedModel:
-    """Loads a folder written by `save_model_folder`. CheckpointError names missing, damaged or unfitting parts."""
+def load_model_folder(folder: Path, plugin: str | None = None) -> LoadedModel:
+    """Loads a folder written by `save_model_folder`. CheckpointError names missing, damaged or unfitting parts.
+
+    `plugin`: the network's code as the user names it, without which a model of a plug-in is refused: code that comes with
+    a folder is not executed.
+    """
     config, information = read_config(folder)
     files = tokenizer_files(folder)
+    if config.plugin is not None:
+        config = config.model_copy(update={"plugin": _named_plugin(folder, config.plugin, plugin)})
     model = _model_of(config, information)
     weights_path = _existing(folder / WEIGHTS, folder)
     with open_safetensors(weights_path) as file:
@@ -134,6 +154,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, ModelInformation]:
                 f"dist-transformer import {path.parent} OUT --from marian"
             )
         label, version = content.pop("label"), content.pop("format")
+        content.pop("plugin_sha256", None)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not the configuration of a model folder ({error}). Save it again.") from error
     if (label, version) != (LABEL, FORMAT):
@@ -157,6 +178,9 @@ def read_config(folder: Path) -> tuple[ModelConfig, ModelInformation]:
 def empty_model(config: ModelConfig, source_vocabulary: int, target_vocabulary: int, pad_id: int) -> Transformer:
     """The model with shapes but no values, on "meta": needs no memory, no time, and no random numbers."""
     with torch.device("meta"), _NothingDrawn():
+        if config.plugin is not None:
+            plugin = find("model.plugin", config.plugin)
+            return build_plugin(plugin, config, source_vocabulary, target_vocabulary, pad_id)
         return Transformer(config, source_vocabulary, target_vocabulary, pad_id)
 
 
@@ -178,6 +202,23 @@ def open_safetensors(path: Path) -> Iterator[Any]:
         ) from error
     with file:
         yield file
+
+
+def _named_plugin(folder: Path, recorded: str, given: str | None) -> str:
+    """Returns the plug-in that the user names, if its file is the one that the model was trained with."""
+    if given is None:
+        raise CheckpointError(
+            f"{folder}: its network is the plug-in {Path(recorded).name}, code that is executed only if you name it: give "
+            f"translate or evaluate --plugin FILE:NAME with a file that you trust (a copy to read: {folder / PLUGIN}); other "
+            "commands take models of this program only"
+        )
+    file, expected = find("--plugin", given).file, read_record(folder / CONFIG).get("plugin_sha256")
+    if (found := sha256_of(file)) != expected:
+        raise CheckpointError(
+            f"--plugin: {file} is not the file that the model in {folder} was trained with: expected SHA-256 {expected}, "
+            f"found {found}; name the same file"
+        )
+    return given
 
 
 def _existing(path: Path, folder: Path) -> Path:

@@ -19,6 +19,11 @@ class RunDir:
         """The resolved configuration of the newest start."""
         return self.path / "config.yaml"
 
+    @property
+    def plugin(self) -> Path:
+        """A copy of the file of `model.plugin`, which is never executed."""
+        return self.path / "plugin.py"
+
     def config_until(self, step: int) -> Path:
         """The configuration of the starts up to this step, from which a later start resumed with another one."""
         return self.path / f"config.until_step_{step:08d}.yaml"

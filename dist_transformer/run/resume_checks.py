@@ -9,6 +9,7 @@ from typing import Any
 
 from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import Stage
+from dist_transformer.plugins import find
 from dist_transformer.run.attempts import newest_checkpoint
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
@@ -20,6 +21,8 @@ MODEL_FREE = {"preset", "dropout", "layer_drop", "attention_gain"}
 def recipe_settings(config: Config) -> dict[str, Any]:
     """Returns the settings that a resume must find unchanged: the shape of the model and the order of the data."""
     model = config.model.model_dump(exclude=MODEL_FREE)
+    if config.model.plugin is not None:
+        model["plugin"] = find("model.plugin", config.model.plugin).identity
     data = config.data.model_dump(include={"lanes", "max_tokens", "window_rows"})
     return {
         **{f"model.{key}": value for key, value in model.items()},

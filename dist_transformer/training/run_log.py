@@ -20,6 +20,7 @@ from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import MachineError
 from dist_transformer.files import is_file, patiently, read_json, write_json, write_text
+from dist_transformer.plugins import find
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import goodput_of
 from dist_transformer.run.metrics_log import MetricsLog, read_records
@@ -124,6 +125,12 @@ def open_run_log(
         echo: receives each record of metrics.jsonl too.
     """
     write_text(run_dir.config, to_yaml(with_absolute_paths(config, prepared)))
+    if config.model.plugin is not None:
+        plugin = find("model.plugin", config.model.plugin)
+        write_text(run_dir.plugin, plugin.file.read_text(encoding="utf-8"))
+        log.info(
+            "plug-in    %s; mfu, memory and FLOPs are those of our own network with the sizes of model", plugin.file
+        )
     run_log = RunLog(config, run_dir, None, echo)
     run_log.rewind(state)
     if config.tracking.enabled:

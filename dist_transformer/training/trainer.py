@@ -25,7 +25,9 @@ from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.errors import DistTransformerError, MachineError
+from dist_transformer.model.plugin import build_plugin
 from dist_transformer.model.transformer import Transformer
+from dist_transformer.plugins import find
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.batch_size_finder import dry_run, find_max_tokens, largest_shapes
 from dist_transformer.training.changed_settings import Changes, compare_and_report
@@ -112,13 +114,11 @@ def settle_config(run: Run, checkpoint: Checkpoint | None) -> Run:
 
 def build_objective(model: ModelConfig, training: TrainingConfig, manifest: Manifest) -> Objective:
     """Builds the model with its loss, newly initialised from torch's random state."""
-    transformer = Transformer(
-        model,
-        manifest.source_vocabulary,
-        manifest.target_vocabulary,
-        manifest.pad_id,
-        activation_checkpointing=training.activation_checkpointing,
-    )
+    sizes = manifest.source_vocabulary, manifest.target_vocabulary, manifest.pad_id
+    if model.plugin is not None:
+        transformer: Transformer = build_plugin(find("model.plugin", model.plugin), model, *sizes)
+    else:
+        transformer = Transformer(model, *sizes, activation_checkpointing=training.activation_checkpointing)
     return Objective(transformer, training.label_smoothing, training.precision)
 
 

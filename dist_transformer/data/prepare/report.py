@@ -23,7 +23,7 @@ def report_text(report: dict[str, Any]) -> str:
     """Returns the report as Markdown."""
     corpora: dict[str, dict[str, Any]] = report["corpora"]
     sizes = [[name, *_numbers(each[key] for key in _SIZES)] for name, each in corpora.items()]
-    dropped = [[name, *_numbers(each["dropped"][rule] for rule in RULES)] for name, each in corpora.items()]
+    dropped = [[name, *_numbers(each["dropped"].get(rule, 0) for rule in RULES)] for name, each in corpora.items()]
     lengths = [
         [name, side, *_numbers(each[f"{side}_lengths"].values())]
         for name, each in corpora.items()
@@ -36,6 +36,7 @@ def report_text(report: dict[str, Any]) -> str:
         *_estimates(corpora),
         "## Pairs dropped, by rule",
         _table(["corpus", *RULES], dropped),
+        *([f"The rule plugin is `{report['plugin']}`."] if report.get("plugin") else []),
         "## Lengths in tokens, the end of sentence counted",
         _table(["corpus", "side", "mean", *percents, "longest"], lengths),
         f"![how many training pairs have each length]({LENGTHS_NAME})",

@@ -60,6 +60,7 @@ def corpus_report(config: Config, corpora: dict[str, ReportedCorpus]) -> Report:
         "corpora": {name: _counts(corpus) for name, corpus in corpora.items()},
         "repeated_pairs": count_repeated(pair_files),
         "compared_pairs": sum(corpus.split.rows for corpus in compared),
+        "plugin": config.data.filters.plugin,
         "not_compared": [name for name, corpus in training.items() if corpus.pair_files is None],
         "overlap": _overlaps(config, corpora, pair_files, source_files) if compared else {},
     }

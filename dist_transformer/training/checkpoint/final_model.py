@@ -74,7 +74,9 @@ def write_final_model(
     weights = average_weights(
         [Weights(path, part) for path in used], lambda done, total: show("averaging", done, total)
     )
-    save_model_folder(output, weights, config.model, TokenizerFiles(prepared / files.source, target), information)
+    tokenizer = TokenizerFiles(prepared / files.source, target)
+    plugin = None if config.model.plugin is None else run_dir.plugin
+    save_model_folder(output, weights, config.model, tokenizer, information, plugin)
     return f"{'moving average' if part == 'ema' else 'average'} of {', '.join(path.name for path in used)}"
 
 

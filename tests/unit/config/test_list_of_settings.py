@@ -11,7 +11,7 @@ from dist_transformer.config.schema import Config
 SETTINGS = """
 checkpoints.average_last checkpoints.every_steps checkpoints.final_model checkpoints.keep_best
 checkpoints.keep_every_steps checkpoints.keep_last data.audit data.filters.bad_encoding
-data.filters.drop_identical data.filters.max_length_ratio data.filters.max_tokens data.lanes
+data.filters.drop_identical data.filters.max_length_ratio data.filters.max_tokens data.filters.plugin data.lanes
 data.loader_workers data.max_quarantined_row_groups data.max_tokens data.mixture.corpora
 data.mixture.schedule.from_step data.mixture.schedule.weights data.mixture.temperature data.mixture.weights
 data.more_validation data.normalization data.on_bad_row_group data.on_the_fly data.prepared data.reslice_from
@@ -22,7 +22,7 @@ decoding.length_penalty decoding.max_extra_tokens decoding.max_source_tokens dec
 decoding.no_repeat_ngram_size decoding.too_long divergence.policy model.activation model.attention_gain
 model.d_ff model.d_model model.dropout model.final_norm model.key_size model.layer_drop model.max_positions
 model.norm model.norm_type model.num_decoder_layers model.num_encoder_layers model.num_heads model.output_bias
-model.positions model.preset model.shared_embeddings model.tied_output model.value_size optimizer.beta1
+model.plugin model.positions model.preset model.shared_embeddings model.tied_output model.value_size optimizer.beta1
 optimizer.beta2 optimizer.epsilon optimizer.learning_rate optimizer.no_decay optimizer.weight_decay run.name
 run.root run.seed schedule.name schedule.warmup_steps slurm.cluster slurm.container_image
 slurm.container_mounts slurm.container_runtime slurm.cpus_per_rank slurm.environment slurm.gpu_memory_gb

@@ -1,0 +1,128 @@
+"""A network of the user's own in place of ours (`model.plugin`): its logits with our loss, and a search over them.
+
+Axes: B batch, S source, T target, V vocabulary. The search computes the whole prefix again for every token, because a
+network of which only `forward` is known has no cache: right for any network, and slow.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dist_transformer.config.schema import ModelConfig
+from dist_transformer.errors import UserError
+from dist_transformer.model.transformer import Transformer
+from dist_transformer.plugins import Plugin, call
+
+
+@dataclass
+class Prefixes:
+    """The state of a search: source (B, S) and tokens (B, T) of every row."""
+
+    source_BS: Tensor
+    target_BT: Tensor
+
+    def select(self, rows: Tensor) -> None:
+        """Keeps the given rows in the given order; rows may repeat."""
+        self.source_BS, self.target_BT = self.source_BS[rows], self.target_BT[rows]
+
+    reorder = select
+
+
+class PluginTransformer(Transformer):
+    """The network `network`, wherever a `Transformer` is trained, validated and searched with."""
+
+    def __init__(self, network: nn.Module, target_vocabulary: int, pad_id: int) -> None:
+        nn.Module.__init__(self)  # none of the parts of ours
+        self.network, self.target_vocabulary, self.pad_id = network, target_vocabulary, pad_id
+        self.encoder_layers, self.decoder_layers = nn.ModuleList(), nn.ModuleList()
+        self.max_positions = None
+
+    def round_layers(self, dtype: torch.dtype) -> None:
+        """Rounds all weights: which of them are layers is not known."""
+        self.network.to(dtype)
+
+    def in_order_of_use(self) -> list[nn.Module]:
+        return [self.network]
+
+    def forward(self, source_BS: Tensor, target_BT: Tensor) -> Tensor:
+        logits: Tensor = self.network(source_BS, target_BT)
+        expected = (*target_BT.shape, self.target_vocabulary)
+        if tuple(logits.shape) != expected:
+            raise UserError(f"model.plugin: forward returned shape {tuple(logits.shape)}, expected {expected}")
+        return logits
+
+    def loss(  # as ours
+        self,
+        source_BS: Tensor,
+        target_in_BT: Tensor,
+        target_out_BT: Tensor,
+        label_smoothing: float,
+        num_targets: int | None = None,
+        shapes: Sequence[tuple[int, int, int]] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if shapes is None:
+            return self.token_sums(source_BS, target_in_BT, target_out_BT, label_smoothing)[:2]
+        sums, (source_at, target_at) = [], (0, 0)
+        for rows, source_length, target_length in shapes:
+            source = slice(source_at, source_at + rows * source_length)
+            target = slice(target_at, target_at + rows * target_length)
+            source_at, target_at = source.stop, target.stop
+            sides = source_BS[source], target_in_BT[target], target_out_BT[target]
+            source_RS, in_RT, out_RT = (side.view(rows, -1) for side in sides)
+            sums.append(self.token_sums(source_RS, in_RT, out_RT, label_smoothing)[:2])
+        loss_sums, nll_sums = zip(*sums, strict=True)
+        return torch.stack(loss_sums).sum(), torch.stack(nll_sums).sum()
+
+    def token_sums(
+        self,
+        source_BS: Tensor,
+        target_in_BT: Tensor,
+        target_out_BT: Tensor,
+        label_smoothing: float,
+        num_targets: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits_NV, target_N = self(source_BS, target_in_BT).flatten(0, 1).float(), target_out_BT.flatten()
+        about: dict[str, Any] = {"ignore_index": self.pad_id, "reduction": "sum"}
+        loss = F.cross_entropy(logits_NV, target_N, label_smoothing=label_smoothing, **about)
+        nll = F.cross_entropy(logits_NV.detach(), target_N, **about) if label_smoothing else loss.detach()
+        hits = ((logits_NV.argmax(1) == target_N) & (target_N != self.pad_id)).sum()
+        return loss, nll, hits
+
+    def encode(self, source_BS: Tensor) -> Tensor:
+        return source_BS
+
+    @torch.no_grad()
+    def start_decoding(self, memory_BSD: Tensor, source_BS: Tensor, beam_size: int = 1) -> Any:
+        rows_BS = source_BS.repeat_interleave(beam_size, 0)
+        return Prefixes(rows_BS, rows_BS[:, :0])
+
+    @torch.no_grad()
+    def decode_step(self, token_B: Tensor, cache: Any) -> Tensor:
+        cache.target_BT = torch.cat([cache.target_BT, token_B[:, None]], 1)
+        logits_BTV: Tensor = self(cache.source_BS, cache.target_BT)
+        return logits_BTV[:, -1]
+
+
+def build_plugin(
+    plugin: Plugin, config: ModelConfig, source_vocabulary: int, target_vocabulary: int, pad_id: int
+) -> PluginTransformer:
+    """Builds the network of a plug-in. UserError: its code raises, or it is no module that can be trained and resumed."""
+    build = plugin.load()
+    network = call(plugin, lambda: build(config, source_vocabulary, target_vocabulary, pad_id))
+    problem = None
+    if not isinstance(network, nn.Module):
+        problem = f"returned {type(network).__name__}, expected a torch.nn.Module"
+    elif not any(True for _ in network.parameters()):
+        problem = "returned a module without parameters: there is nothing to train"
+    elif buffers := [name for name, _ in network.named_buffers()]:
+        problem = (
+            f"returned a module with buffers ({', '.join(buffers[:5])}), which no checkpoint keeps: make them parameters, or "
+            "compute them in forward"
+        )
+    if problem is not None:
+        raise UserError(f"{plugin.key}: {plugin.name} of {plugin.file} {problem}").agreed()
+    return PluginTransformer(network, target_vocabulary, pad_id)

@@ -1,0 +1,165 @@
+"""Plug-ins on real ranks: the shipped decoder-only model is trained, killed, resumed on other ranks and translated with."""
+
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+from running import Command, records, wait_for_step
+from safetensors.torch import load_file
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = ("training.max_steps=12", "checkpoints.every_steps=4")
+
+
+@pytest.fixture(scope="module")
+def model(command: Command) -> str:
+    """The example, copied beside the run's YAML, and its name in `model.plugin`."""
+    shutil.copy(EXAMPLES / "decoder_only.py", command.folder)
+    return "model.plugin=decoder_only.py:build"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(train_small: Callable[..., Path], model: str) -> Path:
+    return train_small("undisturbed", model, *STEPS, "validation.every_steps=12", "validation.translate=true", ranks=2)
+
+
+def test_the_run_learns_and_validates_with_translations(undisturbed: Path):
+    losses = [record["loss"] for record in records(undisturbed)]
+    assert losses[-1] < losses[0]
+    (validation,) = records(undisturbed, "validation")
+    assert {"loss", "token_accuracy", "bleu"} <= validation.keys()
+
+
+def test_a_killed_run_resumes_to_the_same_weights(train_small, command: Command, model, undisturbed):
+    run = command.folder / "runs" / "killed"
+    process = command.start("train", "small.yaml", "run.name=killed", model, *STEPS, "--ranks", 2)
+    wait_for_step(run, 5)
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8").split():
+        os.kill(int(child), signal.SIGKILL)
+    process.communicate(timeout=60)
+    train_small("killed", model, *STEPS, ranks=2)
+    assert [r["batch_digest"] for r in records(run)] == [r["batch_digest"] for r in records(undisturbed)]
+    weights = "model/model.safetensors"
+    assert (run / weights).read_bytes() == (undisturbed / weights).read_bytes()
+
+
+def test_other_ranks_stages_and_lanes_in_a_pass_train_on_the_same_batches(train_small, model, undisturbed):
+    for steps, ranks, stage, at_once in ((3, 1, 1, 1), (6, 3, 2, 1), (9, 2, 3, 1), (12, 2, 0, 2)):
+        overrides = (
+            f"training.max_steps={steps}",
+            f"training.zero_stage={stage}",
+            f"training.lanes_per_pass={at_once}",
+        )
+        run = train_small("elastic", model, *STEPS, *overrides, "model.dropout=0", ranks=ranks)
+    expected = train_small("no-dropout", model, *STEPS, "model.dropout=0", ranks=2)
+    found, expected_records = records(run), records(expected)
+    assert [r["batch_digest"] for r in found] == [r["batch_digest"] for r in records(undisturbed)]
+    assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected_records], rel=1e-3)
+
+
+@pytest.mark.parametrize(("precision", "stage"), [("bf16", 1), ("bf16", 3), ("fp16", 2)])
+def test_16_bit_types_train_it_too(train_small, model, precision, stage):
+    overrides = (f"training.precision={precision}", f"training.zero_stage={stage}", "training.max_steps=3")
+    run = train_small(f"{precision}-{stage}", model, *overrides, ranks=2)
+    assert [record["step"] for record in records(run)] == [1, 2, 3]
+    assert {str(t.dtype) for t in load_file(run / "model/model.safetensors").values()} == {"torch.float32"}
+
+
+def test_a_model_folder_executes_its_code_only_if_the_user_names_that_file(command: Command, undisturbed: Path):
+    refused = command("translate", undisturbed, code=2, text="The train leaves.\n")
+    assert "--plugin FILE:NAME" in refused
+    assert "Traceback" not in refused
+    out = command("translate", undisturbed, "--plugin", "decoder_only.py:build", text="The train leaves.\n\n")
+    assert len(out.splitlines()) == 2
+    other = command.folder / "other.py"
+    other.write_text("raise SystemExit('executed')\ndef build(): ...\n", encoding="utf-8")
+    refused = command("translate", undisturbed, "--plugin", "other.py:build", code=2, text="The train leaves.\n")
+    assert "SHA-256" in refused
+    assert "executed\n" not in refused
+    exported = command("export", undisturbed, command.folder / "exported", "--to", "ctranslate2", code=2)
+    assert "other commands take models of this program only" in exported
+    command("evaluate", undisturbed, "--plugin", "decoder_only.py:build")
+
+
+def test_a_changed_or_missing_file_is_one_message_on_resume(train_small, command: Command, undisturbed: Path):
+    moved = command.folder / "moved.py"
+    shutil.copy(EXAMPLES / "decoder_only.py", moved)
+    run = train_small("changed", "model.plugin=moved.py:build", "training.max_steps=3")
+    moved.write_text(moved.read_text(encoding="utf-8") + "\n# changed\n", encoding="utf-8")
+    out = command("train", run, "training.max_steps=6", code=2)
+    assert "model.plugin" in out
+    assert "SHA-256" in out
+    assert "Traceback" not in out
+    moved.unlink()
+    out = command("train", run, "training.max_steps=6", code=2)
+    assert f"no such file: {moved}" in out
+    assert "Traceback" not in out
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("def build(*_):\n    return 3\n", "returned int, expected a torch.nn.Module"),
+        ("def build(*_):\n    raise KeyError('mine')\n", "line 2: KeyError: 'mine'"),
+        ("import torch\nbuild = lambda *_: torch.nn.BatchNorm1d(3)\n", "buffers (running_mean"),
+        ("import torch\nbuild = lambda *_: torch.nn.Identity()\n", "nothing to train"),
+        ("import nowhere\ndef build(): ...\n", "line 1: ModuleNotFoundError"),
+    ],
+)
+def test_code_that_cannot_be_trained_is_one_message(command: Command, undisturbed: Path, code, message):
+    (command.folder / "wrong.py").write_text(code, encoding="utf-8")
+    out = command("train", "small.yaml", "run.name=wrong", "model.plugin=wrong.py:build", "--ranks", 2, code=2)
+    assert message in out
+    assert "Traceback" not in out
+
+
+FILTER = "data.filters.plugin=keep_numbers.py:keep"
+
+
+def dropped_by(command: Command) -> int:
+    """The number of training pairs that the shipped filter drops, counted without the program."""
+    numbers = [
+        [
+            sorted(re.findall(r"\d+", line))
+            for line in (command.folder / f"train.{side}").read_text("utf-8").splitlines()
+        ]
+        for side in ("en", "de")
+    ]
+    return sum(source != target for source, target in zip(*numbers, strict=True))
+
+
+@pytest.mark.parametrize("on_the_fly", ["false", "true"])
+def test_the_filter_drops_pairs_counts_them_and_resumes_on_other_ranks(train_small, command: Command, on_the_fly):
+    shutil.copy(EXAMPLES / "keep_numbers.py", command.folder)
+    expected = dropped_by(command)
+    assert 0 < expected < 600
+    overrides = (FILTER, f"data.on_the_fly={on_the_fly}", "data.loader_workers=1", "training.max_steps=6")
+    whole = train_small(f"filtered-{on_the_fly}", *overrides, ranks=2)
+    cut = train_small(f"filtered-cut-{on_the_fly}", *overrides, "training.max_steps=3", ranks=1)
+    cut = train_small(f"filtered-cut-{on_the_fly}", *overrides, ranks=3)
+    assert [r["batch_digest"] for r in records(cut)] == [r["batch_digest"] for r in records(whole)]
+    config = yaml.safe_load((whole / "config.yaml").read_text("utf-8"))
+    report = json.loads((Path(config["data"]["prepared"]) / "report.json").read_text("utf-8"))
+    assert report["corpora"]["train"]["dropped"]["plugin"] == expected
+    assert report["plugin"] == "keep_numbers.py:keep"
+
+
+def test_a_changed_filter_and_one_that_raises_are_one_message(train_small, command: Command):
+    rule = command.folder / "rule.py"
+    rule.write_text("def keep(source, target):\n    return True\n", encoding="utf-8")
+    overrides = ("data.filters.plugin=rule.py:keep", "training.max_steps=3")
+    run = train_small("rule", *overrides)
+    rule.write_text("def keep(source, target):\n    return len(source) > 10\n", encoding="utf-8")
+    out = command("train", run, "training.max_steps=6", code=2)
+    assert "filters.plugin" in out
+    assert "Traceback" not in out
+    rule.write_text("def keep(source, target):\n    return source.words\n", encoding="utf-8")
+    out = command("train", "small.yaml", "run.name=raising", *overrides, code=2)
+    assert f"keep of {rule}, line 2: AttributeError" in out
+    assert "Traceback" not in out

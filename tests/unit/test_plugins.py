@@ -1,0 +1,112 @@
+"""What a check says about a plug-in, without executing it."""
+
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from dist_transformer.errors import UserError
+from dist_transformer.plugins import find, problems_of, with_absolute_path
+
+CODE = "import os as system\nfrom json import dumps\nTABLE: dict = {}\nkeep = len\nclass Model: ...\ndef build(): ...\n"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(CODE, encoding="utf-8")
+    return path
+
+
+def message_of(given: str) -> str:
+    (problem,) = problems_of({"model.plugin": given, "data.filters.plugin": None})
+    assert problem.startswith("model.plugin: ")
+    return problem
+
+
+@pytest.mark.parametrize("name", ["system", "dumps", "TABLE", "keep", "Model", "build"])
+def test_every_way_to_define_a_name_is_found(file: Path, name: str):
+    assert (found := find("model.plugin", f"{file}:{name}")).file == file
+    assert found.load() is not None
+
+
+def test_a_name_that_is_not_there_is_named_with_those_that_are(file: Path):
+    assert "defines no 'built'; it defines system, dumps, TABLE, keep, Model, build" in message_of(f"{file}:built")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("nowhere.py:build", "no such file: "),
+        ("no.such.module:build", "no module 'no.such.module'"),
+        ("math:sqrt", "no module 'math' of Python source"),
+        ("build", "no installed package has an entry point 'build'"),
+        ("", "entry point ''"),
+        (":", "no module ''"),
+        (".py:build", "no such file: "),
+    ],
+)
+def test_a_plugin_that_is_not_there_is_one_message(given: str, message: str):
+    assert message in message_of(given)
+    assert "expected FILE.py:NAME, MODULE:NAME" in message_of(given)
+
+
+@pytest.mark.parametrize("content", [b"def build(:\n", b"\xff\xfe", b"a\0b"])
+def test_a_file_that_is_not_python_is_one_message(tmp_path: Path, content: bytes):
+    (tmp_path / "odd.py").write_bytes(content)
+    assert "is not Python" in message_of(f"{tmp_path / 'odd.py'}:build")
+
+
+def test_a_module_and_an_entry_point_are_found_without_importing_their_packages(tmp_path, monkeypatch):
+    package = tmp_path / "ours_for_test"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')", encoding="utf-8")
+    (package / "models.py").write_text(CODE, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = find("model.plugin", "ours_for_test.models:build")
+    assert (found.file, found.module) == (package / "models.py", "ours_for_test.models")
+    entry = metadata.EntryPoint("mine", "ours_for_test.models:build", "dist_transformer")
+    monkeypatch.setattr("dist_transformer.plugins.entry_points", lambda group: metadata.EntryPoints([entry]))
+    assert find("model.plugin", "mine") == found
+    with pytest.raises(UserError, match="RuntimeError: imported"):
+        found.load()
+
+
+def test_the_identity_is_of_the_content_and_not_of_the_place(file: Path, tmp_path: Path):
+    other = tmp_path / "other.py"
+    other.write_text(CODE, encoding="utf-8")
+    identity = find("model.plugin", f"{file}:build").identity
+    assert find("model.plugin", f"{other}:build").identity == identity
+    other.write_text(CODE + "\n", encoding="utf-8")
+    assert find("model.plugin", f"{other}:build").identity != identity
+
+
+def test_only_files_get_an_absolute_path(monkeypatch, tmp_path: Path):
+    monkeypatch.chdir(tmp_path)
+    assert with_absolute_path("a/b.py:build") == f"{tmp_path}/a/b.py:build"
+    assert [with_absolute_path(given) for given in ("a.b:build", "mine", None)] == ["a.b:build", "mine", None]
+
+
+def test_config_check_neither_executes_a_plugin_nor_imports_torch(tmp_path: Path):
+    (tmp_path / "mine.py").write_text("raise SystemExit('executed')\ndef build(): ...\n", encoding="utf-8")
+    (tmp_path / "run.yaml").write_text(
+        "model: {plugin: 'mine.py:build'}\ndata: {train: {demo: train}, filters: {plugin: 'mine.py:build'}}\n", "utf-8"
+    )
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom dist_transformer.config.loading import load_config\n"
+        "load_config(Path('run.yaml'))\nassert 'torch' not in sys.modules\nprint('checked')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("checked\n", "")
+
+
+@pytest.mark.parametrize(
+    "override", ["training.compile_layers=true", "training.init_from=elsewhere", "data.max_tokens=auto"]
+)
+def test_settings_of_our_own_network_are_refused_beside_a_plugin(tmp_path: Path, file: Path, override: str):
+    from config_problems import one_problem_of
+
+    (tmp_path / "run.yaml").write_text("data: {train: {demo: train}}\n", encoding="utf-8")
+    assert "is for our own network" in one_problem_of(tmp_path / "run.yaml", f"model.plugin={file}:build", override)
