@@ -19,7 +19,11 @@ if TYPE_CHECKING:
         train,
     )
 
-__version__ = "0.1.0"
+try:
+    from dist_transformer._version import __version__ as __version__  # written when it is built or installed
+except ModuleNotFoundError:
+    __version__ = "0+checkout"
+
 __all__ = [
     "Config", "MachineError", "Run", "Translator", "UserError",
     "evaluate", "load_config", "prepare", "submit", "train",

@@ -55,7 +55,7 @@ def name_of(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
 
 
-PATHS = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+PATHS = {name_of(path): path for path in sorted(PACKAGE.rglob("*.py")) if path.name != "_version.py"}  # made by a build
 
 
 def folder_of(module: str) -> str:
