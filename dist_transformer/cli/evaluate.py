@@ -134,6 +134,7 @@ def scored(
     from dist_transformer.data.sources.corpus import read_pairs
     from dist_transformer.decoding.loaded_model import LoadedTranslator, model_folder_of
     from dist_transformer.files import write_json, write_text
+    from dist_transformer.interop.model_card import add_scores
 
     model = model_folder_of(folder)
     run = read_run(folder, None, check_files=False) if (folder / "config.yaml").is_file() else None
@@ -157,6 +158,7 @@ def scored(
     if run is not None:
         write_json(run[1].evaluation / f"{name}.json", scores)
         write_text(run[1].evaluation / f"{name}.translations", "\n".join(translations) + "\n")
+        add_scores(model, name, scores)
     return Scored(name, translator.information.step, measured, scores, run)
 
 

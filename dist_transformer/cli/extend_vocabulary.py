@@ -62,6 +62,7 @@ def _extend(loaded: "LoadedModel", asked: Sequence[str], side: Side, output: Pat
 
     from dist_transformer.data.tokenizer.extension import missing_pieces
     from dist_transformer.data.tokenizer.tokenizer import Tokenizer
+    from dist_transformer.interop.model_card import Origin
     from dist_transformer.interop.model_folder import save_model_folder
     from dist_transformer.interop.vocabulary_extension import extended_weights
 
@@ -85,7 +86,8 @@ def _extend(loaded: "LoadedModel", asked: Sequence[str], side: Side, output: Pat
             target_vocabulary=tokenizer.target_vocabulary,
             pad_id=tokenizer.pad_id,
         )
-        save_model_folder(output, weights, loaded.config, new, information)
+        origin = Origin("another model with a larger vocabulary")
+        save_model_folder(output, weights, loaded.config, new, information, origin)
     return list(dict.fromkeys([*of_source, *of_target]))
 
 

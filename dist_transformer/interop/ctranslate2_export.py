@@ -17,9 +17,10 @@ from dist_transformer.config.model_size import has_final_norm, head_sizes
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.data.tokenizer.model_file import read_pieces_file, texts
 from dist_transformer.errors import CheckpointError, UserError
-from dist_transformer.files import read_json, write_json
+from dist_transformer.files import read_json, write_json, write_text
 from dist_transformer.interop.complete_folder import complete_folder
-from dist_transformer.interop.model_folder import SOURCE_MODEL, TARGET_MODEL, LoadedModel, ModelInformation
+from dist_transformer.interop.model_card import CARD, exported_card
+from dist_transformer.interop.model_folder import SOURCE_MODEL, TARGET_MODEL, LoadedModel, ModelInformation, card_of
 from dist_transformer.model.layers import AddAndNorm, FeedForward, sinusoids
 
 INFORMATION = "dist_transformer.json"
@@ -61,6 +62,8 @@ def export_ctranslate2(loaded: LoadedModel, out: Path, quantization: str | None 
             shutil.copyfile(files.target, folder / TARGET_MODEL)
         longest = None if loaded.config.positions == "rotary" else loaded.config.max_positions or LONGEST_TOKENS
         write_json(folder / INFORMATION, {**asdict(loaded.information), "max_positions": longest})
+        target = SOURCE_MODEL if files.target is None else TARGET_MODEL
+        write_text(folder / CARD, exported_card("ctranslate2", card_of(loaded), asdict(loaded.information), target))
 
 
 def load_exported(folder: Path) -> ExportedModel:

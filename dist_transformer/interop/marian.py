@@ -1,5 +1,6 @@
 """Import and export of Hugging Face's MarianMTModel folders, such as OPUS-MT, without the package transformers."""
 
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -10,7 +11,7 @@ from torch import Tensor
 from dist_transformer.config.model_size import has_final_norm, head_sizes
 from dist_transformer.config.schema import DecodingConfig, ModelConfig
 from dist_transformer.errors import CheckpointError, UserError
-from dist_transformer.files import share_as_folder, write_json
+from dist_transformer.files import share_as_folder, write_json, write_text
 from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.foreign_weights import read_tensors
 from dist_transformer.interop.marian_settings import ACTIVATIONS, read_settings
@@ -21,7 +22,14 @@ from dist_transformer.interop.marian_vocabulary import (
     read_tokenizer_names,
 )
 from dist_transformer.interop.marian_weights import from_marian, to_marian
-from dist_transformer.interop.model_folder import LoadedModel, ModelInformation, TokenizerFiles, save_model_folder
+from dist_transformer.interop.model_card import CARD, Origin, exported_card
+from dist_transformer.interop.model_folder import (
+    LoadedModel,
+    ModelInformation,
+    TokenizerFiles,
+    card_of,
+    save_model_folder,
+)
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
@@ -61,11 +69,12 @@ def import_marian(source: Path, out: Path) -> None:
             target = Path(folder) / "target.model"
             target.write_bytes(of_target)
             files = TokenizerFiles(files.source, target)
-        save_model_folder(out, weights, settings.config, files, information)
+        origin = Origin("imported from a MarianMTModel of Hugging Face")
+        save_model_folder(out, weights, settings.config, files, information, origin)
 
 
 def export_marian(loaded: LoadedModel, out: Path) -> None:
-    """Writes a folder for `MarianMTModel.from_pretrained` and `MarianTokenizer.from_pretrained`.
+    """Writes a folder for `MarianMTModel.from_pretrained` and `MarianTokenizer.from_pretrained`, which the Hub takes.
 
     Raises UserError: the model has something that MarianMTModel lacks.
     """
@@ -79,6 +88,7 @@ def export_marian(loaded: LoadedModel, out: Path) -> None:
         share_as_folder(folder / WEIGHTS)
         write_json(folder / CONFIG, _marian_config(config, information, num_source, num_target))
         write_json(folder / GENERATION, _generation_config(information))
+        write_text(folder / CARD, exported_card("marian", card_of(loaded), asdict(information)))
 
 
 def _read_weights(source: Path) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ model/
   source.model        the sentencepiece model of the source, or of both languages if they share one
   target.model        the sentencepiece model of the target, if they do not
   plugin.py           a copy of the file that `model.plugin` names, to be read: it is executed only if the user names it
+  README.md           the model card; older folders have none
 """
 
 import json
@@ -25,8 +26,9 @@ from torch.overrides import TorchFunctionMode
 from dist_transformer.config.checks import check_model
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import CheckpointError, MachineError
-from dist_transformer.files import MISPLACED, patiently, share_as_folder, write_json
+from dist_transformer.files import MISPLACED, patiently, share_as_folder, write_json, write_text
 from dist_transformer.interop.complete_folder import complete_folder
+from dist_transformer.interop.model_card import CARD, Origin, is_own_card, model_card, read_card
 from dist_transformer.model.plugin import build_plugin
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.plugins import find, sha256_of
@@ -65,12 +67,16 @@ class ModelInformation:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in eval mode on the CPU, with its tokenizer files, configuration and information."""
+    """A model in eval mode on the CPU, with its tokenizer files, configuration and information.
+
+    `card`: text of its model card; empty where there is none, as in older folders.
+    """
 
     model: Transformer
     tokenizer_files: TokenizerFiles
     config: ModelConfig
     information: ModelInformation
+    card: str = ""
 
 
 def save_model_folder(
@@ -79,6 +85,7 @@ def save_model_folder(
     config: ModelConfig,
     tokenizer_files: TokenizerFiles,
     information: ModelInformation,
+    origin: Origin = Origin(),  # noqa: B008  (frozen)
     plugin_file: Path | None = None,
 ) -> None:
     """Writes the folder atomically, in place of an older model folder; one process calls it.
@@ -96,7 +103,8 @@ def save_model_folder(
     else:
         header["plugin_sha256"] = sha256_of(plugin_file)
     contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
-    with complete_folder(folder, MODEL_FOLDER, is_model_folder, FILES) as temporary:
+    own_card = [CARD] if is_own_card(folder / CARD) else []
+    with complete_folder(folder, MODEL_FOLDER, is_model_folder, [*FILES, *own_card]) as temporary:
         try:
             save_file(contiguous, temporary / WEIGHTS, metadata={"format": "pt"})
         except SafetensorError as error:
@@ -110,6 +118,8 @@ def save_model_folder(
         if plugin_file is not None:
             shutil.copyfile(plugin_file, temporary / PLUGIN)
         write_json(temporary / CONFIG, {**header, **asdict(information), "model": config.model_dump(mode="json")})
+        parameters = sum(tensor.numel() for tensor in contiguous.values())
+        write_text(temporary / CARD, model_card(config, asdict(information), parameters, origin, folder / CARD))
 
 
 def load_model_folder(folder: Path, plugin: str | None = None) -> LoadedModel:
@@ -129,7 +139,13 @@ def load_model_folder(folder: Path, plugin: str | None = None) -> LoadedModel:
     _check_weights(weights, model, str(weights_path))
     # Not strict, since a tied parameter has two names in the module and one in the file; all names were just checked.
     model.load_state_dict(weights, strict=False, assign=True)
-    return LoadedModel(model.eval(), files, config, information)
+    return LoadedModel(model.eval(), files, config, information, read_card(folder / CARD))
+
+
+def card_of(loaded: LoadedModel) -> str:
+    """The model card of a loaded model; where its folder has none, one without its data and scores."""
+    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+    return loaded.card or model_card(loaded.config, asdict(loaded.information), parameters, Origin())
 
 
 def is_model_folder(folder: Path) -> bool:

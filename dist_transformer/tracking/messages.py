@@ -177,10 +177,13 @@ def sample_rows(samples: Path) -> Iterator[list[Any]]:
 
 
 def folder_digest(folder: Path) -> str:
-    """SHA-256 over the names and contents of all files of `folder`. Raises CannotBeSent if the folder is gone."""
+    """SHA-256 over the names and contents of all files of `folder` but the model card, to which `evaluate` adds scores.
+
+    Raises CannotBeSent if the folder is gone.
+    """
     digest = hashlib.sha256()
     with local_files_refused():
-        for file in files_of(folder):
+        for file in (each for each in files_of(folder) if each != folder / "README.md"):
             with file.open("rb") as content:
                 line = f"{file.relative_to(folder)} {hashlib.file_digest(content, 'sha256').hexdigest()}\n"
             digest.update(line.encode())

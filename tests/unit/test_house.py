@@ -30,7 +30,7 @@ ADAPTERS = {
     "aiohttp": {"data.sources.remote"},
     "tenacity": {"data.sources.retries"},
     "matplotlib": {"data.prepare.report", "reporting.figures", "reporting.attention", "reporting.fonts"},
-    "jinja2": {"reporting.html"},
+    "jinja2": {"reporting.html", "interop.model_card"},
     "psutil": {"training.memory", "training.metrics.system_metrics", "distributed.rank_zero"},
     "sacrebleu": {"decoding.metrics"},
     "sacremoses": {"decoding.metrics"},

@@ -13,6 +13,7 @@ from dist_transformer.errors import CheckpointError
 from dist_transformer.files import read_json
 from dist_transformer.format import Show
 from dist_transformer.interop.averaging import average_weights
+from dist_transformer.interop.model_card import Origin
 from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import checkpoints, retention
@@ -74,10 +75,22 @@ def write_final_model(
     weights = average_weights(
         [Weights(path, part) for path in used], lambda done, total: show("averaging", done, total)
     )
+    made_of = f"{'moving average' if part == 'ema' else 'average'} of {', '.join(path.name for path in used)}"
+    origin = Origin(f"{made_of} of the run {run_dir.name}", [*_corpora_in_words(manifest)])
     tokenizer = TokenizerFiles(prepared / files.source, target)
     plugin = None if config.model.plugin is None else run_dir.plugin
-    save_model_folder(output, weights, config.model, tokenizer, information, plugin)
-    return f"{'moving average' if part == 'ema' else 'average'} of {', '.join(path.name for path in used)}"
+    save_model_folder(output, weights, config.model, tokenizer, information, origin, plugin)
+    return made_of
+
+
+def _corpora_in_words(manifest: Manifest) -> Iterator[str]:
+    """Yields a line for each prepared corpus, without paths, which may be private."""
+    for name, split in manifest.splits.items():
+        use = "trained on" if name in manifest.training else "validated on"
+        yield (
+            f"{use} `{name}`: {split.rows:,} pairs of {split.read_rows:,} read, {split.source_tokens:,} source and "
+            f"{split.target_tokens:,} target tokens"
+        )
 
 
 def _chosen(run_dir: RunDir, every_steps: int, choice: Averaged, metric: str) -> list[Path]:

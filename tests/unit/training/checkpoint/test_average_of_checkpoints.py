@@ -35,7 +35,7 @@ def averaged(run_dir, monkeypatch):
     tokenizer = SimpleNamespace(source="tokenizer.model", target="tokenizer.model")
     manifest = SimpleNamespace(
         tokenizer=tokenizer, source_vocabulary=9, target_vocabulary=9, pad_id=0, bos_id=1, eos_id=2,
-        source_language="en", target_language="de",
+        source_language="en", target_language="de", splits={}, training=(),
     )  # fmt: skip
 
     def call(choice=None, metric="loss", **settings):

@@ -1,0 +1,118 @@
+"""The README.md of model folders and exported folders: what it says, what survives, what is the user's."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dist_transformer.config.schema import ModelConfig
+from dist_transformer.interop.model_card import CARD, MARK, Origin, add_scores, exported_card
+from dist_transformer.interop.model_folder import (
+    ModelInformation,
+    TokenizerFiles,
+    card_of,
+    load_model_folder,
+    save_model_folder,
+)
+from dist_transformer.model.transformer import Transformer
+
+CONFIG = ModelConfig(d_model=8, d_ff=16, num_heads=2, num_encoder_layers=1, num_decoder_layers=1)
+INFORMATION = ModelInformation(20, 20, 3, 1, 2, "en", "de", 1200)
+ORIGIN = Origin("average of step_00001200", ["trained on `train`: 1,000 pairs"])
+SCORES = {
+    "bleu": 28.4,
+    "bleu_signature": "nrefs:1|v",
+    "chrf": 58.25,
+    "chrf_signature": "nc:6",
+    "pairs": 1000,
+    "beam_size": 4,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def save(folder: Path) -> None:
+    (folder.parent / "source.model").write_bytes(b"pieces")
+    model = Transformer(CONFIG, 20, 20, 3)
+    files = TokenizerFiles(folder.parent / "source.model")
+    save_model_folder(folder, dict(model.named_parameters()), CONFIG, files, INFORMATION, ORIGIN)
+
+
+def text_of(folder: Path) -> str:
+    return (folder / CARD).read_text()
+
+
+def header_of(card: str) -> dict[str, object]:
+    _, header, _ = card.split("---\n", 2)
+    return dict(yaml.safe_load(header))
+
+
+def test_a_model_folder_says_where_it_is_from_how_large_it_is_and_how_it_is_loaded(folder: Path) -> None:
+    card, loaded = text_of(folder), load_model_folder(folder)
+    assert header_of(card) == {
+        "license": "unknown", "language": ["en", "de"], "pipeline_tag": "translation",
+        "tags": ["translation", "dist-transformer"],
+    }  # fmt: skip
+    parameters = sum(parameter.numel() for parameter in loaded.model.parameters())
+    for part in (
+        "from en to de", "average of step_00001200, of optimizer step 1,200", "trained on `train`: 1,000 pairs",
+        f"parameters: {parameters:,}", "Not evaluated yet", "--to marian", "--to ctranslate2", "from dist_transformer import",
+    ):  # fmt: skip
+        assert part in card
+    assert card_of(loaded) == card
+
+
+def test_scores_of_a_corpus_are_added_once_and_the_newest_stays(folder: Path) -> None:
+    add_scores(folder, "test", SCORES)
+    add_scores(folder, "news", SCORES)
+    add_scores(folder, "test", {**SCORES, "bleu": 30.0})
+    card = text_of(folder)
+    assert "- test: BLEU 30.00 (`nrefs:1|v`), chrF 58.25 (`nc:6`); 1,000 pairs, beam 4\n" in card
+    assert [card.count(each) for each in ("- test:", "- news: BLEU 28.40", "Not evaluated")] == [1, 1, 0]
+    assert "## How to load it" in card
+
+
+def test_a_new_model_gets_a_new_card_with_the_licence_of_the_old_one(folder: Path) -> None:
+    add_scores(folder, "test", SCORES)
+    (folder / CARD).write_text(text_of(folder).replace("license: unknown", "license: cc-by-4.0"))
+    save(folder)
+    assert "license: cc-by-4.0\n" in text_of(folder)
+    assert "Not evaluated yet" in text_of(folder)
+
+
+def test_a_card_without_the_mark_is_the_users(folder: Path) -> None:
+    own = text_of(folder).replace(MARK + "\n", "").replace("## Data", "## My data")
+    (folder / CARD).write_text(own)
+    add_scores(folder, "test", SCORES)
+    save(folder)
+    assert text_of(folder) == own
+
+
+@pytest.mark.parametrize(("kind", "library", "loader"), [
+    ("marian", "transformers", "MarianMTModel.from_pretrained"), ("ctranslate2", "ctranslate2", "ctranslate2.Translator("),
+])  # fmt: skip
+def test_an_exported_card_keeps_what_the_models_says(folder: Path, kind, library: str, loader: str) -> None:
+    add_scores(folder, "test", SCORES)
+    card = exported_card(kind, text_of(folder).replace("license: unknown", "license: mit"), asdict(INFORMATION))
+    assert header_of(card)["library_name"] == library
+    assert header_of(card)["license"] == "mit"
+    assert "- test: BLEU 28.40" in card
+    assert loader in card
+    assert "from dist_transformer import" not in card
+    assert card.count("license:") == 1
+
+
+def test_a_folder_of_an_older_version_has_no_card_and_its_export_has_one(folder: Path) -> None:
+    (folder / CARD).unlink()
+    add_scores(folder, "test", SCORES)
+    assert not (folder / CARD).exists()
+    card = exported_card("marian", card_of(load_model_folder(folder)), asdict(INFORMATION))
+    assert "Not known to the program" in card
+    of_users = exported_card("marian", "---\nlicense: mit\n---\nMine.\n", asdict(INFORMATION))
+    assert "Mine." in of_users
+    assert of_users.count("license: mit") == 1
