@@ -9,7 +9,7 @@ IN_PARALLEL := --numprocesses 4 --dist loadgroup --no-loadscope-reorder
 # So many times the examples of `make test`.
 FUZZ := 20
 
-.PHONY: help demo test test-quick fuzz check audit setup ui clean
+.PHONY: help demo test test-quick fuzz check audit setup ui docs clean
 
 help:
 	@echo "make demo        set up, train on the embedded corpus with a stop and a resume, score, translate"
@@ -18,6 +18,7 @@ help:
 	@echo "make check       ruff and mypy"
 	@echo "make fuzz        an hour of other examples than those of make test; FUZZ=200 for ten"
 	@echo "make audit       known vulnerabilities of the installed packages"
+	@echo "make docs        the documentation site, in build/site"
 	@echo "make ui          MLflow's page on the runs in runs/"
 
 setup: $(READY)
@@ -53,6 +54,11 @@ audit: $(READY)
 
 ui: $(READY)
 	$(BIN)/dist-transformer ui runs
+
+# A link that leads nowhere, also to a heading, fails it.
+docs: $(READY)
+	$(BIN)/python .ci/settings_page.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV)
