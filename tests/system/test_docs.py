@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from dist_transformer.cli.main import app
+from dist_transformer.config.loading import load_config
 from dist_transformer.config.schema import Config
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -83,3 +84,22 @@ def test_the_first_screen_of_the_readme_names_both_commands():
 
 def test_ci_calls_the_test_command_of_the_readme():
     assert "make test" in text_of(REPOSITORY / ".ci" / "run")
+
+
+COMING_FROM = REPOSITORY / "docs" / "coming_from.md"
+
+
+@pytest.mark.parametrize("block", re.findall(r"^```yaml\n(.*?)^```", text_of(COMING_FROM), re.MULTILINE | re.DOTALL))
+def test_the_converted_recipes_are_valid(block, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(block, encoding="utf-8")
+    config = load_config(path, check_files=False)
+    assert config.run.name.startswith("from-")
+
+
+def test_the_tables_of_options_name_settings_that_exist():
+    named = re.findall(r"`([a-z]+)\.([a-z_]+)(?:: [^`]*)?`", text_of(COMING_FROM))
+    assert len(named) > 50
+    for section, key in named:
+        assert section in Config.model_fields, f"{section}.{key}"
+        assert key in Config.model_fields[section].annotation.model_fields, f"{section}.{key}"
