@@ -13,7 +13,7 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.machinery import PathFinder
@@ -49,6 +49,19 @@ class KeepPair(Protocol):
     """`data.filters.plugin`: True if a pair of the corpus is kept; depends on nothing but the pair."""
 
     def __call__(self, source: str, target: str) -> bool: ...
+
+
+class ScoreTranslations(Protocol):
+    """`validation.plugin`: a score of a corpus's translations, higher being better; equal for equal text."""
+
+    def __call__(self, hypotheses: Sequence[str], references: Sequence[str], sources: Sequence[str]) -> float: ...
+
+
+class ReadPairs(Protocol):
+    """`data.train.plugin` and those of other corpora: yields (source, target), the same pairs in the same order each time.
+    Each process of `prepare` reads all of them and keeps its part."""
+
+    def __call__(self) -> Iterable[tuple[str, str]]: ...
 
 
 @dataclass(frozen=True)

@@ -266,8 +266,9 @@ def _check_validation(validation: ValidationConfig, data: DataConfig) -> Iterato
                     f"validation.{key}: is about {validation.metric} of data.validation, which is not given; give it, or "
                     "name another corpus in validation.metric"
                 )
-    if validation.comet is not None and not validation.translate:
-        yield "validation.comet: scores translations, and validation.translate is false; set it true, or remove comet"
+    for key in ("comet", "plugin"):
+        if getattr(validation, key) is not None and not validation.translate:
+            yield f"validation.{key}: scores translations, and validation.translate is false; set it true, or remove {key}"
 
 
 def _metric_problems(validation: ValidationConfig, data: DataConfig) -> Iterator[str]:
@@ -285,6 +286,8 @@ def _metric_problems(validation: ValidationConfig, data: DataConfig) -> Iterator
         yield f"validation.metric: {measure} needs validation.translate: true; set it, or take another metric"
     elif measure == "comet" and validation.comet is None:
         yield "validation.metric: comet needs validation.comet, the model to score with; set both or neither"
+    elif measure == "plugin" and validation.plugin is None:
+        yield "validation.metric: plugin needs validation.plugin, the function that computes it; set both or neither"
 
 
 _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = [

@@ -108,17 +108,17 @@ def _corpora(data: DataConfig) -> Iterator[tuple[str, CorpusConfig]]:
 
 
 def _kind_problems(path: str, corpus: CorpusConfig) -> Iterator[str]:
-    kinds = [kind for kind in ("path", "hub", "demo") if getattr(corpus, kind)]
+    kinds = [kind for kind in ("path", "hub", "demo", "plugin") if getattr(corpus, kind)]
     kinds += ["source+target"] if corpus.source or corpus.target else []
     if len(kinds) != 1:
         got = " and ".join(kinds) or "nothing"
-        yield f"{path}: expected one of source+target, path, hub, demo; got {got}"
+        yield f"{path}: expected one of source+target, path, hub, demo, plugin; got {got}"
         return
     if kinds == ["source+target"] and not (corpus.source and corpus.target):
         missing = "target" if corpus.source else "source"
         yield f"{path}: aligned text needs both files; {missing} is not given"
     if corpus.columns and kinds[0] not in ("path", "hub"):
-        text = "aligned text has" if kinds[0] == "source+target" else "the demonstration corpus has"
+        text = "aligned text has" if kinds[0] == "source+target" else f"a corpus of kind {kinds[0]} has"
         yield f"{path}.columns: {text} no columns; remove it, or give the table as `path`"
     for key in ("subset", "revision"):
         if getattr(corpus, key) and kinds != ["hub"]:

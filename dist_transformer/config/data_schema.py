@@ -9,7 +9,7 @@ from dist_transformer.errors import UserError
 
 
 class CorpusConfig(Section):
-    """One set of aligned text: exactly one of `source`+`target` files, `path`, `hub` or `demo`.
+    """One set of aligned text: exactly one of `source`+`target` files, `path`, `hub`, `demo` or `plugin`.
 
     A file is a path relative to data.root, an absolute one, or an address that fsspec knows (s3://, gs://, hf://,
     http://, memory://); with `*`, `?` or `[` in it, a pattern: matching files are read in the order of their names.
@@ -36,6 +36,9 @@ class CorpusConfig(Section):
     )
     demo: Literal["train", "validation", "test"] | None = Field(
         None, description="A split of the embedded English-German demonstration corpus; needs no files."
+    )
+    plugin: Str | None = Field(
+        None, description="A function of your own that yields the pairs: FILE.py:NAME, MODULE:NAME or an entry point."
     )
     tags: tuple[Str, ...] = Field(
         (),

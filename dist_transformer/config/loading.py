@@ -54,10 +54,28 @@ def to_yaml(config: Config) -> str:
     return dump(config.model_dump(mode="json"))
 
 
-def _plugins(sections: Mapping[str, Any]) -> dict[str, str | None]:
-    """Returns the plug-ins of the sections by their keys."""
-    named = {"model.plugin": sections["model"].plugin} if "model" in sections else {}
-    return named | ({"data.filters.plugin": sections["data"].filters.plugin} if "data" in sections else {})
+def _plugins(sections: Mapping[str, Any], above: str = "") -> dict[str, str | None]:
+    """Returns the plug-ins of the sections, and of those within them, by their keys."""
+    found: dict[str, str | None] = {}
+    for name, section in sections.items():
+        if isinstance(section, BaseModel):
+            here, values = f"{above}{name}.", dict(section)
+            found |= _plugins(values, here) | ({f"{here}plugin": values["plugin"]} if "plugin" in values else {})
+        elif isinstance(section, Mapping):
+            found |= _plugins(section, f"{above}{name}.")
+    return found
+
+
+def _with_absolute_plugins(value: Any) -> Any:
+    """Returns a section whose plug-ins, and those of the sections within it, have absolute paths."""
+    if isinstance(value, dict):
+        return {key: _with_absolute_plugins(each) for key, each in value.items()}
+    if not isinstance(value, BaseModel):
+        return value
+    values = {key: _with_absolute_plugins(each) for key, each in value}
+    return value.model_copy(
+        update=values | ({"plugin": with_absolute_path(values["plugin"])} if "plugin" in values else {})
+    )
 
 
 def _read_extended(path: Path, trail: tuple[Path, ...]) -> Marked:
@@ -204,10 +222,8 @@ def with_absolute_paths(config: Config, prepared: Path | None) -> Config:
     """
     run = config.run.model_copy(update={"root": str(Path(config.run.root).absolute())})
     root = config.data.root if is_address(config.data.root) else str(Path(config.data.root).expanduser().absolute())
-    filters = config.data.filters
-    filters = filters.model_copy(update={"plugin": with_absolute_path(filters.plugin)})
-    data = config.data.model_copy(update={"root": root, "filters": filters})
-    model = config.model.model_copy(update={"plugin": with_absolute_path(config.model.plugin)})
+    config = _with_absolute_plugins(config)
+    data = config.data.model_copy(update={"root": root})
     if prepared is not None or data.prepared is not None:
         data = data.model_copy(update={"prepared": str((prepared or Path(str(data.prepared))).absolute())})
     training = config.training
@@ -216,8 +232,7 @@ def with_absolute_paths(config: Config, prepared: Path | None) -> Config:
     models = {key: getattr(config.tokenizer, key) for key in ("source_model", "target_model")}
     given = {key: str(Path(model).absolute()) for key, model in models.items() if model is not None}
     tokenizer = config.tokenizer.model_copy(update=given)
-    sections = {"run": run, "data": data, "model": model, "training": training, "tokenizer": tokenizer}
-    return config.model_copy(update=sections)
+    return config.model_copy(update={"run": run, "data": data, "training": training, "tokenizer": tokenizer})
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

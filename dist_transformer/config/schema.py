@@ -228,6 +228,10 @@ class ValidationConfig(Section):
     comet: Str | None = Field(
         None, description="COMET model to score with as well: a name of its package (unbabel-comet), or a file."
     )
+    plugin: Str | None = Field(
+        None,
+        description="A measure of your own, `plugin`, of the translations: FILE.py:NAME, MODULE:NAME or an entry point.",
+    )
     metric: Str = Field(
         "loss", description="The measure that tells the best checkpoint, and that `patience` and `target` are about."
     )

@@ -34,6 +34,7 @@ TITLES = {
     "bleu": ("BLEU", ""),
     "chrf": ("chrF", ""),
     "comet": ("COMET", ""),
+    "plugin": ("plug-in", ""),
     "token_accuracy": ("token accuracy", "%"),
 }
 """Titles and units of the measures that are drawn."""

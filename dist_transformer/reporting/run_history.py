@@ -31,7 +31,7 @@ from dist_transformer.run.status import RunView, look_at
 Record = dict[str, Any]
 PLACES = ("run.name", "run.root", "data.root", "data.prepared")
 """Settings of a run's location, not of the run itself."""
-CHECKPOINT_MEASURES = ("bleu", "chrf", "comet", "loss", "perplexity")
+CHECKPOINT_MEASURES = ("bleu", "chrf", "comet", "plugin", "loss", "perplexity")
 
 
 @dataclass(frozen=True)

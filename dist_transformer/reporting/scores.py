@@ -8,7 +8,7 @@ from dist_transformer.config.metrics import TOKEN_MEASURES, TRANSLATION_MEASURES
 from dist_transformer.reporting.formatting import NAMES, measure_name, measure_text, number, search_text
 from dist_transformer.reporting.run_history import RunStory
 
-MEASURES = ("bleu", "chrf", "comet", "loss", "perplexity", "token_accuracy", "nll")
+MEASURES = ("bleu", "chrf", "comet", "plugin", "loss", "perplexity", "token_accuracy", "nll")
 EVALUATED = TRANSLATION_MEASURES
 """Measures of `evaluate` that are shown."""
 

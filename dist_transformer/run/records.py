@@ -71,7 +71,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("time", "started", "began", "before_seen", "save_seconds", "validation_seconds"), _is_moment),
     **dict.fromkeys(("target_tokens", "data_wait_share"), _is_number),
     **dict.fromkeys(
-        ("loss", "nll", "learning_rate", "tokens_per_second", "bleu", "chrf", "comet", "exact_match"),
+        ("loss", "nll", "learning_rate", "tokens_per_second", "bleu", "chrf", "comet", "plugin", "exact_match"),
         _is_number,
     ),
     **dict.fromkeys(("requeued", "is_best", "fixed", "by_hand"), _is_flag),

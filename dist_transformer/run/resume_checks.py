@@ -17,18 +17,28 @@ from dist_transformer.run.records import read_record
 MODEL_FREE = {"preset", "dropout", "layer_drop", "attention_gain"}
 """Settings of the model that may change at a resume: they affect its training and how its first weights are drawn."""
 
+METRIC = "validation.plugin"
+
+
+def differs(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """True if a resume must not change the setting as it is changed here. A metric may come and go."""
+    values = before.get(key), now.get(key)
+    return values[0] != values[1] and not (key == METRIC and None in values)
+
 
 def recipe_settings(config: Config) -> dict[str, Any]:
     """Returns the settings that a resume must find unchanged: the shape of the model and the order of the data."""
     model = config.model.model_dump(exclude=MODEL_FREE)
     if config.model.plugin is not None:
         model["plugin"] = find("model.plugin", config.model.plugin).identity
+    metric = config.validation.plugin
     data = config.data.model_dump(include={"lanes", "max_tokens", "window_rows"})
     return {
         **{f"model.{key}": value for key, value in model.items()},
         **{f"data.{key}": value for key, value in data.items()},
         "data.batch_shapes": "free",  # a former setting: batches of other shapes cannot be continued
         "run.seed": config.run.seed,
+        METRIC: None if metric is None else find(METRIC, metric).identity,
         "tokenizer.sampling": config.tokenizer.sampling,
     }
 
@@ -59,7 +69,7 @@ def checkpoint_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
         del now["data.max_tokens"]
     if before.get("data.lanes") == config.data.reslice_from:
         del now["data.lanes"]
-    changed = [key for key in sorted(now) if before.get(key) != now[key]]
+    changed = [key for key in sorted(now) if differs(key, before, now)]
     if changed:
         changes = ", ".join(f"{key}: {before.get(key)} -> {now[key]}" for key in changed)
         reslice = f", set data.reslice_from={before['data.lanes']}" if changed == ["data.lanes"] else ""

@@ -19,7 +19,7 @@ from dist_transformer.data.loader.workers import LoaderSettings
 from dist_transformer.data.manifest import Manifest, file_sha256, json_digest, verify_shards
 from dist_transformer.data.prepare.scan import load_tokenizer
 from dist_transformer.errors import CheckpointError, DataError
-from dist_transformer.run.resume_checks import recipe_of_checkpoint, recipe_settings
+from dist_transformer.run.resume_checks import differs, recipe_of_checkpoint, recipe_settings
 from dist_transformer.training.checkpoint.checkpoints import Checkpoint
 from dist_transformer.training.checkpoint.tensor_files import STATE
 
@@ -172,7 +172,7 @@ def _refuse_other_tokenizer(folder: Path, manifest: Manifest) -> None:
 
 def _refuse_changes(checkpoint: Checkpoint, recipe: Mapping[str, Any], allowed: set[str]) -> None:
     before = recipe_of_checkpoint(checkpoint.state["recipe"])
-    changed = [key for key in sorted({*before, *recipe}) if before.get(key) != recipe.get(key) and key not in allowed]
+    changed = [key for key in sorted({*before, *recipe}) if differs(key, before, recipe) and key not in allowed]
     if changed:
         lines = [f"  {key}: {before.get(key)} -> {recipe.get(key)}" for key in changed]
         other_lanes = (

@@ -25,7 +25,7 @@ from dist_transformer.data.sources.arrow import (
     read_footer,
     refuse_other_columns,
 )
-from dist_transformer.data.sources.demo_corpus import PAIRS_OF_SPLIT, DemoSplit, demo_pairs
+from dist_transformer.data.sources.demo_corpus import PAIRS_OF_SPLIT, demo_pairs
 from dist_transformer.data.sources.files import corpus_name, find_corpus_files, for_each_file, table_kind
 from dist_transformer.data.sources.lines import aligned_reader, scan_aligned, scan_file, tsv_reader
 from dist_transformer.data.sources.readers import PairReader, Pairs, Reader, ReaderChain
@@ -33,6 +33,7 @@ from dist_transformer.data.sources.remote import named_errors, retried_remote
 from dist_transformer.data.sources.tables import ColumnNames, csv_reader, jsonl_reader
 from dist_transformer.data.sources.text import Texts, normalized, tag_prefix, tagged
 from dist_transformer.errors import DataError
+from dist_transformer.plugins import ReadPairs, call, find
 
 TABLE_BATCH_ROWS = 4096
 
@@ -144,7 +145,9 @@ def _readers(corpus: CorpusConfig, data: DataConfig) -> Iterator[Reader]:
     files = find_corpus_files(corpus, data)
     drop = data.filters.bad_encoding == "drop"
     if corpus.demo:
-        yield _demo_reader(corpus.demo)
+        yield _reader_of(demo_pairs(corpus.demo))
+    elif corpus.plugin:
+        yield _plugin_reader(corpus.plugin)
     elif corpus.hub:
         yield _hub_reader(corpus, data)
     for source, target in zip(files.source, files.target, strict=True):
@@ -153,11 +156,29 @@ def _readers(corpus: CorpusConfig, data: DataConfig) -> Iterator[Reader]:
         yield _table_reader(file, corpus, data)
 
 
-def _demo_reader(split: DemoSplit) -> PairReader[tuple[str, str]]:
+def _plugin_reader(given: str) -> PairReader[tuple[str, str]]:
+    plugin = find("data", given)
+    read: ReadPairs = plugin.load()
+    pairs, ended = call(plugin, lambda: iter(read())), ("", "")
+
+    def checked() -> Iterator[tuple[str, str]]:
+        number = 0
+        while (pair := call(plugin, lambda: next(pairs, ended))) is not ended:
+            number += 1
+            if not (isinstance(pair, tuple) and len(pair) == 2 and all(isinstance(side, str) for side in pair)):
+                raise DataError(
+                    f"{given}: pair {number} is {pair!r}, expected a tuple of two strings; mend the plug-in"
+                )
+            yield pair
+
+    return _reader_of(checked())
+
+
+def _reader_of(items: Iterator[tuple[str, str]]) -> PairReader[tuple[str, str]]:
     def parse(first: int, pairs: list[tuple[str, str]]) -> Pairs:
         return Pairs([source for source, _ in pairs], [target for _, target in pairs], set())
 
-    return PairReader(demo_pairs(split), parse)
+    return PairReader(items, parse)
 
 
 def _table_reader(file: str, corpus: CorpusConfig, data: DataConfig) -> Reader:

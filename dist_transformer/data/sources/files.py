@@ -11,6 +11,7 @@ from dist_transformer.config.paths import is_address, is_pattern, local_files, l
 from dist_transformer.data.sources.demo_corpus import DEMO_VERSION
 from dist_transformer.data.sources.remote import base_name, file_fingerprint, files_of_address
 from dist_transformer.errors import DataError
+from dist_transformer.plugins import find
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz"}
 LINE_SUFFIXES = (".tsv", ".csv", ".jsonl")
@@ -60,6 +61,8 @@ def corpus_name(corpus: CorpusConfig, data: DataConfig) -> str:
         return f"{corpus.hub} ({', '.join(filter(None, (corpus.subset, corpus.split)))})"
     if corpus.demo:
         return f"the demonstration corpus ({corpus.demo})"
+    if corpus.plugin:
+        return corpus.plugin
     names = (corpus.source, corpus.target, corpus.path)
     return " + ".join(located(data.root, name) for name in names if name)
 
@@ -94,6 +97,8 @@ def corpus_fingerprint(corpus: CorpusConfig, data: DataConfig) -> dict[str, Any]
     given: dict[str, Any] = {"tags": list(corpus.tags)} if corpus.tags else {}
     if corpus.demo:
         return {**given, "demo": corpus.demo, "version": DEMO_VERSION}
+    if corpus.plugin:
+        return {**given, "plugin": find("data", corpus.plugin).identity}
     given["columns"] = list(corpus.columns) if corpus.columns else None
     if corpus.hub:
         names = ("hub", "subset", "split", "revision")

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -22,6 +22,7 @@ from dist_transformer.distributed.rounds import Stopped, WantsStop, WorkFailed, 
 from dist_transformer.errors import DataError, UserError
 from dist_transformer.interop.model_folder import empty_model
 from dist_transformer.model.transformer import Transformer
+from dist_transformer.plugins import Plugin, ScoreTranslations, call, find
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.memory import as_text, begin_peak, explaining_out_of_memory, give_back, peak
 from dist_transformer.training.run_data import RunData
@@ -58,7 +59,7 @@ def open_validator(
         sets.append(_further_set(name, texts[f"more_validation.{name}"], config, data, tokenizer, progress))
     translate = None
     if config.validation.translate and sets:
-        translate = _translator(config, data, tokenizer, engine, ranks, _comet(config, ranks, progress), wants_stop)
+        translate = _translator(config, data, tokenizer, engine, ranks, _scorers(config, ranks, progress), wants_stop)
     return Validator(config.validation, config.run.seed, sets, engine, ranks, translate, wants_stop)
 
 
@@ -148,14 +149,33 @@ def _read(
     return run_on_rank_zero(ranks, read, lambda: progress(f"reading data.{key}"))
 
 
-def _comet(config: Config, ranks: Ranks, progress: Callable[[str], None]) -> CometScorer | None:
-    """Loads COMET on rank 0, before the first step; None on the others, and if it is not configured (collective)."""
-    name = config.validation.comet
-    if name is None:
-        return None
-    loaded: list[CometScorer] = []  # not sent to the other ranks
-    run_on_rank_zero(ranks, lambda: loaded.append(CometScorer(name)), lambda: progress("loading COMET"))
-    return loaded[0] if loaded else None
+Score = Callable[[Sequence[str], Sequence[str], Sequence[str]], float]
+"""A score of (sources, translations, references)."""
+
+
+def _scorers(config: Config, ranks: Ranks, progress: Callable[[str], None]) -> dict[str, Score]:
+    """Loads COMET and the plug-in on rank 0, before the first step, if they are configured (collective)."""
+    settings = config.validation
+    loaded: dict[str, Score] = {}  # not sent to the other ranks
+
+    def load() -> None:
+        if settings.comet is not None:
+            loaded["comet"] = CometScorer(settings.comet).score
+        if settings.plugin is not None:
+            loaded["plugin"] = _score_of_plugin(find("validation.plugin", settings.plugin))
+
+    if settings.comet is not None or settings.plugin is not None:
+        run_on_rank_zero(ranks, load, lambda: progress("loading COMET or the plug-in of the validation"))
+    return loaded
+
+
+def _score_of_plugin(plugin: Plugin) -> Score:
+    function: ScoreTranslations = plugin.load()
+
+    def score(sources: Sequence[str], translations: Sequence[str], references: Sequence[str]) -> float:
+        return call(plugin, lambda: float(function(translations, references, sources)))
+
+    return score
 
 
 def _translator(
@@ -164,7 +184,7 @@ def _translator(
     tokenizer: Tokenizer,
     engine: Engine,
     ranks: Ranks,
-    comet: CometScorer | None,
+    scorers: Mapping[str, Score],
     wants_stop: WantsStop,
 ) -> Translate:
     from dist_transformer.decoding.metrics import corpus_scores
@@ -175,9 +195,7 @@ def _translator(
         with failures_named(ranks):
             found = corpus_scores(translations, each.references, config.data.target_language)
             del found["exact_match"]
-            if comet is not None:
-                found["comet"] = comet.score(each.sources, translations, each.references)
-            return found
+            return found | {key: score(each.sources, translations, each.references) for key, score in scorers.items()}
 
     def translate(sets: Sequence[ValidationSet], progress: Progress) -> Iterator[Translated]:
         with _full_model(config, data, engine, ranks) as model:

@@ -16,7 +16,7 @@ data.loader_workers data.max_quarantined_row_groups data.max_tokens data.mixture
 data.mixture.schedule.from_step data.mixture.schedule.weights data.mixture.temperature data.mixture.weights
 data.more_validation data.normalization data.on_bad_row_group data.on_the_fly data.prepared data.reslice_from
 data.root data.row_group_rows data.source_language data.target_language data.test data.train.columns
-data.train.demo data.train.hub data.train.path data.train.revision data.train.source data.train.split
+data.train.demo data.train.hub data.train.path data.train.plugin data.train.revision data.train.source data.train.split
 data.train.subset data.train.tags data.train.target data.validation data.window_rows decoding.beam_size
 decoding.length_penalty decoding.max_extra_tokens decoding.max_source_tokens decoding.max_tokens
 decoding.no_repeat_ngram_size decoding.too_long divergence.policy model.activation model.attention_gain
@@ -36,7 +36,7 @@ training.gradient_clip_norm training.hang_seconds training.init_from training.in
 training.label_smoothing training.lanes_per_pass training.log_every_steps training.max_epochs
 training.max_hours training.max_steps training.max_target_tokens training.offload training.precision
 training.same_bits training.zero_stage validation.beam_size validation.comet validation.every_steps
-validation.max_sentences validation.metric validation.patience validation.target validation.translate
+validation.max_sentences validation.metric validation.patience validation.plugin validation.target validation.translate
 """
 """All keys; the ones of a corpus, which every corpus has, stand below data.train only."""
 
