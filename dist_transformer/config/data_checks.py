@@ -118,7 +118,9 @@ def _kind_problems(path: str, corpus: CorpusConfig) -> Iterator[str]:
         missing = "target" if corpus.source else "source"
         yield f"{path}: aligned text needs both files; {missing} is not given"
     if corpus.columns and kinds[0] not in ("path", "hub"):
-        text = "aligned text has" if kinds[0] == "source+target" else f"a corpus of kind {kinds[0]} has"
+        text = {"source+target": "aligned text has", "demo": "the demonstration corpus has"}.get(
+            kinds[0], "a plug-in has"
+        )
         yield f"{path}.columns: {text} no columns; remove it, or give the table as `path`"
     for key in ("subset", "revision"):
         if getattr(corpus, key) and kinds != ["hub"]:

@@ -32,7 +32,9 @@ def _problem(corpus: CorpusConfig, config: Config) -> str | None:
         batch = next(read_corpus(corpus, config.data, ROWS))
     except DataError as error:
         return str(error)
-    kept, dropped = filter_text(batch, config.data.filters)
+    kept, dropped = filter_text(
+        batch, config.data.filters.model_copy(update={"plugin": None})
+    )  # whose code is not run here
     if config.tokenizer.source_model is None:  # ours have at least one token per word, and the end of sentence
         words = [max(len((side[row] or "").split()) for side in (batch.source, batch.target)) for row in kept]
         dropped["too_long"] += sum(count >= config.data.filters.max_tokens for count in words)

@@ -90,7 +90,7 @@ data:
     expected = [
         "run.yaml:6: data.mixture.corpora.validation: 'validation' is the name of data.validation",
         "run.yaml:7: data.mixture.corpora.a b: 'a b': expected letters, digits, '.', '_' and '-'",
-        "run.yaml:8: data.mixture.corpora.web: expected one of source+target, path, hub, demo; got path and demo",
+        "run.yaml:8: data.mixture.corpora.web: expected one of source+target, path, hub, demo, plugin; got path and demo",
         "run.yaml:11: data.mixture.corpora.web.tags.0: '<2 de>': a tag is one word",
         "run.yaml:11: data.mixture.corpora.web.tags.1: '': a tag is one word",
         "run.yaml:13: data.mixture.weights.validation: expected 0 or more, got -1",
