@@ -66,7 +66,11 @@ def test_every_shipped_configuration_is_without_a_problem(command, path, tmp_pat
             if name := said.get("data", {}).get(corpus, {}).get(side):
                 line = f"a sentence of the {side}\n".encode()
                 (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith(".gz") else line)
-    assert "no problem found" in command("config", "check", path, f"data.root={tmp_path}")
+    # A model to begin with is another run's: it is there after that run.
+    first = (
+        ["training.init_from=null", "tokenizer.source_model=null"] if "init_from" in said.get("training", {}) else []
+    )
+    assert "no problem found" in command("config", "check", path, f"data.root={tmp_path}", *first)
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "slurm" / "clusters").glob("*.yaml")), ids=lambda p: p.stem)
