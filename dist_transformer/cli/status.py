@@ -15,7 +15,7 @@ from dist_transformer.cli.arguments import RUNS, Root, RunOrJob
 from dist_transformer.cluster.final_status import is_alive, status_found
 from dist_transformer.cluster.job_status import Document, report, report_all
 from dist_transformer.cluster.reasons import SAID_BY_EXIT_CODE
-from dist_transformer.cluster.run_ref import find_run, is_run_folder, refuse_unreadable
+from dist_transformer.cluster.run_ref import find_run, is_run_folder, num_points, refuse_unreadable
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
 from dist_transformer.format import duration
@@ -44,7 +44,7 @@ def status_command(
     if watch:
         from dist_transformer.cli import watch as live  # imports numpy
 
-        is_run = not Path(run).is_dir() or is_run_folder(Path(run))
+        is_run = not Path(run).is_dir() or (is_run_folder(Path(run)) and num_points(Path(run)) is None)
         live.watch(find_run(run, root).run_dir.path if is_run else Path(run), is_run=is_run)
         return
     document = report(find_run(run, root))

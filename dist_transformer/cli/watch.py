@@ -1,7 +1,7 @@
 """status --watch: runs while they train, shown anew every few seconds until all have ended."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from rich.text import Text
 from dist_transformer.cluster.final_status import is_alive
 from dist_transformer.cluster.job_status import Document, run_folders, short_reports
 from dist_transformer.cluster.queue import OVER
+from dist_transformer.cluster.run_ref import num_points
 from dist_transformer.errors import UserError
 from dist_transformer.format import duration
 from dist_transformer.reporting.curves import Curve, read_curves, thinned
@@ -28,7 +29,7 @@ def watch(folder: Path, *, is_run: bool) -> None:
     """Shows a run, or all runs in a folder, until all have ended or Ctrl-C; plain lines where there is no terminal."""
     with suppress(KeyboardInterrupt), Live(console=Console(), auto_refresh=False) as live:
         while True:
-            documents = short_reports([folder] if is_run else run_folders(folder))
+            documents = short_reports([*_watched([folder] if is_run else run_folders(folder))])
             if not documents:
                 raise UserError(f"{folder}: no run in it; expected a run folder, or a folder of them")
             lines = [[*_facts(document)] for document in documents]
@@ -39,6 +40,12 @@ def watch(folder: Path, *, is_run: bool) -> None:
             if all(map(_has_ended, documents)):
                 return
             time.sleep(REFRESH_SECONDS)
+
+
+def _watched(folders: Iterable[Path]) -> Iterator[Path]:
+    """The folders, and in place of that of a sweep those of its tasks: the sweep itself has no state and no end."""
+    for folder in folders:
+        yield from [folder] if num_points(folder) is None else run_folders(folder)
 
 
 def sparkline(curve: Curve | None) -> str:
@@ -56,6 +63,8 @@ def _facts(document: Document) -> Iterator[str]:
     job = f"  job {document['job_id']} {document['job_state'] or ''}".rstrip() if document["job_id"] else ""
     of = f" of {document['max_steps']}" if document["max_steps"] else ""
     yield f"{document['run']}: {document['state'] or '-'}  step {document['step']}{of}  starts {document['starts']}{job}"
+    if document["slurm_problem"]:
+        yield document["slurm_problem"]
     if document["record_time"] is not None:
         curves = read_curves(RunDir(Path(document["folder"])).metrics)
         left = f"  {duration(seconds)} left" if (seconds := document["seconds_to_last_step"]) is not None else ""
@@ -68,5 +77,6 @@ def _facts(document: Document) -> Iterator[str]:
 
 
 def _has_ended(document: Document) -> bool:
-    """True if nobody trains the run and no job of it waits or runs."""
-    return not is_alive(document) and (document["job_state"] is None or document["job_state"] in OVER)
+    """True if nobody trains the run and no job of it waits or runs; not while Slurm cannot be asked."""
+    is_over = document["job_state"] in (None, *OVER) and document["slurm_problem"] is None
+    return is_over and not is_alive(document)

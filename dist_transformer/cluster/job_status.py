@@ -72,10 +72,12 @@ def short_reports(folders: Sequence[Path]) -> list[Document]:
     """A short document for each run folder. Slurm is asked once."""
     views = [look_at(RunDir(path.absolute())) for path in folders]
     ids = [newest_job_id(view.run_dir) for view in views]
-    states = _job_states(
-        [job_id for view, job_id in zip(views, ids, strict=True) if job_id and view.state != "finished"]
-    )
-    rows = [_row(view, job_id, states.get(job_id or "")) for view, job_id in zip(views, ids, strict=True)]
+    asked = [job_id for view, job_id in zip(views, ids, strict=True) if job_id and view.state != "finished"]
+    states, problem = _job_states(asked)
+    rows = [
+        {**_row(view, job_id, states.get(job_id or "")), "slurm_problem": problem if job_id in asked else None}
+        for view, job_id in zip(views, ids, strict=True)
+    ]
     for row in rows:
         if (points := num_points(Path(row["folder"]))) is not None:
             row |= {"state": f"sweep of {points}", "step": None}
@@ -233,11 +235,12 @@ def _warnings(view: RunView, job: QueuedJob | None, now: float, *, is_job: bool)
         yield f"run.json says running, but the job is over and {silent}: `resume` submits it again"
 
 
-def _job_states(job_ids: list[str]) -> dict[str, str]:
+def _job_states(job_ids: list[str]) -> tuple[dict[str, str], str | None]:
+    """States by job, and why Slurm was not asked; the list of runs is useful without it."""
     try:
-        return states_of(job_ids)
-    except SlurmError:  # the list of runs is useful without it
-        return {}
+        return states_of(job_ids), None
+    except SlurmError as error:
+        return {}, f"Slurm was not asked: {str(error).splitlines()[0]}"
 
 
 def _row(view: RunView, job_id: str | None, job_state: str | None) -> Document:
