@@ -53,7 +53,6 @@ def recipe_of_checkpoint(recipe: Mapping[str, Any]) -> dict[str, Any]:
         "model.positions": "learned" if recipe.get("model.max_positions") else "sinusoidal",
         "model.output_bias": False,
         "model.final_norm": None,
-        "model.plugin": None,
         **{key: value for key, value in recipe.items() if key not in free},
     }
 

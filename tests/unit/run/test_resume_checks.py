@@ -91,7 +91,7 @@ FIRST = {
     "d_model", "d_ff", "num_heads", "num_encoder_layers", "num_decoder_layers", "norm", "shared_embeddings", "tied_output"
 }  # fmt: skip
 """Settings of the model that every checkpoint of this format names."""
-NOT_GIVEN_THEN = {"key_size", "value_size", "max_positions"}
+NOT_GIVEN_THEN = {"key_size", "value_size", "max_positions", "plugin"}
 """Younger ones without which the model is what it then was: not named and None are the same."""
 
 
