@@ -98,7 +98,7 @@ def test_a_model_folder_executes_its_code_only_if_the_user_names_that_file(comma
     command("evaluate", undisturbed, "--plugin", "decoder_only.py:build")
 
 
-def test_a_changed_or_missing_file_is_one_message_on_resume(train_small, command: Command, undisturbed: Path):
+def test_a_changed_or_missing_file_is_one_message_on_resume_and_average_executes_none(train_small, command: Command):
     moved = command.folder / "moved.py"
     shutil.copy(EXAMPLES / "decoder_only.py", moved)
     run = train_small("changed", "model.plugin=moved.py:build", "training.max_steps=4")
@@ -107,6 +107,9 @@ def test_a_changed_or_missing_file_is_one_message_on_resume(train_small, command
     assert "model.plugin" in out
     assert "SHA-256" in out
     assert "Traceback" not in out
+    moved.write_text("raise SystemExit(9)\ndef build(): ...\n", encoding="utf-8")
+    command("average", run, "--output", command.folder / "averaged")
+    assert (command.folder / "averaged" / "plugin.py").read_bytes() == (EXAMPLES / "decoder_only.py").read_bytes()
     moved.unlink()
     out = command("train", run, "training.max_steps=6", code=2)
     assert f"no such file: {moved}" in out
