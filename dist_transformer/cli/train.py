@@ -11,7 +11,6 @@ import typer
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, check_ranks, read_run
 from dist_transformer.config.schema import Config
-from dist_transformer.errors import UserError
 from dist_transformer.processes import stacks
 from dist_transformer.processes.children import forwarding_signals
 from dist_transformer.processes.launching import num_ranks_given
@@ -33,19 +32,11 @@ def train_command(
         bool,
         typer.Option("--profile", help="Show where a step goes: profile/ in the run folder has a table and traces."),
     ] = False,
-    replay_crash: Annotated[
-        bool, typer.Option("--replay-crash", help="Do once more, on one rank, what a rank of this run failed on.")
-    ] = False,
-    crash_rank: Annotated[
-        int | None, typer.Option(min=0, help="Whose crash to replay; none: that of the rank that failed by itself.")
-    ] = None,
 ) -> None:
     """Train, or resume a run folder from its newest complete checkpoint, on any number of ranks.
 
     Exit codes: 0 finished, 75 stopped on request and saved (start it again), 2 something you can fix, 1 failed.
     """
-    if replay_crash or crash_rank is not None:
-        _replay_crash(run, overrides, crash_rank)
     of_group = num_ranks_given()
     num_ranks = of_group or ranks
     given = {"--quiet": quiet, "--json": as_json, "--profile": profile}
@@ -87,17 +78,3 @@ def _train_as_rank(
     code = train_rank(config, run_dir, stop, Terminal(quiet, as_json, profile))
     sys.stdout.flush()
     leave(code)
-
-
-def _replay_crash(run: Path, overrides: list[str] | None, rank: int | None) -> NoReturn:
-    from dist_transformer.training.replay import replay_crash
-
-    if not run.is_dir():  # a YAML file has its own run name, whatever the overrides
-        raise UserError(
-            f"{run}: expected a run folder, which keeps the records of its crashes in crash/; give it to --replay-crash in "
-            "place of the YAML file"
-        )
-    config, run_dir = read_run(run, check_files=False)
-    code = replay_crash(config, run_dir, rank, overrides)
-    sys.stdout.flush()
-    os._exit(code)  # a group of one rank needs no orderly end

@@ -150,11 +150,6 @@ class RunDir:
         return self.path / "divergence.json"
 
     @property
-    def crash(self) -> Path:
-        """State of each rank that failed: exception, configuration and batch, one folder for each rank."""
-        return self.path / "crash"
-
-    @property
     def compiled(self) -> Path:
         """Kernels of `training.compile_layers`, which a later start finds again; torch's compiler names its files."""
         return self.path / "compiled"

@@ -77,7 +77,6 @@ class Loop:
         self._lane_positions = {lane: state.position.lanes[lane] for lane in self._lanes}
         self._skips_in_a_row = 0
         self._weightless = _weightless(run.manifest.special)
-        self.current_batch: GlobalBatch | None = None
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resumes from the state of a checkpoint, but for `TrainState`.
@@ -169,7 +168,6 @@ class Loop:
     def _step(self, batch: GlobalBatch) -> bool:
         """Computes forward, backward and update on one global batch. False: the update was skipped (fp16 overflow)."""
         state, watchdog, doing = self.state, self._run.watchdog, f"computing step {self.state.step + 1}"
-        self.current_batch = batch
         losses = self._add_gradients(batch)
         while self._errors.must_repeat(state.step + 1):
             self._engine.drop_gradients()
@@ -180,7 +178,6 @@ class Loop:
         watchdog.progress(f"{doing}, the update")
         is_applied = self._engine.step(self._run.learning_rate(state.step + 1))
         self._count(batch, is_applied, losses, loss_sum.value())
-        self.current_batch = None
         return is_applied
 
     def _add_gradients(self, batch: GlobalBatch) -> torch.Tensor:

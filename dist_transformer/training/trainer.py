@@ -35,7 +35,6 @@ from dist_transformer.training.checkpoint import checkpoints
 from dist_transformer.training.checkpoint.async_writer import AsyncWriter, Saved
 from dist_transformer.training.checkpoint.checkpoints import Checkpoint
 from dist_transformer.training.checkpoint.saver import CheckpointSaver
-from dist_transformer.training.crash import write_crash
 from dist_transformer.training.divergence import Diverged, LossMonitor
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import Objective
@@ -264,7 +263,7 @@ def _loop(
     watched = Watched(engine, batches, metrics, validation, writer, bar)
     gc.collect()
     gc.freeze()  # what is there now stays: a collection would look through all of it, on each rank at another step
-    with bar, sampler or nullcontext(), _crash_records(run, loop), _profile(run, peak, run_log, watched):
+    with bar, sampler or nullcontext(), _ending_save(run, loop), _profile(run, peak, run_log, watched):
         outcome = loop.run()
     early_stop = stopping.reason() or "" if outcome is Outcome.FINISHED else ""
     if early_stop:
@@ -297,19 +296,15 @@ def _sum(ranks: Ranks, value: float) -> float:
 
 
 @contextmanager
-def _crash_records(run: Run, loop: Loop) -> Iterator[None]:
-    """Completes the checkpoint in flight after an error that all ranks agree on, and records a crash for any other."""
+def _ending_save(run: Run, loop: Loop) -> Iterator[None]:
+    """Completes the checkpoint in flight after an error that all ranks agree on; names a step that ran out of memory."""
     try:
         yield
     except (Diverged, DistTransformerError) as error:
         if isinstance(error, Diverged) or error.is_agreed:
             loop.end_save()
         raise
-    except OSError:
-        raise  # an error of the machine; there is nothing to replay
-    except Exception as error:
-        config = run.config.model_copy(update={"training": run.training})
-        write_crash(run.run_dir, run.ranks, error, config, loop.state, loop.current_batch)
+    except (RuntimeError, MemoryError):
         where = f"step {loop.state.step + 1} of rank {run.ranks.rank}"
         with explaining_out_of_memory(
             where, run.ranks.device, MachineError

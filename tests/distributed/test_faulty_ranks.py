@@ -109,19 +109,13 @@ def test_at_the_floor_of_the_loss_scale_the_run_goes_on_in_bf16_and_so_does_a_re
     assert read_json(sorted((run / "checkpoints").glob("step_????????"))[-1] / "state.json")["precision"] == "bf16"
 
 
-def test_a_rank_that_raises_leaves_a_crash_that_can_be_run_again(faulty, command: Command):
+def test_a_rank_that_raises_is_named_and_both_leave(faulty):
     started = time.monotonic()
-    code, said, run = faulty("exception", "raising")
+    code, said, _ = faulty("exception", "raising")
     assert code == EXIT_FAILED
     assert "injected by the test" in said
     assert "rank 1 of 2" in said
     assert time.monotonic() - started < LEAVE_SECONDS
-    crash = read_json(run / "crash" / "rank_00001" / "crash.json")
-    assert "injected by the test" in crash["text"]
-    before = sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*"))
-    again = command("train", run, "--replay-crash", "--crash-rank", 1)  # without the test's fault in it
-    assert "did not crash again" in again
-    assert sorted((path, path.stat().st_mtime_ns) for path in run.rglob("*")) == before
 
 
 def test_a_rank_out_of_memory_says_so_and_both_leave(faulty):
@@ -129,7 +123,6 @@ def test_a_rank_out_of_memory_says_so_and_both_leave(faulty):
     assert code == EXIT_FAILED
     assert re.search(r"out of memory in step [0-9]+ of rank 1: .* more were asked for; .*Lower data\.max_tokens", said)
     assert "Traceback" not in said
-    assert (run / "crash" / "rank_00001").is_dir()
     assert names_in(run / "checkpoints", "step_????????")[0] == "step_00000002"  # that of step 4 may be in flight
 
 
