@@ -27,7 +27,7 @@ from dist_transformer.tracking.outbox import CannotBeSent
 
 PACKAGE = Path(__file__).resolve().parents[1]
 LOADER = f"{PACKAGE.name}.cli.served_model"
-REQUIREMENTS = ("mlflow", "torch", "numpy", "sentencepiece", "safetensors", "pydantic", "pyyaml")
+REQUIREMENTS = ("mlflow", "torch", "numpy", "sentencepiece", "safetensors", "pydantic", "pyyaml", "jinja2")
 EXAMPLE = ["Good morning!"]
 CHECK_SECONDS = 600
 CHECK = """
