@@ -42,7 +42,7 @@ def test_every_page_of_docs_and_what_it_links_to_is_on_the_site(site):
     assert (site / "repository" / "configs" / "wmt14_en_de_base.yaml.html").is_file()
     shown = (site / "repository" / "configs" / "wmt14_en_de_base.yaml.html").read_text(encoding="utf-8")
     assert "warmup_steps" in shown
-    assert "<code>tok:spaces|smooth:none</code>" in (site / "recipes.html").read_text(encoding="utf-8")
+    assert "<code>tok:spaces|smooth:none</code>" in (site / "reproduce.html").read_text(encoding="utf-8")
 
 
 def test_a_link_to_nothing_fails_the_build(tmp_path):
