@@ -36,7 +36,3 @@ def __getattr__(name: str) -> Any:
     from dist_transformer import api
 
     return getattr(api, name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])

@@ -1,11 +1,4 @@
-"""Use from Python: the same work as the verbs, with errors as exceptions. `dist_transformer` itself exports these names.
-
-config = load_config("my.yaml", "training.max_steps=2000")
-run = train(config, ranks=2)                     # starts, or resumes, runs/my-first
-print(run.state, run.scores())
-for line in Translator(run.path).translate(open("input.en")):
-    print(line)
-"""
+"""Use from Python: the same work as the verbs, with errors as exceptions. `dist_transformer` itself exports these names."""
 
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,19 +9,16 @@ from typing import Any
 from dist_transformer.cli.arguments import check_ranks, read_run
 from dist_transformer.config.loading import load_config as _load_config
 from dist_transformer.config.loading import to_yaml
-from dist_transformer.config.schema import Config
+from dist_transformer.config.schema import Config as Config
 from dist_transformer.config.slurm_schema import Stage
-from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError, UserError
+from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR
+from dist_transformer.errors import MachineError as MachineError
+from dist_transformer.errors import UserError as UserError
 from dist_transformer.files import write_text
 from dist_transformer.run.attempts import newest_checkpoint
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records
 from dist_transformer.run.records import read_record
-
-__all__ = [
-    "Config", "MachineError", "Run", "Translator", "UserError",
-    "evaluate", "load_config", "prepare", "submit", "train",
-]  # fmt: skip
 
 
 class Run:
@@ -94,9 +84,7 @@ class Run:
         Args:
             event: only records of this kind: `train`, `validation`, `system`, `goodput`.
         """
-        for record in read_records(self._run_dir.metrics):
-            if event is None or record["event"] == event:
-                yield record
+        return (record for record in read_records(self._run_dir.metrics) if event in (None, record["event"]))
 
     def scores(self) -> dict[str, dict[str, Any]]:
         """Returns what `evaluate` has measured, by the name of the corpus: {"test": {"bleu": 28.4, ...}}."""

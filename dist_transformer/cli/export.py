@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 import typer
 
 from dist_transformer.errors import UserError
-from dist_transformer.format import progress_bar
 from dist_transformer.run.outputs import check_output
 
 Format = Literal["marian", "ctranslate2"]
@@ -32,14 +31,12 @@ def export_command(
         raise UserError(f"--quantization {quantization}: is of --to ctranslate2; drop it, {to} models are fp32")
     check_output(out, "a new folder")
     loaded = load_model_folder(model_folder_of(model))
-    with progress_bar() as show:
-        show(f"writing for {to}", 0, None)
-        if to == "marian":
-            from dist_transformer.interop.marian import export_marian
+    if to == "marian":
+        from dist_transformer.interop.marian import export_marian
 
-            export_marian(loaded, out)
-        else:
-            from dist_transformer.interop.ctranslate2_export import export_ctranslate2
+        export_marian(loaded, out)
+    else:
+        from dist_transformer.interop.ctranslate2_export import export_ctranslate2
 
-            export_ctranslate2(loaded, out, quantization)
+        export_ctranslate2(loaded, out, quantization)
     print(f"{out}: written for {to}")

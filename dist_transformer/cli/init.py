@@ -119,7 +119,6 @@ def init_command(
         "config.yaml", **sections, name=name, out=out, languages=languages, found=found, pairs=pairs,
         num_held_out=each * len(splits), text=dump({"root": str(folder), **files} if splits else files),
         recipe=proposal.RECIPES[preset], per_epoch=proposal.steps_per_epoch(preset, tokens), num_ranks=num_ranks,
-        estimate=proposal.estimate(sections, num_ranks, profile.get("gpu_memory_gb")),
         cluster=cluster, has_slurm=has_slurm, profile=profile,
     )  # fmt: skip
     write_output(out, text)

@@ -4,7 +4,6 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,10 +12,8 @@ import typer
 from dist_transformer.cli import search_options as options
 from dist_transformer.cli.arguments import write_utf8
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError
-from dist_transformer.format import progress_bar
 from dist_transformer.model.search_interface import Engine
 from dist_transformer.processes.stop_request import StopRequest
-from dist_transformer.run.outputs import check_output
 
 if TYPE_CHECKING:  # at run time this would import torch for every command
     from dist_transformer.decoding.translation_lines import Task
@@ -59,9 +56,6 @@ def translate_command(
     alignment: Annotated[
         bool, typer.Option("--alignment", help="Append pairs of words: 0-0 1-2.", rich_help_panel=FORM)
     ] = False,
-    attention: Annotated[
-        Path | None, typer.Option(help="Write the cross-attention to this file (.npz).", rich_help_panel=FORM)
-    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="An object a line: text, score, log-probability.", rich_help_panel=FORM)
     ] = False,
@@ -85,24 +79,16 @@ def translate_command(
         max_source_tokens=max_source_tokens,
         max_tokens=max_tokens,
     )
-    if settings.too_long == "split" and (alignment or attention):
-        raise UserError(
-            "--too-long split: a line that is cut has no alignment or attention of its own; drop one of them"
-        )
-    if engine == "ctranslate2" and (alignment or attention):
-        raise UserError("--engine ctranslate2: alignment and attention are read from our own model; drop one of them")
-    if plugin is not None and (engine == "ctranslate2" or alignment or attention):
-        raise UserError(
-            "--plugin: a network of your own has no alignment or attention, and CTranslate2 does not know it"
-        )
+    if settings.too_long == "split" and alignment:
+        raise UserError("--too-long split: a line that is cut has no alignment of its own; drop one of them")
+    if engine == "ctranslate2" and alignment:
+        raise UserError("--engine ctranslate2: alignment is read from our own model; drop one of them")
+    if plugin is not None and (engine == "ctranslate2" or alignment):
+        raise UserError("--plugin: a network of your own has no alignment, and CTranslate2 does not know it")
     if (source is None) != (output is None):
         raise UserError("--input and --output belong together: give both, or neither")
     if source is None and ranks > 1:
         raise UserError(f"--ranks {ranks}: processes share a file, not standard input; give --input and --output")
-    if source is not None and attention is not None:
-        raise UserError("--attention: is of standard input; give the lines with < FILE in place of --input")
-    if attention is not None:
-        check_output(attention, "attention maps", is_file=True)
     if output is not None and ranks > 1 and "RANK" not in os.environ:
         sys.exit(_start_ranks(output, ranks))
     stop = StopRequest(answer="stopping after this batch")
@@ -113,7 +99,7 @@ def translate_command(
 
     task = Task([model, *(ensemble or [])], settings, engine, prefix, alignment, as_json, plugin)
     if source is None or output is None:
-        _translate_stream(task, attention)
+        _translate_stream(task)
     else:
         translate_file(task, source, output, stop)
 
@@ -128,13 +114,12 @@ def _start_ranks(output: Path, num_ranks: int) -> int:
     return EXIT_REQUEUE if code == EXIT_DONE and not is_complete(output) else code
 
 
-def _translate_stream(task: "Task", attention: Path | None) -> None:
+def _translate_stream(task: "Task") -> None:
     """Translates standard input to standard output."""
     from dist_transformer.decoding.engines import folders_of, open_search
     from dist_transformer.decoding.sharded_files import decoded_lines, numbered_lines
     from dist_transformer.decoding.translate import translate_lines
     from dist_transformer.decoding.translation_lines import written
-    from dist_transformer.decoding.word_alignment import attention_file
 
     write_utf8()
     search = open_search(task.engine, folders_of(task.engine, task.models), task.settings, task.plugin)
@@ -147,17 +132,8 @@ def _translate_stream(task: "Task", attention: Path | None) -> None:
         task.settings,
         prefixes,
     )
-    draw = nullcontext() if attention is None else attention_file(attention, search.models[0], search.tokenizer)
-    is_quiet = sys.stderr.isatty() and not sys.stdout.isatty()  # else the translations show how far it is
-    size = os.fstat(sys.stdin.fileno()).st_size if is_quiet and sys.stdin.seekable() else 0
-    with draw as write_attention, progress_bar() as show:
-        for number, translations in enumerate(given):
-            line = waiting.popleft()
-            print(written(task, search, number, line, translations), flush=True)
-            if size:
-                show("translating", sys.stdin.buffer.tell(), size)
-            if write_attention is not None:
-                write_attention(number + 1, line, translations[0])
+    for number, translations in enumerate(given):
+        print(written(task, search, number, waiting.popleft(), translations), flush=True)
 
 
 def _kept(lines: Iterable[str], kept: deque[str]) -> Iterator[str]:

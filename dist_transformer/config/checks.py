@@ -233,6 +233,7 @@ def _check_plugin(model: Any, training: Any, data: Any) -> Iterator[str]:
         ("training.compile_layers", training.compile_layers),
         ("training.activation_checkpointing", training.activation_checkpointing),
         ("training.init_from", training.init_from is not None),
+        ("training.lanes_per_pass above 1", training.lanes_per_pass > 1),
         ("data.max_tokens: auto", data.max_tokens == "auto"),
     ):
         if is_set:

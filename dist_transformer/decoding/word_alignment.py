@@ -7,23 +7,16 @@ the greatest sum.
 Axes: L layers, H heads, S source pieces, T target pieces, both with the end of sentence last.
 """
 
-import io
 import re
-import zipfile
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.translate import Translation
-from dist_transformer.files import replacing
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.run.outputs import writing
 
 Spans = list[tuple[int, int]]
 
@@ -70,42 +63,3 @@ def links(weights_TS: Tensor, source_words: Sequence[int], target_words: Sequenc
     of_words = torch.zeros(num_target, num_source).index_add_(0, torch.tensor(target_words), from_words)
     chosen = of_words.argmax(1).tolist()
     return [(chosen[word], word) for word in sorted(set(target_words))]
-
-
-@contextmanager
-def attention_file(
-    path: Path, model: Transformer, tokenizer: Tokenizer
-) -> Iterator[Callable[[int, str, Translation], None]]:
-    """Yields a function that writes the cross-attention of a line (number from 1, text, translation), if not blank.
-
-    The file is written atomically. numpy.load opens it: for line 3, `3/cross` (L, H, T, S), and the pieces `3/source`
-    and `3/target`.
-
-    Raises:
-        UserError: the path cannot be written.
-        MachineError: the disk is full, or fails.
-    """
-    with ExitStack() as stack:
-        with writing(path):
-            temporary = stack.enter_context(replacing(path))
-            archive = stack.enter_context(zipfile.ZipFile(temporary, "w", zipfile.ZIP_DEFLATED))
-
-        def write(number: int, line: str, translation: Translation) -> None:
-            (source,) = tokenizer.encode_source([line.strip()])
-            if len(source) < 2:
-                return
-            target = [*translation.tokens, tokenizer.eos_id]
-            arrays = {
-                "cross": cross_attention(model, tokenizer, line, translation).numpy(),
-                "source": np.array(tokenizer.source_pieces(source)),
-                "target": np.array(tokenizer.target_pieces(target)),
-            }
-            for name, array in arrays.items():
-                with io.BytesIO() as buffer:
-                    np.save(buffer, array, allow_pickle=False)
-                    with writing(path):
-                        archive.writestr(f"{number}/{name}.npy", buffer.getvalue())
-
-        yield write
-        with writing(path):
-            stack.close()

@@ -64,18 +64,7 @@ class PluginTransformer(Transformer):
         num_targets: int | None = None,
         shapes: Sequence[tuple[int, int, int]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if shapes is None:
-            return self.token_sums(source_BS, target_in_BT, target_out_BT, label_smoothing)[:2]
-        sums, (source_at, target_at) = [], (0, 0)
-        for rows, source_length, target_length in shapes:
-            source = slice(source_at, source_at + rows * source_length)
-            target = slice(target_at, target_at + rows * target_length)
-            source_at, target_at = source.stop, target.stop
-            sides = source_BS[source], target_in_BT[target], target_out_BT[target]
-            source_RS, in_RT, out_RT = (side.view(rows, -1) for side in sides)
-            sums.append(self.token_sums(source_RS, in_RT, out_RT, label_smoothing)[:2])
-        loss_sums, nll_sums = zip(*sums, strict=True)
-        return torch.stack(loss_sums).sum(), torch.stack(nll_sums).sum()
+        return self.token_sums(source_BS, target_in_BT, target_out_BT, label_smoothing)[:2]
 
     def token_sums(
         self,

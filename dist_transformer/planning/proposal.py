@@ -6,10 +6,7 @@ Recipes are those of runs that were measured (docs/reproduce.md) or of the paper
 import math
 from typing import Any
 
-from dist_transformer.config.model_size import with_precision
-from dist_transformer.config.schema import PRESETS, Config
-from dist_transformer.planning.hardware import HARDWARE
-from dist_transformer.planning.plan import plan_row
+from dist_transformer.config.schema import PRESETS
 from dist_transformer.planning.step_time import FILLED_SHARE
 
 Sections = dict[str, dict[str, Any]]
@@ -27,7 +24,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 """Settings by preset, and the number of pairs below which it is proposed; `epochs` limits the steps on less text."""
 TOKENS_A_PIECE = 150
 """Tokens of both sides for each piece of the vocabulary: 29,000 captions and 6,000 pieces have about as many."""
-MANY_CHARACTERS, USUAL_GPU = 1000, "a100-80g"
+MANY_CHARACTERS = 1000
 """Above so many different characters rare ones get no piece, as sentencepiece advises for Chinese and Japanese."""
 
 
@@ -71,17 +68,6 @@ def proposed(preset: str, tokens: float, long_tokens: int, characters: int, max_
         "validation": {"every_steps": 2 * every, "max_sentences": 500},
         "checkpoints": {"every_steps": every, "keep_last": max(10, average), "average_last": average},
     }
-
-
-def estimate(sections: Sections, num_ranks: int, memory_gb: float | None) -> str:
-    """Memory and time of the run on one node by the formulas of `plan`, on the GPU with this memory or the usual one."""
-    kind = next((name for name, each in HARDWARE.items() if each.memory_gb.value == memory_gb), USUAL_GPU)
-    row = plan_row(with_precision(Config.model_validate(sections), "fp16"), 1, num_ranks, HARDWARE[kind])
-    time = f"at least {row.hours:,.0f} h, " if row.hours and row.hours >= 1 else ""  # starts of kernels are not counted
-    problem = f" It {row.problem}" if row.problem else ""
-    return (
-        f"By `plan`, not measured: {time}{row.memory.peak_bytes / 1e9:.1f} GB a rank on {num_ranks} x {kind}.{problem}"
-    )
 
 
 def rounded(number: float) -> Any:

@@ -59,19 +59,13 @@ def test_a_killed_run_resumes_to_the_same_weights(train_small, command: Command,
     assert (run / weights).read_bytes() == (undisturbed / weights).read_bytes()
 
 
-def test_other_ranks_stages_and_lanes_in_a_pass_train_on_the_same_batches(train_small, model, undisturbed):
-    for steps, ranks, stage, at_once in ((4, 1, 1, 1), (6, 3, 2, 1), (9, 2, 3, 1), (12, 2, 0, 2)):
-        overrides = (
-            f"training.max_steps={steps}",
-            f"training.zero_stage={stage}",
-            f"training.lanes_per_pass={at_once}",
-        )
+def test_other_ranks_and_stages_train_on_the_same_batches(train_small, model, undisturbed):
+    for steps, ranks, stage in ((4, 1, 1), (6, 3, 2), (9, 2, 3), (12, 2, 0)):
+        overrides = (f"training.max_steps={steps}", f"training.zero_stage={stage}")
         run = train_small("elastic", model, *STEPS, *overrides, ranks=ranks)
     found, expected = records(run), records(undisturbed)
     assert [r["batch_digest"] for r in found] == [r["batch_digest"] for r in expected]
-    # Lanes that are computed together have other dropout masks; their loss is summed over the same tokens.
-    assert [r["loss"] for r in found[:9]] == pytest.approx([r["loss"] for r in expected[:9]], rel=1e-3)
-    assert [r["loss"] for r in found[9:]] == pytest.approx([r["loss"] for r in expected[9:]], rel=0.1)
+    assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected], rel=1e-3)
 
 
 @pytest.mark.parametrize(("precision", "stage"), [("bf16", 1), ("bf16", 3), ("fp16", 2)])

@@ -32,7 +32,6 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "export out": ("export", "runs/first", "PLACE", "--to", "marian"),
     "import out": ("import", "marian", "PLACE", "--from", "marian"),
     "translate output": ("translate", "runs/first", "--input", "valid.en", "--output", "PLACE"),
-    "translate attention": ("translate", "runs/first", "--attention", "PLACE"),
     "report output": ("report", "runs/first", "--no-attention", "--output", "PLACE"),
     "compare output": ("compare", "runs/first", "runs/second", "--output", "PLACE"),
 }

@@ -56,9 +56,7 @@ def run(train_small: Callable[..., Path]) -> Path:
         (("evaluate", "{run}"), "translating"),
         (("average", "{run}", "--output", "{out}"), "averaging"),
         (("verify", "{run}"), "verifying"),
-        (("export", "{run}", "{out}", "--to", "marian"), "writing for marian"),
         (("translate", "{run}", "--input", "valid.en", "--output", "{out}"), "translating"),
-        (("translate", "{run}"), "translating"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
 )

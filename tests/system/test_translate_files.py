@@ -90,9 +90,8 @@ def refused(*arguments: object, lines: list[str] | None = None) -> str:
     return str(error)
 
 
-def test_the_best_come_as_lines_as_lists_and_as_json_alike(model: Path, tmp_path: Path) -> None:
-    maps = tmp_path / "maps.npz"
-    plain = said("translate", model, "--alignment", "--attention", maps, lines=LINES)
+def test_the_best_come_as_lines_as_lists_and_as_json_alike(model: Path) -> None:
+    plain = said("translate", model, "--alignment", lines=LINES)
     assert len(plain) == len(LINES)
     assert plain[4] == plain[5] == " ||| "
     lists = said("translate", model, "--n-best", 3, lines=LINES)
@@ -111,11 +110,6 @@ def test_the_best_come_as_lines_as_lists_and_as_json_alike(model: Path, tmp_path
         assert all(source < len(each["source"].split()) for source, _ in best["alignment"])
     assert lists == expected
     assert len(lists) == 3 * 5 + 2
-    with np.load(maps) as file:
-        best = objects[6]["translations"][0]
-        assert file["7/target"].tolist()[:-1] == best["pieces"]
-        assert file["7/cross"].shape == (2, 2, len(best["pieces"]) + 1, len(file["7/source"]))
-        assert "5/cross" not in file.files
 
 
 def test_prefixes_ensembles_samples_and_split_lines_reach_the_search(
@@ -174,11 +168,9 @@ def test_pairs_are_scored_by_line_and_by_token(model: Path, tmp_path: Path) -> N
         (("--prefix", "absent"), "absent: cannot be read: No such file"),
         (("--ranks", 2), "--ranks 2: processes share a file"),
         (("--too-long", "split", "--alignment"), "--too-long split: a line that is cut has no alignment"),
-        (("--attention", "a", "--input", "a", "--output", "b"), "--attention: is of standard input"),
-        (("--engine", "ctranslate2", "--alignment"), "--engine ctranslate2: alignment and attention are read from"),
+        (("--engine", "ctranslate2", "--alignment"), "--engine ctranslate2: alignment is read from"),
         (("--max-source-tokens", 5), "line 1: "),
         (("--sampling", "--no-sampling", "--top-k", 9), "--top-k: is of sampling, which is off"),
-        (("--attention", "."), "is there already ("),
     ],
 )
 def test_what_cannot_be_done_is_refused(options: tuple[object, ...], message: str, model: Path, tmp_path: Path,

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -61,16 +61,8 @@ def write_final_model(
         log.warning("%d checkpoints asked for, %d there (%s)", asked.count, len(used), what)
     files = manifest.tokenizer
     target = None if files.target == files.source else prepared / files.target
-    information = ModelInformation(
-        source_vocabulary=manifest.source_vocabulary,
-        target_vocabulary=manifest.target_vocabulary,
-        pad_id=manifest.pad_id,
-        bos_id=manifest.bos_id,
-        eos_id=manifest.eos_id,
-        source_language=manifest.source_language,
-        target_language=manifest.target_language,
-        step=read_json(used[-1] / STATE)["step"],
-    )
+    of_corpus = {each.name: getattr(manifest, each.name) for each in fields(ModelInformation) if each.name != "step"}
+    information = ModelInformation(**of_corpus, step=read_json(used[-1] / STATE)["step"])
     part = "ema" if choice.kind == "ema" else "weight"
     weights = average_weights(
         [Weights(path, part) for path in used], lambda done, total: show("averaging", done, total)

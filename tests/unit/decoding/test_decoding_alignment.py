@@ -1,10 +1,7 @@
 """Word alignment and the file of attention weights, from the model's own maps."""
 
-import io
 from collections.abc import Callable
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from word_tokenizer import WORDS, WordTokenizer
@@ -12,8 +9,7 @@ from word_tokenizer import WORDS, WordTokenizer
 from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from dist_transformer.decoding.translate import Translation
-from dist_transformer.decoding.word_alignment import attention_file, links, word_alignment, words_of
-from dist_transformer.errors import UserError
+from dist_transformer.decoding.word_alignment import links, word_alignment, words_of
 from dist_transformer.model.transformer import Transformer
 
 SENTENCES = ["The old man sees the house .", "a b c d e f g h", "It is nine o'clock now, my friend."] * 30
@@ -76,38 +72,3 @@ def test_words_of_a_translation_are_those_of_its_text(tokenizer: Tokenizer) -> N
     assert len(found) == len(ids)
     assert found == sorted(found)
     assert set(found) == set(range(len(text.split()))) == set(range(5))
-
-
-def test_the_attention_of_each_line_is_in_the_file_for_numpy_to_open(
-    tmp_path: Path, make_random_model: Callable[..., Transformer]
-) -> None:
-    model, path = make_random_model(len(WORDS), num_decoder_layers=3), tmp_path / "maps.npz"
-    with attention_file(path, model, WordTokenizer()) as write:
-        write(1, "one two", translation_of([5]))
-        write(2, "  ", translation_of([]))
-        write(3, "six", translation_of([4, 4]))
-    with np.load(io.BytesIO(path.read_bytes())) as file:
-        assert sorted(file.files) == [f"{line}/{name}" for line in (1, 3) for name in ("cross", "source", "target")]
-        assert file["3/source"].tolist() == ["six", "<eos>"]
-        assert file["3/target"].tolist() == ["two", "two", "<eos>"]
-        assert file["1/cross"].shape == (3, 2, 2, 3)
-        expected = model.attention_maps(torch.tensor([[8, 2]]), torch.tensor([[1, 4, 4]])).cross
-        np.testing.assert_allclose(file["3/cross"], torch.stack(expected)[:, 0].detach().float().numpy())
-        np.testing.assert_allclose(file["1/cross"].sum(-1), 1, rtol=1e-5)
-
-
-def test_a_place_that_cannot_be_written_to_is_told_before_any_line(
-    make_random_model: Callable[..., Transformer],
-) -> None:
-    path, model = Path("/proc/q/maps.npz"), make_random_model(len(WORDS))
-    with pytest.raises(UserError, match=f"{path}: cannot be written"), attention_file(path, model, WordTokenizer()):
-        raise AssertionError
-
-
-def test_an_error_of_the_translation_is_not_taken_for_one_of_the_file(
-    tmp_path: Path, make_random_model: Callable[..., Transformer]
-) -> None:
-    path, model = tmp_path / "maps.npz", make_random_model(len(WORDS))
-    with pytest.raises(BrokenPipeError), attention_file(path, model, WordTokenizer()):
-        raise BrokenPipeError
-    assert not list(tmp_path.iterdir())

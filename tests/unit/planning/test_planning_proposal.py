@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dist_transformer.config.checks import cross_problems
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.schema import PRESETS, Config
-from dist_transformer.planning.proposal import RECIPES, estimate, preset_for, proposed, rounded, steps_per_epoch
+from dist_transformer.planning.proposal import preset_for, proposed, rounded, steps_per_epoch
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 CAPTIONS = {"tokens": 29_000 * 34, "long_tokens": 37, "characters": 102}
@@ -71,14 +71,3 @@ def test_every_proposal_is_a_configuration_without_a_problem(
     config = Config.model_validate({**sections, "data": {**sections["data"], "train": {"demo": "train"}}})
     assert cross_problems({name: getattr(config, name) for name in Config.model_fields}) == []
     assert config.training.max_steps == max_steps or max_steps is None
-
-
-def test_the_estimate_names_the_gpu_its_memory_and_hours_and_what_does_not_fit() -> None:
-    big = proposed("big", 1e12, 100, 100)
-    assert RECIPES["big"]["max_steps"] == big["training"]["max_steps"]
-    assert "1 x a100-80g" in estimate(big, 1, None)
-    assert " h, " in estimate(big, 1, None)
-    assert "does not fit" not in estimate(big, 8, 141)
-    assert "8 x h200-141g" in estimate(big, 8, 141)
-    wide = {**big, "data": {**big["data"], "max_tokens": 200_000}}
-    assert "does not fit by" in estimate(wide, 1, 24)
