@@ -74,7 +74,7 @@ def test_a_bump_in_the_warm_up_is_no_divergence():
     assert first_alarm(losses + usual_losses(500, 1)) is None
 
 
-@given(seed=st.integers(0, 10**6), start=st.integers(1500, 2500), factor=st.floats(2.0, 100.0))
+@given(seed=st.integers(0, 10**6), start=st.integers(1500, 2500), factor=st.floats(3.0, 100.0))
 @hypothesis_settings(max_examples=25)
 def test_a_jump_that_stays_is_noticed_after_exactly_the_patience(seed, start, factor):
     losses = usual_losses(start, seed, 0.03) + [factor * loss for loss in usual_losses(start + 100, seed, 0.03)[start:]]

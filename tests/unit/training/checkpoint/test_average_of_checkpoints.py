@@ -9,7 +9,7 @@ from checkpoint_helpers import SHAPES, MemoryEngine, save
 from typer.testing import CliRunner
 
 from dist_transformer.cli.main import app
-from dist_transformer.config.schema import CheckpointConfig, ValidationConfig
+from dist_transformer.config.schema import CheckpointConfig, ModelConfig, ValidationConfig
 from dist_transformer.errors import CheckpointError
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import final_model
@@ -40,7 +40,7 @@ def averaged(run_dir, monkeypatch):
 
     def call(choice=None, metric="loss", **settings):
         kept = CheckpointConfig(**{"every_steps": 2, **settings})
-        config = SimpleNamespace(checkpoints=kept, validation=ValidationConfig(metric=metric), model=None)
+        config = SimpleNamespace(checkpoints=kept, validation=ValidationConfig(metric=metric), model=ModelConfig())
         made_of = write_final_model(config, run_dir, Path(), manifest, Path(), choice)
         return made_of, written[-1]
 
