@@ -35,7 +35,6 @@ FOLDER = Path("/tmp")
 ANSWER_SECONDS = 5.0
 QUIET_SECONDS = 0.2
 """Time without growth after which a file is complete."""
-
 _ENDED = "it has ended meanwhile"
 
 
@@ -114,8 +113,9 @@ def main(arguments: list[str], out: TextIO, folder: Path = FOLDER) -> None:
 
 
 def _prefix() -> str:
-    # Machines may share the folder, and processes of two machines may have the same pid.
-    return f"dist-transformer-stacks-{os.getuid()}-{platform.node()}-"
+    # Machines and PID namespaces may share the folder, and their processes have the same pids.
+    namespace = Path("/proc/self/ns/pid").resolve().name.strip("pid:[]")
+    return f"dist-transformer-stacks-{namespace}-{os.getuid()}-{platform.node()}-"
 
 
 def _job(pid: int) -> str:
