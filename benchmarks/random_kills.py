@@ -3,9 +3,9 @@
     python benchmarks/random_kills.py          # as root: starts a Slurm of seven nodes on this machine (Debian); about an hour
 
 A tiny run, with `training.same_bits`, on three nodes of a real cluster and a spare one; each start of ranks lives for a
-random, exponential time and then loses what the table of kinds says. Nodes that died return
-later, and a requeued job has all its nodes again, so the number of ranks goes up and down. Each series of kills is one
-run, from `submit` to its end. All of them must end with the global batches and the weights, bit by bit, of a run that
+random, exponential time and then loses what the table of kinds says. Nodes that died return later, and a requeued job has
+all its nodes again; without a spare node (`--spare-nodes 0`) the number of ranks goes down and up. Each series of kills is
+one run, from `submit` to its end. All of them must end with the global batches and the weights, bit by bit, of a run that
 nothing disturbed; the classes of goodput must add up to the time since `submit`; the checkpoints must be undamaged.
 
 The simulation of `dist-transformer simulate` uses the means of the same run: of a step, of a save and its write, from
@@ -60,7 +60,6 @@ KINDS = {
 """Kinds of kills with their weights. Launcher: the srun that started the ranks. Told to save: no kill, but a requeue."""
 SETTINGS = (
     "slurm.nodes=3",
-    "slurm.spare_nodes=1",
     "slurm.max_restarts_without_progress=1000",
     "data.lanes=6",
     "data.max_tokens=384",
@@ -386,13 +385,21 @@ def main() -> None:
     parser.add_argument("--mean-seconds", type=float, default=16, help="of an attempt's life")
     parser.add_argument("--steps", type=int, default=600, help="of a run")
     parser.add_argument("--every-steps", type=int, default=10)
+    parser.add_argument(
+        "--spare-nodes", type=int, default=1, help="0: the job goes on with fewer ranks when it loses a node"
+    )
     parser.add_argument("--seed", type=int, default=1)
     arguments = common.arguments_of(parser, rounds=1)
     found = common.begin(threads=1)
     cluster, folder = Cluster(NUM_NODES), Path(tempfile.mkdtemp(prefix="random-kills-"))
     os.environ["OMP_NUM_THREADS"] = "1"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the cluster is taken down
-    settings = [*SETTINGS, f"training.max_steps={arguments.steps}", f"checkpoints.every_steps={arguments.every_steps}"]
+    settings = [
+        *SETTINGS,
+        f"slurm.spare_nodes={arguments.spare_nodes}",
+        f"training.max_steps={arguments.steps}",
+        f"checkpoints.every_steps={arguments.every_steps}",
+    ]
     drawn, all_series = random.Random(arguments.seed), list[Series]()
     try:
         undisturbed = Series(Run(cluster, folder, "undisturbed", *settings), arguments.every_steps)

@@ -235,3 +235,14 @@ def test_the_decoding_benchmark_finds_the_same_translations_with_every_engine(tm
     for rounds in figures["tiny"].values():
         assert all(samples[0]["tokens_per_second"] > 0 for samples in rounds.values())
         assert set(rounds) == {"ours", "Hugging Face generate", "CTranslate2"}
+
+
+@pytest.mark.slow
+def test_training_is_that_of_torchs_transformer_and_of_hugging_faces_marian_step_by_step(tmp_path: Path) -> None:
+    _, figures = run("twins.py", tmp_path / "twins.json", "--steps", "200")
+    for case, allowed in (("GELU, fp32", 1e-5), ("ReLU, fp64", 1e-12)):
+        ours, *twins = figures[case].values()
+        assert len(twins) == 2
+        assert ours[-1] < ours[0] - 1
+        for losses in twins:
+            assert losses == pytest.approx(ours, rel=allowed)
