@@ -313,7 +313,7 @@ def differences(losses: dict[str, list[float]]) -> dict[str, list[float]]:
 
 def table_of(losses: dict[str, dict[str, list[float]]]) -> str:
     """Returns the largest difference up to some steps as a Markdown table."""
-    num_steps = len(losses["ReLU, fp32"][OURS])
+    num_steps = len(next(iter(losses.values()))[OURS])
     ends = [end for end in (1, 10, 50, 100, 200, 500, 1000) if end < num_steps] + [num_steps]
     rows = [
         [f"{name}, {case}", *(f"{max(found[:end]):.1e}" for end in ends)]
@@ -328,13 +328,13 @@ def plot(losses: dict[str, dict[str, list[float]]], path: Path) -> None:
 
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    steps = range(1, len(losses["ReLU, fp32"][OURS]) + 1)
-    for (name, values), style in zip(losses["ReLU, fp32"].items(), ("-", "--", ":"), strict=True):
+    steps = range(1, len(next(iter(losses.values()))[OURS]) + 1)
+    for (name, values), style in zip(next(iter(losses.values())).items(), ("-", "--", ":"), strict=True):
         above.plot(steps, values, style, label=name, linewidth=2)
     for case, each in losses.items():
         for name, values in differences(each).items():
             below.semilogy(steps, [max(value, 1e-17) for value in values], label=f"{name}, {case}", linewidth=1)
-    above.set(ylabel="loss per token, ReLU, fp32")
+    above.set(ylabel=f"loss per token, {next(iter(losses))}")
     below.set(xlabel="step", ylabel="relative difference")
     above.legend(fontsize="small")
     below.legend(fontsize="small", loc="center left", bbox_to_anchor=(0.3, 0.3))
@@ -344,13 +344,14 @@ def plot(losses: dict[str, dict[str, list[float]]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
     parser.add_argument("--plot", type=Path, help="picture of the losses and differences, .png")
     arguments = common.arguments_of(parser, rounds=1)
     found = common.begin(threads=1)
     ranks = group.join(60)
-    losses = {case: losses_of(case, arguments.steps, ranks) for case in CASES}
+    losses = {case: losses_of(case, arguments.steps, ranks) for case in arguments.cases}
     group.leave()
-    first, last = losses["ReLU, fp32"][OURS][0], losses["ReLU, fp32"][OURS][-1]
+    first, last = next(iter(losses.values()))[OURS][0], next(iter(losses.values()))[OURS][-1]
     print(f"\n{table_of(losses)}\n\nLoss per token from {first:.3f} to {last:.3f} in {arguments.steps} steps.")
     if arguments.plot is not None:
         plot(losses, arguments.plot)

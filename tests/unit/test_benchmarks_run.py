@@ -239,8 +239,9 @@ def test_the_decoding_benchmark_finds_the_same_translations_with_every_engine(tm
 
 @pytest.mark.slow
 def test_training_is_that_of_torchs_transformer_and_of_hugging_faces_marian_step_by_step(tmp_path: Path) -> None:
-    _, figures = run("twins.py", tmp_path / "twins.json", "--steps", "200")
-    for case, allowed in (("GELU, fp32", 1e-5), ("ReLU, fp64", 1e-12)):
+    tolerances = {"GELU, fp32": 1e-5, "ReLU, fp64": 1e-12}
+    _, figures = run("twins.py", tmp_path / "twins.json", "--steps", "200", "--cases", *tolerances)
+    for case, allowed in tolerances.items():
         ours, *twins = figures[case].values()
         assert len(twins) == 2
         assert ours[-1] < ours[0] - 1
