@@ -47,7 +47,7 @@ from dist_transformer.distributed import group
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.planning.activations import Shape
-from dist_transformer.planning.flops import ModelFlops, add_flops, model_flops, published_flops
+from dist_transformer.planning.flops import model_flops, published_flops
 from dist_transformer.planning.memory import memory_of_rank
 from dist_transformer.planning.vocabularies import with_vocabularies
 from dist_transformer.training.engine.engine import Engine
@@ -268,9 +268,7 @@ def _pass_seconds(engine: Engine, steps: Sequence[Sequence[MicroBatch]], ranks: 
 def _figures(case: Case, steps: Sequence[Sequence[MicroBatch]], seconds: Sequence[float], ranks: Ranks) -> Figures:
     shapes, model = [batch.shape for batches in steps for batch in batches], ModelConfig(preset=case.preset)
     target, source = (sum(getattr(s, f"{side}_tokens") for s in shapes) for side in ("target", "source"))
-    flops = ModelFlops(0.0, 0.0, 0.0, 0.0)
-    for s in shapes:
-        flops = add_flops(flops, model_flops(model, case.vocabulary, s.pairs, s.source_tokens, s.target_tokens))
+    flops = sum(model_flops(model, case.vocabulary, s.pairs, s.source_tokens, s.target_tokens).total for s in shapes)
     on_gpu = ranks.device.type == "cuda"
     peak = published_flops(torch.cuda.get_device_name(), case.precision) if on_gpu else None
     median = statistics.median(seconds)
@@ -279,9 +277,9 @@ def _figures(case: Case, steps: Sequence[Sequence[MicroBatch]], seconds: Sequenc
         "slowest": target / max(seconds),
         "fastest": target / min(seconds),
         "target_tokens_a_step": target / len(steps),
-        "flops_a_target_token": flops.total / target,
-        "flops_per_second": flops.total / median,
-        **({"mfu": flops.total / median / peak} if peak else {}),
+        "flops_a_target_token": flops / target,
+        "flops_per_second": flops / median,
+        **({"mfu": flops / median / peak} if peak else {}),
         **({"peak_bytes": torch.cuda.max_memory_allocated()} if on_gpu else {}),
         "planned_bytes": max(_planned_bytes(case, shape, on_gpu) for shape in shapes),
         "padding": 1 - (source + target) / sum(s.padded_tokens for s in shapes),

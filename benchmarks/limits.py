@@ -33,7 +33,7 @@ from dist_transformer.distributed import group
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.interop.model_folder import load_model_folder
 from dist_transformer.planning.flops import model_flops
-from dist_transformer.training.metrics.mfu import DTYPES, flops_of_batches, measured_flops
+from dist_transformer.training.metrics.mfu import DTYPES, measured_flops
 
 ADAM_BYTES = 7 * 4
 """Bytes of an update per fp32 parameter: weight, gradient and two moments are read, weight and moments are written."""
@@ -77,7 +77,10 @@ def main() -> None:
 def training(arguments: argparse.Namespace, ranks: Ranks, folder: Path) -> Iterator[Part]:
     config = ModelConfig(preset=arguments.preset)
     batches = step.batches_of(arguments, ranks.device)
-    flops = flops_of_batches(config, arguments.vocabulary, batches).total
+    shapes = [batch.shape for batch in batches]
+    flops = sum(
+        model_flops(config, arguments.vocabulary, s.pairs, s.source_tokens, s.target_tokens).total for s in shapes
+    )
     for precision in arguments.precisions:
         ours = step.Ours(config, arguments.vocabulary, precision, 0, ranks)
         yield Part(

@@ -1,7 +1,7 @@
-"""Durations as text, and progress as a bar."""
+"""Durations and tables as text, and progress as a bar."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 Show = Callable[[str, float, float | None], None]
@@ -38,3 +38,17 @@ def duration(seconds: float | None) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the lines of a table, as wide as one another; columns of words are aligned at the left, others at the right."""
+    lines = [header, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    to_left = [all(row[column][:1].isalpha() for row in rows) for column in range(len(header))]
+    return [
+        "  ".join(
+            cell.ljust(width) if left else cell.rjust(width)
+            for cell, width, left in zip(line, widths, to_left, strict=True)
+        )
+        for line in lines
+    ]

@@ -61,11 +61,6 @@ class ModelFlops:
         return self.attention + self.feed_forward + self.output
 
 
-def add_flops(one: ModelFlops, other: ModelFlops) -> ModelFlops:
-    """Sum of both, field by field."""
-    return ModelFlops(**{name: value + getattr(other, name) for name, value in vars(one).items()})
-
-
 def model_flops(
     model: ModelConfig, target_vocabulary: int, pairs: float, source_tokens: float, target_tokens: float
 ) -> ModelFlops:

@@ -156,7 +156,7 @@ class RunDir:
 
     @property
     def profile(self) -> Path:
-        """Results of `train --profile`: profile.md, and a trace of each rank."""
+        """Results of `train --profile`: a table and a trace of each rank."""
         return self.path / "profile"
 
     @property

@@ -4,7 +4,7 @@ metrics.jsonl  {"event": "train", "step": 50, "loss": 9.01}   the point (50, 9.0
 the outbox     start        status RUNNING, tags, description, parameters, the file config.yaml, the corpora
                checkpoint   a logged model that is only a reference: path, step, scores; tags of best and deleted ones
                samples      the table samples.json: all of samples.jsonl
-               profile      the file profile.md
+               profile      the table of a profile
                figures      the files of figures/, and report.html
                model        a logged model that MLflow can serve, registered on request
                evaluation   points evaluation/<corpus>/<measure>

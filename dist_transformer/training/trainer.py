@@ -5,9 +5,8 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -45,9 +44,9 @@ from dist_transformer.training.loop import Loop, Outcome
 from dist_transformer.training.memory import explaining_out_of_memory
 from dist_transformer.training.metrics.console import ProgressBar, log_estimate
 from dist_transformer.training.metrics.logger import MetricsLogger
-from dist_transformer.training.metrics.mfu import Mfu, Peak, flops_of_batches, peak_of
+from dist_transformer.training.metrics.mfu import Mfu, peak_of
 from dist_transformer.training.metrics.system_metrics import NodeSampler
-from dist_transformer.training.profiling.profiler import Job, Watched, profiling
+from dist_transformer.training.profiler import profiling
 from dist_transformer.training.run import Run
 from dist_transformer.training.run_data import RunData
 from dist_transformer.training.run_log import RunLog, newest_records, note, open_run_log
@@ -218,7 +217,7 @@ def _loop(
     validator = open_validator(config, data, engine, ranks, watchdog.progress, run.wants_stop)
     stopping = EarlyStopping(config.validation, changes.early_stopping(checkpoint))
     sampler = NodeSampler(ranks) if config.tracking.system_metrics else None
-    peak = peak_of(ranks.device, run.training.precision, run.terminal.profile)
+    peak = peak_of(ranks.device, run.training.precision)
     mfu = Mfu(config.model, data.manifest.target_vocabulary, _sum(ranks, peak.flops_per_second)).of
     every_steps = config.checkpoints.every_steps
     bar = ProgressBar(config.training.max_steps, state.step, every_steps, run.terminal.quiet)
@@ -260,10 +259,15 @@ def _loop(
     log.info("start      step %d%s", state.step, f", resumed from {checkpoint.path}" if checkpoint else "")
     _take_memory(run, engine, writer, validator)
     watchdog.progress("reading the first windows")
-    watched = Watched(engine, batches, metrics, validation, writer, bar)
     gc.collect()
     gc.freeze()  # what is there now stays: a collection would look through all of it, on each rank at another step
-    with bar, sampler or nullcontext(), _ending_save(run, loop), _profile(run, peak, run_log, watched):
+    calls = (
+        (bar, "show", "tracking"), (validation, "validate", "validation"),
+        (writer, "begin", "checkpoint"), (writer, "finish", "checkpoint"),
+    )  # fmt: skip
+    written = run_log.profile_written if run_log else None
+    profile = profiling(run, engine, batches, metrics, calls, written) if run.terminal.profile else nullcontext()
+    with bar, sampler or nullcontext(), _ending_save(run, loop), profile:
         outcome = loop.run()
     early_stop = stopping.reason() or "" if outcome is Outcome.FINISHED else ""
     if early_stop:
@@ -280,14 +284,6 @@ def _take_memory(run: Run, engine: Engine, writer: AsyncWriter, validator: Valid
     dry_run(engine, largest_shapes(config.data, at_once), ranks, run.manifest.eos_id, progress)
     if ranks.device.type == "cuda":  # on CPUs a search takes long, and memory can mostly be swapped
         dry_run_of_validation(validator, config, run.data, ranks, progress)
-
-
-def _profile(run: Run, peak: Peak, run_log: RunLog | None, watched: Watched) -> AbstractContextManager[None]:
-    if not run.terminal.profile:
-        return nullcontext()
-    written = run_log.profile_written if run_log else None
-    job = Job(run.ranks, run.run_dir.profile, run.training.precision, peak, run.watchdog.progress, written)
-    return profiling(watched, job, partial(flops_of_batches, run.config.model, run.manifest.target_vocabulary))
 
 
 def _sum(ranks: Ranks, value: float) -> float:

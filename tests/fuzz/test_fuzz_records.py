@@ -121,7 +121,7 @@ def others_run(tmp_path: Path) -> RunDir:
     run_dir = RunDir(tmp_path / "run")
     for folder in (run_dir.figures, run_dir.profile, run_dir.model):
         folder.mkdir(parents=True)
-    for file in (run_dir.profile / "profile.md", run_dir.figures / "loss.svg", run_dir.report):
+    for file in (run_dir.profile / "profile_rank0.md", run_dir.figures / "loss.svg", run_dir.report):
         file.write_text("of the run", encoding="utf-8")
     for name in ("config.json", "model.safetensors"):
         (run_dir.model / name).write_text("{}", encoding="utf-8")
@@ -138,7 +138,7 @@ def send(run_dir: RunDir, event: str, path: str) -> mock.Mock:
 
 
 def test_what_belongs_to_the_run_is_sent(others_run):
-    assert send(others_run, "profile", "profile/profile.md").log_file.called
+    assert send(others_run, "profile", "profile/profile_rank0.md").log_file.called
     assert send(others_run, "figures", "figures").log_folder.called
     assert send(others_run, "model", "model").log_model.called
 

@@ -1,7 +1,7 @@
 """Peak FLOP/s of a rank's device, and MFU: the share of it that training uses for the model's arithmetic."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from dist_transformer.config.schema import ModelConfig
-from dist_transformer.data.loader.loader import MicroBatch
 from dist_transformer.model.cpu_kernels import faster_products
-from dist_transformer.planning.flops import ModelFlops, add_flops, model_flops, published_flops
+from dist_transformer.planning.flops import model_flops, published_flops
 from dist_transformer.training.train_state import Interval
 
-SHORT_SECONDS = 0.05
+PEAK_SECONDS = 0.05
 """Time to measure a peak that is not published, at each start."""
-LONG_SECONDS = 1.0
-"""Time to measure a peak for a profile."""
 SMALLEST, LARGEST = 256, 16384
 """Limits of the rows of the matrices that are multiplied."""
 
@@ -26,40 +23,31 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Peak:
-    """FLOP/s of matrix products on the device of one rank; None: not known.
+    """FLOP/s of matrix products on the device of one rank, to which MFU is relative.
 
     Attributes:
-        published: dense, by the data sheet.
-        measured: by large products in the precision of the run (on CPUs: or in fp32, if that is faster), with the
-            threads of the rank.
+        is_published: dense, by the data sheet; else measured by large products in the precision of the run (on CPUs: or in
+            fp32, if that is faster), with the threads of the rank.
     """
 
-    published: float | None
-    measured: float | None
-
-    @property
-    def flops_per_second(self) -> float:
-        """Peak that MFU is relative to."""
-        peak = self.published or self.measured
-        assert peak, "one of them is always there"
-        return peak
+    flops_per_second: float
+    is_published: bool
 
     def text(self) -> str:
-        source = "published" if self.published else "measured"
+        source = "published" if self.is_published else "measured"
         return f"{self.flops_per_second / 1e12:.4g} TFLOP/s a rank, {source}"
 
 
-def peak_of(device: torch.device, precision: str, is_profiled: bool) -> Peak:
-    """Returns the peak; measures for SHORT_SECONDS if it is not published, for LONG_SECONDS if the run is profiled."""
+def peak_of(device: torch.device, precision: str) -> Peak:
+    """Returns the published peak; if there is none, measures for PEAK_SECONDS."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    published = published_flops(name, precision)
-    if published and not is_profiled:
-        return Peak(published, None)
+    if published := published_flops(name, precision):
+        return Peak(published, is_published=True)
     dtypes = {DTYPES[precision]}
     if device.type == "cpu":
         dtypes.add(torch.float32)  # parts of a step on CPUs are fp32 in any precision, which is faster on many CPUs
-    seconds = (LONG_SECONDS if is_profiled else SHORT_SECONDS) / len(dtypes)
-    return Peak(published, max(measured_flops(device, dtype, seconds) for dtype in dtypes))
+    measured = max(measured_flops(device, dtype, PEAK_SECONDS / len(dtypes)) for dtype in dtypes)
+    return Peak(measured, is_published=False)
 
 
 def measured_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> float:
@@ -90,15 +78,6 @@ def _times(call: Callable[[], Tensor], device: torch.device, end: float) -> Iter
             yield ended - began
             if ended > end:
                 return
-
-
-def flops_of_batches(model: ModelConfig, target_vocabulary: int, batches: Sequence[MicroBatch | None]) -> ModelFlops:
-    """Returns the model FLOPs of the real tokens of these micro-batches."""
-    found = ModelFlops(0, 0, 0, 0)
-    for shape in (batch.shape for batch in batches if batch is not None):
-        one = model_flops(model, target_vocabulary, shape.pairs, shape.source_tokens, shape.target_tokens)
-        found = add_flops(found, one)
-    return found
 
 
 @dataclass(frozen=True)

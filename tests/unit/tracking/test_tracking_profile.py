@@ -12,7 +12,7 @@ from dist_transformer.tracking.tracker import Tracker
 
 def test_the_table_of_a_profile_is_a_file_of_the_run_wherever_its_folder_is_by_then(tmp_path):
     run_dir, sent = RunDir(tmp_path / "run"), list[object]()
-    Tracker(run_dir, TrackingConfig(), "run", tmp_path, "uid").profile_written(run_dir.profile / "profile.md")
+    Tracker(run_dir, TrackingConfig(), "run", tmp_path, "uid").profile_written(run_dir.profile / "profile_rank0.md")
     run_dir.path.rename(tmp_path / "moved")
     moved = RunDir(tmp_path / "moved")
     (event,) = read_records(moved.tracking_events)
@@ -20,4 +20,4 @@ def test_the_table_of_a_profile_is_a_file_of_the_run_wherever_its_folder_is_by_t
     for lane in ("words", "files", "figures", "model"):
         assert goes_by(event, lane) == (lane == "files")
         send_event(run, event, lane, moved)
-    assert sent == [moved.profile / "profile.md"]
+    assert sent == [moved.profile / "profile_rank0.md"]

@@ -6,11 +6,9 @@ import pytest
 import torch
 
 from dist_transformer.config.schema import ModelConfig
-from dist_transformer.data.loader.loader import MicroBatch
-from dist_transformer.data.loader.window import BatchShape
-from dist_transformer.planning.flops import add_flops, model_flops
+from dist_transformer.planning.flops import model_flops
 from dist_transformer.training.metrics import mfu
-from dist_transformer.training.metrics.mfu import Mfu, Peak, flops_of_batches, peak_of
+from dist_transformer.training.metrics.mfu import Mfu, Peak, peak_of
 from dist_transformer.training.train_state import Interval
 
 MODEL = ModelConfig(preset="tiny")
@@ -21,10 +19,9 @@ CPU = torch.device("cpu")
 def test_a_cpu_has_the_peak_that_is_measured_and_the_random_state_stays(precision):
     torch.manual_seed(5)
     before = torch.get_rng_state()
-    peak = peak_of(CPU, precision, is_profiled=False)
+    peak = peak_of(CPU, precision)
     assert torch.equal(torch.get_rng_state(), before)
-    assert peak.published is None
-    assert peak.flops_per_second == peak.measured
+    assert not peak.is_published
     assert 1e7 < peak.flops_per_second < 1e15
     assert peak.text().endswith("TFLOP/s a rank, measured")
 
@@ -33,7 +30,7 @@ def test_the_peak_of_a_cpu_is_that_of_the_fastest_products_of_a_step(monkeypatch
     """Parts of a step in a short precision are fp32 there, where few CPUs multiply fp16 as fast."""
     rates = {torch.float32: 3e9, torch.float16: 1e8, torch.bfloat16: 5e9}
     monkeypatch.setattr(mfu, "measured_flops", lambda device, dtype, seconds: rates[dtype])
-    found = {precision: peak_of(CPU, precision, is_profiled=False).measured for precision in ("fp32", "fp16", "bf16")}
+    found = {precision: peak_of(CPU, precision).flops_per_second for precision in ("fp32", "fp16", "bf16")}
     assert found == {"fp32": 3e9, "fp16": 3e9, "bf16": 5e9}
 
 
@@ -43,12 +40,11 @@ def test_mfu_is_never_above_the_whole():
     assert Mfu(MODEL, 500, 1.0).of(interval, 4.0) == 1.0
 
 
-def test_a_gpu_of_the_table_is_not_measured_but_for_a_profile(monkeypatch):
+def test_a_gpu_of_the_table_is_not_measured(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA H200")
-    peak = peak_of(torch.device("cuda"), "bf16", is_profiled=False)
-    assert (peak.published, peak.measured) == (pytest.approx(989e12), None)
+    peak = peak_of(torch.device("cuda"), "bf16")
+    assert peak == Peak(pytest.approx(989e12), is_published=True)
     assert peak.text() == "989 TFLOP/s a rank, published"
-    assert Peak(989e12, 700e12).flops_per_second == 989e12
 
 
 def test_mfu_is_the_model_flops_of_the_real_tokens_over_what_all_ranks_could_have_done():
@@ -59,14 +55,3 @@ def test_mfu_is_the_model_flops_of_the_real_tokens_over_what_all_ranks_could_hav
     doubled = Interval(torch.zeros(2), target_tokens=1400, source_tokens=1800)
     doubled.pairs_by_corpus = Counter(news=60)
     assert Mfu(MODEL, 500, 6e9).of(doubled, 8.0) == pytest.approx(flops / (4 * 6e9))
-
-
-def test_of_micro_batches_only_the_real_tokens_count_and_a_lane_without_rows_not_at_all():
-    empty = torch.zeros(0)
-    batches = [
-        MicroBatch(lane, shape, empty, empty, empty, empty)
-        for lane, shape in enumerate((BatchShape(8, 20, 20, 4, 60, 50), BatchShape(8, 10, 10, 8, 70, 65)))
-    ]
-    expected = add_flops(model_flops(MODEL, 500, 4, 60, 50), model_flops(MODEL, 500, 8, 70, 65))
-    assert flops_of_batches(MODEL, 500, [batches[0], None, batches[1]]).total == pytest.approx(expected.total)
-    assert flops_of_batches(MODEL, 500, [None]).total == 0

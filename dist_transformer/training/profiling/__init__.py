@@ -1,1 +1,0 @@
-"""Profile of a step by its parts: `train --profile`."""
