@@ -6,7 +6,7 @@ from typing import Any
 
 from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import LOST_ATTEMPTS
-from dist_transformer.format import duration
+from dist_transformer.format import duration, table
 from dist_transformer.planning.failures import SLIGHT_LOSS
 from dist_transformer.planning.hardware import Hardware
 from dist_transformer.planning.scale import (
@@ -17,7 +17,7 @@ from dist_transformer.planning.scale import (
     Site,
     patience,
 )
-from dist_transformer.planning.tables import nodes_text, print_sources, print_table, run_values
+from dist_transformer.planning.tables import nodes_text, print_sources, run_values
 from dist_transformer.planning.vocabularies import count_parameters
 
 STEPS = (
@@ -89,9 +89,9 @@ def print_simulation(
         f"{config.training.zero_stage}, {config.data.lanes} lanes; {gpus_per_node} x {gpu} a node; a node fails every "
         f"{site.node_hours_between_failures:,g} hours"
     )
-    print_table(STEPS, [_step_cells(row) for row in rows])
+    print(*table(STEPS, [_step_cells(row) for row in rows]), sep="\n")
     print("shares of node-hours; intervals are of training, without the saves; `every_steps` is the best one in steps")
-    print_table(FAILURES, [_failure_cells(row) for row in rows])
+    print(*table(FAILURES, [_failure_cells(row) for row in rows]), sep="\n")
     for text in _remarks(config, rows):
         print(text)
     print(f"site: {', '.join(f'{name} {_shown(value)}' for name, value in vars(site).items())}")

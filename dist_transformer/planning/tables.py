@@ -1,15 +1,11 @@
 """A plan as printed tables, and as values for scripts."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-
 from dist_transformer.config.model_size import checkpoint_bytes
 from dist_transformer.config.schema import Config
+from dist_transformer.format import table
 from dist_transformer.planning.hardware import Hardware
 from dist_transformer.planning.memory import USABLE_SHARE
 from dist_transformer.planning.plan import Row
@@ -91,9 +87,9 @@ def print_plan(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware,
         f"{config.data.lanes} lanes; {gpus_per_node} x {gpu} a node; a checkpoint is "
         f"{_gigabytes(checkpoint_bytes(parameters, config.training))} GB"
     )
-    print_table(TIMES, [_time_cells(row, _fits(row, hardware)) for row in rows])
+    print(*table(TIMES, [_time_cells(row, _fits(row, hardware)) for row in rows]), sep="\n")
     print("memory of a GPU for each ZeRO stage, GB; of the CPU for each rank (offloaded state, copy for checkpoints)")
-    print_table(MEMORY, [_memory_cells(row) for row in rows])
+    print(*table(MEMORY, [_memory_cells(row) for row in rows]), sep="\n")
     for row in rows:
         for text in [*filter(None, [row.problem]), *row.warnings]:
             print(f"{nodes_text(row.nodes)}: {text}")
@@ -139,21 +135,6 @@ def print_sources(hardware: Hardware) -> None:
 def nodes_text(count: int) -> str:
     """Text like "1 node", "8 nodes"."""
     return f"{count} {'node' if count == 1 else 'nodes'}"
-
-
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table with rules on a terminal, as aligned columns elsewhere."""
-    if sys.stdout.isatty():
-        table = Table(box=SIMPLE)
-        for name in header:
-            table.add_column(name, justify="right")
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    for row in (header, *rows):
-        print("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)))
 
 
 def _gigabytes(count: float) -> str:

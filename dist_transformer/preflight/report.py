@@ -13,6 +13,7 @@ from typing import Any
 
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR
 from dist_transformer.files import read_json, write_json, write_text
+from dist_transformer.format import table
 from dist_transformer.preflight.outliers import DONE, MEASURES, Judgement, Record, judge
 from dist_transformer.run.outputs import check_output
 from dist_transformer.run.records import read_record
@@ -94,11 +95,10 @@ def shown(report: dict[str, Any]) -> str:
 
 def _table(nodes: dict[str, dict[str, float]], medians: dict[str, float]) -> list[str]:
     known = [measure for measure in MEASURES if measure.name in medians and measure.name != "ranks"]
-    rows = [["node", *(f"{measure.title}" for measure in known)], ["", *(measure.unit for measure in known)]]
+    rows = [["", *(measure.unit for measure in known)]]
     for node, values in [*nodes.items(), ("median", medians)]:
         rows.append([node, *(f"{values[m.name]:.3g}" if m.name in values else "-" for m in known)])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    return table(["node", *(measure.title for measure in known)], rows)
 
 
 def _failures(records: list[Record]) -> list[str]:

@@ -1,18 +1,12 @@
 """Output of a global batch for people: a table by lane and, for some rows, their ids as text and as pieces."""
 
-import itertools
-import sys
 from collections.abc import Sequence
-
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from dist_transformer.data.loader.loader import MicroBatch
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
+from dist_transformer.format import table
 from dist_transformer.training.inspect_batch import SeenBatch
 
 HEADER = ("lane", "rows", "source", "target", "pairs", "real", "padded", "padding", "pairs by corpus")
@@ -25,7 +19,8 @@ def print_batch(seen: SeenBatch, manifest: Manifest) -> None:
     counts = [batch.pairs_by_corpus(len(manifest.training)) for batch in seen.micro_batches]
     real, padded = sum(map(_real_tokens, seen.micro_batches)), sum(shape.padded_tokens for shape in shapes)
     print(f"step {seen.step} of epoch {seen.epoch}, found from {seen.beginning}")
-    _print_table([_cells(*lane, manifest) for lane in zip(seen.micro_batches, counts, strict=True)])
+    lanes = zip(seen.micro_batches, counts, strict=True)
+    print(*table(HEADER, [_cells(*lane, manifest) for lane in lanes]), sep="\n")
     by_corpus = _by_corpus([sum(column) for column in zip(*counts, strict=True)], manifest)
     print(f"in all        {sum(shape.pairs for shape in shapes)} pairs: {by_corpus}")
     print(
@@ -76,19 +71,3 @@ def _by_corpus(counts: Sequence[int], manifest: Manifest) -> str:
 def _ids(padded: list[int], tokenizer: Tokenizer) -> list[int]:
     """Returns the ids of a row up to its end of sentence."""
     return padded[: padded.index(tokenizer.eos_id) + 1]
-
-
-def _print_table(rows: list[tuple[str, ...]]) -> None:
-    """Prints a ruled table on a terminal, elsewhere columns of text that `awk` can read."""
-    if sys.stdout.isatty():
-        table = Table(box=SIMPLE)
-        for name in HEADER:
-            table.add_column(name, justify="left" if name == HEADER[-1] else "right")
-        for row in rows:
-            table.add_row(*(Text(cell) for cell in row))
-        Console().print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(HEADER, *rows, strict=True)]
-    for row in itertools.chain([HEADER], rows):
-        cells = [cell.rjust(width) for cell, width in zip(row[:-1], widths, strict=False)]
-        print("  ".join([*cells, row[-1]]))

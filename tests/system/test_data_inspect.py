@@ -1,11 +1,7 @@
 """`data inspect` shows the batches that training trained on: by digest, row ids, text, and on to where the run ends."""
 
-import os
-import pty
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -137,24 +133,6 @@ def test_rows_are_shown_as_the_lines_of_the_corpus_and_as_their_pieces(trained, 
             assert len(pieces.split(" ")) == int(count)
             assert pieces.endswith(" </s>")
             assert pieces.removesuffix(" </s>").replace(" ", "").replace("▁", " ").strip() == text
-
-
-def test_on_a_terminal_the_table_is_ruled_and_holds_the_same(trained):
-    ours, theirs = pty.openpty()
-    arguments = [sys.executable, "-m", "dist_transformer", "data", "inspect", trained, "--step", "12"]
-    with subprocess.Popen(arguments, stdout=theirs):
-        os.close(theirs)
-        said = b"".join(iter(lambda: _read(ours), b""))
-    text = re.sub(r"\x1b\[[0-9;]*m", "", said.decode()).replace("\r\n", "\n")
-    assert "────" in text
-    assert digest(text) == digests(trained)[12]
-
-
-def _read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 65536)
-    except OSError:  # its other end was closed
-        return b""
 
 
 @pytest.mark.parametrize(
