@@ -39,11 +39,10 @@ import psutil
 from slurm_recovery import Cluster, Run, until
 
 from dist_transformer.files import read_json
-from dist_transformer.planning.failures import Conditions, expected_attempt, simulated_attempts
+from dist_transformer.planning.failures import Conditions, expected_attempt
 from dist_transformer.run.attempts import newest_checkpoint
 from dist_transformer.run.goodput import CLASSES, goodput_of
 
-ENDLESS = 1e9
 NUM_NODES = 7
 """Four for the job, and others: a node that died returns once the job has started without it."""
 NUM_SERIES = 2000
@@ -290,9 +289,10 @@ def conditions_of(series: Series, written: float, mean_life: float) -> tuple[Con
 
 
 def shares(conditions: Conditions, interval: float, lives: np.ndarray) -> np.ndarray:
-    """Returns the kept share of the wall time of each row of attempts."""
-    kept, seconds, _ = simulated_attempts(conditions, interval, np.full(lives.shape, ENDLESS), lives)
-    return kept.sum(axis=-1) / (seconds + conditions.requeue_seconds).sum(axis=-1)
+    """Returns the kept share of the wall time of each row of attempts, all of which fail: what is in complete checkpoints."""
+    saving = lives - conditions.restart_seconds - conditions.write_seconds
+    kept = interval * np.maximum(0, np.floor(saving / conditions.period_seconds(interval)))
+    return kept.sum(axis=-1) / (lives + conditions.requeue_seconds).sum(axis=-1)
 
 
 def figures_of(series: Series, seed: int) -> common.Figures:

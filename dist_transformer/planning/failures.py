@@ -1,4 +1,4 @@
-"""Share of its time that a job keeps despite failures: closed form, best save interval, and simulated runs.
+"""Share of its time that a job keeps despite failures, in closed form, and the best save interval.
 
 An attempt begins with `restart_seconds` and then trains; every `interval` seconds of training it stops for
 `save_seconds`, and the copy is a complete checkpoint `write_seconds` later. Failures occur at random with the mean M of
@@ -15,18 +15,9 @@ With period P = interval + save, an attempt without limit keeps on average inter
 import math
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
-MOST_ATTEMPTS = 2000
-"""Limit of attempts of a simulated run: one that needs more is cut short, and its time is scaled up."""
-MOST_ROUNDS = 5 * MOST_ATTEMPTS
-"""Limit of rounds, after which unfinished runs never end: nearly none of their attempts makes a checkpoint."""
 SLIGHT_LOSS = 0.001
 """Share of node-hours that an interval may cost more than the best one."""
 INTERVALS_LOOKED_AT = 400
-
-Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -103,6 +94,14 @@ def expected_attempt(conditions: Conditions, interval: float) -> Attempt:
     return Attempt(kept, held, held + conditions.requeue_seconds)
 
 
+def barren_share(conditions: Conditions, interval: float) -> float:
+    """Share of attempts that make no complete checkpoint."""
+    if conditions.limit_seconds <= conditions.restart_seconds:
+        return 1.0
+    first = conditions.restart_seconds + conditions.period_seconds(interval) + conditions.write_seconds
+    return -math.expm1(-min(first, conditions.end_seconds) / conditions.between_failures_seconds)
+
+
 @dataclass(frozen=True)
 class SaveInterval:
     """Best interval in steps, and the shortest and longest between which none costs more than SLIGHT_LOSS more."""
@@ -127,88 +126,3 @@ def best_interval(conditions: Conditions, step_seconds: float) -> SaveInterval:
     below = next((n for n in range(at, -1, -1) if is_bad[n]), -1)
     above = next((n for n in range(at, len(steps)) if is_bad[n]), len(steps))
     return SaveInterval(steps[below + 1], best, steps[above - 1])
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result of simulated runs. Times and attempts are infinite if a run does not end.
-
-    Attributes:
-        kept_share: share of the node-hours of all runs spent on training that was kept.
-        wall_seconds: mean time of a run.
-        late_seconds: time within which nine of ten runs end.
-        gave_up_share: share of the runs with `patience` attempts in a row that made no checkpoint.
-    """
-
-    kept_share: float
-    wall_seconds: float
-    late_seconds: float
-    attempts: float
-    gave_up_share: float
-
-
-def simulated_runs(
-    conditions: Conditions,
-    interval: float,
-    work_seconds: float,
-    num_runs: int,
-    patience: int,
-    generator: np.random.Generator,
-) -> Outcome:
-    """Simulates runs of `work_seconds` of training from their first start to their end, attempt by attempt.
-
-    A run that would have been given up continues, as if it were submitted again at once.
-    """
-    expected = expected_attempt(conditions, interval).kept
-    if expected * 1e9 <= work_seconds:
-        return Outcome(0.0, math.inf, math.inf, math.inf, 1.0)
-    cut = max(1.0, work_seconds / (MOST_ATTEMPTS * expected))
-    left = np.full(num_runs, work_seconds / cut)
-    held, wall, attempts, barren, gave_up = (np.zeros(num_runs) for _ in range(5))
-    for _ in range(MOST_ROUNDS):
-        if not (open_runs := np.flatnonzero(left > 0)).size:
-            break
-        life = generator.exponential(conditions.between_failures_seconds, open_runs.size)
-        kept, seconds, failed = simulated_attempts(conditions, interval, left[open_runs], life)
-        seconds += np.where(failed, conditions.detect_seconds, 0.0)
-        left[open_runs] -= kept
-        held[open_runs] += seconds
-        wall[open_runs] += seconds + np.where(left[open_runs] > 0, conditions.requeue_seconds, 0.0)
-        attempts[open_runs] += 1
-        barren[open_runs] = np.where(kept > 0, 0, barren[open_runs] + 1)
-        gave_up = np.maximum(gave_up, barren >= patience)
-    if left.any():
-        wall = attempts = np.full(num_runs, math.inf)
-    return Outcome(
-        kept_share=float(max(0.0, work_seconds / cut * num_runs - left.sum()) / held.sum()),
-        wall_seconds=float(wall.mean()) * cut,
-        late_seconds=float(wall.max() if left.any() else np.quantile(wall, 0.9)) * cut,
-        attempts=float(attempts.mean()) * cut,
-        gave_up_share=float(gave_up.mean()),
-    )
-
-
-def simulated_attempts(
-    conditions: Conditions, interval: float, left: Numbers, life: Numbers
-) -> tuple[Numbers, Numbers, NDArray[np.bool_]]:
-    """Simulates one attempt of each run: seconds of training kept, seconds that it took, whether it failed.
-
-    Args:
-        left: seconds of training to the end of each run.
-        life: seconds until each attempt fails, unless it ends before.
-    """
-    period, restart = conditions.period_seconds(interval), conditions.restart_seconds
-    saves_to_end = np.maximum(np.ceil(left / interval) - 1, 0)
-    finish = restart + left + saves_to_end * (period - interval) + conditions.save_seconds + conditions.write_seconds
-    is_last = finish <= conditions.end_seconds
-    end = np.where(is_last, finish, conditions.end_seconds)
-    most_saves, by_limit = saves_to_end, left
-    if not math.isinf(conditions.limit_seconds):
-        training = max(0.0, conditions.limit_seconds - restart)
-        saves = math.floor(training / period)
-        most_saves = np.minimum(saves_to_end, saves)
-        by_limit = np.minimum(left, saves * interval + min(training - saves * period, interval))
-    failed = life < end
-    whole = np.clip(np.floor((life - restart - conditions.write_seconds) / period), 0, most_saves)
-    kept = np.where(failed, whole * interval, np.where(is_last, left, by_limit))
-    return kept, np.minimum(life, end), failed

@@ -5,25 +5,22 @@
 
 The times of micro-batches are assumed log-normal around their mean and independent: a rank with many lanes varies less
 than one with few, and the slowest of n ranks is E[max] = integral of z-quantiles x d(Phi(z)^n). The sum of a rank's
-lanes is approximated as log-normal of the same mean and variance (Fenton 1960), which the simulation does not need.
+lanes is approximated as log-normal of the same mean and variance (Fenton 1960).
 """
 
 import math
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from dist_transformer.config.model_size import checkpoint_bytes
 from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import LOST_ATTEMPTS, SlurmConfig
 from dist_transformer.planning.failures import (
     Conditions,
-    Outcome,
     SaveInterval,
+    barren_share,
     best_interval,
     daly_interval,
     expected_attempt,
-    simulated_runs,
     young_interval,
 )
 from dist_transformer.planning.hardware import Hardware
@@ -35,13 +32,6 @@ COPY_GB_PER_SECOND = 8.0
 """Speed of copying a rank's part of a checkpoint into memory. Measured on a CPU: benchmarks/checkpoint.py."""
 WRITE_GB_PER_SECOND, DISK_GB_PER_SECOND = 0.2, 2.0
 """Write speed of a rank with checksums, measured on a CPU; speed of the disk shared by all ranks, assumed."""
-NUM_RUNS = 500
-NUM_STEPS, NUM_DRAWS = 10_000, 2_000_000
-"""Steps drawn for each number of nodes, and the limit of micro-batches drawn for them."""
-NUM_ATTEMPTS = 200
-"""Attempts of each simulated run, enough that its start and end do not matter."""
-
-
 RECOVERY_SECONDS = 10.0
 """From the failure of a node that does not have the batch script until ranks start on the others (cluster/batch_job.py)."""
 
@@ -73,12 +63,13 @@ class ScaleRow:
     Attributes:
         lanes: data.lanes, or one for each rank if there are more ranks, which is another training recipe.
         time: a step including the wait for the slowest rank.
-        stragglers: time of the slowest rank's micro-batches over that of a single rank; also simulated.
+        stragglers: time of the slowest rank's micro-batches over that of a single rank.
         interval: best checkpoint interval; `young_seconds` and `daly_seconds`: theirs, in seconds of training.
         kept_share: share of node-hours with the best interval; `set_share`: with checkpoints.every_steps as configured.
         useful_share: share of node-hours spent on micro-batches whose step was kept.
-        simulated: runs of many attempts, to compare with `kept_share`.
-        run: this run from its first start to its end; None without a number of steps.
+        attempts, wall_seconds: mean of this run from its first start to its end; None without a number of steps, infinite
+            if it does not end.
+        gave_up_share: share of runs with `patience` attempts in a row that make no checkpoint.
     """
 
     nodes: int
@@ -86,7 +77,6 @@ class ScaleRow:
     lanes: int
     time: StepTime
     stragglers: float
-    simulated_stragglers: float
     efficiency: float
     conditions: Conditions
     young_seconds: float
@@ -95,12 +85,13 @@ class ScaleRow:
     kept_share: float
     set_share: float
     useful_share: float
-    simulated: Outcome
-    run: Outcome | None
+    attempts: float | None
+    wall_seconds: float | None
+    gave_up_share: float | None
 
 
 def scale_row(config: Config, nodes: int, ranks_per_node: int, hardware: Hardware, site: Site) -> ScaleRow:
-    """Closed form and simulation; the simulation gives the same result in every call."""
+    """Row for `nodes` nodes, with the best interval between saves."""
     num_ranks = nodes * ranks_per_node
     config = with_resolved_token_budget(config, num_ranks, hardware)
     lanes, tokens = max(config.data.lanes, num_ranks), config.data.lanes
@@ -112,23 +103,18 @@ def scale_row(config: Config, nodes: int, ranks_per_node: int, hardware: Hardwar
     conditions = conditions_of(site, nodes, num_ranks, checkpoint_bytes(count_parameters(config), config.training))
     interval = best_interval(conditions, time.seconds)
     best = expected_attempt(conditions, interval.best_steps * time.seconds)
+    barren = barren_share(conditions, interval.best_steps * time.seconds)
     as_set = expected_attempt(conditions, config.checkpoints.every_steps * time.seconds)
     steps = config.training.max_steps
     # The run trains on the configured number of tokens: fewer steps if the steps became larger.
     work = None if steps is None else max(1.0, steps * tokens / lanes) * time.seconds
-    generator = np.random.default_rng(nodes)
-
-    def simulated(seconds: float) -> Outcome:
-        every = interval.best_steps * time.seconds
-        return simulated_runs(conditions, every, seconds, NUM_RUNS, patience(config.slurm), generator)
-
+    attempts = None if work is None else (work / best.kept if best.kept else math.inf)
     return ScaleRow(
         nodes=nodes,
         num_ranks=num_ranks,
         lanes=lanes,
         time=time,
         stragglers=stragglers,
-        simulated_stragglers=simulated_stragglers(num_ranks, alone.micro_batches, site.lane_spread, generator),
         efficiency=efficiency,
         conditions=conditions,
         young_seconds=young_interval(conditions),
@@ -137,9 +123,16 @@ def scale_row(config: Config, nodes: int, ranks_per_node: int, hardware: Hardwar
         kept_share=best.kept_share,
         set_share=as_set.kept_share,
         useful_share=efficiency * best.kept_share,
-        simulated=simulated(NUM_ATTEMPTS * best.kept),
-        run=None if work is None else simulated(work),
+        attempts=attempts,
+        wall_seconds=None if attempts is None else attempts * best.wall,
+        gave_up_share=None if attempts is None else given_up_share(attempts, barren, patience(config.slurm)),
     )
+
+
+def given_up_share(attempts: float, barren: float, patience: int) -> float:
+    """Share of runs of so many attempts that have `patience` in a row without a checkpoint, each with probability `barren`:
+    such rows begin nearly at random (Feller, "An Introduction to Probability Theory" 1, XIII.7)."""
+    return 1.0 if barren == 1.0 else -math.expm1(-attempts * (1 - barren) * barren**patience)
 
 
 def patience(slurm: SlurmConfig) -> int:
@@ -174,20 +167,3 @@ def straggler_factor(num_ranks: int, micro_batches: int, lane_spread: float) -> 
         density = num_ranks * share_below ** (num_ranks - 1) * math.exp(-z * z / 2) / math.sqrt(2 * math.pi)
         total += width * density * math.exp(deviation * z - variance / 2)
     return total
-
-
-def simulated_stragglers(
-    num_ranks: int, micro_batches: int, lane_spread: float, generator: np.random.Generator
-) -> float:
-    """`straggler_factor` from drawn micro-batches: mean over steps of the slowest rank's sum."""
-    variance = math.log1p(lane_spread**2)
-    # Of very many micro-batches only a part is drawn; the deviation of its mean is scaled down to that of all.
-    drawn_of_rank = min(micro_batches, max(1, NUM_DRAWS // num_ranks))
-    lanes, spread = num_ranks * drawn_of_rank, math.sqrt(drawn_of_rank / micro_batches)
-    at_once = max(1, NUM_DRAWS // (8 * lanes))
-    blocks = -(-min(NUM_STEPS, max(1, NUM_DRAWS // lanes)) // at_once)
-    means = []
-    for _ in range(blocks):
-        drawn = generator.lognormal(-variance / 2, math.sqrt(variance), (at_once, num_ranks, drawn_of_rank))
-        means.append(1 + spread * (drawn.mean(axis=2).max(axis=1).mean() - 1))
-    return float(np.mean(means))

@@ -20,13 +20,10 @@ from dist_transformer.planning.scale import (
 from dist_transformer.planning.tables import nodes_text, print_sources, run_values
 from dist_transformer.planning.vocabularies import count_parameters
 
-STEPS = (
-    *("nodes", "ranks", "lanes", "target tokens/s", "step s", "communication"),
-    *("stragglers", "simulated", "efficiency"),
-)
+STEPS = ("nodes", "ranks", "lanes", "target tokens/s", "step s", "communication", "stragglers", "efficiency")
 FAILURES = (
-    *("nodes", "fails every", "Young", "Daly", "best", "every_steps", "about as good", "kept", "simulated", "as it is"),
-    *("useful", "days", "9 of 10 in"),
+    *("nodes", "fails every", "Young", "Daly", "best", "every_steps", "about as good", "kept", "as it is", "useful"),
+    "days",
 )
 NOTHING = "-"
 MANY_GIVE_UP = 0.01
@@ -45,7 +42,7 @@ def as_values(
 
 
 def _row_values(row: ScaleRow) -> dict[str, Any]:
-    conditions, run = row.conditions, row.run
+    conditions = row.conditions
     return {
         "nodes": row.nodes,
         "ranks": row.num_ranks,
@@ -54,7 +51,6 @@ def _row_values(row: ScaleRow) -> dict[str, Any]:
         "tokens_per_second": row.time.tokens_per_second,
         "communication_share": row.time.communication_share,
         "straggler_factor": row.stragglers,
-        "simulated_straggler_factor": row.simulated_stragglers,
         "efficiency": row.efficiency,
         "between_failures_seconds": conditions.between_failures_seconds,
         "save_seconds": conditions.save_seconds,
@@ -65,14 +61,11 @@ def _row_values(row: ScaleRow) -> dict[str, Any]:
         "least_every_steps": row.interval.least_steps,
         "most_every_steps": row.interval.most_steps,
         "kept_share": row.kept_share,
-        "simulated_kept_share": row.simulated.kept_share,
         "kept_share_as_it_is": row.set_share,
         "useful_share": row.useful_share,
-        "run_kept_share": run and run.kept_share,
-        "wall_seconds": run and _finite(run.wall_seconds),
-        "late_wall_seconds": run and _finite(run.late_seconds),
-        "attempts": run and _finite(run.attempts),
-        "gave_up_share": run and run.gave_up_share,
+        "wall_seconds": _finite(row.wall_seconds),
+        "attempts": _finite(row.attempts),
+        "gave_up_share": row.gave_up_share,
     }
 
 
@@ -106,21 +99,18 @@ def _step_cells(row: ScaleRow) -> list[str]:
     return [
         *(str(row.nodes), str(row.num_ranks), str(row.lanes), f"{row.time.tokens_per_second:,.0f}"),
         *(f"{row.time.seconds:.3f}", f"{row.time.communication_share:.0%}", f"{row.stragglers:.3f}"),
-        *(f"{row.simulated_stragglers:.3f}", f"{row.efficiency:.1%}"),
+        f"{row.efficiency:.1%}",
     ]
 
 
 def _failure_cells(row: ScaleRow) -> list[str]:
-    best_seconds = row.interval.best_steps * row.time.seconds
-    days = [NOTHING] * 2
-    if row.run is not None and math.isfinite(row.run.wall_seconds):
-        days = [f"{seconds / 86400:,.2f}" for seconds in (row.run.wall_seconds, row.run.late_seconds)]
+    best_seconds, wall_seconds = row.interval.best_steps * row.time.seconds, _finite(row.wall_seconds)
     return [
         *(str(row.nodes), duration(row.conditions.between_failures_seconds)),
         *(duration(seconds) for seconds in (row.young_seconds, row.daly_seconds, best_seconds)),
         *(f"{row.interval.best_steps:,}", f"{row.interval.least_steps:,} to {row.interval.most_steps:,}"),
-        *(f"{share:.1%}" for share in (row.kept_share, row.simulated.kept_share, row.set_share, row.useful_share)),
-        *days,
+        *(f"{share:.1%}" for share in (row.kept_share, row.set_share, row.useful_share)),
+        NOTHING if wall_seconds is None else f"{wall_seconds / 86400:,.2f}",
     ]
 
 
@@ -143,10 +133,10 @@ def _remarks(config: Config, rows: Sequence[ScaleRow]) -> list[str]:
         )
     most = patience(config.slurm)
     remarks += [
-        f"{nodes_text(row.nodes)}: {row.run.gave_up_share:.0%} of the simulated runs had {most} attempts in a row without "
-        f"a checkpoint, after which a job is given up ({LOST_ATTEMPTS} times slurm.max_restarts_without_progress)"
+        f"{nodes_text(row.nodes)}: {row.gave_up_share:.0%} of the runs have {most} attempts in a row without a checkpoint, "
+        f"after which a job is given up ({LOST_ATTEMPTS} times slurm.max_restarts_without_progress)"
         for row in rows
-        if row.run is not None and row.run.gave_up_share > MANY_GIVE_UP
+        if row.gave_up_share is not None and row.gave_up_share > MANY_GIVE_UP
     ]
     return remarks
 

@@ -1,4 +1,4 @@
-"""Failures: Young's and Daly's published formulas, the closed form against simulated runs, properties of both."""
+"""Failures: Young's and Daly's published formulas, the closed form against played runs, properties of both."""
 
 import itertools
 import math
@@ -6,16 +6,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from played_runs import played_runs
 
 from dist_transformer.planning.failures import (
     SLIGHT_LOSS,
     Conditions,
+    barren_share,
     best_interval,
     daly_interval,
     expected_attempt,
-    simulated_runs,
     young_interval,
 )
+from dist_transformer.planning.scale import given_up_share
 
 HOUR = 3600.0
 CALM = Conditions(1e12, 0, 0, 0, 0, 0)
@@ -27,10 +29,6 @@ BUSY = Conditions(
     save_seconds=2,
     write_seconds=40,
 )
-
-
-def simulate(conditions, interval, work, runs=200, patience=3, seed=1):
-    return simulated_runs(conditions, interval, work, runs, patience, np.random.default_rng(seed))
 
 
 def dalys_wall_seconds(conditions, interval):
@@ -66,7 +64,7 @@ def test_without_failures_only_saves_and_the_restarts_at_the_limit_cost_somethin
     assert expected_attempt(replace(conditions, write_seconds=75), 57).kept_share == pytest.approx(57 / 75)
     limited = replace(conditions, restart_seconds=100, limit_seconds=700)
     assert expected_attempt(limited, 57).kept_share == pytest.approx(570 / (700 + 3 + 20))
-    done = simulate(replace(conditions, restart_seconds=100), 57, work=570, runs=3)
+    done = played_runs(replace(conditions, restart_seconds=100), 57, 570, num_runs=3, patience=1, seed=1)
     assert done.wall_seconds == pytest.approx(100 + 570 + 9 * 3 + 3 + 20)
     assert (done.attempts, done.gave_up_share) == (1, 0)
 
@@ -86,36 +84,31 @@ def test_more_failures_longer_outages_and_slower_saves_each_leave_less():
 @pytest.mark.parametrize("mean", [1200.0, 6 * HOUR, 100 * HOUR])
 @pytest.mark.parametrize("limit", [math.inf, 4 * HOUR])
 @pytest.mark.parametrize("write", [0.0, 40.0, 900.0])
-def test_simulated_runs_keep_what_the_closed_form_says(mean, limit, write):
+def test_played_runs_keep_what_the_closed_form_says(mean, limit, write):
     conditions = replace(BUSY, between_failures_seconds=mean, limit_seconds=limit, write_seconds=write)
     expected = expected_attempt(conditions, 600)
-    found = simulate(conditions, 600, work=400 * expected.kept)
+    found = played_runs(conditions, 600, 400 * expected.kept, num_runs=200, patience=3, seed=1)
     assert found.kept_share == pytest.approx(expected.kept_share, rel=0.01)
     assert found.wall_seconds == pytest.approx(400 * expected.wall, rel=0.01)
     assert found.attempts == pytest.approx(400, rel=0.02)  # of the last one only a part is needed
 
 
-def test_a_cut_simulation_tells_of_the_whole_run():
-    conditions = replace(BUSY, between_failures_seconds=1200.0)
-    expected = expected_attempt(conditions, 600)
-    long, longer = (simulate(conditions, 600, count * expected.kept, runs=50) for count in (2000, 20_000))
-    assert longer.wall_seconds == pytest.approx(10 * long.wall_seconds)
-    assert longer.kept_share == long.kept_share
+@pytest.mark.parametrize("patience", [1, 5, 9])
+@pytest.mark.parametrize("limit", [math.inf, 400.0])
+def test_as_many_played_runs_are_given_up_as_the_closed_form_says(limit, patience):
+    conditions = replace(BUSY, between_failures_seconds=900.0, limit_seconds=limit)
+    barren, expected = barren_share(conditions, 600), expected_attempt(conditions, 600)
+    assert barren == pytest.approx(1 - math.exp(-min(90 + 602 + 40, limit + 42) / 900))
+    found = played_runs(conditions, 600, 40 * expected.kept, num_runs=4000, patience=patience, seed=2)
+    assert given_up_share(40, barren, patience) == pytest.approx(found.gave_up_share, abs=0.05)
 
 
-def test_a_job_that_fails_before_its_first_checkpoint_never_ends_and_is_given_up():
-    hopeless = replace(BUSY, between_failures_seconds=20.0)
-    found = simulate(hopeless, 3600, work=1e6)
-    assert (found.kept_share, found.wall_seconds, found.gave_up_share) == (0, math.inf, 1)
-    assert simulate(BUSY, 600, work=1e6).gave_up_share == 0
-    assert simulate(replace(BUSY, limit_seconds=50), 600, work=1e6).kept_share == 0
-
-
-def test_runs_whose_attempts_hardly_ever_make_a_checkpoint_are_not_played_to_their_end():
-    conditions = Conditions(35.0, 300, 120, 900, 0.05, 1.3, 86_220)
-    found = simulate(conditions, 60, 200 * expected_attempt(conditions, 60).kept, runs=50)
-    assert (found.wall_seconds, found.late_seconds, found.attempts, found.gave_up_share) == (*[math.inf] * 3, 1)
-    assert 0 <= found.kept_share < 1e-6
+def test_a_job_that_ends_before_it_trains_makes_no_checkpoint():
+    hopeless = replace(BUSY, limit_seconds=50)
+    assert expected_attempt(hopeless, 600).kept_share == 0
+    assert barren_share(hopeless, 600) == 1
+    assert given_up_share(math.inf, 1.0, 3) == 1
+    assert barren_share(CALM, 600) == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize("limit", [math.inf, 24 * HOUR])
@@ -126,15 +119,6 @@ def test_the_rarer_failures_are_the_more_is_kept_up_to_all_but_saves_and_restart
     assert all(later >= earlier - 1e-9 for earlier, later in itertools.pairwise(shares))
     never = 600 / (600 + 2) if math.isinf(limit) else shares[means.index(1e12)]
     assert shares[-1] == pytest.approx(never, rel=1e-6)
-
-
-def test_late_runs_are_later_than_the_mean_and_three_bad_attempts_in_a_row_are_counted():
-    conditions = replace(BUSY, between_failures_seconds=1000.0)
-    found = simulate(conditions, 600, work=1e5, runs=400)
-    assert found.late_seconds > found.wall_seconds
-    # An attempt makes a checkpoint with p: three without one in a row come in nearly every run of so many.
-    assert found.gave_up_share > 0.99
-    assert simulate(conditions, 600, work=1e5, runs=400, patience=1000).gave_up_share == 0
 
 
 @pytest.mark.parametrize("mean", [0.5 * HOUR, 6 * HOUR, 1000 * HOUR])

@@ -5,8 +5,8 @@ import math
 import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
+from played_runs import drawn_stragglers
 from typer.testing import CliRunner
 
 from dist_transformer.cli.main import app
@@ -19,7 +19,6 @@ from dist_transformer.planning.scale import (
     Site,
     conditions_of,
     scale_row,
-    simulated_stragglers,
     straggler_factor,
 )
 from dist_transformer.planning.step_time import step_time
@@ -36,7 +35,7 @@ def row(nodes, config=CONFIG, **changes):
 @pytest.mark.parametrize("num_ranks", [1, 2, 32, 2000])
 def test_the_slowest_rank_is_expected_as_slow_as_drawn_ones_are(num_ranks, micro_batches):
     expected = straggler_factor(num_ranks, micro_batches, 0.2)
-    drawn = simulated_stragglers(num_ranks, micro_batches, 0.2, np.random.default_rng(7))
+    drawn = drawn_stragglers(num_ranks, micro_batches, 0.2, num_steps=100 if num_ranks == 2000 else 10_000)
     assert drawn == pytest.approx(expected, rel=0.01)
 
 
@@ -58,7 +57,6 @@ def test_a_row_is_made_of_the_step_its_slowest_rank_and_the_failures_of_all_node
     assert found.conditions.between_failures_seconds == 500 * 3600
     best = expected_attempt(found.conditions, found.interval.best_steps * found.time.seconds).kept_share
     assert found.useful_share == pytest.approx(best * alone.compute_seconds / found.time.seconds)
-    assert found.simulated.kept_share == pytest.approx(found.kept_share, rel=0.01)
     assert found.set_share <= found.kept_share
     assert row(2) == found
 
@@ -81,10 +79,9 @@ def test_more_ranks_than_lanes_make_larger_steps_and_fewer_of_them():
     site = {"node_hours_between_failures": 1e9, "restart_seconds": 0, "write_seconds": 0, "save_seconds": 0}
     found = row(16, **site)
     assert found.lanes == 128
-    assert found.run is not None
-    assert found.run.wall_seconds == pytest.approx(5000 * found.time.seconds)
+    assert found.wall_seconds == pytest.approx(5000 * found.time.seconds, rel=1e-3)
     endless = Config.model_validate({"data": {"lanes": 8}, "training": {"max_steps": None, "max_epochs": 2}})
-    assert row(1, endless).run is None
+    assert (row(1, endless).wall_seconds, row(1, endless).gave_up_share) == (None, None)
 
 
 def test_each_rank_copies_its_part_of_a_checkpoint_unless_seconds_are_given():
@@ -151,9 +148,7 @@ def test_the_tables_have_a_line_for_each_number_of_nodes_and_say_what_to_set(yam
 
 def test_a_job_that_will_be_given_up_is_said_to_be(yaml_file):
     hopeless = simulate(yaml_file, "--nodes", "1", "--node-hours-between-failures", "0.05", "--write-seconds", "300")
-    said = re.search(
-        r"1 node: (\d+)% of the simulated runs had 13 attempts in a row without a checkpoint", hopeless.stdout
-    )
+    said = re.search(r"1 node: (\d+)% of the runs have 13 attempts in a row without a checkpoint", hopeless.stdout)
     assert said is not None
     assert int(said[1]) > 90
     assert "given up (4 times slurm.max_restarts_without_progress)" in hopeless.stdout
