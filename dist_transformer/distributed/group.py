@@ -188,16 +188,6 @@ class Ranks:
             self._finish()
         return received
 
-    def send(self, other: int, values: torch.Tensor) -> None:
-        """Sends `values` (on the CPU) to the rank `other`, which calls `receive`."""
-        with self.collective(f"send to rank {other}"):
-            dist.send(values, other, group=self.control)
-
-    def receive(self, other: int, values: torch.Tensor) -> None:
-        """Receives from the rank `other` into `values` (on the CPU)."""
-        with self.collective(f"receive from rank {other}"):
-            dist.recv(values, other, group=self.control)
-
     def pass_on(self, value: Any) -> Any:
         """Sends a Python value to the rank before this one, and returns that of the rank behind it (collective)."""
         before, behind = (self.rank - 1) % self.num_ranks, (self.rank + 1) % self.num_ranks

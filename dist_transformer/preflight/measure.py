@@ -88,7 +88,7 @@ def _measure_together(record: RankRecord, path: Path, end: float) -> int:
         steps: dict[str, Callable[[], dict[str, float]]] = {
             "the all-reduce": lambda: network_benchmarks.all_reduce(ranks),
             "the exchange": lambda: network_benchmarks.exchange(ranks, nodes),
-            "the clocks": lambda: network_benchmarks.clock(ranks, [own[0] for own in nodes]),
+            "the clocks": lambda: network_benchmarks.clock(ranks),
         }
         for name, step in steps.items():
             record.together = f"was not done with {name} within the time limit"

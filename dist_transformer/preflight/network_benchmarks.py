@@ -11,8 +11,7 @@ from dist_transformer.distributed.group import Ranks
 
 LATENCY_REPEATS = 20
 BANDWIDTH_REPEATS = 3
-PINGS = 100
-"""Round trips of the clock measurement. On a busy machine most wait for a processor; the shortest does not."""
+CLOCK_REPEATS = 9
 BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 """Bytes sent at once: enough for the full speed of a network, and not more than a slow one moves in a second."""
 
@@ -61,39 +60,14 @@ def partners(rank: int, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) ->
     return [b if rank == a else a for a, b in both if rank in (a, b)]
 
 
-def clock(ranks: Ranks, first_ranks: Sequence[int]) -> dict[str, float]:
-    """Seconds by which this node's clock is ahead of rank 0's, and the shortest round trip; one node after the other.
-
-    Args:
-        first_ranks: one rank of each node; only these measure.
-    """
-    for client in first_ranks:
-        if client != 0 and ranks.rank == 0:
-            _answer(ranks, client)
-        elif client != 0 and ranks.rank == client:
-            return _ask(ranks)
-    return {"clock_offset_seconds": 0.0} if ranks.rank == 0 else {}
-
-
-def _answer(ranks: Ranks, client: int) -> None:
-    values = torch.zeros(1, dtype=torch.float64)
-    for _ in range(PINGS):
-        ranks.receive(client, values)
-        ranks.send(client, values.fill_(time.time()))
-
-
-def _ask(ranks: Ranks) -> dict[str, float]:
-    """Measures as NTP does: rank 0 reads its clock in the middle of the round trip; the shortest one is most exact."""
-    values = torch.zeros(1, dtype=torch.float64)
+def clock(ranks: Ranks) -> dict[str, float]:
+    """Seconds by which this rank's clock is ahead of rank 0's, read after a barrier: exact to the time of a collective."""
     found = []
-    for _ in range(PINGS):
-        sent = time.time()
-        ranks.send(0, values)
-        ranks.receive(0, values)
-        received = time.time()
-        found.append((received - sent, (sent + received) / 2 - values.item()))
-    round_trip, offset = min(found)
-    return {"round_trip_seconds": round_trip, "clock_offset_seconds": offset}
+    for _ in range(CLOCK_REPEATS):
+        ranks.barrier()
+        now = time.time()
+        found.append(now - ranks.all_gather_object(now)[0])
+    return {"clock_offset_seconds": median(found)}
 
 
 def _median_seconds(work: Callable[[], object], repeats: int) -> float:

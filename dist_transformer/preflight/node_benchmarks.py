@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import time
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 
@@ -108,11 +108,8 @@ def disk(run_folder: Path) -> tuple[dict[str, float], list[str]]:
 
 def versions() -> dict[str, str]:
     """Versions of everything that must be the same on all nodes."""
-    found = {"dist_transformer": __version__, "python": platform.python_version(), "torch": torch.__version__}
-    try:
-        found["deepspeed"] = version("deepspeed")
-    except PackageNotFoundError:
-        found["deepspeed"] = "none"
+    found = {"dist_transformer": __version__, "python": platform.python_version()}
+    found |= {"torch": torch.__version__, "deepspeed": version("deepspeed")}
     driver = Path("/proc/driver/nvidia/version")
     if driver.exists() and (match := re.search(r"\s(\d+\.\d+[\d.]*)\s", driver.read_text(encoding="utf-8"))):
         found["nvidia driver"] = match[1]

@@ -7,8 +7,8 @@ the median is the better of the two in the middle, so that of two nodes that dif
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median_high, median_low
-from typing import Any, Literal
+from statistics import median_high
+from typing import Any
 
 Record = Mapping[str, Any]
 """Record of a rank: rank, node, num_ranks, ranks_per_node, measures, versions, warnings, together."""
@@ -26,35 +26,34 @@ class Measure:
     """One measurement of a rank.
 
     Attributes:
-        better: "shown" is not compared: the same on all nodes, or compared in its own way.
+        is_compared: more is better; False: the same on all nodes, or compared in its own way.
         slack: factor by which the tolerance is divided, for measurements subject to chance and other users.
     """
 
     name: str
     title: str
     unit: str
-    better: Literal["more", "less", "shown"]
+    is_compared: bool = False
     slack: float = 1.0
 
 
 MEASURES = (
-    Measure("matmul_tflops", "matmul", "TFLOP/s", "more"),
-    Measure("exchange_gb_per_second", "exchange", "GB/s", "more"),
-    Measure("round_trip_seconds", "round trip", "s", "less", slack=4),
-    Measure("all_reduce_gb_per_second", "all-reduce", "GB/s", "shown"),
-    Measure("all_reduce_latency_seconds", "latency", "s", "shown"),
-    Measure("clock_offset_seconds", "clock", "s", "shown"),
-    Measure("disk_write_mb_per_second", "disk write", "MB/s", "more", slack=8),
-    Measure("disk_read_mb_per_second", "disk read", "MB/s", "more", slack=8),
-    Measure("run_disk_free_gb", "run disk", "GB free", "shown"),
-    Measure("temporary_disk_free_gb", "temp disk", "GB free", "shown"),
-    Measure("memory_total_gb", "memory", "GB", "shown"),
-    Measure("memory_free_gb", "free memory", "GB", "shown"),
-    Measure("gpu_memory_total_gb", "GPU memory", "GB", "more"),
-    Measure("gpu_memory_free_gb", "free GPU memory", "GB", "more"),
-    Measure("gpus", "GPUs", "", "shown"),
-    Measure("ranks", "ranks", "", "shown"),
-    Measure("cpus", "CPUs", "", "more"),
+    Measure("matmul_tflops", "matmul", "TFLOP/s", True),
+    Measure("exchange_gb_per_second", "exchange", "GB/s", True),
+    Measure("all_reduce_gb_per_second", "all-reduce", "GB/s"),
+    Measure("all_reduce_latency_seconds", "latency", "s"),
+    Measure("clock_offset_seconds", "clock", "s"),
+    Measure("disk_write_mb_per_second", "disk write", "MB/s", True, slack=8),
+    Measure("disk_read_mb_per_second", "disk read", "MB/s", True, slack=8),
+    Measure("run_disk_free_gb", "run disk", "GB free"),
+    Measure("temporary_disk_free_gb", "temp disk", "GB free"),
+    Measure("memory_total_gb", "memory", "GB"),
+    Measure("memory_free_gb", "free memory", "GB"),
+    Measure("gpu_memory_total_gb", "GPU memory", "GB", True),
+    Measure("gpu_memory_free_gb", "free GPU memory", "GB", True),
+    Measure("gpus", "GPUs", ""),
+    Measure("ranks", "ranks", ""),
+    Measure("cpus", "CPUs", "", True),
 )
 _BY_NAME = {measure.name: measure for measure in MEASURES}
 
@@ -86,8 +85,6 @@ class Outlier:
         if measure.name in ("gpus", "ranks"):
             return f"{self.value:g} {measure.title} of {self.median:g}"
         figures = f"({self.value:.3g} of {self.median:.3g} {measure.unit}".rstrip() + ")"
-        if measure.better == "less":
-            return f"{measure.title} {1 / self.ratio:.2g} times the median {figures}"
         return f"{measure.title} {self.ratio:.2g} of the median {figures}"
 
 
@@ -141,21 +138,20 @@ def judge(records: Iterable[Record], nodes: Sequence[str], tolerance: float) -> 
 
 def _worst_of(records: list[Record]) -> dict[str, float]:
     worst = {}
-    for name, measure in _BY_NAME.items():
+    for name in _BY_NAME:
         own = [float(record["measures"][name]) for record in records if name in record["measures"]]
         if own:
-            pick = max if measure.better == "less" or name == "all_reduce_latency_seconds" else min
-            worst[name] = pick(own)
+            worst[name] = max(own) if name == "all_reduce_latency_seconds" else min(own)
     expected = [float(record["measures"].get("gpus_expected", 0)) for record in records]
     return {**worst, "ranks": float(len(records)), "gpus_expected": max(expected)}
 
 
 def _medians(values: Values) -> dict[str, float]:
     medians = {}
-    for name, measure in _BY_NAME.items():
+    for name in _BY_NAME:
         known = [own[name] for own in values.values() if name in own]
         if known:
-            medians[name] = median_low(known) if measure.better == "less" else median_high(known)
+            medians[name] = median_high(known)
     return medians
 
 
@@ -164,12 +160,9 @@ def _outliers(
 ) -> Iterator[Outlier]:
     for measure in MEASURES:
         median = medians.get(measure.name, 0.0)
-        for node, own in values.items() if measure.better != "shown" and median > 0.0 else ():
-            if measure.name in own:
-                value = own[measure.name]
-                ratio = value / median if measure.better == "more" else median / max(value, 1e-12)
-                if ratio < tolerance / measure.slack:
-                    yield Outlier(node, measure.name, value, median, ratio)
+        for node, own in values.items() if measure.is_compared and median > 0.0 else ():
+            if measure.name in own and (ratio := own[measure.name] / median) < tolerance / measure.slack:
+                yield Outlier(node, measure.name, own[measure.name], median, ratio)
     # Rank 0's clock may be the wrong one; of two nodes' it is unknown which is.
     offsets = {node: own["clock_offset_seconds"] for node, own in values.items() if "clock_offset_seconds" in own}
     for node, own in values.items():

@@ -8,7 +8,6 @@ A fault is recorded in history.jsonl. A node that has one again is excluded from
 """
 
 import logging
-import os
 import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from dist_transformer.data.loader.loader import MicroBatch
 from dist_transformer.errors import MachineError
+from dist_transformer.processes.stacks import host_name
 from dist_transformer.run.excluded_nodes import exclude
 from dist_transformer.run.metrics_log import read_records
 from dist_transformer.training.engine.bit_sums import bit_sum
@@ -186,8 +186,7 @@ class SilentErrors:
 
 def begin_checks(run: Run, engine: Engine) -> SilentErrors:
     """Begins the checks of a start (collective)."""
-    here = os.environ.get("SLURMD_NODENAME") or platform.node()
-    nodes, machines = zip(*run.ranks.all_gather_object((here, _machine(run.ranks.device))), strict=True)
+    nodes, machines = zip(*run.ranks.all_gather_object((host_name(), _machine(run.ranks.device))), strict=True)
     engine.gradient_sums.is_exact = run.ranks.device.type == "cpu" and len({*machines}) == 1
     if run.config.training.audit_share:
         how = "bit by bit" if engine.gradient_sums.is_exact else f"within {BOUND:g} of the norm"

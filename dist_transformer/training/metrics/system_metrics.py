@@ -9,8 +9,6 @@ keys that begin with `system/` on a page of their own. Values of GPUs are from N
 """
 
 import logging
-import os
-import platform
 import re
 import threading
 import time
@@ -25,6 +23,7 @@ import psutil
 import torch
 
 from dist_transformer.distributed.group import Ranks
+from dist_transformer.processes.stacks import host_name
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ class NodeSampler:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._name = os.environ.get("SLURMD_NODENAME") or platform.node()
+        self._name = host_name()
         self._lock = threading.Lock()
         self._samples: dict[str, list[float]] = defaultdict(list)
         self._ended = threading.Event()
