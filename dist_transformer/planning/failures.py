@@ -67,15 +67,6 @@ def young_interval(conditions: Conditions) -> float:
     return math.sqrt(2 * conditions.save_seconds * conditions.between_failures_seconds)
 
 
-def daly_interval(conditions: Conditions) -> float:
-    """Daly (2006), equation 37: Young's with two more terms, without the save itself; M if a save takes 2 M or more."""
-    save, mean = conditions.save_seconds, conditions.between_failures_seconds
-    if save >= 2 * mean:
-        return mean
-    root = math.sqrt(save / (2 * mean))
-    return young_interval(conditions) * (1 + root / 3 + root**2 / 9) - save
-
-
 def expected_attempt(conditions: Conditions, interval: float) -> Attempt:
     """Closed form of an attempt with `interval` seconds of training between saves."""
     mean, period = conditions.between_failures_seconds, conditions.period_seconds(interval)
@@ -112,7 +103,7 @@ class SaveInterval:
 
 
 def best_interval(conditions: Conditions, step_seconds: float) -> SaveInterval:
-    """Best interval by the closed form, which unlike Young's and Daly's includes the write, limit and whole steps."""
+    """Best interval by the closed form, which unlike Young's includes the write, the limit and whole steps."""
     longest = max(
         30 * max(young_interval(conditions), conditions.write_seconds, step_seconds),
         conditions.between_failures_seconds,

@@ -19,9 +19,7 @@ from dist_transformer.planning.failures import (
     SaveInterval,
     barren_share,
     best_interval,
-    daly_interval,
     expected_attempt,
-    young_interval,
 )
 from dist_transformer.planning.hardware import Hardware
 from dist_transformer.planning.plan import with_resolved_token_budget
@@ -64,7 +62,7 @@ class ScaleRow:
         lanes: data.lanes, or one for each rank if there are more ranks, which is another training recipe.
         time: a step including the wait for the slowest rank.
         stragglers: time of the slowest rank's micro-batches over that of a single rank.
-        interval: best checkpoint interval; `young_seconds` and `daly_seconds`: theirs, in seconds of training.
+        interval: best checkpoint interval.
         kept_share: share of node-hours with the best interval; `set_share`: with checkpoints.every_steps as configured.
         useful_share: share of node-hours spent on micro-batches whose step was kept.
         attempts, wall_seconds: mean of this run from its first start to its end; None without a number of steps, infinite
@@ -79,8 +77,6 @@ class ScaleRow:
     stragglers: float
     efficiency: float
     conditions: Conditions
-    young_seconds: float
-    daly_seconds: float
     interval: SaveInterval
     kept_share: float
     set_share: float
@@ -117,8 +113,6 @@ def scale_row(config: Config, nodes: int, ranks_per_node: int, hardware: Hardwar
         stragglers=stragglers,
         efficiency=efficiency,
         conditions=conditions,
-        young_seconds=young_interval(conditions),
-        daly_seconds=daly_interval(conditions),
         interval=interval,
         kept_share=best.kept_share,
         set_share=as_set.kept_share,

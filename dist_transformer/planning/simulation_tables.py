@@ -21,10 +21,7 @@ from dist_transformer.planning.tables import nodes_text, print_sources, run_valu
 from dist_transformer.planning.vocabularies import count_parameters
 
 STEPS = ("nodes", "ranks", "lanes", "target tokens/s", "step s", "communication", "stragglers", "efficiency")
-FAILURES = (
-    *("nodes", "fails every", "Young", "Daly", "best", "every_steps", "about as good", "kept", "as it is", "useful"),
-    "days",
-)
+FAILURES = ("nodes", "fails every", "best", "every_steps", "about as good", "kept", "as it is", "useful", "days")
 NOTHING = "-"
 MANY_GIVE_UP = 0.01
 
@@ -55,8 +52,6 @@ def _row_values(row: ScaleRow) -> dict[str, Any]:
         "between_failures_seconds": conditions.between_failures_seconds,
         "save_seconds": conditions.save_seconds,
         "write_seconds": conditions.write_seconds,
-        "young_interval_seconds": row.young_seconds,
-        "daly_interval_seconds": row.daly_seconds,
         "best_every_steps": row.interval.best_steps,
         "least_every_steps": row.interval.least_steps,
         "most_every_steps": row.interval.most_steps,
@@ -106,8 +101,7 @@ def _step_cells(row: ScaleRow) -> list[str]:
 def _failure_cells(row: ScaleRow) -> list[str]:
     best_seconds, wall_seconds = row.interval.best_steps * row.time.seconds, _finite(row.wall_seconds)
     return [
-        *(str(row.nodes), duration(row.conditions.between_failures_seconds)),
-        *(duration(seconds) for seconds in (row.young_seconds, row.daly_seconds, best_seconds)),
+        *(str(row.nodes), duration(row.conditions.between_failures_seconds), duration(best_seconds)),
         *(f"{row.interval.best_steps:,}", f"{row.interval.least_steps:,} to {row.interval.most_steps:,}"),
         *(f"{share:.1%}" for share in (row.kept_share, row.set_share, row.useful_share)),
         NOTHING if wall_seconds is None else f"{wall_seconds / 86400:,.2f}",

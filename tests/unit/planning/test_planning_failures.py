@@ -13,7 +13,6 @@ from dist_transformer.planning.failures import (
     Conditions,
     barren_share,
     best_interval,
-    daly_interval,
     expected_attempt,
     young_interval,
 )
@@ -29,6 +28,13 @@ BUSY = Conditions(
     save_seconds=2,
     write_seconds=40,
 )
+
+
+def daly_interval(conditions):
+    """Daly (2006), equation 37: Young's with two more terms, without the save itself; M if a save takes 2 M or more."""
+    save, mean = conditions.save_seconds, conditions.between_failures_seconds
+    root = math.sqrt(save / (2 * mean))
+    return mean if save >= 2 * mean else young_interval(conditions) * (1 + root / 3 + root**2 / 9) - save
 
 
 def dalys_wall_seconds(conditions, interval):
