@@ -27,11 +27,11 @@ from dist_transformer.planning.activations import Activations, Shape, activation
 from dist_transformer.planning.vocabularies import parameters_by_part, vocabulary_sizes
 
 USABLE_SHARE = 0.9
-"""Share of a GPU's memory, as in training/memory.py: the rest is for communication and fragmentation."""
+"""Share of a GPU's memory that a rank may use: the rest is for the buffers of communication and fragmentation."""
 LIVE_AT_ONCE, FETCHED_AT_ONCE = 10**9, 5 * 10**7
 """Elements of weights that stage 3 keeps gathered, and gathers with one collective: DeepSpeed's defaults."""
 AUTO_MAX_TOKENS, AUTO_MULTIPLE_TOKENS = 65_536, 256
-"""Upper limit and step of `data.max_tokens: auto`, as in training/batch_size_finder.py."""
+"""Upper limit and step of `data.max_tokens: auto`: larger micro-batches are not faster on any device."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from dist_transformer.config.schema import TrainingConfig
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import UserError
 from dist_transformer.planning.activations import Shape, unequal_sides
+from dist_transformer.planning.memory import AUTO_MAX_TOKENS, AUTO_MULTIPLE_TOKENS
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import Objective
 from dist_transformer.training.memory import (
@@ -39,9 +40,6 @@ from dist_transformer.training.memory import (
 
 log = logging.getLogger(__name__)
 
-AUTO_MAX_TOKENS = 65_536
-"""Upper limit of `data.max_tokens: auto`: larger micro-batches are not faster on any device."""
-AUTO_MULTIPLE_TOKENS = 256
 SLOW_SECONDS = 20.0
 """Time of a pass at which the search stops on CPUs: no larger micro-batch is tried."""
 

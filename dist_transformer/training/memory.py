@@ -17,9 +17,8 @@ import torch
 
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import UserError
+from dist_transformer.planning.memory import USABLE_SHARE
 
-GPU_SHARE = 0.9
-"""Usable share of a GPU's memory; the rest is for the buffers of communication and fragmentation."""
 CPU_SHARE = 0.8
 """Usable share of a machine's memory; the rest is for loader processes, files and other programs."""
 RESERVED_ADDRESS_BYTES = 1_500_000_000
@@ -51,7 +50,7 @@ def allowance(ranks: Ranks) -> Allowance:
     """Returns the memory that this rank may use in addition to that of its process; ranks share a machine's memory."""
     if ranks.device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(ranks.device)
-        return Allowance(int(GPU_SHARE * (free + torch.cuda.memory_reserved(ranks.device))), "the GPU's memory")
+        return Allowance(int(USABLE_SHARE * (free + torch.cuda.memory_reserved(ranks.device))), "the GPU's memory")
     shared = [Allowance(left.bytes // ranks.ranks_per_node, left.limited_by) for left in _left_to_all()]
     own = [Allowance(left.bytes - RESERVED_ADDRESS_BYTES, left.limited_by) for left in _left_to_process()]
     least = min([*shared, *own], key=lambda left: left.bytes)

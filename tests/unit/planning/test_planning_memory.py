@@ -25,10 +25,8 @@ from dist_transformer.data.filters import RATIO_FREE_TOKENS, filter_lengths
 from dist_transformer.model import loss as loss_module
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.planning import activations as plan_activations
-from dist_transformer.planning import memory as plan_memory
 from dist_transformer.planning.activations import Shape, activations, largest_shape, token_bytes
 from dist_transformer.planning.memory import memory_of_rank, memory_problem, most_tokens, with_tokens
-from dist_transformer.training import memory as training_memory
 
 VOCABULARY = 56
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "memory_plan.py"
@@ -184,7 +182,6 @@ def test_what_is_said_twice_is_the_same():
     assert plan_activations.CHUNK_TOKENS == loss_module.CHUNK_TOKENS
     assert plan_activations.CPU_CHUNK_TOKENS == loss_module.CPU_CHUNK_TOKENS
     assert plan_activations.RATIO_FREE_TOKENS == RATIO_FREE_TOKENS
-    assert plan_memory.USABLE_SHARE == training_memory.GPU_SHARE
 
 
 @pytest.mark.parametrize(("longest", "ratio", "budget"), [(40, 9.0, 500), (33, 1.5, 300), (12, 3.0, 100)])
