@@ -13,7 +13,6 @@ from dist_transformer.distributed.rounds import WantsStop
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.validation.token_metrics import (
     Progress,
-    TokenMeasures,
     Translate,
     Translated,
     ValidationSet,
@@ -80,7 +79,7 @@ class Validator:
         started = time.monotonic()
         translations = self._translated(self.sets, progress)
         for each, (tokens, seconds), translated in zip(self.sets, measured, translations, strict=True):
-            found = {**tokens.metrics(), **translated.scores}
+            found = {**tokens, **translated.scores}
             _log(step, each, found, seconds + time.monotonic() - started)
             values |= {each.prefix + name: value for name, value in found.items()}
             if sentences := self._samples(step, each, translated):
@@ -95,7 +94,7 @@ class Validator:
         for _ in self._translated(sets, progress):
             pass
 
-    def _measure(self, each: ValidationSet, progress: Progress) -> tuple[TokenMeasures, float]:
+    def _measure(self, each: ValidationSet, progress: Progress) -> tuple[dict[str, float], float]:
         started = time.monotonic()
         tokens = measure_tokens(self._engine, each.batches, self._ranks, progress, self._wants_stop)
         return tokens, time.monotonic() - started

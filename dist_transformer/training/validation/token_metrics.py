@@ -56,30 +56,12 @@ Translate = Callable[[Sequence[ValidationSet], Progress], Iterator[Translated]]
 rank. Progress is called at each advance. Raises Stopped and WorkFailed on every rank, as `in_rounds` does."""
 
 
-@dataclass(frozen=True)
-class TokenMeasures:
-    """Means over the target tokens of a set, natural logarithm; the model receives the preceding reference tokens."""
-
-    loss: float
-    nll: float
-    token_accuracy: float
-    """Share of the target tokens that are the model's likeliest."""
-    target_tokens: int
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.nll, 700.0))
-
-    def metrics(self) -> dict[str, float]:
-        """Returns the measures that records and checkpoints keep."""
-        measures = {"loss": self.loss, "nll": self.nll, "perplexity": self.perplexity}
-        return {**measures, "token_accuracy": self.token_accuracy}
-
-
 def measure_tokens(
     engine: Engine, batches: Sequence[MicroBatch], ranks: Ranks, progress: Progress, wants_stop: WantsStop
-) -> TokenMeasures:
-    """Measures all of `batches` without dropout (collective); the same result on every rank.
+) -> dict[str, float]:
+    """Measures all of `batches` without dropout (collective); the same result on every rank: loss, nll and perplexity
+    (means over the target tokens, natural logarithm), and the share of them that are the model's likeliest. The model
+    receives the preceding reference tokens.
 
     Rank r takes the micro-batches r, r + W, ...; if W does not divide their number, some ranks compute one more that is
     not counted: ZeRO 3 needs the same number of forward passes on every rank. `progress` is called after each.
@@ -107,7 +89,9 @@ def measure_tokens(
     finally:
         engine.train()
     loss_sum, nll_sum, hits, tokens = ranks.all_reduce_sum(sums).tolist()
-    return TokenMeasures(loss_sum / tokens, nll_sum / tokens, hits / tokens, int(tokens))
+    nll = nll_sum / tokens
+    perplexity = math.exp(min(nll, 700.0))
+    return {"loss": loss_sum / tokens, "nll": nll, "perplexity": perplexity, "token_accuracy": hits / tokens}
 
 
 def forward(
