@@ -267,7 +267,7 @@ def _loop(
     )  # fmt: skip
     written = run_log.profile_written if run_log else None
     profile = profiling(run, engine, batches, metrics, calls, written) if run.terminal.profile else nullcontext()
-    with bar, sampler or nullcontext(), _ending_save(run, loop), profile:
+    with bar.progress, sampler or nullcontext(), _ending_save(run, loop), profile:
         outcome = loop.run()
     early_stop = stopping.reason() or "" if outcome is Outcome.FINISHED else ""
     if early_stop:

@@ -5,7 +5,6 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import (
@@ -21,48 +20,23 @@ from rich.progress import (
 from dist_transformer.config.model_size import count_by_part, offloaded_bytes, state_bytes
 from dist_transformer.config.schema import Config, TrainingConfig
 from dist_transformer.data.manifest import Manifest, Split
+from dist_transformer.planning.step_time import FILLED_SHARE
 from dist_transformer.training.engine.schedule import peak_learning_rate
 from dist_transformer.training.memory import as_text
 from dist_transformer.training.train_state import Interval
 
 log = logging.getLogger(__name__)
 
-TYPICAL_FILL = 0.93
-"""Typical share of real tokens in a micro-batch's budget; only for the estimates printed at start."""
-
-
-@dataclass(frozen=True)
-class RunEstimate:
-    """Quantities that follow from configuration and data, known before the first step."""
-
-    parameters: int
-    source_tokens_per_step: int
-    target_tokens_per_step: int
-    steps_per_epoch: int
-    state_bytes_per_rank: int
-
-
-def estimate(config: Config, training: TrainingConfig, manifest: Manifest, num_ranks: int) -> RunEstimate:
-    splits = [manifest.splits[name] for name in manifest.training]
-    source_tokens, target_tokens = (sum(getattr(s, f"{side}_tokens") for s in splits) for side in ("source", "target"))
-    tokens = source_tokens + target_tokens
-    per_step = min(config.data.lanes * config.data.token_budget() * TYPICAL_FILL, tokens)
-    parameters = count_by_part(config.model, manifest.source_vocabulary, manifest.target_vocabulary)
-    return RunEstimate(
-        parameters.total,
-        round(per_step * source_tokens / tokens),
-        round(per_step * target_tokens / tokens),
-        math.ceil(tokens / per_step),
-        state_bytes(parameters, training, num_ranks),
-    )
-
 
 def log_estimate(config: Config, training: TrainingConfig, manifest: Manifest, num_ranks: int) -> None:
     """Logs the estimates before the first step; `training`: as this start computes, see `Run`."""
-    about, model = estimate(config, training, manifest, num_ranks), config.model
+    model, splits = config.model, [manifest.splits[name] for name in manifest.training]
+    source, target = (sum(getattr(s, f"{side}_tokens") for s in splits) for side in ("source", "target"))
+    per_step = min(config.data.lanes * config.data.token_budget() * FILLED_SHARE, source + target)
+    parameters = count_by_part(model, manifest.source_vocabulary, manifest.target_vocabulary)
     log.info(
         "model      %s parameters: %d + %d layers, d_model %d, d_ff %d, %d heads, vocabulary %d / %d, norm %s",
-        f"{about.parameters:,}", model.num_encoder_layers, model.num_decoder_layers, model.d_model, model.d_ff,
+        f"{parameters.total:,}", model.num_encoder_layers, model.num_decoder_layers, model.d_model, model.d_ff,
         model.num_heads, manifest.source_vocabulary, manifest.target_vocabulary, model.norm,
     )  # fmt: skip
     for name in manifest.training:
@@ -70,16 +44,17 @@ def log_estimate(config: Config, training: TrainingConfig, manifest: Manifest, n
     log.info("prepared   digest %s", manifest.digest[:12])
     log.info(
         "batch      %d lanes of %d tokens: about %s source + %s target tokens a step, %d steps an epoch",
-        config.data.lanes, config.data.token_budget(), f"{about.source_tokens_per_step:,}",
-        f"{about.target_tokens_per_step:,}", about.steps_per_epoch,
+        config.data.lanes, config.data.token_budget(), f"{round(per_step * source / (source + target)):,}",
+        f"{round(per_step * target / (source + target)):,}", math.ceil((source + target) / per_step),
     )  # fmt: skip
     log.info(
         "training   %s, ZeRO stage %d, %d ranks; %s, warm-up %d, peak learning rate %.3g; %s",
         training.precision, training.zero_stage, num_ranks, config.schedule.name, config.schedule.warmup_steps,
         peak_learning_rate(config), _end(training),
     )  # fmt: skip
-    log.info("memory     about %s a rank for weights, gradients and optimizer", as_text(about.state_bytes_per_rank))
-    if offloaded := offloaded_bytes(about.parameters, training, num_ranks):
+    held = as_text(state_bytes(parameters, training, num_ranks))
+    log.info("memory     about %s a rank for weights, gradients and optimizer", held)
+    if offloaded := offloaded_bytes(parameters.total, training, num_ranks):
         log.info("offload    about %s a rank in the CPU's memory", as_text(offloaded))
 
 
@@ -126,7 +101,8 @@ class Terminal:
 
 
 class ProgressBar:
-    """A progress bar if stderr is a terminal; else nothing (the log lines have the same values).
+    """A progress bar, while the block of its `progress` lasts, if stderr is a terminal; else nothing (the log lines have the
+    same values).
 
     step ━━━━━━━╸━━━━━━ 12345/100000  loss 4.123  81,204 tokens/s  bleu 27.31 (step 12000)  save in 655  0:41:07 4:50:12
     """
@@ -136,28 +112,19 @@ class ProgressBar:
             TextColumn("[bold]step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
             TimeElapsedColumn(), TimeRemainingColumn(),
         )  # fmt: skip
-        self._progress = Progress(
+        self.progress = Progress(
             *columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty(), transient=True
         )
-        self._task: TaskID = self._progress.add_task("", total=total_steps, completed=step)
+        self._task: TaskID = self.progress.add_task("", total=total_steps, completed=step)
         self._save_every_steps = save_every_steps
         self._speed = self._score = ""
-
-    def __enter__(self) -> "ProgressBar":
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
 
     def show(self, step: int, loss: float | None = None, tokens_per_second: float | None = None) -> None:
         """Updates the bar; without loss and speed it shows the last ones."""
         if loss is not None:
             self._speed = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s  "
         to_save = self._save_every_steps - step % self._save_every_steps
-        self._progress.update(self._task, completed=step, description=f"{self._speed}{self._score}save in {to_save}")
+        self.progress.update(self._task, completed=step, description=f"{self._speed}{self._score}save in {to_save}")
 
     def show_score(self, step: int, measure: str, value: float) -> None:
         """Shows the newest value of validation.metric."""

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from statistics import fmean
-from types import TracebackType
 
 import psutil
 import torch
@@ -46,8 +45,8 @@ class NodeSampler:
         self._samples: dict[str, list[float]] = defaultdict(list)
         self._ended = threading.Event()
         self._measures: dict[str, Callable[[], dict[str, float]]] = {
-            "the processors": _processors,
-            "the memory": _memory,
+            "the processors": lambda: {"cpu_percent": psutil.cpu_percent()},
+            "the memory": lambda: {"memory_gb": psutil.virtual_memory().used / GIGABYTE},
             "the network": _Network(),
         }
         if ranks.device.type == "cuda":
@@ -59,15 +58,13 @@ class NodeSampler:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._ended.set()
 
     def means(self) -> dict[str, float]:
         """Returns the means since the last call, of all nodes: `<node>/<key>` (collective); see MOST_NODES."""
         with self._lock:
-            mine = {key: sum(values) / len(values) for key, values in self._samples.items()}
+            mine = {key: fmean(values) for key, values in self._samples.items()}
             self._samples.clear()
         parts: list[tuple[str, dict[str, float]]] = self._ranks.all_gather_object((self._name, mine))
         num_nodes = -(-self._ranks.num_ranks // self._ranks.ranks_per_node)
@@ -95,14 +92,6 @@ class NodeSampler:
                 cause = f"{type(error).__name__}: {error}"
                 log.warning("%s of %s: not measured any more: %s", name, self._name, cause)
         return values
-
-
-def _processors() -> dict[str, float]:
-    return {"cpu_percent": psutil.cpu_percent()}
-
-
-def _memory() -> dict[str, float]:
-    return {"memory_gb": psutil.virtual_memory().used / GIGABYTE}
 
 
 class _Network:
