@@ -3,10 +3,9 @@
 import sys
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 from dist_transformer.data.loader.batching import straggler_ratio
-from dist_transformer.data.loader.loader import LocalStep, MicroBatch
+from dist_transformer.data.loader.loader import MicroBatch
 from dist_transformer.data.loader.position import Quarantined, position_from_json
 from dist_transformer.data.loader.window_request import digest_text
 from dist_transformer.errors import CheckpointError, UserError
@@ -37,7 +36,11 @@ class SeenBatch:
     dropped: Counter[str]
     quarantined: tuple[Quarantined, ...]
 
-    @cached_property
+    @property
+    def pairs(self) -> int:
+        return sum(batch.shape.pairs for batch in self.micro_batches)
+
+    @property
     def digest(self) -> str:
         """Digest of the batch, as in metrics.jsonl."""
         return digest_text(sum(batch.digest() for batch in self.micro_batches))
@@ -73,18 +76,6 @@ def batch_of_step(data: RunData, run_dir: RunDir | None, step: int | None) -> Se
     return seen
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One step of all lanes."""
-
-    local: LocalStep
-    epoch: int
-
-    @property
-    def pairs(self) -> int:
-        return sum(batch.shape.pairs for batch in self.local.batches if batch is not None)
-
-
 class _Walk:
     """Follows the global batches as the training loop does, with all lanes in one process."""
 
@@ -99,19 +90,20 @@ class _Walk:
         if most_tokens is not None and self._target_tokens >= most_tokens:
             raise _beyond_the_end("max_target_tokens", most_tokens, self.step)
         most_epochs = self._training.max_epochs
-        step = next_with_pairs(self._fetch, lambda: self._loader.start_epoch(self.step), most_epochs)
-        if step is None:
+        seen = next_with_pairs(self._fetch, lambda: self._loader.start_epoch(self.step), most_epochs)
+        if seen is None:
             raise _beyond_the_end("max_epochs", most_epochs or 0, self.step)
-        micro_batches = [batch for batch in step.local.batches if batch is not None]
-        self.step += 1
-        self._target_tokens += sum(batch.shape.target_tokens for batch in micro_batches)
-        dropped, quarantined = step.local.dropped, step.local.quarantined
-        return SeenBatch(self.step, step.epoch, self.beginning, micro_batches, dropped, quarantined)
+        self.step = seen.step
+        self._target_tokens += sum(batch.shape.target_tokens for batch in seen.micro_batches)
+        return seen
 
-    def _fetch(self) -> _Step:
+    def _fetch(self) -> SeenBatch:
         if self._loader.must_repartition(self.step):
             self._loader.repartition(list(self._loader.lane_positions().values()), self.step)
-        return _Step(self._loader.next_step(), self._loader.partition.epoch)
+        local = self._loader.next_step()
+        batches = [batch for batch in local.batches if batch is not None]
+        epoch = self._loader.partition.epoch
+        return SeenBatch(self.step + 1, epoch, self.beginning, batches, local.dropped, local.quarantined)
 
 
 def _checkpoints(run_dir: RunDir) -> list[Checkpoint]:
