@@ -135,39 +135,29 @@ class Ranks:
         """
         what = f"mean of {_size(values)}{' in shares' if into_shares else ''}, begun ahead"
         with self.collective(what):
-            work, finish = self._begin_sum(values, into_shares) if is_sum else self._begin_mean(values, into_shares)
+            work, finish = self._begin_mean(values, into_shares, is_sum)
         return Pending(work, self, what, finish, values)
 
     def _begin_mean(
-        self, values: torch.Tensor, into_shares: bool
+        self, values: torch.Tensor, into_shares: bool, is_sum: bool
     ) -> tuple[dist.Work | None, Callable[[], torch.Tensor]]:
-        count = self.num_ranks
+        count, on_cpu = self.num_ranks, self.device.type == "cpu"
         if count == 1:
-            return None, values.float
-        if self.device.type == "cpu":
-            if not into_shares:
-                return dist.all_reduce(values, async_op=True), partial(_divided, values, count)
+            return None, (lambda: values) if is_sum else values.float
+        if into_shares and on_cpu:
             parts = torch.empty_like(values)
             work = dist.all_to_all_single(parts, values, async_op=True)
-            return work, partial(parts.view(count, -1).mean, 0, dtype=torch.float32)
-        if not into_shares:
-            return dist.all_reduce(values, op=dist.ReduceOp.AVG, async_op=True), values.float
-        share = values.new_empty(values.numel() // count)
-        return dist.reduce_scatter_tensor(share, values, op=dist.ReduceOp.AVG, async_op=True), share.float
-
-    def _begin_sum(
-        self, values: torch.Tensor, into_shares: bool
-    ) -> tuple[dist.Work | None, Callable[[], torch.Tensor]]:
-        count = self.num_ranks
-        if count == 1:
-            return None, lambda: values
-        if not into_shares:
-            return dist.all_reduce(values, async_op=True), lambda: values
-        if self.device.type == "cpu":
-            parts = torch.empty_like(values)
-            return dist.all_to_all_single(parts, values, async_op=True), partial(parts.view(count, -1).sum, 0)
-        share = values.new_empty(values.numel() // count)
-        return dist.reduce_scatter_tensor(share, values, async_op=True), lambda: share
+            of_parts = parts.view(count, -1)
+            return work, partial(of_parts.sum, 0) if is_sum else partial(of_parts.mean, 0, dtype=torch.float32)
+        operation = dist.ReduceOp.SUM if is_sum or on_cpu else dist.ReduceOp.AVG
+        if into_shares:
+            result = values.new_empty(values.numel() // count)
+            work = dist.reduce_scatter_tensor(result, values, op=operation, async_op=True)
+        else:
+            result, work = values, dist.all_reduce(values, op=operation, async_op=True)
+        if is_sum:
+            return work, lambda: result
+        return work, partial(_divided, result, count) if on_cpu else result.float
 
     def start_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> "Pending":
         """Begins filling `whole` (on the device) with the parts `mine` of all ranks in turn (collective); `mine` may be
