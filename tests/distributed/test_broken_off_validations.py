@@ -62,7 +62,7 @@ def newest(run: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("where", "number", "stage"),
-    [("search", 2, 1), ("search", 3, 3), ("measuring", 2, 3), ("measuring", 5, 1), ("scoring", 2, 1)],
+    [("search", 3, 3), ("measuring", 2, 3), ("scoring", 5, 1)],
 )
 def test_a_stop_leaves_the_validation_saves_and_validates_first_when_it_goes_on(
     disturbed, train_small, undisturbed_in, where, number, stage

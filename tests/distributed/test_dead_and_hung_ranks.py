@@ -49,8 +49,8 @@ def test_when_a_rank_dies_the_other_leaves_at_once_and_says_so(command):
     assert seconds < HANG_SECONDS
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_when_a_rank_hangs_the_other_leaves_within_the_time_limit_in_every_stage(command, stage):
+@pytest.mark.parametrize("stage", [1, 3])  # collectives of ours, and DeepSpeed's own
+def test_when_a_rank_hangs_the_other_leaves_within_the_time_limit(command, stage):
     code, said, seconds = start_and_strike(command, f"hung-rank-{stage}", signal.SIGSTOP, stage)
     assert code in (EXIT_FAILED, EXIT_HANG)
     assert "rank 0: no progress for" in said or "failed: a rank did not come to a collective" in said

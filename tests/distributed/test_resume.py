@@ -57,7 +57,7 @@ def test_six_steps_are_three_a_kill_and_three(train_small, command: Command, und
     assert_same_run(run, undisturbed)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_saves_and_exits_75_and_the_same_command_goes_on(train_small, command: Command, undisturbed, number):
     name = f"stopped-{number.name}"
     run = command.folder / "runs" / name
