@@ -26,23 +26,15 @@ def report_command(
     output: Annotated[
         Path | None, typer.Option(help="Where to; default: RUN/report.html, and the pictures in RUN/figures.")
     ] = None,
-    sentences: Annotated[
-        Path | None, typer.Option(help="Sentences whose attention is drawn, one a line; default: fixed samples.")
-    ] = None,
-    no_attention: Annotated[bool, typer.Option("--no-attention", help="Do not load the model.")] = False,
     root: Root = RUNS,
 ) -> None:
     """Write a page about a run: its history, data, scores, samples and pictures, in one file that needs no network."""
     from dist_transformer.cluster.run_ref import find_run
     from dist_transformer.reporting.html import is_own_page
 
-    if sentences is not None and no_attention:
-        raise UserError("--sentences names what --no-attention leaves out: give one of them")
     if output is not None:
         check_output(output, PAGE, is_own_page, is_file=True)
-    lines = None if sentences is None else _lines(sentences)
-    written = write_run_report(find_run(run, root).run_dir, output, lines, with_attention=not no_attention)
-    print(f"written to {written}")
+    print(f"written to {write_run_report(find_run(run, root).run_dir, output)}")
 
 
 def compare_command(
@@ -66,15 +58,6 @@ def compare_command(
     for line in notes(results):
         print(line)
     print(f"written to {output}")
-
-
-def _lines(path: Path) -> list[str]:
-    from dist_transformer.decoding.sharded_files import numbered_lines
-
-    lines = [line.strip() for line in numbered_lines(path)]
-    if not any(lines):
-        raise UserError(f"{path}: holds no sentence; expected one a line")
-    return [line for line in lines if line]
 
 
 def _run_dirs(text: str, root: Path) -> list[RunDir]:

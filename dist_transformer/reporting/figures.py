@@ -5,6 +5,7 @@ Colors are distinguishable with color blindness, and lines in print by their das
 
 import io
 import re
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ import numpy as np
 from dist_transformer.files import replacing
 from dist_transformer.reporting.charts import WARM_UP_SHARE, Line, Marks, Panel
 from dist_transformer.reporting.curves import Curve, Floats, Thinned, thinned
-from dist_transformer.reporting.fonts import drawable, legend_text
 
 if TYPE_CHECKING:  # imported at run time only for drawing: it takes half a second
     from matplotlib.axes import Axes
@@ -31,6 +31,7 @@ STEPS = (1, 2, 2.5, 5, 10)
 """Intervals between the numbers on an axis."""
 FEW_POINTS = 40
 """Lines with at most so many points show each one."""
+FAMILY, LONGEST_LABEL = "DejaVu Sans", 52
 
 
 def panel_svg(panel: Panel, marks: Marks) -> str:
@@ -197,6 +198,26 @@ def short_number(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"
     return f"{value:.4g}"
+
+
+def drawable(text: str) -> str:
+    """`text` with a square for each character that the font lacks, so that no text of a run makes drawing fail or warn."""
+    return "".join(character if ord(character) in _characters() else "\N{WHITE SQUARE}" for character in text)
+
+
+def legend_text(text: str) -> str:
+    """Escapes `text` for matplotlib's legends and titles: not parsed as mathematics, nor hidden for a leading "_"."""
+    cut = text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "\N{HORIZONTAL ELLIPSIS}"
+    escaped = drawable(cut).replace("$", r"\$")
+    return f" {escaped}" if escaped.startswith("_") else escaped
+
+
+@cache
+def _characters() -> frozenset[int]:
+    """The code points that the font has."""
+    from matplotlib.font_manager import FontProperties, findfont, get_font
+
+    return frozenset(get_font(findfont(FontProperties(family=FAMILY))).get_charmap())
 
 
 def _for_page(svg: str, words: str) -> str:

@@ -5,7 +5,6 @@ It loads nothing, needs no script, and is made for phones, print and dark mode.
 
 from collections.abc import Sequence
 
-from dist_transformer.reporting.attention import SentenceAttention
 from dist_transformer.reporting.charts import Marks, Panel, marks_of, panels_of
 from dist_transformer.reporting.figures import panel_svg
 from dist_transformer.reporting.html import render
@@ -14,18 +13,9 @@ from dist_transformer.reporting.samples import OPEN_SENTENCES, drawn_sentences, 
 from dist_transformer.reporting.scores import EVALUATED, signatures, validations
 from dist_transformer.run.goodput import rows_of
 
-NO_ATTENTION = "Not drawn."
 
-
-def run_page(
-    story: RunStory, attention: Sequence[tuple[SentenceAttention, bytes]] = (), attention_note: str = NO_ATTENTION
-) -> str:
-    """The page as HTML.
-
-    Args:
-        attention: sentences with their figures (attention.attention_png).
-        attention_note: reason if there are none.
-    """
+def run_page(story: RunStory) -> str:
+    """The page as HTML."""
     marks = marks_of(story)
     return render(
         "run.html",
@@ -40,8 +30,6 @@ def run_page(
         fixed=fixed_sentences(story),
         OPEN_SENTENCES=OPEN_SENTENCES,
         drawn=drawn_sentences(story),
-        attention=attention,
-        attention_note=attention_note,
         goodput_rows=rows_of(story.goodput) if story.goodput else (),
         CHECKPOINT_MEASURES=CHECKPOINT_MEASURES,
         differing=settings_that_differ(story.settings),

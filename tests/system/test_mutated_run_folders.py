@@ -77,7 +77,7 @@ def looks(folder: Path) -> Iterator[tuple[object, ...]]:
 
 
 def pages(folder: Path, other: Path, out: Path) -> Iterator[tuple[object, ...]]:
-    yield "report", folder, "--no-attention", "--output", out
+    yield "report", folder, "--output", out
     yield "compare", folder, other, "--output", out
     yield "config", "show", folder / "config.yaml"
     yield "plan", folder

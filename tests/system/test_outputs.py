@@ -34,7 +34,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "import out": ("import", "marian", "PLACE", "--from", "marian"),
     "init out": ("init", "train.en", "train.de", "--out", "PLACE"),
     "translate output": ("translate", "runs/first", "--input", "valid.en", "--output", "PLACE"),
-    "report output": ("report", "runs/first", "--no-attention", "--output", "PLACE"),
+    "report output": ("report", "runs/first", "--output", "PLACE"),
     "compare output": ("compare", "runs/first", "runs/second", "--output", "PLACE"),
 }
 """Paths that are written as one thing: the command, with PLACE for the path."""
@@ -156,10 +156,10 @@ def test_pages_replace_pages_and_go_to_devices_as_they_are(command: Command, run
     without_label = page.read_text(encoding="utf-8").replace('<meta name="generator" content="Dist Transformer">\n', "")
     old.write_text(without_label, encoding="utf-8")
     for output in (page, old):
-        command("report", "runs/first", "--no-attention", "--output", output)
+        command("report", "runs/first", "--output", output)
         assert "Compared" not in output.read_text(encoding="utf-8")
     for device in ("/dev/null", "/dev/stdout"):
-        said = command("report", "runs/first", "--no-attention", "--output", device)
+        said = command("report", "runs/first", "--output", device)
         assert ("<!DOCTYPE html>" in said) == (device == "/dev/stdout")
     assert Path("/dev/null").is_char_device()
     assert Path("/dev/stdout").is_symlink()
@@ -279,7 +279,7 @@ def test_folders_that_are_closed_are_told_before_anything_is_computed(
         settings = (f"run.root={closed}", f"data.prepared={prepared}", "--ranks", ranks)
         assert f"{closed}/small: cannot be written" in refused(bound_by_permissions, "train", "small.yaml", *settings)
     relative = os.path.relpath(closed / "page.html", bound_by_permissions.folder)
-    said = refused(bound_by_permissions, "report", runs, "--no-attention", "--output", relative)
+    said = refused(bound_by_permissions, "report", runs, "--output", relative)
     assert f"{relative}: cannot be written" in said
     closed.chmod(0o000)
     assert f"{closed}" in refused(bound_by_permissions, "status", closed)

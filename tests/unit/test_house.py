@@ -29,7 +29,7 @@ ADAPTERS = {
     "fsspec": {"data.sources.remote"},
     "aiohttp": {"data.sources.remote"},
     "tenacity": {"data.sources.retries"},
-    "matplotlib": {"data.prepare.report", "reporting.figures", "reporting.attention", "reporting.fonts"},
+    "matplotlib": {"data.prepare.report", "reporting.figures"},
     "jinja2": {"reporting.html", "interop.model_card"},
     "psutil": {"training.memory", "training.metrics.system_metrics", "distributed.rank_zero"},
     "sacrebleu": {"decoding.metrics"},

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 from html_reader import Page, assert_sound
-from run_builder import FIXED, ONE_POINT_PNG, append, samples_record, time_of, write_prepared, write_run
+from run_builder import FIXED, append, samples_record, time_of, write_prepared, write_run
 from running import NOT_INHERITED, records, without
 
 from dist_transformer.files import write_json
 from dist_transformer.format import duration
-from dist_transformer.reporting.attention import SentenceAttention
 from dist_transformer.reporting.formatting import measure_name, moment
 from dist_transformer.reporting.html import column_kinds
 from dist_transformer.reporting.page import run_page
@@ -43,8 +42,8 @@ def plain(tmp_path_factory):
     return run_dir, page_of(run_dir)
 
 
-def page_of(run_dir, *rest) -> Page:
-    text = run_page(read_story(run_dir), *rest)
+def page_of(run_dir) -> Page:
+    text = run_page(read_story(run_dir))
     page = Page(text)
     assert_sound(page, text)
     return page
@@ -54,7 +53,7 @@ def test_the_page_has_its_sections_in_order_and_links_to_each(plain):
     _, page = plain
     names = [text for level, text in page.headings if level == 2]
     assert names == [
-        "Summary", "Scores", "Curves", "Samples", "Attention", "Data", "History", "Checkpoints", "Configuration",
+        "Summary", "Scores", "Curves", "Samples", "Data", "History", "Checkpoints", "Configuration",
     ]  # fmt: skip
     assert [link for link in page.attributes("href") if link.startswith("#")] == [f"#{name.lower()}" for name in names]
     assert page.headings[0] == (1, "a <run> & more")
@@ -271,18 +270,10 @@ def test_nothing_that_a_run_says_becomes_part_of_the_page(tmp_path):
         run_dir.state, {"state": 'x"><script>', "step": 50, "host": NASTY.replace("\udc80", ""), "version": "<i>"}
     )
     write_json(run_dir.evaluation / "<b>.json", {"bleu": 1.0, "bleu_signature": NASTY.replace("\udc80", "")})
-    maps = SentenceAttention(NASTY, NASTY, ["a"], ["b"], ["c"], [], [], [])
-    page = page_of(run_dir, [(maps, ONE_POINT_PNG)])
+    page = page_of(run_dir)
     assert "<script>alert('x')</script>" in page.text
     assert not page.attributes("onerror")
     run_page(read_story(run_dir)).encode("utf-8")
-
-
-def test_the_attention_of_a_sentence_is_shown_with_its_words(run_dir):
-    sentence = SentenceAttention("the source", "the target", ["a"], ["b"], ["c"], [], [], [])
-    page = page_of(run_dir, [(sentence, ONE_POINT_PNG)])
-    assert any("“the source”" in image["alt"] and "“the target”" in image["alt"] for image in page.of("img"))
-    assert "Because of <this>." in page_of(run_dir, [], "Because of <this>.").text
 
 
 def test_characters_that_html_does_not_allow_are_replaced(run_dir):
@@ -307,7 +298,7 @@ def test_times_are_said_as_people_say_them():
 
 
 def test_reports_are_made_without_torch():
-    modules = "page, compare, figures, attention"
+    modules = "page, compare, figures, run_report"
     script = f"import sys; from dist_transformer.reporting import {modules}; print('torch' in sys.modules)"
     said = subprocess.run(
         [sys.executable, "-c", script], env=without(NOT_INHERITED), capture_output=True, text=True, check=True

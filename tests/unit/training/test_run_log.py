@@ -115,7 +115,7 @@ def test_a_report_that_a_full_disk_does_not_take_is_named(tmp_path, monkeypatch)
 
     monkeypatch.setattr("dist_transformer.run.outputs.write_text", full)
     with pytest.raises(UserError, match=f"^{tmp_path / 'a.html'}: cannot be written .*No space left on device"):
-        report.write_run_report(RunDir(tmp_path), tmp_path / "a.html", with_attention=False)
+        report.write_run_report(RunDir(tmp_path), tmp_path / "a.html")
 
 
 def test_memory_for_the_whole_model_of_a_validation_is_asked_for_by_name():
