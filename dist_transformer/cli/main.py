@@ -28,7 +28,6 @@ VERBS = {
     },
     "Cluster": {
         "submit": "submit.submit_command",
-        "sweep": "sweep.app",
         "preflight": "preflight.preflight_command",
         "stop": "jobs.stop_command",
         "cancel": "jobs.cancel_command",

@@ -30,6 +30,7 @@ CORRECTION_SECONDS = 5
 """Time limit for a server that is down; `status` has printed everything by then."""
 
 _COLUMNS = ("run", "state", "job", "step", "loss", "last record", "checkpoint")
+_OF_SWEEPS = ("validation loss", "settings")
 
 
 def status_command(
@@ -62,7 +63,7 @@ def list_command(
     root: Annotated[Path, typer.Argument(help="A folder of runs.")] = RUNS,
     as_json: AsJson = False,
 ) -> None:
-    """List the runs of a folder, the one that wrote last first."""
+    """List the runs of a folder, the one that wrote last first; those of a sweep by validation loss, with their settings."""
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; expected the folder of runs (run.root)")
     documents = report_all(root)
@@ -75,11 +76,12 @@ def list_command(
     if as_json:
         print(json.dumps(documents, ensure_ascii=False, indent=1))
         return
+    columns = [*_COLUMNS, *(_OF_SWEEPS if any("overrides" in document for document in documents) else ())]
     rows = [list_row(document, time.time()) for document in documents]
     if sys.stdout.isatty():
-        _print_table(rows)
+        _print_table(columns, rows)
     else:
-        for row in [_COLUMNS, *rows]:
+        for row in [columns, *rows]:
             print("\t".join(row))
 
 
@@ -134,6 +136,10 @@ def list_row(document: Document, now: float) -> tuple[str, ...]:
     """Row of a run in the table of `list`."""
     job = f"{document['job_id']} {document['job_state'] or ''}".rstrip() if document["job_id"] else "-"
     record = document["record_time"]
+    of_sweep: tuple[str, ...] = ()
+    if "overrides" in document:
+        settings = ", ".join(f"{key}={value}" for key, value in document["overrides"].items())
+        of_sweep = (_number(document["validation_loss"], ".4f"), settings)
     return (
         document["run"],
         document["state"] or "-",
@@ -142,6 +148,7 @@ def list_row(document: Document, now: float) -> tuple[str, ...]:
         _number(document["loss"], ".4f"),
         "-" if record is None else f"{duration(now - record)} ago",
         document["checkpoint"] or "-",
+        *of_sweep,
     )
 
 
@@ -228,14 +235,14 @@ def _print_panel(title: str, rows: Iterable[tuple[str, str]]) -> None:
     Console().print(Panel(grid, title=Text(title), expand=False))
 
 
-def _print_table(rows: Iterable[tuple[str, ...]]) -> None:
+def _print_table(columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in _COLUMNS:
-        table.add_column(name, no_wrap=True)
+    for name in columns:
+        table.add_column(name, no_wrap=name != "settings")
     for row in rows:
         table.add_row(*map(Text, row))
     Console().print(table)

@@ -3,6 +3,7 @@
 The document of `status --json`. Every key is always present; null: unknown, or there is none. Times are unix seconds.
 """
 
+import math
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -18,10 +19,15 @@ from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.run.attempts import attempts
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import goodput_of
-from dist_transformer.run.records import read_record
+from dist_transformer.run.records import read_record, records_of
 from dist_transformer.run.status import SILENT_SECONDS, RunView, look_at
+from dist_transformer.run.sweep_folder import SweepDir
+from dist_transformer.run.tail import last_lines
 
 Document = dict[str, Any]
+
+RECENT_BYTES = 1 << 18
+"""Bytes read from the end of metrics.jsonl for the newest validation."""
 
 
 def report(target: RunRef) -> Document:
@@ -58,8 +64,17 @@ def report(target: RunRef) -> Document:
 
 
 def report_all(root: Path) -> list[Document]:
-    """A short document for each run folder in `root`, the newest record first. Slurm is asked once."""
-    return sorted(short_reports(run_folders(root)), key=lambda row: -(row["record_time"] or 0))
+    """A short document for each run folder in `root`, the newest record first; for those of a sweep with the settings of the
+    point and the newest validation loss, the lowest first. Slurm is asked once."""
+    rows, points = short_reports(run_folders(root)), read_record(SweepDir(root).state).get("points")
+    if points is None:
+        return sorted(rows, key=lambda row: -(row["record_time"] or 0))
+    of_tasks = {f"task_{number}": point.get("overrides", {}) for number, point in enumerate(points)}
+    for row in rows:
+        records = records_of(last_lines(RunDir(Path(row["folder"])).metrics, RECENT_BYTES))
+        newest = next((record for record in records if record.get("event") == "validation"), {})
+        row |= {"overrides": of_tasks.get(row["run"], {}), "validation_loss": newest.get("loss")}
+    return sorted(rows, key=lambda row: loss if isinstance(loss := row["validation_loss"], int | float) else math.inf)
 
 
 def run_folders(root: Path) -> list[Path]:

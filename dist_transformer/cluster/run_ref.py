@@ -92,7 +92,7 @@ def newest_job_id(run_dir: RunDir) -> str | None:
 def _refuse_sweep(folder: Path) -> None:
     if num_points(folder) is not None:
         raise UserError(
-            f"{folder}: is the folder of a sweep: dist-transformer sweep status {folder}, or give one of its runs: "
+            f"{folder}: is the folder of a sweep: dist-transformer list {folder}, or give one of its runs: "
             f"{folder / 'task_0'}"
         )
 

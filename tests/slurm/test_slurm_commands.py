@@ -94,11 +94,10 @@ def test_a_sweep_is_one_array_of_runs_and_shows_them_sorted(slurm_cluster: Slurm
     arguments = ("submit", str(config), *place, "--sweep", str(sweep), "--max-running", "2")
     assert "Traceback" not in say(slurm_cluster, *arguments)
     job_id = read_json(folder / "task_0" / "slurm" / "job.json")["job_id"].split("_")[0]
-    wait_until(lambda: is_over(slurm_cluster, job_id), 240, lambda: say(slurm_cluster, "sweep", "status", str(folder)))
-    found = json.loads(say(slurm_cluster, "sweep", "status", str(folder), "--json"))
-    rows = found["tasks"]
+    wait_until(lambda: is_over(slurm_cluster, job_id), 240, lambda: say(slurm_cluster, "list", str(folder)))
+    rows = json.loads(say(slurm_cluster, "list", str(folder), "--json"))
     assert [row["state"] for row in rows] == ["finished"] * 3
-    assert sorted(row["task"] for row in rows) == [0, 1, 2]
+    assert sorted(row["run"] for row in rows) == ["task_0", "task_1", "task_2"]
     losses = [row["validation_loss"] for row in rows]
     assert losses == sorted(losses)
     assert len(set(losses)) == 3

@@ -173,7 +173,6 @@ def test_a_sweep_whose_files_are_mutated_is_answered(run: Path, tmp_path: Path) 
         _, mutate = draw.choice([*whole_file_mutations(state), *field_mutations(state, draw, 20)])
         mutate(state)
         for arguments in (
-            ("sweep", "status", sweep),
             ("status", sweep / "task_0"),
             ("list", tmp_path),
             ("list", sweep),

@@ -104,7 +104,7 @@ def test_the_folder_of_a_sweep_is_no_run(slurm: FakeSlurm, tmp_path: Path) -> No
     sweep = make_run(tmp_path / "rates", job_id="5").path
     write_json(sweep / "sweep.json", {"points": [{}, {}]})
     task = make_run(sweep / "task_0")
-    message = f"{sweep}: is the folder of a sweep: dist-transformer sweep status {sweep}, or give one of its runs: "
+    message = f"{sweep}: is the folder of a sweep: dist-transformer list {sweep}, or give one of its runs: "
     for text in (str(sweep), "5"):
         with pytest.raises(UserError) as refused:
             find_run(text, tmp_path)

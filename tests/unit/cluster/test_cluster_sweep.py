@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_transformer.cli import sweep as sweep_module
+from dist_transformer.cli.status import list_command
 from dist_transformer.cli.submit import submit_run
-from dist_transformer.cli.sweep import status_command, submit_points
+from dist_transformer.cli.sweep import submit_points
 from dist_transformer.cluster import submit, sweep_submit
-from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.cluster.submit import note_job
 from dist_transformer.cluster.sweep import ranges, read_sweep
 from dist_transformer.config.loading import load_config
@@ -294,7 +294,7 @@ def test_however_many_points_there_are_slurm_is_asked_once(
     _say(folder.task(1), "finished")
     asked = fake_slurm.folder / "asked"
     fake_slurm.program("squeue", f'echo "$*" >> {asked}')
-    for ask in (lambda: _submit(config, GRID), lambda: status_command(folder.path)):
+    for ask in (lambda: _submit(config, GRID), lambda: list_command(folder.path)):
         asked.write_text("")
         ask()
         [call] = asked.read_text().splitlines()
@@ -309,7 +309,8 @@ def test_a_point_that_was_submitted_on_its_own_since_is_left_to_that_job(
     fake_slurm.set_jobs(job_line("9000", "PENDING", "Priority"))
     _submit(config, GRID)
     assert "--array=0,2-3" in fake_slurm.calls[1]
-    assert "pending (Priority)" in "  ".join(_table(capsys, folder)[2])
+    list_command(folder.path)
+    assert "9000 PENDING" in capsys.readouterr().out
 
 
 def test_a_sweep_of_which_all_is_done_is_not_submitted(
@@ -394,55 +395,23 @@ def submitted(config: Path, folder: SweepDir, fake_slurm: FakeSlurm) -> SweepDir
     return folder
 
 
-def _table(capsys: pytest.CaptureFixture[str], folder: SweepDir, **options: Any) -> list[list[str]]:
-    capsys.readouterr()
-    status_command(folder.path, **options)
-    return [line.split("  ") for line in capsys.readouterr().out.splitlines()]
-
-
-def test_the_table_is_sorted_by_the_newest_validation_loss_with_runs_without_one_last(
+def test_the_runs_of_a_sweep_are_listed_by_validation_loss_with_the_settings_of_their_points(
     submitted: SweepDir, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = _table(capsys, submitted)
-    words = [[cell for cell in row if cell] for row in rows]
-    assert [word.strip() for word in words[0]] == [
-        *("task", "state", "step", "loss", "validation_loss", "optimizer.learning_rate", "model.dropout")
-    ]
-    assert [row[0].strip() for row in rows[1:]] == ["2", "0", "1", "3"]
-    assert [word.strip() for word in words[2]] == ["0", "finished", "30", "4", "6", "0.001", "0.1"]
-    assert [word.strip() for word in words[3]] == ["1", "pending (Priority)", "0", "-", "-", "0.001", "0.3"]
-    assert "ended (TIMEOUT)" in "  ".join(rows[1])
-
-
-def test_reversed_the_highest_comes_first_and_runs_without_a_number_stay_last(
-    submitted: SweepDir, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert [row[0].strip() for row in _table(capsys, submitted, reverse=True)[1:]] == ["0", "2", "1", "3"]
-
-
-def test_for_scripts_the_table_is_json(submitted: SweepDir, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    status_command(submitted.path, sort="train.step", as_json=True)
-    read = json.loads(capsys.readouterr().out)
-    first = read["tasks"][0]
-    assert (read["sweep"], read["sorted_by"], first["job_id"]) == ("swept", "train.step", "4711_0")
-    assert first["overrides"] == {"optimizer.learning_rate": 1e-3, "model.dropout": 0.1}
+    list_command(submitted.path)
+    head, *rows = [line.split("\t") for line in capsys.readouterr().out.splitlines()]
+    assert head[-2:] == ["validation loss", "settings"]
+    assert [row[0] for row in rows] == ["task_2", "task_0", "task_1", "task_3"]
+    assert rows[1][1:5] == ["finished", "4711_0", "30/100000", "4.0000"]
+    assert rows[1][-2:] == ["6.0000", "optimizer.learning_rate=0.001, model.dropout=0.1"]
+    assert [row[2] for row in rows] == ["4711_2 TIMEOUT", "4711_0", "4711_1 PENDING", "4711_3"]
+    assert [row[-2] for row in rows] == ["5.0000", "6.0000", "-", "nan"]
 
 
-def test_without_slurm_the_table_says_what_the_runs_say(
-    submitted: SweepDir, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def away(job_ids: list[str]) -> None:
-        raise SlurmError("no")
-
-    monkeypatch.setattr(sweep_module, "known_jobs", away)
-    _say(submitted.task(2), "running")
-    states = {row[0].strip(): next(cell for cell in row[1:] if cell).strip() for row in _table(capsys, submitted)[1:]}
-    assert states == {"0": "finished", "1": "submitted", "2": "running", "3": "submitted"}
-
-
-def test_a_folder_without_a_sweep_and_a_sort_without_an_event_are_refused(tmp_path: Path, submitted: SweepDir) -> None:
-    with pytest.raises(UserError, match=r"holds no sweep \(no sweep.json\)"):
-        status_command(tmp_path)
-    with pytest.raises(UserError, match=r"--sort 'loss': expected EVENT.KEY"):
-        status_command(submitted.path, sort="loss")
+def test_for_scripts_the_list_of_a_sweep_is_json(submitted: SweepDir, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    list_command(submitted.path, as_json=True)
+    best = json.loads(capsys.readouterr().out)[0]
+    assert (best["run"], best["validation_loss"]) == ("task_2", 5.0)
+    assert best["overrides"] == {"optimizer.learning_rate": 3e-4, "model.dropout": 0.1}
