@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dist_transformer.config.credentials import secret_problems
-from dist_transformer.config.former_keys import take_former_keys, with_moved_keys
+from dist_transformer.config.former_keys import take_former_keys
 from dist_transformer.config.loading import value_problem
 from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import SlurmConfig
@@ -27,7 +27,7 @@ def load_profile(name_or_path: str) -> dict[str, Any]:
     """
     found = read_yaml(_find(name_or_path))
     as_section = Marked({"slurm": found.values}, {("slurm", *path): place for path, place in found.where.items()})
-    section, problems = take_former_keys(with_moved_keys(as_section))
+    section, problems = take_former_keys(as_section)
     marked = Marked(section.values["slurm"], {path[1:]: place for path, place in section.where.items()})
     problems += [*_unknown_keys(marked), *_bad_values(marked)]
     if problems:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ValidationError
 
 from dist_transformer.config.checks import cross_problems, file_problems
 from dist_transformer.config.credentials import holds_secret, shown_override, without_credentials
-from dist_transformer.config.former_keys import take_former_keys, with_moved_keys
+from dist_transformer.config.former_keys import take_former_keys
 from dist_transformer.config.paths import is_address
 from dist_transformer.config.schema import Config
 from dist_transformer.config.yaml12 import WrittenFloat, WrittenInt, as_written, dump
@@ -82,7 +82,7 @@ def _read_extended(path: Path, trail: tuple[Path, ...]) -> Marked:
     real = Path(os.path.realpath(path))  # `resolve` raises on a loop of links
     if real in trail:
         raise ConfigError([f"{path}: `extends` leads back to itself: {' -> '.join(map(str, (*trail, path)))}"])
-    marked = with_moved_keys(read_yaml(path))
+    marked = read_yaml(path)
     extended = marked.values.pop("extends", None)
     if extended is None:
         return marked
@@ -107,7 +107,7 @@ def _with_overrides(marked: Marked, overrides: list[str]) -> Marked:
             values = {part: values}
         place = f"command line: {shown_override(override)}"
         new = {path[:n]: place for n in range(1, len(path)) if path[:n] not in marked.where}
-        marked = merge(marked, with_moved_keys(Marked(values, {**new, path: place})))
+        marked = merge(marked, Marked(values, {**new, path: place}))
     if problems:
         raise ConfigError(problems)
     return marked

@@ -69,7 +69,7 @@ def test_a_checkpoint_that_does_not_hold_its_settings_is_compared_with_the_confi
 
 
 def test_a_run_of_a_version_with_more_settings_goes_on_and_says_nothing_of_them(train_small, command):
-    run = train_small("of-before", *ENOUGH, "slurm.sbatch.partition=gpu")
+    run = train_small("of-before", *ENOUGH)
     step_3 = run / "checkpoints" / "step_00000003"
     state = read_json(step_3 / "state.json")
     state["settings"] = _as_before(state["settings"])
@@ -77,7 +77,7 @@ def test_a_run_of_a_version_with_more_settings_goes_on_and_says_nothing_of_them(
     config = _as_before(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
     (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     command("train", run, "training.max_steps=4")
-    train_small("of-before", *LATER, "slurm.partition=gpu")
+    train_small("of-before", *LATER)
     changed = [record["settings"] for record in records(run, "changed", "history.jsonl")]
     assert changed == [{"training.max_steps": [3, 4]}, {"training.max_steps": [4, 6]}]
 
@@ -86,11 +86,7 @@ def _as_before(settings: dict) -> dict:
     """All keys that the settings of a run had when there were more of them."""
     for section, constants in CONSTANTS.items():
         settings[section] |= constants
-    given = {**settings["slurm"].pop("sbatch"), **settings["slurm"].pop("srun")}
-    settings["slurm"] |= dict.fromkeys(("account", "qos", "constraint", "gres", "memory")) | {
-        "partition": given["partition"]
-    }
-    settings["slurm"] |= {"exclude": [], "extra_sbatch": [], "extra_srun": [], "cpu_bind": "cores"}
+    del settings["slurm"]["sbatch"], settings["slurm"]["srun"]
     return settings
 
 

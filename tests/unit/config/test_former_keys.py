@@ -1,5 +1,6 @@
 """Files, run folders and checkpoints of earlier versions have settings that went: what becomes of each."""
 
+import json
 from importlib import import_module
 from pathlib import Path
 
@@ -8,9 +9,8 @@ from config_problems import problems_of
 
 from dist_transformer.cluster.profiles import load_profile
 from dist_transformer.config.former_keys import CONSTANTS, current_settings
-from dist_transformer.config.loading import load_config, to_yaml
+from dist_transformer.config.loading import load_config
 from dist_transformer.config.schema import Config
-from dist_transformer.config.slurm_schema import command_options
 from dist_transformer.errors import ConfigError
 
 BASE = "run: {name: test}\ndata: {train: {demo: train}}\ntraining: {max_steps: 5000}\n"
@@ -22,7 +22,8 @@ MODULES = {
     "tracking.upload_megabytes": "tracking.content",
     "training.loss_scale_window": "training.engine.engine",
     "training.initial_loss_scale": "training.engine.engine",
-    "slurm": "cluster.script",
+    "slurm.preflight_seconds": "cluster.script",
+    "slurm.preflight_tolerance": "cluster.script",
     "tokenizer": "data.tokenizer.tokenizer",
     "validation": "training.validation.runner",
 }
@@ -50,13 +51,13 @@ def test_a_former_setting_has_the_value_of_the_constant_that_it_became(section: 
 def test_a_setting_that_became_a_constant_may_stand_where_it_has_its_value(path: Path) -> None:
     sections: dict[str, list[str]] = {}
     for (section, key), value in FORMER.items():
-        sections.setdefault(section, []).append(f"{key}: {str(value).lower()}")
+        sections.setdefault(section, []).append(f"{key}: {json.dumps(value)}")
     given = "".join(f"{section}:\n  " + "\n  ".join(lines) + "\n" for section, lines in sections.items())
     other = "".join(line for line in BASE.splitlines(True) if line.split(":")[0] not in sections)
     path.write_text(other + given.replace("data:", "data:\n  train: {demo: train}"), encoding="utf-8")
     plain = load_config(written(path.with_name("plain.yaml")), ["training.max_steps=100000"])
     assert load_config(path) == plain
-    overrides = [f"{section}.{key}={str(value).lower()}" for (section, key), value in FORMER.items()]
+    overrides = [f"{section}.{key}={json.dumps(value)}" for (section, key), value in FORMER.items()]
     assert load_config(path.with_name("plain.yaml"), ["training.max_steps=100000", *overrides]) == plain
 
 
@@ -82,54 +83,24 @@ def test_an_override_mends_what_an_old_file_gives(path: Path) -> None:
     assert load_config(path, ["divergence.patience_steps=20"]) == load_config(written(path))
 
 
-OLD = (
-    "slurm: {partition: gpu, account: 1_000, qos: high, constraint: 'a&b', exclude: [n7, n8], memory: 10G, gres: 'gpu:8',\n"
-    "  cpu_bind: none, extra_sbatch: [--exclusive, '--reservation=x=y'], extra_srun: [--mpi=pmix]}\n"
-)
-
-
-def test_options_of_slurm_are_moved_into_their_mapping(path: Path) -> None:
-    slurm = load_config(written(path, OLD)).slurm
-    assert set(command_options(slurm.sbatch)) == {
-        *("--partition=gpu", "--account=1_000", "--qos=high", "--constraint=a&b", "--exclude=n7,n8", "--mem=10G"),
-        *("--gres=gpu:8", "--exclusive", "--reservation=x=y"),
-    }
-    assert slurm.srun == {"cpu-bind": "none", "mpi": "pmix"}
-    assert load_config(written(path, to_yaml(load_config(path)).partition("slurm:")[1] + OLD.partition("slurm:")[2]))
-
-
-def test_what_is_not_given_in_an_old_run_folder_asks_for_nothing(path: Path) -> None:
-    keys = "partition: null, account: null, qos: null, constraint: null, memory: null, gres: null, exclude: [], "
-    slurm = load_config(written(path, f"slurm: {{{keys}extra_sbatch: [], extra_srun: [], cpu_bind: null}}\n")).slurm
-    assert (command_options(slurm.sbatch), command_options(slurm.srun)) == ([], [])
-
-
-@pytest.mark.parametrize("spelling", ["slurm.partition", "slurm.sbatch.partition"])
-@pytest.mark.parametrize("in_file", ["partition: cpu", "sbatch: {partition: cpu}"])
-def test_an_override_wins_over_the_file_in_the_old_and_in_the_new_spelling(
-    path: Path, spelling: str, in_file: str
-) -> None:
-    written(path, f"slurm: {{{in_file}, nodes: 2}}\n")
-    assert load_config(path, [f"{spelling}=gpu"]).slurm.sbatch == {"partition": "gpu"}
-    assert load_config(path, [f"{spelling}=null"]).slurm.sbatch == {"partition": None}
-
-
-def test_what_is_given_in_both_spellings_or_is_no_option_is_refused(path: Path) -> None:
-    written(path, "slurm:\n  partition: a\n  sbatch: {partition: b}\n  extra_sbatch: [-N4]\n  extra_srun: --mpi=none\n")
-    again = "expected --option or --option=value, one an entry, and none of them in"
+def test_options_of_slurm_are_refused_with_what_replaces_them(path: Path) -> None:
+    written(
+        path,
+        "slurm: {partition: gpu, memory: 10G, cpu_bind: none, extra_sbatch: [--exclusive], extra_srun: [--mpi=x]}\n",
+    )
+    gone = "is no setting any more: write"
     assert problems_of(path) == [
-        f"{path}:5: slurm.partition: is slurm.sbatch.partition now, which is given too. Keep that one",
-        f"{path}:7: slurm.extra_sbatch: is slurm.sbatch now: {again} slurm.sbatch too. Write slurm.sbatch: {{option: value}}",
-        f"{path}:8: slurm.extra_srun: is slurm.srun now: {again} slurm.srun too. Write slurm.srun: {{option: value}}",
+        f"{path}:4: slurm.partition: {gone} slurm.sbatch: {{partition: ...}}",
+        f"{path}:4: slurm.memory: {gone} slurm.sbatch: {{mem: ...}}",
+        f"{path}:4: slurm.cpu_bind: {gone} slurm.srun: {{cpu-bind: ...}}",
+        f"{path}:4: slurm.extra_sbatch: {gone} slurm.sbatch: {{option: value}}",
+        f"{path}:4: slurm.extra_srun: {gone} slurm.srun: {{option: value}}",
     ]
 
 
-def test_a_profile_of_an_earlier_version_is_read(path: Path) -> None:
-    path.write_text("partition: gpu\npreflight_seconds: 180\nextra_sbatch: [--exclusive]\ncpu_bind: none\n")
-    assert load_profile(str(path)) == {
-        "sbatch": {"partition": "gpu", "exclusive": True},
-        "srun": {"cpu-bind": "none"},
-    }
+def test_a_profile_of_an_earlier_version_is_read_or_refused(path: Path) -> None:
+    path.write_text("nodes: 2\npreflight_seconds: 180\n")
+    assert load_profile(str(path)) == {"nodes": 2}
     path.write_text("nodes: 2\npreflight_tolerance: 0.5\n")
     with pytest.raises(ConfigError) as caught:
         load_profile(str(path))
@@ -143,8 +114,5 @@ def test_the_settings_that_a_checkpoint_kept_are_those_of_today(path: Path) -> N
     for (section, key), value in FORMER.items():
         kept[section][key] = value
     kept["divergence"]["patience_steps"] = 5  # what only the earlier version could do
-    kept["slurm"] |= {"partition": "gpu", "exclude": [], "extra_sbatch": ["--exclusive"], "cpu_bind": "cores"}
-    now = Config.model_validate(current_settings(kept))
-    assert now.slurm.sbatch == {"partition": "gpu", "exclude": None, "exclusive": True}
-    assert now.slurm.srun == {"cpu-bind": "cores"}
-    assert now.model_copy(update={"slurm": load_config(path).slurm}) == load_config(path)
+    kept["slurm"]["partition"] = "gpu"
+    assert Config.model_validate(current_settings(kept)) == load_config(path)
