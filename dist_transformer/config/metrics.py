@@ -10,7 +10,7 @@ TOKEN_MEASURES = ("loss", "nll", "perplexity", "token_accuracy")
 """Measures computed on the reference itself, always available."""
 TRANSLATION_MEASURES = ("bleu", "chrf", "comet", "plugin")
 """Measures of real output: with validation.translate; comet and plugin with their settings in validation, too."""
-SEARCH_OF_VALIDATION = ("length_penalty", "max_extra_tokens", "no_repeat_ngram_size", "max_source_tokens")
+SEARCH_OF_VALIDATION = ("length_penalty", "max_extra_tokens", "max_source_tokens")
 """Settings of `decoding` that the translations of a validation use."""
 LOWER_IS_BETTER = ("loss", "nll", "perplexity")
 

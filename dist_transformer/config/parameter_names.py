@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from dist_transformer.config.model_size import has_final_norm
-from dist_transformer.config.schema import ModelConfig, OptimizerConfig, TrainingConfig
+from dist_transformer.config.schema import ModelConfig, TrainingConfig
 
 NUM_NAMES_SHOWN = 5
 _EMBEDDINGS = ["source_embedding.weight", "target_embedding.weight"]
@@ -35,18 +35,16 @@ def all_parameter_names(config: ModelConfig) -> list[str]:
     return sorted(names)
 
 
-def check_patterns(training: TrainingConfig, optimizer: OptimizerConfig, model: ModelConfig) -> Iterator[str]:
-    """Yields a problem for each pattern that matches no parameter, and if all parameters are frozen."""
-    given = {"training.freeze": training.freeze, "optimizer.no_decay": optimizer.no_decay}
-    if not any(given.values()) or model.plugin is not None:  # whose names the engine knows
+def check_patterns(training: TrainingConfig, model: ModelConfig) -> Iterator[str]:
+    """Yields a problem for each pattern of `training.freeze` that matches no parameter, and if it freezes all."""
+    if not training.freeze or model.plugin is not None:  # whose names the engine knows
         return
     names = all_parameter_names(model)
-    for key, patterns in given.items():
-        yield from unknown_patterns(key, patterns, names)
+    yield from unknown_patterns(training.freeze, names)
     free = [name for name in names if not is_named(name, training.freeze)]
     if model.shared_embeddings and not {*_EMBEDDINGS} <= {*free}:
         free = [name for name in free if name not in _EMBEDDINGS]
-    if training.freeze and not free:
+    if not free:
         yield all_frozen(training.freeze, names)
 
 
@@ -55,13 +53,13 @@ def is_named(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def unknown_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+def unknown_patterns(patterns: Sequence[str], names: Sequence[str]) -> Iterator[str]:
     """Yields a message for each pattern that matches none of these parameters."""
     for pattern in patterns:
         if not any(is_named(name, [pattern]) for name in names):
             yield (
-                f"{key}: {pattern!r} names no parameter. Parameters are {_some(names, pattern)}; patterns are those of the "
-                "shell: '*embedding*'"
+                f"training.freeze: {pattern!r} names no parameter. Parameters are {_some(names, pattern)}; patterns are those "
+                "of the shell: '*embedding*'"
             )
 
 

@@ -109,9 +109,6 @@ class OptimizerConfig(Section):
     beta2: Fraction = Field(0.98, description="5.3: 0.98.")
     epsilon: Number = Field(1e-9, gt=0.0, description="5.3: 1e-9.")
     weight_decay: Number = Field(0.0, ge=0.0, description="Decoupled weight decay (not the paper's); matrices only.")
-    no_decay: tuple[Str, ...] = Field(
-        (), description="Shell patterns of further parameters without weight decay: '*embedding*'."
-    )
 
 
 class ScheduleConfig(Section):
@@ -128,9 +125,6 @@ class TrainingConfig(Section):
 
     max_steps: PositiveInt | None = Field(100_000, description="Last step of the run; none: another end is given.")
     max_epochs: PositiveInt | None = Field(None, description="Epochs after which the run ends; none: no such limit.")
-    max_target_tokens: Int | None = Field(
-        None, gt=0, description="The run ends with the step that reaches so many target tokens; none: no such limit."
-    )
     precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
         "auto",
         description="fp16: half weights, fp32 masters. bf16: layers in bf16, fp32 masters; autocast in stages 0 and 3, with "
@@ -267,20 +261,20 @@ class BeamConfig(Section):
     length_penalty: Number = Field(0.6, ge=0.0, le=10.0, description="alpha of Wu et al. (2016); 6.1: 0.6.")
     max_extra_tokens: Int = Field(50, ge=0, description="Longest output: input length + this (6.1: 50).")
     max_tokens: PositiveInt = Field(8192, description="Source tokens times beam in one batch of the search.")
-    no_repeat_ngram_size: Int = Field(
-        0, ge=0, description="No n-gram of so many tokens occurs twice in a translation; 0: no such limit."
-    )
     max_source_tokens: PositiveInt = Field(
         2048, description="Longest line in source tokens that is translated at once."
-    )
-    too_long: Literal["refuse", "split"] = Field(
-        "refuse", description="A longer line ends the command, or is cut between sentences or words and joined again."
     )
 
 
 class DecodingConfig(BeamConfig):
     """All settings of a search: those of a run, and those that a command or the loader of a served model adds."""
 
+    no_repeat_ngram_size: Int = Field(
+        0, ge=0, description="No n-gram of so many tokens occurs twice in a translation; 0: no such limit."
+    )
+    too_long: Literal["refuse", "split"] = Field(
+        "refuse", description="A longer line ends the command, or is cut between sentences or words and joined again."
+    )
     n_best: PositiveInt = Field(1, description="Translations given for each line, best first; at most the beam.")
     sampling: Bool = Field(
         False, description="Draw each token, n_best times for each line, in place of the beam search."
@@ -309,11 +303,6 @@ class TrackingConfig(Section):
         "MLFLOW_TRACKING_PASSWORD: they are never written into a run folder.",
     )
     experiment: Str = Field("dist-transformer", min_length=1, max_length=500, description="MLflow experiment name.")
-    system_metrics: Bool = Field(
-        True,
-        description="The use of processors, memory, network and GPUs of each node, with a log line every 30 s; of more than "
-        "16 nodes the minimum, mean and maximum.",
-    )
     register_as: Str | None = Field(
         None,
         pattern=r"^[^/:']+$",

@@ -205,7 +205,7 @@ def _cut(
         size = num_tokens if len(text) <= characters else f"{len(text):,} characters, over {num_tokens}"
         raise UserError(
             f"line {line + 1}: {size} tokens, but at most {most} are translated at once ({limit}): cut the line into "
-            "shorter sentences, leave it empty, or have it cut with --too-long split (decoding.too_long)"
+            "shorter sentences, leave it empty, or have it cut with --too-long split"
         )
 
     def num_tokens_of(part: str) -> int:

@@ -81,20 +81,16 @@ class _Walk:
 
     def __init__(self, data: RunData, progress: TrainState, beginning: str) -> None:
         self.step, self.beginning = progress.batches, beginning
-        self._training, self._target_tokens = data.config.training, progress.total_target_tokens
+        self._max_epochs = data.config.training.max_epochs
         self._loader = data.loader(progress.position, progress.batches, rank=0, num_ranks=1, num_workers=0)
 
     def next_batch(self) -> SeenBatch:
         """Returns the next batch; raises UserError if the run ends before it."""
-        most_tokens = self._training.max_target_tokens
-        if most_tokens is not None and self._target_tokens >= most_tokens:
-            raise _beyond_the_end("max_target_tokens", most_tokens, self.step)
-        most_epochs = self._training.max_epochs
+        most_epochs = self._max_epochs
         seen = next_with_pairs(self._fetch, lambda: self._loader.start_epoch(self.step), most_epochs)
         if seen is None:
             raise _beyond_the_end("max_epochs", most_epochs or 0, self.step)
         self.step = seen.step
-        self._target_tokens += sum(batch.shape.target_tokens for batch in seen.micro_batches)
         return seen
 
     def _fetch(self) -> SeenBatch:

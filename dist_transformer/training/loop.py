@@ -141,10 +141,8 @@ class Loop:
     def _has_ended(self) -> bool:
         training, state = self._config.training, self.state
         return (
-            (training.max_steps is not None and state.step >= training.max_steps)
-            or (training.max_target_tokens is not None and state.total_target_tokens >= training.max_target_tokens)
-            or self._validation.early_stopping.reason() is not None
-        )
+            training.max_steps is not None and state.step >= training.max_steps
+        ) or self._validation.early_stopping.reason() is not None
 
     def _next_batch(self) -> GlobalBatch | None:
         """Returns the next batch with rows in it; None after the last epoch.

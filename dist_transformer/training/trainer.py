@@ -216,7 +216,7 @@ def _loop(
     recorded = run_on_rank_zero(ranks, lambda: newest_records(run.run_dir), run.doing("reading the earlier records"))
     validator = open_validator(config, data, engine, ranks, watchdog.progress, run.wants_stop)
     stopping = EarlyStopping(config.validation, changes.early_stopping(checkpoint))
-    sampler = NodeSampler(ranks) if config.tracking.system_metrics else None
+    sampler = NodeSampler(ranks)
     peak = peak_of(ranks.device, run.training.precision)
     mfu = Mfu(config.model, data.manifest.target_vocabulary, _sum(ranks, peak.flops_per_second)).of
     every_steps = config.checkpoints.every_steps
@@ -267,7 +267,7 @@ def _loop(
     )  # fmt: skip
     written = run_log.profile_written if run_log else None
     profile = profiling(run, engine, batches, metrics, calls, written) if run.terminal.profile else nullcontext()
-    with bar.progress, sampler or nullcontext(), _ending_save(run, loop), profile:
+    with bar.progress, sampler, _ending_save(run, loop), profile:
         outcome = loop.run()
     early_stop = stopping.reason() or "" if outcome is Outcome.FINISHED else ""
     if early_stop:

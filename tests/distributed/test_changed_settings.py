@@ -19,7 +19,7 @@ BOTH = ("checkpoints.every_steps=1", "schedule.warmup_steps=2")
 ENOUGH = ("training.max_steps=3", *BOTH)
 LATER = ("training.max_steps=6", *BOTH)
 PATIENT = with_constants({"tracking.tracker.CLOSE_SECONDS": 120})
-TRACKED = "tracking={enabled: true, system_metrics: false}"
+TRACKED = "tracking={enabled: true}"
 
 
 def state_of(run: Path, step: int) -> dict:

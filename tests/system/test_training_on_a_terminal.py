@@ -14,7 +14,6 @@ pytestmark = pytest.mark.slow
 
 RUN = (
     "small.yaml", "validation.every_steps=3", "validation.translate=false", "training.max_steps=4",
-    "tracking.system_metrics=false",
 )  # fmt: skip
 
 

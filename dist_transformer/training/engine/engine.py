@@ -99,7 +99,7 @@ class Engine:
     """
 
     def __init__(self, module: Objective, training: TrainingConfig, optimizer: OptimizerConfig, ranks: Ranks) -> None:
-        """Raises `UserError` if a pattern of `training.freeze` or `optimizer.no_decay` names no parameter, or if
+        """Raises `UserError` if a pattern of `training.freeze` names no parameter, or if
         `training.compile_layers` has no compiler."""
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if ranks.device.type == "cpu":
@@ -120,7 +120,7 @@ class Engine:
         is_exchanged = training.same_bits or training.zero_stage > 0 or ranks.num_ranks > 1
         is_ours = is_exchanged and sends_during_backward(training)
         cut = partial(in_buckets, num_buckets(ranks.num_ranks)) if is_ours else lambda alike: [alike]
-        updates = adam(module, optimizer, in_order_of_backward(module.model), cut, not training.same_bits)
+        updates = adam(optimizer, in_order_of_backward(module.model), cut, not training.same_bits)
         step_as_not_compiled(updates)
         with not_compiling(compiler):
             self._engine, *_ = deepspeed.initialize(

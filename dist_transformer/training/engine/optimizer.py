@@ -28,8 +28,12 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
     Raises:
         UserError: a pattern names no parameter, or no parameter is left to train.
     """
-    for parameter in _matching(module, patterns, "training.freeze"):
-        parameter.requires_grad_(False)
+    named = [(_model_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
+    for problem in unknown_patterns(patterns, [name for name, _ in named]):
+        raise UserError(problem).agreed()
+    for name, parameter in named:  # a tied one by any of its names
+        if is_named(name, patterns):
+            parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError(all_frozen(patterns, list(parameter_names(module)))).agreed()
 
@@ -38,22 +42,18 @@ Cut = Callable[[list[nn.Parameter]], list[list[nn.Parameter]]]
 
 
 def adam(
-    module: nn.Module, settings: OptimizerConfig, parameters: Sequence[nn.Parameter], cut: Cut, fused: bool = True
+    settings: OptimizerConfig, parameters: Sequence[nn.Parameter], cut: Cut, fused: bool = True
 ) -> torch.optim.AdamW:
     """Builds torch's Adam, since DeepSpeed's own are compiled at start. Vectors (norms, biases) do not decay.
 
     Args:
-        parameters: those of `module` to train, in order.
+        parameters: those to train, in order.
         cut: makes groups of those that decay and of those that do not, for each type of weights; groups are ordered by
             their last member.
         fused: in one pass over weights and moments, on CPUs too; on them the last few elements of a tensor are then rounded
             otherwise than those before.
-
-    Raises:
-        UserError: a pattern of `optimizer.no_decay` names no parameter.
     """
-    exempt = {id(parameter) for parameter in _matching(module, settings.no_decay, "optimizer.no_decay")}
-    rates = {p: 0.0 if p.dim() <= 1 or id(p) in exempt else settings.weight_decay for p in parameters}
+    rates = {p: 0.0 if p.dim() <= 1 else settings.weight_decay for p in parameters}
     place = {parameter: number for number, parameter in enumerate(parameters)}
     kinds = dict.fromkeys((rates[p], p.dtype) for p in parameters)
     alike = [[p for p in parameters if (rates[p], p.dtype) == kind] for kind in kinds]
@@ -103,14 +103,6 @@ def deal_out(sizes: dict[str, int], num_ranks: int) -> dict[str, int]:
         owners[name] = loads.index(min(loads))
         loads[owners[name]] += size
     return owners
-
-
-def _matching(module: nn.Module, patterns: Sequence[str], key: str) -> list[nn.Parameter]:
-    """Returns the parameters that any of the patterns names; a tied one by any of its names."""
-    named = [(_model_name(name), p) for name, p in module.named_parameters(remove_duplicate=False)]
-    for problem in unknown_patterns(key, patterns, [name for name, _ in named]):
-        raise UserError(problem).agreed()
-    return [p for name, p in named if is_named(name, patterns)]
 
 
 def _model_name(name: str) -> str:

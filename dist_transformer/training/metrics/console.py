@@ -141,5 +141,5 @@ def _corpus_line(name: str, split: Split) -> str:
 
 
 def _end(training: TrainingConfig) -> str:
-    ends = {"steps": training.max_steps, "epochs": training.max_epochs, "target tokens": training.max_target_tokens}
+    ends = {"steps": training.max_steps, "epochs": training.max_epochs}
     return " or ".join(f"{count} {unit}" for unit, count in ends.items() if count is not None)

@@ -25,7 +25,7 @@ class MetricsLogger:
     """Counts batches and writes a record for each log interval.
 
     Args:
-        sampler: load of the nodes, recorded with a log line every SYSTEM_SECONDS; None: not recorded.
+        sampler: load of the nodes, recorded with a log line every SYSTEM_SECONDS.
         run_log: None on all ranks but rank 0.
         recorded_step: newest "train" record in metrics.jsonl, the same on every rank.
         mfu: `Mfu.of`, called with an interval and its seconds.
@@ -35,7 +35,7 @@ class MetricsLogger:
         self,
         ranks: Ranks,
         engine: Engine,
-        sampler: NodeSampler | None,
+        sampler: NodeSampler,
         run_log: RunLog | None,
         recorded_step: int,
         bar: ProgressBar,
@@ -129,7 +129,7 @@ class MetricsLogger:
         self._bar.show(state.step, loss, interval.target_tokens / seconds)
         self._recorded_step = state.step
         self._system_seconds += seconds
-        if self._sampler is not None and since_system >= SYSTEM_SECONDS:
+        if since_system >= SYSTEM_SECONDS:
             self._log_system(self._sampler.means(), state.step)
         self._interval = self._new_interval()
 

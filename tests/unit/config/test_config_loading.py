@@ -107,7 +107,7 @@ slrum: {}
     ("overrides", "expected"),
     [
         (["schedule.warmup_steps=6000"], "schedule.warmup_steps: 6000 is above training.max_steps 5000"),
-        (["training.max_steps=null"], "give max_steps, max_epochs or max_target_tokens, else the run never ends"),
+        (["training.max_steps=null"], "give max_steps or max_epochs, else the run never ends"),
         (["schedule.name=cosine"], "cosine needs optimizer.learning_rate"),
         (["training.zero_stage=0"], "0 cannot be used with training.precision: auto, which is fp16 on GPUs"),
         (["training.zero_stage=0", "training.precision=fp16"], "0 cannot be used with fp16"),

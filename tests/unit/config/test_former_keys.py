@@ -63,7 +63,13 @@ def test_a_setting_that_became_a_constant_may_stand_where_it_has_its_value(path:
 
 def test_every_other_value_is_refused_at_once_with_its_place(path: Path) -> None:
     written(path, "divergence: {patience_steps: 5}\ncheckpoints: {save_attempts: null}\nmodel: {d_modl: 3}\n")
-    overrides = ("training.dry_run=false", "training.threads_per_rank=4", "data.stall_seconds=60", "decoding.top_k=5")
+    overrides = (
+        "training.dry_run=false",
+        "training.threads_per_rank=4",
+        "data.stall_seconds=60",
+        "decoding.top_k=5",
+        "decoding.no_repeat_ngram_size=3",
+    )
     assert problems_of(path, *overrides) == [
         f"{path}:4: divergence.patience_steps: is no setting any more: it is always 20. Remove it",
         f"{path}:5: checkpoints.save_attempts: is no setting any more: it is always 3. Remove it",
@@ -71,6 +77,8 @@ def test_every_other_value_is_refused_at_once_with_its_place(path: Path) -> None
         "training.hang_seconds. Remove it",
         "command line: decoding.top_k=5: decoding.top_k: is no setting any more: give `translate` the option --top-k. "
         "Remove it here",
+        "command line: decoding.no_repeat_ngram_size=3: decoding.no_repeat_ngram_size: is no setting any more: give "
+        "`translate` the option --no-repeat-ngram. Remove it here",
         "command line: training.dry_run=false: training.dry_run: is no setting any more: it is always made. Remove it",
         "command line: training.threads_per_rank=4: training.threads_per_rank: is no setting any more: set the variable "
         "OMP_NUM_THREADS, in a job by slurm.environment. Remove it here",

@@ -19,22 +19,22 @@ data.root data.row_group_rows data.source_language data.target_language data.tes
 data.train.demo data.train.hub data.train.path data.train.plugin data.train.revision data.train.source data.train.split
 data.train.subset data.train.tags data.train.target data.validation data.window_rows decoding.beam_size
 decoding.length_penalty decoding.max_extra_tokens decoding.max_source_tokens decoding.max_tokens
-decoding.no_repeat_ngram_size decoding.too_long divergence.policy model.activation model.attention_gain
+divergence.policy model.activation model.attention_gain
 model.d_ff model.d_model model.dropout model.final_norm model.key_size model.layer_drop model.max_positions
 model.norm model.norm_type model.num_decoder_layers model.num_encoder_layers model.num_heads model.output_bias
 model.plugin model.positions model.preset model.shared_embeddings model.tied_output model.value_size optimizer.beta1
-optimizer.beta2 optimizer.epsilon optimizer.learning_rate optimizer.no_decay optimizer.weight_decay run.name
+optimizer.beta2 optimizer.epsilon optimizer.learning_rate optimizer.weight_decay run.name
 run.root run.seed schedule.name schedule.warmup_steps slurm.cluster slurm.container_image
 slurm.container_mounts slurm.container_runtime slurm.cpus_per_rank slurm.environment slurm.gpu_memory_gb
 slurm.gpus_per_node slurm.max_restarts_without_progress slurm.nodes slurm.preflight slurm.ranks_per_node
 slurm.sbatch slurm.setup slurm.signal_seconds slurm.spare_nodes slurm.srun slurm.time_limit
 tokenizer.character_coverage tokenizer.sampling tokenizer.shared tokenizer.source_model tokenizer.target_model
 tokenizer.type tokenizer.vocabulary_size tracking.alias tracking.enabled tracking.experiment
-tracking.register_as tracking.system_metrics tracking.uri training.activation_checkpointing
+tracking.register_as tracking.uri training.activation_checkpointing
 training.audit_share training.communication_dtype training.compile_layers training.ema_decay training.freeze
 training.gradient_clip_norm training.hang_seconds training.init_from training.init_partially
 training.label_smoothing training.lanes_per_pass training.log_every_steps training.max_epochs
-training.max_hours training.max_steps training.max_target_tokens training.offload training.precision
+training.max_hours training.max_steps training.offload training.precision
 training.same_bits training.zero_stage validation.beam_size validation.comet validation.every_steps
 validation.max_sentences validation.metric validation.patience validation.plugin validation.target validation.translate
 """

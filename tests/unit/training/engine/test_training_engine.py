@@ -169,15 +169,14 @@ def test_the_floor_of_the_loss_scale_is_divergence_since_the_step_that_never_cam
     train(engine, [[batches[3]]])  # nothing of the gradient is left: the engine can go on from a checkpoint
 
 
-def test_weight_decay_leaves_vectors_and_named_matrices_alone(make_engine, batches):
-    engine = make_engine(OptimizerConfig(weight_decay=0.5, no_decay=("*embedding*", "decoder_layers.0.feed_forward.*")))
+def test_weight_decay_leaves_vectors_alone(make_engine, batches):
+    engine = make_engine(OptimizerConfig(weight_decay=0.5))
     before = state_of(engine)
     loss, _ = engine(*batches[0])
     engine.backward(loss * 0.0, 1)
     engine.step(0.1)
     for name, shape in engine.shapes().items():
-        is_exempt = len(shape) == 1 or "embedding" in name or name.startswith("decoder_layers.0.feed_forward.")
-        expected = before[f"weight/{name}"] * (1.0 if is_exempt else 1 - 0.1 * 0.5)
+        expected = before[f"weight/{name}"] * (1.0 if len(shape) == 1 else 1 - 0.1 * 0.5)
         torch.testing.assert_close(state_of(engine)[f"weight/{name}"], expected)
 
 

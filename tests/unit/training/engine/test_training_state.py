@@ -171,7 +171,6 @@ def test_the_first_averages_forget_quickly(make_engine, batches):
         ),
         (dict(freeze=("decoder_layer.*.bias",)), r"names no parameter\. Parameters are decoder_layers\.0\.\S*bias, "),
         (dict(freeze=("*",)), r"freeze all \d+ parameters.*leave some of them free"),
-        (dict(optimizer=OptimizerConfig(no_decay=("bias",))), r"optimizer\.no_decay: 'bias' names no parameter"),
     ],
 )
 def test_patterns_that_name_nothing_or_all_are_refused_with_names_to_choose_from(make_engine, settings, said):
