@@ -31,9 +31,7 @@ def stacks_of_job(run_dir: RunDir, job: QueuedJob) -> list[NodeStacks]:
         SlurmError: Slurm could not start the step, and no node answered.
     """
     code = run_dir.snapshot if run_dir.snapshot.is_dir() else Path(__file__).resolve().parents[2]
-    is_old = (code / "dist_transformer" / "stacks.py").is_file()  # a snapshot of version 0.1
-    module = "dist_transformer.stacks" if is_old else "dist_transformer.processes.stacks"
-    command = [sys.executable, "-m", module, job.number]
+    command = [sys.executable, "-m", "dist_transformer.processes.stacks", job.number]
     environment = {"PYTHONPATH": str(code), "PYTHONSAFEPATH": "1"}
     lines = run_on_each_node(job.number, job.num_nodes, command, environment)
     return by_node(host_names(job.nodes), lines)

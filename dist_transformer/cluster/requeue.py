@@ -6,14 +6,12 @@ An attempt that made a new checkpoint may always be followed by another. Without
 
 import json
 import os
-import sys
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from dist_transformer.cluster.restarts import refuse
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.slurm_schema import LOST_ATTEMPTS, SlurmConfig
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError
@@ -191,7 +189,3 @@ def nodes_to_exclude(run_dir: RunDir, given: str) -> str:
     """Nodes that Slurm excludes already (a list in its words) and the run's own: a new list replaces the old one."""
     listed = [] if given in ("", "(null)") else [given]
     return ",".join([*listed, *(node for node in excluded_nodes(run_dir) if node not in given.split(","))])
-
-
-if __name__ == "__main__":
-    sys.exit(refuse())

@@ -20,8 +20,6 @@ _NUMBER = re.compile(r"[-+]?[\d,.]+(e[-+]?\d+)?( ?[%a-zA-Z/]{1,8})?|nan|-?inf|-|
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 """Content security policy: nothing is loaded and nothing is executed, wherever the page is opened."""
 LABEL = '<meta name="generator" content="Dist Transformer">'
-FOOTER = " by Dist Transformer "
-"""Text that identifies pages of versions without a label."""
 
 
 def render(template: str, **values: Any) -> str:
@@ -31,8 +29,7 @@ def render(template: str, **values: Any) -> str:
 
 def is_own_page(path: Path) -> bool:
     """True if this program wrote the page."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-    return LABEL in text or (POLICY in text and FOOTER in text)
+    return path.is_file() and LABEL in path.read_text(encoding="utf-8", errors="replace")
 
 
 @cache

@@ -8,7 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "dist_transformer"
 ORDER = [
-    *("errors", "format", "package_data", "share_folder", "files", "plugins"),
+    *("errors", "format", "package_data", "files", "plugins"),
     *("config", "run", "processes", "distributed", "model", "data", "planning", "cluster", "preflight", "tracking"),
     *("interop", "decoding", "reporting", "training", "cli", "api", "__main__"),
 ]

@@ -41,7 +41,6 @@ ALLOWED = {
     ("decoding/comet.py", "load_from_checkpoint"),
     ("distributed/group.py", "dist.all_gather_object"),
     ("distributed/group.py", "dist.broadcast_object_list"),
-    ("share_folder.py", "runpy.run_module"),
 }
 """File of the package, and what it holds."""
 
