@@ -1,4 +1,4 @@
-"""report, compare: pages about runs, each a single file, and the figures of a run."""
+"""report, compare: pages about runs, each a single file."""
 
 import sys
 from collections.abc import Sequence
@@ -23,9 +23,7 @@ PAGE = "a page"
 
 def report_command(
     run: RunOrJob,
-    output: Annotated[
-        Path | None, typer.Option(help="Where to; default: RUN/report.html, and the pictures in RUN/figures.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Where to; default: RUN/report.html.")] = None,
     root: Root = RUNS,
 ) -> None:
     """Write a page about a run: its history, data, scores, samples and pictures, in one file that needs no network."""

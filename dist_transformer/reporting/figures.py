@@ -1,4 +1,4 @@
-"""Drawing of panels: each as an SVG for a page, all together as one PNG.
+"""Drawing of panels, each as an SVG for a page.
 
 Colors are distinguishable with color blindness, and lines in print by their dashes.
 """
@@ -6,25 +6,22 @@ Colors are distinguishable with color blindness, and lines in print by their das
 import io
 import re
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from dist_transformer.files import replacing
 from dist_transformer.reporting.charts import WARM_UP_SHARE, Line, Marks, Panel
 from dist_transformer.reporting.curves import Curve, Floats, Thinned, thinned
 
 if TYPE_CHECKING:  # imported at run time only for drawing: it takes half a second
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 LINE_COLORS = ("#0072b2", "#d55e00", "#00875f", "#b0508c", "#7a6a00", "#3a9bd0", "#a03030", "#606060")
 """Colors of Okabe and Ito, darkened if too pale for a line on white."""
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 INK, GRID, RESTART, DIVERGENCE = "#222222", "#dddddd", "#888888", "#c00000"
 POINTS = 400
-WIDTH_INCHES, PLOT_INCHES, LEFT_INCHES, BELOW_INCHES, TITLE_INCHES = 4.6, 1.8, 0.74, 0.46, 0.27
+WIDTH_INCHES, PLOT_INCHES, LEFT_INCHES, BELOW_INCHES = 4.6, 1.8, 0.74, 0.46
 LEGEND_CHARACTERS = 62
 """Characters that fit on a line of a legend."""
 STEPS = (1, 2, 2.5, 5, 10)
@@ -43,37 +40,12 @@ def panel_svg(panel: Panel, marks: Marks) -> str:
     with matplotlib.rc_context(settings), io.StringIO() as out:
         height = _legend_inches(panel, marks) + PLOT_INCHES + BELOW_INCHES
         figure = Figure(figsize=(WIDTH_INCHES, height))
-        draw(panel, marks, _placed(figure, 0.0, BELOW_INCHES))
+        place = LEFT_INCHES / WIDTH_INCHES, BELOW_INCHES / height
+        size = (WIDTH_INCHES - LEFT_INCHES - 0.1) / WIDTH_INCHES, PLOT_INCHES / height
+        draw(panel, marks, figure.add_axes((*place, *size)))
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
         figure.savefig(out, format="svg", transparent=True, metadata=nothing)
         return _for_page(out.getvalue(), description(panel))
-
-
-def curves_png(panels: list[Panel], marks: Marks, path: Path, title: str) -> None:
-    """Draws all panels in one figure, two in a row, each with its title; `panels` is not empty."""
-    from matplotlib.figure import Figure
-
-    legend = max(_legend_inches(panel, marks) for panel in panels)
-    rows, tile = (len(panels) + 1) // 2, 2 * TITLE_INCHES + legend + PLOT_INCHES + BELOW_INCHES
-    height = rows * tile + 2 * TITLE_INCHES
-    figure = Figure(figsize=(2 * WIDTH_INCHES, height))
-    for number, panel in enumerate(panels):
-        left, bottom = (number % 2) * WIDTH_INCHES, (rows - 1 - number // 2) * tile + BELOW_INCHES
-        axes = _placed(figure, left, bottom)
-        draw(panel, marks, axes)
-        top = 1 + (legend + TITLE_INCHES / 3) / PLOT_INCHES
-        axes.text(0, top, panel.title, transform=axes.transAxes, fontsize=11, fontweight="bold", color=INK)
-    left = LEFT_INCHES / (2 * WIDTH_INCHES)
-    figure.text(left, 1 - 1.2 * TITLE_INCHES / height, drawable(title), fontsize=14, color=INK, parse_math=False)
-    with replacing(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=110)
-
-
-def _placed(figure: "Figure", left: float, bottom: float) -> "Axes":
-    """Axes for a panel in the tile at `left`, its plot's lower edge at `bottom`, in inches."""
-    width, height = figure.get_size_inches()
-    size = (WIDTH_INCHES - LEFT_INCHES - 0.1) / width, PLOT_INCHES / height
-    return figure.add_axes(((left + LEFT_INCHES) / width, bottom / height, *size))
 
 
 def _legend_columns(labels: list[str]) -> int:

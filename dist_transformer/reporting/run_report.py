@@ -1,11 +1,10 @@
-"""The report of one run: its page and its figures."""
+"""The report of one run."""
 
 import logging
 from pathlib import Path
 
-from dist_transformer.files import replacing
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.outputs import write_output, writing
+from dist_transformer.run.outputs import write_output
 
 log = logging.getLogger(__name__)
 
@@ -14,7 +13,7 @@ LARGEST_AT_END_BYTES = 200_000_000
 
 
 def report_after_training(run_dir: RunDir) -> bool:
-    """Writes figures and page at the end of a run (rank 0); returns True if they were written.
+    """Writes the page at the end of a run (rank 0); returns True if it was written.
 
     A failure is a warning: the run is over and saved. A history that takes long to read is left to the user.
     """
@@ -32,25 +31,12 @@ def report_after_training(run_dir: RunDir) -> bool:
 
 
 def write_run_report(run_dir: RunDir, output: Path | None = None) -> Path:
-    """Writes the page about a run, and without `output` its figures too (curves.png, lengths.png); returns its path.
+    """Writes the page about a run, by default report.html in its folder, and returns its path.
 
-    `output`: default: report.html in the run folder. Raises UserError: the page cannot be written.
+    Raises UserError: the page cannot be written.
     """
-    # Imported only for drawing: numpy and matplotlib.
-    from dist_transformer.reporting.charts import marks_of, panels_of
-    from dist_transformer.reporting.figures import curves_png
-    from dist_transformer.reporting.page import run_page
+    from dist_transformer.reporting.page import run_page  # numpy and matplotlib
     from dist_transformer.reporting.run_history import read_story
 
-    story = read_story(run_dir)
-    page = run_page(story)
-    if output is None:
-        with writing(run_dir.figures):
-            run_dir.figures.mkdir(exist_ok=True)
-            if panels := panels_of(story):
-                curves_png(panels, marks_of(story), run_dir.figures / "curves.png", story.name)
-            if story.prepared and story.prepared.picture:
-                with replacing(run_dir.figures / "lengths.png") as temporary:
-                    temporary.write_bytes(story.prepared.picture)
-    write_output(output or run_dir.report, page)
+    write_output(output or run_dir.report, run_page(read_story(run_dir)))
     return output or run_dir.report

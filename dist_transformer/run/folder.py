@@ -49,11 +49,6 @@ class RunDir:
         return self.path / "history.jsonl"
 
     @property
-    def figures(self) -> Path:
-        """The figures of the run, redrawn at the end of each start."""
-        return self.path / "figures"
-
-    @property
     def report(self) -> Path:
         """The report of the run: one file that contains its style and figures."""
         return self.path / "report.html"

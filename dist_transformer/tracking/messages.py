@@ -5,7 +5,7 @@ the outbox     start        status RUNNING, tags, description, parameters, the f
                checkpoint   a logged model that is only a reference: path, step, scores; tags of best and deleted ones
                samples      the table samples.json: all of samples.jsonl
                profile      the table of a profile
-               figures      the files of figures/, and report.html
+               figures      the file report.html
                model        a logged model that MLflow can serve, registered on request
                evaluation   points evaluation/<corpus>/<measure>
                status       FINISHED, FAILED, KILLED, SCHEDULED
@@ -43,7 +43,7 @@ _NEEDED: dict[str, set[str]] = {
     "checkpoint": {"time", "path", "step", "metrics"},
     "samples": set(),
     "profile": {"path"},
-    "figures": {"path"},
+    "figures": set(),
     "model": {"time", "path", "step", "metrics"},
     "evaluation": {"time", "name", "step", "metrics"},
     "status": {"time", "status"},
@@ -91,7 +91,7 @@ def send_event(run: "TrackedRun", event: Mapping[str, Any], channel: str, run_di
         case "files", "profile":
             run.log_file(_of_run(run_dir, event["path"]))
         case "figures", "figures":
-            _send_figures(run, _of_run(run_dir, event["path"]), run_dir.report)
+            run.log_file(_of_run(run_dir, run_dir.report.name))
         case "model", "model":
             send_model(run, event, run_dir)
 
@@ -114,14 +114,6 @@ def _send_checkpoint(run: "TrackedRun", event: Mapping[str, Any]) -> None:
     mlflow_models.mark_checkpoints(run, name if event.get("is_best") else None, event.get("kept"))
     if event.get("is_best"):
         run.set_tags({"best_checkpoint": name})  # MLflow's pages show no tags of a logged model
-
-
-def _send_figures(run: "TrackedRun", folder: Path, report: Path) -> None:
-    _refuse_links_out(folder, files_of(folder) if folder.is_dir() else [])
-    run.log_folder(folder, "figures")
-    if report.is_file():
-        _refuse_links_out(report.parent, [report])
-        run.log_file(report)
 
 
 def send_model(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> None:

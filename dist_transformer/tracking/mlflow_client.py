@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 from dist_transformer.config.credentials import without_secrets
 from dist_transformer.files import replacing
-from dist_transformer.tracking.content import Point, files_of
+from dist_transformer.tracking.content import Point
 from dist_transformer.tracking.moved_store import follow_moved_artifacts
 from dist_transformer.tracking.outbox import (
     DeliveryState,
@@ -173,12 +173,6 @@ class TrackedRun:
     def log_file(self, file: Path) -> None:
         with translated_errors(), local_files_refused(), artifact_errors():
             self.client.log_artifact(self.run_id, str(file))
-
-    def log_folder(self, folder: Path, name: str) -> None:
-        """Uploads the files of `folder` under `name`. Raises ServerRefused if the folder is gone."""
-        with translated_errors(), local_files_refused(), artifact_errors():
-            if files_of(folder):
-                self.client.log_artifacts(self.run_id, str(folder), name)
 
     def describe(self, text: str) -> None:
         """Sets the description on the run's page; one that a user has changed is kept."""

@@ -121,9 +121,9 @@ class Tracker:
         """Adds the table of `train --profile`; traces are not sent."""
         self._add("profile", path=_within(self._run_dir, table))
 
-    def figures_written(self, folder: Path) -> None:
-        """Reports that the figures of the run, and the report if there is one, were drawn anew."""
-        self._add("figures", path=_within(self._run_dir, folder))
+    def report_written(self) -> None:
+        """Reports that report.html was made anew."""
+        self._add("figures")
 
     def model_written(self, folder: Path, metrics: Mapping[str, float]) -> None:
         """Adds the exported model folder: uploaded if it is small enough, else its path and digest."""

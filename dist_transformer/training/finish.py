@@ -41,7 +41,7 @@ class RunEnd:
         self._is_closed = False
 
     def draw_report(self, wants_stop: WantsStop) -> None:
-        """Draws the figures and the page, for the run's artifacts (collective). A run that is not tracked gets none.
+        """Makes the report, for the run's artifacts (collective). A run that is not tracked gets none.
 
         Raises:
             Stopped: on every rank: a rank was asked to stop.
@@ -49,7 +49,7 @@ class RunEnd:
 
         def draw() -> None:
             if report_after_training(self._run_dir) and self.tracker is not None:
-                self.tracker.figures_written(self._run_dir.figures)
+                self.tracker.report_written()
 
         if self._tracking.enabled:
             self._on_rank_zero(draw, "drawing the report", REPORT_SECONDS, wants_stop)

@@ -119,9 +119,9 @@ def others_run(tmp_path: Path) -> RunDir:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "key").write_text(SECRET, encoding="utf-8")
     run_dir = RunDir(tmp_path / "run")
-    for folder in (run_dir.figures, run_dir.profile, run_dir.model):
+    for folder in (run_dir.profile, run_dir.model):
         folder.mkdir(parents=True)
-    for file in (run_dir.profile / "profile_rank0.md", run_dir.figures / "loss.svg", run_dir.report):
+    for file in (run_dir.profile / "profile_rank0.md", run_dir.report):
         file.write_text("of the run", encoding="utf-8")
     for name in ("config.json", "model.safetensors"):
         (run_dir.model / name).write_text("{}", encoding="utf-8")
@@ -139,11 +139,11 @@ def send(run_dir: RunDir, event: str, path: str) -> mock.Mock:
 
 def test_what_belongs_to_the_run_is_sent(others_run):
     assert send(others_run, "profile", "profile/profile_rank0.md").log_file.called
-    assert send(others_run, "figures", "figures").log_folder.called
+    assert send(others_run, "figures", "").log_file.called
     assert send(others_run, "model", "model").log_model.called
 
 
-@pytest.mark.parametrize("event", ["profile", "figures", "model"])
+@pytest.mark.parametrize("event", ["profile", "model"])
 @pytest.mark.parametrize(
     "path", ["../home/key", "../home", "/", "{home}/key", "{home}", "link", "link/key", "model/../.."]
 )
@@ -154,18 +154,17 @@ def test_no_file_outside_of_the_run_folder_is_sent_to_a_server(others_run, event
         send(others_run, event, path.format(home=home))
 
 
-@pytest.mark.parametrize("event", ["figures", "model"])
-def test_no_link_in_a_folder_takes_a_file_outside_of_it_to_a_server(others_run, event):
-    (others_run.path / event / "extra").symlink_to(others_run.path.parent / "home" / "key")
+def test_no_link_in_a_folder_takes_a_file_outside_of_it_to_a_server(others_run):
+    (others_run.model / "extra").symlink_to(others_run.path.parent / "home" / "key")
     with pytest.raises(CannotBeSent, match="leads out of"):
-        send(others_run, event, event)
+        send(others_run, "model", "model")
 
 
 def test_no_report_that_is_a_link_takes_a_file_outside_of_the_run_folder_to_a_server(others_run):
     others_run.report.unlink()
     others_run.report.symlink_to(others_run.path.parent / "home" / "key")
     with pytest.raises(CannotBeSent, match="leads out of"):
-        send(others_run, "figures", "figures")
+        send(others_run, "figures", "")
 
 
 def test_a_model_outside_of_the_run_folder_is_sent_if_it_is_one(others_run):

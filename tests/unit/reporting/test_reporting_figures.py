@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from html_reader import Page
 from matplotlib.figure import Figure
-from matplotlib.image import imread
 from run_builder import append, write_run
 
-from dist_transformer.reporting.charts import Line, Marks, Panel, compared_panels, marks_of, panels_of
+from dist_transformer.reporting.charts import Line, Marks, Panel, compared_panels, panels_of
 from dist_transformer.reporting.curves import Curve
-from dist_transformer.reporting.figures import LINE_COLORS, curves_png, draw, panel_svg, short_number
+from dist_transformer.reporting.figures import LINE_COLORS, draw, panel_svg, short_number
 from dist_transformer.reporting.run_history import read_story
 
 
@@ -199,16 +198,6 @@ def test_a_label_is_shown_as_it_is_written(label, shown):
         page = Page(panel_svg(panel, Marks(2)))
     assert shown in [text.strip() for text in page.text.splitlines()]
     assert f"{label}: 2 at step 2" in page.of("svg")[0]["aria-label"]
-
-
-def test_all_pictures_together_are_one_png(tmp_path):
-    story = read_story(write_run(tmp_path / "run"))
-    panels = panels_of(story)
-    curves_png(panels, marks_of(story), tmp_path / "curves.png", "a $run$ _name")
-    whole = imread(tmp_path / "curves.png")
-    curves_png(panels[:1], marks_of(story), tmp_path / "one.png", "run")
-    assert whole.shape[0] > 3 * imread(tmp_path / "one.png").shape[0]
-    assert whole.std() > 0.01
 
 
 def test_runs_compared_have_a_line_each_in_every_picture_that_any_has(tmp_path):

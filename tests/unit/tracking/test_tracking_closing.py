@@ -41,19 +41,19 @@ def release() -> Iterator[threading.Event]:
 
 
 def trained(run_dir: RunDir) -> Tracker:
-    """A start that has trained, and written a model and pictures in the order in which training does."""
+    """A start that has trained, and written a model and a report in the order in which training does."""
     tracker = tracker_of(run_dir, None)
     tracker.start({"seed": "1"}, {}, "model: base\n")
     train(MetricsLog(run_dir.metrics), range(1, 21))
-    for folder in (run_dir.model, run_dir.figures):
-        folder.mkdir()
-        (folder / "content").write_text("content")
+    run_dir.model.mkdir()
+    for file in (run_dir.model / "content", run_dir.report):
+        file.write_text("content")
     tracker.model_written(run_dir.model, {})
-    tracker.figures_written(run_dir.figures)
+    tracker.report_written()
     return tracker
 
 
-def test_status_points_and_pictures_are_there_before_the_upload_of_the_model_begins(
+def test_status_points_and_report_are_there_before_the_upload_of_the_model_begins(
     stored_run_dir: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
@@ -61,14 +61,14 @@ def test_status_points_and_pictures_are_there_before_the_upload_of_the_model_beg
     def look_around(run: TrackedRun, model: Any) -> None:
         seen.append(client.get_run(run.run_id).info.status)
         seen.append(curves_on_server(store_of(stored_run_dir), run.run_id))
-        seen.append([file.path for file in client.list_artifacts(run.run_id, "figures")])
+        seen.append("report.html" in [file.path for file in client.list_artifacts(run.run_id)])
 
     monkeypatch.setattr(background_shipper, "POLL_SECONDS", 0.01)
     monkeypatch.setattr(mlflow_models, "log_model", look_around)
     tracker = trained(stored_run_dir)
     wait_until(lambda: sent_step(stored_run_dir) == 20)  # and so it has looked at the model, long before the end
     tracker.close("FINISHED")
-    assert seen == ["FINISHED", curves_in_file(stored_run_dir), ["figures/content"]]
+    assert seen == ["FINISHED", curves_in_file(stored_run_dir), True]
 
 
 def wait_for_the_threads_of(run_dir: RunDir) -> None:
@@ -110,7 +110,7 @@ def test_a_thread_that_was_given_up_sends_nothing_beside_the_next_one_of_its_run
     assert curves_on_server(store_of(stored_run_dir), run_id_of(stored_run_dir)) == curves_in_file(stored_run_dir)
 
 
-def test_pictures_that_are_gone_are_left_out_with_one_warning_and_cost_no_second_opening(
+def test_a_report_that_is_gone_is_left_out_with_one_warning_and_cost_no_second_opening(
     stored_run_dir: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     openings = []
@@ -123,11 +123,11 @@ def test_pictures_that_are_gone_are_left_out_with_one_warning_and_cost_no_second
     monkeypatch.setattr(mlflow_client, "open_run", counted)
     tracker = tracker_of(stored_run_dir, None)
     tracker.start({}, {}, "")
-    tracker.figures_written(stored_run_dir.figures)
+    tracker.report_written()
     tracker.close("FINISHED")
     assert client.get_run(run_id_of(stored_run_dir)).info.status == "FINISHED"
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert "figures is not there any more" in warning
+    assert "report.html" in warning
     assert len(openings) == 1
 
 
@@ -190,7 +190,7 @@ IN_ORDER = [
 ]
 
 
-def test_words_go_before_files_before_pictures_before_models_each_in_order(
+def test_words_go_before_files_before_reports_before_models_each_in_order(
     run_dir: RunDir, notes: list[tuple[str, int]]
 ) -> None:
     assert shipper_of(run_dir).deliver().events == len(SPOOL)

@@ -1,4 +1,4 @@
-"""What of a run is on a real sqlite store: its description, corpora, checkpoints, samples and figures; its identity."""
+"""What of a run is on a real sqlite store: its description, corpora, checkpoints, samples and report; its identity."""
 
 import getpass
 import json
@@ -257,17 +257,13 @@ def test_samples_are_one_table_of_all_validations(
     assert json.loads(run.data.tags["mlflow.loggedArtifacts"]) == [{"path": "samples.json", "type": "table"}]
 
 
-def test_figures_and_the_report_are_artifacts(
+def test_the_report_is_an_artifact(
     stored_run_dir: RunDir, delivered: Callable[..., Run], client: MlflowClient, tmp_path: Path
 ) -> None:
-    stored_run_dir.figures.mkdir()
-    (stored_run_dir.figures / "loss.svg").write_text("<svg/>")
     stored_run_dir.report.write_text("<html/>")
     tracker = started(stored_run_dir)
-    tracker.figures_written(stored_run_dir.figures)
-    run = delivered(tracker)
-    assert [file.path for file in client.list_artifacts(run.info.run_id, "figures")] == ["figures/loss.svg"]
-    assert artifact(client, run, "report.html", tmp_path) == "<html/>"
+    tracker.report_written()
+    assert artifact(client, delivered(tracker), "report.html", tmp_path) == "<html/>"
 
 
 def test_a_run_folder_that_moved_before_its_history_was_sent_sends_its_files_from_there(
@@ -276,15 +272,14 @@ def test_a_run_folder_that_moved_before_its_history_was_sent_sends_its_files_fro
     tracker = TimedTracker(stored_run_dir, settings_of("http://127.0.0.1:9"), "a run", stored_run_dir.path.parent, UID)
     tracker.close_seconds = 1
     tracker.start({}, {}, "")
-    stored_run_dir.figures.mkdir()
-    (stored_run_dir.figures / "loss.svg").write_text("<svg/>")
+    stored_run_dir.report.write_text("<html/>")
     stored_run_dir.model.mkdir()
     (stored_run_dir.model / "config.json").write_text("{}")
-    tracker.figures_written(stored_run_dir.figures)
+    tracker.report_written()
     tracker.model_written(stored_run_dir.model, {})
     tracker.close("FINISHED")
     moved = RunDir(Path(shutil.move(stored_run_dir.path, stored_run_dir.path.parent / "moved")))
     sent = sync(moved, settings_of(None), moved.path.parent)
     run = client.get_run(sent.run_id)
-    assert [file.path for file in client.list_artifacts(sent.run_id, "figures")] == ["figures/loss.svg"]
+    assert "report.html" in [file.path for file in client.list_artifacts(sent.run_id)]
     assert models_of(client, run)["model"].params["path"] == str(moved.model)

@@ -321,15 +321,14 @@ def test_the_files_of_a_run_whose_store_was_moved_go_there_too(stored_run_dir: R
     moved = RunDir(Path(shutil.move(runs, tmp_path / "elsewhere")) / stored_run_dir.name)
     _artifact_repos_cache.clear()  # another process, that is
     tracker = Tracker(moved, settings_of(None), "a run", runs, "an id that is not asked for")
-    moved.figures.mkdir()
-    (moved.figures / "loss.svg").write_text("<svg/>")
+    moved.report.write_text("<html/>")
     tracker.start({}, {}, "model: base\n")
-    tracker.figures_written(moved.figures)
+    tracker.report_written()
     tracker.close("FINISHED")
     assert not runs.exists()
     client = MlflowClient(tracking_uri=store_of(moved))
     names = {file.path for file in client.list_artifacts(run_id_of(moved))}
-    assert names == {"config.yaml", "figures"}
+    assert names == {"config.yaml", "report.html"}
 
 
 def test_a_run_that_was_moved_away_from_its_store_stays_with_it(stored_run_dir: RunDir, tmp_path: Path) -> None:
