@@ -26,6 +26,17 @@ def progress_bar() -> Iterator[Show]:
         yield show
 
 
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], best: Sequence[int | None] = ()) -> None:
+    """Prints a table: aligned on a terminal, with a star at the cell number `best[row]` of a row; else lines with tabs."""
+    if not sys.stdout.isatty():
+        print(*("\t".join(row) for row in [head, *rows]), sep="\n")
+        return
+    numbers = best or [None] * len(rows)
+    stars = [[cell + " *" * (place == number) for place, cell in enumerate(row)]
+             for row, number in zip(rows, numbers, strict=True)]  # fmt: skip
+    print(*table(head, stars), sep="\n")
+
+
 def duration(seconds: float | None) -> str:
     """Returns "12 s", "3 min 20 s", "2 h 05 min" or "3 d 4 h"; "-" for None."""
     if seconds is None:

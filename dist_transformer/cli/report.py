@@ -1,21 +1,16 @@
 """report, compare: pages about runs, each a single file."""
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from dist_transformer.cli.arguments import RUNS, Root, RunOrJob
 from dist_transformer.errors import UserError
+from dist_transformer.format import print_table
 from dist_transformer.reporting.run_report import write_run_report
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.outputs import check_output, write_output
-
-if TYPE_CHECKING:  # imported at run time only for drawing
-    from dist_transformer.reporting.compare import Named, Row
-
 
 Runs = Annotated[list[str], typer.Argument(help="Run folders, job ids, or the folder of a sweep.", show_default=False)]
 PAGE = "a page"
@@ -52,7 +47,9 @@ def compare_command(
     stories = named([read_story(folder) for folder in folders])
     write_output(output, compare_page(stories))
     results = result_rows(stories)
-    _print_rows(stories, [*setting_rows(stories), *results])
+    rows = [*setting_rows(stories), *results]
+    best = [None if row.best is None else row.best + 1 for row in rows]
+    print_table(["", *(name for name, _ in stories)], [[row.name, *row.texts] for row in rows], best)
     for line in notes(results):
         print(line)
     print(f"written to {output}")
@@ -67,24 +64,3 @@ def _run_dirs(text: str, root: Path) -> list[RunDir]:
         return [find_run(text, root).run_dir]
     points = sorted(folder.glob("task_*"), key=lambda path: (len(path.name), path.name))
     return [RunDir(point.absolute()) for point in points if is_run_folder(point)]
-
-
-def _print_rows(stories: Sequence["Named"], rows: Sequence["Row"]) -> None:
-    """Prints a table on a terminal, lines with tabs elsewhere."""
-    names = [name for name, _ in stories]
-    if not sys.stdout.isatty():
-        for line in [["", *names], *([row.name, *row.texts] for row in rows)]:
-            print("\t".join(line))
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for name in names:
-        table.add_column(Text(name))
-    for row in rows:
-        cells = [Text(text, style="bold" if place == row.best else "") for place, text in enumerate(row.texts)]
-        table.add_row(Text(row.name), *cells)
-    Console().print(table)

@@ -1,11 +1,11 @@
-"""status, list: state of runs. On a terminal a table; otherwise `key: value` lines; `--json` for scripts."""
+"""status, list: state of runs, as `key: value` lines and as a table; `--json` for scripts."""
 
 import json
 import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +18,7 @@ from dist_transformer.cluster.reasons import SAID_BY_EXIT_CODE
 from dist_transformer.cluster.run_ref import find_run, is_run_folder, num_points, refuse_unreadable
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
-from dist_transformer.format import duration
+from dist_transformer.format import duration, print_table
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import Goodput, goodput_text
 from dist_transformer.run.lock import while_nobody_trains
@@ -51,8 +51,6 @@ def status_command(
     document = report(find_run(run, root))
     if as_json:
         print(json.dumps(document, ensure_ascii=False, indent=1))
-    elif sys.stdout.isatty():
-        _print_panel(document["run"], status_rows(document))
     else:
         for name, text in status_rows(document):
             print(f"{name}: {text}")
@@ -77,12 +75,7 @@ def list_command(
         print(json.dumps(documents, ensure_ascii=False, indent=1))
         return
     columns = [*_COLUMNS, *(_OF_SWEEPS if any("overrides" in document for document in documents) else ())]
-    rows = [list_row(document, time.time()) for document in documents]
-    if sys.stdout.isatty():
-        _print_table(columns, rows)
-    else:
-        for row in [columns, *rows]:
-            print("\t".join(row))
+    print_table(columns, [list_row(document, time.time()) for document in documents])
 
 
 def status_rows(document: Document) -> Iterator[tuple[str, str]]:
@@ -221,28 +214,3 @@ def _of(step: int, max_steps: int | None) -> str:
 
 def _number(value: Any, form: str) -> str:
     return format(value, form) if isinstance(value, int | float) else str(value if value is not None else "-")
-
-
-def _print_panel(title: str, rows: Iterable[tuple[str, str]]) -> None:
-    from rich.console import Console
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
-    grid = Table.grid(padding=(0, 2))
-    for name, text in rows:
-        grid.add_row(Text(name, style="bold red" if name == "warning" else "bold"), Text(text))
-    Console().print(Panel(grid, title=Text(title), expand=False))
-
-
-def _print_table(columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    for name in columns:
-        table.add_column(name, no_wrap=name != "settings")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    Console().print(table)
