@@ -42,14 +42,13 @@ def limit_own_time(seconds: int) -> None:
     signal.alarm(seconds)
 
 
-def measure(folder: Path, run_folder: Path, end: float, warn: Callable[[], list[str]]) -> int:
+def measure(folder: Path, run_folder: Path, end: float) -> int:
     """Measures this rank, alone and then with the others (collective), and returns the exit code.
 
     Args:
         folder: where this rank's file is written.
         run_folder: a folder on the disk to be measured.
         end: deadline by the monotonic clock.
-        warn: further checks, made by the first rank of each node; returns warnings.
     """
     folder.mkdir(parents=True, exist_ok=True)
     device = device_of_rank()
@@ -70,7 +69,7 @@ def measure(folder: Path, run_folder: Path, end: float, warn: Callable[[], list[
     if os.environ.get("LOCAL_RANK", "0") == "0":  # all ranks of a node at once would disturb each other
         measures, warnings = node_benchmarks.disk(run_folder)
         record.measures |= measures
-        record.warnings += warnings + warn()
+        record.warnings += warnings
     if record.num_ranks == 1:
         record.together = DONE
     write_json(path, vars(record))

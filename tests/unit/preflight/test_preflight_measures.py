@@ -1,11 +1,7 @@
-"""What ranks measure: the plan of the exchanges, the disk, and what is found out about MLflow."""
-
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+"""What ranks measure: the plan of the exchanges, and the disk."""
 
 import pytest
 
-from dist_transformer.cli.preflight import tracking_warnings
 from dist_transformer.preflight import node_benchmarks
 from dist_transformer.preflight.network_benchmarks import partners, ring_rounds
 
@@ -51,49 +47,3 @@ def test_little_free_space_is_a_warning(tmp_path, monkeypatch):
     _, warnings = node_benchmarks.disk(tmp_path)
     assert len(warnings) == 2
     assert f"GB are free in {tmp_path}" in warnings[0]
-
-
-@pytest.fixture
-def server():
-    """Answers each path with the code in `codes`, 200 where there is none."""
-
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(self.server.codes.get(self.path.split("?")[0], 200))
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Answer) as running:
-        running.codes = {}
-        threading.Thread(target=running.serve_forever, daemon=True).start()
-        yield running
-        running.shutdown()
-
-
-API = "/api/2.0/mlflow/experiments/get-by-name"
-
-
-@pytest.mark.parametrize(("code", "is_fine"), [(200, True), (401, True), (404, True), (403, False), (500, False)])
-def test_mlflow_is_there_when_its_api_answers(server, tmp_path, monkeypatch, code, is_fine):
-    server.codes = {API: code}
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}/")
-    warnings = tracking_warnings(tmp_path)
-    assert warnings == (
-        [] if is_fine else [f"MLflow at http://127.0.0.1:{server.server_port}/ answers with the error {code}"]
-    )
-
-
-def test_an_mlflow_server_that_is_away_is_a_warning_without_its_password(server, tmp_path, monkeypatch):
-    port = server.server_port
-    server.server_close()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:hidden@127.0.0.1:{port}")
-    (warning,) = tracking_warnings(tmp_path)
-    assert warning.startswith(f"MLflow at http://127.0.0.1:{port} does not answer: ")
-    assert "hidden" not in warning
-
-
-def test_a_run_without_a_server_is_not_asked_about(tmp_path, monkeypatch):
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
-    assert tracking_warnings(tmp_path) == []
