@@ -57,7 +57,7 @@ def model_command(
     config, run_dir = read_run(run, None, check_files=False)
     settings = config.tracking.model_copy(update={"register_as": register_as, "alias": alias})
     model = model_folder_of(folder or run)
-    sent = log_model(run_dir, settings, Path(config.run.root), model, {})
+    sent = log_model(run_dir, settings, Path(config.run.root), model)
     registered = f", registered as {register_as}{f'@{alias}' if alias else ''}" if register_as else ""
     print(f"MLflow run {sent.run_id}: {model} is there{registered}")
 

@@ -1,6 +1,6 @@
 """Content sent to MLflow: points of curves, references to local checkpoints and models, and uploaded models."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,6 @@ class Model:
     folder: Path
     sha256: str
     step: int
-    points: Sequence[Point]
     decoding: Mapping[str, Any]
     upload: Path
     register_as: str | None = None

@@ -44,7 +44,7 @@ _NEEDED: dict[str, set[str]] = {
     "samples": set(),
     "profile": {"path"},
     "figures": set(),
-    "model": {"time", "path", "step", "metrics"},
+    "model": {"time", "path", "step"},
     "evaluation": {"time", "name", "step", "metrics"},
     "status": {"time", "status"},
 }
@@ -136,7 +136,6 @@ def send_model(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> 
         folder=folder.absolute(),
         sha256=digest,
         step=event["step"],
-        points=_points("model", event["metrics"], event),
         decoding=event.get("decoding", {}),
         register_as=event.get("register_as"),
         alias=event.get("alias"),

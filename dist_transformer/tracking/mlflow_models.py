@@ -72,7 +72,7 @@ def log_model(run: TrackedRun, model: Model) -> None:
     with local_files_refused():
         megabytes = megabytes_of(model.folder)
     if megabytes > UPLOAD_MEGABYTES:
-        log_reference(run, _name(model.folder), _parameters(model), model.points, "model")
+        log_reference(run, _name(model.folder), _parameters(model), (), "model")
         kind = "registered" if model.register_as else "uploaded"
         logger.warning(
             "%s is not %s: %.0f MB, above the %d MB that are uploaded; MLflow has its path and digest",
@@ -119,7 +119,6 @@ def _upload(run: TrackedRun, model: Model, logged: LoggedModel, folder: Path) ->
     content.save(str(file))
     with artifact_errors(), patient_requests(MOST_SECONDS_A_FILE):
         run.client.log_model_artifacts(logged.model_id, str(folder))
-    run.log_model_points(model.points, logged.model_id)
     outputs = run.client.get_run(run.run_id).outputs
     if logged.model_id not in {output.model_id for output in (outputs.model_outputs if outputs else [])}:
         run.client.log_outputs(run.run_id, [LoggedModelOutput(logged.model_id, model.step)])

@@ -125,10 +125,10 @@ class Tracker:
         """Reports that report.html was made anew."""
         self._add("figures")
 
-    def model_written(self, folder: Path, metrics: Mapping[str, float]) -> None:
+    def model_written(self, folder: Path) -> None:
         """Adds the exported model folder: uploaded if it is small enough, else its path and digest."""
         try:
-            event = model_event(self._run_dir, self._settings, folder, metrics)
+            event = model_event(self._run_dir, self._settings, folder)
         except (OSError, ValueError, UserError) as error:
             logger.warning("MLflow does not get the model %s: %s", folder, error)
         else:
@@ -164,16 +164,14 @@ def sync(run_dir: RunDir, settings: TrackingConfig, default_store: Path) -> Deli
     return _insisting(shipper.deliver, target, f"the history of {run_dir.path}")
 
 
-def log_model(
-    run_dir: RunDir, settings: TrackingConfig, default_store: Path, folder: Path, metrics: Mapping[str, float]
-) -> Delivery:
+def log_model(run_dir: RunDir, settings: TrackingConfig, default_store: Path, folder: Path) -> Delivery:
     """Sends a run's history, then a model folder made of it, in the foreground; registered according to `settings`.
 
     Raises UserError if it is no model folder, is too large, does not translate, or the server does not accept it.
     """
     target, memory = target_of(settings, run_dir, default_store), memory_of(run_dir, run_dir.name, run_id_of(run_dir))
     shipper = Shipper(run_dir, target, memory)
-    event = {"time": time.time(), **model_event(run_dir, settings, folder, metrics), "by_hand": True}
+    event = {"time": time.time(), **model_event(run_dir, settings, folder), "by_hand": True}
     if (size := megabytes_of(folder)) > UPLOAD_MEGABYTES:
         raise UserError(
             f"{folder}: {size:.0f} MB, above the {UPLOAD_MEGABYTES} MB that are uploaded; put it where others can read it"
@@ -192,18 +190,13 @@ def log_model(
     return _insisting(send, target, f"the model {folder}")
 
 
-def model_event(
-    run_dir: RunDir, settings: TrackingConfig, folder: Path, metrics: Mapping[str, float]
-) -> dict[str, Any]:
+def model_event(run_dir: RunDir, settings: TrackingConfig, folder: Path) -> dict[str, Any]:
     """Event of the outbox for a model folder, with the decoding settings of the run's configuration."""
     config = load_config(run_dir.config, check_files=False) if run_dir.config.is_file() else None
     return {
         "step": _step_of(run_dir, folder),
         "path": _within(run_dir, folder),
-        "metrics": finite(metrics),
-        "decoding": DecodingConfig(**config.decoding.model_dump()).model_dump(mode="json")
-        if config is not None
-        else {},
+        "decoding": DecodingConfig(**config.decoding.model_dump()).model_dump(mode="json") if config else {},
         **settings.model_dump(include={"register_as", "alias"}),
     }
 

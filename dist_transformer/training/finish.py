@@ -106,4 +106,4 @@ def _write_model(run: Run, tracker: Tracker | None) -> None:
     made_of = run_on_rank_zero(run.ranks, write, run.doing("averaging the checkpoints"), wants_stop=run.wants_stop)
     log.info("model      %s: %s", run_dir.model, made_of)
     if tracker is not None:
-        tracker.model_written(run_dir.model, {})
+        tracker.model_written(run_dir.model)

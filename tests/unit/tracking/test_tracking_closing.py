@@ -48,7 +48,7 @@ def trained(run_dir: RunDir) -> Tracker:
     run_dir.model.mkdir()
     for file in (run_dir.model / "content", run_dir.report):
         file.write_text("content")
-    tracker.model_written(run_dir.model, {})
+    tracker.model_written(run_dir.model)
     tracker.report_written()
     return tracker
 

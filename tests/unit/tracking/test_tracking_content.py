@@ -276,7 +276,7 @@ def test_a_run_folder_that_moved_before_its_history_was_sent_sends_its_files_fro
     stored_run_dir.model.mkdir()
     (stored_run_dir.model / "config.json").write_text("{}")
     tracker.report_written()
-    tracker.model_written(stored_run_dir.model, {})
+    tracker.model_written(stored_run_dir.model)
     tracker.close("FINISHED")
     moved = RunDir(Path(shutil.move(stored_run_dir.path, stored_run_dir.path.parent / "moved")))
     sent = sync(moved, settings_of(None), moved.path.parent)

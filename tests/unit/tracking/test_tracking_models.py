@@ -82,7 +82,7 @@ def deliver(run_dir: RunDir, close_seconds: int = 120, **settings: Any) -> str:
     tracker = TimedTracker(run_dir, TrackingConfig.model_validate(settings), "a run", run_dir.path.parent, UID)
     tracker.close_seconds = close_seconds
     tracker.start({}, {}, "")
-    tracker.model_written(run_dir.model, {"bleu": 27.5})
+    tracker.model_written(run_dir.model)
     tracker.close("FINISHED")
     return run_id_of(run_dir)
 
@@ -106,7 +106,7 @@ def champion(client: MlflowClient) -> str:
     return str(client.get_model_version_by_alias("translator", "champion").version)
 
 
-def test_a_model_is_logged_once_with_signature_example_scores_and_a_link_to_its_run(
+def test_a_model_is_logged_once_with_signature_example_and_a_link_to_its_run(
     finished: RunDir, client: MlflowClient
 ) -> None:
     run_id = deliver(finished)
@@ -115,7 +115,6 @@ def test_a_model_is_logged_once_with_signature_example_scores_and_a_link_to_its_
     assert run.info.artifact_uri.startswith((finished.path.parent / "mlartifacts").as_uri())
     assert (model.name, model.status, model.source_run_id) == ("model", "READY", run_id)
     assert model.params == {"path": str(finished.model), "sha256": folder_digest(finished.model), "step": "900"}
-    assert [(metric.key, metric.value, metric.step) for metric in model.metrics] == [("model/bleu", 27.5, 900)]
     assert [(output.model_id, output.step) for output in run.outputs.model_outputs] == [(model.model_id, 900)]
     assert run.data.tags["model.path"] == str(finished.model)
     assert run.data.tags["model.sha256"] == model.params["sha256"]
@@ -249,7 +248,6 @@ def test_a_model_that_is_too_large_is_a_reference(
     model = only_model(client, run_id)
     assert (model.name, model.status, model.tags["mlflow.model.isExternal"]) == ("model", "READY", "true")
     assert model.params["sha256"] == folder_digest(finished.model)
-    assert [(metric.key, metric.value) for metric in model.metrics] == [("model/bleu", 27.5)]
     assert "above the 0 MB that are uploaded" in caplog.text
     assert list(client.search_registered_models()) == []
 
@@ -258,7 +256,7 @@ def test_a_model_that_is_too_large_is_a_reference(
 def log_by_hand(finished: RunDir) -> Callable[..., str]:
     def log(folder: Path, **settings: Any) -> str:
         tracking = TrackingConfig.model_validate(settings)
-        return log_model(finished, tracking, finished.path.parent, folder, {}).run_id
+        return log_model(finished, tracking, finished.path.parent, folder).run_id
 
     return log
 
@@ -328,7 +326,7 @@ def test_a_server_that_does_not_answer_gets_no_more_time_for_a_model(finished: R
     tracker = TimedTracker(finished, settings_of("http://127.0.0.1:9"), "a run", finished.path.parent, UID)
     tracker.close_seconds = 1
     tracker.start({}, {}, "")
-    tracker.model_written(finished.model, {})
+    tracker.model_written(finished.model)
     began = time.monotonic()
     tracker.close("FINISHED")
     assert time.monotonic() - began < MODEL_SECONDS / 2
@@ -350,7 +348,7 @@ def test_a_server_gets_corpora_checkpoints_samples_and_a_registered_model_once(
     sentence = {"number": 1, "fixed": True, "source": "Zwei", "reference": "Two", "translation": "Two"}
     MetricsLog(finished.samples).append("samples", 20, {"corpus": "validation", "sentences": [sentence]})
     tracker.samples_written(20)
-    tracker.model_written(finished.model, {"bleu": 27.5})
+    tracker.model_written(finished.model)
     tracker.close("FINISHED")
     write_json(finished.tracking, read_json(finished.tracking) | {"spool_offset": 0})
     assert sync(finished, settings_of(None), finished.path.parent).events == 6

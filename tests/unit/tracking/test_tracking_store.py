@@ -173,7 +173,7 @@ def test_an_event_that_can_never_be_taken_does_not_hold_up_the_others(
     stored_run_dir: RunDir, client: MlflowClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     tracker = started(stored_run_dir)
-    tracker.model_written(stored_run_dir.path / "gone", {})
+    tracker.model_written(stored_run_dir.path / "gone")
     tracker.close("FINISHED")
     assert client.get_run(run_id_of(stored_run_dir)).info.status == "FINISHED"
     assert "gone is not there any more" in caplog.text
