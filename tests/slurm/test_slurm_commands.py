@@ -1,4 +1,4 @@
-"""The verbs that watch and steer, arrays, sweeps, chains and the preflight, on jobs of a real cluster."""
+"""The verbs that watch and steer, chains and the preflight, on jobs of a real cluster."""
 
 import json
 import signal
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from running import with_constants
-from slurm_runs import CONFIG, MAX_STEPS, SubmittedRun, program, read_lines, signal_ranks, submit
+from slurm_runs import CONFIG, MAX_STEPS, SubmittedRun, program, signal_ranks, submit
 from slurm_test_cluster import HERE, SlurmCluster, wait_until
 
 from dist_transformer.files import read_json
@@ -66,57 +66,19 @@ def test_a_run_is_watched_stopped_resumed_and_cancelled(slurm_cluster: SlurmClus
     assert json.loads(say(slurm_cluster, "status", folder, "--json"))["state"] == "stopped"
 
 
-def test_each_task_of_an_array_by_hand_has_a_run_of_its_own(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text(CONFIG)
-    cluster = SlurmCluster(
-        slurm_cluster.folder,
-        {**slurm_cluster.environment, "PATH": f"{Path(sys.executable).parent}:{slurm_cluster.environment['PATH']}"},
-    )
-    job = ("sbatch", "--parsable", "--array=3-4", "--nodes=1", f"--output={tmp_path}/%a.log", "slurm/train.sbatch")
-    arguments = (str(config), f"run.root={tmp_path}", "run.name=seed_%a", "run.seed=%a", *SHORT)
-    job_id = cluster.run(*job, *arguments, cwd=REPOSITORY).strip()
-    wait_until(lambda: is_over(cluster, job_id), 180, lambda: (tmp_path / "3.log").read_text())
-    runs = [RunDir(tmp_path / f"seed_{number}") for number in (3, 4)]
-    assert [read_json(run.state)["state"] for run in runs] == ["finished", "finished"]
-    first, second = ([r["batch_digest"] for r in read_lines(run.metrics) if r["event"] == "train"] for run in runs)
-    assert len(first) == 6
-    assert first != second
-
-
-def test_a_sweep_is_one_array_of_runs_and_shows_them_sorted(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
-    sweep = tmp_path / "sweep.yaml"
-    sweep.write_text("grid: {optimizer.learning_rate: [0.001, 0.01, 0.0001]}\n")
-    config = tmp_path / "config.yaml"
-    config.write_text(CONFIG.replace("data:\n", "data:\n  validation: {demo: validation}\n"))
-    folder = tmp_path / "rates"
-    place = (f"run.root={tmp_path}", "run.name=rates", *SHORT, "slurm.nodes=1")
-    arguments = ("submit", str(config), *place, "--sweep", str(sweep), "--max-running", "2")
-    assert "Traceback" not in say(slurm_cluster, *arguments)
-    job_id = read_json(folder / "task_0" / "slurm" / "job.json")["job_id"].split("_")[0]
-    wait_until(lambda: is_over(slurm_cluster, job_id), 240, lambda: say(slurm_cluster, "list", str(folder)))
-    rows = json.loads(say(slurm_cluster, "list", str(folder), "--json"))
-    assert [row["state"] for row in rows] == ["finished"] * 3
-    assert sorted(row["run"] for row in rows) == ["task_0", "task_1", "task_2"]
-    losses = [row["validation_loss"] for row in rows]
-    assert losses == sorted(losses)
-    assert len(set(losses)) == 3
-    assert len(list((tmp_path / "prepared").iterdir()) if (tmp_path / "prepared").is_dir() else [0]) == 1
-
-
 FROM_PYTHON = """
 import sys
 from dist_transformer import load_config, submit
 config = load_config(sys.argv[1], *sys.argv[2:])
-print(submit(config, ["prepare", "train", "average", "evaluate"]).job_id)
+print(submit(config, ["prepare", "train"]).job_id)
 """
 
 
-def test_jobs_after_each_other_that_python_submits_prepare_train_average_and_evaluate(
+def test_jobs_after_each_other_that_python_submits_prepare_and_train(
     slurm_cluster: SlurmCluster, tmp_path: Path
 ) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text(CONFIG.replace("data:\n", "data:\n  validation: {demo: validation}\n  test: {demo: test}\n"))
+    config.write_text(CONFIG)
     place = (f"run.root={tmp_path}", "run.name=whole", *SHORT, "slurm.nodes=1", "checkpoints.every_steps=3")
     job_id = slurm_cluster.run(sys.executable, "-c", FROM_PYTHON, str(config), *place).strip()
     run = SubmittedRun(slurm_cluster, RunDir(tmp_path / "whole"))
@@ -128,7 +90,7 @@ def test_jobs_after_each_other_that_python_submits_prepare_train_average_and_eva
 
     wait_until(lambda: is_over(slurm_cluster, *ids), 300, logs)
     assert {slurm_cluster.state(job_id) for job_id in ids} == {"COMPLETED"}, logs()
-    assert list(run.run_dir.evaluation.iterdir())
+    assert read_json(run.run_dir.state)["state"] == "finished"
 
 
 def test_the_preflight_finds_the_slow_node_and_the_job_trains_without_it(

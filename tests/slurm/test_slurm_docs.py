@@ -1,5 +1,6 @@
 """Every command of docs/slurm.md, in its order, on a real cluster."""
 
+import json
 import re
 import shlex
 import sys
@@ -9,6 +10,7 @@ import pytest
 from slurm_test_cluster import HERE, SlurmCluster, wait_until
 
 from dist_transformer.data.sources.demo_corpus import demo_pairs
+from dist_transformer.run.metrics_log import read_records
 
 REPOSITORY = HERE.parents[1]
 PAGE = (REPOSITORY / "docs" / "slurm.md").read_text(encoding="utf-8")
@@ -56,3 +58,11 @@ def test_every_command_of_the_page_does_what_it_says(slurm_cluster: SlurmCluster
     assert list((runs / "whole" / "evaluation").iterdir())
     assert "exit code 0" in said["dist-transformer logs runs/my-first --follow"]
     assert "BLEU" in said["dist-transformer evaluate runs/my-first"]
+    rows = json.loads(cluster.run("dist-transformer", "list", "runs/rates", "--json", cwd=folder))
+    losses = [row["validation_loss"] for row in rows]
+    assert losses == sorted(losses)
+    assert len(set(losses)) == 4
+    assert {row["overrides"]["optimizer.learning_rate"] for row in rows} == {0.001, 0.0003}
+    digests = [{record["batch_digest"] for record in read_records(runs / f"seed_{seed}" / "metrics.jsonl")
+                if record["event"] == "train"} for seed in (1, 2)]  # fmt: skip
+    assert digests[0].isdisjoint(digests[1])

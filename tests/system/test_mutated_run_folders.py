@@ -119,7 +119,7 @@ def test_the_batch_script_is_answered_about_a_mutated_folder(run: Path, place: P
 
 
 def test_pages_plans_and_syncs_of_a_mutated_folder_end_in_order(run: Path, place: Path, tmp_path: Path) -> None:
-    for file, (name, mutate) in mutations(run, 8, NUM_MUTATIONS):
+    for file, (name, mutate) in mutations(run, 8, NUM_MUTATIONS // 2):  # each draws two pages
         folder = copy_of(run, place)
         mutate(folder / file)
         for arguments in pages(folder, run, tmp_path / "page.html"):

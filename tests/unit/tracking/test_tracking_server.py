@@ -24,8 +24,8 @@ from dist_transformer.tracking.tracker import sync
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("impatience")]
 
-FROZEN_SECONDS = {"sqlite_server": 60, "postgres_server": 12}
-"""A minute once; a request is given up after 10 seconds."""
+FROZEN_SECONDS = {"sqlite_server": 25, "postgres_server": 12}
+"""Longer than two requests, each of which is given up after 10 seconds; and about one."""
 
 
 @pytest.fixture(scope="module", params=["sqlite_server", "postgres_server"])
