@@ -77,6 +77,12 @@ def finished(stored_run_dir: RunDir, model_folder: Path, client: MlflowClient) -
     return stored_run_dir
 
 
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are registered without the translation in a new process, which other tests are about."""
+    monkeypatch.setattr(mlflow_models, "check_translates", lambda folder: None)
+
+
 def deliver(run_dir: RunDir, close_seconds: int = 120, **settings: Any) -> str:
     """What a start of training says at its end; the id of the run in MLflow."""
     tracker = TimedTracker(run_dir, TrackingConfig.model_validate(settings), "a run", run_dir.path.parent, UID)
@@ -176,6 +182,7 @@ def test_a_model_is_registered_once_with_its_alias_which_a_person_may_move(
     assert only_model(client, run_id).model_id == model.model_id
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_crash_between_version_and_alias_is_made_good(
     finished: RunDir, client: MlflowClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +268,7 @@ def log_by_hand(finished: RunDir) -> Callable[..., str]:
     return log
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_another_model_of_a_run_is_registered_by_hand_and_gets_the_alias(
     finished: RunDir, client: MlflowClient, log_by_hand: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -332,6 +340,7 @@ def test_a_server_that_does_not_answer_gets_no_more_time_for_a_model(finished: R
     assert time.monotonic() - began < MODEL_SECONDS / 2
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_server_gets_corpora_checkpoints_samples_and_a_registered_model_once(
     finished: RunDir, sqlite_server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -446,10 +446,10 @@ print(sync(run_dir, TrackingConfig(), run_dir.path.parent).points)
 
 @pytest.mark.slow
 def test_runs_that_create_the_same_store_at_the_same_moment_all_arrive(run_dir: RunDir) -> None:
-    folders = [run_dir.path.parent / f"run_{number}" for number in range(3)]
+    folders = [run_dir.path.parent / f"run_{number}" for number in range(2)]
     commands = [[sys.executable, "-c", FOUR_POINTS, str(folder)] for folder in folders]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
-    assert [process.communicate()[0] for process in processes] == ["4\n"] * 3
+    assert [process.communicate()[0] for process in processes] == ["4\n"] * 2
     for folder in folders:
         assert curves_on_server(store_of(run_dir), run_id_of(RunDir(folder))) == curves_in_file(RunDir(folder))
 
