@@ -22,7 +22,7 @@ average run, extend-vocabulary model, extend-vocabulary pieces_file, export mode
 init source, init target, init validation, init test,
 translate model, translate source, translate prefix, translate ensemble, score model, score source,
 score target, score ensemble, evaluate run, evaluate source, evaluate references,
-evaluate hypothesis, report sentences, report root, compare root,
+evaluate hypothesis, report root, compare root,
 ui root, config check config, config show config, verify run, data inspect run, data audit run,
 track sync run, track model run, track model folder, track end run
 """

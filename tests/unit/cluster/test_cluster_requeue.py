@@ -1,7 +1,5 @@
 """The decision after each attempt of a job."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -198,14 +196,3 @@ def test_the_reason_of_an_exclusion_is_kept_and_the_nodes_join_those_given_by_ha
     assert exclude(run_dir, reasons_of_preflight(report), 2, 1) == {}
     assert excluded_nodes(run_dir) == added
     assert [nodes_to_exclude(run_dir, given) for given in ("", "(null)", "n7,n[9-10]")] == ["n3", "n3", "n7,n[9-10],n3"]
-
-
-@pytest.mark.parametrize("module", ["requeue", "restarts"])
-@pytest.mark.parametrize(("command", "code"), [("begin", 2), ("end", 3)])
-def test_a_queued_script_of_an_earlier_version_ends_in_one_message(module: str, command: str, code: int) -> None:
-    program = [sys.executable, "-m", f"dist_transformer.cluster.{module}", command, "12", "0", "config.yaml"]
-    done = subprocess.run(program, capture_output=True, text=True, check=False)
-    assert done.returncode == code
-    assert "of an earlier version" in done.stderr
-    assert "submit the run again" in done.stderr
-    assert "Traceback" not in done.stderr
