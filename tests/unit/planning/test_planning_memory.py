@@ -3,7 +3,6 @@
 import importlib
 import itertools
 import json
-import os
 import re
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from running import NOT_INHERITED, without
 
 from dist_transformer.config.model_size import (
     count_by_part,
@@ -307,7 +307,7 @@ def test_the_plan_is_within_a_tenth_of_what_a_real_step_takes(tmp_path, num_rank
     """On two ranks stage 2 in fp16 and stage 3 in fp32."""
     raw = tmp_path / "memory.json"
     command = [sys.executable, str(BENCHMARK), "--ranks", str(num_ranks), "--cases", cases, "--json", str(raw)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {**without(NOT_INHERITED), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     figures = json.loads(raw.read_text(encoding="utf-8"))["figures"]["memory"]
