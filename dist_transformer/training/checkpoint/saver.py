@@ -75,19 +75,16 @@ class CheckpointSaver:
     def _finish(self, is_last: bool) -> None:
         started = time.monotonic()
         saved = self._writer.finish()
-        if saved is None or saved.path is not None:
-            self._done = self._begun
-        else:
-            self._begun = self._done
-        if saved is None:
-            return
+        assert saved is not None, "a save is in flight"
         if saved.path is None:
+            self._begun = self._done
             message = f"checkpoint of step {saved.step} was given up: {saved.problem}"
             if is_last:
                 raise CheckpointError(message).agreed()
             log.error("save       %s; training continues, and tries again at the next one", message)
-        elif not saved.was_there:
-            self._saved(saved)
+        else:
+            self._done = self._begun
+            if not saved.was_there:
+                self._saved(saved)
+                log.info("step %7d  saved %s in %.1f s", saved.step, saved.path.name, saved.seconds)
         self._stood_still(time.monotonic() - started)
-        if saved.path is not None and not saved.was_there:
-            log.info("step %7d  saved %s in %.1f s", saved.step, saved.path.name, saved.seconds)
