@@ -20,29 +20,17 @@ from typing import Any
 
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.schema import Config
-from dist_transformer.config.yaml12 import WrittenFloat, WrittenInt, as_written
+from dist_transformer.config.yaml12 import as_written
 from dist_transformer.config.yaml_positions import Marked, read_yaml
 from dist_transformer.errors import ConfigError
 
 MOST_POINTS = 1000
 """Limit of points. Slurm's own limit is one task more, unless the site has raised it (MaxArraySize)."""
 
+Point = Mapping[str, tuple[Any, str]]
+"""Settings by their dotted keys: the value, and the line of the file."""
+
 _KEYS = ("grid", "list", "max_running")
-
-
-@dataclass(frozen=True)
-class Point:
-    """Settings by their dotted keys, and the line of the file for each."""
-
-    settings: dict[str, Any]
-    places: dict[str, str]
-
-    def overrides(self) -> list[str]:
-        """The settings in the form of the command line."""
-        return [f"{key}={_written(value)}" for key, value in self.settings.items()]
-
-    def text(self) -> str:
-        return ", ".join(self.overrides())
 
 
 @dataclass(frozen=True)
@@ -50,8 +38,13 @@ class Sweep:
     """A sweep file."""
 
     text: str
-    points: tuple[Point, ...]
+    points: Sequence[Point]
     max_running: int | None
+
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        """The settings of each point."""
+        return [{key: value for key, (value, _) in point.items()} for point in self.points]
 
 
 def read_sweep(path: Path) -> Sweep:
@@ -61,24 +54,23 @@ def read_sweep(path: Path) -> Sweep:
         ConfigError: all problems of the file, each with its line.
     """
     marked = read_yaml(path)
-    problems = [*_problems(marked)]
-    if problems:
+    if problems := [*_problems(marked)]:
         raise ConfigError(problems)
-    axes = [
-        [Point({key: value}, {key: marked.place(("grid", key))}) for value in values]
-        for key, values in marked.values.get("grid", {}).items()
+    grid, entries = marked.values.get("grid", {}), marked.values.get("list", [{}])
+    axes = [[(key, (value, marked.place(("grid", key)))) for value in values] for key, values in grid.items()]
+    listed = [
+        {key: (value, marked.place(("list", index, key))) for key, value in entry.items()}
+        for index, entry in enumerate(entries)
     ]
-    entries = [
-        Point(dict(entry), {key: marked.place(("list", index, key)) for key in entry})
-        for index, entry in enumerate(marked.values.get("list", [{}]))
-    ]
-    points = tuple(_joined(parts) for parts in itertools.islice(itertools.product(entries, *axes), MOST_POINTS + 1))
-    if problems := [*_point_problems(path, points)]:
-        raise ConfigError(problems)
-    return Sweep(path.read_text(encoding="utf-8"), points, marked.values.get("max_running"))
+    combined = itertools.islice(itertools.product(listed, *axes), MOST_POINTS + 1)
+    points = [{**entry, **dict(settings)} for entry, *settings in combined]
+    sweep = Sweep(path.read_text(encoding="utf-8"), points, marked.values.get("max_running"))
+    if problems := [*_point_problems(sweep.settings)]:
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
+    return sweep
 
 
-def load_points(config: Path, overrides: Sequence[str], sweep: Sweep) -> list[Config]:
+def load_points(path: Path, overrides: list[str], sweep: Sweep) -> list[Config]:
     """The configuration of each point, checked like any other.
 
     Raises:
@@ -87,9 +79,9 @@ def load_points(config: Path, overrides: Sequence[str], sweep: Sweep) -> list[Co
     configs, found = [], dict[int, list[str]]()
     for task, point in enumerate(sweep.points):
         try:
-            configs.append(load_config(config, [*overrides, *point.overrides()]))
+            configs.append(load_config(path, overrides, settings=point))
         except ConfigError as error:
-            found[task] = [_with_place(problem, point) for problem in error.problems]
+            found[task] = error.problems
     if found:
         raise ConfigError(grouped_by_reason(found, len(sweep.points)))
     return configs
@@ -118,55 +110,36 @@ def ranges(tasks: Sequence[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
 
 
-def _with_place(problem: str, point: Point) -> str:
-    """The loader's message with the line of the sweep file in place of the command line."""
-    for place, override in zip(point.places.values(), point.overrides(), strict=True):
-        problem = problem.replace(f"command line: {override}: ", f"{place}: ")
-    return problem
-
-
-def _joined(parts: Sequence[Point]) -> Point:
-    settings = {key: value for part in parts for key, value in part.settings.items()}
-    return Point(settings, {key: place for part in parts for key, place in part.places.items()})
-
-
 def _problems(marked: Marked) -> Iterator[str]:
+    grid, entries = marked.values.get("grid", {}), marked.values.get("list", [])
     for key in marked.values:
         if key not in _KEYS:
             yield f"{marked.place((key,))}: {key}: no such key in a sweep file; known: {', '.join(_KEYS)}"
-    if not marked.values.get("grid") and not marked.values.get("list"):
+    if not grid and not entries:
         yield f"{marked.place(())}: a sweep needs `grid` or `list`"
     running = marked.values.get("max_running")
     if running is not None and (not isinstance(running, int) or isinstance(running, bool) or running < 1):
         yield f"{marked.place(('max_running',))}: max_running: expected a whole number from 1, got {running!r}"
-    yield from _grid_problems(marked)
-    yield from _list_problems(marked)
-
-
-def _grid_problems(marked: Marked) -> Iterator[str]:
-    grid = marked.values.get("grid", {})
     if not isinstance(grid, dict):
         yield f"{marked.place(('grid',))}: grid: expected `section.key: [value, value]` lines"
-        return
-    for key, values in grid.items():
-        yield from _key_problems(key, f"{marked.place(('grid', key))}: grid")
-        if not isinstance(values, list) or not values:
-            yield f"{marked.place(('grid', key))}: grid: {key}: expected a list of values, got {as_written(values)!r}"
-
-
-def _list_problems(marked: Marked) -> Iterator[str]:
-    entries, grid = marked.values.get("list", []), marked.values.get("grid", {})
+        grid = {}
     if not isinstance(entries, list) or (not entries and "list" in marked.values):
         yield f"{marked.place(('list',))}: list: expected `- {{section.key: value}}` lines"
-        return
+        entries = []
+    for key, values in grid.items():
+        place = f"{marked.place(('grid', key))}: grid"
+        yield from _key_problems(key, place)
+        if not isinstance(values, list) or not values:
+            yield f"{place}: {key}: expected a list of values, got {as_written(values)!r}"
     for index, entry in enumerate(entries):
+        place = f"{marked.place(('list', index))}: list"
         if not isinstance(entry, dict):
-            yield f"{marked.place(('list', index))}: list: expected {{section.key: value}}, got {as_written(entry)!r}"
+            yield f"{place}: expected {{section.key: value}}, got {as_written(entry)!r}"
             continue
         for key in entry:
             place = f"{marked.place(('list', index, key))}: list"
             yield from _key_problems(key, place)
-            if isinstance(grid, dict) and key in grid:
+            if key in grid:
                 yield f"{place}: {key}: stands in the grid too; keep one of them"
 
 
@@ -178,20 +151,14 @@ def _key_problems(key: str, place: str) -> Iterator[str]:
         yield f"{place}: {key}: is the same for all points: they are one job array in one folder; remove it here"
 
 
-def _point_problems(path: Path, points: Sequence[Point]) -> Iterator[str]:
+def _point_problems(points: Sequence[dict[str, Any]]) -> Iterator[str]:
     if len(points) > MOST_POINTS:
-        yield f"{path}: more than {MOST_POINTS} points, which no job array takes; make several sweeps of it"
+        yield f"more than {MOST_POINTS} points, which no job array takes; make several sweeps of it"
         return
     first: dict[str, int] = {}
     for task, point in enumerate(points):
-        same = json.dumps(point.settings, sort_keys=True)
+        same = json.dumps(point, sort_keys=True)
         if same in first:
-            yield f"{path}: tasks {first[same]} and {task} are the same point ({point.text()}); keep one"
+            text = ", ".join(f"{key}={as_written(value)}" for key, value in point.items())
+            yield f"tasks {first[same]} and {task} are the same point ({text}); keep one"
         first.setdefault(same, task)
-
-
-def _written(value: Any) -> str:
-    """A value as it was written, or as JSON, which is read back as the same YAML."""
-    if isinstance(value, WrittenInt | WrittenFloat):
-        return str(as_written(value))
-    return json.dumps(value, ensure_ascii=False)

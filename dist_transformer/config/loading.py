@@ -25,18 +25,28 @@ from dist_transformer.errors import ConfigError
 from dist_transformer.plugins import problems_of, with_absolute_path
 
 
-def load_config(path: Path, overrides: list[str] | None = None, *, check_files: bool = True) -> Config:
+def load_config(
+    path: Path,
+    overrides: list[str] | None = None,
+    *,
+    settings: Mapping[str, tuple[Any, str]] | None = None,
+    check_files: bool = True,
+) -> Config:
     """Reads and checks the configuration of a run.
 
     Args:
         path: a YAML file.
         overrides: `section.key=value` strings, the value read as YAML.
+        settings: values that go before both, by their dotted keys, each with its place for messages.
         check_files: also check that the text files that it names exist.
 
     Raises:
         ConfigError: with all problems, each with file, line, key, the expected and the given value.
     """
-    marked, problems = take_former_keys(_with_overrides(_read_extended(path, ()), overrides or []))
+    marked = _with_overrides(_read_extended(path, ()), overrides or [])
+    for key, (value, place) in (settings or {}).items():
+        marked = _with_value(marked, key, value, place)
+    marked, problems = take_former_keys(marked)
     sections, invalid = _validate_sections(marked)
     problems += invalid
     problems += [f"{marked.place_of(problem)}: {problem}" for problem in cross_problems(sections)]
@@ -101,16 +111,18 @@ def _with_overrides(marked: Marked, overrides: list[str]) -> Marked:
         if not equals or not key or not all(key.split(".")):
             problems.append(f"command line: {shown_override(override)!r}: expected section.key=value")
             continue
-        path: KeyPath = tuple(key.split("."))
-        values: Any = _value_of(text)
-        for part in reversed(path):
-            values = {part: values}
-        place = f"command line: {shown_override(override)}"
-        new = {path[:n]: place for n in range(1, len(path)) if path[:n] not in marked.where}
-        marked = merge(marked, Marked(values, {**new, path: place}))
+        marked = _with_value(marked, key, _value_of(text), f"command line: {shown_override(override)}")
     if problems:
         raise ConfigError(problems)
     return marked
+
+
+def _with_value(marked: Marked, key: str, value: Any, place: str) -> Marked:
+    path: KeyPath = tuple(key.split("."))
+    for part in reversed(path):
+        value = {part: value}
+    new = {path[:n]: place for n in range(1, len(path)) if path[:n] not in marked.where}
+    return merge(marked, Marked(value, {**new, path: place}))
 
 
 def _value_of(text: str) -> Any:

@@ -1,14 +1,13 @@
 """The folder of a sweep: its specification, one run folder for each point, and the code that all of them run.
 
 sweep.yaml     the file that was submitted
-sweep.json     name, id and points: for each its task, its settings and its newest job
+sweep.json     name, id and points: for each its task and its settings
 task_0, ...    run folders
 slurm/         the script, the code snapshot, the newest submission
 tracking.json  the parent run in MLflow of the points' runs
 prepared       a link to the prepared corpora of the folder that the sweep is in, shared by all its runs
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,18 +55,14 @@ class SweepDir:
 
 @dataclass(frozen=True)
 class SweepState:
-    """The content of sweep.json. `points`: settings of each task; `job_ids`: its newest job, none before the first."""
+    """The content of sweep.json. `points`: settings of each task."""
 
     name: str
     uid: str
-    points: Sequence[dict[str, Any]]
-    job_ids: Sequence[str | None]
+    points: list[dict[str, Any]]
 
     def as_json(self) -> dict[str, Any]:
-        points = [
-            {"task": task, "overrides": point, "job_id": job_id}
-            for task, (point, job_id) in enumerate(zip(self.points, self.job_ids, strict=True))
-        ]
+        points = [{"task": task, "overrides": point} for task, point in enumerate(self.points)]
         return {"name": self.name, "uid": self.uid, "points": points}
 
 
@@ -86,7 +81,7 @@ def read_sweep_state(folder: SweepDir) -> SweepState | None:
             f"{folder.state}: is damaged, or of another version: expected name, uid and points of a sweep; put it back from "
             "a copy, or remove the folder's sweep.json to have its runs as runs of their own"
         )
-    return SweepState(read["name"], read["uid"], [p["overrides"] for p in points], [p.get("job_id") for p in points])
+    return SweepState(read["name"], read["uid"], [point["overrides"] for point in points])
 
 
 def sweep_of(run_dir: RunDir) -> SweepDir | None:

@@ -28,7 +28,7 @@ def sweep(tmp_path: Path, empty_database: Path) -> SweepDir:
     shutil.copy(empty_database, folder.path.parent / "mlflow.db")
     folder.file.write_text("grid: {run.seed: [1, 2, 3]}\n")
     points = [{"run.seed": seed} for seed in range(1, NUM_POINTS + 1)]
-    write_json(folder.state, SweepState("swept", "uid-of-the-sweep", points, [None] * NUM_POINTS).as_json())
+    write_json(folder.state, SweepState("swept", "uid-of-the-sweep", points).as_json())
     return folder
 
 
