@@ -32,10 +32,6 @@ class SweepDir:
         return self.path / "sweep.json"
 
     @property
-    def tracking(self) -> Path:
-        return self.path / "tracking.json"
-
-    @property
     def tracking_lock(self) -> Path:
         return self.path / ".tracking.lock"
 
@@ -45,7 +41,7 @@ class SweepDir:
 
     @property
     def common(self) -> RunDir:
-        """Folder of the script, the snapshot and the newest submission, under their names in a run folder."""
+        """Folder of what the sweep shares (see above) and of its newest submission, under their names in a run folder."""
         return RunDir(self.path)
 
     def task(self, number: int) -> RunDir:

@@ -43,7 +43,7 @@ def join_sweep(run: "TrackedRun", sweep: SweepDir, target: Target) -> "TrackedRu
     assert state is not None, f"{sweep.state} was there when the run began"
     # All runs of a sweep may begin at once; the second one finds the parent that the first created.
     with mlflow_client.translated_errors(), FileLock(sweep.tracking_lock, timeout=LOCK_SECONDS):
-        memory = load_memory(sweep.tracking, state.name)
+        memory = load_memory(sweep.common.tracking, state.name)
         memory.run_id = state.uid
         if memory.uri != address:
             memory.forget_server()
@@ -51,7 +51,7 @@ def join_sweep(run: "TrackedRun", sweep: SweepDir, target: Target) -> "TrackedRu
         if parent.run_id != memory.mlflow_run_id:
             parent.log_text(sweep.file.read_text(encoding="utf-8"), sweep.file.name)
         memory.uri, memory.mlflow_run_id = address, parent.run_id
-        memory.save(sweep.tracking)
+        memory.save(sweep.common.tracking)
     parent.set_status("RUNNING", 0)
     run.set_tags({PARENT_TAG: parent.run_id})
     return parent

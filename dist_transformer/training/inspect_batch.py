@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from dist_transformer.data.loader.batching import straggler_ratio
@@ -67,39 +68,38 @@ def batch_of_step(data: RunData, run_dir: RunDir | None, step: int | None) -> Se
     if following := next((c for c in kept if c.state["batches"] >= step), None):
         _refuse_other_lanes(data, step, beginning, following)
     name = f"checkpoint {beginning.path.name}" if beginning else "the first step"
-    walk = _Walk(data, _progress(data, beginning, newest), name)
-    first = walk.step
+    progress = _progress(data, beginning, newest)
+    batches = _batches(data, progress, name)
     with progress_bar() as show:
-        while walk.step < step:
-            seen = walk.next_batch()
-            show(f"from {name}", walk.step - first, step - first)
+        for done in range(1, step - progress.batches + 1):
+            seen = next(batches)
+            show(f"from {name}", done, step - progress.batches)
     return seen
 
 
-class _Walk:
-    """Follows the global batches as the training loop does, with all lanes in one process."""
+def _batches(data: RunData, progress: TrainState, beginning: str) -> Iterator[SeenBatch]:
+    """Yields the global batches as the training loop takes them, with all lanes in one process.
 
-    def __init__(self, data: RunData, progress: TrainState, beginning: str) -> None:
-        self.step, self.beginning = progress.batches, beginning
-        self._max_epochs = data.config.training.max_epochs
-        self._loader = data.loader(progress.position, progress.batches, rank=0, num_ranks=1, num_workers=0)
+    Raises:
+        UserError: the run has no further batch.
+    """
+    step, most_epochs = progress.batches, data.config.training.max_epochs
+    loader = data.loader(progress.position, step, rank=0, num_ranks=1, num_workers=0)
 
-    def next_batch(self) -> SeenBatch:
-        """Returns the next batch; raises UserError if the run ends before it."""
-        most_epochs = self._max_epochs
-        seen = next_with_pairs(self._fetch, lambda: self._loader.start_epoch(self.step), most_epochs)
-        if seen is None:
-            raise _beyond_the_end("max_epochs", most_epochs or 0, self.step)
-        self.step = seen.step
-        return seen
-
-    def _fetch(self) -> SeenBatch:
-        if self._loader.must_repartition(self.step):
-            self._loader.repartition(list(self._loader.lane_positions().values()), self.step)
-        local = self._loader.next_step()
+    def fetch() -> SeenBatch:
+        if loader.must_repartition(step):
+            loader.repartition(list(loader.lane_positions().values()), step)
+        local = loader.next_step()
         batches = [batch for batch in local.batches if batch is not None]
-        epoch = self._loader.partition.epoch
-        return SeenBatch(self.step + 1, epoch, self.beginning, batches, local.dropped, local.quarantined)
+        return SeenBatch(step + 1, loader.partition.epoch, beginning, batches, local.dropped, local.quarantined)
+
+    def start_epoch() -> None:
+        loader.start_epoch(step)
+
+    while (seen := next_with_pairs(fetch, start_epoch, most_epochs)) is not None:
+        step = seen.step
+        yield seen
+    raise _beyond_the_end("max_epochs", most_epochs or 0, step)
 
 
 def _checkpoints(run_dir: RunDir) -> list[Checkpoint]:
@@ -143,11 +143,8 @@ def _beyond_the_end(setting: str, value: int, last: int) -> UserError:
 
 def _refuse_other_lanes(data: RunData, step: int, beginning: Checkpoint | None, following: Checkpoint) -> None:
     """Refuses a step that was trained with other lanes than now."""
-    lanes, before, had = (
-        data.config.data.lanes,
-        data.config.data.reslice_from,
-        len(following.state["position"]["lanes"]),
-    )
+    lanes, before = data.config.data.lanes, data.config.data.reslice_from
+    had = len(following.state["position"]["lanes"])
     if had != lanes:
         raise CheckpointError(
             f"step {step} was trained with {had} lanes, as {following.path.name} says, and data.lanes is {lanes} now. To "

@@ -56,7 +56,7 @@ def points_of(name: str) -> list[Config]:
     if name == "base":
         return [load_config(base, check_files=False)]
     points = read_sweep(CONFIGS / "table3" / f"{name}.yaml").points
-    return [load_config(base, point.overrides(), check_files=False) for point in points]
+    return [load_config(base, settings=point, check_files=False) for point in points]
 
 
 def columns(config: Config) -> tuple[float, ...]:

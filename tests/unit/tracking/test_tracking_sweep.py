@@ -45,7 +45,7 @@ def _started(sweep: SweepDir, task: int, uri: str | None = None) -> Tracker:
 
 
 def _parent_id(sweep: SweepDir) -> str:
-    return str(read_json(sweep.tracking)["run_id"])
+    return str(read_json(sweep.common.tracking)["run_id"])
 
 
 def _runs(client: MlflowClient) -> dict[str, str]:
@@ -102,7 +102,7 @@ def test_a_point_that_stands_in_mlflow_twice_does_not_keep_the_parent_from_its_e
 def test_a_parent_whose_id_was_lost_is_found_again(sweep: SweepDir, client: MlflowClient) -> None:
     _started(sweep, 0).close("SCHEDULED")
     first = _parent_id(sweep)
-    sweep.tracking.unlink()
+    sweep.common.tracking.unlink()
     _started(sweep, 1).close("SCHEDULED")
     assert _parent_id(sweep) == first
     assert client.get_run(run_id_of(sweep.task(1))).data.tags[PARENT_TAG] == first
@@ -141,7 +141,7 @@ def test_a_server_that_is_away_costs_a_run_of_a_sweep_nothing_and_is_caught_up_l
     tracker.start({}, {}, "")
     train(MetricsLog(sweep.task(0).metrics), range(1, 6))
     tracker.close("FINISHED")
-    assert not sweep.tracking.exists()
+    assert not sweep.common.tracking.exists()
     later = _started(sweep, 0)
     later.close("FINISHED")
     run = client.get_run(run_id_of(sweep.task(0)))
