@@ -140,6 +140,14 @@ def call(plugin: Plugin, function: Callable[[], T]) -> T:
         ).agreed() from error
 
 
+def measure_of(plugin: Plugin) -> ScoreTranslations:
+    """Executes the plug-in of a measure and returns it; its errors are UserErrors."""
+    function: ScoreTranslations = plugin.load()
+    return lambda hypotheses, references, sources: call(
+        plugin, lambda: float(function(hypotheses, references, sources))
+    )
+
+
 def _loaded(plugin: Plugin) -> Any:
     if plugin.module is not None:
         return getattr(importlib.import_module(plugin.module), plugin.name)

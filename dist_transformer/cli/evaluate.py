@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -15,11 +15,9 @@ from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
 from dist_transformer.format import progress_bar
+from dist_transformer.plugins import Plugin, find, measure_of
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.outputs import check_output
-
-if TYPE_CHECKING:  # at run time this would import torch for every command
-    from dist_transformer.decoding.comet import CometScorer
 
 TELL_SECONDS = 10
 NAME_CHARACTERS = 50
@@ -63,8 +61,9 @@ def evaluate_command(
     beam: BeamOption = None,
     length_penalty: PenaltyOption = None,
     plugin: PluginOption = None,
-    comet: Annotated[
-        str | None, typer.Option(help="COMET model to score with as well: its name, or a file.", show_default=False)
+    metric_plugin: Annotated[
+        str | None,
+        typer.Option(help="A measure of your own as well, as validation.plugin: FILE.py:NAME.", show_default=False),
     ] = None,
     tokenised: Annotated[
         Tokenised | None,
@@ -76,16 +75,18 @@ def evaluate_command(
     ] = None,
 ) -> None:
     """Score a model: sacreBLEU and chrF with their signatures, and the share of exact matches."""
-    _refuse_what_does_not_fit(run, source, references, hypothesis, language_pair, beam, length_penalty, comet)
-    scorer = None if comet is None else _scorer(comet)  # a wrong name is reported before hours of translating
+    _refuse_what_does_not_fit(run, source, references, hypothesis, language_pair, beam, length_penalty, metric_plugin)
+    metric = None if metric_plugin is None else find("--metric-plugin", metric_plugin)
+    if metric is not None:
+        metric.load()  # its errors are reported before hours of translating
     if run is None:
         assert hypothesis is not None
         translations, pairs = _given_pairs(hypothesis, source, references or [])
         print(f"{hypothesis.name}: {len(translations)} lines, {len(pairs.references)} references each")
-        _print_scores(_measured(translations, pairs, language_pair.rpartition("-")[2], tokenised, scorer))
+        _print_scores(_measured(translations, pairs, language_pair.rpartition("-")[2], tokenised, metric))
         return
     files = None if source is None else (source, references or [])
-    found = scored(run, split, files, tokenised, scorer, plugin, beam_size=beam, length_penalty=length_penalty)
+    found = scored(run, split, files, tokenised, metric, plugin, beam_size=beam, length_penalty=length_penalty)
     scores = found.scores
     print(
         f"{found.name}: {scores['pairs']} pairs, beam {scores['beam_size']}, length penalty {scores['length_penalty']}"
@@ -117,7 +118,7 @@ def scored(
     split: str,
     files: tuple[Path, list[Path]] | None,
     tokenised: Tokenised | None = None,
-    scorer: "CometScorer | None" = None,
+    metric: Plugin | None = None,
     plugin: str | None = None,
     **settings: Any,
 ) -> Scored:
@@ -125,6 +126,7 @@ def scored(
 
     Args:
         files: source and references; a model folder needs them.
+        metric: a further measure, of the user's own.
         plugin: code of the model, see `load_model_folder`.
         settings: of the search, in place of the run's.
 
@@ -153,7 +155,7 @@ def scored(
     with progress_bar() as show:
         total = len(pairs.sources)
         translations = list(translator.translate(pairs.sources, lambda done: show("translating", done, total)))
-    measured = _measured(translations, pairs, translator.information.target_language, tokenised, scorer)
+    measured = _measured(translations, pairs, translator.information.target_language, tokenised, metric)
     scores = {**measured, "pairs": len(translations), **pairs.digests(), **search.model_dump()}
     if run is not None:
         write_json(run[1].evaluation / f"{name}.json", scores)
@@ -170,7 +172,7 @@ def _refuse_what_does_not_fit(
     language_pair: str,
     beam: int | None,
     length_penalty: float | None,
-    comet: str | None,
+    metric_plugin: str | None,
 ) -> None:
     if (run is None) == (hypothesis is None):
         raise UserError("expected a run or model folder to translate with, or --hypothesis FILE: give one of them")
@@ -184,10 +186,10 @@ def _refuse_what_does_not_fit(
             raise UserError("--hypothesis needs --reference FILE, once for each translation to compare with")
         if beam is not None or length_penalty is not None:
             raise UserError("--beam and --length-penalty are of a search: leave them out with --hypothesis")
-        if comet is not None and source is None:
-            raise UserError("--comet reads the source too: give --source FILE")
-    if comet is not None and len(references or []) > 1:
-        raise UserError("--comet compares with one reference: give --reference once")
+        if metric_plugin is not None and source is None:
+            raise UserError("--metric-plugin gets the source too: give --source FILE")
+    if metric_plugin is not None and len(references or []) > 1:
+        raise UserError("--metric-plugin compares with one reference: give --reference once")
 
 
 def _read_files(first: Path, others: Sequence[Path]) -> Pairs:
@@ -210,7 +212,7 @@ def _given_pairs(hypothesis: Path, source: Path | None, references: list[Path]) 
 
 
 def _measured(
-    translations: list[str], pairs: Pairs, language: str, tokenised: Tokenised | None, scorer: "CometScorer | None"
+    translations: list[str], pairs: Pairs, language: str, tokenised: Tokenised | None, metric: Plugin | None
 ) -> dict[str, Any]:
     from dist_transformer.decoding.metrics import corpus_scores, tokenised_scores
 
@@ -218,15 +220,10 @@ def _measured(
     measured = corpus_scores(translations, reference, language, further)
     if tokenised is not None:
         measured |= tokenised_scores(translations, reference, tokenised, language, further)
-    if scorer is not None:
-        measured |= {"comet": scorer.score(pairs.sources, translations, reference), "comet_model": scorer.name}
+    if metric is not None:
+        measured["plugin"] = measure_of(metric)(translations, reference, pairs.sources)
+        measured["plugin_signature"] = metric.identity
     return measured
-
-
-def _scorer(comet: str) -> "CometScorer":
-    from dist_transformer.decoding.comet import CometScorer  # imports torch
-
-    return CometScorer(comet)
 
 
 def _check_writable(run_dir: RunDir, run: Path) -> None:
@@ -253,8 +250,8 @@ def _print_scores(scores: dict[str, Any]) -> None:
         if key in scores:
             print(f"{name} {scores[key]:.2f}  {scores[f'{key}_signature']}")
     print(f"exact {100 * float(scores['exact_match']):.2f} %")
-    if "comet" in scores:
-        print(f"COMET {scores['comet']:.4f}  {scores['comet_model']}")
+    if "plugin" in scores:
+        print(f"plug-in {scores['plugin']:.4f}  {scores['plugin_signature']}")
 
 
 def _report_to_mlflow(config: Config, run_dir: RunDir, found: Scored) -> None:

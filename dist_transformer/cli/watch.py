@@ -22,7 +22,7 @@ from dist_transformer.run.folder import RunDir
 REFRESH_SECONDS = 4
 BARS = "▁▂▃▄▅▆▇█"
 CURVE_POINTS = 40
-SCORES = ("loss", "perplexity", "bleu", "chrf", "comet")
+SCORES = ("loss", "perplexity", "bleu", "chrf", "plugin")
 
 
 def watch(folder: Path, *, is_run: bool) -> None:

@@ -1,6 +1,5 @@
 """Checks before a job is submitted. Each check yields messages; `submit` reports all of them at once."""
 
-import importlib.util
 import os
 import re
 import shlex
@@ -77,7 +76,6 @@ def job_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
     yield from _option_problems(slurm)
     yield from _container_problems(slurm, needed_folders(config, run_dir.path.parent))
     yield from _environment_problems(slurm)
-    yield from _package_problems(config)
 
 
 def start_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
@@ -159,19 +157,6 @@ def _initial_weights_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
         yield (
             f"training.init_from: {path} {'has no weights' if path.is_dir() else 'is no folder'}; expected a run folder "
             "with model/ or checkpoints/, one checkpoint, or a model folder"
-        )
-
-
-def _package_problems(config: Config) -> Iterator[str]:
-    """Packages that this Python lacks, if the job runs this Python."""
-    slurm = config.slurm
-    is_other = "DIST_TRANSFORMER_PYTHON" in " ".join([*slurm.environment, *slurm.setup, *os.environ])
-    if slurm.container_image or is_other or config.validation.comet is None:
-        return
-    if importlib.util.find_spec("comet") is None:
-        yield (
-            "validation.comet: needs the package unbabel-comet, which this Python does not have: pip install unbabel-comet, "
-            "or leave validation.comet out"
         )
 
 

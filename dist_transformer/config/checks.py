@@ -257,7 +257,7 @@ def _check_vocabulary(tokenizer: Any, model: Any) -> Iterator[str]:
 
 
 def _check_validation(validation: ValidationConfig, data: DataConfig) -> Iterator[str]:
-    """Checks the metric, the ends of a run that depend on it, and COMET."""
+    """Checks the metric, the ends of a run that depend on it, and the plug-in."""
     yield from _metric_problems(validation, data)
     if corpus_and_measure(validation.metric)[0] is None and data.validation is None:
         for key in ("patience", "target"):
@@ -266,9 +266,8 @@ def _check_validation(validation: ValidationConfig, data: DataConfig) -> Iterato
                     f"validation.{key}: is about {validation.metric} of data.validation, which is not given; give it, or "
                     "name another corpus in validation.metric"
                 )
-    for key in ("comet", "plugin"):
-        if getattr(validation, key) is not None and not validation.translate:
-            yield f"validation.{key}: scores translations, and validation.translate is false; set it true, or remove {key}"
+    if validation.plugin is not None and not validation.translate:
+        yield "validation.plugin: scores translations, and validation.translate is false; set it true, or remove plugin"
 
 
 def _metric_problems(validation: ValidationConfig, data: DataConfig) -> Iterator[str]:
@@ -284,8 +283,6 @@ def _metric_problems(validation: ValidationConfig, data: DataConfig) -> Iterator
         )
     elif measure in TRANSLATION_MEASURES and not validation.translate:
         yield f"validation.metric: {measure} needs validation.translate: true; set it, or take another metric"
-    elif measure == "comet" and validation.comet is None:
-        yield "validation.metric: comet needs validation.comet, the model to score with; set both or neither"
     elif measure == "plugin" and validation.plugin is None:
         yield "validation.metric: plugin needs validation.plugin, the function that computes it; set both or neither"
 

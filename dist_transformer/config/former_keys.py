@@ -14,7 +14,7 @@ CONSTANTS: dict[str, dict[str, Any]] = {
     "checkpoints": {"save_attempts": 3, "stop_on_failed_save": False},
     "data": {"read_attempts": 8, "stall_seconds": 300, "batch_shapes": "free"},
     "tokenizer": {"training_sentences": 2_000_000},
-    "validation": {"samples": 6},
+    "validation": {"samples": 6, "comet": None},
     "decoding": {"n_best": 1, "sampling": False, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "seed": 1,
                  "no_repeat_ngram_size": 0, "too_long": "refuse"},
     "training": {"dry_run": True, "loss_scale_window": 1000, "initial_loss_scale": 65_536, "threads_per_rank": 0,
@@ -44,6 +44,7 @@ _SAID = {
         name: f"write slurm.sbatch: {{{name}: ...}}"
         for name in ("partition", "account", "qos", "constraint", "exclude", "gres")
     },
+    "comet": "write validation.plugin: examples/comet_score.py:score, a file in which you name the model (docs/plugins.md)",
     "memory": "write slurm.sbatch: {mem: ...}",
     "cpu_bind": "write slurm.srun: {cpu-bind: ...}",
     "extra_sbatch": "write slurm.sbatch: {option: value}",

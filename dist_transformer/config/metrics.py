@@ -8,8 +8,8 @@ from typing import Any
 
 TOKEN_MEASURES = ("loss", "nll", "perplexity", "token_accuracy")
 """Measures computed on the reference itself, always available."""
-TRANSLATION_MEASURES = ("bleu", "chrf", "comet", "plugin")
-"""Measures of real output: with validation.translate; comet and plugin with their settings in validation, too."""
+TRANSLATION_MEASURES = ("bleu", "chrf", "plugin")
+"""Measures of real output: with validation.translate; plugin with validation.plugin, too."""
 SEARCH_OF_VALIDATION = ("length_penalty", "max_extra_tokens", "max_source_tokens")
 """Settings of `decoding` that the translations of a validation use."""
 LOWER_IS_BETTER = ("loss", "nll", "perplexity")
@@ -34,7 +34,7 @@ def measured_with(settings: Mapping[str, Any], metric: str) -> dict[str, Any]:
     if measure == "loss":
         found["label_smoothing"] = settings["training"]["label_smoothing"]
     if measure in TRANSLATION_MEASURES:
-        found |= {key: settings["validation"].get(key) for key in ("beam_size", "max_sentences", "comet", "plugin")}
+        found |= {key: settings["validation"].get(key) for key in ("beam_size", "max_sentences", "plugin")}
         found |= {key: settings["decoding"].get(key) for key in SEARCH_OF_VALIDATION}
         found["language"] = settings["data"]["target_language"]
     return found

@@ -207,7 +207,7 @@ class DivergenceConfig(Section):
 class ValidationConfig(Section):
     """Loss and scores on the validation corpora during training, and early stopping by them.
 
-    The measures of data.validation are loss, nll, perplexity, token_accuracy, and with `translate` bleu, chrf (and comet);
+    The measures of data.validation are loss, nll, perplexity, token_accuracy, and with `translate` bleu, chrf, plugin;
     those of data.more_validation have the corpus in front: newstest2013/bleu.
     """
 
@@ -218,9 +218,6 @@ class ValidationConfig(Section):
     )
     max_sentences: PositiveInt | None = Field(
         None, description="Translate only so many sentences of each corpus, the first ones; none: all."
-    )
-    comet: Str | None = Field(
-        None, description="COMET model to score with as well: a name of its package (unbabel-comet), or a file."
     )
     plugin: Str | None = Field(
         None,

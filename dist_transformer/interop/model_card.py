@@ -73,8 +73,8 @@ def add_scores(model: Path, name: str, scores: dict[str, Any]) -> None:
         for key, label in (("bleu", "BLEU"), ("chrf", "chrF"))
         if key in scores
     ]
-    if "comet" in scores:
-        measured.append(f"COMET {scores['comet']:.4f} ({scores['comet_model']})")
+    if "plugin" in scores:
+        measured.append(f"plug-in {scores['plugin']:.4f} (`{scores['plugin_signature']}`)")
     start = f"- {name}:"
     line = f"{start} {', '.join(measured)}; {scores['pairs']:,} pairs, beam {scores['beam_size']}"
     others = [each for each in found[0].splitlines() if each.startswith("- ") and not each.startswith(start)]

@@ -49,7 +49,7 @@ OF_TRANSLATIONS = (
     "decoding.length_penalty",
     "decoding.max_extra_tokens",
 )
-"""Settings on which bleu, chrf and comet depend besides the weights and the corpus."""
+"""Settings on which scores of translations depend besides the weights and the corpus."""
 OF_TOKENS = ("tokenizer.type", "tokenizer.vocabulary_size", "tokenizer.shared", "tokenizer.source_model")
 """Settings of the pieces over which loss, nll, perplexity and token accuracy are averaged."""
 OF_EVALUATION = ("source_sha256", "reference_sha256", "pairs", "beam_size", "length_penalty", "max_extra_tokens")
@@ -224,7 +224,7 @@ def why_not_alike(stories: Sequence[RunStory], measure: str) -> list[str]:
     corpus, key = corpus_and_measure(measure)
     found = _other_text(stories, f"data.more_validation.{corpus}" if corpus else "data.validation")
     if key in TRANSLATION_MEASURES:
-        return found + differences(stories, [*OF_TRANSLATIONS, *(["validation.comet"] if key == "comet" else [])])
+        return found + differences(stories, [*OF_TRANSLATIONS, *(["validation.plugin"] if key == "plugin" else [])])
     smoothing = ["training.label_smoothing"] if key == "loss" else []
     return found + _other_pieces(stories) + differences(stories, ["data.filters.", *smoothing])
 
@@ -233,7 +233,7 @@ def why_evaluated_otherwise(
     stories: Sequence[RunStory], evaluations: Sequence[Mapping[str, Any]], name: str, measure: str
 ) -> list[str]:
     """Settings by which results of `evaluate`, none of them empty, differ between runs under this name."""
-    keys = (*OF_EVALUATION, f"{measure}_signature" if measure != "comet" else "comet_model")
+    keys = (*OF_EVALUATION, f"{measure}_signature")
     found = [key for key in keys if any(each.get(key) != evaluations[0].get(key) for each in evaluations)]
     if all("source_sha256" in each for each in evaluations):
         return found

@@ -91,7 +91,7 @@ def test_evaluate_scores_given_translations_against_several_references_as_sacreb
         (("RUN", "--hypothesis", "a"), "expected a run or model folder to translate with, or --hypothesis FILE"),
         (("--hypothesis", "a"), "--hypothesis needs --reference FILE"),
         (("--hypothesis", "a", "--reference", "b", "--beam", 4), "--beam and --length-penalty are of a search"),
-        (("--hypothesis", "a", "--reference", "b", "--comet", "x"), "--comet reads the source too"),
+        (("--hypothesis", "a", "--reference", "b", "--metric-plugin", "x.py:f"), "--metric-plugin gets the source too"),
         (("RUN", "--source", "a"), "--source and --reference belong together"),
         (("RUN", "--language-pair", "en-de"), "--language-pair en-de: is of --hypothesis"),
         (("--hypothesis", "valid.en", "--reference", "train.en"), "40"),

@@ -44,11 +44,3 @@ def test_a_line_that_the_positions_cannot_take_is_named_before_the_first_step(co
         said = command("train", "small.yaml", *given, corpora, f"validation.translate={translate}", code=2)
         assert "data.more_validation.news, line 3: " in said
         assert "only 96 positions (model.max_positions)" in said
-
-
-def test_comet_without_its_package_or_its_model_is_refused_before_the_first_step(command):
-    given = ("run.name=comet", "validation.translate=true", "validation.comet=Unbabel/no-such-model")
-    said = command("train", "small.yaml", *given, "--ranks", 2, code=2)
-    assert "pip install unbabel-comet" in said or "the COMET model Unbabel/no-such-model cannot be loaded" in said
-    assert "Traceback" not in said
-    assert not (command.folder / "runs" / "comet" / "checkpoints").exists()

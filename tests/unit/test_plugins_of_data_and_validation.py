@@ -1,6 +1,9 @@
 """A source and a validation metric of the user's own (docs/plugins.md)."""
 
-from collections.abc import Callable
+import json
+import logging
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from dist_transformer.config.loading import load_config, with_absolute_paths
 from dist_transformer.data.prepare.preparation import prepare, prepared_folder
 from dist_transformer.data.sources.corpus import read_corpus
 from dist_transformer.errors import ConfigError, DataError, UserError
+from dist_transformer.plugins import find, measure_of, sha256_of
 from dist_transformer.run.resume_checks import METRIC, differs
 
 SOURCE = """
@@ -26,6 +30,43 @@ def score(hypotheses, references, sources):
     open("seen.txt", "w").write(sources[0] + "|" + references[0])
     return -sum(abs(len(ours) - len(theirs)) for ours, theirs in zip(hypotheses, references)) / len(references)
 """
+
+STUB_OF_COMET = """
+import logging
+from types import SimpleNamespace
+import torch
+
+logging.basicConfig(level=logging.DEBUG, handlers=[logging.NullHandler()], force=True)
+
+class Model:
+    def eval(self):
+        return self
+    def to(self, device):
+        return self
+    def prepare_for_inference(self, samples):
+        assert 1 <= len(samples) <= 16
+        equal = [each["mt"] == each["ref"] and each["src"] != each["mt"] for each in samples]
+        return ({"inputs": [torch.tensor(equal)]},)
+    def predict_step(self, inputs):
+        return SimpleNamespace(scores=inputs[0]["inputs"][0].float())
+
+def download_model(name):
+    assert name == "Unbabel/wmt22-comet-da"
+    return "a file"
+
+def load_from_checkpoint(file):
+    assert file == "a file"
+    return Model()
+"""
+
+
+@pytest.fixture
+def comet() -> Iterator[str]:
+    """The name of the example, which no other test finds loaded."""
+    file = Path(__file__).parents[2] / "examples" / "comet_score.py"
+    yield f"{file}:score"
+    for name in ("comet", f"dist_transformer_plugin_{sha256_of(file)[:16]}"):
+        sys.modules.pop(name, None)
 
 
 def with_source(folder: Path, text: str) -> dict[str, dict[str, object]]:
@@ -123,7 +164,29 @@ def test_a_metric_of_a_plug_in_chooses_the_best_checkpoint_and_is_missed_when_it
     assert len(scores) == 2
     assert all(score <= 0 for score in scores)
     assert "|" in (command.folder / "seen.txt").read_text(encoding="utf-8")
+    said = command("evaluate", run, "--split", "validation", "--metric-plugin", "my_metric.py:score")
+    kept = json.loads((run / "evaluation" / "validation.json").read_text(encoding="utf-8"))
+    assert f"plug-in {kept['plugin']:.4f}  score of a file with SHA-256 {sha256_of(file)}" in said
     file.write_text(METRIC_OF_LENGTHS.replace("/ len", "* len"), encoding="utf-8")
     said = command("train", "small.yaml", "run.name=metric", *settings, "training.max_steps=6", code=2)
     assert "validation.plugin" in said
     assert "SHA-256" in said
+
+
+def test_the_example_of_comet_is_the_mean_over_all_batches_and_keeps_our_logging(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comet: str
+):
+    (tmp_path / "comet.py").write_text(STUB_OF_COMET, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = list(logging.root.handlers), logging.root.level
+    score = measure_of(find("validation.plugin", comet))
+    assert (logging.root.handlers, logging.root.level) == before
+    lines = [f"line {number}" for number in range(40)]
+    assert score(lines, lines[:30] + ["other"] * 10, ["source"] * 40) == 0.75
+
+
+def test_the_example_of_comet_without_its_package_is_one_message(monkeypatch: pytest.MonkeyPatch, comet: str):
+    monkeypatch.setitem(sys.modules, "comet", None)
+    with pytest.raises(UserError, match=r"validation.plugin: score of .*comet_score.py, line 1\d: .*comet") as caught:
+        measure_of(find("validation.plugin", comet))
+    assert "\n" not in str(caught.value)

@@ -38,7 +38,6 @@ UNSAFE_OPTIONS = {"shell", "allow_pickle", "trust_remote_code"}
 ALLOWED = {
     ("interop/foreign_weights.py", "from pickle import UnpicklingError"),
     ("interop/foreign_weights.py", "torch.load(weights_only=True)"),
-    ("decoding/comet.py", "load_from_checkpoint"),
     ("distributed/group.py", "dist.all_gather_object"),
     ("distributed/group.py", "dist.broadcast_object_list"),
 }

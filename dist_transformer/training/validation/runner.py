@@ -140,4 +140,4 @@ def _log(step: int, each: ValidationSet, found: dict[str, float | str], seconds:
     )  # fmt: skip
 
 
-_SCORES = {"bleu": "BLEU %.2f", "chrf": "chrF %.2f", "comet": "COMET %.4f", "plugin": "plug-in %.4f"}
+_SCORES = {"bleu": "BLEU %.2f", "chrf": "chrF %.2f", "plugin": "plug-in %.4f"}

@@ -44,7 +44,7 @@ class ValidationSet:
 
 @dataclass(frozen=True)
 class Translated:
-    """The translations of a set's sources, and their scores: bleu, chrf, their signatures, perhaps comet."""
+    """The translations of a set's sources, and their scores: bleu, chrf, their signatures, perhaps plugin."""
 
     translations: Sequence[str]
     scores: dict[str, float | str] = field(default_factory=dict)

@@ -13,7 +13,6 @@ from dist_transformer.data.loader.text_batches import refuse_longer, text_batche
 from dist_transformer.data.prepare.scan import load_tokenizer
 from dist_transformer.data.sources.cached_text import Pairs, kept_pairs, texts_to_keep
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
-from dist_transformer.decoding.comet import CometScorer
 from dist_transformer.decoding.search import TorchSearcher
 from dist_transformer.decoding.translate import first_batch, translate_together
 from dist_transformer.distributed.group import Ranks
@@ -22,7 +21,7 @@ from dist_transformer.distributed.rounds import Stopped, WantsStop, WorkFailed, 
 from dist_transformer.errors import DataError, UserError
 from dist_transformer.interop.model_folder import empty_model
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.plugins import Plugin, ScoreTranslations, call, find
+from dist_transformer.plugins import ScoreTranslations, find, measure_of
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.memory import as_text, begin_peak, explaining_out_of_memory, give_back, peak
 from dist_transformer.training.run_data import RunData
@@ -45,7 +44,7 @@ def open_validator(
     validation.
 
     Raises:
-        UserError: on every rank: a corpus cannot be read, a line of it is too long, or COMET's package is not there.
+        UserError: on every rank: a corpus cannot be read, a line of it is too long, or the plug-in fails.
     """
     progress("reading the validation corpus")
     tokenizer = load_tokenizer(data.folder, data.manifest.tokenizer)
@@ -59,7 +58,9 @@ def open_validator(
         sets.append(_further_set(name, texts[f"more_validation.{name}"], config, data, tokenizer, progress))
     translate = None
     if config.validation.translate and sets:
-        translate = _translator(config, data, tokenizer, engine, ranks, _scorers(config, ranks, progress), wants_stop)
+        translate = _translator(
+            config, data, tokenizer, engine, ranks, _own_measure(config, ranks, progress), wants_stop
+        )
     return Validator(config.validation, config.run.seed, sets, engine, ranks, translate, wants_stop)
 
 
@@ -149,33 +150,17 @@ def _read(
     return run_on_rank_zero(ranks, read, lambda: progress(f"reading data.{key}"))
 
 
-Score = Callable[[Sequence[str], Sequence[str], Sequence[str]], float]
-"""A score of (sources, translations, references)."""
+def _own_measure(config: Config, ranks: Ranks, progress: Callable[[str], None]) -> dict[str, ScoreTranslations]:
+    """Loads the plug-in on rank 0, before the first step, if there is one (collective)."""
+    given = config.validation.plugin
+    loaded: dict[str, ScoreTranslations] = {}  # not sent to the other ranks
+    if given is not None:
 
+        def load() -> None:
+            loaded["plugin"] = measure_of(find("validation.plugin", given))
 
-def _scorers(config: Config, ranks: Ranks, progress: Callable[[str], None]) -> dict[str, Score]:
-    """Loads COMET and the plug-in on rank 0, before the first step, if they are configured (collective)."""
-    settings = config.validation
-    loaded: dict[str, Score] = {}  # not sent to the other ranks
-
-    def load() -> None:
-        if settings.comet is not None:
-            loaded["comet"] = CometScorer(settings.comet).score
-        if settings.plugin is not None:
-            loaded["plugin"] = _score_of_plugin(find("validation.plugin", settings.plugin))
-
-    if settings.comet is not None or settings.plugin is not None:
-        run_on_rank_zero(ranks, load, lambda: progress("loading COMET or the plug-in of the validation"))
+        run_on_rank_zero(ranks, load, lambda: progress("loading the plug-in of the validation"))
     return loaded
-
-
-def _score_of_plugin(plugin: Plugin) -> Score:
-    function: ScoreTranslations = plugin.load()
-
-    def score(sources: Sequence[str], translations: Sequence[str], references: Sequence[str]) -> float:
-        return call(plugin, lambda: float(function(translations, references, sources)))
-
-    return score
 
 
 def _translator(
@@ -184,7 +169,7 @@ def _translator(
     tokenizer: Tokenizer,
     engine: Engine,
     ranks: Ranks,
-    scorers: Mapping[str, Score],
+    measures: Mapping[str, ScoreTranslations],
     wants_stop: WantsStop,
 ) -> Translate:
     from dist_transformer.decoding.metrics import corpus_scores
@@ -195,7 +180,7 @@ def _translator(
         with failures_named(ranks):
             found = corpus_scores(translations, each.references, config.data.target_language)
             del found["exact_match"]
-            return found | {key: score(each.sources, translations, each.references) for key, score in scorers.items()}
+            return found | {key: of(translations, each.references, each.sources) for key, of in measures.items()}
 
     def translate(sets: Sequence[ValidationSet], progress: Progress) -> Iterator[Translated]:
         with _full_model(config, data, engine, ranks) as model:

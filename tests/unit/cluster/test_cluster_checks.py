@@ -1,6 +1,5 @@
 """What is refused before anything reaches Slurm; all problems are told at once."""
 
-import importlib.util
 import json
 import os
 from pathlib import Path
@@ -354,31 +353,6 @@ def test_weights_to_start_with_are_found_wherever_training_finds_them(run_dir: R
 def test_a_run_that_goes_on_needs_no_weights_to_start_with(run_dir: RunDir, tmp_path: Path) -> None:
     (run_dir.checkpoints / "step_00000009").mkdir(parents=True)
     assert _initial_weights_problems(run_dir, tmp_path / "gone") == []
-
-
-@pytest.mark.parametrize(
-    "elsewhere",
-    [
-        {"container_image": "i"},
-        {"environment": {"DIST_TRANSFORMER_PYTHON": "p"}},
-        {"setup": ["export DIST_TRANSFORMER_PYTHON=p"]},
-    ],
-)
-def test_a_missing_comet_is_told_where_the_job_runs_this_python(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, elsewhere: dict[str, object]
-) -> None:
-    def problems(**slurm: object) -> list[str]:
-        config = config_of(**slurm)
-        validation = config.validation.model_copy(update={"comet": "Unbabel/wmt22-comet-da"})
-        return submission_problems(config.model_copy(update={"validation": validation}), run_dir, 1)
-
-    monkeypatch.delenv("DIST_TRANSFORMER_PYTHON", raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    [problem] = problems()
-    assert problem.startswith("validation.comet: needs the package unbabel-comet")
-    assert problems(**elsewhere) == []
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert problems() == []
 
 
 def test_a_prepared_corpus_that_is_not_there_needs_a_place_to_be_made_in(

@@ -76,8 +76,8 @@ MORE = "data.more_validation={news: {demo: test}}"
         (["validation.metric=news/accuracy", MORE], "validation.metric: 'accuracy' is no measure"),
         (["validation.metric=bleu", "validation.translate=false"], "bleu needs validation.translate: true"),
         (["validation.metric=news/chrf", MORE, "validation.translate=false"], "chrf needs validation.translate: true"),
-        (["validation.metric=comet"], "validation.metric: comet needs validation.comet"),
-        (["validation.comet=x", "validation.translate=false"], "validation.comet: scores translations"),
+        (["validation.metric=plugin"], "validation.metric: plugin needs validation.plugin"),
+        (["validation.plugin=json:load", "validation.translate=false"], "validation.plugin: scores translations"),
         (["validation.patience=3"], "validation.patience: is about loss of data.validation, which is not given"),
         (["validation.target=30", "validation.metric=bleu"], "validation.target: is about bleu of data.validation"),
         (["checkpoints.keep_best=1", MORE], "checkpoints.keep_best: needs data.validation: the best are those of the best loss"),
@@ -98,8 +98,8 @@ def test_what_is_measured_can_decide_about_the_end_and_the_best(path):
     every = ["validation.patience=3", "validation.target=1", "checkpoints.keep_best=1", MORE]
     for metric in ("news/token_accuracy", "news/bleu", "news/loss"):
         assert load_config(path, [*every, f"validation.metric={metric}"]).validation.metric == metric
-    for metric in ("perplexity", "chrf", "comet"):
-        given = [VALIDATED, *every, "validation.comet=Unbabel/wmt22-comet-da", f"validation.metric={metric}"]
+    for metric in ("perplexity", "chrf", "plugin"):
+        given = [VALIDATED, *every, "validation.plugin=json:load", f"validation.metric={metric}"]
         assert load_config(path, given).validation.metric == metric
 
 

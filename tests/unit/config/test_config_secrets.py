@@ -181,7 +181,7 @@ def test_no_message_about_another_mistake_repeats_a_secret(path, override):
 
 
 @pytest.mark.parametrize(
-    "key", ["data.train.path", "data.root", "data.train.hub", "training.init_from", "validation.comet", "tracking.uri"]
+    "key", ["data.train.path", "data.root", "data.train.hub", "training.init_from", "validation.plugin", "tracking.uri"]
 )
 @pytest.mark.parametrize("text", ["https://host/x?access_token=pa55word", "https://host/hf_pa55word0123456789ab/x"])
 def test_an_address_with_a_token_is_refused_in_every_section(path, key, text):

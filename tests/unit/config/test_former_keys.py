@@ -25,7 +25,7 @@ MODULES = {
     "slurm.preflight_seconds": "cluster.script",
     "slurm.preflight_tolerance": "cluster.script",
     "tokenizer": "data.tokenizer.tokenizer",
-    "validation": "training.validation.runner",
+    "validation.samples": "training.validation.runner",
 }
 """Where the constants are; those that are none have no module."""
 FORMER = {(section, key): value for section, part in CONSTANTS.items() for key, value in part.items()}
@@ -69,12 +69,15 @@ def test_every_other_value_is_refused_at_once_with_its_place(path: Path) -> None
         "data.stall_seconds=60",
         "decoding.top_k=5",
         "decoding.no_repeat_ngram_size=3",
+        "validation.comet=Unbabel/wmt22-comet-da",
     )
     assert problems_of(path, *overrides) == [
         f"{path}:4: divergence.patience_steps: is no setting any more: it is always 20. Remove it",
         f"{path}:5: checkpoints.save_attempts: is no setting any more: it is always 3. Remove it",
         "command line: data.stall_seconds=60: data.stall_seconds: is no setting any more: it is always half of "
         "training.hang_seconds. Remove it",
+        "command line: validation.comet=Unbabel/wmt22-comet-da: validation.comet: is no setting any more: write "
+        "validation.plugin: examples/comet_score.py:score, a file in which you name the model (docs/plugins.md)",
         "command line: decoding.top_k=5: decoding.top_k: is no setting any more: give `translate` the option --top-k. "
         "Remove it here",
         "command line: decoding.no_repeat_ngram_size=3: decoding.no_repeat_ngram_size: is no setting any more: give "

@@ -35,7 +35,7 @@ training.audit_share training.communication_dtype training.compile_layers traini
 training.gradient_clip_norm training.hang_seconds training.init_from training.init_partially
 training.label_smoothing training.lanes_per_pass training.log_every_steps training.max_epochs
 training.max_hours training.max_steps training.offload training.precision
-training.same_bits training.zero_stage validation.beam_size validation.comet validation.every_steps
+training.same_bits training.zero_stage validation.beam_size validation.every_steps
 validation.max_sentences validation.metric validation.patience validation.plugin validation.target validation.translate
 """
 """All keys; the ones of a corpus, which every corpus has, stand below data.train only."""

@@ -70,9 +70,12 @@ def test_a_model_folder_says_where_it_is_from_how_large_it_is_and_how_it_is_load
 def test_scores_of_a_corpus_are_added_once_and_the_newest_stays(folder: Path) -> None:
     add_scores(folder, "test", SCORES)
     add_scores(folder, "news", SCORES)
-    add_scores(folder, "test", {**SCORES, "bleu": 30.0})
+    add_scores(folder, "test", {**SCORES, "bleu": 30.0, "plugin": 0.5, "plugin_signature": "score of a file"})
     card = text_of(folder)
-    assert "- test: BLEU 30.00 (`nrefs:1|v`), chrF 58.25 (`nc:6`); 1,000 pairs, beam 4\n" in card
+    assert (
+        "- test: BLEU 30.00 (`nrefs:1|v`), chrF 58.25 (`nc:6`), plug-in 0.5000 (`score of a file`); 1,000 pairs, beam 4\n"
+        in card
+    )
     assert [card.count(each) for each in ("- test:", "- news: BLEU 28.40", "Not evaluated")] == [1, 1, 0]
     assert "## How to load it" in card
 

@@ -11,7 +11,7 @@ from dist_transformer.training.validation.early_stopping import EarlyStopping
 
 METRICS = st.sampled_from([*TOKEN_MEASURES, *TRANSLATION_MEASURES, "news/loss", "news/bleu"])
 VALUES = st.lists(st.one_of(st.integers(0, 5).map(float), st.just(math.nan), st.just(math.inf)), max_size=20)
-HIGHER = ("token_accuracy", "bleu", "chrf", "comet", "plugin")
+HIGHER = ("token_accuracy", "bleu", "chrf", "plugin")
 
 
 def ended_at(settings: ValidationConfig, values: list[float], cut: int | None = None) -> int | None:
