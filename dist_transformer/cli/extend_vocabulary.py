@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -13,8 +14,7 @@ from dist_transformer.errors import UserError
 from dist_transformer.run.outputs import check_output
 
 if TYPE_CHECKING:  # at run time this would import torch for every command
-    from dist_transformer.interop.model_folder import LoadedModel, TokenizerFiles
-    from dist_transformer.interop.vocabulary_extension import Growth
+    from dist_transformer.interop.model_folder import LoadedModel
 
 Side = Literal["source", "target", "both"]
 SHOWN = 20
@@ -58,30 +58,35 @@ def _lines(path: Path) -> list[str]:
 
 def _extend(loaded: "LoadedModel", asked: Sequence[str], side: Side, output: Path) -> list[str]:
     """Writes the new folder; returns the pieces that the model did not have."""
-    from dataclasses import replace
-
-    from dist_transformer.data.tokenizer.extension import missing_pieces
+    from dist_transformer.data.tokenizer.extension import add_pieces, cuts, missing_pieces, num_pieces
     from dist_transformer.data.tokenizer.tokenizer import Tokenizer
     from dist_transformer.interop.model_card import Origin
-    from dist_transformer.interop.model_folder import save_model_folder
-    from dist_transformer.interop.vocabulary_extension import extended_weights
+    from dist_transformer.interop.model_folder import SOURCE_MODEL, TARGET_MODEL, TokenizerFiles, save_model_folder
+    from dist_transformer.interop.vocabulary_extension import Growth, extended_weights
 
-    files = loaded.tokenizer_files
-    of_source = missing_pieces(files.source, asked) if side != "target" else []
-    of_target = missing_pieces(files.target or files.source, asked) if side != "source" else []
+    source, target = loaded.tokenizer_files.source, loaded.tokenizer_files.target
+    of_source = missing_pieces(source, asked) if side != "target" else []
+    of_target = missing_pieces(target or source, asked) if side != "source" else []
     if not of_source and not of_target:
         raise UserError(f"the vocabulary has all of {' '.join(asked[:SHOWN])} already: there is nothing to add")
-    with TemporaryDirectory() as folder:
-        new = _new_models(files, of_source, of_target, Path(folder))
-        tokenizer = Tokenizer.load(new.source, new.target)
+    with TemporaryDirectory() as name:
+        new = TokenizerFiles(Path(name, SOURCE_MODEL), Path(name, TARGET_MODEL) if target else None)
+        add_pieces(source, of_source, new.source)
+        if target is not None and new.target is not None:
+            add_pieces(target, of_target, new.target)
+        tokenizer, before = Tokenizer.load(new.source, new.target), loaded.information
+
+        def growth(old: Path, pieces: Sequence[str], vocabulary: int) -> Growth:
+            return Growth(num_pieces(old), cuts(old, pieces), vocabulary, before.pad_id)
+
         weights = extended_weights(
             dict(loaded.model.named_parameters()),
-            _growth(files.source, of_source, tokenizer.source_vocabulary, loaded.information.pad_id),
-            _growth(files.target or files.source, of_target, tokenizer.target_vocabulary, loaded.information.pad_id),
+            growth(source, of_source, tokenizer.source_vocabulary),
+            growth(target or source, of_target, tokenizer.target_vocabulary),
             loaded.config.shared_embeddings,
         )
         information = replace(
-            loaded.information,
+            before,
             source_vocabulary=tokenizer.source_vocabulary,
             target_vocabulary=tokenizer.target_vocabulary,
             pad_id=tokenizer.pad_id,
@@ -89,26 +94,6 @@ def _extend(loaded: "LoadedModel", asked: Sequence[str], side: Side, output: Pat
         origin = Origin("another model with a larger vocabulary")
         save_model_folder(output, weights, loaded.config, new, information, origin)
     return list(dict.fromkeys([*of_source, *of_target]))
-
-
-def _new_models(
-    files: "TokenizerFiles", of_source: Sequence[str], of_target: Sequence[str], folder: Path
-) -> "TokenizerFiles":
-    from dist_transformer.data.tokenizer.extension import add_pieces
-    from dist_transformer.interop.model_folder import SOURCE_MODEL, TARGET_MODEL, TokenizerFiles
-
-    add_pieces(files.source, of_source, folder / SOURCE_MODEL)
-    if files.target is None:
-        return TokenizerFiles(folder / SOURCE_MODEL)
-    add_pieces(files.target, of_target, folder / TARGET_MODEL)
-    return TokenizerFiles(folder / SOURCE_MODEL, folder / TARGET_MODEL)
-
-
-def _growth(old: Path, pieces: Sequence[str], vocabulary: int, pad_id: int) -> "Growth":
-    from dist_transformer.data.tokenizer.extension import cuts, num_pieces
-    from dist_transformer.interop.vocabulary_extension import Growth
-
-    return Growth(num_pieces(old), tuple(tuple(cut) for cut in cuts(old, pieces)), vocabulary, pad_id)
 
 
 def _tell(output: Path, added: Sequence[str], has_target: bool) -> None:

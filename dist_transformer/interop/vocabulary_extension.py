@@ -5,7 +5,7 @@ A new piece then begins as the mean of its parts (Gee et al., 2022, "Fast Vocabu
 rows of a vocabulary of 13 pieces, 3 of them new:   0 .. 9 as before | 10 11 12 means | 13 14 15 as padding, up to 16
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -23,7 +23,7 @@ class Growth:
     """
 
     num_pieces: int
-    cuts: tuple[tuple[int, ...], ...]
+    cuts: Sequence[Sequence[int]]
     vocabulary: int
     pad_id: int
 
@@ -36,7 +36,7 @@ def extended_weights(
     If both sides share a matrix, its means are over the cuts of both.
     """
     if shared_embeddings:
-        both = tuple((*a, *b) for a, b in zip(source.cuts, target.cuts, strict=True))
+        both = [[*a, *b] for a, b in zip(source.cuts, target.cuts, strict=True)]
         source = target = Growth(source.num_pieces, both, source.vocabulary, source.pad_id)
     growth = {
         "source_embedding.weight": source,
