@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 
 from dist_transformer.errors import UserError
@@ -41,14 +42,14 @@ def wait_for_log(
     find: Callable[[], Path | None], is_over: Callable[[], bool], wait: Callable[[float], None] = time.sleep
 ) -> Path | None:
     """The path that `find` returns, as soon as it does; None: the run was over before. `is_over`: see `follow`."""
-    looks = 0
-    while True:
-        over = looks % LOOKS_A_QUESTION == 0 and is_over()
-        path = find()
-        if path is not None or over:
-            return path
+    return next(path for over in _looks(is_over, wait) if (path := find()) is not None or over)
+
+
+def _looks(is_over: Callable[[], bool], wait: Callable[[float], None]) -> Iterator[bool]:
+    """Yields every LOOK_SECONDS whether the run is over, which is asked every ASK_SECONDS; between them False."""
+    for look in count():
+        yield look % LOOKS_A_QUESTION == 0 and is_over()
         wait(LOOK_SECONDS)
-        looks += 1
 
 
 def rank_filter(path: Path, rank: int | None) -> Callable[[str], str | None]:
@@ -99,9 +100,7 @@ def follow(
     end = end_of_last_line(path)
     yield from tail(path, num_lines, rank, end)
     file, show = GrowingFile(path, end), rank_filter(path, rank)
-    looks = 0
-    while True:
-        over = looks % LOOKS_A_QUESTION == 0 and is_over()
+    for over in _looks(is_over, wait):
         yield from (text for line in file.new_lines() if (text := show(line)) is not None)
         newest = find_newest()
         if newest is not None and newest != file.path and newest.stat().st_mtime > file.path.stat().st_mtime:
@@ -111,9 +110,6 @@ def follow(
             if rest := show(file.unfinished_line()):
                 yield rest
             return
-        else:
-            wait(LOOK_SECONDS)
-            looks += 1
 
 
 def last_hang(path: Path, max_lines: int = 400) -> list[str]:
