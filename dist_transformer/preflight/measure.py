@@ -57,7 +57,7 @@ def measure(folder: Path, run_folder: Path, end: float) -> int:
         node=host_name(),
         num_ranks=int(os.environ.get("WORLD_SIZE", "1")),
         ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        device=_name(device),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     )
     path = rank_file(folder, record.rank)
     record.versions = node_benchmarks.versions()
@@ -70,12 +70,12 @@ def measure(folder: Path, run_folder: Path, end: float) -> int:
         measures, warnings = node_benchmarks.disk(run_folder)
         record.measures |= measures
         record.warnings += warnings
-    if record.num_ranks == 1:
-        record.together = DONE
+    if record.num_ranks > 1:
+        write_json(path, vars(record))
+        return _measure_together(record, path, end)
+    record.together = DONE
     write_json(path, vars(record))
-    if record.num_ranks == 1:
-        return EXIT_DONE
-    return _measure_together(record, path, end)
+    return EXIT_DONE
 
 
 def _measure_together(record: RankRecord, path: Path, end: float) -> int:
@@ -113,7 +113,3 @@ def _ranks_of_nodes(ranks: Ranks, node: str) -> list[list[int]]:
     for rank, name in enumerate(ranks.all_gather_object(node)):
         nodes.setdefault(name, []).append(rank)
     return list(nodes.values())
-
-
-def _name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"

@@ -147,12 +147,8 @@ def _worst_of(records: list[Record]) -> dict[str, float]:
 
 
 def _medians(values: Values) -> dict[str, float]:
-    medians = {}
-    for name in _BY_NAME:
-        known = [own[name] for own in values.values() if name in own]
-        if known:
-            medians[name] = median_high(known)
-    return medians
+    known = {name: [own[name] for own in values.values() if name in own] for name in _BY_NAME}
+    return {name: median_high(numbers) for name, numbers in known.items() if numbers}
 
 
 def _outliers(
