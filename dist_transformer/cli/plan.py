@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
-from dist_transformer.cluster.checks import parse_time_limit
+from dist_transformer.cluster.checks import parse_time_limit, time_problems
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.config.model_size import with_precision
 from dist_transformer.config.schema import Config
@@ -155,11 +155,7 @@ def _measured_hardware(
 
 
 def _must_be_finite(**options: float | None) -> None:
-    """Checks numeric options.
-
-    Raises:
-        UserError: one is `inf` or `nan`, or above LARGEST, so that arithmetic on it would overflow.
-    """
+    """Raises UserError if an option is `inf` or `nan`, or above LARGEST, so that arithmetic on it would overflow."""
     for name, value in options.items():
         if value is not None and not math.isfinite(value):
             raise UserError(f"--{name.replace('_', '-')}: expected a finite number; got {value}")
@@ -168,11 +164,7 @@ def _must_be_finite(**options: float | None) -> None:
 
 
 def _numbers_of_nodes(text: str) -> list[int]:
-    """Parses --nodes.
-
-    Raises:
-        UserError: it is no list of whole numbers from 1 on.
-    """
+    """Parses --nodes. UserError: it is no list of whole numbers from 1 on."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= MOST_NODES for word in words):
         raise UserError(f"--nodes: expected whole numbers from 1 on with commas between them, as 1,2,4,8; got {text!r}")
@@ -180,18 +172,7 @@ def _numbers_of_nodes(text: str) -> list[int]:
 
 
 def _limit_seconds(slurm: SlurmConfig) -> float:
-    """Seconds from the beginning of a job to the request to save; inf: no limit."""
-    try:
-        limit = parse_time_limit(slurm.time_limit)
-    except ValueError as error:
-        raise UserError(
-            f"slurm.time_limit: {slurm.time_limit!r}: expected hours:minutes:seconds or days-hours:minutes:seconds"
-        ) from error
-    if limit is None:
-        return math.inf
-    if limit <= slurm.signal_seconds:
-        raise UserError(
-            f"slurm.time_limit: {slurm.time_limit} is {limit} s, but the job is signalled to save {slurm.signal_seconds} s "
-            "before its end (slurm.signal_seconds); give more"
-        )
-    return limit - slurm.signal_seconds
+    """Seconds from the beginning of a job to the request to save; inf: no limit. UserError: `submit` would refuse it."""
+    for problem in time_problems(slurm):
+        raise UserError(problem)
+    return (parse_time_limit(slurm.time_limit) or math.inf) - slurm.signal_seconds

@@ -1,5 +1,6 @@
 """Checks before a job is submitted. Each check yields messages; `submit` reports all of them at once."""
 
+import math
 import os
 import re
 import shlex
@@ -72,7 +73,7 @@ def job_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
     """Problems of the job that the configuration asks for, regardless of the files on disk."""
     slurm = config.slurm
     yield from _rank_problems(config)
-    yield from _time_problems(slurm)
+    yield from time_problems(slurm)
     yield from _option_problems(slurm)
     yield from _container_problems(slurm, needed_folders(config, run_dir.path.parent))
     yield from _environment_problems(slurm)
@@ -210,7 +211,8 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _time_problems(slurm: SlurmConfig) -> Iterator[str]:
+def time_problems(slurm: SlurmConfig) -> Iterator[str]:
+    """A time limit that is none, or leaves no time before the job is signalled to save."""
     try:
         limit_seconds = parse_time_limit(slurm.time_limit)
     except ValueError:
@@ -250,25 +252,18 @@ def _measured_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
     if not seconds:
         return
     step_seconds, every = statistics.median(seconds), config.checkpoints.every_steps
-    limit_seconds = _limit_or_none(config.slurm.time_limit)
-    if limit_seconds is not None and step_seconds * every > limit_seconds:
-        yield (
-            f"checkpoints.every_steps: {every} steps of {step_seconds:.3g} s, as measured so far, are more than "
-            f"slurm.time_limit {config.slurm.time_limit}: a job that fails would lose all it did; save more often"
-        )
+    with suppress(ValueError):  # time_problems reports it
+        if step_seconds * every > (parse_time_limit(config.slurm.time_limit) or math.inf):
+            yield (
+                f"checkpoints.every_steps: {every} steps of {step_seconds:.3g} s, as measured so far, are more than "
+                f"slurm.time_limit {config.slurm.time_limit}: a job that fails would lose all it did; save more often"
+            )
     needed = max(record.get("save_seconds", 0.0) for record in records) + step_seconds
     if needed > config.slurm.signal_seconds:
         yield (
             f"slurm.signal_seconds: {config.slurm.signal_seconds} s before the limit the job is signalled to save, but a step "
             f"and a save took {needed:.0f} s in this run; give more than that"
         )
-
-
-def _limit_or_none(text: str) -> int | None:
-    try:
-        return parse_time_limit(text)
-    except ValueError:
-        return None
 
 
 def _option_problems(slurm: SlurmConfig) -> Iterator[str]:

@@ -52,9 +52,6 @@ class Hardware:
         reached = 1.0 if rate.source == MEASURED else self.matmul_share.value
         return rate.value * reached * self.model_share.value
 
-    def constants(self) -> dict[str, Constant]:
-        return dict(vars(self))
-
 
 def _gpu(memory_gb: float, half: float, single: float, bandwidth: float, link: float, network: float) -> Hardware:
     """A row of the table below."""
@@ -87,11 +84,7 @@ HARDWARE: Mapping[str, Hardware] = {
 
 
 def hardware_of(kind: str) -> Hardware:
-    """Row of the table for `kind`.
-
-    Raises:
-        UserError: the table has no such kind.
-    """
+    """Row of the table for `kind`. UserError: the table has none."""
     if kind not in HARDWARE:
         raise UserError(f"--gpu: expected one of {', '.join(HARDWARE)}; got {kind!r}")
     return HARDWARE[kind]

@@ -47,7 +47,7 @@ def run_values(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware)
         "max_steps": config.training.max_steps,
         "gpu": gpu,
         "gpus_per_node": gpus_per_node,
-        "hardware": {name: vars(constant) for name, constant in hardware.constants().items()},
+        "hardware": {name: vars(constant) for name, constant in vars(hardware).items()},
     }
 
 
@@ -123,7 +123,7 @@ def _memory_cells(row: Row) -> list[str]:
 def print_sources(hardware: Hardware) -> None:
     """Prints every figure that a plan uses, grouped by source."""
     by_source: dict[str, list[str]] = {}
-    for name, constant in hardware.constants().items():
+    for name, constant in vars(hardware).items():
         by_source.setdefault(constant.source, []).append(f"{name} {constant.value:g}")
     assumed = [f"{name} {value:g}" for name, value in ASSUMPTIONS.items()]
     by_source["assumed"] = [*by_source.get("assumed", []), *assumed]
