@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from dist_transformer.config.data_schema import CorpusConfig, DataConfig, MixtureConfig
+from dist_transformer.config.data_schema import MODIFIERS, CorpusConfig, DataConfig, MixtureConfig
 from dist_transformer.config.paths import is_address, is_pattern, local_files, located
 
 SPLIT_NAMES = ("validation", "test")
@@ -65,12 +65,17 @@ def check_more_validation(data: DataConfig) -> Iterator[str]:
 
 
 def check_sampling(data: DataConfig, tokenizer: Any) -> Iterator[str]:
-    """Checks that sampling is on the fly: a corpus that is tokenized once cannot be sampled anew."""
+    """Checks that sampling and modifiers are on the fly: a corpus that is tokenized once cannot be changed anew."""
+    needs = "needs data.on_the_fly: true (`prepare` tokenizes only once); set it, or"
     if tokenizer.sampling > 0 and not data.on_the_fly:
-        yield (
-            f"tokenizer.sampling: {tokenizer.sampling} needs data.on_the_fly: true (`prepare` tokenizes only once); "
-            "set it, or sampling to 0"
-        )
+        yield f"tokenizer.sampling: {tokenizer.sampling} {needs} sampling to 0"
+    for name, share in data.modifiers.items():
+        if name not in MODIFIERS:
+            yield f"data.modifiers.{name}: no such modifier; there are {', '.join(MODIFIERS)}"
+        elif not 0 <= share <= 1:
+            yield f"data.modifiers.{name}: expected a share of the rows, 0 to 1; got {share}"
+        elif share and not data.on_the_fly:
+            yield f"data.modifiers.{name}: {share} {needs} remove it"
 
 
 def corpus_file_problems(data: DataConfig) -> Iterator[str]:

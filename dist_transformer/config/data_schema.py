@@ -7,6 +7,9 @@ from pydantic import Field
 from dist_transformer.config.section import Bool, Fraction, Int, Number, PositiveInt, PositiveIntOrAuto, Section, Str
 from dist_transformer.errors import UserError
 
+MODIFIERS = ("no_final_punctuation", "upper_case", "title_case", "tags", "typos", "noise")
+"""Names of data.modifiers in the order in which they are applied, which is also that of a row's random numbers."""
+
 
 class CorpusConfig(Section):
     """One set of aligned text: exactly one of `source`+`target` files, `path`, `hub`, `demo` or `plugin`.
@@ -113,9 +116,14 @@ class DataConfig(Section):
     on_the_fly: Bool = Field(
         False,
         description="Tokenize in the loader processes, in every epoch anew; parquet is then read where it lies. "
-        "Needed by tokenizer.sampling. false: once, by `prepare`.",
+        "Needed by tokenizer.sampling and modifiers. false: once, by `prepare`.",
     )
     filters: FilterConfig = Field(default_factory=FilterConfig, description="Which pairs are dropped.")
+    modifiers: dict[Str, Number] = Field(
+        default_factory=dict,
+        description="Share of the rows that are changed in training, by the change: upper_case, title_case, tags, "
+        "no_final_punctuation (both sides); typos, noise (the source). Needs on_the_fly.",
+    )
     lanes: PositiveInt = Field(
         8,
         description="Micro-batches per optimizer step over all ranks (fairseq: update-freq x GPUs). Part of the recipe.",

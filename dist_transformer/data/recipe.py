@@ -11,6 +11,7 @@ from dist_transformer.config.data_schema import FilterConfig, TokenizerConfig
 from dist_transformer.config.loading import flatten
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import file_sha256
+from dist_transformer.data.modifiers import inline_tags
 from dist_transformer.data.sources.files import corpus_fingerprint
 from dist_transformer.data.tokenizer.tokenizer import TRAINING_SENTENCES
 from dist_transformer.errors import DataError
@@ -32,7 +33,9 @@ def make_recipe(config: Config) -> dict[str, Any]:
 
 def recipe_without_corpora(config: Config) -> dict[str, Any]:
     """Returns the part of the recipe that does not need access to the text."""
+    inline = inline_tags(config.data)
     return {
+        **({"inline_tags": inline} if inline else {}),
         "format": PREPARED_FORMAT,
         "seed": config.run.seed,
         "source_language": config.data.source_language,

@@ -33,6 +33,7 @@ MIXTURE = (
 ON_THE_FLY = (
     "data.on_the_fly=true",
     "tokenizer.sampling=0.2",
+    "data.modifiers={upper_case: 0.2, no_final_punctuation: 0.2, tags: 0.2, typos: 0.2, noise: 0.1}",
     "data.loader_workers=1",
     f"training.max_steps={STEPS}",
     "data.audit=true",
@@ -107,6 +108,13 @@ def test_sampled_pieces_are_the_same_after_a_stop_and_on_other_ranks(sampled, tr
 def test_sampling_gives_other_pieces_than_none(sampled, train_small):
     plain = train_small("not-sampled", *ON_THE_FLY, "tokenizer.sampling=0.0", "training.max_steps=2")
     assert records(plain)[0]["target_tokens"] != records(sampled)[0]["target_tokens"]
+
+
+def test_modifiers_change_the_text_and_a_resume_refuses_others(sampled, train_small, command):
+    plain = train_small("not-modified", *ON_THE_FLY[:2], *ON_THE_FLY[3:], "training.max_steps=2")
+    assert records(plain)[0]["target_tokens"] != records(sampled)[0]["target_tokens"]
+    said = command("train", plain, "data.modifiers.typos=0.5", "training.max_steps=3", code=2)
+    assert "data.modifiers: {} -> {'typos': 0.5}" in said
 
 
 def data_and_checkpoint(run: Path) -> tuple[RunData, Checkpoint]:

@@ -101,8 +101,8 @@ def manifest_of(splits: dict[str, Split]) -> Manifest:
     )
 
 
-def request(*slices: tuple[int, int, int, int], key: WindowKey = KEY, **options: Any) -> WindowRequest:
-    """A window of slices (corpus, row group, first, last)."""
+def request(*slices: tuple[int, ...], key: WindowKey = KEY, **options: Any) -> WindowRequest:
+    """A window of slices (corpus, row group, first, last) or with the number of the pass as well."""
     return WindowRequest(key, tuple(RowSlice(*piece) for piece in slices), **options)
 
 

@@ -178,7 +178,7 @@ class Planner:
     def slices(self, corpus: int, pieces: Iterator[Piece]) -> Iterator[RowSlice]:
         """Yields the rows of the pieces, as slices of row groups."""
         for number, first, last in pieces:
-            yield from self._order(corpus, number).slices(corpus, first, last)
+            yield from self._order(corpus, number).slices(first, last)
 
     def _epoch(self, epoch: int, streams: tuple[Stream, ...], shares: tuple[int, ...] | None) -> Partition:
         quotas = self.rows if shares is None else apportion(sum(self.rows), shares)
@@ -284,17 +284,19 @@ class _PassOrder:
     """One pass over a corpus: its row groups permuted and concatenated."""
 
     def __init__(self, group_rows: Sequence[int], seed: int, corpus: int, number: int) -> None:
+        self._corpus, self._number = corpus, number
         order = random_generator(seed, PURPOSE_PLAN, corpus, number).permutation(len(group_rows))
         self._order: NDArray[np.int64] = order
         self._ends: NDArray[np.int64] = np.cumsum(np.asarray(group_rows, dtype=np.int64)[order])
 
-    def slices(self, corpus: int, first: int, last: int) -> Iterator[RowSlice]:
+    def slices(self, first: int, last: int) -> Iterator[RowSlice]:
         place = int(np.searchsorted(self._ends, first, side="right"))
         while first < last:
             begin = int(self._ends[place - 1]) if place else 0
             end = min(last, int(self._ends[place]))
             if end > first:
-                yield RowSlice(corpus, int(self._order[place]), first - begin, end - begin)
+                group = int(self._order[place])
+                yield RowSlice(self._corpus, group, first - begin, end - begin, self._number)
             first, place = end, place + 1
 
 

@@ -18,7 +18,9 @@ from dist_transformer.data.loader.row_groups import RowGroupPlace, RowGroupTable
 from dist_transformer.data.loader.text_rows import Sampler, TextCorpus
 from dist_transformer.data.loader.token_rows import Ints, TokenColumn, TokenCorpus, TokenRows
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, RowSlice, WindowKey, WindowRequest, order_probe
-from dist_transformer.data.manifest import Manifest, Split
+from dist_transformer.data.manifest import Manifest
+from dist_transformer.data.modifiers import Modifiers
+from dist_transformer.data.sources.text import tag_prefix
 from dist_transformer.errors import DataError, MachineError, UserError
 
 Groups = dict[tuple[int, int], pa.Table]
@@ -68,7 +70,8 @@ class RowReader:
         self._splits = manifest.splits
         self._tables = RowGroupTables()
         self._sampler = Sampler(folder, manifest.tokenizer, sampling, seed)
-        self._corpora = tuple(self._corpus(manifest.splits[name]) for name in manifest.training)
+        self._seed = seed
+        self._corpora = tuple(self._corpus(name) for name in manifest.training)
 
     def probes(self) -> dict[str, str]:
         """Returns, by library, a digest of its results that affect the rows: equal digests, same rows and order."""
@@ -95,20 +98,24 @@ class RowReader:
         corpus = TokenCorpus(places, self._tables)
         for row_group in range(len(places)):
             try:
-                part = corpus.rows(row_group, corpus.read(row_group))
+                whole = RowSlice(0, row_group, 0, places[row_group].rows)
+                part = corpus.rows(whole, corpus.read(row_group))
             except UnreadableRowGroup as error:
                 raise _error(_cannot_read(places[row_group], error, self._remedy(places[row_group])), error) from error
             yield joined([part], [part.row_numbers])
 
-    def _corpus(self, split: Split) -> TokenCorpus | TextCorpus:
+    def _corpus(self, name: str) -> TokenCorpus | TextCorpus:
+        split = self._splits[name]
         places = SplitPlaces(self._folder, split)
         if split.text is None:
             return TokenCorpus(places, self._tables)
-        return TextCorpus(places, self._tables, split.text, self._data, self._sampler)
+        corpus = self._data.training_corpora().get(name)
+        modifiers = Modifiers(self._data.modifiers, self._seed, tag_prefix(corpus.tags) if corpus else "")
+        return TextCorpus(places, self._tables, split.text, self._data, self._sampler, modifiers)
 
     def _rows(self, piece: RowSlice, groups: Groups) -> TokenRows:
         table = groups[piece.corpus, piece.row_group].slice(piece.first, piece.last - piece.first)
-        return self._corpora[piece.corpus].rows(piece.row_group, table)
+        return self._corpora[piece.corpus].rows(piece, table)
 
     def _read_groups(self, request: WindowRequest) -> tuple[Groups, tuple[Quarantined, ...]]:
         """Reads the row groups of the slices, each once; returns them, and the quarantined ones."""

@@ -1,4 +1,4 @@
-"""Rows of text, tokenized in the loader as `prepare` would tokenize them, optionally with subword sampling."""
+"""Rows of text, tokenized in the loader as `prepare` would, optionally modified and with subword sampling."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,9 @@ from dist_transformer.config.data_schema import DataConfig
 from dist_transformer.data.filters import filter_lengths, filter_text
 from dist_transformer.data.loader.row_groups import RowGroupTables, SplitPlaces, UnreadableRowGroup
 from dist_transformer.data.loader.token_rows import TokenColumn, TokenRows, check_column, row_numbers
-from dist_transformer.data.loader.window_request import PURPOSE_SAMPLING, WindowKey, random_generator
+from dist_transformer.data.loader.window_request import PURPOSE_SAMPLING, RowSlice, WindowKey, random_generator
 from dist_transformer.data.manifest import TextColumns, TokenizerFiles, json_digest
+from dist_transformer.data.modifiers import Modifiers
 from dist_transformer.data.sources.corpus import RawBatch
 from dist_transformer.data.sources.text import decoded, is_text, normalized, tagged, text_column
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer, with_sampling_seed
@@ -72,6 +73,7 @@ class TextCorpus:
     columns: TextColumns
     data: DataConfig
     sampler: Sampler
+    modifiers: Modifiers
 
     def read(self, row_group: int) -> pa.Table:
         """Reads a row group with the columns row_id, source and target; UnreadableRowGroup if it cannot be read."""
@@ -86,13 +88,13 @@ class TextCorpus:
         sides = {"source": self._texts(table, self.columns.source), "target": self._texts(table, self.columns.target)}
         return pa.table({"row_id": ids, **sides})
 
-    def rows(self, row_group: int, table: pa.Table) -> TokenRows:
-        """Converts a part of the table of `read(row_group)` to token ids, without the rows that filters drop."""
-        batch = self._raw_batch(table, self.places[row_group].is_in_place)
+    def rows(self, piece: RowSlice, table: pa.Table) -> TokenRows:
+        """Converts a slice, from the table of `read`, to token ids, without the rows that filters drop."""
+        batch = self._raw_batch(table, self.places[piece.row_group].is_in_place)
         positions, dropped = filter_text(batch, self.data.filters)
-        source, target = self.sampler.encode(
-            [batch.source[i] or "" for i in positions], [batch.target[i] or "" for i in positions]
-        )
+        texts = [batch.source[i] or "" for i in positions], [batch.target[i] or "" for i in positions]
+        self.modifiers.modify(piece, positions, *texts)
+        source, target = self.sampler.encode(*texts)
         kept, dropped_by_length = filter_lengths(
             [len(ids) for ids in source], [len(ids) for ids in target], self.data.filters
         )

@@ -10,6 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dist_transformer.data.loader.row_groups import RowGroupTables, SplitPlaces, UnreadableRowGroup
+from dist_transformer.data.loader.window_request import RowSlice
 
 Ints = NDArray[np.int64]
 
@@ -49,8 +50,8 @@ class TokenCorpus:
                 raise UnreadableRowGroup(f"column {side!r} holds lists with nulls in them; expected token ids")
         return table
 
-    def rows(self, row_group: int, table: pa.Table) -> TokenRows:
-        """Returns the token ids of a part of the table of `read(row_group)`."""
+    def rows(self, piece: RowSlice, table: pa.Table) -> TokenRows:
+        """Returns the token ids of a slice, from the table of `read`."""
         return TokenRows(row_numbers(table), _token_column(table, "source"), _token_column(table, "target"), Counter())
 
 

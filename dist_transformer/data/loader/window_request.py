@@ -11,14 +11,20 @@ PURPOSE_PLAN = 1
 PURPOSE_WINDOW = 2
 PURPOSE_SAMPLING = 3
 PURPOSE_SAMPLES = 4
+PURPOSE_MODIFIERS = 5
 
 CORPUS_SHIFT = 44
 """Shift in the row id of a batch, which is (corpus number << 44) + row number in that corpus."""
 
 
+def random_bits(seed: int, purpose: int, *index: int) -> np.random.PCG64:
+    """Returns the bits of one purpose: the same arguments give the same ones on every machine."""
+    return np.random.PCG64(np.random.SeedSequence([seed, purpose, *index]))
+
+
 def random_generator(seed: int, purpose: int, *index: int) -> np.random.Generator:
     """Returns the generator of one purpose: the same arguments give the same numbers on every machine."""
-    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, purpose, *index])))
+    return np.random.Generator(random_bits(seed, purpose, *index))
 
 
 def order_probe() -> str:
@@ -60,12 +66,16 @@ class WindowKey:
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Rows `first` to `last` (exclusive) of one row group. `corpus` is an index in `Manifest.training`."""
+    """Rows `first` to `last` (exclusive) of one row group. `corpus` is an index in `Manifest.training`.
+
+    `pass_number`: number of earlier passes over the corpus. (Positions of older checkpoints are without it.)
+    """
 
     corpus: int
     row_group: int
     first: int
     last: int
+    pass_number: int = 0
 
 
 @dataclass(frozen=True)

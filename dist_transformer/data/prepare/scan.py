@@ -23,6 +23,7 @@ from dist_transformer.data.manifest import (
     TokenizerFiles,
     file_sha256,
 )
+from dist_transformer.data.modifiers import inline_tags
 from dist_transformer.data.prepare.state import Chunk, PrepareState, num_tokens, text_split
 from dist_transformer.data.prepare.tokenize_rows import ChunkRows, tokenized_rows
 from dist_transformer.data.recipe import refuse_other_recipe, taken_models
@@ -83,7 +84,8 @@ class Start:
     def _tokenizer_files(self, settings: TokenizerConfig, state: PrepareState) -> tuple[str, str]:
         """Trains or copies the models; returns their paths in the folder."""
         source, target = f"{TOKENIZER_FOLDER}/source.model", f"{TOKENIZER_FOLDER}/target.model"
-        tags = [tag for corpus in self.config.data.training_corpora().values() for tag in corpus.tags]
+        inline = inline_tags(self.config.data)
+        tags = [tag for corpus in self.config.data.training_corpora().values() for tag in corpus.tags] + inline
         if models := taken_models(settings):
             _refuse_unfit(models, settings.shared, tags)
             for name, model in zip((source, target), models, strict=False):
@@ -94,7 +96,7 @@ class Start:
             train_tokenizer(self._sentences(("source", "target"), state), settings, self.folder / source, tags)
             return source, source
         train_tokenizer(self._sentences(("source",), state), settings, self.folder / source, tags)
-        train_tokenizer(self._sentences(("target",), state), settings, self.folder / target)
+        train_tokenizer(self._sentences(("target",), state), settings, self.folder / target, inline)
         return source, target
 
     def _sentences(self, sides: tuple[str, ...], state: PrepareState) -> Iterator[str]:

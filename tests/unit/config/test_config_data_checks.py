@@ -155,6 +155,23 @@ def test_sampling_needs_tokenization_on_the_fly(tmp_path):
     assert load_config(write(tmp_path, text), ["tokenizer.sampling=0.1", "data.on_the_fly=true"])
 
 
+def test_modifiers_need_tokenization_on_the_fly_and_have_names_and_shares(tmp_path):
+    text = "run: {name: test}\ndata: {train: {demo: train}}\n"
+    problem = one_problem_of(tmp_path, text, "data.modifiers.typos=0.1")
+    assert (
+        "data.modifiers.typos: 0.1 needs data.on_the_fly: true (`prepare` tokenizes only once); set it, or" in problem
+    )
+    on_the_fly = "data.on_the_fly=true"
+    problem = one_problem_of(tmp_path, text, "data.modifiers={uper_case: 0.1}", on_the_fly)
+    assert (
+        "data.modifiers.uper_case: no such modifier; there are no_final_punctuation, upper_case, title_case" in problem
+    )
+    problem = one_problem_of(tmp_path, text, "data.modifiers.noise=1.5", on_the_fly)
+    assert "data.modifiers.noise: expected a share of the rows, 0 to 1; got 1.5" in problem
+    assert load_config(write(tmp_path, text), ["data.modifiers={noise: 1, typos: 0}", on_the_fly])
+    assert load_config(write(tmp_path, text), ["data.modifiers={noise: 0}"])
+
+
 @pytest.mark.parametrize("end", ["max_steps=5000", "max_epochs=1"])
 def test_any_one_end_of_a_run_is_enough(tmp_path, end):
     text = "run: {name: test}\ndata: {train: {demo: train}}\n"

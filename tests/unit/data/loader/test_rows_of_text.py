@@ -165,6 +165,19 @@ def test_a_sampled_window_without_a_row_group_is_the_one_in_which_it_was_lost(fo
     assert as_lists(mended.rows) == as_lists(lost.rows)
 
 
+def test_rows_are_modified_after_the_filters_by_row_and_pass_whatever_the_window(folder, split, tokenizer):
+    reader = reader_of(folder, {"train": split}, on_the_fly=True, modifiers={"upper_case": 0.5}, filters=FILTERS)
+    first = as_lists(reader.read(at()).rows)
+    targets = [target for _, target in PAIRS]
+    plain, upper = tokenizer.encode_target(targets), tokenizer.encode_target([target.upper() for target in targets])
+    assert all(ids in (plain[row], upper[row]) for row, _, ids in first)
+    assert 0.1 < sum(ids == upper[row] for row, _, ids in first) / len(first) < 0.7
+    (elsewhere,) = read_in_another_process(reader, [at(epoch=1, lane=3, window=7)])
+    assert as_lists(elsewhere.rows) == first
+    again = request(*((*piece, 1) for piece in WHOLE))
+    assert as_lists(reader.read(again).rows) != first
+
+
 def all_rows(config: Config, folder: Path) -> tuple[list[tuple[int, list[int], list[int]]], dict[str, int]]:
     """Every training row of a corpus that is really prepared, by row id; and what was dropped on the way."""
     manifest = prepare(config, folder)
