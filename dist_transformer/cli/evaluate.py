@@ -3,7 +3,7 @@
 import hashlib
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,7 @@ import typer
 
 from dist_transformer.cli.arguments import read_run
 from dist_transformer.cli.search_options import BeamOption, PenaltyOption, PluginOption, search_settings
-from dist_transformer.config.data_schema import CorpusConfig, DataConfig
+from dist_transformer.config.data_schema import MODIFIERS, CorpusConfig, DataConfig
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
 from dist_transformer.format import progress_bar
@@ -20,6 +20,7 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.outputs import check_output
 
 TELL_SECONDS = 10
+SEED_OF_MODIFIERS = 1
 NAME_CHARACTERS = 50
 """Characters of a file's name in the name of its results, because file systems allow 255 bytes."""
 Tokenised = Literal["moses", "spaces"]
@@ -61,6 +62,12 @@ def evaluate_command(
     beam: BeamOption = None,
     length_penalty: PenaltyOption = None,
     plugin: PluginOption = None,
+    modified: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Also score it with every line changed by this one of data.modifiers; may be given several times."
+        ),
+    ] = None,
     metric_plugin: Annotated[
         str | None,
         typer.Option(help="A measure of your own as well, as validation.plugin: FILE.py:NAME.", show_default=False),
@@ -75,7 +82,9 @@ def evaluate_command(
     ] = None,
 ) -> None:
     """Score a model: sacreBLEU and chrF with their signatures, and the share of exact matches."""
-    _refuse_what_does_not_fit(run, source, references, hypothesis, language_pair, beam, length_penalty, metric_plugin)
+    _refuse_what_does_not_fit(
+        run, source, references, hypothesis, language_pair, beam, length_penalty, metric_plugin, modified
+    )
     metric = None if metric_plugin is None else find("--metric-plugin", metric_plugin)
     if metric is not None:
         metric.load()  # its errors are reported before hours of translating
@@ -86,12 +95,15 @@ def evaluate_command(
         _print_scores(_measured(translations, pairs, language_pair.rpartition("-")[2], tokenised, metric))
         return
     files = None if source is None else (source, references or [])
-    found = scored(run, split, files, tokenised, metric, plugin, beam_size=beam, length_penalty=length_penalty)
+    settings = {"beam_size": beam, "length_penalty": length_penalty}
+    found = scored(run, split, files, tokenised, metric, plugin, modified or (), **settings)
     scores = found.scores
     print(
         f"{found.name}: {scores['pairs']} pairs, beam {scores['beam_size']}, length penalty {scores['length_penalty']}"
     )
     _print_scores(scores)
+    for each in found.modified:
+        print(each.name, *(f"{key} {value:.2f}" for key, value in each.measured.items() if isinstance(value, float)))
     if found.run is not None:
         config, run_dir = found.run
         print(f"written to {run_dir.evaluation}")
@@ -103,7 +115,7 @@ def evaluate_command(
 class Scored:
     """Scores of a translated corpus. `measured`: of the translation alone; `scores`: with the corpus and the search.
 
-    `run`: None if a model folder was scored.
+    `run`: None if a model folder was scored. `modified`: of the same corpus, modified, as `<corpus>.<modifier>`.
     """
 
     name: str
@@ -111,6 +123,7 @@ class Scored:
     measured: dict[str, Any]
     scores: dict[str, Any]
     run: tuple[Config, RunDir] | None
+    modified: "tuple[Scored, ...]" = ()
 
 
 def scored(
@@ -120,6 +133,7 @@ def scored(
     tokenised: Tokenised | None = None,
     metric: Plugin | None = None,
     plugin: str | None = None,
+    modified: Sequence[str] = (),
     **settings: Any,
 ) -> Scored:
     """Translates a corpus of a run, or files, and scores the translation; a run folder keeps both in evaluation/.
@@ -128,12 +142,14 @@ def scored(
         files: source and references; a model folder needs them.
         metric: a further measure, of the user's own.
         plugin: code of the model, see `load_model_folder`.
+        modified: modifiers; each is applied to every line of the corpus, which is scored once more.
         settings: of the search, in place of the run's.
 
     Raises:
         UserError: there is no model, or nothing to score.
     """
     from dist_transformer.data.sources.corpus import read_pairs
+    from dist_transformer.data.sources.text import tag_prefix
     from dist_transformer.decoding.loaded_model import LoadedTranslator, model_folder_of
     from dist_transformer.files import write_json, write_text
     from dist_transformer.interop.model_card import add_scores
@@ -142,26 +158,30 @@ def scored(
     run = read_run(folder, None, check_files=False) if (folder / "config.yaml").is_file() else None
     if files is not None:
         pairs = _read_files(*files)
-        name = f"{files[0].name[:NAME_CHARACTERS]}-{_digest([str(pairs.digests())])[:8]}"
+        name, prefix = f"{files[0].name[:NAME_CHARACTERS]}-{_digest([str(pairs.digests())])[:8]}", ""
     elif run is not None:
-        sources, lines = read_pairs(_corpus_of(run[0].data, split, folder), run[0].data)
-        name, pairs = split, Pairs(sources, [lines])
+        corpus = _corpus_of(run[0].data, split, folder)
+        sources, lines = read_pairs(corpus, run[0].data)
+        name, prefix, pairs = split, tag_prefix(corpus.tags), Pairs(sources, [lines])
     else:
         raise UserError(f"{folder} is not a run folder: nothing to score; give --source and --reference")
     if run is not None:
         _check_writable(run[1], folder)
     search = search_settings(folder, n_best=1, **settings)
     translator = LoadedTranslator(model, search, plugin)
+    information, total, found = translator.information, len(pairs.sources), []
+    texts = {name: pairs, **{f"{name}.{modifier}": _modified(pairs, modifier, prefix) for modifier in modified}}
     with progress_bar() as show:
-        total = len(pairs.sources)
-        translations = list(translator.translate(pairs.sources, lambda done: show("translating", done, total)))
-    measured = _measured(translations, pairs, translator.information.target_language, tokenised, metric)
-    scores = {**measured, "pairs": len(translations), **pairs.digests(), **search.model_dump()}
-    if run is not None:
-        write_json(run[1].evaluation / f"{name}.json", scores)
-        write_text(run[1].evaluation / f"{name}.translations", "\n".join(translations) + "\n")
-        add_scores(model, name, scores)
-    return Scored(name, translator.information.step, measured, scores, run)
+        for name, pairs in texts.items():
+            translations = list(translator.translate(pairs.sources, lambda done: show("translating", done, total)))
+            measured = _measured(translations, pairs, information.target_language, tokenised, metric)
+            scores = {**measured, "pairs": total, **pairs.digests(), **search.model_dump()}
+            if run is not None:
+                write_json(run[1].evaluation / f"{name}.json", scores)
+                write_text(run[1].evaluation / f"{name}.translations", "\n".join(translations) + "\n")
+                add_scores(model, name, scores)
+            found.append(Scored(name, information.step, measured, scores, run))
+    return replace(found[0], modified=tuple(found[1:]))
 
 
 def _refuse_what_does_not_fit(
@@ -173,6 +193,7 @@ def _refuse_what_does_not_fit(
     beam: int | None,
     length_penalty: float | None,
     metric_plugin: str | None,
+    modified: Sequence[str] | None,
 ) -> None:
     if (run is None) == (hypothesis is None):
         raise UserError("expected a run or model folder to translate with, or --hypothesis FILE: give one of them")
@@ -190,6 +211,21 @@ def _refuse_what_does_not_fit(
             raise UserError("--metric-plugin gets the source too: give --source FILE")
     if metric_plugin is not None and len(references or []) > 1:
         raise UserError("--metric-plugin compares with one reference: give --reference once")
+    if unknown := [name for name in modified or () if name not in MODIFIERS]:
+        raise UserError(f"--modified {unknown[0]}: no such modifier; there are {', '.join(MODIFIERS)}")
+    if modified and (hypothesis is not None or len(references or []) > 1):
+        raise UserError("--modified changes a source, which a model then translates, and one reference")
+
+
+def _modified(pairs: Pairs, modifier: str, prefix: str) -> Pairs:
+    """Returns the pairs, each modified, always in the same way. `prefix`: see `Modifiers`."""
+    from dist_transformer.data.loader.window_request import RowSlice
+    from dist_transformer.data.modifiers import Modifiers
+
+    sources, references = [*pairs.sources], [*pairs.references[0]]
+    rows = RowSlice(0, 0, 0, len(sources))
+    Modifiers({modifier: 1.0}, SEED_OF_MODIFIERS, prefix).modify(rows, range(len(sources)), sources, references)
+    return Pairs(sources, [references])
 
 
 def _read_files(first: Path, others: Sequence[Path]) -> Pairs:
@@ -260,12 +296,14 @@ def _report_to_mlflow(config: Config, run_dir: RunDir, found: Scored) -> None:
     from dist_transformer.tracking.final_status import settle, status_said
     from dist_transformer.tracking.outbox import add_event
 
-    numbers = {key: value for key, value in found.measured.items() if isinstance(value, float)}
     status = status_said(run_dir)
     with while_nobody_trains(run_dir) as is_free:
         if status is None or not is_free:
             return
-        add_event(run_dir.tracking_events, "evaluation", {"name": found.name, "step": found.step, "metrics": numbers})
+        for each in (found, *found.modified):
+            numbers = {key: value for key, value in each.measured.items() if isinstance(value, float)}
+            event = {"name": each.name, "step": each.step, "metrics": numbers}
+            add_event(run_dir.tracking_events, "evaluation", event)
         problem = settle(run_dir, status, config.tracking, Path(config.run.root), TELL_SECONDS)
     if problem is not None:
         print(f"not reported to MLflow: {problem}", file=sys.stderr)

@@ -39,6 +39,26 @@ def test_evaluate_prints_and_keeps_scores_with_their_signatures(command, trained
     assert f"BLEU  {kept['bleu']:.2f}" in command("evaluate", trained / "model", *files)
 
 
+def test_evaluate_scores_modified_text_beside_the_clean_one_and_keeps_it_the_same_way(command, trained):
+    names = ("test", "test.upper_case", "test.typos")
+    kept = []
+    for _ in range(2):
+        said = command("evaluate", trained, "--modified", "upper_case", "--modified", "typos")
+        kept.append(
+            [json.loads((trained / "evaluation" / f"{name}.json").read_text(encoding="utf-8")) for name in names]
+        )
+    assert kept[0] == kept[1]
+    clean, upper, typos = kept[0]
+    for name, scores in zip(names[1:], (upper, typos), strict=True):
+        assert f"{name} bleu {scores['bleu']:.2f} chrf {scores['chrf']:.2f} exact_match" in said
+        assert len((trained / "evaluation" / f"{name}.translations").read_text(encoding="utf-8").splitlines()) == 40
+    assert len({each["source_sha256"] for each in kept[0]}) == 3
+    assert upper["reference_sha256"] != clean["reference_sha256"] == typos["reference_sha256"]
+    client = MlflowClient(f"sqlite:///{command.folder / 'runs' / 'mlflow.db'}")
+    (run,) = client.search_runs([client.get_experiment_by_name("dist-transformer").experiment_id])
+    assert run.data.metrics["evaluation/test.typos/chrf"] == typos["chrf"]
+
+
 def test_results_of_two_files_of_one_name_lie_side_by_side_and_say_what_was_scored(
     command, trained, small_corpus, tmp_path
 ):
@@ -92,6 +112,14 @@ def test_evaluate_scores_given_translations_against_several_references_as_sacreb
         (("--hypothesis", "a"), "--hypothesis needs --reference FILE"),
         (("--hypothesis", "a", "--reference", "b", "--beam", 4), "--beam and --length-penalty are of a search"),
         (("--hypothesis", "a", "--reference", "b", "--metric-plugin", "x.py:f"), "--metric-plugin gets the source too"),
+        (
+            ("RUN", "--modified", "upper"),
+            "--modified upper: no such modifier; there are no_final_punctuation, upper_case",
+        ),
+        (
+            ("--hypothesis", "a", "--reference", "b", "--modified", "typos"),
+            "--modified changes a source, which a model",
+        ),
         (("RUN", "--source", "a"), "--source and --reference belong together"),
         (("RUN", "--language-pair", "en-de"), "--language-pair en-de: is of --hypothesis"),
         (("--hypothesis", "valid.en", "--reference", "train.en"), "40"),
