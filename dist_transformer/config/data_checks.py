@@ -43,14 +43,22 @@ def check_mixture(data: DataConfig) -> Iterator[str]:
                 f"data.mixture.temperature: {mixture.temperature} stands beside data.mixture.weights, which say the "
                 "shares already; remove one"
             )
-    steps = [stage.from_step for stage in mixture.schedule]
+    weights, reached = mixture.weights, dict[str, float]()
     for number, stage in enumerate(mixture.schedule):
         here = f"data.mixture.schedule.{number}"
-        if number and steps[number] <= steps[number - 1]:
-            yield (
-                f"{here}.from_step: {steps[number]} does not come after the {steps[number - 1]} before it; "
-                "stages stand in the order of their steps"
-            )
+        begins = {f"after_epochs.{name}": epochs for name, epochs in (stage.after_epochs or {}).items()}
+        begins |= {} if stage.from_step is None else {"from_step": stage.from_step}
+        if len(begins) != 1:
+            yield f"{here}: expected either from_step: STEP or after_epochs: {{CORPUS: NUMBER}}, of one corpus"
+        for key, value in begins.items():
+            if value <= (before := reached.get(key, 0)):
+                yield f"{here}.{key}: {value} does not come after the {before} before it; stages stand in their order"
+        for name in stage.after_epochs or {}:
+            if name not in mixture.corpora:
+                yield f"{here}.after_epochs.{name}: {_no_such_corpus(mixture)}"
+            elif weights is not None and not weights.get(name, 1):
+                yield f"{here}.after_epochs.{name}: has weight 0 until then, so it would never come; give it more before"
+        weights, reached = stage.weights, reached | begins
         yield from _weight_problems(f"{here}.weights", stage.weights, mixture)
 
 
@@ -155,10 +163,14 @@ def _spelling_problems(path: str, name: str) -> Iterator[str]:
         )
 
 
+def _no_such_corpus(mixture: MixtureConfig) -> str:
+    return f"no such corpus in data.mixture.corpora; there are {', '.join(mixture.corpora)}"
+
+
 def _weight_problems(path: str, weights: dict[str, float], mixture: MixtureConfig) -> Iterator[str]:
     for name, weight in weights.items():
         if name not in mixture.corpora:
-            yield f"{path}.{name}: no such corpus in data.mixture.corpora; there are {', '.join(mixture.corpora)}"
+            yield f"{path}.{name}: {_no_such_corpus(mixture)}"
         elif weight < 0:
             yield f"{path}.{name}: expected 0 or more, got {weight}"
     missing = [name for name in mixture.corpora if name not in weights]

@@ -51,9 +51,12 @@ class CorpusConfig(Section):
 
 
 class MixtureStage(Section):
-    """Weights of a mixture that hold from a given global batch on."""
+    """Weights of a mixture that hold from a given global batch on, or after so many epochs of a corpus: one of the two."""
 
-    from_step: Int = Field(gt=1, description="First step (skipped updates counted) that these weights are for.")
+    from_step: Int | None = Field(None, gt=1, description="First step (skipped updates counted) with these weights.")
+    after_epochs: dict[Str, Number] | None = Field(
+        None, description="{corpus: number}: they begin where it was read so often, which is then the end of an epoch."
+    )
     weights: dict[Str, Number] = Field(description="Weight of each corpus, as in mixture.weights.")
 
 
@@ -70,7 +73,7 @@ class MixtureConfig(Section):
     temperature: Number = Field(
         1.0, gt=0.0, description="Shares by (pairs of the corpus / all pairs) ** (1 / temperature); 1: by their pairs."
     )
-    schedule: tuple[MixtureStage, ...] = Field((), description="Other weights from given steps on, ascending.")
+    schedule: tuple[MixtureStage, ...] = Field((), description="Other weights later, in order.")
 
 
 class FilterConfig(Section):

@@ -211,7 +211,7 @@ def next_with_pairs(fetch: Callable[[], Step], start_epoch: Callable[[], None], 
     Raises:
         DataError: on every rank: a whole epoch has no pairs.
     """
-    for _ in range(2):  # the end of an epoch, and the next one from its start
+    for _ in range(3):  # the end of an epoch, a short one before a new stage of a mixture, and the next from its start
         step = fetch()
         if max_epochs is not None and step.epoch >= max_epochs:  # lowered since the last start
             return None

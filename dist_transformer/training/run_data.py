@@ -133,7 +133,8 @@ class RunData:
 
     def _refuse_other_shares(self, checkpoint: Checkpoint, position: Position) -> None:
         batches = checkpoint.state["batches"]
-        before, now = position.partition.shares, self.planner.shares_at(max(batches - 1, 0))
+        partition = position.partition
+        before, now = partition.shares, self.planner.stage_at(max(batches - 1, 0), partition.streams)[0]
         if batches and before != now:
             raise CheckpointError(
                 f"{checkpoint.path} cannot be resumed, since the shares of the corpora have changed for steps that "

@@ -1,11 +1,13 @@
 """Mixtures, weights that change, tokenization on the fly and other lanes: the same batches on any ranks, through stops."""
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from running import Command, records
 
 from dist_transformer.config.loading import load_config
@@ -19,6 +21,7 @@ from dist_transformer.training.run_data import RunData, open_run_data
 
 pytestmark = pytest.mark.slow
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 STEPS = 14
 CORPORA = "big: {source: train.en, target: train.de}, small: {source: valid.en, target: valid.de, tags: [<small>]}"
 MIXTURE = (
@@ -87,6 +90,27 @@ def test_a_mixture_with_changing_weights_is_the_same_on_other_ranks_with_stops_a
         run = train_small("mixed-stopped", *MIXTURE, steps, "data.loader_workers=1", ranks=ranks)
     assert batches(run) == batches(mixed)
     assert losses(run) == pytest.approx(losses(mixed), rel=1e-3)
+
+
+def test_the_shipped_curriculum_over_modified_text_is_the_same_on_other_ranks_with_stops_around_its_stage(train_small):
+    data = yaml.safe_load((REPOSITORY / "configs" / "robust.yaml").read_text(encoding="utf-8"))["data"]
+    corpora = {
+        name: {"source": f"{text}.en", "target": f"{text}.de"} for name, text in (("opus", "valid"), ("wmt", "train"))
+    }
+    settings = (
+        "data.train=null", "data.mixture=" + json.dumps({**data["mixture"], "corpora": corpora}),
+        "data.modifiers=" + json.dumps(data["modifiers"]), *ON_THE_FLY[:1], *ON_THE_FLY[3:],
+    )  # fmt: skip
+    whole = train_small("curriculum", *settings)
+    used = Counter(row for _, _, rows in batches(whole) for ids in rows.values() for row in ids)
+    assert [used[row] for row in range(40)] == [2] * 40  # of opus, which comes first
+    assert sum(used.values()) > sum(r["pairs/opus"] for r in records(whole)) == 80
+    begins = next(r["step"] for r in records(whole) if r["epoch"] == 1)
+    assert all((r["pairs/opus"] > 0) == (r["step"] < begins) for r in records(whole))
+    for stop, ranks in ((begins - 1, 2), (begins, 3), (STEPS, 4)):
+        run = train_small("curriculum-stopped", *settings, f"training.max_steps={stop}", ranks=ranks)
+    assert batches(run) == batches(whole)
+    assert losses(run) == pytest.approx(losses(whole), rel=1e-3)
 
 
 def test_weights_of_steps_that_are_trained_may_not_be_changed_but_later_ones_may(train_small, command):

@@ -126,7 +126,7 @@ class LaneLoader:
 
     def must_repartition(self, batch: int) -> bool:
         """True if other weights hold from global batch `batch` on: every rank calls `repartition` before its next step."""
-        return self._planner.shares_at(batch) != self._partition.shares
+        return self._planner.stage_at(batch, self._partition.streams)[0] != self._partition.shares
 
     def repartition(self, lanes: LanePositions, batch: int) -> None:
         """Repartitions the rest of the epoch. `lanes`: positions of all lanes of all ranks."""
@@ -202,10 +202,14 @@ def _requests(
     """Yields requests for all windows of a lane from `first` on, assuming that the weights at `batch` do not change.
 
     With few rows a lane may have none in one epoch and some in the next. The requests end only if it has none in any:
-    that depends on the quotas and the pending rows of the streams, which then repeat.
+    that depends on the quotas, the pending rows of the streams and those before the next stage, which then repeat.
     """
-    empty: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
-    while (cut := (partition.quotas, tuple(stream.num_pending for stream in partition.streams))) not in empty:
+    empty: set[tuple[tuple[int, ...], ...]] = set()
+    while True:
+        pending = tuple(stream.num_pending for stream in partition.streams)
+        cut = (partition.quotas, pending, planner.stage_at(batch, partition.streams)[1:])
+        if cut in empty:
+            return
         plan = planner.plan(partition)
         empty = set() if plan.num_windows(lane) else {*empty, cut}
         for window in range(first, plan.num_windows(lane)):

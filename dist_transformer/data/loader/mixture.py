@@ -1,4 +1,4 @@
-"""Shares in which the corpora of a mixture are drawn, and the steps from which they hold: integers, no random state."""
+"""Shares in which the corpora of a mixture are drawn, and from when on they hold: integers, no random state."""
 
 from collections.abc import Sequence
 
@@ -13,11 +13,13 @@ def stages(data: DataConfig, rows: Sequence[int]) -> tuple[Stage, ...]:
     mixture = data.mixture
     if mixture is None:
         return (Stage(0, None),)
-    later = (
+    numbers, later = {name: number for number, name in enumerate(mixture.corpora)}, []
+    for stage in mixture.schedule:
+        after = [
+            (numbers[name], round(epochs * rows[numbers[name]])) for name, epochs in (stage.after_epochs or {}).items()
+        ]
         # Step 1 uses batch 0.
-        Stage(max(stage.from_step - 1, 0), shares_of([stage.weights[name] for name in mixture.corpora]))
-        for stage in mixture.schedule
-    )
+        later.append(Stage((stage.from_step or 1) - 1, shares_of([stage.weights[name] for name in numbers]), *after))
     return (Stage(0, _first_shares(mixture, rows)), *later)
 
 

@@ -8,9 +8,10 @@
 The stream of a corpus is the concatenation of its row groups, permuted by (seed, corpus, pass), for pass 0, pass 1, ...
 A segment takes a number of rows (its quota) from the front of each stream and cuts each pass in them into one equal
 range for each lane, so that the lanes go through a pass together; the rows of a lane of all corpora are cut into equal
-windows, so that every window has each corpus in the same share. An epoch is one segment.
-It is repartitioned, into another segment, if the weights of a mixture change or a run resumes with another number of
-lanes: windows that were begun are finished first, and all other rows return, in order, to the front of the streams. So
+windows, so that every window has each corpus in the same share. An epoch is one segment; before a stage of a mixture
+that waits for passes over a corpus, it is cut to end with them.
+It is repartitioned, into another segment, if the weights of a mixture change at a step or a run resumes with another number
+of lanes: windows that were begun are finished first, and all other rows return, in order, to the front of the streams. So
 every row is used once in each pass (promise P2), and nothing here depends on ranks or loader processes (P1).
 """
 
@@ -40,10 +41,14 @@ LanePositions = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Stage:
-    """Shares (any unit) in which corpora are drawn from global batch `from_batch` on; None: by their rows."""
+    """Shares (any unit) in which corpora are drawn; None: by their rows.
+
+    They hold from global batch `from_batch` on, but not before `after` = (corpus, so many rows of it) are drawn.
+    """
 
     from_batch: int
     shares: tuple[int, ...] | None
+    after: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -123,7 +128,7 @@ class Planner:
         group_rows: rows of each row group of each corpus.
         num_lanes: V, the micro-batches of an optimizer step.
         window_rows: largest number of rows of a window.
-        stages: ascending, the first from batch 0.
+        stages: in order, the first from batch 0; each begins only after the one before it.
     """
 
     group_rows: tuple[tuple[int, ...], ...]
@@ -138,17 +143,27 @@ class Planner:
         """Number of rows of each corpus."""
         return tuple(sum(groups) for groups in self.group_rows)
 
-    def shares_at(self, batch: int) -> tuple[int, ...] | None:
-        """Returns the shares in force for a global batch."""
-        return next(stage.shares for stage in reversed(self.stages) if stage.from_batch <= batch)
+    def stage_at(self, batch: int, streams: Sequence[Stream]) -> tuple[tuple[int, ...] | None, int, int]:
+        """Returns the shares in force for a global batch of a partition that begins with these streams; and the corpus
+        that the next stage waits for, with the rows of it to draw before (0: it does not wait for rows)."""
+        shares = self.stages[0].shares
+        for stage in self.stages[1:]:
+            corpus, rows = stage.after
+            missing = rows - streams[corpus].next_pass * self.rows[corpus] + streams[corpus].num_pending
+            if stage.from_batch > batch:
+                break
+            if missing > 0:
+                return shares, corpus, missing
+            shares = stage.shares
+        return shares, 0, 0
 
     def first_partition(self) -> Partition:
         streams = tuple(Stream() for _ in self.rows)
-        return self._epoch(0, streams, self.shares_at(0))
+        return self._epoch(0, streams, 0)
 
     def after_epoch(self, partition: Partition, batch: int) -> Partition:
         """Returns the next epoch, after all rows of `segment` were used; `batch`: number of its first global batch."""
-        return self._epoch(partition.epoch + 1, self._streams_after(partition, {}), self.shares_at(batch))
+        return self._epoch(partition.epoch + 1, self._streams_after(partition, {}), batch)
 
     def repartition(self, partition: Partition, lanes: LanePositions, batch: int, num_lanes: int) -> Partition:
         """Partitions the rest of the epoch of `segment` into `num_lanes` lanes with the shares in force at `batch`."""
@@ -156,7 +171,8 @@ class Planner:
         rests = [plan.rest(lane, *position) for lane, position in enumerate(lanes)]
         left = {c: _merged(span for _, spans in rests for span in spans[c]) for c in range(len(self.rows))}
         counts = [sum(last - first for first, last in spans) for spans in left.values()]
-        shares = self.shares_at(batch)
+        streams = self._streams_after(partition, left)
+        quotas, shares = self._quotas(tuple(counts), batch, streams)
         opened = [window for windows, _ in rests for window in windows]
         by_lane = (
             [windows for windows, _ in rests]
@@ -166,9 +182,9 @@ class Planner:
         return Partition(
             epoch=partition.epoch,
             number=partition.number + 1,
-            quotas=tuple(counts) if shares is None else apportion(sum(counts), shares),
+            quotas=quotas,
             shares=shares,
-            streams=self._streams_after(partition, left),
+            streams=streams,
             open_windows=tuple(by_lane),
         )
 
@@ -180,9 +196,20 @@ class Planner:
         for number, first, last in pieces:
             yield from self._order(corpus, number).slices(first, last)
 
-    def _epoch(self, epoch: int, streams: tuple[Stream, ...], shares: tuple[int, ...] | None) -> Partition:
-        quotas = self.rows if shares is None else apportion(sum(self.rows), shares)
-        return Partition(epoch, 0, quotas, shares, streams, ((),) * self.num_lanes)
+    def _epoch(self, epoch: int, streams: tuple[Stream, ...], batch: int) -> Partition:
+        return Partition(epoch, 0, *self._quotas(self.rows, batch, streams), streams, ((),) * self.num_lanes)
+
+    def _quotas(
+        self, rows: tuple[int, ...], batch: int, streams: Sequence[Stream]
+    ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """Returns quotas that sum up to `rows`, or end where the next stage begins, and the shares in force."""
+        shares, corpus, missing = self.stage_at(batch, streams)
+        quotas = rows if shares is None else apportion(sum(rows), shares)
+        quota = quotas[corpus]
+        # A stage that begins just behind them begins with them: no epoch of a few rows is left.
+        if missing and quota and missing <= quota + quota // 10 + self.num_lanes:
+            quotas = tuple(each * missing // quota for each in quotas)
+        return quotas, shares
 
     def _streams_after(self, partition: Partition, left: dict[int, list[Span]]) -> tuple[Stream, ...]:
         streams = enumerate(zip(partition.streams, partition.quotas, self.rows, strict=True))

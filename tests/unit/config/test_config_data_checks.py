@@ -107,6 +107,32 @@ data:
     assert len(problems) == len(expected)
 
 
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("{weights: {news: 1, web: 1}}", "0: expected either from_step: STEP or after_epochs: {CORPUS: NUMBER}, of one corpus"),
+        ("{from_step: 5, after_epochs: {news: 1}, weights: {news: 1, web: 1}}", "0: expected either from_step: STEP or"),
+        ("{after_epochs: {news: 1, web: 1}, weights: {news: 1, web: 1}}", "0: expected either from_step: STEP or"),
+        ("{after_epochs: {nws: 1}, weights: {news: 1, web: 1}}", "0.after_epochs.nws: no such corpus in data.mixture.corpora"),
+        ("{after_epochs: {news: 0}, weights: {news: 1, web: 1}}", "0.after_epochs.news: 0.0 does not come after the 0 before"),
+        ("{after_epochs: {web: 2}, weights: {news: 1, web: 1}}, {after_epochs: {web: 2}, weights: {news: 1, web: 1}}",
+         "1.after_epochs.web: 2.0 does not come after the 2.0 before it; stages stand in their order"),
+        ("{from_step: 9, weights: {news: 1, web: 0}}, {after_epochs: {web: 2}, weights: {news: 1, web: 1}}",
+         "1.after_epochs.web: has weight 0 until then, so it would never come; give it more before"),
+    ],
+)  # fmt: skip
+def test_a_stage_begins_at_a_step_or_after_epochs_of_a_corpus_that_come(tmp_path, schedule, expected):
+    text = MIXTURE[: MIXTURE.index("    schedule")] + f"    schedule: [{schedule}]\n"
+    assert f"data.mixture.schedule.{expected}" in one_problem_of(tmp_path, text)
+
+
+def test_stages_by_steps_and_by_epochs_may_follow_each_other(tmp_path):
+    stages = "{after_epochs: {web: 1.5}, weights: {news: 1, web: 1}}, {from_step: 9, weights: {news: 1, web: 0}}"
+    text = MIXTURE[: MIXTURE.index("    schedule")] + f"    schedule: [{stages}]\n"
+    mixture = load_config(write(tmp_path, text)).data.mixture
+    assert [stage.after_epochs for stage in mixture.schedule] == [{"web": 1.5}, None]
+
+
 def test_a_temperature_alone_and_weights_alone_are_taken(tmp_path):
     text = MIXTURE[: MIXTURE.index("    weights")]
     assert load_config(write(tmp_path, text), ["data.mixture.temperature=5"]).data.mixture.temperature == 5.0

@@ -13,6 +13,7 @@ checkpoints.average_last checkpoints.every_steps checkpoints.final_model checkpo
 checkpoints.keep_every_steps checkpoints.keep_last data.audit data.filters.bad_encoding
 data.filters.drop_identical data.filters.max_length_ratio data.filters.max_tokens data.filters.plugin data.lanes
 data.loader_workers data.max_quarantined_row_groups data.max_tokens data.mixture.corpora
+data.mixture.schedule.after_epochs
 data.mixture.schedule.from_step data.mixture.schedule.weights data.mixture.temperature data.mixture.weights
 data.modifiers data.more_validation data.normalization data.on_bad_row_group data.on_the_fly data.prepared data.reslice_from
 data.root data.row_group_rows data.source_language data.target_language data.test data.train.columns

@@ -20,7 +20,9 @@ from dist_transformer.data.loader.workers import LoaderSettings
 from dist_transformer.errors import DataError
 
 BOS_ID = 1
-PLANNER = Planner(((7, 12, 3, 20, 9) * 3, (5, 4, 8)), 4, 11, 5, (Stage(0, (2, 1)), Stage(9, (1, 3)), Stage(30, (1, 0))))
+STAGES = (Stage(0, (2, 1)), Stage(9, (1, 3)), Stage(0, (3, 1), (1, 10 * 17)), Stage(30, (1, 0)))
+"""The third begins after the tenth pass over the second corpus."""
+PLANNER = Planner(((7, 12, 3, 20, 9) * 3, (5, 4, 8)), 4, 11, 5, STAGES)
 
 
 def ranks_of(
@@ -36,8 +38,15 @@ def start(planner=PLANNER) -> Position:
 @pytest.fixture(scope="module")
 def alone():
     """The first 60 global batches of one rank: three changes of weights and several epochs."""
-    ranks = ranks_of(1, start(), 0)
-    return [ranks.step() for _ in range(60)]
+    ranks, shares = ranks_of(1, start(), 0), []
+    batches = []
+    for _ in range(60):
+        batches.append(ranks.step())
+        shares.append(ranks.position.partition.shares)
+    assert list(dict.fromkeys(shares)) == [stage.shares for stage in STAGES]
+    uses = Counter(r for b in batches[: shares.index((3, 1))] for rows in b.values() for r in rows if r >> CORPUS_SHIFT)
+    assert set(uses.values()) == {10}
+    return batches
 
 
 def test_without_weights_the_batches_of_a_lane_are_those_of_its_windows_in_order():
@@ -233,7 +242,8 @@ def test_one_window_a_lane_is_read_ahead_however_unevenly_the_lanes_advance():
 def test_every_window_that_a_lane_opens_was_asked_for_however_few_rows_a_mixture_has(group_rows, data):
     weights = st.lists(st.integers(1, 9), min_size=len(group_rows), max_size=len(group_rows)).map(tuple)
     changes = data.draw(st.lists(st.integers(1, 20), max_size=2, unique=True).map(sorted))
-    stages = tuple(Stage(batch, data.draw(weights)) for batch in (0, *changes))
+    waits = st.tuples(st.integers(0, len(group_rows) - 1), st.integers(0, 30))
+    stages = (Stage(0, data.draw(weights)), *(Stage(at, data.draw(weights), data.draw(waits)) for at in changes))
     num_lanes = data.draw(st.integers(1, sum(map(sum, group_rows))))
     planner = Planner(group_rows, num_lanes, data.draw(st.integers(1, 5)), 5, stages)
     with pytest.MonkeyPatch.context() as patch:

@@ -5,7 +5,7 @@ from collections import Counter
 from itertools import islice
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from planned_rows import drain, lane_batches, row_ids
 
@@ -133,6 +133,44 @@ def test_with_changing_weights_every_pass_over_a_corpus_still_uses_each_of_its_r
         assert used + still_to_use(planner, partition) == passes_begun(planner, partition)
 
 
+@settings(max_examples=60, deadline=None)
+@given(corpora, lanes, window_rows, seeds, st.data())
+def test_a_stage_that_waits_for_passes_begins_where_each_row_of_its_corpus_was_used_so_often(
+    group_rows, num_lanes, rows, seed, data
+):
+    weights = st.lists(st.integers(1, 9), min_size=len(group_rows), max_size=len(group_rows)).map(tuple)
+    corpus, passes = data.draw(st.integers(0, len(group_rows) - 1)), data.draw(st.integers(1, 3))
+    totals = [sum(groups) for groups in group_rows]
+    before, after = data.draw(weights | st.none()), (*data.draw(weights)[:-1], 10)
+    assume(before is None or apportion(sum(totals), before)[corpus])
+    stages = (Stage(0, before), Stage(0, after, (corpus, passes * totals[corpus])))
+    planner = Planner(group_rows, num_lanes, rows, seed, stages)
+    partition, used = planner.first_partition(), Counter()
+    while partition.shares == before:
+        used.update(drain(planner, partition, start_of(partition)))
+        partition = planner.after_epoch(partition, 0)
+    assert partition.shares == after
+    counts = {row: used[row] for row in all_rows(planner) if row >> CORPUS_SHIFT == corpus}
+    assert set(counts.values()) == {passes}
+    assert used + still_to_use(planner, partition) == passes_begun(planner, partition)
+
+
+def test_an_epoch_is_cut_at_a_stage_or_made_a_little_longer_so_that_none_of_a_few_rows_follows():
+    def quotas(passes: float) -> list[tuple[int, ...]]:
+        schedule = [{"after_epochs": {"small": passes}, "weights": {"large": 1, "small": 0}}]
+        made = stages(mixture(weights={"large": 3, "small": 1}, schedule=schedule), [300, 100])
+        planner = Planner(((300,), (100,)), 2, 50, 1, made)
+        epochs = [planner.first_partition()]
+        while epochs[-1].shares == made[0].shares:
+            epochs.append(planner.after_epoch(epochs[-1], 0))
+        return [epoch.quotas for epoch in epochs]
+
+    assert quotas(1.0) == [(300, 100), (400, 0)]
+    assert quotas(1.5) == [(300, 100), (150, 50), (400, 0)]
+    assert quotas(0.5) == [(150, 50), (400, 0)]
+    assert quotas(1.1) == [(330, 110), (400, 0)]
+
+
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 10**9), min_size=1, max_size=6).filter(any))
 def test_a_quota_is_off_by_less_than_a_row_and_all_rows_are_given_out(rows, shares):
     quotas = apportion(rows, shares)
@@ -204,8 +242,9 @@ def test_scheduled_weights_hold_from_the_batch_of_their_step_on():
     planner = Planner(
         ((9,), (1,)), 1, 5, 1, stages(mixture(weights={"large": 1, "small": 1}, schedule=schedule), [9, 1])
     )
-    assert planner.shares_at(98) == shares_of([1, 1])
-    assert planner.shares_at(99) == shares_of([0, 1])  # batch 99 makes step 100
+    streams = planner.first_partition().streams
+    assert planner.stage_at(98, streams) == (shares_of([1, 1]), 0, 0)
+    assert planner.stage_at(99, streams) == (shares_of([0, 1]), 0, 0)  # batch 99 makes step 100
 
 
 def test_the_position_of_64_lanes_is_small():
