@@ -9,13 +9,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import compress
 from random import Random
+from typing import Any
 
 import numpy as np
 
 from dist_transformer.config.data_schema import MODIFIERS, DataConfig
-from dist_transformer.data.loader.window_request import PURPOSE_MODIFIERS, RowSlice, random_bits
+from dist_transformer.data.loader.window_request import PURPOSE_MODIFIERS, RowSlice, random_generator
 
 Draw = Callable[[], float]
 
@@ -30,7 +32,7 @@ NUM_TAGS = 3
 INLINE_TAGS = [f"<{slash}{number}>" for number in range(1, NUM_TAGS + 1) for slash in ("", "/")]
 
 _MARKUP = re.compile(r"(<[^<>\s]+>)")
-_FIRST_LETTER = re.compile(r"(?<![\w'’])[^\W\d_]")  # noqa: RUF001  (an apostrophe)
+_titled = partial(re.compile(r"(?<![\w'’])[^\W\d_]").sub, lambda letter: letter[0].title())  # noqa: RUF001  (apostrophes)
 _LONG_WORD = re.compile(r"<[^<>\s]+>|[^\W\d_]{4,}")
 _WORD = re.compile(r"<[^<>\s]+>|[^\W_]+(?:[.,:'’-][^\W_]+)*")  # noqa: RUF001
 
@@ -47,7 +49,8 @@ class Modifiers:
         """Changes in place some of these pairs, which stand at `positions` of a slice."""
         if not any(self.shares.values()):
             return
-        bits = random_bits(self.seed, PURPOSE_MODIFIERS, piece.corpus, piece.row_group, piece.pass_number)
+        index = (piece.corpus, piece.row_group, piece.pass_number)
+        bits: Any = random_generator(self.seed, PURPOSE_MODIFIERS, *index).bit_generator  # PCG64, which can advance
         bits.advance(piece.first * NUMBERS_OF_A_ROW)
         drawn = bits.random_raw((piece.last - piece.first) * NUMBERS_OF_A_ROW).reshape(-1, NUMBERS_OF_A_ROW)[positions]
         shares = [self.shares.get(name, 0.0) for name in MODIFIERS]
@@ -116,10 +119,6 @@ _CHANGES = [_no_final_punctuation, _upper_case, _title_case, _tags, _typos, _noi
 
 def _outside_markup(text: str, change: Callable[[str], str]) -> str:
     return "".join(part if number % 2 else change(part) for number, part in enumerate(_MARKUP.split(text)))
-
-
-def _titled(text: str) -> str:
-    return _FIRST_LETTER.sub(lambda letter: letter[0].title(), text)
 
 
 def _words(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:

@@ -63,7 +63,7 @@ def test_every_shipped_configuration_is_without_a_problem(command, path, tmp_pat
     said = yaml.safe_load(path.read_text(encoding="utf-8"))
     for corpus in ("train", "validation", "test"):
         for side in ("source", "target"):
-            if name := said.get("data", {}).get(corpus, {}).get(side):
+            if name := (said.get("data", {}).get(corpus) or {}).get(side):
                 line = f"a sentence of the {side}\n".encode()
                 (tmp_path / name).write_bytes(gzip.compress(line) if name.endswith(".gz") else line)
     # A model to begin with is another run's: it is there after that run.

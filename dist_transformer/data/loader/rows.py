@@ -70,7 +70,6 @@ class RowReader:
         self._splits = manifest.splits
         self._tables = RowGroupTables()
         self._sampler = Sampler(folder, manifest.tokenizer, sampling, seed)
-        self._seed = seed
         self._corpora = tuple(self._corpus(name) for name in manifest.training)
 
     def probes(self) -> dict[str, str]:
@@ -110,7 +109,7 @@ class RowReader:
         if split.text is None:
             return TokenCorpus(places, self._tables)
         corpus = self._data.training_corpora().get(name)
-        modifiers = Modifiers(self._data.modifiers, self._seed, tag_prefix(corpus.tags) if corpus else "")
+        modifiers = Modifiers(self._data.modifiers, self._sampler.seed, tag_prefix(corpus.tags) if corpus else "")
         return TextCorpus(places, self._tables, split.text, self._data, self._sampler, modifiers)
 
     def _rows(self, piece: RowSlice, groups: Groups) -> TokenRows:

@@ -17,14 +17,9 @@ CORPUS_SHIFT = 44
 """Shift in the row id of a batch, which is (corpus number << 44) + row number in that corpus."""
 
 
-def random_bits(seed: int, purpose: int, *index: int) -> np.random.PCG64:
-    """Returns the bits of one purpose: the same arguments give the same ones on every machine."""
-    return np.random.PCG64(np.random.SeedSequence([seed, purpose, *index]))
-
-
 def random_generator(seed: int, purpose: int, *index: int) -> np.random.Generator:
     """Returns the generator of one purpose: the same arguments give the same numbers on every machine."""
-    return np.random.Generator(random_bits(seed, purpose, *index))
+    return np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, purpose, *index])))
 
 
 def order_probe() -> str:
@@ -66,16 +61,13 @@ class WindowKey:
 
 @dataclass(frozen=True)
 class RowSlice:
-    """Rows `first` to `last` (exclusive) of one row group. `corpus` is an index in `Manifest.training`.
-
-    `pass_number`: number of earlier passes over the corpus. (Positions of older checkpoints are without it.)
-    """
+    """Rows `first` to `last` (exclusive) of one row group. `corpus` is an index in `Manifest.training`."""
 
     corpus: int
     row_group: int
     first: int
     last: int
-    pass_number: int = 0
+    pass_number: int = 0  # earlier passes over the corpus; not in positions of older checkpoints
 
 
 @dataclass(frozen=True)
