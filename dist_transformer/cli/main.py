@@ -39,6 +39,7 @@ VERBS = {
         "export": "export.export_command",
         "import": "import_model.import_command",
         "translate": "translate.translate_command",
+        "rerank": "rerank.rerank_command",
         "score": "score.score_command",
         "evaluate": "evaluate.evaluate_command",
     },

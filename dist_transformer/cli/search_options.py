@@ -80,7 +80,7 @@ def _problems(settings: DecodingConfig) -> Iterator[str]:
     if settings.n_best > settings.beam_size:
         yield (
             f"--n-best: {settings.n_best} is above the beam, {settings.beam_size}: a search gives at most as many "
-            "translations as its beam; raise --beam, or give --sampling"
+            "translations as its beam, also to --mbr; raise --beam, or give --sampling"
         )
     for name in ("temperature", "top_k", "top_p"):
         if getattr(settings, name) != DecodingConfig.model_fields[name].default:

@@ -4,6 +4,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -56,6 +57,10 @@ def translate_command(
     alignment: Annotated[
         bool, typer.Option("--alignment", help="Append pairs of words: 0-0 1-2.", rich_help_panel=FORM)
     ] = False,
+    mbr: Annotated[
+        int | None,
+        typer.Option(min=2, help="Of so many (beam or samples) the one most like the others.", rich_help_panel=FORM),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="An object a line: text, score, log-probability.", rich_help_panel=FORM)
     ] = False,
@@ -64,11 +69,15 @@ def translate_command(
 
     With more than one translation for each line: NUMBER ||| TEXT ||| log_probability= L ||| SCORE, numbers from 0.
     """
+    if mbr is not None and n_best is not None:
+        raise UserError(f"--mbr {mbr}: writes one translation a line, of so many; drop --n-best {n_best}")
+    if mbr is not None and find_spec("fastchrf") is None:
+        raise UserError(f"--mbr {mbr}: needs the package fastchrf: pip install 'dist-transformer[mbr]'")
     settings = options.search_settings(
         model,
         beam_size=beam,
         length_penalty=length_penalty,
-        n_best=n_best,
+        n_best=mbr or n_best,
         no_repeat_ngram_size=no_repeat_ngram,
         sampling=sampling,
         temperature=temperature,
@@ -97,7 +106,7 @@ def translate_command(
     from dist_transformer.decoding.translate_file import translate_file
     from dist_transformer.decoding.translation_lines import Task
 
-    task = Task([model, *(ensemble or [])], settings, engine, prefix, alignment, as_json, plugin)
+    task = Task([model, *(ensemble or [])], settings, engine, prefix, alignment, as_json, plugin, mbr is not None)
     if source is None or output is None:
         _translate_stream(task)
     else:

@@ -106,6 +106,8 @@ def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, 
         "alignment": task.alignment,
         "json": task.as_json,
     }
+    if task.mbr:
+        plan["mbr"] = True
     if task.prefix is not None:
         plan["prefixes"], num_prefixes = digest_and_lines(task.prefix)
         if num_prefixes != num_lines:

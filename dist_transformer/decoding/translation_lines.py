@@ -22,6 +22,7 @@ class Task:
         alignment: write pairs of words, too.
         as_json: write one object per line, with everything.
         plugin: as for `load_model_folder`.
+        mbr: choose one of the n best by `most_alike`.
     """
 
     models: Sequence[Path]
@@ -31,13 +32,16 @@ class Task:
     alignment: bool = False
     as_json: bool = False
     plugin: str | None = None
+    mbr: bool = False
 
 
 def written(task: Task, search: Search, number: int, line: str, translations: Sequence[Translation]) -> str:
     """Output for the translations of a line, numbered from 0: one line of text, or one for each of the n best."""
+    if task.mbr:
+        translations = [most_alike(translations)]
     if task.as_json:
         return _json(task, search, line, translations)
-    if task.settings.n_best == 1:
+    if task.mbr or task.settings.n_best == 1:
         return " ||| ".join([translations[0].text, *_links(task, search, line, translations[0])])
     return "\n".join(
         " ||| ".join(
@@ -51,6 +55,16 @@ def written(task: Task, search: Search, number: int, line: str, translations: Se
         )
         for translation in translations
     )
+
+
+def most_alike(translations: Sequence[Translation]) -> Translation:
+    """Returns the translation with the highest mean chrF against the others, of equals the first: minimum Bayes risk."""
+    from fastchrf import pairwise_chrf  # an extra
+
+    texts = [translation.text for translation in translations]
+    (scores,) = pairwise_chrf([texts], [texts])
+    sums = [sum(row) - row[number] for number, row in enumerate(scores)]
+    return translations[sums.index(max(sums))]
 
 
 def _links(task: Task, search: Search, line: str, translation: Translation) -> list[str]:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from click.testing import Result
 from running import NOT_INHERITED, PROGRAM, Command, without
+from sacrebleu.metrics import CHRF
 from typer.testing import CliRunner
 
 from dist_transformer.cli.main import app
@@ -131,6 +132,58 @@ def test_prefixes_ensembles_samples_and_split_lines_reach_the_search(
     assert len(joined) > max(map(len, alone))
 
 
+@pytest.mark.parametrize("search", [("--sampling", "--seed", 3), ("--beam", 5)])
+def test_minimum_bayes_risk_takes_the_candidate_with_the_best_mean_chrf_against_the_others(model: Path, search) -> None:
+    objects = [json.loads(line) for line in said("translate", model, *search, "--n-best", 5, "--json", lines=LINES)]
+    expected = []
+    for each in objects:
+        texts = [found["text"] for found in each["translations"]]
+        means = [
+            sum(CHRF().sentence_score(text, [other]).score for m, other in enumerate(texts) if m != n)
+            for n, text in enumerate(texts)
+        ]
+        best = max(means)
+        expected.append(texts[next(n for n, mean in enumerate(means) if mean > best - 1e-6)])
+    assert said("translate", model, *search, "--mbr", 5, lines=LINES) == expected
+    assert expected != [each["translations"][0]["text"] for each in objects]
+    (first, *_) = said("translate", model, *search, "--mbr", 5, "--json", lines=LINES)
+    assert [found["text"] for found in json.loads(first)["translations"]] == expected[:1]
+
+
+def test_minimum_bayes_risk_without_its_package_or_with_too_few_candidates_is_refused(model: Path, monkeypatch) -> None:
+    assert "--mbr 4: writes one translation a line, of so many; drop --n-best 2" in refused(
+        "translate", model, "--mbr", 4, "--n-best", 2, lines=LINES
+    )
+    assert "9 is above the beam, 4: a search gives at most as many translations as its beam, also to --mbr" in refused(
+        "translate", model, "--mbr", 9, lines=LINES
+    )
+    monkeypatch.setattr("dist_transformer.cli.translate.find_spec", lambda name: None)
+    assert "--mbr 4: needs the package fastchrf: pip install 'dist-transformer[mbr]'" in refused(
+        "translate", model, "--mbr", 4, lines=LINES
+    )
+
+
+def test_lists_are_reranked_by_the_scores_of_another_program(model: Path, tmp_path: Path) -> None:
+    lists = said("translate", model, "--n-best", 3, lines=["a ||| b", *LINES])
+    (tmp_path / "lists").write_text("".join(f"{line}\n" for line in lists), encoding="utf-8")
+    places = [line.split(" ||| ")[0] for line in lists]
+    last = [n for n, place in enumerate(places) if places[n + 1 : n + 2] != [place]]
+
+    def reranked(scores: list[object]) -> list[str]:
+        (tmp_path / "scores").write_text("".join(f"{score}\n" for score in scores), encoding="utf-8")
+        return said("rerank", tmp_path / "lists", tmp_path / "scores")
+
+    assert reranked([0] * len(lists)) == said("translate", model, lines=["a ||| b", *LINES])
+    texts = [" ||| ".join(line.split(" ||| ")[1:-2]) for line in lists]
+    assert reranked([f"{-1 / (n + 1):.4e}" for n in range(len(lists))]) == [texts[n] for n in last]
+    assert len(last) == 1 + len(LINES)
+    for scores in (["1"] * (len(lists) - 1), ["1"] * (len(lists) + 1), ["nan"] * len(lists)):
+        (tmp_path / "scores").write_text("".join(f"{score}\n" for score in scores), encoding="utf-8")
+        assert "expected NUMBER ||| TEXT ||| log_probability= ... in" in refused(
+            "rerank", tmp_path / "lists", tmp_path / "scores"
+        )
+
+
 def test_ctranslate2_says_what_our_own_search_says(model: Path) -> None:
     pytest.importorskip("ctranslate2")
     greedy = ("--beam", 1)
@@ -224,6 +277,14 @@ def test_a_file_on_any_ranks_is_what_the_stream_gives(ranks: Ranks, model: Path,
         assert [float(line[3]) for line in found] == pytest.approx([float(line[3]) for line in expected], abs=0.01)
 
 
+def test_minimum_bayes_risk_in_parts_is_that_of_the_stream(ranks: Ranks, model: Path, tmp_path: Path) -> None:
+    expected = said("translate", model, "--sampling", "--mbr", 4, "--seed", 7, lines=SOURCES[:60])
+    task = Task([model], DecodingConfig(sampling=True, n_best=4, seed=7), "torch", mbr=True)
+    for rank in (1, 0, 2):
+        ranks.run(task, tmp_path / "out", rank, 3)
+    assert (tmp_path / "out").read_text(encoding="utf-8").split("\n")[:-1] == expected
+
+
 @pytest.mark.parametrize(("restarts", "comes_back"), [(0, True), (2, True), (3, False), (9, False)])
 def test_a_job_that_is_stopped_before_any_part_is_done_does_not_come_back_for_ever(
     restarts: int, comes_back: bool, ranks: Ranks, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -292,6 +353,7 @@ def test_a_changed_model_search_or_input_is_refused(
         (Task([model, other_model], SETTINGS, "torch"), "model 2: config.json: none there"),
         (Task([model], SETTINGS, "torch", None, True, False), "alignment: False there, True now"),
         (Task([model], SETTINGS, "torch", ranks.source), "prefixes: none there"),
+        (Task([model], SETTINGS, "torch", mbr=True), "mbr: none there, True now"),
     ):
         with pytest.raises(UserError) as refusal:
             ranks.run(task, output, 1, 2)

@@ -34,6 +34,7 @@ ADAPTERS = {
     "psutil": {"training.memory", "training.metrics.system_metrics", "distributed.rank_zero"},
     "sacrebleu": {"decoding.metrics"},
     "sacremoses": {"decoding.metrics"},
+    "fastchrf": {"decoding.translation_lines"},
     "ctranslate2": {"interop.ctranslate2_export"},
     "yaml": {"config.yaml_positions", "config.yaml12"},
     "torch.distributed": {"distributed.group", "training.engine.engine"},
