@@ -24,6 +24,10 @@ SETTINGS = (
     f"training.max_epochs={NUM_EPOCHS}", "training.max_steps=null", "checkpoints.every_steps=2", "data.audit=true",
     "data.window_rows=24", "schedule.warmup_steps=1", "optimizer.learning_rate=0.001",
 )  # fmt: skip
+MODIFIED = (
+    "data.on_the_fly=true",
+    "data.modifiers={upper_case: 0.2, no_final_punctuation: 0.2, typos: 0.2, noise: 0.1}",
+)
 START_SECONDS = 120
 END_SECONDS = 60
 
@@ -31,8 +35,8 @@ END_SECONDS = 60
 class Strikes:
     """Starts one run again and again, and kills one of its processes at a random moment of its training."""
 
-    def __init__(self, command: Command, name: str, seed: int) -> None:
-        self._command, self._train = command, ("train", "small.yaml", f"run.name={name}", *SETTINGS)
+    def __init__(self, command: Command, name: str, seed: int, *more: str) -> None:
+        self._command, self._train = command, ("train", "small.yaml", f"run.name={name}", *SETTINGS, *more)
         self._random = random.Random(seed)
         self._starts = 0
         self.run = command.folder / "runs" / name
@@ -116,8 +120,8 @@ def test_killed_again_and_again_on_1_2_3_and_4_ranks_in_turn_a_run_sees_the_same
 
 
 def test_killed_six_times_on_two_ranks_a_run_ends_with_the_same_weights(command: Command, train_small):
-    expected = train_small("chain-two-ranks", *SETTINGS, ranks=2)
-    strikes = Strikes(command, "chain-same-ranks", seed=3)
+    expected = train_small("chain-two-ranks", *SETTINGS, *MODIFIED, ranks=2)
+    strikes = Strikes(command, "chain-same-ranks", 3, *MODIFIED)
     for victim in ("rank", "loader process") * 3:
         strikes.strike(victim, 2)
     assert_same_run(strikes.finish(2), expected)

@@ -30,7 +30,9 @@ from dist_transformer.data.filters import filter_lengths, filter_text
 from dist_transformer.data.loader.rows import RowReader, RowsRead
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowKey, WindowRequest
 from dist_transformer.data.manifest import Shard, Split, TextColumns
+from dist_transformer.data.modifiers import INLINE_TAGS
 from dist_transformer.data.prepare.preparation import prepare
+from dist_transformer.data.recipe import make_recipe
 from dist_transformer.data.sources import retries
 from dist_transformer.data.sources.corpus import RawBatch
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
@@ -186,6 +188,20 @@ def all_rows(config: Config, folder: Path) -> tuple[list[tuple[int, list[int], l
     read = reader.read(request(*((0, number, 0, group.rows) for number, group in groups)))
     dropped = Counter(manifest.splits["train"].dropped) + Counter(read.dropped)
     return sorted(as_lists(read.rows)), dict(dropped)
+
+
+def test_a_tokenizer_that_is_trained_for_inline_tags_keeps_each_as_one_piece_on_both_sides(tmp_path):
+    for language, side in (("en", 0), ("de", 1)):
+        (tmp_path / f"train.{language}").write_text("".join(f"{pair[side]}\n" for pair in PAIRS), encoding="utf-8")
+    corpus = {"source": "train.en", "target": "train.de"}
+    data = {"root": str(tmp_path), "train": corpus, "on_the_fly": True, "modifiers": {"tags": 0.1}}
+    config = Config.model_validate({"data": data, "tokenizer": {"vocabulary_size": 160, "shared": False}})
+    files = prepare(config, tmp_path / "prepared").tokenizer
+    tokenizer = Tokenizer.load(tmp_path / "prepared" / files.source, tmp_path / "prepared" / files.target)
+    (source,), (target,) = tokenizer.encode_source(["<1>one</1>"]), tokenizer.encode_target(["<1>eins</1>"])
+    for pieces in (tokenizer.source_pieces(source), tokenizer.target_pieces(target)):
+        assert {"<1>", "</1>"} <= set(pieces)
+    assert make_recipe(config)["inline_tags"] == INLINE_TAGS
 
 
 @pytest.mark.parametrize("kind", ["parquet", "lines"])
