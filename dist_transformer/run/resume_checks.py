@@ -40,7 +40,7 @@ def recipe_settings(config: Config) -> dict[str, Any]:
         "run.seed": config.run.seed,
         METRIC: None if metric is None else find(METRIC, metric).identity,
         "tokenizer.sampling": config.tokenizer.sampling,
-        "data.modifiers": {name: share for name, share in sorted(config.data.modifiers.items()) if share},
+        "data.modifiers": {name: share for name, share in sorted(config.data.modifiers.items()) if share} or None,
     }
 
 
@@ -54,7 +54,6 @@ def recipe_of_checkpoint(recipe: Mapping[str, Any]) -> dict[str, Any]:
         "model.positions": "learned" if recipe.get("model.max_positions") else "sinusoidal",
         "model.output_bias": False,
         "model.final_norm": None,
-        "data.modifiers": {},
         **{key: value for key, value in recipe.items() if key not in free},
     }
 

@@ -138,7 +138,7 @@ def test_modifiers_change_the_text_and_a_resume_refuses_others(sampled, train_sm
     plain = train_small("not-modified", *ON_THE_FLY[:2], *ON_THE_FLY[3:], "training.max_steps=2")
     assert records(plain)[0]["target_tokens"] != records(sampled)[0]["target_tokens"]
     said = command("train", plain, "data.modifiers.typos=0.5", "training.max_steps=3", code=2)
-    assert "data.modifiers: {} -> {'typos': 0.5}" in said
+    assert "data.modifiers: None -> {'typos': 0.5}" in said
 
 
 def data_and_checkpoint(run: Path) -> tuple[RunData, Checkpoint]:

@@ -110,6 +110,16 @@ def test_how_the_first_weights_were_drawn_may_change(yaml: Path, run_dir: RunDir
     assert submission_problems(load_config(yaml, ["model.attention_gain=0.7071"]), run_dir, 1) == []
 
 
+def test_modifiers_may_not_change_but_checkpoints_from_before_them_had_none(yaml: Path, run_dir: RunDir) -> None:
+    modified = ["data.on_the_fly=true", "data.modifiers={typos: 0.1, noise: 0}"]
+    _save(run_dir, load_config(yaml))
+    assert submission_problems(load_config(yaml), run_dir, 1) == []
+    [problem] = submission_problems(load_config(yaml, modified), run_dir, 1)
+    assert "data.modifiers: None -> {'typos': 0.1}; put it back" in problem
+    _save(run_dir, load_config(yaml, modified))
+    assert submission_problems(load_config(yaml, [*modified[:1], "data.modifiers.typos=0.1"]), run_dir, 1) == []
+
+
 def test_all_changes_are_named_and_other_lanes_have_a_remedy_of_their_own(yaml: Path, run_dir: RunDir) -> None:
     _save(run_dir, load_config(yaml, ["data.lanes=4"]))
     [problem] = submission_problems(load_config(yaml, ["run.seed=9"]), run_dir, 1)
