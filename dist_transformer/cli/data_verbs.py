@@ -1,13 +1,16 @@
-"""data inspect | audit: look at the training data, and prove that every row was used as often as planned."""
+"""data inspect | audit | clean: look at the training data, prove that every row was used as planned, write clean text."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
+from dist_transformer.cli.arguments import ConfigArgument, Overrides, RunArgument, read_run
+from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
+from dist_transformer.format import progress_bar
 
-app = typer.Typer(help="Look at the data of a run, and check how it was used.", no_args_is_help=True)
+app = typer.Typer(help="Look at the data of a run, check how it was used, or clean its text.", no_args_is_help=True)
 
 Step = Annotated[
     int | None,
@@ -61,3 +64,25 @@ def audit_command(run: RunArgument) -> None:
 
     config, run_dir = read_run(run, check_files=False)
     audit_run(config, run_dir)
+
+
+@app.command("clean")
+def clean_command(
+    file: ConfigArgument,
+    out: Annotated[Path, typer.Argument(help="Folder of the text files.", show_default=False)],
+    overrides: Overrides = None,
+) -> None:
+    """Write the pairs of the training corpora that data.filters keeps, and those that it drops with the rule.
+
+    OUT gets NAME.LANGUAGE for each corpus and side, NAME.dropped.tsv (rule, number, source, target) and clean.json with
+    counts. Rules that need tokens (data.filters.max_tokens, max_length_ratio) are left to `prepare`.
+    """
+    from dist_transformer.data.prepare.clean import clean
+
+    config = load_config(file, overrides)
+    with progress_bar() as draw:
+        report = clean(config, out, draw)
+    for name, counts in report["corpora"].items():
+        dropped = ", ".join(f"{rule} {count:,}" for rule, count in counts["dropped"].items()) or "none"
+        print(f"{name}: kept {counts['kept']:,} of {counts['pairs']:,} pairs; dropped: {dropped}")
+    print(f"written: {out}")

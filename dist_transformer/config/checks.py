@@ -8,6 +8,7 @@ from typing import Any
 from dist_transformer.config.credentials import holds_secret, secret_problems, without_credentials
 from dist_transformer.config.data_checks import (
     check_corpora,
+    check_filters,
     check_mixture,
     check_more_validation,
     check_sampling,
@@ -300,6 +301,7 @@ _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = [
     (("data",), _check_batches),
     (("data",), check_training_corpora),
     (("data",), check_corpora),
+    (("data",), check_filters),
     (("data",), check_mixture),
     (("data", "tokenizer"), check_sampling),
     (("checkpoints", "training", "validation", "data"), _check_checkpoints),

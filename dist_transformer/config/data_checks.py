@@ -1,10 +1,20 @@
 """Checks between the settings of the data, and of the existence of the files that they name."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dist_transformer.config.data_schema import MODIFIERS, CorpusConfig, DataConfig, MixtureConfig
+from pydantic import ValidationError
+
+from dist_transformer.config.data_schema import (
+    MODIFIERS,
+    RULE_THRESHOLDS,
+    SHARES,
+    CorpusConfig,
+    DataConfig,
+    FilterConfig,
+    MixtureConfig,
+)
 from dist_transformer.config.paths import is_address, is_pattern, local_files, located
 
 SPLIT_NAMES = ("validation", "test")
@@ -28,6 +38,18 @@ def check_corpora(data: DataConfig) -> Iterator[str]:
     for path, corpus in _corpora(data):
         yield from _kind_problems(path, corpus)
         yield from _tag_problems(path, corpus)
+
+
+def check_filters(data: DataConfig) -> Iterator[str]:
+    """Checks the rules of `filters`, and the filters that a corpus has of its own."""
+    yield from _rule_problems("data.filters", data.filters.rules, data)
+    training = [*data.training_corpora().values()]
+    for path, corpus in _corpora(data):
+        here = f"{path}.filters"
+        if corpus.filters and not any(corpus is each for each in training):
+            yield f"{here}: is for training corpora, whose pairs alone are cleaned; remove it"
+        elif any(corpus is each for each in training):
+            yield from _own_filter_problems(here, corpus, data)
 
 
 def check_mixture(data: DataConfig) -> Iterator[str]:
@@ -144,6 +166,49 @@ def _tag_problems(path: str, corpus: CorpusConfig) -> Iterator[str]:
     for number, tag in enumerate(corpus.tags):
         if not tag or any(character.isspace() for character in tag):
             yield f"{path}.tags.{number}: {tag!r}: a tag is one word, such as <2de>, without spaces; write several apart"
+
+
+def _rule_problems(path: str, rules: Mapping[str, Any], data: DataConfig) -> Iterator[str]:
+    for name, value in rules.items():
+        here, is_share, least = (
+            f"{path}.rules.{name}",
+            name in SHARES,
+            0 if name in SHARES else 1 + (name == "repeated"),
+        )
+        wanted = "a share from 0 to 1" if is_share else f"a whole number from {least}"
+        is_number = isinstance(value, int | float) and value >= least and (is_share or float(value).is_integer())
+        if name not in RULE_THRESHOLDS:
+            yield f"{here}: no such rule; there are {', '.join(RULE_THRESHOLDS)}"
+        elif not isinstance(value, bool) and not (is_number and (value <= 1 or not is_share)):
+            yield f"{here}: expected {wanted}, true ({RULE_THRESHOLDS[name]:g}) or false; got {value!r}"
+        elif name in ("language", "lingua") and value and len({*map(language_code, data.languages())}) == 1:
+            yield f"{here}: compares data.source_language with data.target_language, which are one; set it to false"
+
+
+def language_code(language: str) -> str:
+    """Returns the code of two or three letters of a language: pt for pt_BR."""
+    return re.split("[-_]", language.lower())[0]
+
+
+def _own_filter_problems(path: str, corpus: CorpusConfig, data: DataConfig) -> Iterator[str]:
+    """Checks the filters of one corpus. Limits of length may only be lower: memory is planned by those of all."""
+    try:
+        filters = data.filters_of(corpus)
+    except ValidationError as error:
+        for each in error.errors():
+            keys = (
+                f"; it has the keys {', '.join(FilterConfig.model_fields)}" if each["type"] == "extra_forbidden" else ""
+            )
+            yield f"{path}.{'.'.join(map(str, each['loc']))}: {each['msg']}; got {each['input']!r}{keys}"
+        return
+    yield from _rule_problems(path, corpus.filters.get("rules", {}), data)
+    for key in ("max_tokens", "max_length_ratio"):
+        if (own := getattr(filters, key)) > (limit := getattr(data.filters, key)):
+            yield f"{path}.{key}: {own:g} is above data.filters.{key} {limit:g}, which holds for all; lower this, or raise that"
+    if "plugin" in corpus.filters:
+        yield f"{path}.plugin: is one for all corpora; give it as data.filters.plugin, or remove it"
+    if filters.scores and (corpus.demo or corpus.plugin):
+        yield f"{path}.scores: are columns of a table, or files beside text files; this corpus is neither: remove them here"
 
 
 def _name_problems(mixture: MixtureConfig) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """The settings of the data: corpora, mixtures, filters, batches, tokenizer. Defaults live here and nowhere else."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -9,6 +9,10 @@ from dist_transformer.errors import UserError
 
 MODIFIERS = ("no_final_punctuation", "upper_case", "title_case", "tags", "typos", "noise")
 """Names of data.modifiers in the order in which they are applied, which is also that of a row's random numbers."""
+SHARES = {"markup": 0.3, "letters": 0.5, "digits": 0.4, "punctuation": 0.4, "near_duplicates": 0.8}
+COUNTS = {"repeated": 5, "numbers": 3, "language": 30, "lingua": 30, "held_out": 1, "duplicates": 1}
+RULE_THRESHOLDS: dict[str, float] = {**SHARES, **COUNTS}
+"""The rules of data.filters.rules with the thresholds that `true` stands for: shares of a sentence, and whole numbers."""
 
 
 class CorpusConfig(Section):
@@ -47,6 +51,10 @@ class CorpusConfig(Section):
         (),
         description="Put before each source sentence: <2de>, <news>. A tokenizer trained here keeps each as one piece; "
         "`translate` takes them as part of the text.",
+    )
+    filters: dict[Str, Any] = Field(
+        default_factory=dict,
+        description="Keys of data.filters with other values for this training corpus; `rules` and `scores` name by name.",
     )
 
 
@@ -92,6 +100,24 @@ class FilterConfig(Section):
     plugin: Str | None = Field(
         None, description="A rule of your own, keep(source, target): FILE.py:NAME, MODULE:NAME or an entry point."
     )
+    rules: dict[Str, Any] = Field(
+        default_factory=dict,
+        description="Rules for training corpora, each with a threshold, true (the default one) or false: markup, letters, "
+        "digits, punctuation, repeated, numbers, language, lingua, held_out (on unless false), duplicates, near_duplicates.",
+    )
+    scores: dict[Str, Number] = Field(
+        default_factory=dict,
+        description="Least quality scores, by column of a table, or by file with a number a line beside text files.",
+    )
+
+    def thresholds(self) -> dict[str, float]:
+        """Returns the rules that are on, with their thresholds."""
+        given = {"held_out": True, **self.rules}
+        return {name: RULE_THRESHOLDS[name] if on is True else on for name, on in given.items() if on is not False}
+
+    def without_rules(self) -> "FilterConfig":
+        """Returns the filters of a corpus that is not trained on: without `rules` and `scores`."""
+        return self.model_copy(update={"rules": {"held_out": False}, "scores": {}})
 
 
 class DataConfig(Section):
@@ -163,6 +189,29 @@ class DataConfig(Section):
                 "data.max_tokens is auto: it is found when training first starts. Give a number here: data.max_tokens=8192"
             )
         return self.max_tokens
+
+    def filters_of(self, corpus: CorpusConfig) -> FilterConfig:
+        """Returns the filters of a corpus: `filters`, and over them its own. ValidationError if those are none."""
+        if not corpus.filters:
+            return self.filters
+        given, merged = corpus.filters, self.filters.model_dump()
+        for key in ("rules", "scores"):
+            if isinstance(own := given.get(key, {}), dict):
+                given = {**given, key: {**merged[key], **own}}
+        return FilterConfig.model_validate({**merged, **given})
+
+    def languages(self) -> tuple[str, str]:
+        return self.source_language, self.target_language
+
+    def held_out_corpora(self) -> dict[str, CorpusConfig]:
+        """Returns the corpora whose sentences `held_out` removes from the training corpora, by their keys."""
+        found = {"validation": self.validation, "test": self.test}
+        further = {f"more_validation.{name}": corpus for name, corpus in self.more_validation.items()}
+        return {**{name: corpus for name, corpus in found.items() if corpus is not None}, **further}
+
+    def holds_out(self) -> bool:
+        """True if the rule held_out is on for a training corpus."""
+        return any("held_out" in self.filters_of(corpus).thresholds() for corpus in self.training_corpora().values())
 
     def training_corpora(self) -> dict[str, CorpusConfig]:
         """Returns the training corpora by name, in order; a single one is named `train`."""

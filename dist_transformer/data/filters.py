@@ -1,49 +1,248 @@
-"""Rules by which pairs are dropped. A pair is counted once, by the first rule that it breaks."""
+"""Rules by which pairs are dropped or repaired. A pair is counted once, by the first rule that it breaks, as RULES says."""
 
+import html
+import re
+import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import compress
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dist_transformer.config.data_schema import FilterConfig
+from dist_transformer.config.data_schema import CorpusConfig, DataConfig, FilterConfig
+from dist_transformer.data.languages import detector
+from dist_transformer.data.sentences import (
+    DIGIT,
+    LETTER,
+    PUNCTUATION,
+    SYMBOL,
+    Keys,
+    Mask,
+    Sentences,
+    contained,
+    pair_keys,
+)
 from dist_transformer.data.sources.corpus import RawBatch
 from dist_transformer.data.tokenizer.tokenizer import CHARACTERS_A_TOKEN
+from dist_transformer.files import replacing
 from dist_transformer.plugins import KeepPair, Plugin, call, find
 
-RULES = ("bad_encoding", "empty", "identical", "plugin", "too_long", "length_ratio")
-LENGTH_RULES = RULES[4:]
+_OF_SENTENCES = (
+    "bad_encoding empty markup identical too_long letters digits punctuation repeated numbers language lingua"
+)
+_OF_CORPORA = "scores held_out plugin duplicates near_duplicates length_ratio"
+RULES = tuple(f"{_OF_SENTENCES} {_OF_CORPORA}".split())
+REPETITION_RULES = ("duplicates", "near_duplicates")
+"""Rules that compare a pair with all others (prepare/duplicates.py)."""
+LENGTH_RULES = ("too_long", "length_ratio")
 """Rules that need the tokens."""
 RATIO_FREE_TOKENS = 10
 """Length of the longer side below which pairs pass the length ratio: `Yes.` may have a long translation."""
+HELD_OUT_NAME = "held_out.npz"
+_ENTITY = re.compile(r"&(?:#\d{1,7}|#[xX][0-9A-Fa-f]{1,6}|[A-Za-z][A-Za-z0-9]{1,31});")
+_TAG = re.compile(r"</?([A-Za-z][A-Za-z0-9]*)\b[^<>]{0,500}>|<!--.{0,500}?-->")
+_INLINE = {"a", "b", "i", "u", "em", "strong", "span", "font", "sub", "sup", "small", "big", "tt", "code", "g", "x"}
+"""Tags that stand within words; others separate them."""
+_NUMBER = re.compile(r"(?<!\d)\d{1,3}(?:[.,'\u2019\u00a0\u202f ]\d{3})+(?!\d)|\d+")
+"""A number, also with its thousands apart."""
 
 
-def filter_text(batch: RawBatch, settings: FilterConfig) -> tuple[list[int], Counter[str]]:
-    """Returns the positions of the pairs to keep by their text, and the numbers of dropped ones by rule."""
-    most = CHARACTERS_A_TOKEN * settings.max_tokens
-    kept: list[int] = []
-    dropped: Counter[str] = Counter()
-    for position, (source, target) in enumerate(zip(batch.source, batch.target, strict=True)):
-        if position in batch.bad_encoding:
-            dropped["bad_encoding"] += 1
-        elif not (source and target and source.strip() and target.strip()):
-            dropped["empty"] += 1
-        elif settings.drop_identical and source.removeprefix(batch.prefix).strip() == target.strip():
-            dropped["identical"] += 1
-        elif max(len(source), len(target)) > most:
-            dropped["too_long"] += 1
-        else:
-            kept.append(position)
-    if settings.plugin is not None:
-        plugin, keep = _plugin(settings.plugin)
-        pairs = [((batch.source[n] or "").removeprefix(batch.prefix), batch.target[n] or "") for n in kept]
-        is_kept = call(plugin, lambda: [bool(keep(*pair)) for pair in pairs])
-        if count := is_kept.count(False):
-            dropped["plugin"] += count
-        kept = list(compress(kept, is_kept))
-    return kept, dropped
+class HeldOut(NamedTuple):
+    """Sorted keys of the sentences that no training corpus may have."""
+
+    source: Keys
+    target: Keys
+
+    @staticmethod
+    def load(folder: Path) -> "HeldOut | None":
+        """Reads what `save` wrote; None if nothing is held out, or a version without this rule prepared the folder."""
+        if not (folder / HELD_OUT_NAME).is_file():
+            return None
+        with np.load(folder / HELD_OUT_NAME) as arrays:
+            return HeldOut(arrays["source"], arrays["target"])
+
+    def save(self, folder: Path) -> None:
+        with replacing(folder / HELD_OUT_NAME) as temporary, temporary.open("wb") as file:
+            np.savez(file, source=self.source, target=self.target)
+
+
+@dataclass(frozen=True)
+class KeptText:
+    """The pairs of a batch that no rule drops, their markup repaired, with the tags of the corpus.
+
+    Attributes:
+        positions: positions of the kept pairs in the batch.
+        dropped: positions of the dropped pairs by rule.
+        repaired: number of pairs whose markup was repaired.
+        keys: keys of the kept pairs, without tags.
+        signatures: of the kept pairs (see Sentences), only where near_duplicates needs them.
+    """
+
+    positions: NDArray[np.int64]
+    source: list[str]
+    target: list[str]
+    dropped: dict[str, list[int]]
+    repaired: int
+    keys: Keys
+    signatures: NDArray[np.uint8]
+
+    @staticmethod
+    def all_of(source: Sequence[str | None], target: Sequence[str | None]) -> "KeptText":
+        """Returns pairs that are all kept, without keys."""
+        texts, count = [[text or "" for text in side] for side in (source, target)], len(source)
+        keys, signatures = np.zeros(count, np.uint64), np.empty((count, 0), np.uint8)
+        return KeptText(np.arange(count), texts[0], texts[1], {}, 0, keys, signatures)
+
+    def counts(self) -> Counter[str]:
+        """Returns the number of dropped pairs by rule."""
+        return Counter({rule: len(positions) for rule, positions in self.dropped.items()})
+
+    def without(self, broken: Mapping[str, Mask]) -> "KeptText":
+        """Returns the pairs that break none of further rules, given a mask of the kept pairs for each, in their order."""
+        kept, dropped = np.ones(len(self.positions), np.bool_), dict(self.dropped)
+        for rule, mask in broken.items():
+            if found := self.positions[kept & mask].tolist():
+                dropped[rule] = [*dropped.get(rule, ()), *found]
+            kept &= ~mask
+        source, target = list(compress(self.source, kept)), list(compress(self.target, kept))
+        positions, keys, signatures = self.positions[kept], self.keys[kept], self.signatures[kept]
+        return KeptText(positions, source, target, dropped, self.repaired, keys, signatures)
+
+
+@dataclass(frozen=True)
+class Cleaner:
+    """The rules of a corpus that need no tokens. Can be sent to another process.
+
+    Attributes:
+        languages: codes of the source and the target language.
+    """
+
+    settings: FilterConfig
+    languages: tuple[str, str]
+    held_out: HeldOut | None = None
+
+    @staticmethod
+    def of(split: str, data: DataConfig, folder: Path) -> "Cleaner":
+        """Returns the rules of a split of the prepared corpus in `folder`."""
+        filters = data.filters_of(data.training_corpora().get(split, CorpusConfig()))
+        settings = filters.without_rules() if split == "validation" else filters
+        return Cleaner(settings, data.languages(), HeldOut.load(folder))
+
+    def repetition_rules(self) -> dict[str, float]:
+        """Returns the thresholds of those REPETITION_RULES that are on."""
+        return {rule: value for rule, value in self.settings.thresholds().items() if rule in REPETITION_RULES}
+
+    def clean(self, batch: RawBatch, repeated: Mapping[str, NDArray[np.int64]] | None = None) -> KeptText:
+        """Returns the pairs of a batch that break no rule; `repeated`: numbers of the rows that repeat others, by rule."""
+        text = self._by_pair(batch)
+        bare = [source.removeprefix(batch.prefix) for source in text.source]
+        if bare:
+            text, broken = self._by_text(text, bare, batch)
+            if self.settings.plugin is not None:
+                broken["plugin"] = ~np.logical_or.reduce([*broken.values(), np.zeros(len(bare), np.bool_)])
+                broken["plugin"][broken["plugin"]] = _dropped_by_plugin(
+                    self.settings.plugin, [*compress(zip(bare, text.target, strict=True), broken["plugin"])]
+                )
+            for rule, rows in (repeated or {}).items():
+                broken[rule] = np.isin(text.positions + batch.first_row, rows)
+            text = text.without(broken)
+        return text
+
+    def _by_pair(self, batch: RawBatch) -> KeptText:
+        """Applies the rules that look at single pairs, and repairs their markup."""
+        settings, most = self.settings, CHARACTERS_A_TOKEN * self.settings.max_tokens
+        most_markup = settings.thresholds().get("markup")
+        text, broken, repaired = KeptText.all_of(batch.source, batch.target), list[str](), 0
+        for position, (tagged, target) in enumerate(zip(text.source, text.target, strict=True)):
+            source, rule = tagged.removeprefix(batch.prefix), ""
+            if position in batch.bad_encoding:
+                rule = "bad_encoding"
+            elif not (source.strip() and target.strip()):
+                rule = "empty"
+            elif most_markup is not None and not {"<", "&"}.isdisjoint(source + target):
+                plain = without_markup(source), without_markup(target)
+                shares = (1 - len(new) / len(old) for old, new in zip((source, target), plain, strict=True))
+                rule = "markup" if max(shares) > most_markup or not all(plain) else ""
+                repaired += not rule and plain != (source, target)
+                source, target = plain
+                text.source[position], text.target[position] = batch.prefix + source, target
+            if not rule and settings.drop_identical and source.strip() == target.strip():
+                rule = "identical"
+            elif not rule and max(len(batch.prefix) + len(source), len(target)) > most:
+                rule = "too_long"
+            broken.append(rule)
+        rules = np.array(broken)
+        return replace(text, repaired=repaired).without({rule: rules == rule for rule in RULES if rule in {*broken}})
+
+    def _by_text(self, text: KeptText, bare: list[str], batch: RawBatch) -> tuple[KeptText, dict[str, Mask]]:
+        """Returns the pairs with their keys, and masks of those that break rules that look at many of them at once."""
+        on, sides, broken = self.settings.thresholds(), (Sentences(bare), Sentences(text.target)), dict[str, Mask]()
+
+        def either(is_broken: Callable[[Sentences], Mask]) -> Mask:
+            return is_broken(sides[0]) | is_broken(sides[1])
+
+        if "letters" in on:
+            broken["letters"] = either(lambda side: side.share(LETTER) < on["letters"])
+        if "digits" in on:
+            broken["digits"] = either(lambda side: side.share(DIGIT) > on["digits"])
+        if "punctuation" in on:
+            broken["punctuation"] = either(lambda side: side.share(PUNCTUATION, SYMBOL) > on["punctuation"])
+        if "repeated" in on:
+            broken["repeated"] = either(lambda side: side.repeats(int(on["repeated"])))
+        if "numbers" in on:
+            least = int(on["numbers"])
+            mask = broken["numbers"] = either(lambda side: side.number(DIGIT) >= least)
+            pairs = compress(zip(bare, text.target, strict=True), mask)
+            mask[mask] = [_numbers(source, least) != _numbers(target, least) for source, target in pairs]
+        for rule in ("language", "lingua"):
+            if rule in on:
+                broken[rule] = np.zeros(len(bare), np.bool_)
+                for side, texts, languages in (
+                    (sides[0], bare, self.languages),
+                    (sides[1], text.target, self.languages[::-1]),
+                ):
+                    long = side.number(LETTER) >= on[rule]
+                    is_other = detector(rule, *languages)([*compress(texts, long)])
+                    broken[rule][long] |= np.array(is_other, np.bool_)
+        if self.settings.scores:
+            fair = [batch.scores[name][text.positions] >= least for name, least in self.settings.scores.items()]
+            broken["scores"] = ~np.logical_and.reduce(fair)
+        if "held_out" in on and self.held_out is not None:
+            found = zip(sides, self.held_out, strict=True)
+            masks = [(side.num_kept >= on["held_out"]) & contained(side.keys, keys) for side, keys in found]
+            broken["held_out"] = masks[0] | masks[1]
+        signatures = text.signatures
+        if "near_duplicates" in on:
+            signatures = np.minimum(sides[0].signatures(0), sides[1].signatures(1)).astype(np.uint8)
+        return replace(text, keys=pair_keys(*sides), signatures=signatures), broken
+
+
+def without_markup(text: str) -> str:
+    """Returns a sentence with its HTML entities decoded, also those encoded twice, and without tags."""
+    plain = text
+    for _ in range(2):
+        plain = _ENTITY.sub(lambda found: html.unescape(found[0]), plain)
+    plain = _TAG.sub(lambda found: "" if (found[1] or "").lower() in _INLINE else " ", plain)
+    return text if plain == text else " ".join(plain.split())
+
+
+def _numbers(text: str, least: int) -> set[str]:
+    """Returns the numbers of a sentence with so many digits, without separators and leading zeros, in ASCII digits."""
+    found = (
+        "".join(str(unicodedata.decimal(each)) for each in number if each.isdecimal())
+        for number in _NUMBER.findall(text)
+    )
+    return {number.lstrip("0") for number in found if len(number.lstrip("0")) >= least}
+
+
+def _dropped_by_plugin(given: str, pairs: list[tuple[str, str]]) -> list[bool]:
+    plugin, keep = _plugin(given)
+    return call(plugin, lambda: [not keep(*pair) for pair in pairs])
 
 
 @cache
@@ -57,23 +256,15 @@ def filter_lengths(
     source_tokens: Sequence[int] | NDArray[np.int64],
     target_tokens: Sequence[int] | NDArray[np.int64],
     settings: FilterConfig,
-) -> tuple[NDArray[np.bool_], Counter[str]]:
-    """Returns a mask of the pairs to keep by their lengths in tokens (end of sentence included), and the numbers of
-    dropped ones by rule.
+) -> dict[str, Mask]:
+    """Returns a mask of the pairs that break each rule by their lengths in tokens (end of sentence included).
 
     A side of one token is only the end of sentence: the tokenizer's normalization has removed its characters.
     """
     source, target = np.asarray(source_tokens, dtype=np.int64), np.asarray(target_tokens, dtype=np.int64)
     longer, shorter = np.maximum(source, target), np.minimum(source, target)
-    kept = np.ones(len(source), dtype=np.bool_)
-    dropped: Counter[str] = Counter()
-    broken_by_rule = {
+    return {
         "empty": shorter < 2,
         "too_long": longer > settings.max_tokens,
         "length_ratio": (longer >= RATIO_FREE_TOKENS) & (longer > settings.max_length_ratio * shorter),
     }
-    for rule, broken in broken_by_rule.items():
-        if count := int(np.count_nonzero(kept & broken)):
-            dropped[rule] += count
-        kept &= ~broken
-    return kept, dropped

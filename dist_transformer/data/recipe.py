@@ -7,7 +7,7 @@ folder made by another recipe is refused with the settings that differ.
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.config.data_schema import FilterConfig, TokenizerConfig
+from dist_transformer.config.data_schema import CorpusConfig, DataConfig, FilterConfig, TokenizerConfig
 from dist_transformer.config.loading import flatten
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import file_sha256
@@ -17,18 +17,34 @@ from dist_transformer.data.tokenizer.tokenizer import TRAINING_SENTENCES
 from dist_transformer.errors import DataError
 from dist_transformer.plugins import find
 
-PREPARED_FORMAT = 2
-"""Version of the format, incremented whenever the same settings give other rows, another order or other files."""
+PREPARED_FORMAT, FORMAT_BEFORE_RULES = 3, 2
+"""Version of the format, incremented whenever the same settings give other rows, another order or other files.
+
+Format 2 had neither `rules` nor `scores`; it is read, and trained on, as it is.
+"""
 
 
 def make_recipe(config: Config) -> dict[str, Any]:
     """Returns the recipe of a configuration; DataError if a corpus or tokenizer file is missing."""
     data, validation = config.data, config.data.validation
+    held_out = data.held_out_corpora() if data.holds_out() else {}
     return {
         **recipe_without_corpora(config),
-        "training": {name: corpus_fingerprint(corpus, data) for name, corpus in data.training_corpora().items()},
+        "training": {name: _training_recipe(corpus, data) for name, corpus in data.training_corpora().items()},
         "validation": corpus_fingerprint(validation, data) if validation else None,
+        "held_out": {name: corpus_fingerprint(each, data) for name, each in held_out.items() if name != "validation"},
     }
+
+
+def recipe_before_rules(recipe: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Returns a recipe as FORMAT_BEFORE_RULES has it; unchanged if the user asks for what that could not do."""
+    data = config.data
+    own = any(corpus.filters for corpus in data.training_corpora().values())
+    if own or data.filters.scores or any(data.filters.rules.values()):
+        return recipe
+    filters = {key: value for key, value in recipe["filters"].items() if key not in ("rules", "scores")}
+    rest = {key: value for key, value in recipe.items() if key != "held_out"}
+    return {**rest, "format": FORMAT_BEFORE_RULES, "filters": filters}
 
 
 def recipe_without_corpora(config: Config) -> dict[str, Any]:
@@ -84,7 +100,15 @@ def taken_models(settings: TokenizerConfig) -> list[Path]:
 def _filter_recipe(filters: FilterConfig) -> dict[str, Any]:
     """A plug-in counts by its name and content, wherever its file lies."""
     own = {} if filters.plugin is None else {"plugin": find("data.filters.plugin", filters.plugin).identity}
-    return {**filters.model_dump(exclude={"plugin"}), **own}
+    return {**filters.model_dump(exclude={"plugin"}), **own, "rules": filters.thresholds()}
+
+
+def _training_recipe(corpus: CorpusConfig, data: DataConfig) -> dict[str, Any]:
+    filters = data.filters_of(corpus)
+    own: dict[str, Any] = {"filters": _filter_recipe(filters)} if corpus.filters else {}
+    if corpus.source and filters.scores:
+        own["scores"] = [corpus_fingerprint(CorpusConfig(path=name), data) for name in filters.scores]
+    return {**corpus_fingerprint(corpus, data), **own}
 
 
 def _tokenizer_recipe(settings: TokenizerConfig) -> dict[str, Any]:

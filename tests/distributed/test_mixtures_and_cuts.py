@@ -28,6 +28,7 @@ MIXTURE = (
     "data.train=null",
     f"data.mixture={{corpora: {{{CORPORA}}}, weights: {{big: 3, small: 1}}, "
     "schedule: [{from_step: 6, weights: {big: 1, small: 1}}]}",
+    "data.filters.rules.held_out=false",
     "data.window_rows=40",
     f"training.max_steps={STEPS}",
     "data.audit=true",

@@ -27,6 +27,7 @@ def validated(train_small: Callable[..., Path]) -> Path:
     return train_small(
         "validated",
         "data.more_validation={held: {source: train.en, target: train.de}, short: {source: valid.en, target: valid.de}}",
+        "data.filters.rules.held_out=false",
         "validation={every_steps: 60, translate: true, beam_size: 2, max_sentences: 50}",
         "training={max_steps: 120, precision: fp32, log_every_steps: 20}",
         "data.max_tokens=1024",

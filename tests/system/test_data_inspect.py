@@ -18,6 +18,7 @@ pytestmark = pytest.mark.slow
 AUDIT = "data.audit=true"
 MIXTURE = (
     "data.train=null",
+    "data.filters.rules.held_out=false",
     "data.mixture={corpora: {first: {source: train.en, target: train.de}, second: {source: valid.en, target: valid.de}}, "
     "weights: {first: 3, second: 1}, schedule: [{from_step: 5, weights: {first: 1, second: 3}}]}",
 )

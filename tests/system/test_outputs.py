@@ -23,7 +23,7 @@ init source, init target, init validation, init test,
 translate model, translate source, translate prefix, translate ensemble, score model, score source,
 score target, score ensemble, evaluate run, evaluate source, evaluate references,
 evaluate hypothesis, report root, compare root,
-ui root, config check config, config show config, verify run, data inspect run, data audit run,
+ui root, config check config, config show config, verify run, data inspect run, data audit run, data clean file,
 track sync run, track model run, track model folder, track end run
 """
 """Paths that are only read, and roots under which runs are looked for."""
@@ -33,6 +33,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "export out": ("export", "runs/first", "PLACE", "--to", "marian"),
     "import out": ("import", "marian", "PLACE", "--from", "marian"),
     "init out": ("init", "train.en", "train.de", "--out", "PLACE"),
+    "data clean out": ("data", "clean", "small.yaml", "PLACE"),
     "translate output": ("translate", "runs/first", "--input", "valid.en", "--output", "PLACE"),
     "report output": ("report", "runs/first", "--output", "PLACE"),
     "compare output": ("compare", "runs/first", "runs/second", "--output", "PLACE"),

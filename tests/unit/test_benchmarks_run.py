@@ -65,6 +65,27 @@ def test_the_benchmark_of_silent_errors_audits_without_an_alarm_and_finds_the_wr
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_cleaning_finds_the_noise_of_each_rule(tmp_path: Path) -> None:
+    pytest.importorskip("lingua")
+    printed, figures = run("cleaning.py", tmp_path / "cleaning.json", "--pairs", "2000")
+    assert printed.count("| --- |") == 2
+    recall = {rule: found for rule, _, _, _, found in figures["rules"]}
+    for rule in (
+        "language",
+        "duplicates",
+        "held_out",
+        "markup",
+        "letters",
+        "digits",
+        "punctuation",
+        "repeated",
+        "numbers",
+    ):
+        assert recall[rule] > 0.95, rule
+    assert all(speed > 0 for speeds in figures["pairs_per_second"].values() for speed in speeds)
+
+
+@pytest.mark.slow
 def test_the_plan_benchmark_plans_every_pair(tmp_path: Path) -> None:
     sizes = ["--pairs", "3000000", "--lanes", "3", "--window-rows", "20000"]
     printed, figures = run("plan.py", tmp_path / "plan.json", *sizes)

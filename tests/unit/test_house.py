@@ -36,6 +36,8 @@ ADAPTERS = {
     "sacremoses": {"decoding.metrics"},
     "fastchrf": {"decoding.translation_lines"},
     "ctranslate2": {"interop.ctranslate2_export"},
+    "py3langid": {"data.languages"},
+    "lingua": {"data.languages"},
     "yaml": {"config.yaml_positions", "config.yaml12"},
     "torch.distributed": {"distributed.group", "training.engine.engine"},
     "subprocess": {

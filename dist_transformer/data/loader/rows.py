@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from dist_transformer.config.data_schema import DataConfig
+from dist_transformer.data.filters import Cleaner
 from dist_transformer.data.loader.position import Quarantined
 from dist_transformer.data.loader.row_groups import RowGroupPlace, RowGroupTables, SplitPlaces, UnreadableRowGroup
 from dist_transformer.data.loader.text_rows import Sampler, TextCorpus
@@ -110,7 +111,8 @@ class RowReader:
             return TokenCorpus(places, self._tables)
         corpus = self._data.training_corpora().get(name)
         modifiers = Modifiers(self._data.modifiers, self._sampler.seed, tag_prefix(corpus.tags) if corpus else "")
-        return TextCorpus(places, self._tables, split.text, self._data, self._sampler, modifiers)
+        cleaner = Cleaner.of(name, self._data, self._folder)
+        return TextCorpus(places, self._tables, split.text, self._data.normalization, cleaner, self._sampler, modifiers)
 
     def _rows(self, piece: RowSlice, groups: Groups) -> TokenRows:
         table = groups[piece.corpus, piece.row_group].slice(piece.first, piece.last - piece.first)

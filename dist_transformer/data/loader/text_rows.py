@@ -10,15 +10,14 @@ from typing import TypeVar
 import numpy as np
 import pyarrow as pa
 
-from dist_transformer.config.data_schema import DataConfig
-from dist_transformer.data.filters import filter_lengths, filter_text
+from dist_transformer.data.filters import Cleaner, KeptText, filter_lengths
 from dist_transformer.data.loader.row_groups import RowGroupTables, SplitPlaces, UnreadableRowGroup
 from dist_transformer.data.loader.token_rows import TokenColumn, TokenRows, check_column, row_numbers
 from dist_transformer.data.loader.window_request import PURPOSE_SAMPLING, RowSlice, WindowKey, random_generator
 from dist_transformer.data.manifest import TextColumns, TokenizerFiles, json_digest
 from dist_transformer.data.modifiers import Modifiers
 from dist_transformer.data.sources.corpus import RawBatch
-from dist_transformer.data.sources.text import decoded, is_text, normalized, tagged, text_column
+from dist_transformer.data.sources.text import Normalization, decoded, is_text, normalized, tagged, text_column
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer, with_sampling_seed
 
 SEED_LIMIT = 1 << 31
@@ -71,7 +70,8 @@ class TextCorpus:
     places: SplitPlaces
     tables: RowGroupTables
     columns: TextColumns
-    data: DataConfig
+    normalization: Normalization
+    cleaner: Cleaner
     sampler: Sampler
     modifiers: Modifiers
 
@@ -90,17 +90,15 @@ class TextCorpus:
 
     def rows(self, piece: RowSlice, table: pa.Table) -> TokenRows:
         """Converts a slice, from the table of `read`, to token ids, without the rows that filters drop."""
-        batch = self._raw_batch(table, self.places[piece.row_group].is_in_place)
-        positions, dropped = filter_text(batch, self.data.filters)
-        texts = [batch.source[i] or "" for i in positions], [batch.target[i] or "" for i in positions]
-        self.modifiers.modify(piece, positions, *texts)
-        source, target = self.sampler.encode(*texts)
-        kept, dropped_by_length = filter_lengths(
-            [len(ids) for ids in source], [len(ids) for ids in target], self.data.filters
-        )
-        numbers = row_numbers(table)[np.asarray(positions, dtype=np.int64)][kept]
+        text = self._text(table, self.places[piece.row_group].is_in_place)
+        self.modifiers.modify(piece, text.positions.tolist(), text.source, text.target)
+        source, target = self.sampler.encode(text.source, text.target)
+        lengths = [len(ids) for ids in source], [len(ids) for ids in target]
+        text, before = text.without(filter_lengths(*lengths, self.cleaner.settings)), text
+        kept = np.isin(before.positions, text.positions)
         source, target = (list(compress(side, kept)) for side in (source, target))
-        return TokenRows(numbers, token_column(source), token_column(target), dropped + dropped_by_length)
+        numbers = row_numbers(table)[text.positions]
+        return TokenRows(numbers, token_column(source), token_column(target), text.counts())
 
     def _texts(self, table: pa.Table, name: str) -> pa.ChunkedArray:
         """Returns a text column as bytes: table formats do not check that it is UTF-8."""
@@ -108,20 +106,21 @@ class TextCorpus:
         if not is_text(column.type):
             raise UnreadableRowGroup(f"column {name!r} holds {column.type}; expected text")
         column = column.cast(pa.large_binary())
-        if self.data.filters.bad_encoding == "raise":
+        if self.cleaner.settings.bad_encoding == "raise":
             _refuse_bad_encoding(column, name)
         return column
 
-    def _raw_batch(self, table: pa.Table, is_in_place: bool) -> RawBatch:
-        """Returns the batch that `read_corpus` gives for these rows, from which `prepare` makes its own shards."""
+    def _text(self, table: pa.Table, is_in_place: bool) -> KeptText:
+        """Returns the rows that no rule by text drops; `prepare` has applied those rules to the shards that it wrote."""
         source, bad_source = decoded(table.column("source").to_pylist())
         target, bad_target = decoded(table.column("target").to_pylist())
-        bad = frozenset([*bad_source, *bad_target])
         if not is_in_place:
-            return RawBatch(0, source, target, bad)
-        form = self.data.normalization
-        prefix = self.columns.prefix
-        return RawBatch(0, tagged(normalized(source, form), prefix), normalized(target, form), bad, prefix)
+            return KeptText.all_of(source, target)
+        form, prefix = self.normalization, self.columns.prefix
+        bad = frozenset([*bad_source, *bad_target])
+        return self.cleaner.clean(
+            RawBatch(0, tagged(normalized(source, form), prefix), normalized(target, form), bad, prefix)
+        )
 
 
 def _refuse_bad_encoding(column: pa.ChunkedArray, name: str) -> None:

@@ -1,5 +1,6 @@
 """Builds the units of a preparation (see claims.py): chunks of the corpora, then ranges of their shuffle.
 
+Where pairs that repeat others are dropped, the corpora are read twice: chunks of keys come first.
 A chunk of a training corpus becomes a spill file, a chunk of the validation corpus a shard; a range becomes a shard.
 """
 
@@ -14,9 +15,10 @@ from typing import Any
 import pyarrow as pa
 
 from dist_transformer.config.schema import Config
+from dist_transformer.data.filters import Cleaner
 from dist_transformer.data.manifest import SHARD, SHARD_FOLDER, Shard, Split, TextColumns
 from dist_transformer.data.prepare.claims import WAITING, ChunkClaims, Work, chunk_unit, end_unit, range_unit
-from dist_transformer.data.prepare.duplicates import save_hashes
+from dist_transformer.data.prepare.duplicates import ChunkKeys, load_repeated, mark_repeated, save_hashes
 from dist_transformer.data.prepare.scan import (
     ReportProgress,
     all_corpora,
@@ -31,12 +33,14 @@ from dist_transformer.data.prepare.tokenize_rows import ChunkRows, KeptRows, tex
 from dist_transformer.data.sources.corpus import RawBatch, read_corpus
 from dist_transformer.data.sources.files import corpus_name
 
-BATCH_ROWS = 8192
-CHUNK_ROWS = 128 * BATCH_ROWS
+BATCH_ROWS = 2048
+CHUNK_ROWS = 512 * BATCH_ROWS
 """Rows of a chunk, which are the most that a killed process leaves to be done again."""
 SHARD_ROWS = 1 << 20
 SHARD_TOKENS = 1 << 26
 """Tokens of a shard, both sides: about 120 MB at 1.8 bytes a token."""
+KEYS, REPEATED = "+keys", "repeated"
+"""Ending of the name of a corpus in units of keys, and the unit in which they are compared."""
 WAIT_SECONDS = 0.5
 """Interval between checks of the progress of other processes."""
 
@@ -68,16 +72,33 @@ class Units:
         self._tokenizer = load_tokenizer(folder, state.tokenizer)
         self._corpora = {name: each for name, each in all_corpora(config).items() if name not in state.in_place}
         self._training = tuple(config.data.training_corpora())
+        self._cleaners = {name: Cleaner.of(name, config.data, folder) for name in self._corpora}
 
     def make_chunks(self) -> dict[str, MadeChunks]:
         """Reads the corpora until every chunk is done, here or elsewhere; DataError if all rows of one are dropped."""
-        while unfinished := [name for name in self._corpora if not self._has_all_chunks(name)]:
+        rules = {name: own for name, each in self._cleaners.items() if (own := each.repetition_rules())}
+        self._read_all([f"{name}{KEYS}" for name in rules])
+        while rules and not self.work.is_done(REPEATED):
+            with self.work.claimed(REPEATED) as is_ours:
+                if is_ours:
+                    self._progress(REPEATED, 0, None)
+                    nums_chunks = {name: self.work.result(end_unit(f"{name}{KEYS}")) for name in rules}
+                    files = {name: [self._hash_file(name, n) for n in range(num)] for name, num in nums_chunks.items()}
+                    mark_repeated([(files[name], own) for name, own in rules.items()])
+                    self.work.finish(REPEATED, None)
+            if not is_ours:
+                self._wait()
+        self._read_all([*self._corpora])
+        return {name: self._made_chunks(name) for name in self._corpora}
+
+    def _read_all(self, names: list[str]) -> None:
+        """Reads until every chunk of these units is done, here or elsewhere."""
+        while unfinished := [name for name in names if not self._has_all_chunks(name)]:
             to_read = [name for name in unfinished if self._has_free_chunk(name)]
             for name in to_read:
                 self._read(name)
             if not to_read:
                 self._wait()
-        return {name: self._made_chunks(name) for name in self._corpora}
 
     def make_ranges(self, made: dict[str, MadeChunks]) -> dict[str, tuple[Shard, ...]]:
         """Gathers the spill files of the training corpora into shards until all are done, here or elsewhere."""
@@ -111,11 +132,9 @@ class Units:
         for name, split in splits.items():
             in_place = name in self._state.in_place
             lengths = self._state.samples[name] if split.text else made[name].total
-            chunks = range(0 if in_place else len(made[name].chunks))
-            pairs, sources = ([self._hash_file(name, chunk, side) for chunk in chunks] for side in ("pairs", "sources"))
-            reported[name] = ReportedCorpus(
-                split, name in self._training, lengths, None if in_place else pairs, sources
-            )
+            counts = lengths if in_place else made[name].total
+            files = None if in_place else [self._hash_file(name, chunk) for chunk in range(len(made[name].chunks))]
+            reported[name] = ReportedCorpus(split, name in self._training, lengths, counts, files)
         return reported
 
     def _has_all_chunks(self, name: str) -> bool:
@@ -131,49 +150,58 @@ class Units:
         self._progress(WAITING, 0, None)
         time.sleep(WAIT_SECONDS)
 
-    def _read(self, name: str) -> None:
+    def _read(self, unit: str) -> None:
         """Reads a corpus and builds the chunks that are free when the reading reaches them."""
-        total, rows = self._state.rows_total[name], ChunkRows()
-        with closing(ChunkClaims(self.work, name, CHUNK_ROWS)) as claims:
+        name, is_keys = unit.removesuffix(KEYS), unit.endswith(KEYS)
+        total, cleaner = self._state.rows_total[name], self._cleaners[name]
+        rows: ChunkRows | ChunkKeys = ChunkKeys() if is_keys else ChunkRows()
+        with closing(ChunkClaims(self.work, unit, CHUNK_ROWS)) as claims:
 
             def wanted(first_row: int) -> bool:
-                self._progress(name, first_row, total)
+                self._progress(unit, first_row, total)
                 return claims.wants(first_row)
 
-            for batch in read_corpus(self._corpora[name], self._config.data, BATCH_ROWS, wanted):
-                rows.add(self._kept(name, batch))
-                end = batch.first_row + len(batch.source)
-                self._progress(name, end, total)
+            scores = cleaner.settings.scores
+            for batch in read_corpus(self._corpora[name], self._config.data, BATCH_ROWS, wanted, scores):
+                chunk, end = batch.first_row // CHUNK_ROWS, batch.first_row + len(batch.source)
+                if isinstance(rows, ChunkKeys):
+                    rows.add(cleaner.clean(batch), batch.first_row)
+                else:
+                    rows.add(self._kept(name, batch, chunk))
+                self._progress(unit, end, total)
                 if end % CHUNK_ROWS == 0:
-                    claims.finish(end // CHUNK_ROWS - 1, self._write_chunk(name, end // CHUNK_ROWS - 1, rows))
-                    rows = ChunkRows()
+                    claims.finish(chunk, self._write_chunk(name, chunk, rows))
+                    rows = type(rows)()
             for last in claims.unfinished:  # the last chunk ends with the corpus
                 claims.finish(last, self._write_chunk(name, last, rows))
-            with self.work.claimed(end_unit(name)) as is_ours:
+            with self.work.claimed(end_unit(unit)) as is_ours:
                 if is_ours:
-                    self.work.finish(end_unit(name), claims.num_chunks)
+                    self.work.finish(end_unit(unit), claims.num_chunks)
 
-    def _kept(self, name: str, batch: RawBatch) -> KeptRows:
-        filters = self._config.data.filters
+    def _kept(self, name: str, batch: RawBatch, chunk: int) -> KeptRows:
+        cleaner = self._cleaners[name]
+        rules = [*cleaner.repetition_rules()]
+        text = cleaner.clean(batch, load_repeated(self._hash_file(name, chunk), rules) if rules else None)
         if self._is_text(name):
-            return text_rows(batch, filters)
-        return tokenized_rows(batch, self._tokenizer, filters, self._threads)
+            return text_rows(batch, text)
+        return tokenized_rows(batch, text, self._tokenizer, cleaner.settings, self._threads)
 
     def _is_text(self, name: str) -> bool:
         """True if the shards built from a corpus contain text."""
         return self._config.data.on_the_fly and name in self._training
 
-    def _write_chunk(self, name: str, chunk: int, rows: ChunkRows) -> dict[str, Any]:
+    def _write_chunk(self, name: str, chunk: int, rows: ChunkRows | ChunkKeys) -> dict[str, Any] | None:
         """Writes the files of a chunk; returns its result."""
+        if isinstance(rows, ChunkKeys):
+            rows.save(self._hash_file(name, chunk))
+            return None
         counts, shard = rows.counts(), None
         if counts.rows and name in self._training:
             corpus = self._training.index(name)
             write_spill(rows.table(), self._spill(name, chunk), self._config.run.seed, corpus, chunk)
         elif counts.rows:
             shard = asdict(self._write_shard(name, chunk, rows.table()))
-        hashes = rows.hashes()
-        save_hashes(self._hash_file(name, chunk, "pairs"), hashes.pairs)
-        save_hashes(self._hash_file(name, chunk, "sources"), hashes.sources)
+        save_hashes(self._hash_file(name, chunk), rows.keys())
         return {"counts": asdict(counts), "shard": shard}
 
     def _made_chunks(self, name: str) -> MadeChunks:
@@ -219,5 +247,5 @@ class Units:
     def _spill(self, name: str, chunk: int) -> Path:
         return self.work.folder / "spill" / f"{name}-{chunk:05d}.parquet"
 
-    def _hash_file(self, name: str, chunk: int, side: str) -> Path:
-        return self.work.folder / "hashes" / f"{name}-{chunk:05d}.{side}.npy"
+    def _hash_file(self, name: str, chunk: int) -> Path:
+        return self.work.folder / "hashes" / f"{name}-{chunk:05d}.npy"

@@ -1,6 +1,8 @@
 """Prepares a corpus from text, once, by any number of processes that share a folder.
 
     start       one process for all: scan, tokenizer (scan.py)
+    keys        where a rule asks for it, chunk by chunk: keys of the pairs; one process for all finds those that repeat
+                others (duplicates.py)
     train ...   chunk by chunk: tokenized, filtered, written to a spill file sorted by random keys
     validation  chunk by chunk, in order, directly to shards
     shuffle     shard by shard: one range of the keys of a corpus gathered from all its spill files
@@ -35,10 +37,16 @@ from dist_transformer.data.prepare import chunks
 from dist_transformer.data.prepare.chunks import MadeChunks, Units
 from dist_transformer.data.prepare.claims import WAITING, WORK_FOLDER, WorkFinishedError
 from dist_transformer.data.prepare.report import write_report
-from dist_transformer.data.prepare.scan import ReportProgress, Start, all_corpora, load_tokenizer
+from dist_transformer.data.prepare.scan import ReportProgress, Start, load_tokenizer
 from dist_transformer.data.prepare.state import STATE_NAME, PrepareState
 from dist_transformer.data.prepare.statistics import corpus_report
-from dist_transformer.data.recipe import make_recipe, recipe_without_corpora, refuse_other_recipe
+from dist_transformer.data.recipe import (
+    FORMAT_BEFORE_RULES,
+    make_recipe,
+    recipe_before_rules,
+    recipe_without_corpora,
+    refuse_other_recipe,
+)
 from dist_transformer.data.sources.files import is_text_at_hand
 from dist_transformer.run.outputs import check_output
 
@@ -87,17 +95,22 @@ def prepared_folder(config: Config) -> Path:
     """Returns `data.prepared`, or a folder in `run.root` named by the recipe's digest; DataError for a missing file."""
     if config.data.prepared is not None:
         return Path(config.data.prepared)
-    return Path(config.run.root) / "prepared" / json_digest(make_recipe(config))[:FOLDER_DIGITS]
+    recipe = make_recipe(config)
+    digests = (json_digest(each)[:FOLDER_DIGITS] for each in (recipe, recipe_before_rules(recipe, config)))
+    folder, older = (Path(config.run.root) / "prepared" / digest for digest in digests)
+    return older if (older / MANIFEST_NAME).is_file() and not folder.exists() else folder
 
 
 def _complete_manifest(config: Config, folder: Path) -> Manifest | None:
     if not (folder / MANIFEST_NAME).exists():
         return None
     manifest = Manifest.load(folder)
-    text_at_hand = all(is_text_at_hand(corpus, config.data) for corpus in all_corpora(config).values())
-    refuse_other_recipe(
-        folder, manifest.recipe, make_recipe(config) if text_at_hand else recipe_without_corpora(config)
-    )
+    corpora = (*config.data.training_corpora().values(), *config.data.held_out_corpora().values())
+    text_at_hand = all(is_text_at_hand(corpus, config.data) for corpus in corpora)
+    recipe = make_recipe(config) if text_at_hand else recipe_without_corpora(config)
+    if manifest.recipe.get("format") == FORMAT_BEFORE_RULES:
+        recipe = recipe_before_rules(recipe, config)
+    refuse_other_recipe(folder, manifest.recipe, recipe)
     if (folder / WORK_FOLDER).exists():  # the process that completed it was killed
         shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
     return manifest

@@ -1,6 +1,7 @@
 """Writes the report of a prepared corpus: report.json, report.md and the figure lengths.png."""
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ def report_text(report: dict[str, Any]) -> str:
     """Returns the report as Markdown."""
     corpora: dict[str, dict[str, Any]] = report["corpora"]
     sizes = [[name, *_numbers(each[key] for key in _SIZES)] for name, each in corpora.items()]
-    dropped = [[name, *_numbers(each["dropped"].get(rule, 0) for rule in RULES)] for name, each in corpora.items()]
+    rules = [rule for rule in RULES if any(rule in each["dropped"] for each in corpora.values())]
+    dropped = [[name, *_numbers(each["dropped"].get(rule, 0) for rule in rules)] for name, each in corpora.items()]
     lengths = [
         [name, side, *_numbers(each[f"{side}_lengths"].values())]
         for name, each in corpora.items()
@@ -35,7 +37,8 @@ def report_text(report: dict[str, Any]) -> str:
         _table(["corpus", "pairs read", "kept", "source tokens", "target tokens"], sizes),
         *_estimates(corpora),
         "## Pairs dropped, by rule",
-        _table(["corpus", *RULES], dropped),
+        _table(["corpus", *rules], dropped),
+        *filter(None, ["\n".join(_examples(corpora))]),
         *([f"The rule plugin is `{report['plugin']}`."] if report.get("plugin") else []),
         "## Lengths in tokens, the end of sentence counted",
         _table(["corpus", "side", "mean", *percents, "longest"], lengths),
@@ -79,15 +82,19 @@ def _estimates(corpora: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
+def _examples(corpora: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yields lines about repaired pairs, and examples of dropped ones."""
+    for name, each in corpora.items():
+        if each["repaired"]:
+            yield f"- {name}: markup repaired in {each['repaired']:,} pairs"
+        for rule, pairs in each["examples"].items():
+            for pair in pairs:
+                yield f"- {name}, dropped by {rule}: {' | '.join(json.dumps(text, ensure_ascii=False) for text in pair)}"
+
+
 def _comparisons(report: dict[str, Any]) -> list[str]:
     of_pairs = report["compared_pairs"]
     lines = [f"training: {_share(report['repeated_pairs'], of_pairs)} pairs repeat another one"] if of_pairs else []
-    for name, overlap in report["overlap"].items():
-        if "problem" in overlap:
-            lines.append(f"{name}: not compared: {overlap['problem']}")
-        else:
-            pairs, sources = (_share(overlap[key], overlap["of_pairs"]) for key in ("pairs", "sources"))
-            lines.append(f"{name}: {pairs} pairs are in the training corpus too; {sources} source sentences are")
     if report["not_compared"]:
         lines.append(f"read in place, so not compared with anything: {', '.join(report['not_compared'])}")
     return lines

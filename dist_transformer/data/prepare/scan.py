@@ -1,6 +1,7 @@
 """First part of a preparation, done by one process for all under a lock: rows, tokenizer, files read in place.
 
     scan        local text files are read once: unequal sides and bad bytes are found before any unit is built
+    held out    keys of the sentences of the validation and test corpora, which no training corpus may have
     tokenizer   trained on all training corpora together, or copied from files
     in place    with data.on_the_fly: the row groups of the user's own parquet files, and the lengths of their first rows
 
@@ -12,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dist_transformer.config.data_schema import CorpusConfig, TokenizerConfig
 from dist_transformer.config.schema import Config
+from dist_transformer.data.filters import Cleaner, HeldOut
 from dist_transformer.data.manifest import (
     TOKENIZER_FOLDER,
     RowGroup,
@@ -27,6 +31,7 @@ from dist_transformer.data.modifiers import inline_tags
 from dist_transformer.data.prepare.state import Chunk, PrepareState, num_tokens, text_split
 from dist_transformer.data.prepare.tokenize_rows import ChunkRows, tokenized_rows
 from dist_transformer.data.recipe import refuse_other_recipe, taken_models
+from dist_transformer.data.sentences import Keys, Sentences
 from dist_transformer.data.sources.arrow import ParquetFile
 from dist_transformer.data.sources.corpus import parquet_index, read_corpus, scan_corpus
 from dist_transformer.data.sources.files import corpus_name
@@ -60,6 +65,8 @@ class Start:
         state = PrepareState.load(self.work) or PrepareState(recipe)
         refuse_other_recipe(self.folder, state.recipe, recipe)
         self._scan(state)
+        if HeldOut.load(self.folder) is None and (held_out := read_held_out(self.config)) is not None:
+            held_out.save(self.folder)
         self._make_tokenizer(state)
         if self.config.data.on_the_fly:
             self._look_into_texts(state)
@@ -126,17 +133,25 @@ class Start:
             if name in state.samples:
                 continue
             self.progress("sample", 0, None)
-            sample = self._sample(corpus, tokenizer)
-            if (files := parquet_index(corpus, self.config.data)) is not None:
+            cleaner = Cleaner.of(name, self.config.data, self.folder)
+            files = parquet_index(corpus, self.config.data)
+            if files is not None and (refused := [*cleaner.repetition_rules(), *cleaner.settings.scores]):
+                raise DataError(
+                    f"{corpus_name(corpus, self.config.data)}: is read in place with data.on_the_fly, where data.filters "
+                    f"{refused[0]} cannot be applied: set data.on_the_fly: false, turn the rule off for this corpus, or train "
+                    "on the text that `dist-transformer data clean` writes"
+                )
+            sample = self._sample(corpus, tokenizer, cleaner)
+            if files is not None:
                 state.in_place[name] = self._split_in_place(corpus, files, sample)
             state.samples[name] = sample
             state.save(self.work)
 
-    def _sample(self, corpus: CorpusConfig, tokenizer: Tokenizer) -> Chunk:
+    def _sample(self, corpus: CorpusConfig, tokenizer: Tokenizer, cleaner: Cleaner) -> Chunk:
         data = self.config.data
         rows = ChunkRows()
-        batch = next(read_corpus(corpus, data, SAMPLE_ROWS))
-        rows.add(tokenized_rows(batch, tokenizer, data.filters, self.threads))
+        batch = next(read_corpus(corpus, data, SAMPLE_ROWS, scores=cleaner.settings.scores))
+        rows.add(tokenized_rows(batch, cleaner.clean(batch), tokenizer, cleaner.settings, self.threads))
         sample = rows.counts()
         if sample.rows == 0:
             raise all_dropped_error(corpus_name(corpus, data), sample, "first ")
@@ -162,6 +177,27 @@ def all_corpora(config: Config) -> dict[str, CorpusConfig]:
     """Returns the training corpora and the validation corpus, by the names of their splits."""
     validation = {"validation": config.data.validation} if config.data.validation else {}
     return {**config.data.training_corpora(), **validation}
+
+
+def read_held_out(config: Config) -> HeldOut | None:
+    """Reads the sentences that no training corpus may have; None if there are none, or the rule is off.
+
+    Raises:
+        DataError: one of the corpora cannot be read.
+    """
+    data, sides = config.data, (list[Keys](), list[Keys]())
+    for name, corpus in (data.held_out_corpora() if data.holds_out() else {}).items():
+        try:
+            for batch in read_corpus(corpus, data, SAMPLE_ROWS):
+                bare = [text and text.removeprefix(batch.prefix) for text in batch.source]
+                for keys, texts in ((sides[0], bare), (sides[1], batch.target)):
+                    keys.append(Sentences([text for text in texts if text and text.strip()]).keys)
+        except DataError as error:
+            raise DataError(
+                f"data.{name}: its sentences cannot be kept out of the training corpora: {error} Mend it, or set "
+                "data.filters.rules.held_out: false."
+            ) from error
+    return HeldOut(*(np.unique(np.concatenate(side)) for side in sides)) if all(sides) else None
 
 
 def load_tokenizer(folder: Path, files: TokenizerFiles) -> Tokenizer:

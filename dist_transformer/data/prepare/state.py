@@ -17,6 +17,8 @@ from dist_transformer.errors import DataError
 from dist_transformer.files import patiently, read_json, write_json
 
 STATE_NAME = "state.json"
+EXAMPLES, EXAMPLE_CHARACTERS = 3, 200
+"""Dropped pairs of each rule and corpus that the report shows, and the most characters of a sentence."""
 Counts = NDArray[np.int64]
 
 
@@ -28,6 +30,8 @@ class Chunk:
         dropped: number of rows by rule.
         source_lengths: numbers of kept rows with 0, 1, 2 ... source tokens; empty if they were not tokenized.
         target_lengths: as `source_lengths`.
+        repaired: number of rows whose markup was repaired.
+        examples: the first dropped pairs of each rule.
     """
 
     read_rows: int
@@ -35,6 +39,8 @@ class Chunk:
     dropped: dict[str, int]
     source_lengths: tuple[int, ...]
     target_lengths: tuple[int, ...]
+    repaired: int = 0
+    examples: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
 
     @property
     def rows_of_text(self) -> int:
@@ -53,6 +59,10 @@ class Chunk:
             dropped=dict(sorted(dropped.items())),
             source_lengths=_added([chunk.source_lengths for chunk in chunks]),
             target_lengths=_added([chunk.target_lengths for chunk in chunks]),
+            repaired=sum(chunk.repaired for chunk in chunks),
+            examples={
+                rule: [pair for chunk in chunks for pair in chunk.examples.get(rule, ())][:EXAMPLES] for rule in dropped
+            },
         )
 
 

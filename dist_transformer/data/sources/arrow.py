@@ -83,7 +83,7 @@ class TableReader:
             before = len(taken.source)
             source, target = self._choose(column_paths(piece.schema), self._name)
             for column, side in ((source, taken.source), (target, taken.target)):
-                texts, bad = self._texts(piece, column)
+                texts, bad = self._texts(piece, column, may_be_numbers=source == target)
                 side += texts
                 taken.bad_encoding |= {before + position for position in bad}
             self._row += piece.num_rows
@@ -130,8 +130,10 @@ class TableReader:
             self._group = group
         return group is not None
 
-    def _texts(self, table: pa.RecordBatch, column: str) -> tuple[Texts, list[int]]:
+    def _texts(self, table: pa.RecordBatch, column: str, may_be_numbers: bool) -> tuple[Texts, list[int]]:
         values = text_column(table, column)
+        if may_be_numbers and (pa.types.is_floating(values.type) or pa.types.is_integer(values.type)):
+            values = values.cast(pa.large_string())
         refuse_other_type(self._name, column, values.type)
         texts, bad = decoded_column(values)
         if bad and not self._drop:
@@ -146,7 +148,7 @@ def parquet_reader(file: str, choose: ChooseColumns, drop: bool) -> TableReader:
     """Returns a reader of a parquet file; unwanted row groups are not read."""
     with named_errors(file):
         parquet = retried(file, lambda: open_parquet(file))
-    columns = list(choose(column_paths(parquet.schema_arrow), file))
+    columns = list(dict.fromkeys(choose(column_paths(parquet.schema_arrow), file)))
 
     def group(number: int) -> TableGroup:
         rows = parquet.metadata.row_group(number).num_rows

@@ -6,11 +6,14 @@ here: so messages name the line, skipped rows cost little, and every format has 
 """
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.paths import is_address
@@ -36,6 +39,7 @@ from dist_transformer.errors import DataError
 from dist_transformer.plugins import ReadPairs, call, find
 
 TABLE_BATCH_ROWS = 4096
+ONE_SCORE = "expected a number a line, one for each pair, in the same order"
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class RawBatch:
         first_row: row number of the first pair in the corpus, from 0.
         bad_encoding: positions in the batch of pairs that are not valid UTF-8 (only where these are dropped).
         prefix: the tags that source sentences begin with.
+        scores: quality scores of the pairs by column or file, as far as asked for.
     """
 
     first_row: int
@@ -53,29 +58,46 @@ class RawBatch:
     target: Texts
     bad_encoding: frozenset[int] = frozenset()
     prefix: str = ""
+    scores: dict[str, NDArray[np.float64]] = field(default_factory=dict)
 
 
 def read_corpus(
-    corpus: CorpusConfig, data: DataConfig, batch_rows: int, wanted: Callable[[int], bool] = lambda first_row: True
+    corpus: CorpusConfig,
+    data: DataConfig,
+    batch_rows: int,
+    wanted: Callable[[int], bool] = lambda first_row: True,
+    scores: Iterable[str] = (),
 ) -> Iterator[RawBatch]:
     """Yields the pairs of a corpus in order, `batch_rows` at a time (fewer in the last batch).
 
     Args:
         wanted: called once for each batch, with the number of its first row, before it is decoded; if it returns False
             the batch is skipped as cheaply as the source allows.
+        scores: columns of quality scores in a table, or files of them beside text files.
 
     Raises:
-        DataError: a missing or damaged file, an unknown Hub dataset, a missing column, a corpus without any row.
+        DataError: a missing or damaged file, an unknown Hub dataset, a missing column, a corpus without any row, a score
+            that is no number, more or fewer scores than pairs.
     """
     readers = ReaderChain(_readers(corpus, data))
+    columns = {name: ReaderChain(_score_readers(corpus, data, name)) for name in scores}
     first_row = 0
     while readers.has_more():
         if wanted(first_row):
             pairs = readers.take(batch_rows)
-            yield _finished(first_row, pairs, corpus, data)
+            values = {name: _taken_scores(name, chain, first_row, len(pairs.source)) for name, chain in columns.items()}
+            yield replace(_finished(first_row, pairs, corpus, data), scores=values)
             first_row += len(pairs.source)
         else:
-            first_row += readers.skip(batch_rows)
+            count = readers.skip(batch_rows)
+            for chain in columns.values():
+                chain.skip(count)
+            first_row += count
+    for name, chain in columns.items():
+        if chain.has_more():
+            raise DataError(
+                f"{name}: has more lines than {corpus_name(corpus, data)} has pairs, {first_row}; {ONE_SCORE}"
+            )
     if first_row == 0:
         raise DataError(f"{corpus_name(corpus, data)}: the corpus is empty; expected at least one pair of sentences.")
 
@@ -99,7 +121,7 @@ def scan_corpus(
     DataError for a missing or damaged file, sides of unequal length, and invalid UTF-8 unless it is to be dropped.
     Rows of a csv are counted by line: too many if quoted fields contain line ends. Remote text is not scanned.
     """
-    refuse = data.filters.bad_encoding == "raise"
+    refuse = data.filters_of(corpus).bad_encoding == "raise"
     files = find_corpus_files(corpus, data)
     if corpus.demo:
         return PAIRS_OF_SPLIT[corpus.demo]
@@ -135,7 +157,7 @@ def _scan_table(file: str, corpus: CorpusConfig, data: DataConfig, progress: Cal
         return None
     if kind == "arrow":
         return count_arrow_rows(file)
-    lines = scan_file(file, data.filters.bad_encoding == "raise", progress)
+    lines = scan_file(file, data.filters_of(corpus).bad_encoding == "raise", progress)
     by_name = corpus.columns and not all(column.isdecimal() for column in corpus.columns)
     has_header = kind == "csv" or (kind == "tsv" and by_name)
     return max(0, lines - 1) if has_header else lines
@@ -143,7 +165,7 @@ def _scan_table(file: str, corpus: CorpusConfig, data: DataConfig, progress: Cal
 
 def _readers(corpus: CorpusConfig, data: DataConfig) -> Iterator[Reader]:
     files = find_corpus_files(corpus, data)
-    drop = data.filters.bad_encoding == "drop"
+    drop = data.filters_of(corpus).bad_encoding == "drop"
     if corpus.demo:
         yield _reader_of(demo_pairs(corpus.demo))
     elif corpus.plugin:
@@ -154,6 +176,24 @@ def _readers(corpus: CorpusConfig, data: DataConfig) -> Iterator[Reader]:
         yield aligned_reader(source, target, drop)
     for file in files.path:
         yield _table_reader(file, corpus, data)
+
+
+def _score_readers(corpus: CorpusConfig, data: DataConfig, name: str) -> Iterator[Reader]:
+    """Yields readers of quality scores, on both sides of their pairs."""
+    table = corpus.model_copy(update={"columns": (name, name)})  # where both are one, it may hold numbers
+    yield from _readers(CorpusConfig(source=name, target=name) if corpus.source else table, data)
+
+
+def _taken_scores(name: str, chain: ReaderChain, first_row: int, count: int) -> NDArray[np.float64]:
+    values: list[float] = []
+    texts = chain.take(count).source
+    try:
+        values += (float(text or "") for text in texts)
+    except ValueError:
+        raise DataError(f"{name}: score {first_row + len(values) + 1} is {texts[len(values)]!r}; {ONE_SCORE}") from None
+    if len(values) < count:
+        raise DataError(f"{name}: ends after {first_row + len(values)} scores, but there are more pairs; {ONE_SCORE}")
+    return np.array(values)
 
 
 def _plugin_reader(given: str) -> PairReader[tuple[str, str]]:
@@ -182,7 +222,7 @@ def _reader_of(items: Iterator[tuple[str, str]]) -> PairReader[tuple[str, str]]:
 
 
 def _table_reader(file: str, corpus: CorpusConfig, data: DataConfig) -> Reader:
-    drop = data.filters.bad_encoding == "drop"
+    drop = data.filters_of(corpus).bad_encoding == "drop"
     kind = table_kind(file)
     if kind == "tsv":
         return tsv_reader(file, corpus.columns or ("0", "1"), drop)
@@ -221,7 +261,7 @@ def _column_chooser(corpus: CorpusConfig, data: DataConfig) -> Callable[[list[st
 
 
 def _hub_reader(corpus: CorpusConfig, data: DataConfig) -> TableReader:
-    name, drop = corpus_name(corpus, data), data.filters.bad_encoding == "drop"
+    name, drop = corpus_name(corpus, data), data.filters_of(corpus).bad_encoding == "drop"
     groups = iter([TableGroup(None, lambda: _hub_tables(corpus, name))])
     return TableReader(name, groups, _column_chooser(corpus, data), drop)
 

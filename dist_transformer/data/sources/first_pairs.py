@@ -24,7 +24,7 @@ def first_pairs_problems(config: Config) -> list[str]:
 
 def _problem(corpus: CorpusConfig, config: Config) -> str | None:
     # Imported here: numpy and pyarrow take longer than the rest of `submit`.
-    from dist_transformer.data.filters import filter_text
+    from dist_transformer.data.filters import Cleaner
     from dist_transformer.data.sources.corpus import read_corpus
     from dist_transformer.data.sources.files import corpus_name
 
@@ -32,12 +32,13 @@ def _problem(corpus: CorpusConfig, config: Config) -> str | None:
         batch = next(read_corpus(corpus, config.data, ROWS))
     except DataError as error:
         return str(error)
-    kept, dropped = filter_text(
-        batch, config.data.filters.model_copy(update={"plugin": None})
-    )  # whose code is not run here
+    # Without the plug-in, whose code is not run here, and rules that load a model or read the held-out corpora.
+    filters = config.data.filters_of(corpus).without_rules().model_copy(update={"plugin": None})
+    text = Cleaner(filters, config.data.languages()).clean(batch)
+    dropped = text.counts()
     if config.tokenizer.source_model is None:  # ours have at least one token per word, and the end of sentence
-        words = [max(len((side[row] or "").split()) for side in (batch.source, batch.target)) for row in kept]
-        dropped["too_long"] += sum(count >= config.data.filters.max_tokens for count in words)
+        words = [max(map(len, map(str.split, pair))) for pair in zip(text.source, text.target, strict=True)]
+        dropped["too_long"] += sum(count >= filters.max_tokens for count in words)
     if dropped.total() < len(batch.source):
         return None
     counts = ", ".join(f"{rule} {count}" for rule, count in dropped.items() if count)

@@ -50,7 +50,7 @@ def jsonl_reader(file: str, choose: ChooseColumns, drop: bool) -> PairReader[byt
         row = _json_object(file, number, line, drop)
         if not row or columns is None:
             return None, None
-        source, target = (_json_text(row, column, file, number) for column in columns)
+        source, target = (_json_text(row, column, file, number, columns[0] == columns[1]) for column in columns)
         return source, target
 
     def parse(first: int, batch: list[bytes]) -> Pairs:
@@ -119,10 +119,12 @@ def _json_object(file: str, number: int, line: bytes, drop: bool) -> dict[str, A
     return row
 
 
-def _json_text(row: dict[str, Any], column: str, file: str, number: int) -> str | None:
+def _json_text(row: dict[str, Any], column: str, file: str, number: int, may_be_number: bool) -> str | None:
     value: Any = row
     for key in [column] if column in row else column.split("."):
         value = value.get(key) if isinstance(value, dict) else None
+    if may_be_number and type(value) in (int, float):
+        return str(value)
     if value is None or isinstance(value, str):
         return value
     raise DataError(

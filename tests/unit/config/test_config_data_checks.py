@@ -282,3 +282,90 @@ def test_checking_a_configuration_with_addresses_imports_nothing_heavy(tmp_path)
         "print(sorted({'fsspec', 'numpy', 'pyarrow', 'torch', 'datasets', 'aiohttp'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+# --------------------------------------------------------------------------------------------------------- filters
+
+FILTERED = """\
+run: {name: test}
+data:
+  train:
+    demo: train
+  filters:
+    max_tokens: 64
+    rules:
+      letters: 0.5
+"""
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (
+            "rules.leters=0.5",
+            "data.filters.rules.leters: no such rule; there are markup, letters, digits, punctuation, near_dup",
+        ),
+        ("rules.letters=50", "letters: expected a share from 0 to 1, true (0.5) or false; got 50"),
+        ("rules.letters=half", "letters: expected a share from 0 to 1, true (0.5) or false; got 'half'"),
+        ("rules.letters=null", "letters: expected a share from 0 to 1, true (0.5) or false; got None"),
+        ("rules.numbers=2.5", "numbers: expected a whole number from 1, true (3) or false; got 2.5"),
+        ("rules.repeated=1", "repeated: expected a whole number from 2, true (5) or false; got 1"),
+        ("rules=[letters]", "data.filters.rules: expected `key: value` lines below it; got ['letters'] (list)"),
+        ("scores={a: high}", "data.filters.scores.a: expected a number; got 'high' (str)"),
+    ],
+)
+def test_a_rule_that_is_none_or_a_threshold_that_is_none_is_named(tmp_path, override, expected):
+    assert expected in one_problem_of(tmp_path, FILTERED, f"data.filters.{override}")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("train.filters.rules.leters=0.5", "data.train.filters.rules.leters: no such rule; there are markup"),
+        (
+            "train.filters.leters=0.5",
+            "data.train.filters.leters: Extra inputs are not permitted; got 0.5; it has the keys max_t",
+        ),
+        ("train.filters.max_tokens=many", "data.train.filters.max_tokens: Input should be a valid integer; got 'many'"),
+        (
+            "train.filters.max_tokens=65",
+            "data.train.filters.max_tokens: 65 is above data.filters.max_tokens 64, which holds",
+        ),
+        (
+            "train.filters.max_length_ratio=10",
+            "data.train.filters.max_length_ratio: 10 is above data.filters.max_length_rat",
+        ),
+        (
+            "train.filters.plugin=a.py:b",
+            "data.train.filters.plugin: is one for all corpora; give it as data.filters.plugin",
+        ),
+        (
+            "filters.scores={a: 1}",
+            "data.train.filters.scores: are columns of a table, or files beside text files; this corpus",
+        ),
+        (
+            "validation={demo: test, filters: {max_tokens: 9}}",
+            "data.validation.filters: is for training corpora, whose pairs",
+        ),
+    ],
+)
+def test_what_a_corpus_cannot_have_as_filters_of_its_own_is_named(tmp_path, override, expected):
+    assert expected in one_problem_of(tmp_path, FILTERED, f"data.{override}")
+
+
+def test_two_equal_languages_cannot_be_told_apart(tmp_path):
+    overrides = ["data.source_language=de_AT", "data.target_language=de-CH", "data.filters.rules.language=20"]
+    problem = one_problem_of(tmp_path, FILTERED, *overrides)
+    assert (
+        "data.filters.rules.language: compares data.source_language with data.target_language, which are one" in problem
+    )
+    assert load_config(write(tmp_path, FILTERED), [*overrides[:2], "data.filters.rules.language=false"])
+
+
+def test_filters_of_a_corpus_are_merged_rule_by_rule(tmp_path):
+    own = "data.train.filters={rules: {digits: true, letters: false, held_out: 9}, max_tokens: 32}"
+    data = load_config(write(tmp_path, FILTERED), [own]).data
+    filters = data.filters_of(data.train)
+    assert (filters.max_tokens, filters.thresholds()) == (32, {"held_out": 9, "digits": 0.4})
+    assert data.filters.thresholds() == {"held_out": 1, "letters": 0.5}
+    assert data.filters_of(data.train.model_copy(update={"filters": {}})) is data.filters

@@ -11,13 +11,15 @@ from dist_transformer.config.schema import Config
 SETTINGS = """
 checkpoints.average_last checkpoints.every_steps checkpoints.final_model checkpoints.keep_best
 checkpoints.keep_every_steps checkpoints.keep_last data.audit data.filters.bad_encoding
-data.filters.drop_identical data.filters.max_length_ratio data.filters.max_tokens data.filters.plugin data.lanes
+data.filters.drop_identical data.filters.max_length_ratio data.filters.max_tokens data.filters.plugin data.filters.rules
+data.filters.scores data.lanes
 data.loader_workers data.max_quarantined_row_groups data.max_tokens data.mixture.corpora
 data.mixture.schedule.after_epochs
 data.mixture.schedule.from_step data.mixture.schedule.weights data.mixture.temperature data.mixture.weights
 data.modifiers data.more_validation data.normalization data.on_bad_row_group data.on_the_fly data.prepared data.reslice_from
 data.root data.row_group_rows data.source_language data.target_language data.test data.train.columns
-data.train.demo data.train.hub data.train.path data.train.plugin data.train.revision data.train.source data.train.split
+data.train.demo data.train.filters data.train.hub
+data.train.path data.train.plugin data.train.revision data.train.source data.train.split
 data.train.subset data.train.tags data.train.target data.validation data.window_rows decoding.beam_size
 decoding.length_penalty decoding.max_extra_tokens decoding.max_source_tokens decoding.max_tokens
 divergence.policy model.activation model.attention_gain

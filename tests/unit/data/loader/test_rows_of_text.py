@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pytest
 from rows_helpers import (
@@ -26,7 +25,7 @@ from rows_helpers import (
 
 from dist_transformer.config.data_schema import FilterConfig
 from dist_transformer.config.schema import Config
-from dist_transformer.data.filters import filter_lengths, filter_text
+from dist_transformer.data.filters import Cleaner, filter_lengths
 from dist_transformer.data.loader.rows import RowReader, RowsRead
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowKey, WindowRequest
 from dist_transformer.data.manifest import Shard, Split, TextColumns
@@ -75,11 +74,13 @@ def test_rows_are_filtered_and_tokenized_as_by_prepare_and_numbered_by_their_pla
     filters = FilterConfig(**FILTERS)
     source, target = [source for source, _ in PAIRS], [target for _, target in PAIRS]
     ids = (tokenizer.encode_source(source), tokenizer.encode_target(target))
-    kept, dropped = filter_lengths(*([len(row) for row in side] for side in ids), filters)
-    assert len(filter_text(RawBatch(0, source, target), filters)[0]) == len(PAIRS) > kept.sum() > len(PAIRS) / 2
+    text = Cleaner(filters, ("en", "de")).clean(RawBatch(0, source, target))
+    assert len(text.source) == len(PAIRS)
+    text = text.without(filter_lengths(*([len(row) for row in side] for side in ids), filters))
+    assert len(PAIRS) > len(text.source) > len(PAIRS) / 2
     read = reader_of(folder, {"train": split}, filters=FILTERS).read(request(*WHOLE))
-    assert as_lists(read.rows) == [(row, ids[0][row], ids[1][row]) for row in np.flatnonzero(kept)]
-    assert read.dropped == dict(dropped)
+    assert as_lists(read.rows) == [(row, ids[0][row], ids[1][row]) for row in text.positions]
+    assert read.dropped == dict(text.counts())
 
 
 def test_any_cut_of_a_window_gives_the_same_rows(folder, split):

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from prepare_helpers import PAIRS, SMALL, config_of, mixture_of, write_text
 
 from dist_transformer.data.prepare import chunks
 from dist_transformer.data.prepare import duplicates as hashing
-from dist_transformer.data.prepare.duplicates import count_contained, count_repeated, pair_hashes, save_hashes
+from dist_transformer.data.prepare.duplicates import count_repeated, save_hashes
 from dist_transformer.data.prepare.preparation import load_tokenizer, prepare, prepared_folder
-from dist_transformer.data.sources.demo_corpus import demo_pairs
+from dist_transformer.data.sentences import contained
 
 TEXT = {"source": "train.en", "target": "train.de"}
 
@@ -45,18 +44,9 @@ def test_repeated_hashes_are_counted_as_a_counter_does(tmp_path: Path, monkeypat
     counts = Counter(np.concatenate(parts).tolist())
     assert count_repeated(files) == sum(counts.values()) - len(counts)
     asked = random.permutation(np.concatenate([drawn, extremes]))
-    assert count_contained(asked, files) == sum(value in counts for value in asked.tolist())
-    assert count_contained(asked, []) == 0
+    assert contained(asked, np.array(sorted(counts), np.uint64)).tolist() == [each in counts for each in asked.tolist()]
+    assert not contained(asked, asked[:0]).any()
     assert count_repeated([]) == 0
-
-
-def test_pairs_are_the_same_when_their_texts_are_but_for_white_space_around_them():
-    one = pair_hashes(["a b", "a", "a", "\ud800"], ["c", "b c", "b", "x"])
-    two = pair_hashes([" a b\t", "a b", "a", "\ud800"], ["c ", "c", "d", "x"])
-    assert one.pairs[0] == two.pairs[0] == two.pairs[1]
-    assert one.pairs[3] == two.pairs[3]
-    assert len({*one.pairs.tolist(), *two.pairs.tolist()}) == 5
-    assert one.sources[1] == one.sources[2] == two.sources[2]
 
 
 def test_repeated_pairs_are_counted_over_all_corpora_and_without_tags(tmp_path: Path):
@@ -69,29 +59,6 @@ def test_repeated_pairs_are_counted_over_all_corpora_and_without_tags(tmp_path: 
     assert report["compared_pairs"] == 330
     assert report["not_compared"] == []
     assert report["corpora"]["text"]["dropped"]["empty"] == 2
-
-
-def test_overlap_with_the_validation_and_the_test_set_is_counted(tmp_path: Path):
-    unseen = list(islice(demo_pairs("train"), 5))
-    held_out = [*PAIRS[:20], *((source, "etwas anderes") for source, _ in PAIRS[20:50]), *unseen]
-    seen = {source for source, _ in PAIRS[:500]}
-    assert not seen & {source for source, _ in unseen}
-    write_text(tmp_path)
-    for name in ("validation", "test"):
-        lines = (f"{source}\t{target}\n" for source, target in held_out)
-        (tmp_path / f"{name}.tsv").write_text("".join(lines), encoding="utf-8")
-    tagged = {"path": "test.tsv", "tags": ["<2de>"]}
-    report = report_of(tmp_path, validation={"path": "validation.tsv"}, test=tagged)
-    assert report["overlap"] == {name: {"of_pairs": 55, "pairs": 20, "sources": 50} for name in ("validation", "test")}
-
-
-def test_a_test_set_that_cannot_be_read_is_named_and_stops_nothing(tmp_path: Path):
-    write_text(tmp_path)
-    config = config_of(tmp_path, data={**config_of(tmp_path).data.model_dump(), "test": {"path": "gone.tsv"}})
-    prepare(config)
-    text = (prepared_folder(config) / "report.md").read_text(encoding="utf-8")
-    assert "- test: not compared: " in text
-    assert "gone.tsv: no such file" in text
 
 
 def test_lengths_are_those_of_the_kept_rows(tmp_path: Path):

@@ -11,7 +11,7 @@ import pytest
 from source_helpers import FORMATS, HARD_PAIRS, data_in, read_all, write_nested_parquet, write_parquet, write_tsv
 
 from dist_transformer.config.data_schema import CorpusConfig, FilterConfig
-from dist_transformer.data.filters import filter_text
+from dist_transformer.data.filters import Cleaner
 from dist_transformer.data.sources.corpus import parquet_index, read_corpus, scan_corpus
 from dist_transformer.data.sources.remote import open_parquet
 from dist_transformer.data.sources.text import text_column
@@ -121,7 +121,8 @@ def test_identical_sides_are_found_behind_the_tags(tmp_path: Path):
     (tmp_path / "t.tsv").write_text("same\tsame\none\teins\n \tleer\n")
     corpus = CorpusConfig(path="t.tsv", tags=("<2de>",))
     (batch,) = read_corpus(corpus, data_in(tmp_path, corpus), 8)
-    assert filter_text(batch, FilterConfig(drop_identical=True)) == ([1], {"identical": 1, "empty": 1})
+    text = Cleaner(FilterConfig(drop_identical=True), ("en", "de")).clean(batch)
+    assert (text.positions.tolist(), text.dropped) == ([1], {"identical": [0], "empty": [2]})
 
 
 @pytest.mark.parametrize("write", [write_parquet, write_nested_parquet])

@@ -1,0 +1,109 @@
+"""Text files of the pairs of the training corpora that the rules of data.filters keep, and of those that they drop.
+
+    OUT/NAME.<language>     kept pairs, a file a language: without tags, markup repaired
+    OUT/NAME.dropped.tsv    dropped pairs: rule, number of the pair in the corpus from 1, source, target
+    OUT/clean.json          counts, written last: a folder that has one is complete
+
+Rules that need the tokens are left to `prepare`. The files are made in OUT/.clean and renamed when all are complete; the
+command begins anew if it was killed.
+"""
+
+import os
+import shutil
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from dist_transformer.config.schema import Config
+from dist_transformer.data.filters import Cleaner
+from dist_transformer.data.prepare.chunks import BATCH_ROWS, CHUNK_ROWS
+from dist_transformer.data.prepare.duplicates import ChunkKeys, load_repeated, mark_repeated
+from dist_transformer.data.prepare.scan import ReportProgress, read_held_out
+from dist_transformer.data.sources.corpus import read_corpus
+from dist_transformer.files import flush_to_disk, read_json, write_json
+from dist_transformer.run.outputs import check_output, writing
+
+WORK_FOLDER, REPORT_NAME = ".clean", "clean.json"
+
+
+def clean(config: Config, out: Path, progress: ReportProgress) -> dict[str, Any]:
+    """Writes the files of all training corpora; returns the content of clean.json.
+
+    Raises:
+        UserError: `out` has something that is not ours, or cannot be written.
+        DataError: a corpus cannot be read, or a rule cannot be applied to it.
+    """
+    check_output(out, "a folder of cleaned text", is_cleaned)
+    with writing(out):
+        work = out / WORK_FOLDER
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        if (held_out := read_held_out(config)) is not None:
+            held_out.save(work)
+        cleaners = {name: Cleaner.of(name, config.data, work) for name in config.data.training_corpora()}
+        rules = {name: own for name, each in cleaners.items() if (own := each.repetition_rules())}
+        if rules:
+            mark_repeated(
+                [(_save_keys(config, name, cleaners[name], work, progress), own) for name, own in rules.items()]
+            )
+        made = {name: _write(config, name, each, work, progress) for name, each in cleaners.items()}
+        (out / REPORT_NAME).unlink(missing_ok=True)
+        for path in [path for _, paths in made.values() for path in paths]:
+            flush_to_disk(path)
+            os.replace(path, out / path.name)
+        report = {"corpora": {name: counts for name, (counts, _) in made.items()}}
+        write_json(out / REPORT_NAME, report)
+        shutil.rmtree(work)
+    return report
+
+
+def is_cleaned(folder: Path) -> bool:
+    """True if `clean` wrote in this folder."""
+    try:
+        return (folder / WORK_FOLDER).is_dir() or "corpora" in read_json(folder / REPORT_NAME)
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _save_keys(config: Config, name: str, cleaner: Cleaner, work: Path, progress: ReportProgress) -> list[Path]:
+    """Writes the keys of a corpus, chunk by chunk; returns the paths for `mark_repeated`."""
+    keys, paths, corpus = ChunkKeys(), list[Path](), config.data.training_corpora()[name]
+    for batch in read_corpus(corpus, config.data, BATCH_ROWS, scores=cleaner.settings.scores):
+        if batch.first_row % CHUNK_ROWS == 0 and batch.first_row:
+            keys.save(paths[-1])
+            keys = ChunkKeys()
+        if batch.first_row % CHUNK_ROWS == 0:
+            paths.append(_chunk(work, name, batch.first_row))
+        keys.add(cleaner.clean(batch), batch.first_row)
+        progress(f"{name} keys", batch.first_row, None)
+    keys.save(paths[-1])
+    return paths
+
+
+def _write(
+    config: Config, name: str, cleaner: Cleaner, work: Path, progress: ReportProgress
+) -> tuple[dict[str, Any], list[Path]]:
+    """Writes the pairs of a corpus; returns their counts and the files. Line ends and tabs in a pair become spaces."""
+    paths = [work / f"{name}.{ending}" for ending in (*config.data.languages(), "dropped.tsv")]
+    dropped, pairs, kept, repaired = Counter[str](), 0, 0, 0
+    rules, corpus = [*cleaner.repetition_rules()], config.data.training_corpora()[name]
+    with ExitStack() as stack:
+        outputs = [stack.enter_context(path.open("w", encoding="utf-8", newline="\n")) for path in paths]
+        for batch in read_corpus(corpus, config.data, BATCH_ROWS, scores=cleaner.settings.scores):
+            text = cleaner.clean(batch, load_repeated(_chunk(work, name, batch.first_row), rules))
+            bare = [source.removeprefix(batch.prefix) for source in text.source]
+            for output, side in ((outputs[0], bare), (outputs[1], text.target)):
+                output.writelines(line.replace("\n", " ") + "\n" for line in side)
+            for place, rule in sorted((place, rule) for rule, places in text.dropped.items() for place in places):
+                pair = (batch.source[place] or "").removeprefix(batch.prefix), batch.target[place] or ""
+                cells = (rule, str(batch.first_row + place + 1), *(side.replace("\t", " ") for side in pair))
+                outputs[2].write("\t".join(cells).replace("\n", " ") + "\n")
+            dropped += text.counts()
+            pairs, kept, repaired = pairs + len(batch.source), kept + len(text.source), repaired + text.repaired
+            progress(name, pairs, None)
+    return {"pairs": pairs, "kept": kept, "repaired": repaired, "dropped": dict(dropped)}, paths
+
+
+def _chunk(work: Path, name: str, row: int) -> Path:
+    return work / f"{name}-{row // CHUNK_ROWS:05d}"

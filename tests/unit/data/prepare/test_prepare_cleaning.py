@@ -1,0 +1,416 @@
+"""Cleaning in `prepare` and by `data clean`: what is dropped over whole corpora, by which threshold, with which examples."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from prepare_helpers import NUM_TRAIN, PAIRS, SMALL, config_of, mixture_of, read_split, write_text
+from typer.testing import CliRunner
+
+from dist_transformer.cli.main import app
+from dist_transformer.config.loading import load_config, to_yaml
+from dist_transformer.config.schema import Config
+from dist_transformer.data.filters import KeptText
+from dist_transformer.data.loader.rows import RowReader
+from dist_transformer.data.loader.window_request import RowSlice, WindowKey, WindowRequest
+from dist_transformer.data.manifest import MANIFEST_NAME, Manifest, content_digest, json_digest
+from dist_transformer.data.prepare import chunks, clean, duplicates
+from dist_transformer.data.prepare.claims import Work
+from dist_transformer.data.prepare.duplicates import ChunkKeys, load_repeated, mark_repeated
+from dist_transformer.data.prepare.preparation import prepare, prepared_folder
+from dist_transformer.data.recipe import FORMAT_BEFORE_RULES, make_recipe, recipe_before_rules
+from dist_transformer.errors import DataError, UserError
+
+TEXT = {"source": "train.en", "target": "train.de"}
+Pair = tuple[str, str]
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, rows in SMALL.items():
+        monkeypatch.setattr(chunks, name, rows)
+        if name in ("BATCH_ROWS", "CHUNK_ROWS"):
+            monkeypatch.setattr(clean, name, rows)
+
+
+def config_in(folder: Path, pairs: list[Pair], rules: dict[str, Any], **data: Any) -> Config:
+    write_text(folder, pairs)
+    given = config_of(folder).data.model_dump()
+    return config_of(folder, data={**given, "filters": {"rules": {"held_out": False, **rules}}, **data})
+
+
+def write_tsv(path: Path, pairs: list[Pair]) -> None:
+    path.write_text("".join(f"{source}\t{target}\n" for source, target in pairs), encoding="utf-8")
+
+
+def rows_in(config: Config, split: str = "train") -> list[int]:
+    manifest = prepare(config)
+    return sorted(row for row, _, _ in read_split(prepared_folder(config), manifest, split))
+
+
+def report_of(config: Config) -> dict[str, Any]:
+    prepare(config)
+    return json.loads((prepared_folder(config) / "report.json").read_text(encoding="utf-8"))["corpora"]
+
+
+def test_the_first_of_equal_pairs_stays_in_the_order_of_the_corpora(tmp_path: Path):
+    again = [(source.upper(), f"{target} !") for source, target in PAIRS[:40]]
+    write_tsv(
+        tmp_path / "more.tsv", [*PAIRS[450:500], ("Only here", "Nur hier"), ("only here", "nur hier"), *PAIRS[300:310]]
+    )
+    corpora = mixture_of(text=TEXT, more={"path": "more.tsv", "tags": ["<2de>"]})
+    config = config_in(tmp_path, [*PAIRS[:400], *again], {"duplicates": True}, **corpora)
+    assert rows_in(config, "text") == [*range(400)]
+    assert rows_in(config, "more") == [*range(51)]
+    report = report_of(config)
+    assert report["text"]["dropped"]["duplicates"] == 40
+    assert report["text"]["examples"]["duplicates"] == [[*pair] for pair in again[:3]]
+    assert report["more"]["dropped"]["duplicates"] == 11
+    text = (prepared_folder(config) / "report.md").read_text(encoding="utf-8")
+    assert f"- text, dropped by duplicates: {json.dumps(again[0][0])} | " in text
+    assert "training: 0 of 451 (0.00%) pairs repeat another one" in text
+
+
+def test_so_many_copies_as_allowed_stay(tmp_path: Path):
+    assert rows_in(config_in(tmp_path, PAIRS[:60] * 5, {"duplicates": 3})) == [*range(180)]
+
+
+def test_a_corpus_without_the_rule_neither_loses_pairs_nor_takes_them_from_others(tmp_path: Path):
+    write_tsv(tmp_path / "more.tsv", PAIRS[:100])
+    upsampled = {**TEXT, "filters": {"rules": {"duplicates": False}}}
+    config = config_in(
+        tmp_path, PAIRS[:100] * 2, {"duplicates": True}, **mixture_of(text=upsampled, more={"path": "more.tsv"})
+    )
+    report = report_of(config)
+    assert [report[name]["rows"] for name in ("text", "more")] == [200, 100]
+
+
+def with_typo(pair: Pair, number: int) -> Pair:
+    place = 5 + number % 10
+    return pair[0][:place] + "q" + pair[0][place:], pair[1]
+
+
+def test_near_duplicates_are_dropped_and_pairs_that_only_share_a_side_are_not(tmp_path: Path):
+    alphabet = "abcdefghijklmnopqrstuvwxyz"
+    draw = random.Random(1)
+    words = ["".join(draw.choices(alphabet, k=draw.randint(3, 9))) for _ in range(3000)]
+    pairs = [tuple(" ".join(draw.choices(words, k=12)) for _ in range(2)) for _ in range(300)]
+    near = [with_typo(pair, number) for number, pair in enumerate(pairs[:100])]
+    other_target = [(source, pairs[number - 1][1]) for number, (source, _) in enumerate(pairs[100:150], start=100)]
+    rows = rows_in(config_in(tmp_path, [*pairs, *near, *other_target], {"near_duplicates": 0.8}))
+    assert [row for row in rows if row < 300] == [*range(300)]
+    assert len([row for row in rows if 300 <= row < 400]) <= 2
+    assert [row for row in rows if row >= 400] == [*range(400, 450)]
+
+
+@pytest.mark.parametrize("partition", [7, 1 << 24])
+def test_partitions_of_the_keys_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: int):
+    monkeypatch.setattr(duplicates, "PARTITION_HASHES", partition)
+    monkeypatch.setattr(duplicates, "CANDIDATES", partition)
+    draw = np.random.default_rng(3)
+    keys = draw.integers(0, 40, 200).astype(np.uint64) << np.uint64(58)
+    signatures = draw.integers(0, 2, (8, 64)).astype(np.uint8)[draw.integers(0, 8, 200)]
+    paths = [tmp_path / str(number) for number in range(4)]
+    for number, path in enumerate(paths):
+        part = slice(number * 50, number * 50 + 50)
+        chunk = ChunkKeys()
+        empty = KeptText(np.arange(0), [], [], {}, 0, keys[:0], np.empty((0, 0), np.uint8))
+        chunk.add(empty, 0)
+        chunk.add(KeptText(np.arange(50), [], [], {}, 0, keys[part], signatures[part]), number * 100)
+        chunk.save(path)
+    rules = {"duplicates": 1.0, "near_duplicates": 1.0}
+    mark_repeated([(paths[:3], rules), (paths[3:], rules)])
+    found = {rule: [load_repeated(path, [rule])[rule].tolist() for path in paths] for rule in rules}
+    expected: dict[str, list[list[int]]] = {rule: [[], [], [], []] for rule in rules}
+    for place in range(200):
+        row = place % 50 + place // 50 * 100
+        if keys[place] in keys[:place]:
+            expected["duplicates"][place // 50].append(row)
+        elif signatures[place].tolist() in signatures[:place].tolist():
+            expected["near_duplicates"][place // 50].append(row)
+    assert found == expected
+
+
+def test_killed_before_the_keys_are_compared_and_after_it_resumes_to_the_same_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folders = [tmp_path / name for name in "ab"]
+    configs = [config_in(folder, PAIRS[:300] + PAIRS[:100], {"duplicates": True}) for folder in folders]
+    finish, made = Work.finish, list[str]()
+    stops = ["train-chunk-00001", "repeated", "train+keys-chunk-00001"]
+
+    def finish_until(work: Work, unit: str, result: Any) -> None:
+        if unit == stops[-1]:
+            raise KeyboardInterrupt
+        made.append(unit)
+        finish(work, unit, result)
+
+    monkeypatch.setattr(Work, "finish", finish_until)
+    while stops:
+        with pytest.raises(KeyboardInterrupt):
+            prepare(configs[0])
+        stops.pop()
+    monkeypatch.setattr(Work, "finish", finish)
+    assert prepare(configs[0]).digest == prepare(configs[1]).digest
+    assert len(made) == len({*made})
+
+
+def test_validation_and_test_sentences_are_removed_unless_told_otherwise(tmp_path: Path):
+    write_text(
+        tmp_path, [*PAIRS[:300], *PAIRS[NUM_TRAIN : NUM_TRAIN + 20], (PAIRS[590][0], "etwas"), ("x", PAIRS[310][1])]
+    )
+    write_tsv(tmp_path / "test.tsv", PAIRS[300:320])
+    write_tsv(tmp_path / "more.tsv", PAIRS[:10])
+    data = config_of(tmp_path).data.model_dump()
+    held_out = {"test": {"path": "test.tsv", "tags": ["<t>"]}, "more_validation": {"more": {"path": "more.tsv"}}}
+    config = config_of(tmp_path, data={**data, **held_out})
+    assert rows_in(config) == [*range(10, 300)]
+    assert report_of(config)["train"]["dropped"]["held_out"] == 32
+    off = config_of(tmp_path, data={**data, **held_out, "filters": {"rules": {"held_out": False}}})
+    assert rows_in(off) == [*range(322)]
+    longer = config_of(tmp_path, data={**data, "filters": {"rules": {"held_out": 1000}}})
+    assert rows_in(longer) == [*range(322)]
+    other_test = config_of(tmp_path, data={**data, **held_out, "test": {"path": "more.tsv"}})
+    assert prepared_folder(other_test) != prepared_folder(config) != prepared_folder(off)
+
+
+def test_a_test_set_that_cannot_be_read_stops_the_preparation_unless_it_may_be_in_training(tmp_path: Path):
+    write_text(tmp_path)
+    (tmp_path / "test.tsv").write_text("only one column\n")
+    data = {**config_of(tmp_path).data.model_dump(), "test": {"path": "test.tsv"}}
+    with pytest.raises(DataError, match=r"data\.test: its sentences cannot be kept out .*test\.tsv.*held_out: false"):
+        prepare(config_of(tmp_path, data=data))
+    prepare(config_of(tmp_path, data={**data, "filters": {"rules": {"held_out": False}}}))
+
+
+def test_thresholds_are_those_of_the_corpus(tmp_path: Path):
+    words = [pair for pair in PAIRS if not any(map(str.isdigit, pair[0] + pair[1]))]
+    numbers = [("no 1234 here", "hier keine"), ("and 99 none", "und keine")]
+    write_tsv(tmp_path / "a.tsv", [*words[:50], *numbers])
+    write_tsv(tmp_path / "b.tsv", [*words[50:100], *numbers])
+    write_tsv(tmp_path / "c.tsv", [*words[100:150], *numbers])
+    own = {"a": {}, "b": {"rules": {"numbers": 2}}, "c": {"rules": {"numbers": False}, "max_length_ratio": 1.01}}
+    corpora = {name: {"path": f"{name}.tsv", "filters": filters} for name, filters in own.items()}
+    report = report_of(config_in(tmp_path, PAIRS[:9], {"numbers": True}, **mixture_of(**corpora)))
+    assert [report[name]["dropped"].get("numbers") for name in "abc"] == [1, 2, None]
+    assert report["c"]["dropped"]["length_ratio"] > 25 > report["a"]["dropped"]["length_ratio"] == 0
+
+
+# ------------------------------------------------------------------------------------------------------------ scores
+
+
+def score_lines(count: int) -> str:
+    return "".join(f"{number / 100:g}\n" for number in range(count))
+
+
+def write_table(folder: Path, kind: str) -> str:
+    """A table of 100 pairs with scores 0, 0.01 ... 0.99; returns the name of the column."""
+    rows = [{"en": en, "de": de, "laser": number / 100} for number, (en, de) in enumerate(PAIRS[:100])]
+    if kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), folder / "t.parquet", row_group_size=30)
+    elif kind == "jsonl":
+        (folder / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    else:
+        mark = "\t" if kind == "tsv" else ","
+        lines = (mark.join((row["en"].replace(",", ""), row["de"].replace(",", ""), str(row["laser"]))) for row in rows)
+        head = "" if kind == "tsv" else "en,de,laser\n"
+        (folder / f"t.{kind}").write_text(head + "".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return "2" if kind == "tsv" else "laser"
+
+
+@pytest.mark.parametrize("kind", ["tsv", "csv", "jsonl", "parquet"])
+def test_scores_are_a_column_of_any_table(tmp_path: Path, kind: str):
+    column = write_table(tmp_path, kind)
+    train = {"path": f"t.{kind}", "filters": {"scores": {column: 0.25}}}
+    assert rows_in(config_in(tmp_path, PAIRS[:9], {}, train=train)) == [*range(25, 100)]
+
+
+def test_scores_are_a_file_beside_text_files_and_part_of_the_recipe(tmp_path: Path):
+    (tmp_path / "bicleaner.txt").write_text(score_lines(100))
+    config = config_in(tmp_path, PAIRS[:100], {}, train={**TEXT, "filters": {"scores": {"bicleaner.txt": 0.9}}})
+    assert rows_in(config) == [*range(90, 100)]
+    before = prepared_folder(config)
+    (tmp_path / "bicleaner.txt").write_text(score_lines(100).replace("0.95", "0.05"))
+    assert prepared_folder(config) != before
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            score_lines(99),
+            r"bicleaner\.txt: ends after 99 scores, but there are more pairs; expected a number a line",
+        ),
+        (score_lines(101), r"bicleaner\.txt: has more lines than .*train\.de has pairs, 100"),
+        (score_lines(100).replace("0.07", "good"), r"bicleaner\.txt: score 8 is 'good'; expected a number a line"),
+        (score_lines(100).replace("0.07", ""), r"bicleaner\.txt: score 8 is ''; expected a number a line"),
+    ],
+    ids=["too few", "too many", "a word", "an empty line"],
+)
+def test_scores_that_do_not_fit_are_refused(tmp_path: Path, text: str, message: str):
+    (tmp_path / "bicleaner.txt").write_text(text)
+    config = config_in(tmp_path, PAIRS[:100], {}, train={**TEXT, "filters": {"scores": {"bicleaner.txt": 0.5}}})
+    with pytest.raises(DataError, match=message):
+        prepare(config)
+
+
+# --------------------------------------------------------------------------------------------------- on the fly
+
+
+def test_on_the_fly_the_rules_hold_for_text_and_for_parquet_in_place(tmp_path: Path):
+    noisy = [
+        *PAIRS[:50],
+        ("a &amp; b &amp; c and so on", "a &amp; b &amp; c und so weiter"),
+        PAIRS[550],
+        ("=== 1 ===", "== 1 =="),
+    ]
+    rows = [{"en": source, "de": target} for source, target in noisy]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "web.parquet")
+    corpora = mixture_of(web={"path": "web.parquet", "tags": ["<b>"]}, text={**TEXT, "tags": ["<b>"]})
+    rules = {"markup": 0.5, "letters": 0.3, "held_out": True}
+    config = config_in(tmp_path, noisy, rules, **corpora, on_the_fly=True)
+    manifest = prepare(config)
+    folder = prepared_folder(config)
+    assert [manifest.splits[name].shards[0].is_in_place for name in manifest.training] == [True, False]
+    assert manifest.splits["text"].dropped == {"held_out": 1, "letters": 1}
+    reader = RowReader(folder, manifest, config.data, 0.0, 1)
+    read = []
+    for corpus, split in enumerate(manifest.training):
+        slices = tuple(RowSlice(corpus, n, 0, each.rows) for n, each in enumerate(manifest.splits[split].row_groups))
+        read.append(reader.read(WindowRequest(WindowKey(0, 0, 0, 0), slices)))
+    assert read[0].dropped == {"held_out": 1, "letters": 1}
+    assert read[1].dropped == {}
+    assert [len(each.rows.row_ids) for each in read] == [51, 51]
+    assert sorted(read[0].rows.source_ids.tolist()) == sorted(read[1].rows.source_ids.tolist())
+
+
+@pytest.mark.parametrize("rules", [{"duplicates": True}, {"near_duplicates": True}])
+def test_rules_about_all_pairs_are_refused_for_parquet_in_place(tmp_path: Path, rules: dict[str, bool]):
+    rows = [{"en": source, "de": target} for source, target in PAIRS[:50]]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "web.parquet")
+    config = config_in(tmp_path, PAIRS[:9], rules, train={"path": "web.parquet"}, on_the_fly=True)
+    with pytest.raises(DataError, match=f"web.parquet: is read in place .* {next(iter(rules))} cannot be applied: set"):
+        prepare(config)
+
+
+# --------------------------------------------------------------------------------------- folders of the version before
+
+
+def as_before(config: Config) -> Manifest:
+    """Prepares without rules, and makes the folder look as the version before left it, in its place."""
+    off = config.data.filters.model_copy(update={"rules": {"held_out": False}})
+    config = config.model_copy(update={"data": config.data.model_copy(update={"filters": off})})
+    manifest, folder = prepare(config), prepared_folder(config)
+    recipe = recipe_before_rules(make_recipe(config), config)
+    assert recipe["format"] == FORMAT_BEFORE_RULES
+    assert not {"rules", "scores"} & recipe["filters"].keys()
+    digest = content_digest(recipe, manifest.tokenizer, manifest.splits, manifest.training)
+    value = json.loads((folder / MANIFEST_NAME).read_text()) | {"recipe": recipe, "digest": digest}
+    (folder / MANIFEST_NAME).write_text(json.dumps(value))
+    target = folder if config.data.prepared else folder.with_name(json_digest(recipe)[:16])
+    return Manifest.load(folder.rename(target))
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_folder_of_the_version_before_is_taken_as_it_is(tmp_path: Path, is_named: bool):
+    write_text(tmp_path, [*PAIRS[:100], PAIRS[550]])
+    data = {**config_of(tmp_path).data.model_dump(), "prepared": str(tmp_path / "mine") if is_named else None}
+    config = config_of(tmp_path, data=data)
+    manifest = as_before(config)
+    assert prepare(config) == manifest
+    assert manifest.splits["train"].rows == 101
+    asked = config_of(tmp_path, data={**data, "filters": {"rules": {"letters": 0.1}}})
+    if is_named:
+        with pytest.raises(
+            DataError, match=r"prepared with other settings(.|\n)*filters\.rules\.letters: None in the folder"
+        ):
+            prepare(asked)
+    else:
+        assert prepare(asked).splits["train"].rows == 100
+
+
+# --------------------------------------------------------------------------------------------------------- data clean
+
+
+def run_clean(config: Config, folder: Path, *arguments: str) -> str:
+    (folder / "my.yaml").write_text(to_yaml(config), encoding="utf-8")
+    result = CliRunner().invoke(app, ["data", "clean", str(folder / "my.yaml"), *arguments], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_data_clean_writes_what_is_kept_and_what_is_dropped_with_reasons(tmp_path: Path):
+    train = [
+        *PAIRS[:200],
+        ("Fish &amp; chips, please, twice", "Zweimal Fisch mit Pommes\tbitte"),
+        *PAIRS[:5],
+        ("", "leer"),
+        PAIRS[510],
+    ]
+    rules = {"markup": True, "duplicates": True, "held_out": True}
+    config = config_in(tmp_path, train, rules, train={**TEXT, "tags": ["<2de>"]})
+    output = run_clean(config, tmp_path, str(tmp_path / "out"))
+    assert "train: kept 201 of 208 pairs; dropped: " in output
+    kept = [
+        (tmp_path / "out" / f"train.{language}").read_text(encoding="utf-8").splitlines() for language in ("en", "de")
+    ]
+    assert list(zip(*kept, strict=True))[:200] == PAIRS[:200]
+    assert kept[0][200:] == ["Fish & chips, please, twice"]
+    dropped = [
+        line.split("\t") for line in (tmp_path / "out" / "train.dropped.tsv").read_text(encoding="utf-8").splitlines()
+    ]
+    assert dropped == [
+        *(["duplicates", str(202 + n), *PAIRS[n]] for n in range(5)),
+        ["empty", "207", "", "leer"],
+        ["held_out", "208", *PAIRS[510]],
+    ]
+    counts = {"pairs": 208, "kept": 201, "repaired": 1, "dropped": {"duplicates": 5, "empty": 1, "held_out": 1}}
+    assert json.loads((tmp_path / "out" / "clean.json").read_text()) == {"corpora": {"train": counts}}
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "clean.json",
+        "train.de",
+        "train.dropped.tsv",
+        "train.en",
+    ]
+    assert (
+        run_clean(config, tmp_path, str(tmp_path / "out"), "data.filters.rules.duplicates=false").count("duplicates")
+        == 0
+    )
+    assert len((tmp_path / "out" / "train.en").read_text().splitlines()) == 206
+    prepared = rows_in(config_in(tmp_path, train, rules))
+    assert prepared == [*range(201)]
+
+
+def test_data_clean_writes_over_nothing_that_is_not_ours_and_begins_anew_after_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = config_in(tmp_path, PAIRS[:50], {})
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"out: is there already \(a folder with thesis.txt\)"):
+        clean.clean(config, out, lambda *_: None)
+    (out / "thesis.txt").unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(clean, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            clean.clean(config, out, lambda *_: None)
+    assert not (out / "clean.json").exists()
+    clean.clean(config, out, lambda *_: None)
+    assert len((out / "train.en").read_text().splitlines()) == 50
+    assert not (out / ".clean").exists()
+
+
+def test_a_configuration_with_filters_of_corpora_is_kept_as_it_was_given(tmp_path: Path):
+    own = {**TEXT, "filters": {"rules": {"language": 40, "numbers": True}, "max_tokens": 50}}
+    config = config_in(tmp_path, PAIRS[:9], {"letters": 0.25}, train=own)
+    (tmp_path / "kept.yaml").write_text(to_yaml(config), encoding="utf-8")
+    again = load_config(tmp_path / "kept.yaml")
+    assert again == config
+    filters = again.data.filters_of(again.data.training_corpora()["train"])
+    assert (filters.max_tokens, filters.thresholds()) == (50, {"letters": 0.25, "language": 40, "numbers": 3})
