@@ -234,10 +234,18 @@ def _check_plugin(model: Any, training: Any, data: Any) -> Iterator[str]:
         ("training.activation_checkpointing", training.activation_checkpointing),
         ("training.init_from", training.init_from is not None),
         ("training.lanes_per_pass above 1", training.lanes_per_pass > 1),
+        ("training.guided_alignment", training.guided_alignment > 0),
         ("data.max_tokens: auto", data.max_tokens == "auto"),
     ):
         if is_set:
             yield f"model.plugin: {model.plugin}: {key} is for our own network; remove one of the two"
+
+
+def _check_guided_alignment(training: Any, data: Any) -> Iterator[str]:
+    if training.guided_alignment and training.compile_layers:
+        yield "training.guided_alignment: reads what is within a layer; it needs training.compile_layers: false"
+    if training.guided_alignment and data.on_the_fly:
+        yield "training.guided_alignment: aligns the tokens that `prepare` wrote; it needs data.on_the_fly: false"
 
 
 def _check_positions(data: Any, model: Any) -> Iterator[str]:
@@ -293,6 +301,7 @@ _CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = [
     (("model",), check_model),
     (("data", "model"), _check_positions),
     (("model", "training", "data"), _check_plugin),
+    (("training", "data"), _check_guided_alignment),
     (("tokenizer", "model"), _check_vocabulary),
     (("optimizer", "schedule", "training"), _check_schedule),
     (("training",), _check_precision),

@@ -152,6 +152,12 @@ class TrainingConfig(Section):
         description="Compile the layers with torch's compiler in the first passes; stages 0 to 2. Not measured on a GPU.",
     )
     label_smoothing: Fraction = Field(0.1, description="5.4: 0.1.")
+    guided_alignment: Number = Field(
+        0.0,
+        ge=0.0,
+        description="Weight of a second loss: cross-attention of the last layer but one learns the alignment of tokens that is "
+        "found in the prepared text; 0: none.",
+    )
     gradient_clip_norm: Number = Field(
         0.0, ge=0.0, description="Clip the global gradient norm; 0: never (the paper's)."
     )

@@ -29,6 +29,11 @@ class RunDir:
         return self.path / f"config.until_step_{step:08d}.yaml"
 
     @property
+    def lexicon(self) -> Path:
+        """Probabilities of target tokens given source tokens, for `training.guided_alignment`."""
+        return self.path / "lexicon.npz"
+
+    @property
     def metrics(self) -> Path:
         """One JSON record a line: `event` is "train", "validation", "system" or "goodput"; steps never repeat."""
         return self.path / "metrics.jsonl"

@@ -39,6 +39,7 @@ from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.engine.objective import Objective
 from dist_transformer.training.finish import RunEnd, finish
 from dist_transformer.training.global_batch import GlobalBatchPrefetcher
+from dist_transformer.training.guided_alignment import GuidedAlignment, open_lexicon
 from dist_transformer.training.init_from import initialise
 from dist_transformer.training.loop import Loop, Outcome
 from dist_transformer.training.memory import explaining_out_of_memory
@@ -122,7 +123,12 @@ def build_objective(model: ModelConfig, training: TrainingConfig, manifest: Mani
 
 def _initial_objective(run: Run) -> Objective:
     torch.manual_seed(run.config.run.seed)
-    return build_objective(run.config.model, run.training, run.manifest)
+    objective = build_objective(run.config.model, run.training, run.manifest)
+    if weight := run.training.guided_alignment:
+        doing = run.doing("aligning the tokens of the training text")
+        lexicon = open_lexicon(run.run_dir.lexicon, run.data.reader, run.manifest, run.ranks, doing)
+        objective.second_loss = GuidedAlignment(objective.model, lexicon, weight).loss
+    return objective
 
 
 def _token_budget(run: Run, checkpoint: Checkpoint | None) -> int:

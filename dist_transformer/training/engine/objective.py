@@ -3,12 +3,16 @@
 import os
 import platform
 import shutil
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from dist_transformer.errors import UserError
 from dist_transformer.model.transformer import Shapes, Transformer
+
+SecondLoss = Callable[[Tensor, Tensor, Shapes | None], Tensor]
+"""Takes source and target tokens after a forward pass; returns what is added to its loss, a sum over target tokens."""
 
 
 class Objective(nn.Module):
@@ -23,6 +27,7 @@ class Objective(nn.Module):
         self.model = model
         self._label_smoothing = label_smoothing
         self._autocast = precision == "bf16"
+        self.second_loss: SecondLoss | None = None
 
     def round_layers(self) -> None:
         """Makes bf16 the type of the layers' weights and results, in place of autocast, which casts in each product."""
@@ -62,7 +67,10 @@ class Objective(nn.Module):
         with self.autocast(source_BS.device):
             if counts_hits:
                 return self.model.token_sums(*sides, self._label_smoothing, num_targets)
-            return self.model.loss(*sides, self._label_smoothing, num_targets, shapes)
+            loss, nll = self.model.loss(*sides, self._label_smoothing, num_targets, shapes)
+            if self.second_loss is not None and torch.is_grad_enabled():
+                loss = loss + self.second_loss(source_BS, target_out_BT, shapes)
+            return loss, nll
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """Returns the autocast context of the run's precision, for direct calls of the model."""

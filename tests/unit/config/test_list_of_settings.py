@@ -35,7 +35,8 @@ tokenizer.character_coverage tokenizer.sampling tokenizer.shared tokenizer.sourc
 tokenizer.type tokenizer.vocabulary_size tracking.alias tracking.enabled tracking.experiment
 tracking.register_as tracking.uri training.activation_checkpointing
 training.audit_share training.communication_dtype training.compile_layers training.ema_decay training.freeze
-training.gradient_clip_norm training.hang_seconds training.init_from training.init_partially
+training.gradient_clip_norm training.guided_alignment training.hang_seconds training.init_from
+training.init_partially
 training.label_smoothing training.lanes_per_pass training.log_every_steps training.max_epochs
 training.max_hours training.max_steps training.offload training.precision
 training.same_bits training.zero_stage validation.beam_size validation.every_steps

@@ -1,0 +1,29 @@
+"""A run with guided alignment: the same on any ranks and over a stop, with one lexicon for all starts."""
+
+import pytest
+from running import records
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_guided_run_is_the_same_on_two_ranks_and_over_a_stop_and_aligns_once(train_small):
+    settings = ("training.guided_alignment=0.5", "model.dropout=0", "schedule.warmup_steps=3")
+    whole, plain = train_small("guided", *settings), train_small("unguided", *settings[1:])
+    train_small("guided-resumed", *settings, "training.max_steps=3")
+    lexicon = whole.parent / "guided-resumed" / "lexicon.npz"
+    before = lexicon.stat()
+    resumed = train_small("guided-resumed", *settings)
+    assert lexicon.stat().st_mtime_ns == before.st_mtime_ns
+    assert lexicon.read_bytes() == (whole / "lexicon.npz").read_bytes()
+    assert [r["loss"] for r in records(resumed)] == [r["loss"] for r in records(whole)]
+    on_two = train_small("guided-on-two", *settings, ranks=2)
+    assert [r["loss"] for r in records(on_two)] == pytest.approx([r["loss"] for r in records(whole)], rel=1e-5)
+    assert records(whole)[0]["nll"] == pytest.approx(records(plain)[0]["nll"])
+    assert records(whole)[0]["loss"] > records(plain)[0]["loss"] + 0.1
+
+
+def test_what_guided_alignment_cannot_do_is_refused(command):
+    said = command("config", "check", "small.yaml", "training.guided_alignment=0.5", "data.on_the_fly=true",
+                   "training.compile_layers=true", code=2)  # fmt: skip
+    assert "training.guided_alignment: aligns the tokens that `prepare` wrote; it needs data.on_the_fly: false" in said
+    assert "it needs training.compile_layers: false" in said
