@@ -1,7 +1,9 @@
 """evaluate: translate a test set and score it, or score a given translation."""
 
 import hashlib
+import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +17,11 @@ from dist_transformer.config.data_schema import MODIFIERS, CorpusConfig, DataCon
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
 from dist_transformer.format import progress_bar
+from dist_transformer.model.search_interface import Engine
 from dist_transformer.plugins import Plugin, find, measure_of
 from dist_transformer.run.folder import RunDir
-from dist_transformer.run.outputs import check_output
+from dist_transformer.run.outputs import check_output, write_output
+from dist_transformer.run.records import read_record
 
 TELL_SECONDS = 10
 SEED_OF_MODIFIERS = 1
@@ -62,6 +66,10 @@ def evaluate_command(
     beam: BeamOption = None,
     length_penalty: PenaltyOption = None,
     plugin: PluginOption = None,
+    engine: Annotated[Engine, typer.Option(help="Who searches: ctranslate2 needs that package.")] = "torch",
+    output: Annotated[
+        Path | None, typer.Option(help="A file for the scores, as JSON with the speed; the run is then left as it is.")
+    ] = None,
     modified: Annotated[
         list[str] | None,
         typer.Option(
@@ -85,6 +93,10 @@ def evaluate_command(
     _refuse_what_does_not_fit(
         run, source, references, hypothesis, language_pair, beam, length_penalty, metric_plugin, modified
     )
+    if output is not None:
+        if run is None:
+            raise UserError("--output: keeps what a model reaches, and how fast; with --hypothesis leave it out")
+        check_output(output, "scores", lambda path: "sentences_per_second" in read_record(path), is_file=True)
     metric = None if metric_plugin is None else find("--metric-plugin", metric_plugin)
     if metric is not None:
         metric.load()  # its errors are reported before hours of translating
@@ -96,7 +108,7 @@ def evaluate_command(
         return
     files = None if source is None else (source, references or [])
     settings = {"beam_size": beam, "length_penalty": length_penalty}
-    found = scored(run, split, files, tokenised, metric, plugin, modified or (), **settings)
+    found = scored(run, split, files, tokenised, metric, plugin, modified or (), engine, output is None, **settings)
     scores = found.scores
     print(
         f"{found.name}: {scores['pairs']} pairs, beam {scores['beam_size']}, length penalty {scores['length_penalty']}"
@@ -104,7 +116,11 @@ def evaluate_command(
     _print_scores(scores)
     for each in found.modified:
         print(each.name, *(f"{key} {value:.2f}" for key, value in each.measured.items() if isinstance(value, float)))
-    if found.run is not None:
+    if output is not None:
+        with_speed = {**scores, "engine": engine, "sentences_per_second": scores["pairs"] / found.seconds}
+        write_output(output, json.dumps(with_speed, indent=1) + "\n")
+        print(f"{with_speed['sentences_per_second']:.1f} sentences/s; written to {output}")
+    elif found.run is not None:
         config, run_dir = found.run
         print(f"written to {run_dir.evaluation}")
         if config.tracking.enabled:
@@ -115,7 +131,8 @@ def evaluate_command(
 class Scored:
     """Scores of a translated corpus. `measured`: of the translation alone; `scores`: with the corpus and the search.
 
-    `run`: None if a model folder was scored. `modified`: of the same corpus, modified, as `<corpus>.<modifier>`.
+    `run`: None if a model folder was scored. `seconds`: of the search alone. `modified`: of the same corpus, modified, as
+    `<corpus>.<modifier>`.
     """
 
     name: str
@@ -123,6 +140,7 @@ class Scored:
     measured: dict[str, Any]
     scores: dict[str, Any]
     run: tuple[Config, RunDir] | None
+    seconds: float
     modified: "tuple[Scored, ...]" = ()
 
 
@@ -134,6 +152,8 @@ def scored(
     metric: Plugin | None = None,
     plugin: str | None = None,
     modified: Sequence[str] = (),
+    engine: Engine = "torch",
+    keep: bool = True,
     **settings: Any,
 ) -> Scored:
     """Translates a corpus of a run, or files, and scores the translation; a run folder keeps both in evaluation/.
@@ -143,6 +163,7 @@ def scored(
         metric: a further measure, of the user's own.
         plugin: code of the model, see `load_model_folder`.
         modified: modifiers; each is applied to every line of the corpus, which is scored once more.
+        keep: false: nothing is written.
         settings: of the search, in place of the run's.
 
     Raises:
@@ -150,11 +171,15 @@ def scored(
     """
     from dist_transformer.data.sources.corpus import read_pairs
     from dist_transformer.data.sources.text import tag_prefix
-    from dist_transformer.decoding.loaded_model import LoadedTranslator, model_folder_of
+    from dist_transformer.decoding.engines import folders_of, open_search
+    from dist_transformer.decoding.translate import translate_lines
     from dist_transformer.files import write_json, write_text
+    from dist_transformer.interop.ctranslate2_export import is_exported, load_exported
     from dist_transformer.interop.model_card import add_scores
+    from dist_transformer.interop.model_folder import read_config
 
-    model = model_folder_of(folder)
+    [model] = folders_of(engine, [folder])
+    information = load_exported(model).information if is_exported(model) else read_config(model)[1]
     run = read_run(folder, None, check_files=False) if (folder / "config.yaml").is_file() else None
     if files is not None:
         pairs = _read_files(*files)
@@ -165,22 +190,24 @@ def scored(
         name, prefix, pairs = split, tag_prefix(corpus.tags), Pairs(sources, [lines])
     else:
         raise UserError(f"{folder} is not a run folder: nothing to score; give --source and --reference")
-    if run is not None:
+    if run is not None and keep:
         _check_writable(run[1], folder)
     search = search_settings(folder, n_best=1, **settings)
-    translator = LoadedTranslator(model, search, plugin)
-    information, total, found = translator.information, len(pairs.sources), []
+    opened, total, found = open_search(engine, [model], search, plugin), len(pairs.sources), []
     texts = {name: pairs, **{f"{name}.{modifier}": _modified(pairs, modifier, prefix) for modifier in modified}}
     with progress_bar() as show:
         for name, pairs in texts.items():
-            translations = list(translator.translate(pairs.sources, lambda done: show("translating", done, total)))
+            begun, progress = time.monotonic(), lambda done: show("translating", done, total)
+            best = translate_lines(opened.searcher, opened.tokenizer, pairs.sources, search, progress=progress)
+            translations = [first.text for first, *_ in best]
+            seconds = time.monotonic() - begun
             measured = _measured(translations, pairs, information.target_language, tokenised, metric)
             scores = {**measured, "pairs": total, **pairs.digests(), **search.model_dump()}
-            if run is not None:
+            if run is not None and keep:
                 write_json(run[1].evaluation / f"{name}.json", scores)
                 write_text(run[1].evaluation / f"{name}.translations", "\n".join(translations) + "\n")
                 add_scores(model, name, scores)
-            found.append(Scored(name, information.step, measured, scores, run))
+            found.append(Scored(name, information.step, measured, scores, run, seconds))
     return replace(found[0], modified=tuple(found[1:]))
 
 

@@ -28,6 +28,7 @@ VERBS = {
     },
     "Cluster": {
         "submit": "submit.submit_command",
+        "pipeline": "pipeline.app",
         "preflight": "preflight.preflight_command",
         "stop": "jobs.stop_command",
         "cancel": "jobs.cancel_command",

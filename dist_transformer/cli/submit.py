@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
+from dist_transformer.cli.arguments import Overrides, read_run
 from dist_transformer.cli.submission import memory_problems, num_parameters_of, show_commands, show_plan
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
@@ -27,7 +27,9 @@ _VERBS = [
 
 
 def submit_command(
-    run: RunArgument,
+    run: Annotated[
+        Path | None, typer.Argument(help="A YAML file, or a run folder to resume.", show_default=False)
+    ] = None,
     overrides: Overrides = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be submitted, submit nothing.")] = False,
     stages: Annotated[
@@ -40,9 +42,21 @@ def submit_command(
         Path | None, typer.Option(help="A file of points: one job array of many runs.", show_default=False)
     ] = None,
     max_running: Annotated[int | None, typer.Option(min=1, help="Runs of a sweep at once.", show_default=False)] = None,
+    pipeline: Annotated[
+        Path | None, typer.Option(help="A file of nodes, in place of a run: a job for each.", show_default=False)
+    ] = None,
 ) -> None:
     """Check a run and submit it as a Slurm job that saves, requeues and resumes by itself."""
     wanted, waits = read_stages(stages), read_job_ids(after)
+    if pipeline is not None:
+        if sweep is not None or wanted != ("train",):
+            raise UserError("--pipeline: its nodes are its stages, and runs of a sweep are none; give --pipeline alone")
+        from dist_transformer.cli.pipeline import submit_pipeline
+
+        submit_pipeline(pipeline, [*([str(run)] if run else []), *(overrides or [])], waits, dry_run=dry_run)
+        return
+    if run is None:
+        raise UserError("expected a YAML file or a run folder: dist-transformer submit RUN, or --pipeline FILE")
     if sweep is None:
         if max_running is not None:
             raise UserError("--max-running: is for a sweep; give --sweep FILE, or leave it out")

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dist_transformer.config.slurm_schema import SlurmConfig, Stage, command_options, listed
+from dist_transformer.config.slurm_schema import SlurmConfig, command_options, listed
 from dist_transformer.run.folder import RunDir
 
 COMMENT = "dist-transformer:"
 """Prefix of the run folder in a job's comment, by which the jobs of this program are found."""
 
-_SCRIPTS = {"prepare": "prepare.sbatch", "train": "train.sbatch"}
+_SCRIPTS = {"prepare": "prepare.sbatch", "train": "train.sbatch", "translate": "translate.sbatch"}
 
 
 @dataclass(frozen=True)
 class Job:
     """One call of sbatch. One element per option, so that no value can become another option."""
 
-    stage: Stage
+    stage: str
     options: tuple[str, ...]
     script: Path
     arguments: tuple[str, ...]
@@ -36,16 +36,19 @@ class Job:
         return [*self.options, *waits, str(self.script), *self.arguments]
 
 
-def script_name(stage: Stage) -> str:
-    """The file in slurm/ that runs a stage."""
+def script_name(stage: str) -> str:
+    """The file in slurm/ that runs a stage, or a node of a pipeline."""
     return _SCRIPTS.get(stage, "command.sbatch")
 
 
-def job_of(stage: Stage, slurm: SlurmConfig, run_dir: RunDir, excluded: Sequence[str] = ()) -> Job:
-    """The job of one stage of a run; `run_dir` is absolute.
+def job_of(
+    stage: str, slurm: SlurmConfig, run_dir: RunDir, excluded: Sequence[str] = (), arguments: Sequence[str] = ()
+) -> Job:
+    """The job of one stage of a run, or of a node of a pipeline; `run_dir` is absolute.
 
     Args:
         excluded: nodes that the run avoids, besides slurm.sbatch.exclude.
+        arguments: those of the script, if it works on more than the run folder.
     """
     is_train = stage == "train"
     logs = f"{str(run_dir.slurm).replace('%', '%%')}/{'job' if is_train else stage}-%j.log"
@@ -53,8 +56,8 @@ def job_of(stage: Stage, slurm: SlurmConfig, run_dir: RunDir, excluded: Sequence
     wanted = {"job-name": name, "comment": f"{COMMENT}{run_dir.path}", "output": logs}
     wanted |= _resources(stage, slurm) | _site(slurm, excluded)
     path = str(run_dir.path)
-    arguments = (path,) if stage in _SCRIPTS else (stage, path)
-    return Job(stage, _options(wanted), run_dir.slurm / script_name(stage), arguments)
+    words = arguments or ((path,) if stage in _SCRIPTS else (stage, path))
+    return Job(stage, _options(wanted), run_dir.slurm / script_name(stage), tuple(words))
 
 
 def array_job(slurm: SlurmConfig, folder: RunDir, array: str, excluded: Sequence[str] = ()) -> Job:
@@ -69,12 +72,12 @@ def _options(wanted: dict[str, Any]) -> tuple[str, ...]:
     return ("--parsable", "--requeue", *command_options(wanted))
 
 
-def _resources(stage: Stage, slurm: SlurmConfig) -> dict[str, Any]:
+def _resources(stage: str, slurm: SlurmConfig) -> dict[str, Any]:
     common = {"time": slurm.time_limit, "signal": _signal(stage, slurm), "open-mode": "append"}
     gres = slurm.sbatch.get("gres")
-    if stage == "train":
+    if stage in ("train", "translate"):
         tasks, cpus = slurm.ranks_per_node, slurm.cpus_per_rank
-        nodes, gpus = slurm.nodes + slurm.spare_nodes, slurm.gpus_per_node
+        nodes, gpus = slurm.nodes + (slurm.spare_nodes if stage == "train" else 0), slurm.gpus_per_node
     else:
         on_gpu = stage != "prepare" and slurm.gpus_per_node > 0
         cpus = slurm.cpus_per_rank * (slurm.ranks_per_node if stage == "prepare" else 1)
@@ -84,12 +87,12 @@ def _resources(stage: Stage, slurm: SlurmConfig) -> dict[str, Any]:
     return {"nodes": nodes, "ntasks-per-node": tasks, "cpus-per-task": cpus, **asked, **common}
 
 
-def _signal(stage: Stage, slurm: SlurmConfig) -> str | None:
+def _signal(stage: str, slurm: SlurmConfig) -> str | None:
     """Value of --signal: sent to the batch script of training, which forwards it; in other stages to srun's processes.
 
     Stages that save nothing on the way have no handler: the signal would only end them early.
     """
-    targets = {"train": "B:", "prepare": ""}
+    targets = {"train": "B:", "prepare": "", "translate": ""}
     return f"{targets[stage]}USR1@{slurm.signal_seconds}" if stage in targets else None
 
 

@@ -43,16 +43,21 @@ def load_config(
     Raises:
         ConfigError: with all problems, each with file, line, key, the expected and the given value.
     """
-    marked = _with_overrides(_read_extended(path, ()), overrides or [])
+    marked = with_overrides(read_extended(path), overrides or [])
     for key, (value, place) in (settings or {}).items():
         marked = _with_value(marked, key, value, place)
+    return config_of(marked, check_files=check_files)
+
+
+def config_of(marked: Marked, *, check_files: bool = True) -> Config:
+    """Checks values as `load_config` does, wherever they were read."""
     marked, problems = take_former_keys(marked)
     sections, invalid = _validate_sections(marked)
     problems += invalid
     problems += [f"{marked.place_of(problem)}: {problem}" for problem in cross_problems(sections)]
     if check_files:
         missing = file_problems(sections.get("data"), sections.get("tokenizer"))
-        missing += problems_of(_plugins(sections))
+        missing += problems_of(plugins_of(sections))
         problems += [f"{marked.place_of(problem)}: {problem}" for problem in missing]
     if problems:
         raise ConfigError([without_credentials(problem) for problem in problems])
@@ -64,15 +69,15 @@ def to_yaml(config: Config) -> str:
     return dump(config.model_dump(mode="json"))
 
 
-def _plugins(sections: Mapping[str, Any], above: str = "") -> dict[str, str | None]:
+def plugins_of(sections: Mapping[str, Any], above: str = "") -> dict[str, str | None]:
     """Returns the plug-ins of the sections, and of those within them, by their keys."""
     found: dict[str, str | None] = {}
     for name, section in sections.items():
         if isinstance(section, BaseModel):
             here, values = f"{above}{name}.", dict(section)
-            found |= _plugins(values, here) | ({f"{here}plugin": values["plugin"]} if "plugin" in values else {})
+            found |= plugins_of(values, here) | ({f"{here}plugin": values["plugin"]} if "plugin" in values else {})
         elif isinstance(section, Mapping):
-            found |= _plugins(section, f"{above}{name}.")
+            found |= plugins_of(section, f"{above}{name}.")
     return found
 
 
@@ -88,7 +93,8 @@ def _with_absolute_plugins(value: Any) -> Any:
     )
 
 
-def _read_extended(path: Path, trail: tuple[Path, ...]) -> Marked:
+def read_extended(path: Path, trail: tuple[Path, ...] = ()) -> Marked:
+    """Reads a YAML file over those that it extends, unchecked. Raises ConfigError if it cannot be read."""
     real = Path(os.path.realpath(path))  # `resolve` raises on a loop of links
     if real in trail:
         raise ConfigError([f"{path}: `extends` leads back to itself: {' -> '.join(map(str, (*trail, path)))}"])
@@ -100,11 +106,12 @@ def _read_extended(path: Path, trail: tuple[Path, ...]) -> Marked:
         raise ConfigError(
             [f"{marked.place(('extends',))}: extends: expected the path of a YAML file, got {extended!r}"]
         )
-    below = _read_extended(path.parent / extended, (*trail, real))
+    below = read_extended(path.parent / extended, (*trail, real))
     return merge(below, marked)
 
 
-def _with_overrides(marked: Marked, overrides: list[str]) -> Marked:
+def with_overrides(marked: Marked, overrides: list[str]) -> Marked:
+    """Returns values with `key.key=value` strings over them. Raises ConfigError if one has another form."""
     problems = []
     for override in overrides:
         key, equals, text = override.partition("=")
@@ -143,13 +150,14 @@ def _validate_sections(marked: Marked) -> tuple[dict[str, Any], list[str]]:
         try:
             sections[name] = model.model_validate(marked.values.get(name, {}))
         except ValidationError as error:
-            problems += [_explain(marked, (name, *e["loc"]), e, model) for e in error.errors()]  # type: ignore[arg-type]
+            problems += [explain(marked, (name, *e["loc"]), e, model) for e in error.errors()]
     for name in (name for name in marked.values if name not in Config.model_fields):
         problems.append(f"{marked.place((name,))}: {name}: no such section{_suggest(name, Config)}")
     return sections, problems
 
 
-def _explain(marked: Marked, path: KeyPath, error: dict[str, Any], section: type[BaseModel]) -> str:
+def explain(marked: Marked, path: KeyPath, error: Mapping[str, Any], section: type[BaseModel]) -> str:
+    """Returns our message for an error of pydantic, with the line of its key."""
     where = f"{marked.place(path)}: {dotted(path)}"
     if error["type"] == "extra_forbidden":
         owner = _model_at(section, path[1:-1])

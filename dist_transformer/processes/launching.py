@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import BinaryIO
 
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, UserError
 from dist_transformer.processes.children import Forked, Process, Signals, forwarding_signals, holding_signals, kill
-from dist_transformer.processes.stop_request import LAUNCHER_VARIABLE, STARTED_VARIABLE
+from dist_transformer.processes.stop_request import LAUNCHER_VARIABLE, STARTED_VARIABLE, signal_at_the_end_of
 
 GRACE_SECONDS = 30.0
 """Time for the other ranks, after the first failure, to notice it, write their logs and leave."""
@@ -102,6 +103,27 @@ def fork_and_wait(work: Callable[[], object], meanwhile: Callable[[], None], sig
         print("stopped before the first step; the same command resumes it", file=sys.stderr, flush=True)
         return EXIT_REQUEUE
     return code
+
+
+def run_program(command: Sequence[str], signals: Signals, output: BinaryIO | None = None) -> int:
+    """Runs a program, which receives the signals of this process, and SIGUSR2 at its end; returns the exit code.
+
+    EXIT_REQUEUE: a signal that came ended it. `output`: what its standard output goes into.
+    """
+    told = partial(signal_at_the_end_of, os.getpid())
+
+    def start() -> Process:
+        return subprocess.Popen(command, stdout=output, start_new_session=True, preexec_fn=told)
+
+    with _ended_at_the_end(signals):
+        signals.add(start, is_held=False)
+        [process] = signals.processes
+        process.wait()
+        code = process.poll()
+    assert code is not None
+    if code < 0 and signals.came:
+        return EXIT_REQUEUE
+    return _named_failure(f"{command[0]} ({' '.join(command[1:4])} ...)", code)
 
 
 def may_fork() -> bool:

@@ -75,7 +75,7 @@ class StopRequest:
             if number != signal.SIGHUP or not is_ignored:
                 signal.signal(number, self._note)
         if launcher := os.environ.pop(LAUNCHER_VARIABLE, None):
-            _signal_at_the_end_of(int(launcher))
+            signal_at_the_end_of(int(launcher))
         for start_helper in (
             multiprocessing.resource_tracker.ensure_running,
             multiprocessing.forkserver.ensure_running,
@@ -159,7 +159,7 @@ def end_with_parent() -> None:
     threading.Thread(target=end, daemon=True).start()
 
 
-def _signal_at_the_end_of(launcher: int) -> None:
+def signal_at_the_end_of(launcher: int) -> None:
     """Sends this process SIGUSR2 at the end of its launcher. Linux only: elsewhere ranks outlive a launcher that is
     killed, until a collective fails."""
     if sys.platform == "linux":

@@ -19,6 +19,7 @@ LIGHT = [
     ["config", "show", "configs/demo.yaml"],
     ["config", "schema"],
     ["submit", "--dry-run", "configs/demo.yaml"],
+    ["pipeline", "--help"],
 ]
 
 
@@ -71,6 +72,22 @@ def test_every_shipped_configuration_is_without_a_problem(command, path, tmp_pat
         ["training.init_from=null", "tokenizer.source_model=null"] if "init_from" in said.get("training", {}) else []
     )
     assert "no problem found" in command("config", "check", path, f"data.root={tmp_path}", *first)
+
+
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "configs" / "pipeline").glob("*.yaml")), ids=lambda p: p.name)
+def test_every_shipped_pipeline_is_without_a_problem(command, path, tmp_path):
+    for name in ("train", "validation", "test", "mono"):
+        for language in ("en", "de"):
+            (tmp_path / f"{name}.{language}").write_text("a sentence\n", encoding="utf-8")
+    place = (path, f"data_root={tmp_path}", f"root={tmp_path}/root")
+    nodes = yaml.safe_load((REPOSITORY / "configs" / "pipeline" / "student.yaml").read_text(encoding="utf-8"))["nodes"]
+    shown = command("pipeline", "status", *place)
+    assert {line.split()[1] for line in shown.splitlines()[2:]} == nodes.keys()
+    assert shown.count("| to do ") == len(nodes)
+    said = command("submit", "--dry-run", "--pipeline", *place)
+    assert said.count("sbatch --parsable") == len(nodes)
+    assert "--dependency=afterok:CORPUS" in said
+    assert not (tmp_path / "root").exists()
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "slurm" / "clusters").glob("*.yaml")), ids=lambda p: p.stem)

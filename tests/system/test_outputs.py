@@ -24,7 +24,8 @@ translate model, translate source, translate prefix, translate ensemble, score m
 score target, score ensemble, evaluate run, evaluate source, evaluate references,
 evaluate hypothesis, report root, compare root,
 ui root, config check config, config show config, verify run, data inspect run, data audit run, data clean file,
-track sync run, track model run, track model folder, track end run
+track sync run, track model run, track model folder, track end run,
+pipeline run file, pipeline status file, pipeline report file, submit pipeline
 """
 """Paths that are only read, and roots under which runs are looked for."""
 WRITTEN: dict[str, tuple[str, ...]] = {
@@ -35,6 +36,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "init out": ("init", "train.en", "train.de", "--out", "PLACE"),
     "data clean out": ("data", "clean", "small.yaml", "PLACE"),
     "translate output": ("translate", "runs/first", "--input", "valid.en", "--output", "PLACE"),
+    "evaluate output": ("evaluate", "runs/first", "--output", "PLACE"),
     "report output": ("report", "runs/first", "--output", "PLACE"),
     "compare output": ("compare", "runs/first", "runs/second", "--output", "PLACE"),
 }

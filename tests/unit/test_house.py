@@ -10,7 +10,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "dist_transformer"
 ORDER = [
     *("errors", "format", "package_data", "files", "plugins"),
     *("config", "run", "processes", "distributed", "model", "data", "planning", "cluster", "preflight", "tracking"),
-    *("interop", "decoding", "reporting", "training", "cli", "api", "__main__"),
+    *("interop", "decoding", "reporting", "training", "pipeline", "cli", "api", "__main__"),
 ]
 """Files and folders of the package from the lowest to the highest; docs/architecture.md says what each is for."""
 WITHOUT_TORCH = {*ORDER[: ORDER.index("distributed")], "planning", "cluster", "tracking"}

@@ -1,0 +1,161 @@
+"""pipeline: runs a graph of verbs on this machine, shows it, or submits it as jobs that wait for each other."""
+
+import json
+import shlex
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dist_transformer.cli.submission import memory_problems, num_parameters_of, show_plan
+from dist_transformer.cluster.checks import sbatch_problems
+from dist_transformer.cluster.jobs import job_of, script_name
+from dist_transformer.cluster.profiles import fill_from_profile
+from dist_transformer.cluster.queue import known_jobs
+from dist_transformer.cluster.script import Code, render_script
+from dist_transformer.cluster.slurm import SlurmError
+from dist_transformer.cluster.submit import Submission, plan_submission, submit
+from dist_transformer.config.data_schema import DataConfig
+from dist_transformer.config.loading import to_yaml, with_absolute_paths
+from dist_transformer.config.schema import Config
+from dist_transformer.config.slurm_schema import SlurmConfig
+from dist_transformer.config.yaml12 import dump
+from dist_transformer.config.yaml_positions import merge
+from dist_transformer.data.sources.first_pairs import first_pairs_problems
+from dist_transformer.errors import ConfigError, UserError
+from dist_transformer.files import write_text
+from dist_transformer.pipeline.results import report, status_rows, table
+from dist_transformer.pipeline.run import SETTINGS, begin, locked, run_as_job, run_due, set_aside, words_of
+from dist_transformer.pipeline.schema import Pipeline, checked, read_pipeline
+from dist_transformer.pipeline.state import configuration, states_of
+from dist_transformer.processes.children import forwarding_signals
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.records import read_record
+
+app = typer.Typer(help="A graph of verbs, from text to a small, fast model: run it, or look at it.")
+File = Annotated[Path, typer.Argument(help="The YAML file of a pipeline.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Keys over those of the file: root=runs/other nodes.teacher.set.training.max_steps=100"),
+]
+SUBMITTED = "pipeline.yaml"
+"""The file as it was submitted, in the folder of the pipeline: jobs read it, so later edits change none of them."""
+
+
+@app.command("run")
+def run_command(
+    file: File,
+    overrides: Overrides = None,
+    node: Annotated[str, typer.Option(help="One node alone, which `submit` has begun: what its job runs.")] = "",
+) -> None:
+    """Run the nodes of a pipeline that are not done, one after the other, each as its verb; resumes after a stop.
+
+    Exit codes: 0 all are done, 75 stopped on request (start it again), else that of the verb that failed.
+    """
+    with forwarding_signals() as signals:
+        pipeline = read_pipeline(file, overrides)
+        if node:
+            sys.exit(run_as_job(pipeline, node, signals))
+        with locked(pipeline.root):
+            states = states_of(pipeline)
+            if jobs := _jobs_of(pipeline):
+                raise UserError(
+                    f"{pipeline.root}: {jobs.popitem()[1]} works on it; wait for it, or end it with scancel"
+                )
+            set_aside(pipeline, states)
+            code = run_due(pipeline, states, signals)
+    if code == 0:
+        print(f"{pipeline.root}: all {len(states)} nodes are done")
+    sys.exit(code)
+
+
+@app.command("status")
+def status_command(file: File, overrides: Overrides = None) -> None:
+    """Show each node of a pipeline: whether it is done, since when, what it has given; changes nothing."""
+    pipeline = read_pipeline(file, overrides)
+    print("\n".join(table(status_rows(pipeline, states_of(pipeline), _jobs_of(pipeline)))))
+
+
+@app.command("report")
+def report_command(file: File, overrides: Overrides = None) -> None:
+    """Print a page in Markdown: scores, sizes and speeds of the models, and every node."""
+    pipeline = read_pipeline(file, overrides)
+    print("\n".join(report(pipeline, states_of(pipeline))))
+
+
+def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *, dry_run: bool) -> None:
+    """Submits the nodes that are not done, a job each, which waits for the jobs of the nodes that it reads.
+
+    Raises ConfigError: problems, before anything is submitted; SlurmError: sbatch failed, after the jobs in the message.
+    """
+    pipeline = read_pipeline(file, overrides)
+    states = states_of(pipeline)
+    due = [name for name, state in states.items() if state.is_due]
+    if dry_run:
+        for name in (name for name in due if not (states[name].restarts and pipeline.folder(name).exists())):
+            waits = tuple(other.upper() for other in pipeline.nodes[name].reads if other in due) or after
+            submission = replace(_planned(pipeline, name, dry_run=True), after=waits)
+            show_plan(submission.commands, submission.files)
+        return
+    with locked(pipeline.root):
+        if problems := [
+            *sbatch_problems(),
+            *(f"{name}: {job} works on it" for name, job in _jobs_of(pipeline).items()),
+        ]:
+            raise ConfigError(problems, "cannot submit:")
+        set_aside(pipeline, states)
+        planned = {name: _planned(pipeline, name) for name in due}
+        places = {"root": str(pipeline.root), "data_root": str(pipeline.located("."))}
+        values = json.loads(json.dumps({**pipeline.marked.values, **places}))  # plain types
+        for node in values["nodes"].values():
+            if node.get("config"):
+                node["config"] = str((pipeline.path.parent / node["config"]).absolute())
+        write_text(pipeline.root / SUBMITTED, dump(values))
+        ids: dict[str, str] = {}
+        for name, submission in planned.items():
+            begin(pipeline, name, states[name])
+            waits = tuple(ids[other] for other in pipeline.nodes[name].reads if other in ids) or after
+            try:
+                [ids[name]] = submit(replace(submission, after=waits)).values()
+            except SlurmError as error:
+                back = f"\n  already submitted; to take it back: scancel {' '.join(ids.values())}" if ids else ""
+                raise SlurmError(f"node {name}: {error}{back}") from error
+            print(f"submitted job {ids[name]}: {name} ({pipeline.nodes[name].kind})")
+    print(f"{len(ids)} jobs for {len(states)} nodes; watch: dist-transformer pipeline status {shlex.quote(str(file))}")
+
+
+def _planned(pipeline: Pipeline, name: str, *, dry_run: bool = False) -> Submission:
+    """The job of a node: of `train` an ordinary job of a run. Raises ConfigError: all problems of the node."""
+    node, run_dir = pipeline.nodes[name], RunDir(pipeline.folder(name))
+    if node.kind == "train":
+        config = fill_from_profile(configuration(pipeline, name))
+        problems = [*memory_problems(config), *(() if node.reads else first_pairs_problems(config))]
+        text, size = to_yaml(with_absolute_paths(config, None)), num_parameters_of(config)
+        return plan_submission(config, text, run_dir, size, after=node.reads, problems=problems, dry_run=dry_run)
+    given = merge(pipeline.section("set", "slurm"), pipeline.section("nodes", name, "slurm"))
+    slurm, problems = checked(given, (), SlurmConfig, given.values)
+    if problems:
+        raise ConfigError(problems)
+    slurm = fill_from_profile(Config(data=DataConfig(), slurm=slurm)).slurm
+    words = ["pipeline", "run", str(pipeline.root / SUBMITTED), "--node", name]
+    if node.kind == "translate":
+        words = words_of(pipeline, name)[1:]
+    elif node.kind == "prepare":
+        words = [str(run_dir.path / SETTINGS)]
+    job = job_of(node.kind, slurm, run_dir, arguments=words)
+    code, folders = Code(run_dir.snapshot), [pipeline.root, pipeline.located(".")]
+    return Submission(run_dir, {job.script: render_script(script_name(node.kind), slurm, code, folders)}, (job,), ())
+
+
+def _jobs_of(pipeline: Pipeline) -> dict[str, str]:
+    """What Slurm says of the jobs of nodes that are not over; nothing where there is no Slurm."""
+    noted = {name: read_record(RunDir(pipeline.folder(name)).job) for name in pipeline.nodes}
+    ids = {name: next(iter(job.get("stages", {}).values()), job.get("job_id", "")) for name, job in noted.items()}
+    try:
+        known = {} if sbatch_problems() else known_jobs([*filter(None, ids.values())])
+    except SlurmError:
+        return {}
+    jobs = {name: known[job_id] for name, job_id in ids.items() if job_id in known}
+    return {name: f"job {ids[name]} {job.state.lower()}" for name, job in jobs.items() if not job.is_over}

@@ -1,0 +1,146 @@
+"""Running of nodes: each is a verb in a process of its own, which resumes by itself what it was stopped or killed in."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from pathlib import Path
+
+from dist_transformer.config.loading import to_yaml, with_absolute_paths
+from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError
+from dist_transformer.files import write_json, write_text
+from dist_transformer.pipeline.filtering import filter_files
+from dist_transformer.pipeline.schema import KINDS, PLACES, Pipeline
+from dist_transformer.pipeline.state import CONFIGURED, RECORD, State, configuration, is_complete, made_files
+from dist_transformer.processes.children import Signals
+from dist_transformer.processes.launching import run_program
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.lock import RunLock, while_nobody_trains
+from dist_transformer.run.outputs import check_output
+from dist_transformer.run.records import read_record
+
+SETTINGS = "settings.yaml"
+
+
+@contextmanager
+def locked(folder: Path, wait_seconds: float = 1.0) -> Iterator[None]:
+    """Context in which no other process runs the pipeline, or the node, of this folder. Raises UserError if one does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = RunLock(RunDir(folder), wait_seconds)
+    try:
+        lock.acquire()
+    except UserError as error:
+        who = str(error).partition(";")[0].replace("this run folder", "it")
+        raise UserError(
+            f"{who}: a pipeline, and each node, is run by one process at a time; wait, or stop that one"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def run_due(pipeline: Pipeline, states: dict[str, State], signals: Signals) -> int:
+    """Runs the nodes that are due, one after the other; returns 0, or the exit code of the first that does not end well."""
+    for name, state in states.items():
+        if not state.is_due:
+            continue
+        if signals.came:
+            return EXIT_REQUEUE
+        why = state.why or ("begins" if state.restarts else "resumes")
+        print(f"node {name} ({pipeline.nodes[name].kind}): {why}", file=sys.stderr, flush=True)
+        begin(pipeline, name, state)
+        if (code := run_node(pipeline, name, signals)) != EXIT_DONE:
+            again = "; the same command resumes it" if code == EXIT_REQUEUE else ""
+            print(f"node {name}: ended with exit code {code}{again}", file=sys.stderr, flush=True)
+            return code
+    return EXIT_DONE
+
+
+def set_aside(pipeline: Pipeline, states: dict[str, State]) -> None:
+    """Renames the folders of nodes that begin anew, and completes the records of those that are done.
+
+    Raises UserError, and renames nothing, if a folder is not a node's, or a process works in it.
+    """
+    begun = (pipeline.folder(name) for name, state in states.items() if state.restarts)
+    folders = [folder for folder in begun if folder.exists()]
+    for folder in folders:
+        check_output(folder, "a node of a pipeline", lambda path: "key" in read_record(path / RECORD))
+        with while_nobody_trains(RunDir(folder)) as is_free:
+            if not is_free:
+                raise UserError(f"{folder}: must begin anew, but a process works in it: wait for it, or stop it first")
+    for folder in folders:
+        numbered = (folder.with_name(f"{folder.name}.{number}") for number in count(1))
+        old = next(path for path in numbered if not path.exists())
+        folder.rename(old)
+        print(f"{folder}: begins anew; what was there is kept as {old.name}", file=sys.stderr, flush=True)
+    for name, state in states.items():
+        if not state.is_due:
+            complete(pipeline, name)
+
+
+def begin(pipeline: Pipeline, name: str, state: State) -> None:
+    """Writes the record of a node that begins, and its configuration."""
+    folder = pipeline.folder(name)
+    if state.restarts:
+        write_json(folder / RECORD, {**state.now, "begun": round(time.time(), 3)})
+    if pipeline.nodes[name].kind in CONFIGURED:
+        write_text(folder / SETTINGS, to_yaml(with_absolute_paths(configuration(pipeline, name), None)))
+
+
+def run_node(pipeline: Pipeline, name: str, signals: Signals) -> int:
+    """Runs a node that has begun; returns the exit code of its verb. A run folder is locked by `train` itself."""
+    (kind, values, _), folder, code = pipeline.nodes[name], pipeline.folder(name), EXIT_DONE
+    with nullcontext() if kind == "train" else locked(folder, wait_seconds=20.0):
+        if kind == "filter":
+            source, target, scores = (pipeline.located(values[key]) for key in ("source", "target", "scores"))
+            filter_files(source, target, scores, values["drop"], folder)
+        elif not is_complete(pipeline, name):
+            program = [sys.executable, "-m", "dist_transformer", *words_of(pipeline, name)]
+            with (folder / ".printed").open("wb") if kind == "score" else nullcontext() as printed:
+                code = run_program(program, signals, printed)
+            if printed and code == EXIT_DONE:
+                os.replace(printed.name, folder / "scores")
+        if code == EXIT_DONE:
+            complete(pipeline, name)
+    return code
+
+
+def run_as_job(pipeline: Pipeline, name: str, signals: Signals) -> int:
+    """Runs a node that `submit` has begun. Raises UserError if it has not, or if a node that it reads is not done."""
+    record = read_record(pipeline.folder(name) / RECORD)
+    if "made_of" not in record:
+        raise UserError(f"{pipeline.folder(name)}: has not begun: submit the pipeline, or run it without --node")
+    for other in record["made_of"]["nodes"]:
+        if not is_complete(pipeline, other):
+            raise UserError(f"{pipeline.folder(other)}: not done, and node {name} reads it; submit the pipeline again")
+        complete(pipeline, other)
+    return run_node(pipeline, name, signals)
+
+
+def complete(pipeline: Pipeline, name: str) -> None:
+    """Notes that a node is done, and what it has made, unless that is noted."""
+    path = pipeline.folder(name) / RECORD
+    record = read_record(path)
+    if "done" not in record:
+        write_json(path, {**record, "done": round(time.time(), 3), "made": made_files(pipeline, name)})
+
+
+def words_of(pipeline: Pipeline, name: str) -> list[str]:
+    """The arguments of `dist-transformer` that run a node."""
+    (kind, values, _), folder = pipeline.nodes[name], pipeline.folder(name)
+    if kind in CONFIGURED:
+        share = "ranks" if kind == "train" else "processes"
+        return [kind, str(folder / SETTINGS), f"--{share}={values[share]}"]
+    words, options, output = [kind], list[str](), str(folder / KINDS[kind].made[0])
+    for key, value in values.items():
+        for each in value if isinstance(value, tuple) else (value,):
+            if key in ("model", "run"):
+                words.append(str(pipeline.located(each)))
+            elif key not in ("kind", "slurm") and each is not None and each is not False:
+                text = str(pipeline.located(each)) if key in PLACES else str(each)
+                options += [f"--{key.replace('_', '-')}", *([] if each is True else [text])]
+    last = {"export": [output], "score": ["--per-token"]}.get(kind, ["--output", output])
+    return [*words, *last, *options] if kind == "export" else [*words, *options, *last]

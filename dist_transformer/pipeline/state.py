@@ -1,0 +1,183 @@
+"""States of nodes: one is done if its record, node.json, has the key of what goes in now, and what it has made is there.
+
+The key is a digest of the node's settings, the contents of its files, the keys of the nodes that it reads, and the
+version of the program. So it is known before those nodes have run.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from dist_transformer import __version__
+from dist_transformer.config.checks import file_problems
+from dist_transformer.config.loading import config_of, plugins_of, read_extended
+from dist_transformer.config.paths import local_files
+from dist_transformer.config.schema import Config
+from dist_transformer.config.yaml_positions import Marked, merge
+from dist_transformer.data.manifest import file_sha256, json_digest
+from dist_transformer.errors import ConfigError
+from dist_transformer.pipeline.schema import HEADING, KINDS, PLACES, Pipeline
+from dist_transformer.plugins import find
+from dist_transformer.run.folder import RunDir
+from dist_transformer.run.records import read_record
+
+RECORD = "node.json"
+CONFIGURED = ("prepare", "train")
+NOT_COUNTED = ("slurm", "ranks", "processes", "max_tokens")
+"""Keys of nodes on which no result depends."""
+Fingerprints = dict[str, list[Any]]
+"""Size, modification time in nanoseconds, and SHA-256 of files, by their names."""
+
+
+@dataclass(frozen=True)
+class State:
+    """State of a node: "begun": a start resumes it; "changed": its results are of something else, `why` says what.
+
+    `record`: of its newest start; empty if there was none. `now`: of a start now. `restarts`: it begins anew, as it has
+    changed or a node that it reads runs. `is_due`: it runs at the next start.
+    """
+
+    state: Literal["done", "begun", "changed", "new"]
+    why: str
+    record: dict[str, Any]
+    now: dict[str, Any]
+    restarts: bool
+    is_due: bool
+
+
+def states_of(pipeline: Pipeline) -> dict[str, State]:
+    """The state of every node, in their order. Raises ConfigError: problems of configurations, missing files."""
+    found, problems = dict[str, State](), list[str]()
+    for name in pipeline.nodes:
+        try:
+            found[name] = _state_of(pipeline, name, found)
+        except ConfigError as error:
+            problems += error.problems
+            found[name] = State("new", "", {}, {"key": ""}, restarts=True, is_due=True)  # the others are checked too
+    if problems:
+        raise ConfigError([*dict.fromkeys(problems)], HEADING)
+    return found
+
+
+def configuration(pipeline: Pipeline, name: str) -> Config:
+    """The configuration of a node. Raises ConfigError: all its problems; files that other nodes make may be missing."""
+    kind, values, _ = pipeline.nodes[name]
+    file, root = values["config"], pipeline.root
+    fixed: dict[str, Any] = {"run": {"root": str(root), "name": name}, "slurm": values["slurm"]}
+    if kind == "prepare":
+        fixed["data"] = {"prepared": str(pipeline.folder(name) / KINDS[kind].outputs[""])}
+    marked = read_extended(pipeline.path.parent / file) if file else Marked({}, {(): str(pipeline.path)})
+    data = {"data": {"root": pipeline.data_root}} if pipeline.data_root else {}
+    for layer in (Marked(data), pipeline.section("set"), pipeline.section("nodes", name, "set"), Marked(fixed)):
+        marked = merge(marked, layer)
+    config = config_of(marked, check_files=False)
+    missing = [problem for problem in file_problems(config.data, config.tokenizer) if str(root) not in problem]
+    if missing:
+        raise ConfigError([f"{marked.place_of(problem)}: {problem}" for problem in missing])
+    return config
+
+
+def is_complete(pipeline: Pipeline, name: str) -> bool:
+    """True if the verb of a node has ended well."""
+    node, folder = pipeline.nodes[name], pipeline.folder(name)
+    is_ended = node.kind != "train" or read_record(RunDir(folder).state).get("state") == "finished"
+    return is_ended and all((folder / made).exists() for made in KINDS[node.kind].made)
+
+
+def made_files(pipeline: Pipeline, name: str, known: Fingerprints | None = None) -> Fingerprints:
+    """Fingerprints of what a node has made."""
+    folder = pipeline.folder(name)
+    paths = [path for made in KINDS[pipeline.nodes[name].kind].made for path in _files_at(folder / made)]
+    return _fingerprints({str(path.relative_to(folder)): path for path in paths}, known or {})
+
+
+def _state_of(pipeline: Pipeline, name: str, before: dict[str, State]) -> State:
+    record, reads = read_record(pipeline.folder(name) / RECORD), pipeline.nodes[name].reads
+    settings, paths = _what_goes_in(pipeline, name)
+    files = _fingerprints(paths, record.get("files", {}))
+    made_of = {
+        "settings": json_digest(json.dumps(settings, sort_keys=True).replace(str(pipeline.root), "")),
+        "files": _sums(files),
+        "nodes": {other: before[other].now["key"] for other in reads},
+        "version": __version__,
+    }
+    now = {"kind": pipeline.nodes[name].kind, "key": json_digest(made_of), "made_of": made_of, "files": files}
+    due = [other for other in reads if before[other].is_due]
+    state: Literal["done", "begun", "changed", "new"] = "done"
+    why = f"follows {', '.join(due)}" if due else ""
+    if "key" not in record:
+        state, why = "new", ""
+    elif record["key"] != now["key"]:
+        state, why = "changed", f"changed: {', '.join(_differences(record.get('made_of', {}), made_of))}"
+    elif not is_complete(pipeline, name):
+        state, why = ("changed", "its results are gone") if "done" in record else ("begun", "")
+    elif (made := record.get("made")) and _sums(made) != _sums(made_files(pipeline, name, made)):
+        state, why = "changed", "its results are not as it made them"
+    anew = (
+        state in ("new", "changed") or any(before[other].restarts for other in reads) or (state == "done" and due != [])
+    )
+    return State(state, why, record, now, restarts=anew, is_due=anew or state == "begun")
+
+
+def _what_goes_in(pipeline: Pipeline, name: str) -> tuple[Any, dict[str, Path]]:
+    """Settings on which the result of a node depends, and the files that it reads which no node makes."""
+    kind, values, _ = pipeline.nodes[name]
+    if kind in CONFIGURED:
+        config = configuration(pipeline, name)
+        named = {file.removeprefix(f"{config.data.root}/"): Path(file) for file in _files_of(config)}
+        left_out: Any = {"run": {"root", "name"}, "data": {"root"}, "slurm": True, "tracking": True}
+        plugins = [find(key, each).identity for key, each in plugins_of(dict(config)).items() if each]
+        settings = [kind, config.model_dump(mode="json", exclude=left_out), plugins]
+    else:
+        listed = [(key, each if isinstance(each, tuple) else (each,)) for key, each in values.items() if key in PLACES]
+        given = [(key, each, pipeline.located(each)) for key, places in listed for each in places]
+        missing = [(key, path) for key, _, path in given if not path.exists() and pipeline.root not in path.parents]
+        if missing:
+            where = [(pipeline.marked.place(("nodes", name, key)), key, path) for key, path in missing]
+            raise ConfigError([f"{place}: nodes.{name}.{key}: no such file: {path}" for place, key, path in where])
+        named = {str(Path(each, file.relative_to(path))): file for _, each, path in given for file in _files_at(path)}
+        settings = [{key: value for key, value in values.items() if key not in NOT_COUNTED}]
+    return settings, {file: path for file, path in named.items() if pipeline.root not in path.parents}
+
+
+def _files_of(config: Config) -> Iterator[str]:
+    """Yields the local files that a configuration names."""
+    data, models = config.data, (config.tokenizer.source_model, config.tokenizer.target_model)
+    corpora = [*data.training_corpora().values(), data.validation, data.test, *data.more_validation.values()]
+    for corpus in filter(None, corpora):
+        for name in filter(None, (corpus.source, corpus.target, corpus.path)):
+            yield from local_files(data.root, name)
+    for path in filter(None, (*models, config.training.init_from)):
+        yield from map(str, _files_at(Path(path)))
+
+
+def _files_at(path: Path) -> list[Path]:
+    """A file, or those of a model folder or of a run folder's model, without the card that others write into."""
+    if not path.is_dir():
+        return [path] if path.exists() else []
+    folder = path / "model" if (path / "model").is_dir() else path
+    return [file for file in sorted(folder.iterdir()) if file.is_file() and file.name != "README.md"]
+
+
+def _fingerprints(paths: dict[str, Path], known: Fingerprints) -> Fingerprints:
+    """Fingerprints of files; one that has the size and time of a known one is not read again."""
+    found = {}
+    for name, path in paths.items():
+        stat = path.stat()
+        now, before = [stat.st_size, stat.st_mtime_ns], known.get(name, [])
+        found[name] = before if before[:2] == now else [*now, file_sha256(path)]
+    return found
+
+
+def _sums(files: Fingerprints) -> dict[str, str]:
+    return {name: each[-1] for name, each in files.items()}
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """Yields what differs: settings, version, the names of files and nodes."""
+    yield from (part for part in ("settings", "version") if before.get(part) != now[part])
+    for part in ("files", "nodes"):
+        old, new = before.get(part, {}), now[part]
+        yield from sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))

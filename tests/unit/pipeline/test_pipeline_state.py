@@ -1,0 +1,210 @@
+"""Which nodes are done, which resume, which begin anew, and what becomes of older results."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dist_transformer.errors import ConfigError, UserError
+from dist_transformer.files import read_json, write_json
+from dist_transformer.pipeline import state as module
+from dist_transformer.pipeline.results import status_rows
+from dist_transformer.pipeline.run import begin, complete, set_aside, words_of
+from dist_transformer.pipeline.schema import KINDS, Pipeline, read_pipeline
+from dist_transformer.pipeline.state import State, states_of
+
+FILE = """
+root: {root}
+data_root: {folder}
+nodes:
+  teacher: {{kind: train, config: base.yaml}}
+  forward: {{kind: translate, model: {{node: teacher}}, input: mono}}
+  kept: {{kind: filter, source: mono, target: {{node: forward}}, scores: scores, drop: 0.1}}
+  other: {{kind: translate, model: made, input: mono}}
+"""
+CONFIG = "data: {train: {source: train.en, target: train.de}}\ntraining: {max_steps: 5}\nschedule: {warmup_steps: 2}\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in ("mono", "scores", "train.en", "train.de"):
+        (tmp_path / name).write_text("1\n2\n")
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "base.yaml").write_text(CONFIG)
+    (tmp_path / "pipeline.yaml").write_text(FILE.format(root=tmp_path / "root", folder=tmp_path))
+    return tmp_path
+
+
+def pipeline_in(folder: Path, *overrides: str) -> Pipeline:
+    return read_pipeline(folder / "pipeline.yaml", [*overrides])
+
+
+def make(pipeline: Pipeline, name: str, state: State, *, is_whole: bool = True) -> None:
+    """What a verb leaves behind."""
+    begin(pipeline, name, state)
+    folder = pipeline.folder(name)
+    for made in KINDS[pipeline.nodes[name].kind].made if is_whole else ():
+        place = folder / made / "model.safetensors" if made == "model" else folder / made
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(f"{name} {made}")
+    if pipeline.nodes[name].kind == "train":
+        write_json(folder / "run.json", {"state": "finished" if is_whole else "stopped", "step": 5})
+    if is_whole:
+        complete(pipeline, name)
+
+
+def make_all(pipeline: Pipeline) -> None:
+    states = states_of(pipeline)
+    set_aside(pipeline, states)
+    for name, state in states.items():
+        if state.is_due:
+            make(pipeline, name, state)
+
+
+def due(pipeline: Pipeline) -> dict[str, str]:
+    return {name: state.why for name, state in states_of(pipeline).items() if state.is_due}
+
+
+def test_what_is_made_is_done_and_stays_done(folder):
+    pipeline = pipeline_in(folder)
+    assert {state.state for state in states_of(pipeline).values()} == {"new"}
+    make_all(pipeline)
+    assert due(pipeline) == {}
+    assert {row[2] for row in status_rows(pipeline, states_of(pipeline), {})[1:]} == {"done"}
+    later = pipeline_in(folder, "nodes.teacher.ranks=2", "nodes.other.max_tokens=99", "set.slurm.nodes=3",
+                        "nodes.forward.slurm.nodes=2", "set.tracking.enabled=false")  # fmt: skip
+    assert due(later) == {}
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ("train.en", {"teacher": "changed: train.en", "forward": "changed: teacher", "kept": "changed: forward"}),
+        ("mono", {"forward": "changed: mono", "kept": "changed: mono, forward", "other": "changed: mono"}),
+        ("scores", {"kept": "changed: scores"}),
+        ("made/model.safetensors", {"other": "changed: made/model.safetensors"}),
+    ],
+)
+def test_a_changed_file_makes_its_nodes_and_what_follows_begin_anew(change, expected, folder):
+    make_all(pipeline_in(folder))
+    times = (folder / change).stat()
+    text = (folder / change).read_bytes()
+    (folder / change).write_bytes(text[:-1] + b"x")  # of the same size
+    found = due(pipeline_in(folder))
+    assert found == expected
+    (folder / change).write_bytes(text)  # at another time
+    assert due(pipeline_in(folder)) == {}
+    os.utime(folder / change, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert due(pipeline_in(folder)) == {}
+
+
+def test_changed_settings_and_another_version_begin_anew(folder, monkeypatch):
+    make_all(pipeline_in(folder))
+    assert due(pipeline_in(folder, "nodes.kept.drop=0.2")) == {"kept": "changed: settings"}
+    assert due(pipeline_in(folder, "set.training.max_steps=6"))["teacher"] == "changed: settings"
+    (folder / "base.yaml").write_text(f"# the same\n{CONFIG}")
+    assert due(pipeline_in(folder)) == {}
+    (folder / "base.yaml").write_text(CONFIG.replace("5", "7"))
+    assert [*due(pipeline_in(folder))] == ["teacher", "forward", "kept"]
+    (folder / "base.yaml").write_text(CONFIG)
+    monkeypatch.setattr(module, "__version__", "another")
+    assert set(due(pipeline_in(folder)).values()) >= {"changed: version"}
+
+
+def test_code_of_the_users_own_counts_with_its_content(folder):
+    (folder / "rule.py").write_text("def keep(source, target):\n    return True\n")
+    plugin = f"set.data.filters.plugin={folder}/rule.py:keep"
+    make_all(pipeline_in(folder, plugin))
+    assert due(pipeline_in(folder, plugin)) == {}
+    (folder / "rule.py").write_text("def keep(source, target):\n    return False\n")
+    assert [*due(pipeline_in(folder, plugin))] == ["teacher", "forward", "kept"]
+
+
+def test_results_that_are_gone_or_edited_are_made_again_with_what_follows(folder):
+    pipeline = pipeline_in(folder)
+    make_all(pipeline)
+    (pipeline.folder("forward") / "text").write_text("edited")
+    assert due(pipeline) == {"forward": "its results are not as it made them", "kept": "follows forward"}
+    make_all(pipeline)
+    assert (pipeline.root / "forward.1" / "text").read_text() == "edited"
+    assert due(pipeline) == {}
+    (pipeline.folder("forward") / "text").unlink()
+    assert due(pipeline) == {"forward": "its results are gone", "kept": "follows forward"}
+    shutil.rmtree(pipeline.folder("teacher"))
+    assert due(pipeline) == {"teacher": "", "forward": "its results are gone", "kept": "follows forward"}
+    make_all(pipeline)
+    assert (pipeline.root / "kept.2").is_dir()
+
+
+def test_a_pipeline_that_is_moved_stays_done(folder):
+    make_all(pipeline_in(folder))
+    (folder / "root").rename(folder / "elsewhere")
+    assert due(pipeline_in(folder, f"root={folder}/elsewhere")) == {}
+
+
+def test_a_node_that_was_killed_resumes_unless_what_it_reads_begins_anew(folder):
+    pipeline = pipeline_in(folder)
+    states = states_of(pipeline)
+    make(pipeline, "teacher", states["teacher"], is_whole=False)
+    assert due(pipeline)["teacher"] == ""
+    assert not states_of(pipeline)["teacher"].restarts
+    assert states_of(pipeline)["teacher"].state == "begun"
+    make(pipeline, "teacher", states_of(pipeline)["teacher"])
+    make(pipeline, "forward", states_of(pipeline)["forward"], is_whole=False)
+    assert [name for name, state in states_of(pipeline).items() if not state.restarts] == ["teacher", "forward"]
+    (folder / "train.de").write_text("3\n4\n")
+    assert states_of(pipeline_in(folder))["forward"].restarts
+
+
+def test_a_verb_that_ended_before_it_was_noted_is_done(folder):
+    pipeline = pipeline_in(folder)
+    make(pipeline, "teacher", states_of(pipeline)["teacher"])
+    record = pipeline.folder("teacher") / "node.json"
+    noted = read_json(record)
+    write_json(record, {key: value for key, value in noted.items() if key not in ("done", "made")})
+    assert states_of(pipeline)["teacher"].state == "done"
+    set_aside(pipeline, {"teacher": states_of(pipeline)["teacher"]})
+    assert read_json(record)["made"] == noted["made"]
+
+
+def test_a_folder_of_somebody_else_is_refused_and_nothing_is_renamed(folder):
+    pipeline = pipeline_in(folder)
+    make(pipeline, "teacher", states_of(pipeline)["teacher"])
+    (folder / "train.en").write_text("changed\n")
+    (pipeline.folder("forward")).mkdir()
+    (pipeline.folder("forward") / "thesis.txt").write_text("years of work")
+    before = sorted(pipeline.root.rglob("*"))
+    with pytest.raises(UserError, match=r"forward: is there already \(a folder with thesis.txt\)"):
+        set_aside(pipeline_in(folder), states_of(pipeline_in(folder)))
+    assert [path for path in sorted(pipeline.root.rglob("*")) if path.name != "lock"] == before
+
+
+def test_missing_files_and_wrong_settings_are_told_together_with_their_lines(folder):
+    (folder / "mono").unlink()
+    with pytest.raises(ConfigError) as error:
+        states_of(pipeline_in(folder, "nodes.teacher.set.training.max_stps=3"))
+    missing = [f"nodes.{key}: no such file: {folder}/mono" for key in ("forward.input", "kept.source", "other.input")]
+    expected = ["training.max_stps: no such key; did you mean `max_steps`?", *missing]
+    assert len(error.value.problems) == 4
+    for text in expected:
+        [problem] = [problem for problem in error.value.problems if problem.endswith(text)]
+        assert problem.startswith((f"{folder}/pipeline.yaml:", "command line: nodes.teacher.set"))
+
+
+def test_the_words_of_a_node_are_those_of_its_verb(folder):
+    pipeline = pipeline_in(folder, "nodes.other.seed=0", "nodes.other.sampling=true", "nodes.forward.ensemble=[made]")
+    root = pipeline.root
+    assert words_of(pipeline, "teacher") == ["train", f"{root}/teacher/settings.yaml", "--ranks=1"]
+    assert words_of(pipeline, "other") == [
+        "translate", f"{folder}/made", "--input", f"{folder}/mono", "--sampling", "--seed", "0", "--ranks", "1",
+        "--output", f"{root}/other/text",
+    ]  # fmt: skip
+    assert words_of(pipeline, "forward")[1:6] == [
+        f"{root}/teacher",
+        "--input",
+        f"{folder}/mono",
+        "--ensemble",
+        f"{folder}/made",
+    ]
