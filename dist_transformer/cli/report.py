@@ -12,7 +12,7 @@ from dist_transformer.reporting.run_report import write_run_report
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.outputs import check_output, write_output
 
-Runs = Annotated[list[str], typer.Argument(help="Run folders, job ids, or the folder of a sweep.", show_default=False)]
+Runs = Annotated[list[str], typer.Argument(help="Run folders, job ids, or a folder of runs.", show_default=False)]
 PAGE = "a page"
 
 
@@ -56,11 +56,10 @@ def compare_command(
 
 
 def _run_dirs(text: str, root: Path) -> list[RunDir]:
-    """The named run, or the runs of a sweep's folder that have begun."""
-    from dist_transformer.cluster.run_ref import find_run, is_run_folder, num_points
+    """The named run, or the runs of a folder of runs."""
+    from dist_transformer.cluster.job_status import run_folders
+    from dist_transformer.cluster.run_ref import find_run, is_run_folder
 
     folder = Path(text)
-    if not folder.is_dir() or num_points(folder) is None:
-        return [find_run(text, root).run_dir]
-    points = sorted(folder.glob("task_*"), key=lambda path: (len(path.name), path.name))
-    return [RunDir(point.absolute()) for point in points if is_run_folder(point)]
+    folders = run_folders(folder) if folder.is_dir() and not is_run_folder(folder) else []
+    return [RunDir(each.absolute()) for each in folders] or [find_run(text, root).run_dir]

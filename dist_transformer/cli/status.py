@@ -15,7 +15,7 @@ from dist_transformer.cli.arguments import RUNS, Root, RunOrJob
 from dist_transformer.cluster.final_status import is_alive, status_found
 from dist_transformer.cluster.job_status import Document, report, report_all
 from dist_transformer.cluster.reasons import SAID_BY_EXIT_CODE
-from dist_transformer.cluster.run_ref import find_run, is_run_folder, num_points, refuse_unreadable
+from dist_transformer.cluster.run_ref import find_run, is_run_folder, refuse_unreadable
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
 from dist_transformer.format import duration, print_table
@@ -30,7 +30,6 @@ CORRECTION_SECONDS = 5
 """Time limit for a server that is down; `status` has printed everything by then."""
 
 _COLUMNS = ("run", "state", "job", "step", "loss", "last record", "checkpoint")
-_OF_SWEEPS = ("validation loss", "settings")
 
 
 def status_command(
@@ -45,7 +44,7 @@ def status_command(
     if watch:
         from dist_transformer.cli import watch as live  # imports numpy
 
-        is_run = not Path(run).is_dir() or (is_run_folder(Path(run)) and num_points(Path(run)) is None)
+        is_run = not Path(run).is_dir() or is_run_folder(Path(run))
         live.watch(find_run(run, root).run_dir.path if is_run else Path(run), is_run=is_run)
         return
     document = report(find_run(run, root))
@@ -61,7 +60,7 @@ def list_command(
     root: Annotated[Path, typer.Argument(help="A folder of runs.")] = RUNS,
     as_json: AsJson = False,
 ) -> None:
-    """List the runs of a folder, the one that wrote last first; those of a sweep by validation loss, with their settings."""
+    """List the runs of a folder, the one that wrote last first."""
     if not root.is_dir():
         raise UserError(f"{root}: no such folder; expected the folder of runs (run.root)")
     documents = report_all(root)
@@ -74,8 +73,7 @@ def list_command(
     if as_json:
         print(json.dumps(documents, ensure_ascii=False, indent=1))
         return
-    columns = [*_COLUMNS, *(_OF_SWEEPS if any("overrides" in document for document in documents) else ())]
-    print_table(columns, [list_row(document, time.time()) for document in documents])
+    print_table(_COLUMNS, [list_row(document, time.time()) for document in documents])
 
 
 def status_rows(document: Document) -> Iterator[tuple[str, str]]:
@@ -129,10 +127,6 @@ def list_row(document: Document, now: float) -> tuple[str, ...]:
     """Row of a run in the table of `list`."""
     job = f"{document['job_id']} {document['job_state'] or ''}".rstrip() if document["job_id"] else "-"
     record = document["record_time"]
-    of_sweep: tuple[str, ...] = ()
-    if "overrides" in document:
-        settings = ", ".join(f"{key}={value}" for key, value in document["overrides"].items())
-        of_sweep = (_number(document["validation_loss"], ".4f"), settings)
     return (
         document["run"],
         document["state"] or "-",
@@ -141,7 +135,6 @@ def list_row(document: Document, now: float) -> tuple[str, ...]:
         _number(document["loss"], ".4f"),
         "-" if record is None else f"{duration(now - record)} ago",
         document["checkpoint"] or "-",
-        *of_sweep,
     )
 
 

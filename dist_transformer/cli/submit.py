@@ -38,10 +38,6 @@ def submit_command(
     after: Annotated[
         str, typer.Option(help="Begin when these jobs have ended well: 12 or 12,13.", show_default=False)
     ] = "",
-    sweep: Annotated[
-        Path | None, typer.Option(help="A file of points: one job array of many runs.", show_default=False)
-    ] = None,
-    max_running: Annotated[int | None, typer.Option(min=1, help="Runs of a sweep at once.", show_default=False)] = None,
     pipeline: Annotated[
         Path | None, typer.Option(help="A file of nodes, in place of a run: a job for each.", show_default=False)
     ] = None,
@@ -49,24 +45,15 @@ def submit_command(
     """Check a run and submit it as a Slurm job that saves, requeues and resumes by itself."""
     wanted, waits = read_stages(stages), read_job_ids(after)
     if pipeline is not None:
-        if sweep is not None or wanted != ("train",):
-            raise UserError("--pipeline: its nodes are its stages, and runs of a sweep are none; give --pipeline alone")
+        if wanted != ("train",):
+            raise UserError(f"--stages {stages}: the nodes of a pipeline are its stages; leave it out")
         from dist_transformer.cli.pipeline import submit_pipeline
 
         submit_pipeline(pipeline, [*([str(run)] if run else []), *(overrides or [])], waits, dry_run=dry_run)
         return
     if run is None:
         raise UserError("expected a YAML file or a run folder: dist-transformer submit RUN, or --pipeline FILE")
-    if sweep is None:
-        if max_running is not None:
-            raise UserError("--max-running: is for a sweep; give --sweep FILE, or leave it out")
-        submit_run(run, overrides or [], stages=wanted, after=waits, dry_run=dry_run)
-        return
-    if wanted != ("train",):
-        raise UserError(f"--stages {stages}: a sweep is one array of training jobs; leave it out")
-    from dist_transformer.cli.sweep import submit_points
-
-    submit_points(run, overrides or [], sweep, max_running, after=waits, dry_run=dry_run)
+    submit_run(run, overrides or [], stages=wanted, after=waits, dry_run=dry_run)
 
 
 def submit_run(

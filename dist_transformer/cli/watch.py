@@ -1,7 +1,7 @@
 """status --watch: runs while they train, shown anew every few seconds until all have ended."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,7 +12,6 @@ from rich.text import Text
 from dist_transformer.cluster.final_status import is_alive
 from dist_transformer.cluster.job_status import Document, run_folders, short_reports
 from dist_transformer.cluster.queue import OVER
-from dist_transformer.cluster.run_ref import num_points
 from dist_transformer.errors import UserError
 from dist_transformer.format import duration
 from dist_transformer.reporting.curves import Curve, read_curves, thinned
@@ -29,7 +28,7 @@ def watch(folder: Path, *, is_run: bool) -> None:
     """Shows a run, or all runs in a folder, until all have ended or Ctrl-C; plain lines where there is no terminal."""
     with suppress(KeyboardInterrupt), Live(console=Console(), auto_refresh=False) as live:
         while True:
-            documents = short_reports([*_watched([folder] if is_run else run_folders(folder))])
+            documents = short_reports([folder] if is_run else run_folders(folder))
             if not documents:
                 raise UserError(f"{folder}: no run in it; expected a run folder, or a folder of them")
             lines = [[*_facts(document)] for document in documents]
@@ -40,12 +39,6 @@ def watch(folder: Path, *, is_run: bool) -> None:
             if all(map(_has_ended, documents)):
                 return
             time.sleep(REFRESH_SECONDS)
-
-
-def _watched(folders: Iterable[Path]) -> Iterator[Path]:
-    """The folders, and in place of that of a sweep those of its tasks: the sweep itself has no state and no end."""
-    for folder in folders:
-        yield from [folder] if num_points(folder) is None else run_folders(folder)
 
 
 def sparkline(curve: Curve | None) -> str:

@@ -40,7 +40,7 @@ _INSTEAD = {
     "nodes": "slurm.nodes", "ntasks-per-node": "slurm.ranks_per_node", "cpus-per-task": "slurm.cpus_per_rank",
     "ntasks": "slurm.nodes and slurm.ranks_per_node", "time": "slurm.time_limit", "signal": "slurm.signal_seconds",
     "gpus-per-node": "slurm.gpus_per_node, and slurm.sbatch.gres for their kind", "job-name": "run.name",
-    "export": "slurm.environment", "export-file": "slurm.environment", "array": "submit --sweep",
+    "export": "slurm.environment", "export-file": "slurm.environment", "array": "a node for each run: submit --pipeline",
     "dependency": "submit --after", "kill-on-invalid-dep": "submit --after",
 }  # fmt: skip
 """Options of sbatch that submit sets itself, and what says them."""

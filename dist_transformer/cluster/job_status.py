@@ -3,7 +3,6 @@
 The document of `status --json`. Every key is always present; null: unknown, or there is none. Times are unix seconds.
 """
 
-import math
 import shlex
 import time
 from collections.abc import Iterator, Sequence
@@ -14,15 +13,13 @@ from typing import Any
 from dist_transformer.cluster.logs import log_of_run
 from dist_transformer.cluster.queue import OVER, WAITING, QueuedJob, job_now, states_of
 from dist_transformer.cluster.reasons import exit_code_in_words, waiting_in_words
-from dist_transformer.cluster.run_ref import RunRef, is_run_folder, newest_job_id, num_points, refuse_unreadable
+from dist_transformer.cluster.run_ref import RunRef, is_run_folder, newest_job_id, refuse_unreadable
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.run.attempts import attempts
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import goodput_of
-from dist_transformer.run.records import read_record, records_of
+from dist_transformer.run.records import read_record
 from dist_transformer.run.status import SILENT_SECONDS, RunView, look_at
-from dist_transformer.run.sweep_folder import SweepDir
-from dist_transformer.run.tail import last_lines
 
 Document = dict[str, Any]
 
@@ -64,17 +61,8 @@ def report(target: RunRef) -> Document:
 
 
 def report_all(root: Path) -> list[Document]:
-    """A short document for each run folder in `root`, the newest record first; for those of a sweep with the settings of the
-    point and the newest validation loss, the lowest first. Slurm is asked once."""
-    rows, points = short_reports(run_folders(root)), read_record(SweepDir(root).state).get("points")
-    if points is None:
-        return sorted(rows, key=lambda row: -(row["record_time"] or 0))
-    of_tasks = {f"task_{number}": point.get("overrides", {}) for number, point in enumerate(points)}
-    for row in rows:
-        records = records_of(last_lines(RunDir(Path(row["folder"])).metrics, RECENT_BYTES))
-        newest = next((record for record in records if record.get("event") == "validation"), {})
-        row |= {"overrides": of_tasks.get(row["run"], {}), "validation_loss": newest.get("loss")}
-    return sorted(rows, key=lambda row: loss if isinstance(loss := row["validation_loss"], int | float) else math.inf)
+    """A short document for each run folder in `root`, the newest record first. Slurm is asked once."""
+    return sorted(short_reports(run_folders(root)), key=lambda row: -(row["record_time"] or 0))
 
 
 def run_folders(root: Path) -> list[Path]:
@@ -89,14 +77,10 @@ def short_reports(folders: Sequence[Path]) -> list[Document]:
     ids = [newest_job_id(view.run_dir) for view in views]
     asked = [job_id for view, job_id in zip(views, ids, strict=True) if job_id and view.state != "finished"]
     states, problem = _job_states(asked)
-    rows = [
+    return [
         {**_row(view, job_id, states.get(job_id or "")), "slurm_problem": problem if job_id in asked else None}
         for view, job_id in zip(views, ids, strict=True)
     ]
-    for row in rows:
-        if (points := num_points(Path(row["folder"]))) is not None:
-            row |= {"state": f"sweep of {points}", "step": None}
-    return rows
 
 
 @dataclass(frozen=True)

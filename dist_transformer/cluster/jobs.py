@@ -1,4 +1,4 @@
-"""The calls of sbatch: one for each stage of a run, and one for all points of a sweep.
+"""The calls of sbatch: one for each stage of a run.
 
     prepare -> train -> average -> evaluate      each waits until the one before it has succeeded
 
@@ -58,14 +58,6 @@ def job_of(
     path = str(run_dir.path)
     words = arguments or ((path,) if stage in _SCRIPTS else (stage, path))
     return Job(stage, _options(wanted), run_dir.slurm / script_name(stage), tuple(words))
-
-
-def array_job(slurm: SlurmConfig, folder: RunDir, array: str, excluded: Sequence[str] = ()) -> Job:
-    """One training job for many run folders `folder`/task_N; `array` in the syntax of sbatch --array: 0-3,5%2."""
-    task = f"{folder.path}/task_%a"
-    wanted = {"job-name": folder.name, "comment": f"{COMMENT}{task}", "array": array}
-    wanted |= {"output": f"{task}/slurm/job-%A_%a.log"} | _resources("train", slurm) | _site(slurm, excluded)
-    return Job("train", _options(wanted), folder.submitted_script, (task,))
 
 
 def _options(wanted: dict[str, Any]) -> tuple[str, ...]:

@@ -11,7 +11,6 @@ from dist_transformer.errors import UserError
 from dist_transformer.run.attempts import attempts
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
-from dist_transformer.run.sweep_folder import SweepDir
 
 
 @dataclass(frozen=True)
@@ -30,14 +29,13 @@ def find_run(text: str, root: Path) -> RunRef:
         root: the folder of runs, searched for a job that Slurm has forgotten.
 
     Raises:
-        UserError: `text` is neither, or names no known run, or names a sweep.
+        UserError: `text` is neither, or names no known run.
     """
     folder = Path(text)
     if folder.is_dir():
         refuse_unreadable(folder)
         if not is_run_folder(folder):
             raise UserError(f"{folder}: is not a run folder: it has neither config.yaml, run.json nor slurm/job.json")
-        _refuse_sweep(folder)
         return RunRef(RunDir(folder.absolute()), newest_job_id(RunDir(folder.absolute())))
     if not is_job_id(text):
         raise UserError(f"{text}: no such folder, and no job id; expected a run folder, or a job id like 123 or 123_4")
@@ -53,7 +51,6 @@ def find_run(text: str, root: Path) -> RunRef:
         )
     if not is_run_folder(found):
         raise UserError(f"job {text}: its run folder {found} is not there; was it moved or removed?")
-    _refuse_sweep(found)
     return RunRef(RunDir(found), text)
 
 
@@ -71,30 +68,13 @@ def is_run_folder(folder: Path) -> bool:
     return any(map(os.path.isfile, (run_dir.config, run_dir.state, run_dir.job, run_dir.attempts)))
 
 
-def num_points(folder: Path) -> int | None:
-    """Number of points of the sweep in `folder`; None for any other folder."""
-    state = SweepDir(folder).state
-    return len(read_record(state).get("points", [])) if os.path.isfile(state) else None
-
-
 def newest_job_id(run_dir: RunDir) -> str | None:
     """The newest job of a run: the one submitted last, or a later one that was started by hand."""
     submitted_at, job_id = _submission(run_dir)
-    if job_id is None and run_dir.name.startswith("task_"):  # a task of a sweep, which is submitted as one job
-        submitted_at, array = _submission(RunDir(run_dir.path.parent))
-        job_id = array and f"{array}_{run_dir.name.removeprefix('task_')}"
     attempt = next(reversed([*attempts(run_dir)]), None)
     if attempt is not None and (job_id is None or attempt["time"] > submitted_at):
         return str(attempt["job"])
     return job_id
-
-
-def _refuse_sweep(folder: Path) -> None:
-    if num_points(folder) is not None:
-        raise UserError(
-            f"{folder}: is the folder of a sweep: dist-transformer list {folder}, or give one of its runs: "
-            f"{folder / 'task_0'}"
-        )
 
 
 def _submission(run_dir: RunDir) -> tuple[float, str | None]:
@@ -119,11 +99,10 @@ def _folder_by_comment(job_id: str) -> Path | None:
 
 
 def _folder_by_files(job_id: str, root: Path) -> Path | None:
-    number, _, task = job_id.partition("_")
     for run_dir in (RunDir(path.parents[1].absolute()) for path in sorted(root.glob("*/slurm/job.json"))):
         note = read_record(run_dir.job)
-        if number in (str(note.get("job_id")), *map(str, note.get("stages", {}).values())):
-            return run_dir.path / f"task_{task}" if task else run_dir.path
+        if job_id in (str(note.get("job_id")), *map(str, note.get("stages", {}).values())):
+            return run_dir.path
     by_hand = (path.parents[1].absolute() for path in sorted(root.glob("*/slurm/attempts.jsonl")))
     return next((folder for folder in by_hand if _worked_on(RunDir(folder), job_id)), None)
 

@@ -24,7 +24,6 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
 from dist_transformer.run.resume_checks import stage_problems
 from dist_transformer.run.snapshot import take_snapshot
-from dist_transformer.run.sweep_folder import sweep_of
 
 REFUSED = "change slurm.sbatch (partition, account, qos, constraint, mem, gres) or slurm.gpus_per_node; sinfo shows what there is"
 
@@ -85,8 +84,7 @@ def plan_submission(
         raise ConfigError(found, "cannot submit:")
     run_dir = RunDir(run_dir.path.absolute())
     jobs = tuple(job_of(stage, config.slurm, run_dir, list(excluded_nodes(run_dir))) for stage in stages)
-    sweep = sweep_of(run_dir)  # its prepared corpora lie beside it
-    folders = needed_folders(config, (sweep.path if sweep else run_dir.path).parent)
+    folders = needed_folders(config, run_dir.path.parent)
     code = Code(run_dir.snapshot)
     scripts = {job.script: render_script(script_name(job.stage), config.slurm, code, folders) for job in jobs}
     return Submission(run_dir, {run_dir.config: config_text, **scripts}, jobs, tuple(after))

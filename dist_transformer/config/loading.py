@@ -25,28 +25,18 @@ from dist_transformer.errors import ConfigError
 from dist_transformer.plugins import problems_of, with_absolute_path
 
 
-def load_config(
-    path: Path,
-    overrides: list[str] | None = None,
-    *,
-    settings: Mapping[str, tuple[Any, str]] | None = None,
-    check_files: bool = True,
-) -> Config:
+def load_config(path: Path, overrides: list[str] | None = None, *, check_files: bool = True) -> Config:
     """Reads and checks the configuration of a run.
 
     Args:
         path: a YAML file.
         overrides: `section.key=value` strings, the value read as YAML.
-        settings: values that go before both, by their dotted keys, each with its place for messages.
         check_files: also check that the text files that it names exist.
 
     Raises:
         ConfigError: with all problems, each with file, line, key, the expected and the given value.
     """
-    marked = with_overrides(read_extended(path), overrides or [])
-    for key, (value, place) in (settings or {}).items():
-        marked = _with_value(marked, key, value, place)
-    return config_of(marked, check_files=check_files)
+    return config_of(with_overrides(read_extended(path), overrides or []), check_files=check_files)
 
 
 def config_of(marked: Marked, *, check_files: bool = True) -> Config:

@@ -34,7 +34,7 @@ def with_counted_pieces(config: Config) -> Config:
     return with_vocabularies(config, *_sizes(Path(source), Path(target) if target else None))
 
 
-@functools.cache  # the points of a sweep share a tokenizer
+@functools.cache
 def _sizes(source: Path, target: Path | None) -> tuple[int, int]:
     from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 

@@ -1,6 +1,6 @@
 """Everything that a run folder contains about its run. Nothing is required: missing or torn data is empty or None.
 
-A run may be running, be killed, have no validation, be of an older version, or be one point of a sweep.
+A run may be running, be killed, have no validation, be of an older version.
 """
 
 import time

@@ -77,8 +77,6 @@ METRICS_A_BATCH = 900
 """Points per request; the server accepts 1,000."""
 PARAMETERS_A_BATCH = 100
 BEFORE_ALL = -1
-MOST_RUNS = 10_000
-"""Limit of runs found by one search; a sweep has 1,000."""
 LONGEST_KEY = 250
 LONGEST_PARAMETER = 500
 """Length that every server accepts; if a value is longer, the artifact parameters.json has all values uncut."""
@@ -150,12 +148,6 @@ class TrackedRun:
                 self.client.set_terminated(self.run_id, status=status, end_time=time_ms)
             else:
                 self.client.update_run(self.run_id, status=status)
-
-    def statuses_with_tag(self, tag: str, value: str) -> list[str]:
-        """The status of every run of the experiment that has this tag."""
-        with translated_errors():
-            found = self.client.search_runs([self.experiment_id], f"tags.`{tag}` = '{value}'", max_results=MOST_RUNS)
-            return [run.info.status for run in found]
 
     def log_text(self, text: str, name: str) -> None:
         with translated_errors(), local_files_refused(), artifact_errors():

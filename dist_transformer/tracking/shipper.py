@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from dist_transformer.config.credentials import without_credentials
-from dist_transformer.errors import UserError
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records_from
-from dist_transformer.run.sweep_folder import sweep_of
 from dist_transformer.tracking.content import Point
 from dist_transformer.tracking.messages import goes_by, points_of, send_event
 from dist_transformer.tracking.outbox import (
@@ -28,7 +26,6 @@ from dist_transformer.tracking.outbox import (
     ServerTrouble,
     Target,
 )
-from dist_transformer.tracking.parent_run import end_if_all_finished, join_sweep
 
 if TYPE_CHECKING:
     from dist_transformer.tracking.mlflow_client import TrackedRun
@@ -73,8 +70,6 @@ class Shipper:
         self._target = target
         self._memory = memory
         self._run: TrackedRun | None = None
-        self._sweep = sweep_of(run_dir)
-        self._parent: TrackedRun | None = None
         self._offset = 0
         self._file: BinaryIO | None = None
         self._refused: tuple[str, int] | None = None
@@ -156,11 +151,6 @@ class Shipper:
             logger.warning("MLflow run %s lost points (an old backup?): the whole history is sent there", run.run_id)
             self._begin_again(run)
         self._save()
-        if self._sweep is not None:
-            try:
-                self._parent = join_sweep(run, self._sweep, self._target)
-            except UserError as error:
-                logger.warning("the run is followed without its sweep: %s", error)
         return run
 
     def _begin_again(self, run: "TrackedRun") -> None:
@@ -230,8 +220,6 @@ class Shipper:
             send_event(run, event, channel, self._run_dir)
             if event["event"] == "status":
                 run.remove_doubles(self._memory.run_id)
-            if self._parent is not None and self._sweep is not None and event["event"] == "status":
-                end_if_all_finished(self._parent, self._sweep, int(event["time"] * 1000))
         except ServerRefused as refusal:
             self._end_if_abandoned()
             here = (channel, self._memory.offset(channel))

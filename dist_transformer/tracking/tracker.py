@@ -39,7 +39,6 @@ from dist_transformer.tracking.outbox import (
     add_event,
     load_memory,
 )
-from dist_transformer.tracking.parent_run import run_name_of, store_folder
 from dist_transformer.tracking.shipper import Delivery, Shipper
 
 logger = logging.getLogger(__name__)
@@ -203,7 +202,7 @@ def model_event(run_dir: RunDir, settings: TrackingConfig, folder: Path) -> dict
 
 def memory_of(run_dir: RunDir, run_name: str, run_id: str | None) -> DeliveryState:
     """The delivery state in the run folder; else a new one, of the run that has this id on the server."""
-    memory = load_memory(run_dir.tracking, run_name_of(run_dir, run_name), run_id)
+    memory = load_memory(run_dir.tracking, run_name, run_id)
     recorded = run_dir.tracking_events.stat().st_size if run_dir.tracking_events.is_file() else 0
     if any(memory.offset(channel) > recorded for channel in CHANNELS):  # another, shorter outbox: all of it is new
         memory.outbox_offset, memory.ahead = 0, {}
@@ -256,16 +255,14 @@ def target_of(settings: TrackingConfig, run_dir: RunDir, default_store: Path) ->
     store.
     """
     here = run_dir.path.absolute().parent
-    has_moved = (store_folder(here) / STORE).exists() or not default_store.is_dir()
+    has_moved = (here / STORE).exists() or not default_store.is_dir()
     root = here if has_moved else default_store
-    return Target(
-        address_of(settings) or store_uri(root), settings.experiment, store_folder(root).resolve() / "mlartifacts"
-    )
+    return Target(address_of(settings) or store_uri(root), settings.experiment, root.resolve() / "mlartifacts")
 
 
 def store_uri(root: Path) -> str:
     """The store of the runs in `root` that needs no server: one sqlite file."""
-    return f"sqlite:///{store_folder(root).resolve() / STORE}"
+    return f"sqlite:///{root.resolve() / STORE}"
 
 
 def ui_command(root: Path) -> list[str]:

@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -16,7 +15,7 @@ from mutated_runs import Mutation, copy_of, field_mutations, whole_file_mutation
 from dist_transformer.cluster import requeue
 from dist_transformer.config.loading import load_config, to_yaml
 from dist_transformer.errors import UserError
-from dist_transformer.files import read_json, write_json, write_text
+from dist_transformer.files import read_json, write_text
 from dist_transformer.run.folder import RunDir
 from dist_transformer.tracking.mlflow_client import RUN_UID_TAG
 
@@ -159,25 +158,6 @@ def test_what_one_may_not_read_is_told_and_hides_nothing_else(run: Path) -> None
         with forbidden(folder.parent):
             assert run_command("list", folder.parent)[0] == 2
         assert other.is_dir()
-
-
-def test_a_sweep_whose_files_are_mutated_is_answered(run: Path, tmp_path: Path) -> None:
-    sweep = tmp_path / "sweep"
-    points = [{"task": number, "overrides": {"run.seed": number}, "job_id": f"5_{number}"} for number in (0, 1)]
-    for seed in range(15):
-        copy_of(run, sweep / "task_0")
-        state = sweep / "sweep.json"
-        shutil.rmtree(state) if state.is_dir() and not state.is_symlink() else state.unlink(missing_ok=True)
-        write_json(state, {"name": "s", "uid": "u", "points": points})
-        draw = random.Random(seed)
-        _, mutate = draw.choice([*whole_file_mutations(state), *field_mutations(state, draw, 20)])
-        mutate(state)
-        for arguments in (
-            ("status", sweep / "task_0"),
-            ("list", tmp_path),
-            ("list", sweep),
-        ):
-            assert_answers(f"sweep.json, seed {seed}", *arguments)
 
 
 @pytest.mark.parametrize(

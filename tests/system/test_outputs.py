@@ -16,7 +16,7 @@ from dist_transformer.cli.main import Commands
 pytestmark = pytest.mark.slow
 
 READ = """
-prepare run, train run, plan run, plan calibrate, simulate run, simulate calibrate, submit run, submit sweep,
+prepare run, train run, plan run, plan calibrate, simulate run, simulate calibrate, submit run,
 preflight run_folder, status root, list root, logs root, stacks root, stop root, cancel root, resume root,
 average run, extend-vocabulary model, extend-vocabulary pieces_file, export model, import source,
 init source, init target, init validation, init test,

@@ -9,7 +9,6 @@ import pytest
 from html_reader import Page, assert_sound
 from running import records, wait_for_step
 
-from dist_transformer.files import write_json
 from dist_transformer.interop.model_folder import load_model_folder
 from dist_transformer.reporting.run_report import report_after_training
 from dist_transformer.run.folder import RunDir
@@ -111,12 +110,12 @@ def test_runs_are_compared_on_the_screen_and_on_a_page(command, trained, copied,
     assert page_of(tmp_path / "both.html").tables[0][0] == ["", "reported", "copied"]
 
 
-def test_the_folder_of_a_sweep_stands_for_its_runs(command, trained, tmp_path):
-    for task in (0, 1, 10):
-        shutil.copytree(trained, tmp_path / "sweep" / f"task_{task}")
-    write_json(tmp_path / "sweep" / "sweep.json", {"name": "sweep", "id": "1", "points": [{}, {}, {}]})
-    said = command("compare", tmp_path / "sweep", "--output", tmp_path / "sweep.html")
-    assert "\ttask_0\ttask_1\ttask_10" in said
+def test_a_folder_of_runs_stands_for_its_runs(command, trained, tmp_path):
+    for name in ("fast", "slow"):
+        shutil.copytree(trained, tmp_path / "rates" / name)
+    (tmp_path / "rates" / "notes").mkdir()
+    said = command("compare", tmp_path / "rates", "--output", tmp_path / "rates.html")
+    assert "\tfast\tslow" in said
 
 
 def test_what_cannot_be_reported_on_is_said_in_one_message(command, trained, copied, tmp_path):

@@ -10,7 +10,6 @@ from fake_slurm import job_line
 from dist_transformer.cli import submit as submit_module
 from dist_transformer.cli.submission import memory_problems
 from dist_transformer.cli.submit import read_job_ids, read_stages, submit_run
-from dist_transformer.cli.sweep import submit_points
 from dist_transformer.cluster import submit as cluster_submit
 from dist_transformer.config.loading import load_config, with_absolute_paths
 from dist_transformer.data.sources.first_pairs import first_pairs_problems
@@ -188,11 +187,6 @@ def test_a_text_that_cannot_be_read_is_told_with_the_other_problems(tmp_path: Pa
     with pytest.raises(ConfigError) as caught:
         submit_run(tmp_path / "files.yaml", ["slurm.time_limit='1:00'", f"run.root={tmp_path}"])
     assert len(caught.value.problems) == 2
-    sweep = tmp_path / "sweep.yaml"
-    sweep.write_text("grid: {run.seed: [1, 2, 3]}\n")
-    with pytest.raises(ConfigError) as caught:
-        submit_points(tmp_path / "files.yaml", [f"run.root={tmp_path}", "run.name=swept"], sweep, None)
-    assert caught.value.problems == [problem]
 
 
 @pytest.mark.parametrize("given", [["slurm.gpus_per_node=1"], ["slurm.gpu_memory_gb=0.0001"]])
@@ -217,10 +211,8 @@ def test_ids_of_jobs_are_nothing_else() -> None:
             read_job_ids(text)
 
 
-def test_options_of_a_sweep_and_of_a_run_are_not_mixed(config: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--max-running: is for a sweep; give --sweep FILE"):
-        submit_module.submit_command(config, max_running=2)
-    sweep = tmp_path / "sweep.yaml"
-    sweep.write_text("grid: {run.seed: [1, 2]}\n")
-    with pytest.raises(UserError, match="a sweep is one array of training jobs"):
-        submit_module.submit_command(config, sweep=sweep, stages="train,evaluate")
+def test_stages_of_a_pipeline_are_refused_and_a_run_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--stages train,evaluate: the nodes of a pipeline are its stages"):
+        submit_module.submit_command(pipeline=tmp_path / "any.yaml", stages="train,evaluate")
+    with pytest.raises(UserError, match="expected a YAML file or a run folder"):
+        submit_module.submit_command()

@@ -19,10 +19,7 @@ from dist_transformer.cli import watch as watch_module
 from dist_transformer.cli.main import app
 from dist_transformer.cli.watch import BARS, sparkline
 from dist_transformer.errors import UserError
-from dist_transformer.files import write_json
 from dist_transformer.reporting.curves import Curve
-from dist_transformer.run.folder import RunDir
-from dist_transformer.run.sweep_folder import SweepDir
 
 SCORES = {"event": "validation", "step": 50, "time": NOW, "loss": 3.25, "perplexity": 12.5, "bleu": 21.5}
 
@@ -78,23 +75,6 @@ def test_a_slurm_that_does_not_answer_ends_no_watch(
     assert "Slurm was not asked" in shown[0]
     assert "Unable to contact" in shown[0]
     assert [line.rpartition("job 5 ")[2] for line in shown[1:]] == ["PENDING", "COMPLETED"]
-
-
-def test_of_a_sweep_the_tasks_are_watched(slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sweep = tmp_path / "runs" / "sweep"
-    for task in (0, 1):
-        make_run(sweep / f"task_{task}", state=None)
-    write_json(SweepDir(sweep).state, {"points": [{}, {}]})
-    write_json(RunDir(sweep).job, {"job_id": "5", "submitted_at": "2027-01-01T00:00:00+00:00", "command": "sbatch"})
-    slurm.answers("squeue", job_line("5_0", "COMPLETED") + "\n" + job_line("5_1", "PENDING"))
-    after_each_look(
-        monkeypatch,
-        lambda: slurm.answers("squeue", job_line("5_0", "COMPLETED") + "\n" + job_line("5_1", "COMPLETED")),
-    )
-    by_folder = lines(tmp_path / "runs")
-    assert [line.split(":")[0] for line in by_folder] == ["task_0", "task_1"] * 2
-    assert by_folder[1].endswith("job 5_1 PENDING")
-    assert lines(sweep) == by_folder[2:]
 
 
 def test_a_run_is_watched_while_its_heart_beats(

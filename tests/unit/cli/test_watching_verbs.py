@@ -274,7 +274,7 @@ def test_stop_takes_a_waiting_job_out_of_the_queue(slurm: FakeSlurm, run_dir: Ru
 
 
 def test_stop_of_a_waiting_task_takes_no_other_task_out_of_the_queue(slurm: FakeSlurm, tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "sweep" / "task_3", job_id="12_3")
+    run_dir = make_run(tmp_path / "seeds" / "seed_3", job_id="12_3")
     slurm.answers("squeue", job_line("12_[1-4%1]", "PENDING", "JobArrayTaskLimit"))
     slurm.answers("scancel")
     assert "job 12_3 was waiting" in call("stop", run_dir.path).stdout

@@ -188,7 +188,7 @@ def test_an_option_of_two_lines_is_refused(run_dir: RunDir) -> None:
         ("signal", "signal", "use slurm.signal_seconds"),
         ("sig", "signal", "use slurm.signal_seconds"),
         ("job-name", "job-name", "use run.name"),
-        ("array", "array", "use submit --sweep"),
+        ("array", "array", "use a node for each run: submit --pipeline"),
         ("dependency", "dependency", "use submit --after"),
         *(
             (name, name, "the batch script relies on it; remove it")

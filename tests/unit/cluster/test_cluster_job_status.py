@@ -209,12 +209,6 @@ def test_a_job_that_is_over_without_having_finished_the_run_says_what_to_do_next
     assert of(run_dir)["next"] is None
 
 
-def test_a_sweep_in_a_list_is_said_to_be_one(slurm: FakeSlurm, run_dir: RunDir) -> None:
-    slurm.answers("squeue", job_line("5", "RUNNING"))
-    write_json(run_dir.path / "sweep.json", {"points": [{}, {}, {}]})
-    assert [(row["state"], row["step"]) for row in report_all(run_dir.path.parent)] == [("sweep of 3", None)]
-
-
 def test_excluded_nodes_divergences_and_mlflow_are_told_without_credentials(slurm: FakeSlurm, run_dir: RunDir) -> None:
     slurm.answers("squeue", job_line("5", "RUNNING"))
     write_json(run_dir.excluded, {"n3": "slow"})

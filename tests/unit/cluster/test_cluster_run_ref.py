@@ -37,11 +37,6 @@ def test_a_job_started_by_hand_after_the_submission_is_the_newest(tmp_path: Path
     assert newest_job_id(run_dir) == "13"
 
 
-def test_a_task_of_a_sweep_finds_the_array_in_the_folder_above(tmp_path: Path) -> None:
-    make_run(tmp_path / "sweep", job_id="12")
-    assert newest_job_id(make_run(tmp_path / "sweep" / "task_4")) == "12_4"
-
-
 def test_a_job_is_found_by_its_comment(slurm: FakeSlurm, tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "odd | name")
     slurm.answers("squeue", job_line("5", "RUNNING", comment=f"dist-transformer:{run_dir.path}"))
@@ -49,15 +44,15 @@ def test_a_job_is_found_by_its_comment(slurm: FakeSlurm, tmp_path: Path) -> None
 
 
 def test_a_task_of_an_array_is_found_by_its_comment(slurm: FakeSlurm, tmp_path: Path) -> None:
-    run_dir = make_run(tmp_path / "sweep" / "task_2")
-    slurm.answers("squeue", job_line("5_2", "RUNNING", comment=f"dist-transformer:{tmp_path}/sweep/task_%a"))
+    run_dir = make_run(tmp_path / "seeds" / "seed_2")
+    slurm.answers("squeue", job_line("5_2", "RUNNING", comment=f"dist-transformer:{tmp_path}/seeds/seed_%a"))
     assert find_run("5_2", tmp_path / "none") == RunRef(run_dir, "5_2")
 
 
 def test_a_job_that_slurm_has_forgotten_is_found_in_the_folder_of_runs(slurm: FakeSlurm, tmp_path: Path) -> None:
     make_run(tmp_path / "a", job_id="4")
     run_dir = make_run(tmp_path / "b", job_id="5")
-    task = make_run(tmp_path / "b" / "task_3")
+    task = make_run(tmp_path / "c", job_id="5_3")
     assert find_run("5", tmp_path) == RunRef(run_dir, "5")
     assert find_run("5_3", tmp_path) == RunRef(task, "5_3")
 
@@ -98,18 +93,6 @@ def test_a_folder_that_is_no_run_folder_is_refused(tmp_path: Path) -> None:
         UserError, match=r"is not a run folder: it has neither config.yaml, run.json nor slurm/job.json"
     ):
         find_run(str(tmp_path), tmp_path)
-
-
-def test_the_folder_of_a_sweep_is_no_run(slurm: FakeSlurm, tmp_path: Path) -> None:
-    sweep = make_run(tmp_path / "rates", job_id="5").path
-    write_json(sweep / "sweep.json", {"points": [{}, {}]})
-    task = make_run(sweep / "task_0")
-    message = f"{sweep}: is the folder of a sweep: dist-transformer list {sweep}, or give one of its runs: "
-    for text in (str(sweep), "5"):
-        with pytest.raises(UserError) as refused:
-            find_run(text, tmp_path)
-        assert str(refused.value) == f"{message}{sweep}/task_0"
-    assert find_run(str(task.path), tmp_path) == RunRef(task, "5_0")
 
 
 def test_a_slurm_that_is_not_there_is_not_said_to_know_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

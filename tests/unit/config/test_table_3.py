@@ -1,15 +1,16 @@
-"""configs/table3: each point is the paper's row, checked like any configuration, with its number of parameters."""
+"""configs/table3: each node is the paper's row, checked like any configuration, with its number of parameters."""
 
 from pathlib import Path
 
 import pytest
 import torch
 
-from dist_transformer.cluster.sweep import read_sweep
-from dist_transformer.config.loading import load_config
+from dist_transformer.config.loading import config_of, load_config, read_extended
 from dist_transformer.config.model_size import head_sizes, parameter_count
 from dist_transformer.config.schema import Config, ModelConfig
+from dist_transformer.config.yaml_positions import merge
 from dist_transformer.model.transformer import Transformer
+from dist_transformer.pipeline.schema import read_pipeline
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 MILLION = 1_000_000
@@ -51,12 +52,15 @@ PRINTED = [
 ]
 
 
-def points_of(name: str) -> list[Config]:
+def rows_of(name: str) -> list[Config]:
     base = CONFIGS / "wmt14_en_de_base.yaml"
     if name == "base":
         return [load_config(base, check_files=False)]
-    points = read_sweep(CONFIGS / "table3" / f"{name}.yaml").points
-    return [load_config(base, settings=point, check_files=False) for point in points]
+    pipeline = read_pipeline(CONFIGS / "table3" / f"{name}.yaml")
+    of_all = merge(read_extended(base), pipeline.section("set"))
+    nodes = pipeline.marked.values["nodes"]
+    assert all(node["config"] == "../wmt14_en_de_base.yaml" for node in nodes.values())
+    return [config_of(merge(of_all, pipeline.section("nodes", node, "set")), check_files=False) for node in nodes]
 
 
 def columns(config: Config) -> tuple[float, ...]:
@@ -67,23 +71,23 @@ def columns(config: Config) -> tuple[float, ...]:
     return (*sizes, model.dropout, training.label_smoothing, training.max_steps)
 
 
-def test_every_sweep_of_the_folder_is_one_of_table_3():
+def test_every_file_of_the_folder_is_of_table_3():
     assert {path.stem for path in (CONFIGS / "table3").iterdir()} == set(ROWS)
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_points_of_a_sweep_load_without_a_problem_and_have_the_papers_columns(name):
-    assert [columns(config) for config in points_of(name)] == [row for row, _ in ROWS[name]]
+def test_the_nodes_of_a_file_load_without_a_problem_and_have_the_papers_columns(name):
+    assert [columns(config) for config in rows_of(name)] == [row for row, _ in ROWS[name]]
 
 
 def test_no_row_averages_checkpoints():
     """6.2: "no checkpoint averaging"; base does, for Table 2 (6.1)."""
-    assert {config.checkpoints.average_last for name in ROWS for config in points_of(name)} == {1}
-    assert points_of("base")[0].checkpoints.average_last == 5
+    assert {config.checkpoints.average_last for name in ROWS for config in rows_of(name)} == {1}
+    assert rows_of("base")[0].checkpoints.average_last == 5
 
 
 def test_only_row_e_learns_its_positions():
-    learned = [name for name in ROWS for config in points_of(name) if config.model.positions == "learned"]
+    learned = [name for name in ROWS for config in rows_of(name) if config.model.positions == "learned"]
     assert learned == ["row_e"]
 
 
@@ -92,7 +96,7 @@ def test_parameters_are_those_printed_in_the_paper(name, number, millions):
     """The printed figures do not follow from one vocabulary of "about 37000" (5.1), with which every row of base is 1.2 to
     4.2 million lower and big 1.3 million higher. Base and rows (B) and (C) all round to what is printed for 40,932 to
     41,160 pieces, and big for 35,296 to 36,272."""
-    model: ModelConfig = points_of(name)[number].model
+    model: ModelConfig = rows_of(name)[number].model
     pieces = 36_000 if name == "big" else 41_000
     assert parameter_count(model, pieces, pieces) / MILLION == pytest.approx(millions, abs=0.5)
     assert parameter_count(model, 37_000, 37_000) / MILLION == pytest.approx(millions, rel=0.07)
@@ -104,8 +108,8 @@ def test_parameters_are_those_printed_in_the_paper(name, number, millions):
 @pytest.mark.parametrize("number", range(4))
 def test_rows_a_and_d_have_the_parameters_of_base(number):
     """To the last one: neither heads nor dropout have parameters; the paper prints none."""
-    [base] = points_of("base")
+    [base] = rows_of("base")
     for name in ("rows_a", "rows_d"):
-        assert parameter_count(points_of(name)[number].model, 37_000, 37_000) == parameter_count(
+        assert parameter_count(rows_of(name)[number].model, 37_000, 37_000) == parameter_count(
             base.model, 37_000, 37_000
         )
