@@ -25,7 +25,7 @@ score target, score ensemble, evaluate run, evaluate source, evaluate references
 evaluate hypothesis, report root, compare root,
 ui root, config check config, config show config, verify run, data inspect run, data audit run, data clean file,
 track sync run, track model run, track model folder, track end run,
-pipeline run file, pipeline status file, pipeline report file, submit pipeline
+rerank n_best, rerank scores, pipeline run file, pipeline status file, pipeline report file, submit pipeline
 """
 """Paths that are only read, and roots under which runs are looked for."""
 WRITTEN: dict[str, tuple[str, ...]] = {
