@@ -17,6 +17,9 @@ RUN = (
 )  # fmt: skip
 
 
+SAMPLED = {"system"}  # of the machine, at most every few seconds of training: a quick run has none
+
+
 def streams(command: Command, *arguments: str) -> tuple[str, str]:
     process = command.start("train", *arguments)
     out, err = process.communicate(timeout=300)
@@ -29,7 +32,7 @@ def test_with_json_each_record_is_printed_as_it_is_in_the_file(command: Command,
     out, err = streams(command, *RUN, f"run.name=json_{ranks}", "--json", "--ranks", ranks)
     file = command.folder / "runs" / f"json_{ranks}" / "metrics.jsonl"
     assert out == file.read_text(encoding="utf-8")
-    assert {json.loads(line)["event"] for line in out.splitlines()} == {"train", "validation", "goodput"}
+    assert {json.loads(line)["event"] for line in out.splitlines()} - SAMPLED == {"train", "validation", "goodput"}
     assert "step       3  validation" in err
 
 
@@ -47,7 +50,8 @@ def test_a_reader_that_has_gone_does_not_end_the_training(command: Command) -> N
     process.stdout.close()
     process.wait(300)
     assert process.returncode == 0
-    assert len((command.folder / "runs" / "gone" / "metrics.jsonl").read_text().splitlines()) == 8
+    lines = (command.folder / "runs" / "gone" / "metrics.jsonl").read_text().splitlines()
+    assert len([line for line in lines if json.loads(line)["event"] not in SAMPLED]) == 8
 
 
 def on_terminal(folder: Path, *arguments: str) -> str:
