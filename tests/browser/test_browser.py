@@ -65,14 +65,31 @@ def test_mlflow_shows_what_a_run_was(browser: Any, mlflow_address: str, runs: Pa
         keep_picture(page, "mlflow_run")
 
 
+def drawn_chart(page: Any, metric: str) -> Any:
+    """The chart of one metric. MLflow's page asks for the points once: what a busy server did not answer needs a reload."""
+    from playwright.sync_api import TimeoutError as NothingAppeared
+
+    for is_last in (False, False, True):
+        try:
+            page.get_by_placeholder("Search metric charts").fill(f"^{metric}$")
+            page.get_by_text(f"first ({metric})").wait_for()
+            page.locator(f"{DRAWN} path.js-line").first.wait_for(state="attached")
+            page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 1")
+        except NothingAppeared:
+            if is_last:
+                raise
+            page.reload()
+        else:
+            break
+    (chart,) = page.locator(".js-plotly-plot").all()
+    return chart
+
+
 def test_mlflow_draws_every_point_of_the_curves_once(browser: Any, mlflow_address: str, runs: Path) -> None:
     with opened(browser, run_page(mlflow_address, runs / "first", "/model-metrics")) as page:
         search = page.get_by_placeholder("Search metric charts")
         for event, curve in (("train", "loss"), ("validation", "bleu")):
-            search.fill(f"^{event}/{curve}$")
-            page.get_by_text(f"first ({event}/{curve})").wait_for()
-            page.locator(f"{DRAWN} path.js-line").first.wait_for()
-            (chart,) = page.locator(".js-plotly-plot").all()
+            chart = drawn_chart(page, f"{event}/{curve}")
             points = [(record["step"], record[curve]) for record in records(runs / "first", event)]
             drawn = chart.evaluate("chart => chart.data[0].x.map((step, i) => [step, chart.data[0].y[i]])")
             assert list(map(tuple, drawn)) == pytest.approx(points)
