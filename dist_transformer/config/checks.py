@@ -1,5 +1,6 @@
 """Checks between settings, and of files on disk. Each problem begins with its key; the caller adds file and line."""
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -27,11 +28,13 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 def cross_problems(sections: dict[str, Any]) -> list[str]:
-    """Returns the problems between settings. Skips checks of invalid sections, which have problems of their own."""
+    """Returns the problems between settings. A check takes the sections that its parameters name; those of invalid sections,
+    which have problems of their own, are skipped."""
     problems = [problem for _, problem in secret_problems(sections)]
-    for needed, check in _CHECKS:
-        if all(name in sections for name in needed):
-            problems += check(*(sections[name] for name in needed))
+    for check in _CHECKS:
+        needed = inspect.signature(check).parameters
+        if needed.keys() <= sections.keys():
+            problems += check(**{name: sections[name] for name in needed})
     return problems
 
 
@@ -94,11 +97,6 @@ def _check_checkpoints(checkpoints: Any, training: Any, validation: Any, data: A
             f"checkpoints.average_last: {checkpoints.average_last} is above checkpoints.keep_last "
             f"{checkpoints.keep_last}: the others are gone by then; keep as many as are averaged"
         )
-
-    yield from _final_model_problems(checkpoints, training, validation, data)
-
-
-def _final_model_problems(checkpoints: Any, training: Any, validation: Any, data: Any) -> Iterator[str]:
     if checkpoints.final_model == "ema" and training.ema_decay is None:
         yield "checkpoints.final_model: ema needs training.ema_decay (0.9999 is usual): set both or neither"
     if checkpoints.final_model == "average_best" and not checkpoints.keep_best:
@@ -296,27 +294,11 @@ def _metric_problems(validation: ValidationConfig, data: DataConfig) -> Iterator
         yield "validation.metric: plugin needs validation.plugin, the function that computes it; set both or neither"
 
 
-_CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = [
-    (("run",), lambda run: run_name_problems(run.name)),
-    (("model",), check_model),
-    (("data", "model"), _check_positions),
-    (("model", "training", "data"), _check_plugin),
-    (("training", "data"), _check_guided_alignment),
-    (("tokenizer", "model"), _check_vocabulary),
-    (("optimizer", "schedule", "training"), _check_schedule),
-    (("training",), _check_precision),
-    (("training", "model"), check_patterns),
-    (("data", "slurm"), _check_lanes),
-    (("data",), _check_batches),
-    (("data",), check_training_corpora),
-    (("data",), check_corpora),
-    (("data",), check_filters),
-    (("data",), check_mixture),
-    (("data", "tokenizer"), check_sampling),
-    (("checkpoints", "training", "validation", "data"), _check_checkpoints),
-    (("checkpoints",), _check_keep_every),
-    (("data",), check_more_validation),
-    (("validation", "data"), _check_validation),
-    (("training", "divergence"), _check_divergence),
-    (("tracking",), _check_tracking),
-]
+_CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
+    lambda run: run_name_problems(run.name),
+    *(check_model, _check_positions, _check_plugin, _check_guided_alignment, _check_vocabulary),
+    *(_check_schedule, _check_precision, check_patterns, _check_lanes, _check_batches),
+    *(check_training_corpora, check_corpora, check_filters, check_mixture, check_sampling),
+    *(_check_checkpoints, _check_keep_every, check_more_validation),
+    *(_check_validation, _check_divergence, _check_tracking),
+)
