@@ -29,7 +29,6 @@ MANIFEST_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 SHARD_FOLDER = "shards"
 TOKENIZER_FOLDER = "tokenizer"
-HASH_BLOCK_BYTES = 1 << 20
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Counts = dict[str, Count]
@@ -185,11 +184,8 @@ def json_digest(value: Any) -> str:
 
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file's bytes, in hex."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def verify_shards(folder: Path, manifest: Manifest, deep: bool = False) -> None:

@@ -138,11 +138,8 @@ def chunk_lines(num_lines: int) -> int:
 
 def digest_of(path: Path) -> str:
     """SHA-256 of a file. Raises UserError if it cannot be read."""
-    digest = hashlib.sha256()
     with _opened(path) as file:
-        while data := file.read(READ_BYTES):
-            digest.update(data)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_and_lines(path: Path) -> tuple[str, int]:
