@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -21,7 +20,6 @@ from dist_transformer.config.model_size import (
 )
 from dist_transformer.config.schema import ModelConfig, TrainingConfig
 from dist_transformer.data.manifest import Manifest
-from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.errors import DistTransformerError, MachineError
 from dist_transformer.model.plugin import build_plugin
@@ -203,14 +201,8 @@ def _warn_of_other_threads(run: Run, checkpoint: Checkpoint) -> None:
 def _open_run_log(run: Run, state: TrainState, tags: dict[str, str]) -> RunLog | None:
     """Opens the records of this start on rank 0; dropping those beyond `state` may take long (collective)."""
     opened: list[RunLog] = []  # not sent to the other ranks
-    echo = sys.stdout if run.terminal.as_json else None
-
-    def open_it() -> None:
-        opened.append(
-            open_run_log(run.config, run.run_dir, run.ranks, run.data.folder, run.manifest, state, tags, echo)
-        )
-
-    run_on_rank_zero(run.ranks, open_it, run.doing("cutting back the records of an earlier start"))
+    doing = run.doing("cutting back the records of an earlier start")
+    run_on_rank_zero(run.ranks, lambda: opened.append(open_run_log(run, state, tags)), doing)
     return opened[0] if opened else None
 
 
@@ -224,7 +216,8 @@ def _loop(
     stopping = EarlyStopping(config.validation, changes.early_stopping(checkpoint))
     sampler = NodeSampler(ranks)
     peak = peak_of(ranks.device, run.training.precision)
-    mfu = Mfu(config.model, data.manifest.target_vocabulary, _sum(ranks, peak.flops_per_second)).of
+    peaks = float(ranks.all_reduce_sum(torch.tensor([peak.flops_per_second], dtype=torch.float64)))
+    mfu = Mfu(config.model, data.manifest.target_vocabulary, peaks).of
     every_steps = config.checkpoints.every_steps
     bar = ProgressBar(config.training.max_steps, state.step, every_steps, run.terminal.quiet)
     metrics = MetricsLogger(ranks, engine, sampler, run_log, int(recorded["train"]["step"]), bar, mfu)
@@ -290,11 +283,6 @@ def _take_memory(run: Run, engine: Engine, writer: AsyncWriter, validator: Valid
     dry_run(engine, largest_shapes(config.data, at_once), ranks, run.manifest.eos_id, progress)
     if ranks.device.type == "cuda":  # on CPUs a search takes long, and memory can mostly be swapped
         dry_run_of_validation(validator, config, run.data, ranks, progress)
-
-
-def _sum(ranks: Ranks, value: float) -> float:
-    """Returns the sum over the ranks (collective)."""
-    return float(ranks.all_reduce_sum(torch.tensor([value], dtype=torch.float64)))
 
 
 @contextmanager
