@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -43,7 +44,7 @@ from dist_transformer.training.loop import Loop, Outcome
 from dist_transformer.training.memory import explaining_out_of_memory
 from dist_transformer.training.metrics.console import ProgressBar, log_estimate
 from dist_transformer.training.metrics.logger import MetricsLogger
-from dist_transformer.training.metrics.mfu import Mfu, peak_of
+from dist_transformer.training.metrics.mfu import mfu_of, peak_of
 from dist_transformer.training.metrics.system_metrics import NodeSampler
 from dist_transformer.training.profiler import profiling
 from dist_transformer.training.run import Run
@@ -217,7 +218,7 @@ def _loop(
     sampler = NodeSampler(ranks)
     peak = peak_of(ranks.device, run.training.precision)
     peaks = float(ranks.all_reduce_sum(torch.tensor([peak.flops_per_second], dtype=torch.float64)))
-    mfu = Mfu(config.model, data.manifest.target_vocabulary, peaks).of
+    mfu = partial(mfu_of, config.model, data.manifest.target_vocabulary, peaks)
     every_steps = config.checkpoints.every_steps
     bar = ProgressBar(config.training.max_steps, state.step, every_steps, run.terminal.quiet)
     metrics = MetricsLogger(ranks, engine, sampler, run_log, int(recorded["train"]["step"]), bar, mfu)

@@ -28,7 +28,7 @@ class MetricsLogger:
         sampler: load of the nodes, recorded with a log line every SYSTEM_SECONDS.
         run_log: None on all ranks but rank 0.
         recorded_step: newest "train" record in metrics.jsonl, the same on every rank.
-        mfu: `Mfu.of`, called with an interval and its seconds.
+        mfu: called with an interval and its seconds.
     """
 
     def __init__(
