@@ -329,17 +329,8 @@ class BatchJob:
 
     def _tell_mlflow(self, seconds: int) -> None:
         """Reports to MLflow what the ranks could not report themselves, and the state of the job."""
-        command = [
-            sys.executable,
-            "-m",
-            "dist_transformer",
-            "track",
-            "end",
-            str(self._run_dir.path),
-            "--job",
-            self._job,
-        ]
-        command += ["--attempt", str(self._attempt), "--seconds", str(seconds)]
+        command = [sys.executable, "-m", "dist_transformer", "track", "end", str(self._run_dir.path)]
+        command += ["--job", self._job, "--attempt", str(self._attempt), "--seconds", str(seconds)]
         try:
             subprocess.run(command, timeout=seconds + 30, check=False, stdin=subprocess.DEVNULL)
         except subprocess.TimeoutExpired:

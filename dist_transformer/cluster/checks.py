@@ -231,18 +231,12 @@ def _data_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
     prepared = config.data.prepared
     if prepared is None or (Path(prepared) / "manifest.json").is_file():
         return
-    yield from (
-        f"{message} (the corpus in {prepared} is not prepared yet)" for message in _missing_text(config, run_dir)
-    )
+    if run_dir.config.is_file():  # the text of a run folder may be gone; the loader looks for that of a YAML file
+        for message in file_problems(config.data, config.tokenizer):
+            yield f"{message} (the corpus in {prepared} is not prepared yet)"
     existing = next(path for path in (Path(prepared), *Path(prepared).absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         yield f"data.prepared: {prepared} cannot be written ({existing} is no writable folder), and holds no manifest.json"
-
-
-def _missing_text(config: Config, run_dir: RunDir) -> Iterator[str]:
-    # The loader looks for a YAML file's text files; a run folder's text may have been removed since.
-    if run_dir.config.is_file():
-        yield from file_problems(config.data, config.tokenizer)
 
 
 def _measured_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
