@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dist_transformer.cli.arguments import read_run
+from dist_transformer.cli.arguments import read_run_folder
 from dist_transformer.errors import UserError
 from dist_transformer.format import progress_bar
 from dist_transformer.run.outputs import check_output
@@ -28,9 +28,7 @@ def average_command(
     from dist_transformer.training.checkpoint.final_model import write_final_model
 
     choice = _choice(last, best, ema)
-    if not run.is_dir():
-        raise UserError(f"{run}: no such run folder")
-    config, run_dir = read_run(run, None, check_files=False)
+    config, run_dir = read_run_folder(run)
     output = output or run_dir.model
     check_output(output, MODEL_FOLDER, is_model_folder)
     folder = prepared_folder(config)
