@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -72,16 +71,12 @@ def demo_corpus_command(folder: Annotated[Path, typer.Argument(help="Where to wr
         for split, pairs in corpora.items()
         for side, language in enumerate(("en", "de"))
     }
-    for path, text in texts.items():
-        check_output(path, "the same text", partial(_holds, text.encode()), is_file=True)
+    for path in texts:
+        check_output(path, "the same text", lambda path: path.read_bytes() == texts[path].encode(), is_file=True)
     for path, text in texts.items():
         write_output(path, text)
     for split, pairs in corpora.items():
         print(f"{folder / split}.{{en,de}}: {len(pairs)} pairs")
-
-
-def _holds(content: bytes, path: Path) -> bool:
-    return path.read_bytes() == content
 
 
 def _is_demo_run(folder: Path) -> bool:
