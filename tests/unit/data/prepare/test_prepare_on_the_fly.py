@@ -110,11 +110,7 @@ def test_a_mixture_may_have_both_and_the_report_tells_them_apart(tmp_path: Path)
     config = config_in(tmp_path, **mixture_of(**corpora))
     manifest = prepare(config)
     assert [manifest.splits[name].shards[0].is_in_place for name in manifest.training] == [True, False]
-    report = json.loads((prepared_folder(config) / "report.json").read_text())
-    assert report["not_compared"] == ["web"]
-    assert report["compared_pairs"] == 500
     text = (prepared_folder(config) / "report.md").read_text()
-    assert "read in place, so not compared with anything: web" in text
     assert "web: tokenized on the fly, so tokens and lengths are estimated from its first 200 pairs" in text
 
 
