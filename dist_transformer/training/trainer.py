@@ -213,7 +213,7 @@ def _loop(
     """Builds the parts of the loop and runs it (collective). Returns the outcome, and the reason of an early stop."""
     config, ranks, data, watchdog = run.config, run.ranks, run.data, run.watchdog
     recorded = run_on_rank_zero(ranks, lambda: newest_records(run.run_dir), run.doing("reading the earlier records"))
-    validator = open_validator(config, data, engine, ranks, watchdog.progress, run.wants_stop)
+    validator = open_validator(run, engine)
     stopping = EarlyStopping(config.validation, changes.early_stopping(checkpoint))
     sampler = NodeSampler(ranks)
     peak = peak_of(ranks.device, run.training.precision)
@@ -222,9 +222,7 @@ def _loop(
     every_steps = config.checkpoints.every_steps
     bar = ProgressBar(config.training.max_steps, state.step, every_steps, run.terminal.quiet)
     metrics = MetricsLogger(ranks, engine, sampler, run_log, int(recorded["train"]["step"]), bar, mfu)
-    validation = ValidationSchedule(
-        config.validation, ranks, validator, stopping, run_log, recorded["validation"], bar, metrics.validated
-    )
+    validation = ValidationSchedule(run, validator, stopping, run_log, recorded["validation"], bar, metrics.validated)
     writer = AsyncWriter(run.run_dir, ranks, watchdog.progress)
 
     def saved(checkpoint: Saved) -> None:
@@ -283,7 +281,7 @@ def _take_memory(run: Run, engine: Engine, writer: AsyncWriter, validator: Valid
     at_once = lanes_of_pass(config.data.lanes, run.training, ranks.num_ranks)
     dry_run(engine, largest_shapes(config.data, at_once), ranks, run.manifest.eos_id, progress)
     if ranks.device.type == "cuda":  # on CPUs a search takes long, and memory can mostly be swapped
-        dry_run_of_validation(validator, config, run.data, ranks, progress)
+        dry_run_of_validation(run, validator)
 
 
 @contextmanager
