@@ -173,17 +173,21 @@ class LineReader:
     """Reads ranges of lines of a file in ascending order."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = numbered_lines(path)
-        self._next = 0
+        self._path, self._lines, self._next = path, numbered_lines(path), 0
 
     def read(self, first: int, count: int) -> list[str]:
-        """Reads `count` lines from line `first`, counted from 0, or those up to the end; `first` must not decrease.
+        """Reads `count` lines from line `first`, counted from 0; `first` must not decrease.
 
         Raises:
-            UserError: one of them, or an earlier one, is not valid UTF-8.
+            UserError: one of them no longer exists; it, or an earlier one, is not valid UTF-8.
         """
         assert first >= self._next, "it reads forward"
         lines = list(islice(self._lines, first - self._next, first - self._next + count))
+        if len(lines) != count:
+            raise UserError(
+                f"{self._path}: ends after {first + len(lines)} lines, but had more: it changed while it was translated; put it "
+                "back, or begin another output"
+            )
         self._next = first + count
         return lines
 
