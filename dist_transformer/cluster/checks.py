@@ -15,7 +15,7 @@ from pathlib import Path
 from dist_transformer.cluster.queue import known_jobs
 from dist_transformer.cluster.run_ref import newest_job_id
 from dist_transformer.cluster.script import needed_folders
-from dist_transformer.config.checks import file_problems, run_name_problems
+from dist_transformer.config.checks import check_lanes, file_problems, run_name_problems
 from dist_transformer.config.credentials import secret_problems
 from dist_transformer.config.model_size import checkpoints_bytes
 from dist_transformer.config.schema import Config
@@ -124,12 +124,8 @@ def parse_time_limit(text: str) -> int | None:
 
 def _rank_problems(config: Config) -> Iterator[str]:
     """Ranks that would have no lane or no GPU, and GPUs that would have no rank."""
-    slurm, num_ranks = config.slurm, config.slurm.nodes * config.slurm.ranks_per_node
-    if num_ranks > config.data.lanes:
-        yield (
-            f"slurm: {slurm.nodes} nodes x {slurm.ranks_per_node} ranks = {num_ranks} ranks, more than data.lanes "
-            f"{config.data.lanes}; a rank needs a lane of its own"
-        )
+    slurm = config.slurm
+    yield from check_lanes(config.data, slurm)
     if 0 < slurm.gpus_per_node < slurm.ranks_per_node:
         yield (
             f"slurm.gpus_per_node: {slurm.gpus_per_node} GPUs for {slurm.ranks_per_node} ranks on each node; "

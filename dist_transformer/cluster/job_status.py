@@ -82,7 +82,10 @@ def short_reports(folders: Sequence[Path]) -> list[Document]:
     views = [look_at(RunDir(path.absolute())) for path in folders]
     ids = [newest_job_id(view.run_dir) for view in views]
     asked = [job_id for view, job_id in zip(views, ids, strict=True) if job_id and view.state != "finished"]
-    states, problem = _job_states(asked)
+    try:
+        states, problem = states_of(asked), None
+    except SlurmError as error:  # the list of runs is useful without it
+        states, problem = {}, f"Slurm was not asked: {str(error).splitlines()[0]}"
     return [
         {**_row(view, job_id, states.get(job_id or "")), "slurm_problem": problem if job_id in asked else None}
         for view, job_id in zip(views, ids, strict=True)
@@ -216,14 +219,6 @@ def _warnings(view: RunView, job: QueuedJob | None, now: float, *, is_job: bool)
         yield f"run.json says {view.state}, but {silent}: it was ended without a word; `train` resumes it"
     elif view.state == "running" and job is not None and job.is_over:
         yield f"run.json says running, but the job is over and {silent}: `resume` submits it again"
-
-
-def _job_states(job_ids: list[str]) -> tuple[dict[str, str], str | None]:
-    """States by job, and why Slurm was not asked; the list of runs is useful without it."""
-    try:
-        return states_of(job_ids), None
-    except SlurmError as error:
-        return {}, f"Slurm was not asked: {str(error).splitlines()[0]}"
 
 
 def _row(view: RunView, job_id: str | None, job_state: str | None) -> Document:

@@ -181,7 +181,7 @@ def _check_divergence(training: Any, divergence: Any) -> Iterator[str]:
         )
 
 
-def _check_lanes(data: Any, slurm: Any) -> Iterator[str]:
+def check_lanes(data: Any, slurm: Any) -> Iterator[str]:
     num_ranks = slurm.nodes * slurm.ranks_per_node
     if num_ranks > data.lanes:
         yield (
@@ -297,7 +297,7 @@ def _metric_problems(validation: ValidationConfig, data: DataConfig) -> Iterator
 _CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     lambda run: run_name_problems(run.name),
     *(check_model, _check_positions, _check_plugin, _check_guided_alignment, _check_vocabulary),
-    *(_check_schedule, _check_precision, check_patterns, _check_lanes, _check_batches),
+    *(_check_schedule, _check_precision, check_patterns, check_lanes, _check_batches),
     *(check_training_corpora, check_corpora, check_filters, check_mixture, check_sampling),
     *(_check_checkpoints, _check_keep_every, check_more_validation),
     *(_check_validation, _check_divergence, _check_tracking),
