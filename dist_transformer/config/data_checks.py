@@ -161,11 +161,8 @@ def _kind_problems(path: str, corpus: CorpusConfig) -> Iterator[str]:
 
 def _rule_problems(path: str, rules: Mapping[str, Any], data: DataConfig) -> Iterator[str]:
     for name, value in rules.items():
-        here, is_share, least = (
-            f"{path}.rules.{name}",
-            name in SHARES,
-            0 if name in SHARES else 1 + (name == "repeated"),
-        )
+        here, is_share = f"{path}.rules.{name}", name in SHARES
+        least = 0 if is_share else 1 + (name == "repeated")
         wanted = "a share from 0 to 1" if is_share else f"a whole number from {least}"
         is_number = isinstance(value, int | float) and value >= least and (is_share or float(value).is_integer())
         if name not in RULE_THRESHOLDS:

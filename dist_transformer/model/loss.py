@@ -153,9 +153,8 @@ def _real(target_N: Tensor, pad_id: int | None, num_real: int | None) -> Tensor:
     is_real_N = target_N != pad_id
     if num_real is None:
         return is_real_N.nonzero().squeeze(1)
-    return torch.nonzero_static(is_real_N, size=num_real, fill_value=len(target_N)).squeeze(
-        1
-    )  # an index beyond the last is an error: `num_real` is too large
+    # An index beyond the last is an error: `num_real` is too large.
+    return torch.nonzero_static(is_real_N, size=num_real, fill_value=len(target_N)).squeeze(1)
 
 
 def _chunks(

@@ -188,9 +188,8 @@ def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:
     if ranks.is_rank_zero:
         log.error("end        failed: %s", message, extra={"is_said_elsewhere": True})
     with contextlib.suppress(OSError, MachineError):
-        if (
-            ranks.is_rank_zero and status_said(run_dir) == "SCHEDULED"
-        ):  # by an earlier start, or before a rollback was refused
+        # Said by an earlier start, or before a rollback was refused.
+        if ranks.is_rank_zero and status_said(run_dir) == "SCHEDULED":
             add_event(run_dir.tracking_events, "status", {"status": "FAILED"})
         note(run_dir, ranks, "failed", reason=message.strip().splitlines()[-1])
 
