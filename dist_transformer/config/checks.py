@@ -92,6 +92,11 @@ def _check_tracking(tracking: Any) -> Iterator[str]:
 
 
 def _check_checkpoints(checkpoints: Any, training: Any, validation: Any, data: Any) -> Iterator[str]:
+    if checkpoints.keep_every_steps and checkpoints.keep_every_steps % checkpoints.every_steps:
+        yield (
+            f"checkpoints.keep_every_steps: {checkpoints.keep_every_steps} is no multiple of checkpoints.every_steps "
+            f"{checkpoints.every_steps}: at other steps there is no checkpoint to keep"
+        )
     if checkpoints.average_last > checkpoints.keep_last:
         yield (
             f"checkpoints.average_last: {checkpoints.average_last} is above checkpoints.keep_last "
@@ -109,14 +114,6 @@ def _check_checkpoints(checkpoints: Any, training: Any, validation: Any, data: A
         yield (
             f"checkpoints.keep_best: checkpoints.every_steps {checkpoints.every_steps} is no multiple of "
             f"validation.every_steps {validation.every_steps}: a checkpoint is judged by the validation at its step"
-        )
-
-
-def _check_keep_every(checkpoints: Any) -> Iterator[str]:
-    if checkpoints.keep_every_steps and checkpoints.keep_every_steps % checkpoints.every_steps:
-        yield (
-            f"checkpoints.keep_every_steps: {checkpoints.keep_every_steps} is no multiple of checkpoints.every_steps "
-            f"{checkpoints.every_steps}: at other steps there is no checkpoint to keep"
         )
 
 
@@ -299,6 +296,5 @@ _CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     *(check_model, _check_positions, _check_plugin, _check_guided_alignment, _check_vocabulary),
     *(_check_schedule, _check_precision, check_patterns, check_lanes, _check_batches),
     *(check_training_corpora, check_corpora, check_filters, check_mixture, check_sampling),
-    *(_check_checkpoints, _check_keep_every, check_more_validation),
-    *(_check_validation, _check_divergence, _check_tracking),
+    *(_check_checkpoints, check_more_validation, _check_validation, _check_divergence, _check_tracking),
 )

@@ -88,7 +88,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
         `needs_gradient`: True for each of hidden states, weight and bias that needs one.
         """
-        wide = _wide_dtype(hidden_ND.dtype)
+        wide = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
         real_R = _real(target_N, pad_id, num_real)
         hidden_RD, target_R = hidden_ND[real_R].to(matmul_dtype), target_N[real_R]
         multiplied_weight_VD = weight_VD.to(matmul_dtype)
@@ -187,10 +187,6 @@ def _turn_into_probabilities(
         return nll_C.sum(), nll_C.sum()
     loss_C = (1 - label_smoothing) * nll_C + label_smoothing * (log_normaliser_C - mean_logit_C)
     return loss_C.sum(), nll_C.sum()
-
-
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _matmul_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:

@@ -64,7 +64,8 @@ class RunLog:
             retention.retain(self._run_dir, self._checkpoints, self._metric)
         self._report(path)
         with _warned_of_disk(path):
-            _note_step(self._run_dir, step)
+            noted = {**_noted(self._run_dir), "step": step, "time": round(time.time(), 3)}
+            write_json(self._run_dir.state, noted)
             if (found := goodput_of(self._run_dir, time.time())) is not None:
                 self.metrics.append("goodput", step, found.shares())
 
@@ -219,10 +220,6 @@ def run_id(run_dir: RunDir) -> str:
         before["run_id"] = known or secrets.token_hex(8)
         write_json(run_dir.state, before)
     return str(before["run_id"])
-
-
-def _note_step(run_dir: RunDir, step: int) -> None:
-    write_json(run_dir.state, {**_noted(run_dir), "step": step, "time": round(time.time(), 3)})
 
 
 def _noted(run_dir: RunDir) -> dict[str, Any]:

@@ -265,7 +265,7 @@ def _loop(
     )  # fmt: skip
     written = run_log.profile_written if run_log else None
     profile = profiling(run, engine, batches, metrics, calls, written) if run.terminal.profile else nullcontext()
-    with bar.progress, sampler, _ending_save(run, loop), profile:
+    with bar.progress, sampler, _ending_save(run, saver, state), profile:
         outcome = loop.run()
     early_stop = stopping.reason() or "" if outcome is Outcome.FINISHED else ""
     if early_stop:
@@ -285,16 +285,16 @@ def _take_memory(run: Run, engine: Engine, writer: AsyncWriter, validator: Valid
 
 
 @contextmanager
-def _ending_save(run: Run, loop: Loop) -> Iterator[None]:
+def _ending_save(run: Run, saver: CheckpointSaver, state: TrainState) -> Iterator[None]:
     """Completes the checkpoint in flight after an error that all ranks agree on; names a step that ran out of memory."""
     try:
         yield
     except (Diverged, DistTransformerError) as error:
         if isinstance(error, Diverged) or error.is_agreed:
-            loop.end_save()
+            saver.finish()
         raise
     except (RuntimeError, MemoryError):
-        where = f"step {loop.state.step + 1} of rank {run.ranks.rank}"
+        where = f"step {state.step + 1} of rank {run.ranks.rank}"
         with explaining_out_of_memory(
             where, run.ranks.device, MachineError
         ):  # a retry may succeed, as earlier steps did
