@@ -16,9 +16,10 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from filelock import FileLock
 
@@ -211,7 +212,7 @@ def decoded_lines(lines: Iterable[bytes], name: str) -> Iterator[str]:
             raise UserError(f"{name}, line {number}: not valid UTF-8 ({error.reason}); convert it first") from None
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path) -> BufferedReader:
     try:
         return path.open("rb")
     except OSError as error:

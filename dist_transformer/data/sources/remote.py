@@ -113,7 +113,7 @@ def named_errors(name: str, problem: str = "cannot be read") -> Iterator[None]:
     the disk or the network failed."""
     try:
         yield
-    except (*read_errors(), ValueError, lzma.LZMAError, zlib.error) as error:
+    except _file_errors() as error:
         reason = _reason_of_web(error)
         if isinstance(reason, FileNotFoundError) and is_address(name):
             raise DataError(f"{name}: no such file. Check the address and the access to it.") from error
@@ -166,6 +166,10 @@ def _filesystem(address: str, **options: Any) -> tuple[Any, str]:
     except ValueError as error:
         raise DataError(f"{address}: not an address that can be read: {reason_of(error)}") from error
     return filesystem, path
+
+
+def _file_errors() -> tuple[type[Exception], ...]:
+    return (*read_errors(), ValueError, lzma.LZMAError, zlib.error)
 
 
 def _reason_of_web(error: BaseException) -> BaseException:
