@@ -183,10 +183,8 @@ class Ranks:
         before, behind = (self.rank - 1) % self.num_ranks, (self.rank + 1) % self.num_ranks
         values = [value]
         with self.collective("pass_on"):
-            for is_sending in (
-                self.rank % 2 == 0,
-                self.rank % 2 == 1,
-            ):  # rank 1 receives first: nobody waits in a circle
+            # Rank 1 receives first: nobody waits in a circle.
+            for is_sending in (self.rank % 2 == 0, self.rank % 2 == 1):
                 if is_sending and self.num_ranks > 1:
                     dist.send_object_list([value], before, group=self.control)
                 elif self.num_ranks > 1:

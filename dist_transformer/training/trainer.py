@@ -295,7 +295,6 @@ def _ending_save(run: Run, saver: CheckpointSaver, state: TrainState) -> Iterato
         raise
     except (RuntimeError, MemoryError):
         where = f"step {state.step + 1} of rank {run.ranks.rank}"
-        with explaining_out_of_memory(
-            where, run.ranks.device, MachineError
-        ):  # a retry may succeed, as earlier steps did
+        # A retry may succeed, as earlier steps did.
+        with explaining_out_of_memory(where, run.ranks.device, MachineError):
             raise
