@@ -66,7 +66,7 @@ class Objective(nn.Module):
         sides = source_BS, target_in_BT, target_out_BT
         with self.autocast(source_BS.device):
             loss, *others = self.model.loss(*sides, self._label_smoothing, num_targets, shapes, counts_hits)
-            if self.second_loss is not None and torch.is_grad_enabled():
+            if self.second_loss is not None and torch.is_grad_enabled() and not counts_hits:
                 loss = loss + self.second_loss(source_BS, target_out_BT, shapes)
             return loss, *others
 
