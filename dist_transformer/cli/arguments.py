@@ -50,6 +50,13 @@ def read_run(run: Path, overrides: list[str] | None = None, *, check_files: bool
     return config, run_dir
 
 
+def read_run_folder(run: Path, overrides: list[str] | None = None) -> tuple[Config, RunDir]:
+    """As `read_run`, of a run folder only."""
+    if not run.is_dir():
+        raise UserError(f"{run}: no such folder; expected a run folder (<run.root>/<run.name>)")
+    return read_run(run, overrides, check_files=False)
+
+
 def check_ranks(config: Config, num_ranks: int) -> None:
     """Raises ConfigError if there are more ranks than lanes."""
     if num_ranks > config.data.lanes:

@@ -1,17 +1,14 @@
 """average: a model folder from the checkpoints of a run."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from dist_transformer.cli.arguments import read_run
+from dist_transformer.cli.arguments import read_run_folder
 from dist_transformer.errors import UserError
 from dist_transformer.format import progress_bar
 from dist_transformer.run.outputs import check_output
-
-if TYPE_CHECKING:  # at run time this would import torch for every command
-    from dist_transformer.training.checkpoint.final_model import Averaged
 
 
 def average_command(
@@ -25,12 +22,18 @@ def average_command(
     from dist_transformer.data.manifest import Manifest
     from dist_transformer.data.prepare.preparation import prepared_folder
     from dist_transformer.interop.model_folder import MODEL_FOLDER, is_model_folder
-    from dist_transformer.training.checkpoint.final_model import write_final_model
+    from dist_transformer.training.checkpoint.final_model import Averaged, write_final_model
 
-    choice = _choice(last, best, ema)
-    if not run.is_dir():
-        raise UserError(f"{run}: no such run folder")
-    config, run_dir = read_run(run, None, check_files=False)
+    choices = {
+        "--last": Averaged("average_last", last) if last else None,
+        "--best": Averaged("average_best", best) if best else None,
+        "--ema": Averaged("ema") if ema else None,
+    }
+    given = {option: choice for option, choice in choices.items() if choice}
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(given)} exclude each other: give one of --last, --best and --ema")
+    choice = next(iter(given.values()), None)
+    config, run_dir = read_run_folder(run)
     output = output or run_dir.model
     check_output(output, MODEL_FOLDER, is_model_folder)
     folder = prepared_folder(config)
@@ -38,17 +41,3 @@ def average_command(
         show("checking the checkpoints", 0, None)
         written = write_final_model(config, run_dir, folder, Manifest.load(folder), output, choice, show)
     print(f"{output}: {written}")
-
-
-def _choice(last: int | None, best: int | None, ema: bool) -> "Averaged | None":
-    """The selection of the options; None: that of the configuration."""
-    from dist_transformer.training.checkpoint.final_model import Averaged
-
-    given = [name for name, value in (("--last", last), ("--best", best), ("--ema", ema)) if value]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} exclude each other: give one of --last, --best and --ema")
-    if last is not None:
-        return Averaged("average_last", last)
-    if best is not None:
-        return Averaged("average_best", best)
-    return Averaged("ema") if ema else None

@@ -1,12 +1,10 @@
 """demo | demo-corpus: all steps on the embedded corpus, and that corpus as text files."""
 
-import json
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +14,7 @@ from dist_transformer.config.yaml_positions import read_yaml
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, ConfigError, DistTransformerError
 from dist_transformer.package_data import share_folder
 from dist_transformer.run.folder import RunDir
+from dist_transformer.run.metrics_log import read_records
 from dist_transformer.run.outputs import check_output, write_output
 
 STOP_AT_STEP = 100
@@ -39,7 +38,7 @@ def demo_command(
     )
     _say(f"1/4 Training on {ranks} ranks; it will be stopped after step {STOP_AT_STEP}.")
     process = subprocess.Popen(train)
-    while process.poll() is None and _last_step(run_dir) < STOP_AT_STEP:
+    while process.poll() is None and max((r["step"] for r in read_records(run_dir.metrics)), default=0) < STOP_AT_STEP:
         time.sleep(0.2)
     process.send_signal(signal.SIGUSR1)
     _expect(process.wait(), EXIT_REQUEUE, train)
@@ -72,16 +71,12 @@ def demo_corpus_command(folder: Annotated[Path, typer.Argument(help="Where to wr
         for split, pairs in corpora.items()
         for side, language in enumerate(("en", "de"))
     }
-    for path, text in texts.items():
-        check_output(path, "the same text", partial(_holds, text.encode()), is_file=True)
+    for path in texts:
+        check_output(path, "the same text", lambda path: path.read_bytes() == texts[path].encode(), is_file=True)
     for path, text in texts.items():
         write_output(path, text)
     for split, pairs in corpora.items():
         print(f"{folder / split}.{{en,de}}: {len(pairs)} pairs")
-
-
-def _holds(content: bytes, path: Path) -> bool:
-    return path.read_bytes() == content
 
 
 def _is_demo_run(folder: Path) -> bool:
@@ -100,14 +95,6 @@ def _is_demo_run(folder: Path) -> bool:
 
 def _command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "dist_transformer", *map(str, arguments)]
-
-
-def _last_step(run_dir: RunDir) -> int:
-    """The step of the last complete line of metrics.jsonl; 0 before there is one."""
-    if not run_dir.metrics.exists():
-        return 0
-    lines = run_dir.metrics.read_text(encoding="utf-8").split("\n")[:-1]
-    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def _expect(code: int, expected: int, command: list[str]) -> None:

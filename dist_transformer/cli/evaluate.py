@@ -102,9 +102,10 @@ def evaluate_command(
         metric.load()  # its errors are reported before hours of translating
     if run is None:
         assert hypothesis is not None
-        translations, pairs = _given_pairs(hypothesis, source, references or [])
-        print(f"{hypothesis.name}: {len(translations)} lines, {len(pairs.references)} references each")
-        _print_scores(_measured(translations, pairs, language_pair.rpartition("-")[2], tokenised, metric))
+        read = _read_files(hypothesis, [*(references or []), *([] if source is None else [source])])
+        pairs = Pairs([] if source is None else read.references.pop(), read.references)
+        print(f"{hypothesis.name}: {len(read.sources)} lines, {len(pairs.references)} references each")
+        _print_scores(_measured(read.sources, pairs, language_pair.rpartition("-")[2], tokenised, metric))
         return
     files = None if source is None else (source, references or [])
     settings = {"beam_size": beam, "length_penalty": length_penalty}
@@ -266,12 +267,6 @@ def _read_files(first: Path, others: Sequence[Path]) -> Pairs:
     corpora = [CorpusConfig(source=str(first.absolute()), target=str(other.absolute())) for other in others]
     both = [read_pairs(corpus, DataConfig(train=corpus)) for corpus in corpora]
     return Pairs(both[0][0], [lines for _, lines in both])
-
-
-def _given_pairs(hypothesis: Path, source: Path | None, references: list[Path]) -> tuple[list[str], Pairs]:
-    read = _read_files(hypothesis, [*references, *([] if source is None else [source])])
-    sources = [] if source is None else read.references.pop()
-    return read.sources, Pairs(sources, read.references)
 
 
 def _measured(

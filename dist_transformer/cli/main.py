@@ -145,8 +145,7 @@ def main() -> None:
     """The command `dist-transformer`."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS_OF_WAITING_THREADS)  # OpenMP reads it when torch is imported
-    if not os.path.samefile(
-        ".", Path(__file__).parents[2]
-    ):  # of a checkout the current folder is where children find it
+    # Of a checkout the current folder is where children find it.
+    if not os.path.samefile(".", Path(__file__).parents[2]):
         os.environ["PYTHONSAFEPATH"] = "1"  # they import no modules of the current folder, which may be somebody else's
     run_as_command(app)

@@ -12,7 +12,6 @@ from dist_transformer.cluster.checks import parse_time_limit, time_problems
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.config.model_size import with_precision
 from dist_transformer.config.schema import Config
-from dist_transformer.config.slurm_schema import SlurmConfig
 from dist_transformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -104,6 +103,9 @@ def simulate_command(
     counts = _numbers_of_nodes(nodes)
     config, ranks_per_node = _configured(run, overrides, gpus_per_node)
     hardware = _measured_hardware(config, ranks_per_node, gpu, calibrate, tokens_per_second, all_reduce)
+    for problem in time_problems(config.slurm):
+        raise UserError(problem)
+    limit = parse_time_limit(config.slurm.time_limit) or math.inf
     site = Site(
         node_hours_between_failures,
         detect_seconds,
@@ -112,7 +114,7 @@ def simulate_command(
         save_seconds,
         write_seconds,
         lane_spread,
-        limit_seconds=min(_limit_seconds(config.slurm), 3600 * (config.training.max_hours or math.inf)),
+        limit_seconds=min(limit - config.slurm.signal_seconds, 3600 * (config.training.max_hours or math.inf)),
     )
     _must_be_finite(**{name: value for name, value in vars(site).items() if name != "limit_seconds"})
     rows = [scale_row(config, count, ranks_per_node, hardware, site) for count in counts]
@@ -169,10 +171,3 @@ def _numbers_of_nodes(text: str) -> list[int]:
     if not all(word.strip().isdecimal() and 1 <= int(word) <= MOST_NODES for word in words):
         raise UserError(f"--nodes: expected whole numbers from 1 on with commas between them, as 1,2,4,8; got {text!r}")
     return sorted({int(word) for word in words})
-
-
-def _limit_seconds(slurm: SlurmConfig) -> float:
-    """Seconds from the beginning of a job to the request to save; inf: no limit. UserError: `submit` would refuse it."""
-    for problem in time_problems(slurm):
-        raise UserError(problem)
-    return (parse_time_limit(slurm.time_limit) or math.inf) - slurm.signal_seconds

@@ -1,6 +1,5 @@
 """Information that submit prints before a submission: size, memory, commands."""
 
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,10 +28,3 @@ def show_plan(commands: Sequence[str], files: dict[Path, str]) -> None:
         print(f"# command (the files below must be written first)\n{command}\n")
     for path, text in files.items():
         print(f"# {path}\n{text}")
-
-
-def show_commands(folder: Path, verbs: Sequence[tuple[str, str]]) -> None:
-    """Prints commands for the user: purpose, and command with FOLDER in place of the folder."""
-    quoted = shlex.quote(str(folder))
-    for purpose, command in verbs:
-        print(f"{purpose:8}{command.replace('FOLDER', quoted)}")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from dist_transformer.cli.arguments import Overrides, read_run
-from dist_transformer.cli.submission import memory_problems, num_parameters_of, show_commands, show_plan
+from dist_transformer.cli.submission import memory_problems, num_parameters_of, show_plan
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
 from dist_transformer.config.loading import to_yaml, with_absolute_paths
@@ -145,4 +145,5 @@ def _report(submission: Submission, ids: dict[str, str], size: str) -> None:
         print(f"{'job:':8}{size}")
     log = f"job-{ids['train']}" if "train" in ids else "-".join(next(iter(ids.items())))
     print(f"{'log:':8}{shlex.quote(f'{run_dir.slurm / log}.log')}")
-    show_commands(run_dir.path, _VERBS)
+    for purpose, command in _VERBS:
+        print(f"{purpose:8}{command.replace('FOLDER', shlex.quote(str(run_dir.path)))}")

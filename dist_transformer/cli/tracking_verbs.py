@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dist_transformer.cli.arguments import Overrides, read_run
+from dist_transformer.cli.arguments import Overrides, read_run_folder
 from dist_transformer.cluster.final_status import status_after_attempt
 from dist_transformer.config.loading import load_config
 from dist_transformer.errors import UserError
@@ -27,8 +27,7 @@ def sync_command(
     """Send to MLflow what remained in the run folder after an outage; to another server with tracking.uri=ADDRESS."""
     from dist_transformer.tracking.tracker import sync
 
-    _refuse_no_run(run)
-    config, run_dir = read_run(run, overrides, check_files=False)
+    config, run_dir = read_run_folder(run, overrides)
     sent = sync(run_dir, config.tracking, Path(config.run.root))
     what = (
         f"{sent.points} points and {sent.events} events sent" if sent.points or sent.events else "nothing was missing"
@@ -49,12 +48,11 @@ def model_command(
 
     if alias is not None and register_as is None:
         raise UserError("--alias is a name for a registered version: give --register-as too")
-    _refuse_no_run(run)
+    config, run_dir = read_run_folder(run)
     if folder is not None and not folder.is_dir():
         raise UserError(
             f"{folder}: no such folder; expected a model folder, such as `average RUN --output FOLDER` makes"
         )
-    config, run_dir = read_run(run, None, check_files=False)
     settings = config.tracking.model_copy(update={"register_as": register_as, "alias": alias})
     model = model_folder_of(folder or run)
     sent = log_model(run_dir, settings, Path(config.run.root), model)
@@ -96,8 +94,3 @@ def ui_command(
     arguments = [*command(root), "--workers", "1", "--port", str(port)]
     print(f"http://127.0.0.1:{port}  ('Model training' on its left shows the runs; Ctrl-C ends it)", flush=True)
     os.execve(arguments[0], arguments, environment)
-
-
-def _refuse_no_run(run: Path) -> None:
-    if not run.is_dir():
-        raise UserError(f"{run}: no such folder; expected a run folder (<run.root>/<run.name>)")

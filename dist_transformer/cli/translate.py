@@ -2,8 +2,6 @@
 
 import os
 import sys
-from collections import deque
-from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -127,26 +125,10 @@ def _translate_stream(task: "Task") -> None:
     """Translates standard input to standard output."""
     from dist_transformer.decoding.engines import folders_of, open_search
     from dist_transformer.decoding.sharded_files import decoded_lines, numbered_lines
-    from dist_transformer.decoding.translate import translate_lines
-    from dist_transformer.decoding.translation_lines import written
+    from dist_transformer.decoding.translation_lines import translated
 
     write_utf8()
     search = open_search(task.engine, folders_of(task.engine, task.models), task.settings, task.plugin)
-    waiting: deque[str] = deque()  # translations are yielded a chunk of lines later
     prefixes = None if task.prefix is None else numbered_lines(task.prefix)
-    given = translate_lines(
-        search.searcher,
-        search.tokenizer,
-        _kept(decoded_lines(sys.stdin.buffer, "standard input"), waiting),
-        task.settings,
-        prefixes,
-    )
-    for number, translations in enumerate(given):
-        print(written(task, search, number, waiting.popleft(), translations), flush=True)
-
-
-def _kept(lines: Iterable[str], kept: deque[str]) -> Iterator[str]:
-    """Yields the lines and appends each to `kept` as it is read."""
-    for line in lines:
-        kept.append(line)
-        yield line
+    for text in translated(task, search, decoded_lines(sys.stdin.buffer, "standard input"), prefixes):
+        print(text, flush=True)

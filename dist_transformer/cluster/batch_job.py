@@ -250,7 +250,7 @@ class BatchJob:
             self._watch[1].terminate()
         node = next(node for node in nodes[::-1] if node != os.environ.get("SLURMD_NODENAME"))
         module = ["dist_transformer.cluster.batch_host", self._job, str(self._attempt), str(self._run_dir.path)]
-        command = slurm.step_beside_ranks(node, [sys.executable, "-m", *module])
+        command = slurm.step_beside_ranks(1, [f"--nodelist={node}", sys.executable, "-m", *module])
         environment = {name: v for name, v in os.environ.items() if name not in NOT_FOR_FEWER_NODES}
         # Its end is no news: srun would report that of each job's in the log as if a rank had been killed.
         null = subprocess.DEVNULL
@@ -329,17 +329,8 @@ class BatchJob:
 
     def _tell_mlflow(self, seconds: int) -> None:
         """Reports to MLflow what the ranks could not report themselves, and the state of the job."""
-        command = [
-            sys.executable,
-            "-m",
-            "dist_transformer",
-            "track",
-            "end",
-            str(self._run_dir.path),
-            "--job",
-            self._job,
-        ]
-        command += ["--attempt", str(self._attempt), "--seconds", str(seconds)]
+        command = [sys.executable, "-m", "dist_transformer", "track", "end", str(self._run_dir.path)]
+        command += ["--job", self._job, "--attempt", str(self._attempt), "--seconds", str(seconds)]
         try:
             subprocess.run(command, timeout=seconds + 30, check=False, stdin=subprocess.DEVNULL)
         except subprocess.TimeoutExpired:

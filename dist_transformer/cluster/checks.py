@@ -15,7 +15,7 @@ from pathlib import Path
 from dist_transformer.cluster.queue import known_jobs
 from dist_transformer.cluster.run_ref import newest_job_id
 from dist_transformer.cluster.script import needed_folders
-from dist_transformer.config.checks import file_problems, run_name_problems
+from dist_transformer.config.checks import check_lanes, file_problems, run_name_problems
 from dist_transformer.config.credentials import secret_problems
 from dist_transformer.config.model_size import checkpoints_bytes
 from dist_transformer.config.schema import Config
@@ -124,12 +124,8 @@ def parse_time_limit(text: str) -> int | None:
 
 def _rank_problems(config: Config) -> Iterator[str]:
     """Ranks that would have no lane or no GPU, and GPUs that would have no rank."""
-    slurm, num_ranks = config.slurm, config.slurm.nodes * config.slurm.ranks_per_node
-    if num_ranks > config.data.lanes:
-        yield (
-            f"slurm: {slurm.nodes} nodes x {slurm.ranks_per_node} ranks = {num_ranks} ranks, more than data.lanes "
-            f"{config.data.lanes}; a rank needs a lane of its own"
-        )
+    slurm = config.slurm
+    yield from check_lanes(config.data, slurm)
     if 0 < slurm.gpus_per_node < slurm.ranks_per_node:
         yield (
             f"slurm.gpus_per_node: {slurm.gpus_per_node} GPUs for {slurm.ranks_per_node} ranks on each node; "
@@ -231,18 +227,12 @@ def _data_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
     prepared = config.data.prepared
     if prepared is None or (Path(prepared) / "manifest.json").is_file():
         return
-    yield from (
-        f"{message} (the corpus in {prepared} is not prepared yet)" for message in _missing_text(config, run_dir)
-    )
+    if run_dir.config.is_file():  # the text of a run folder may be gone; the loader looks for that of a YAML file
+        for message in file_problems(config.data, config.tokenizer):
+            yield f"{message} (the corpus in {prepared} is not prepared yet)"
     existing = next(path for path in (Path(prepared), *Path(prepared).absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         yield f"data.prepared: {prepared} cannot be written ({existing} is no writable folder), and holds no manifest.json"
-
-
-def _missing_text(config: Config, run_dir: RunDir) -> Iterator[str]:
-    # The loader looks for a YAML file's text files; a run folder's text may have been removed since.
-    if run_dir.config.is_file():
-        yield from file_problems(config.data, config.tokenizer)
 
 
 def _measured_problems(config: Config, run_dir: RunDir) -> Iterator[str]:

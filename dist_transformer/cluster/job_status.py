@@ -13,7 +13,7 @@ from typing import Any
 from dist_transformer.cluster.logs import log_of_run
 from dist_transformer.cluster.queue import OVER, WAITING, QueuedJob, job_now, states_of
 from dist_transformer.cluster.reasons import exit_code_in_words, waiting_in_words
-from dist_transformer.cluster.run_ref import RunRef, is_run_folder, newest_job_id, refuse_unreadable
+from dist_transformer.cluster.run_ref import RunRef, is_run_folder, newest_job_id, refuse_unreadable, worked_on
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.run.attempts import attempts
 from dist_transformer.run.folder import RunDir
@@ -45,10 +45,16 @@ def report(target: RunRef) -> Document:
         "folder": str(target.run_dir.path),
         "time": now,
         **_of_training(view, is_going=view.is_alive(now)),
-        **_of_checkpoint(view, now),
+        "checkpoint": view.checkpoint,
+        "checkpoint_time": view.checkpoint_time,
+        "checkpoint_age_seconds": now - view.checkpoint_time if view.checkpoint_time else None,
+        "set_aside": view.set_aside,
         "attempt": attempt.get("attempt"),
-        **(_BEFORE_ITS_RANKS if is_over and not _has_begun(target) else _of_last_end(view)),
-        **_of_history(view),
+        **(_BEFORE_ITS_RANKS if is_over and not worked_on(target.run_dir, target.job_id) else _of_last_end(view)),
+        "starts": view.starts,
+        "excluded_nodes": view.excluded,
+        "divergences": len(view.divergences),
+        "last_divergence": view.divergences[-1].get("reason") if view.divergences else None,
         "goodput": None if (goodput := goodput_of(target.run_dir, now)) is None else asdict(goodput),
         "log": None if log is None else str(log),
         "next": _next(target.run_dir, has_log=log is not None) if is_left else None,
@@ -76,7 +82,10 @@ def short_reports(folders: Sequence[Path]) -> list[Document]:
     views = [look_at(RunDir(path.absolute())) for path in folders]
     ids = [newest_job_id(view.run_dir) for view in views]
     asked = [job_id for view, job_id in zip(views, ids, strict=True) if job_id and view.state != "finished"]
-    states, problem = _job_states(asked)
+    try:
+        states, problem = states_of(asked), None
+    except SlurmError as error:  # the list of runs is useful without it
+        states, problem = {}, f"Slurm was not asked: {str(error).splitlines()[0]}"
     return [
         {**_row(view, job_id, states.get(job_id or "")), "slurm_problem": problem if job_id in asked else None}
         for view, job_id in zip(views, ids, strict=True)
@@ -124,15 +133,6 @@ def _of_training(view: RunView, *, is_going: bool) -> Document:
     }
 
 
-def _of_checkpoint(view: RunView, now: float) -> Document:
-    return {
-        "checkpoint": view.checkpoint,
-        "checkpoint_time": view.checkpoint_time,
-        "checkpoint_age_seconds": now - view.checkpoint_time if view.checkpoint_time else None,
-        "set_aside": view.set_aside,
-    }
-
-
 def _attempt_under_way(run_dir: RunDir) -> Document:
     """The newest record of attempts.jsonl if that attempt has begun and not ended."""
     newest: Document = next(reversed([*attempts(run_dir)]), {})
@@ -162,10 +162,6 @@ def _without_ended_job(view: RunView, job_id: str | None, job: QueuedJob | None)
     return view
 
 
-def _has_begun(target: RunRef) -> bool:
-    return any(str(record.get("job")) == target.job_id for record in attempts(target.run_dir))
-
-
 def _next(run_dir: RunDir, *, has_log: bool) -> str:
     """Commands for the user after a job that is over without having finished the run."""
     folder = shlex.quote(str(run_dir.path))
@@ -190,15 +186,6 @@ def _of_last_end(view: RunView) -> Document:
         "last_exit_text": exit_code_in_words(code) if isinstance(code, int) else None,
         "last_end_reason": view.last_end.get("reason"),
         "last_end_requeued": view.last_end.get("requeued"),
-    }
-
-
-def _of_history(view: RunView) -> Document:
-    return {
-        "starts": view.starts,
-        "excluded_nodes": view.excluded,
-        "divergences": len(view.divergences),
-        "last_divergence": view.divergences[-1].get("reason") if view.divergences else None,
     }
 
 
@@ -232,14 +219,6 @@ def _warnings(view: RunView, job: QueuedJob | None, now: float, *, is_job: bool)
         yield f"run.json says {view.state}, but {silent}: it was ended without a word; `train` resumes it"
     elif view.state == "running" and job is not None and job.is_over:
         yield f"run.json says running, but the job is over and {silent}: `resume` submits it again"
-
-
-def _job_states(job_ids: list[str]) -> tuple[dict[str, str], str | None]:
-    """States by job, and why Slurm was not asked; the list of runs is useful without it."""
-    try:
-        return states_of(job_ids), None
-    except SlurmError as error:
-        return {}, f"Slurm was not asked: {str(error).splitlines()[0]}"
 
 
 def _row(view: RunView, job_id: str | None, job_state: str | None) -> Document:

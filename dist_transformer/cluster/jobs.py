@@ -54,7 +54,9 @@ def job_of(
     logs = f"{str(run_dir.slurm).replace('%', '%%')}/{'job' if is_train else stage}-%j.log"
     name = run_dir.name if is_train else f"{run_dir.name}-{stage}"
     wanted = {"job-name": name, "comment": f"{COMMENT}{run_dir.path}", "output": logs}
-    wanted |= _resources(stage, slurm) | _site(slurm, excluded)
+    given = {name: value for name, value in slurm.sbatch.items() if name != "gres"}
+    avoided = tuple(dict.fromkeys([*listed(given.get("exclude") or ()), *excluded]))
+    wanted |= _resources(stage, slurm) | given | {"exclude": avoided}
     path = str(run_dir.path)
     words = arguments or ((path,) if stage in _SCRIPTS else (stage, path))
     return Job(stage, _options(wanted), run_dir.slurm / script_name(stage), tuple(words))
@@ -86,11 +88,6 @@ def _signal(stage: str, slurm: SlurmConfig) -> str | None:
     """
     targets = {"train": "B:", "prepare": "", "translate": ""}
     return f"{targets[stage]}USR1@{slurm.signal_seconds}" if stage in targets else None
-
-
-def _site(slurm: SlurmConfig, excluded: Sequence[str]) -> dict[str, Any]:
-    given = {name: value for name, value in slurm.sbatch.items() if name != "gres"}
-    return {**given, "exclude": tuple(dict.fromkeys([*listed(given.get("exclude") or ()), *excluded]))}
 
 
 def _one_gpu(gres: str) -> str:

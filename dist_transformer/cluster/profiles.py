@@ -3,7 +3,6 @@
 A profile holds keys of the `slurm:` section and fills only those that the run's YAML does not give.
 """
 
-import difflib
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from pydantic import ValidationError
 
 from dist_transformer.config.credentials import secret_problems
 from dist_transformer.config.former_keys import take_former_keys
-from dist_transformer.config.loading import value_problem
+from dist_transformer.config.loading import suggestion, value_problem
 from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import SlurmConfig
 from dist_transformer.config.yaml_positions import Marked, dotted, read_yaml
@@ -57,13 +56,13 @@ def _find(name_or_path: str) -> Path:
     if name_or_path in known:
         return folder / f"{name_or_path}.yaml"
     problem = f"no profile {name_or_path!r} in {folder}, and a file of your own is given by its path"
-    raise ConfigError([f"slurm.cluster: {problem}{_suggest(name_or_path, known)}"])
+    raise ConfigError([f"slurm.cluster: {problem}{suggestion(name_or_path, known)}"])
 
 
 def _unknown_keys(marked: Marked) -> list[str]:
     known = [key for key in SlurmConfig.model_fields if key != "cluster"]
     return [
-        f"{marked.place((key,))}: {key}: no such key in a cluster profile{_suggest(key, known)}"
+        f"{marked.place((key,))}: {key}: no such key in a cluster profile{suggestion(key, known)}"
         for key in marked.values
         if key not in known
     ]
@@ -79,8 +78,3 @@ def _bad_values(marked: Marked) -> list[str]:
             f"{marked.place(wrong['loc'])}: {dotted(wrong['loc'])}: {value_problem(('slurm', *wrong['loc']), wrong)}"
             for wrong in error.errors()
         ]
-
-
-def _suggest(word: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(known)}"

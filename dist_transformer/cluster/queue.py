@@ -26,6 +26,7 @@ OVER = (
 WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT")
 
 _SQUEUE_FORMAT = "%i|%A|%T|%S|%L|%D|%N|%P|%V|%r|%k"
+_SQUEUE_FIELDS = "JobID,JobIDRaw,State,Start,TimeLeft,NNodes,NodeList,Partition,Submit,Reason,Comment"
 _SACCT_FIELDS = "JobID,JobIDRaw,State,Start,NNodes,NodeList,Partition,Submit,ExitCode,Comment"
 
 
@@ -86,8 +87,7 @@ def jobs_of(job_id: str) -> list[QueuedJob]:
     found = _in_queue([job_id])
     if found:
         return found
-    accounted = [line.split("|", 9) for line in list_accounted_jobs(job_id, _SACCT_FIELDS)]
-    return [_from_sacct(fields) for fields in accounted if len(fields) == 10]
+    return _parsed(list_accounted_jobs(job_id, _SACCT_FIELDS), _SACCT_FIELDS, "sacct")
 
 
 def job_now(job_id: str) -> QueuedJob | None:
@@ -120,53 +120,36 @@ def states_of(job_ids: Collection[str]) -> dict[str, str]:
 
 
 def _in_queue(job_ids: Sequence[str]) -> list[QueuedJob]:
-    lines = [line.split("|", 10) for line in list_jobs(job_ids, _SQUEUE_FORMAT)]
-    return [_from_squeue(fields) for fields in lines if len(fields) == 11]
+    return _parsed(list_jobs(job_ids, _SQUEUE_FORMAT), _SQUEUE_FIELDS, "squeue")
 
 
-def _from_squeue(fields: list[str]) -> QueuedJob:
-    job_id, number, state, start, left, num_nodes, nodes, partition, submitted, reason, comment = fields
+def _parsed(lines: list[str], fields: str, source: str) -> list[QueuedJob]:
+    names = fields.split(",")
+    rows = [line.split("|", len(names) - 1) for line in lines]
+    return [_job(dict(zip(names, row, strict=True)), source) for row in rows if len(row) == len(names)]
+
+
+def _job(fields: dict[str, str], source: str) -> QueuedJob:
+    state, _, detail = fields["State"].partition(" ")  # CANCELLED by 1000
+    reason = fields["Reason"] if source == "squeue" else detail or f"exit code {fields['ExitCode']}"
     return QueuedJob(
-        job_id=job_id,
-        number=number,
+        job_id=fields["JobID"],
+        number=fields["JobIDRaw"],
         state=state,
         reason="" if reason == "None" else reason,
-        submit_time=_time(submitted),
-        start_time=_time(start),
-        seconds_left=_seconds(left),
-        num_nodes=_count(num_nodes),
-        nodes=nodes,
-        partition=partition,
-        comment="" if comment == "(null)" else comment,
-        source="squeue",
-    )
-
-
-def _from_sacct(fields: list[str]) -> QueuedJob:
-    job_id, number, state, start, num_nodes, nodes, partition, submitted, exit_code, comment = fields
-    word, _, detail = state.partition(" ")  # CANCELLED by 1000
-    return QueuedJob(
-        job_id=job_id,
-        number=number,
-        state=word,
-        reason=detail or f"exit code {exit_code}",
-        submit_time=_time(submitted),
-        start_time=_time(start),
-        seconds_left=None,
-        num_nodes=_count(num_nodes),
-        nodes="" if nodes == "None assigned" else nodes,
-        partition=partition,
-        comment=comment,
-        source="sacct",
+        submit_time=_time(fields["Submit"]),
+        start_time=_time(fields["Start"]),
+        seconds_left=_seconds(fields.get("TimeLeft", "")),
+        num_nodes=int(fields["NNodes"]) if fields["NNodes"].isdecimal() else 0,
+        nodes="" if fields["NodeList"] == "None assigned" else fields["NodeList"],
+        partition=fields["Partition"],
+        comment="" if fields["Comment"] == "(null)" else fields["Comment"],
+        source=source,
     )
 
 
 def _time(text: str) -> int | None:
     return int(text) if text.isdecimal() else None  # N/A, None, Unknown, NONE
-
-
-def _count(text: str) -> int:
-    return int(text) if text.isdecimal() else 0
 
 
 def _seconds(text: str) -> int | None:

@@ -150,14 +150,12 @@ def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: How, left:
     """
     if not run_dir.slurm.is_dir():
         raise MachineError(f"{run_dir.slurm}: is gone; is the disk of the run folder away?")
-    if how == "cancelled":
-        decision = Decision("stop", "cancelled")
-    elif how == "ended":
-        decision = Decision("stop", "ended by Slurm, which decides what follows")
-    elif how == "preflight":
-        decision = Decision("requeue", "away from nodes that the preflight found bad")
-    else:
-        decision = decide(run_dir, exit_code, _max_restarts(run_dir), left)
+    of_others = {
+        "cancelled": Decision("stop", "cancelled"),
+        "ended": Decision("stop", "ended by Slurm, which decides what follows"),
+        "preflight": Decision("requeue", "away from nodes that the preflight found bad"),
+    }
+    decision = of_others.get(how) or decide(run_dir, exit_code, _max_restarts(run_dir), left)
     _note(
         run_dir, "ended", job, attempt, exit_code=exit_code, how=how, requeued=decision.requeue,
         reason=decision.reason, newest=newest_checkpoint(run_dir),

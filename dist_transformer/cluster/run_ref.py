@@ -104,8 +104,9 @@ def _folder_by_files(job_id: str, root: Path) -> Path | None:
         if job_id in (str(note.get("job_id")), *map(str, note.get("stages", {}).values())):
             return run_dir.path
     by_hand = (path.parents[1].absolute() for path in sorted(root.glob("*/slurm/attempts.jsonl")))
-    return next((folder for folder in by_hand if _worked_on(RunDir(folder), job_id)), None)
+    return next((folder for folder in by_hand if worked_on(RunDir(folder), job_id)), None)
 
 
-def _worked_on(run_dir: RunDir, job_id: str) -> bool:
+def worked_on(run_dir: RunDir, job_id: str | None) -> bool:
+    """True if an attempt of this job is recorded in the run folder."""
     return any(str(record.get("job")) == job_id for record in attempts(run_dir))

@@ -48,8 +48,10 @@ def needed_folders(config: Config, root: Path) -> list[Path]:
 
 
 def _settings(slurm: SlurmConfig, code: Code, folders: Iterable[Path]) -> list[str]:
+    # The submitting interpreter is the host's; the image has its own on its PATH.
+    inside = {"DIST_TRANSFORMER_PYTHON": _PYTHON_IN_CONTAINER} if slurm.container_image else {}
     return [
-        *(f"export {name}={shlex.quote(value)}" for name, value in _environment(slurm).items()),
+        *(f"export {name}={shlex.quote(value)}" for name, value in {**inside, **slurm.environment}.items()),
         f"export DIST_TRANSFORMER_SIGNAL_SECONDS={slurm.signal_seconds}",
         f"python={shlex.quote(code.python)}",
         f"code={shlex.quote(str(code.folder))}",
@@ -61,12 +63,6 @@ def _settings(slurm: SlurmConfig, code: Code, folders: Iterable[Path]) -> list[s
         f"preflight_tolerance={PREFLIGHT_TOLERANCE}",
         f"spare_nodes={slurm.spare_nodes}",
     ]
-
-
-def _environment(slurm: SlurmConfig) -> dict[str, str]:
-    # The submitting interpreter is the host's; the image has its own on its PATH.
-    inside = {"DIST_TRANSFORMER_PYTHON": _PYTHON_IN_CONTAINER} if slurm.container_image else {}
-    return {**inside, **slurm.environment}
 
 
 def _srun_options(slurm: SlurmConfig, folders: Iterable[Path]) -> list[str]:

@@ -174,7 +174,7 @@ def run_on_each_node(job_id: str, num_nodes: int, command: Sequence[str], enviro
     Raises:
         SlurmError: with srun's own message, when no line came.
     """
-    full = [*_step_beside_ranks(num_nodes), f"--jobid={_checked(job_id)}", *command]
+    full = step_beside_ranks(num_nodes, [f"--jobid={_checked(job_id)}", *command])
     try:
         return _call(full, {**_asking_environment(), **environment}, STACKS_SECONDS).splitlines()
     except _PartOfAnAnswer as error:
@@ -183,15 +183,11 @@ def run_on_each_node(job_id: str, num_nodes: int, command: Sequence[str], enviro
         return error.lines
 
 
-def step_beside_ranks(node: str, command: Sequence[str]) -> list[str]:
-    """The command, for a process of the job itself, that runs another one on one of its nodes, beside the ranks."""
-    return [*_step_beside_ranks(1), f"--nodelist={node}", *command]
-
-
-def _step_beside_ranks(num_nodes: int) -> list[str]:
+def step_beside_ranks(num_nodes: int, command: Sequence[str]) -> list[str]:
+    """The job step that runs a command, with options of srun in front, once on each of so many nodes beside the ranks."""
     # Without --overlap the step would wait for the ranks to end; it does not need other steps' plugins and bindings.
     options = ["--overlap", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]
-    return ["srun", *options, "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0"]
+    return ["srun", *options, "--cpu-bind=none", "--mpi=none", "--kill-on-bad-exit=0", *command]
 
 
 def is_job_id(value: Any) -> bool:

@@ -107,12 +107,6 @@ def submit(submission: Submission) -> dict[str, str]:
     return ids
 
 
-def write_files(files: Mapping[Path, str]) -> None:
-    """Writes the files; scripts for their owner only: `slurm.setup` may hold private values. sbatch copies scripts."""
-    for path, text in files.items():
-        write_text(path, text, mode=0o600 if path.suffix == ".sbatch" else 0o666)
-
-
 def begin_anew(run_dir: RunDir) -> None:
     """Resets the count of restarts without progress and removes an old stop file, as for a submission by a person."""
     run_dir.restarts.unlink(missing_ok=True)
@@ -134,7 +128,11 @@ def _submit_first(submission: Submission) -> str:
     try:
         with rolled_back_if_refused(changed, run_dir.snapshot):
             take_snapshot(run_dir.snapshot)
-            write_files(submission.files)
+            for (
+                path,
+                text,
+            ) in submission.files.items():  # scripts for their owner: `slurm.setup` may hold private values
+                write_text(path, text, mode=0o600 if path.suffix == ".sbatch" else 0o666)
             begin_anew(run_dir)
             return submit_script(submission.jobs[0].sbatch_arguments(submission.after))
     except SlurmError as error:

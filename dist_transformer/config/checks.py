@@ -1,5 +1,6 @@
 """Checks between settings, and of files on disk. Each problem begins with its key; the caller adds file and line."""
 
+import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -27,11 +28,13 @@ _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 def cross_problems(sections: dict[str, Any]) -> list[str]:
-    """Returns the problems between settings. Skips checks of invalid sections, which have problems of their own."""
+    """Returns the problems between settings. A check takes the sections that its parameters name; those of invalid sections,
+    which have problems of their own, are skipped."""
     problems = [problem for _, problem in secret_problems(sections)]
-    for needed, check in _CHECKS:
-        if all(name in sections for name in needed):
-            problems += check(*(sections[name] for name in needed))
+    for check in _CHECKS:
+        needed = inspect.signature(check).parameters
+        if needed.keys() <= sections.keys():
+            problems += check(**{name: sections[name] for name in needed})
     return problems
 
 
@@ -89,16 +92,16 @@ def _check_tracking(tracking: Any) -> Iterator[str]:
 
 
 def _check_checkpoints(checkpoints: Any, training: Any, validation: Any, data: Any) -> Iterator[str]:
+    if checkpoints.keep_every_steps and checkpoints.keep_every_steps % checkpoints.every_steps:
+        yield (
+            f"checkpoints.keep_every_steps: {checkpoints.keep_every_steps} is no multiple of checkpoints.every_steps "
+            f"{checkpoints.every_steps}: at other steps there is no checkpoint to keep"
+        )
     if checkpoints.average_last > checkpoints.keep_last:
         yield (
             f"checkpoints.average_last: {checkpoints.average_last} is above checkpoints.keep_last "
             f"{checkpoints.keep_last}: the others are gone by then; keep as many as are averaged"
         )
-
-    yield from _final_model_problems(checkpoints, training, validation, data)
-
-
-def _final_model_problems(checkpoints: Any, training: Any, validation: Any, data: Any) -> Iterator[str]:
     if checkpoints.final_model == "ema" and training.ema_decay is None:
         yield "checkpoints.final_model: ema needs training.ema_decay (0.9999 is usual): set both or neither"
     if checkpoints.final_model == "average_best" and not checkpoints.keep_best:
@@ -111,14 +114,6 @@ def _final_model_problems(checkpoints: Any, training: Any, validation: Any, data
         yield (
             f"checkpoints.keep_best: checkpoints.every_steps {checkpoints.every_steps} is no multiple of "
             f"validation.every_steps {validation.every_steps}: a checkpoint is judged by the validation at its step"
-        )
-
-
-def _check_keep_every(checkpoints: Any) -> Iterator[str]:
-    if checkpoints.keep_every_steps and checkpoints.keep_every_steps % checkpoints.every_steps:
-        yield (
-            f"checkpoints.keep_every_steps: {checkpoints.keep_every_steps} is no multiple of checkpoints.every_steps "
-            f"{checkpoints.every_steps}: at other steps there is no checkpoint to keep"
         )
 
 
@@ -183,7 +178,7 @@ def _check_divergence(training: Any, divergence: Any) -> Iterator[str]:
         )
 
 
-def _check_lanes(data: Any, slurm: Any) -> Iterator[str]:
+def check_lanes(data: Any, slurm: Any) -> Iterator[str]:
     num_ranks = slurm.nodes * slurm.ranks_per_node
     if num_ranks > data.lanes:
         yield (
@@ -296,27 +291,10 @@ def _metric_problems(validation: ValidationConfig, data: DataConfig) -> Iterator
         yield "validation.metric: plugin needs validation.plugin, the function that computes it; set both or neither"
 
 
-_CHECKS: list[tuple[tuple[str, ...], Callable[..., Iterator[str]]]] = [
-    (("run",), lambda run: run_name_problems(run.name)),
-    (("model",), check_model),
-    (("data", "model"), _check_positions),
-    (("model", "training", "data"), _check_plugin),
-    (("training", "data"), _check_guided_alignment),
-    (("tokenizer", "model"), _check_vocabulary),
-    (("optimizer", "schedule", "training"), _check_schedule),
-    (("training",), _check_precision),
-    (("training", "model"), check_patterns),
-    (("data", "slurm"), _check_lanes),
-    (("data",), _check_batches),
-    (("data",), check_training_corpora),
-    (("data",), check_corpora),
-    (("data",), check_filters),
-    (("data",), check_mixture),
-    (("data", "tokenizer"), check_sampling),
-    (("checkpoints", "training", "validation", "data"), _check_checkpoints),
-    (("checkpoints",), _check_keep_every),
-    (("data",), check_more_validation),
-    (("validation", "data"), _check_validation),
-    (("training", "divergence"), _check_divergence),
-    (("tracking",), _check_tracking),
-]
+_CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
+    lambda run: run_name_problems(run.name),
+    *(check_model, _check_positions, _check_plugin, _check_guided_alignment, _check_vocabulary),
+    *(_check_schedule, _check_precision, check_patterns, check_lanes, _check_batches),
+    *(check_training_corpora, check_corpora, check_filters, check_mixture, check_sampling),
+    *(_check_checkpoints, check_more_validation, _check_validation, _check_divergence, _check_tracking),
+)

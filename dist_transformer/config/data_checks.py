@@ -1,7 +1,7 @@
 """Checks between the settings of the data, and of the existence of the files that they name."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -37,7 +37,9 @@ def check_corpora(data: DataConfig) -> Iterator[str]:
     """Checks each corpus by itself."""
     for path, corpus in _corpora(data):
         yield from _kind_problems(path, corpus)
-        yield from _tag_problems(path, corpus)
+        for number, tag in enumerate(corpus.tags):
+            if not tag or any(character.isspace() for character in tag):
+                yield f"{path}.tags.{number}: {tag!r}: a tag is one word, such as <2de>, without spaces; write several apart"
 
 
 def check_filters(data: DataConfig) -> Iterator[str]:
@@ -57,7 +59,7 @@ def check_mixture(data: DataConfig) -> Iterator[str]:
     mixture = data.mixture
     if mixture is None:
         return
-    yield from _name_problems(mixture)
+    yield from _name_problems("data.mixture.corpora", mixture.corpora, SPLIT_NAMES)
     if mixture.weights is not None:
         yield from _weight_problems("data.mixture.weights", mixture.weights, mixture)
         if mixture.temperature != 1.0:
@@ -86,12 +88,7 @@ def check_mixture(data: DataConfig) -> Iterator[str]:
 
 def check_more_validation(data: DataConfig) -> Iterator[str]:
     """Checks the names of further validation corpora, which are prefixes of measures and values of --split."""
-    for name in data.more_validation:
-        here = f"data.more_validation.{name}"
-        if name in RESERVED_NAMES:
-            yield f"{here}: {name!r} is the name of data.{name}; give this corpus another"
-        else:
-            yield from _spelling_problems(here, name)
+    yield from _name_problems("data.more_validation", data.more_validation, RESERVED_NAMES)
 
 
 def check_sampling(data: DataConfig, tokenizer: Any) -> Iterator[str]:
@@ -162,19 +159,10 @@ def _kind_problems(path: str, corpus: CorpusConfig) -> Iterator[str]:
             yield f"{path}.{key}: is for a dataset of the Hub (`hub`); remove it"
 
 
-def _tag_problems(path: str, corpus: CorpusConfig) -> Iterator[str]:
-    for number, tag in enumerate(corpus.tags):
-        if not tag or any(character.isspace() for character in tag):
-            yield f"{path}.tags.{number}: {tag!r}: a tag is one word, such as <2de>, without spaces; write several apart"
-
-
 def _rule_problems(path: str, rules: Mapping[str, Any], data: DataConfig) -> Iterator[str]:
     for name, value in rules.items():
-        here, is_share, least = (
-            f"{path}.rules.{name}",
-            name in SHARES,
-            0 if name in SHARES else 1 + (name == "repeated"),
-        )
+        here, is_share = f"{path}.rules.{name}", name in SHARES
+        least = 0 if is_share else 1 + (name == "repeated")
         wanted = "a share from 0 to 1" if is_share else f"a whole number from {least}"
         is_number = isinstance(value, int | float) and value >= least and (is_share or float(value).is_integer())
         if name not in RULE_THRESHOLDS:
@@ -211,21 +199,15 @@ def _own_filter_problems(path: str, corpus: CorpusConfig, data: DataConfig) -> I
         yield f"{path}.scores: are columns of a table, or files beside text files; this corpus is neither: remove them here"
 
 
-def _name_problems(mixture: MixtureConfig) -> Iterator[str]:
-    for name in mixture.corpora:
-        here = f"data.mixture.corpora.{name}"
-        if name in SPLIT_NAMES:
-            yield f"{here}: {name!r} is the name of data.{name}; give this corpus another"
-        else:
-            yield from _spelling_problems(here, name)
-
-
-def _spelling_problems(path: str, name: str) -> Iterator[str]:
-    if not _CORPUS_NAME.fullmatch(name):
-        yield (
-            f"{path}: {name!r}: expected letters, digits, '.', '_' and '-', not dots alone: it names figures and files; "
-            "rename the corpus"
-        )
+def _name_problems(path: str, names: Iterable[str], taken: Collection[str]) -> Iterator[str]:
+    for name in names:
+        if name in taken:
+            yield f"{path}.{name}: {name!r} is the name of data.{name}; give this corpus another"
+        elif not _CORPUS_NAME.fullmatch(name):
+            yield (
+                f"{path}.{name}: {name!r}: expected letters, digits, '.', '_' and '-', not dots alone: it names figures and "
+                "files; rename the corpus"
+            )
 
 
 def _no_such_corpus(mixture: MixtureConfig) -> str:

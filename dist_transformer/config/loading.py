@@ -8,7 +8,7 @@ A file may contain `extends: other.yaml` (relative to itself): the other file is
 import difflib
 import os
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,7 @@ def _validate_sections(marked: Marked) -> tuple[dict[str, Any], list[str]]:
         except ValidationError as error:
             problems += [explain(marked, (name, *e["loc"]), e, model) for e in error.errors()]
     for name in (name for name in marked.values if name not in Config.model_fields):
-        problems.append(f"{marked.place((name,))}: {name}: no such section{_suggest(name, Config)}")
+        problems.append(f"{marked.place((name,))}: {name}: no such section{suggestion(name, Config.model_fields)}")
     return sections, problems
 
 
@@ -150,8 +150,8 @@ def explain(marked: Marked, path: KeyPath, error: Mapping[str, Any], section: ty
     """Returns our message for an error of pydantic, with the line of its key."""
     where = f"{marked.place(path)}: {dotted(path)}"
     if error["type"] == "extra_forbidden":
-        owner = _model_at(section, path[1:-1])
-        return f"{where}: no such key{_suggest(str(path[-1]), owner)}"
+        known = _model_at(section, path[1:-1]).model_fields
+        return f"{where}: no such key{suggestion(str(path[-1]), known)}"
     if error["type"] == "missing":
         return f"{where}: is required but not given"
     return f"{where}: {value_problem(path, error)}"
@@ -220,9 +220,10 @@ def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _sections_in(part)
 
 
-def _suggest(key: str, model: type[BaseModel]) -> str:
-    close = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.6)
-    return f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(model.model_fields)}"
+def suggestion(word: str, known: Collection[str]) -> str:
+    """Returns the known word nearest to another one, or all of them, as the end of a message."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean `{close[0]}`?" if close else f"; known: {', '.join(known)}"
 
 
 def with_absolute_paths(config: Config, prepared: Path | None) -> Config:

@@ -50,7 +50,8 @@ def count_by_part(config: ModelConfig, source_vocabulary: int, target_vocabulary
     decoder = config.num_decoder_layers * (2 * attention + feed_forward)
     final_norms = 2 * norm if has_final_norm(config) else 0
     output_bias = target_vocabulary if config.output_bias else 0
-    rows = _num_vocabulary_rows(config, source_vocabulary, target_vocabulary)
+    rows = source_vocabulary if config.shared_embeddings else source_vocabulary + target_vocabulary
+    rows += 0 if config.tied_output else target_vocabulary
     if config.positions == "learned":
         rows += 2 * (config.max_positions or 0)
     return Parameters(encoder + decoder + final_norms, output_bias + rows * d_model)
@@ -59,11 +60,6 @@ def count_by_part(config: ModelConfig, source_vocabulary: int, target_vocabulary
 def parameter_count(config: ModelConfig, source_vocabulary: int, target_vocabulary: int) -> int:
     """The total of `count_by_part`."""
     return count_by_part(config, source_vocabulary, target_vocabulary).total
-
-
-def _num_vocabulary_rows(config: ModelConfig, source_vocabulary: int, target_vocabulary: int) -> int:
-    embeddings = source_vocabulary if config.shared_embeddings else source_vocabulary + target_vocabulary
-    return embeddings if config.tied_output else embeddings + target_vocabulary
 
 
 def with_precision(config: Config, precision: str) -> Config:

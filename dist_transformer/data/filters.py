@@ -145,9 +145,9 @@ class Cleaner:
             text, broken = self._by_text(text, bare, batch)
             if self.settings.plugin is not None:
                 broken["plugin"] = ~np.logical_or.reduce([*broken.values(), np.zeros(len(bare), np.bool_)])
-                broken["plugin"][broken["plugin"]] = _dropped_by_plugin(
-                    self.settings.plugin, [*compress(zip(bare, text.target, strict=True), broken["plugin"])]
-                )
+                pairs = [*compress(zip(bare, text.target, strict=True), broken["plugin"])]
+                plugin, keep = _plugin(self.settings.plugin)
+                broken["plugin"][broken["plugin"]] = call(plugin, lambda: [not keep(*pair) for pair in pairs])
             for rule, rows in (repeated or {}).items():
                 broken[rule] = np.isin(text.positions + batch.first_row, rows)
             text = text.without(broken)
@@ -181,22 +181,17 @@ class Cleaner:
 
     def _by_text(self, text: KeptText, bare: list[str], batch: RawBatch) -> tuple[KeptText, dict[str, Mask]]:
         """Returns the pairs with their keys, and masks of those that break rules that look at many of them at once."""
-        on, sides, broken = self.settings.thresholds(), (Sentences(bare), Sentences(text.target)), dict[str, Mask]()
-
-        def either(is_broken: Callable[[Sentences], Mask]) -> Mask:
-            return is_broken(sides[0]) | is_broken(sides[1])
-
-        if "letters" in on:
-            broken["letters"] = either(lambda side: side.share(LETTER) < on["letters"])
-        if "digits" in on:
-            broken["digits"] = either(lambda side: side.share(DIGIT) > on["digits"])
-        if "punctuation" in on:
-            broken["punctuation"] = either(lambda side: side.share(PUNCTUATION, SYMBOL) > on["punctuation"])
-        if "repeated" in on:
-            broken["repeated"] = either(lambda side: side.repeats(int(on["repeated"])))
-        if "numbers" in on:
-            least = int(on["numbers"])
-            mask = broken["numbers"] = either(lambda side: side.number(DIGIT) >= least)
+        on, sides = self.settings.thresholds(), (Sentences(bare), Sentences(text.target))
+        of_one_side: dict[str, Callable[[Sentences], Mask]] = {
+            "letters": lambda side: side.share(LETTER) < on["letters"],
+            "digits": lambda side: side.share(DIGIT) > on["digits"],
+            "punctuation": lambda side: side.share(PUNCTUATION, SYMBOL) > on["punctuation"],
+            "repeated": lambda side: side.repeats(int(on["repeated"])),
+            "numbers": lambda side: side.number(DIGIT) >= int(on["numbers"]),
+        }
+        broken = {rule: is_bad(sides[0]) | is_bad(sides[1]) for rule, is_bad in of_one_side.items() if rule in on}
+        if "numbers" in on:  # so far of all pairs that have one
+            least, mask = int(on["numbers"]), broken["numbers"]
             pairs = compress(zip(bare, text.target, strict=True), mask)
             mask[mask] = [_numbers(source, least) != _numbers(target, least) for source, target in pairs]
         for rule in ("language", "lingua"):
@@ -238,11 +233,6 @@ def _numbers(text: str, least: int) -> set[str]:
         for number in _NUMBER.findall(text)
     )
     return {number.lstrip("0") for number in found if len(number.lstrip("0")) >= least}
-
-
-def _dropped_by_plugin(given: str, pairs: list[tuple[str, str]]) -> list[bool]:
-    plugin, keep = _plugin(given)
-    return call(plugin, lambda: [not keep(*pair) for pair in pairs])
 
 
 @cache

@@ -48,11 +48,8 @@ def _py3langid(language: str, other: str) -> tuple[Callable[[Sequence[str]], lis
         lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
         order = np.argsort(-lengths, kind="stable")
         begins, longest_first = (np.cumsum(lengths) - lengths)[order], -lengths[order]
-        text, state, found = (
-            np.frombuffer(b"".join(encoded), np.uint8),
-            np.zeros(len(texts), np.int64),
-            [np.empty(0, np.int64)],
-        )
+        text, state = np.frombuffer(b"".join(encoded), np.uint8), np.zeros(len(texts), np.int64)
+        found = [np.empty(0, np.int64)]
         for place in range(int(lengths.max(initial=0))):
             active = int(np.searchsorted(longest_first, -place))
             state = next_state[first_move[state[:active]] + text[begins[:active] + place]]

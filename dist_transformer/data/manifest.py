@@ -29,7 +29,6 @@ MANIFEST_VERSION = 2
 MANIFEST_NAME = "manifest.json"
 SHARD_FOLDER = "shards"
 TOKENIZER_FOLDER = "tokenizer"
-HASH_BLOCK_BYTES = 1 << 20
 
 Count = Annotated[int, Field(ge=0, lt=1 << 53)]
 Counts = dict[str, Count]
@@ -185,52 +184,29 @@ def json_digest(value: Any) -> str:
 
 def file_sha256(path: Path) -> str:
     """SHA-256 of a file's bytes, in hex."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(HASH_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def verify_shards(folder: Path, manifest: Manifest, deep: bool = False) -> None:
-    """Checks that every shard exists with its size, and its SHA-256 if `deep`; DataError names the first bad one.
-
-    Of the user's files read in place only local ones are checked, by their size.
+def verify_shards(folder: Path, manifest: Manifest) -> None:
+    """Checks that every shard exists with its size; DataError names the first bad one. Of the user's files read in place
+    only local ones are checked.
     """
-    for split in manifest.splits.values():
-        for shard in split.shards:
-            _verify_shard(folder, shard, deep)
-
-
-def _verify_shard(folder: Path, shard: Shard, deep: bool) -> None:
-    if shard.is_in_place:
-        _verify_in_place(shard)
-        return
-    path = folder / shard.file
-    if not path.is_file():
-        raise DataError(f"{path}: a shard of the prepared corpus is missing. Delete {folder} and prepare again.")
-    if (size := path.stat().st_size) != shard.bytes:
-        raise DataError(
-            f"{path}: the shard has {size} bytes, the manifest says {shard.bytes}. Delete {folder} and prepare again."
-        )
-    if deep and (found := file_sha256(path)) != shard.sha256:
-        raise DataError(
-            f"{path}: the shard is damaged: its SHA-256 is {found}, the manifest says {shard.sha256}. "
-            f"Delete {folder} and prepare again."
-        )
-
-
-def _verify_in_place(shard: Shard) -> None:
-    path = Path(shard.file)
-    if is_address(shard.file):
-        return
-    if not path.is_file():
-        raise DataError(f"{path}: a file of the training corpus is gone. Put it back, or prepare again without it.")
-    if (size := path.stat().st_size) != shard.bytes:
-        raise DataError(
-            f"{path} has {size} bytes, but had {shard.bytes} when `prepare` looked at it: it is read in place, and must "
-            f"not change. Put the old one back, or prepare again in another folder."
-        )
+    shards = (shard for split in manifest.splits.values() for shard in split.shards)
+    for shard in (shard for shard in shards if not is_address(shard.file)):
+        path = folder / shard.file  # or that of a file in place, which is absolute
+        size = path.stat().st_size if path.is_file() else None
+        if shard.is_in_place and size is None:
+            raise DataError(f"{path}: a file of the training corpus is gone. Put it back, or prepare again without it.")
+        if shard.is_in_place and size != shard.bytes:
+            raise DataError(
+                f"{path} has {size} bytes, but had {shard.bytes} when `prepare` looked at it: it is read in place, and must "
+                f"not change. Put the old one back, or prepare again in another folder."
+            )
+        if size != shard.bytes:
+            missing = "a shard of the prepared corpus is missing"
+            what = missing if size is None else f"the shard has {size} bytes, the manifest says {shard.bytes}"
+            raise DataError(f"{path}: {what}. Delete {folder} and prepare again.")
 
 
 def _shard_content(shard: Shard) -> list[Any]:

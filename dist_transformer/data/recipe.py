@@ -72,13 +72,8 @@ def refuse_other_recipe(folder: Path, found: dict[str, Any], wanted: dict[str, A
     if differing:
         lines = [f"  {_difference(key, theirs.get(key), ours.get(key))}" for key in differing]
         raise DataError(
-            "\n".join(
-                [
-                    f"{folder}: this folder was prepared with other settings or another text:",
-                    *lines,
-                    "Set data.prepared to another folder, or delete this one to prepare again.",
-                ]
-            )
+            f"{folder}: this folder was prepared with other settings or another text:\n" + "\n".join(lines) + "\n"
+            "Set data.prepared to another folder, or delete this one to prepare again."
         )
 
 

@@ -82,10 +82,8 @@ class Sentences:
             grams[:-distance] = grams[:-distance] * _SPLITMIX[1] + self._values[distance:]
         ends = np.repeat(self._kept_starts + self.num_kept, self.num_kept)
         whole = _mixed(grams[np.arange(len(grams)) + SHINGLE <= ends]).astype(np.uint32)
-        counts, short = (
-            np.maximum(self.num_kept - SHINGLE + 1, 0),
-            _mixed(self.keys + np.uint64(side)).astype(np.uint32),
-        )
+        counts = np.maximum(self.num_kept - SHINGLE + 1, 0)
+        short = _mixed(self.keys + np.uint64(side)).astype(np.uint32)
         draws = _mixed(np.arange(2 * SIGNATURE, dtype=np.uint64)).astype(np.uint32)
         columns = [
             np.where(

@@ -1,6 +1,6 @@
 """Model folders loaded for translation: models on their device, and the tokenizer."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,21 +13,16 @@ from dist_transformer.decoding.search import TorchSearcher
 from dist_transformer.decoding.translate import translate_lines
 from dist_transformer.distributed.devices import device_of_rank
 from dist_transformer.errors import UserError
-from dist_transformer.interop.model_folder import LoadedModel, ModelInformation, load_model_folder
+from dist_transformer.interop.model_folder import LoadedModel, load_model_folder
 from dist_transformer.model.transformer import Transformer
 
 
 @dataclass(frozen=True)
 class LoadedModels:
-    """Models that translate together, in eval mode on `device`, and their common tokenizer.
-
-    Attributes:
-        information: the first model's.
-    """
+    """Models that translate together, in eval mode on `device`, and their common tokenizer."""
 
     models: list[Transformer]
     tokenizer: Tokenizer
-    information: ModelInformation
     device: torch.device
 
     def searcher(self, settings: DecodingConfig) -> TorchSearcher:
@@ -68,22 +63,19 @@ def load_models(folders: Sequence[Path], plugin: str | None = None) -> LoadedMod
     models = [
         each.model.to(device) if each.config.plugin else packed_for_decoding(each.model.to(device)) for each in loaded
     ]
-    return LoadedModels(models, tokenizer, loaded[0].information, device)
+    return LoadedModels(models, tokenizer, device)
 
 
 class LoadedTranslator:
     """Translates lines with the model of a folder, on a GPU if there is one."""
 
-    def __init__(self, folder: Path, settings: DecodingConfig, plugin: str | None = None) -> None:
-        self._loaded = load_models([folder], plugin)
-        self._settings = settings.model_copy(update={"n_best": 1})
-        self._searcher = self._loaded.searcher(self._settings)
-        self.information = self._loaded.information
+    def __init__(self, folder: Path, settings: DecodingConfig) -> None:
+        loaded, self._settings = load_models([folder]), settings.model_copy(update={"n_best": 1})
+        self._searcher, self._tokenizer = loaded.searcher(self._settings), loaded.tokenizer
 
-    def translate(self, lines: Iterable[str], progress: Callable[[int], None] = lambda lines: None) -> Iterator[str]:
-        """Yields one translation per line, in order; empty lines stay empty. `progress`: see `translate_lines`."""
-        loaded, settings = self._loaded, self._settings
-        for best, *_ in translate_lines(self._searcher, loaded.tokenizer, lines, settings, progress=progress):
+    def translate(self, lines: Iterable[str]) -> Iterator[str]:
+        """Yields one translation per line, in order; empty lines stay empty."""
+        for best, *_ in translate_lines(self._searcher, self._tokenizer, lines, self._settings):
             yield best.text
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 from sacrebleu.metrics import BLEU, CHRF
 
+from dist_transformer.config.data_checks import language_code
 from dist_transformer.errors import DataError
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def tokenised_scores(
     if words == "moses":
         from sacremoses import MosesTokenizer  # compiles hundreds of expressions: about half a second
 
-        language = _main_language(target_language) or "en"
+        language = language_code(target_language) or "en"
         moses = MosesTokenizer(language)
         hypotheses, *every = (
             [moses.tokenize(line, return_str=True) for line in lines] for lines in (hypotheses, *every)
@@ -119,15 +120,10 @@ def _every_reference(
     return [list(lines) for lines in (references, *further)]
 
 
-def _main_language(code: str) -> str:
-    """Main part of a language code: `zh` for `zh_CN`."""
-    return re.split("[-_]", code.lower())[0]
-
-
 @functools.cache
 def _tokenizer(target_language: str) -> str | None:
     """Name of BLEU's tokenizer; None: sacreBLEU's default."""
-    language = _main_language(target_language)
+    language = language_code(target_language)
     wanted = TOKENIZERS.get(language)
     if wanted is None or wanted == "zh":
         return wanted

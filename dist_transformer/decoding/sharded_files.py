@@ -16,9 +16,10 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from filelock import FileLock
 
@@ -138,11 +139,8 @@ def chunk_lines(num_lines: int) -> int:
 
 def digest_of(path: Path) -> str:
     """SHA-256 of a file. Raises UserError if it cannot be read."""
-    digest = hashlib.sha256()
     with _opened(path) as file:
-        while data := file.read(READ_BYTES):
-            digest.update(data)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_and_lines(path: Path) -> tuple[str, int]:
@@ -176,17 +174,21 @@ class LineReader:
     """Reads ranges of lines of a file in ascending order."""
 
     def __init__(self, path: Path) -> None:
-        self._lines = numbered_lines(path)
-        self._next = 0
+        self._path, self._lines, self._next = path, numbered_lines(path), 0
 
     def read(self, first: int, count: int) -> list[str]:
-        """Reads `count` lines from line `first`, counted from 0, or those up to the end; `first` must not decrease.
+        """Reads `count` lines from line `first`, counted from 0; `first` must not decrease.
 
         Raises:
-            UserError: one of them, or an earlier one, is not valid UTF-8.
+            UserError: one of them no longer exists; it, or an earlier one, is not valid UTF-8.
         """
         assert first >= self._next, "it reads forward"
         lines = list(islice(self._lines, first - self._next, first - self._next + count))
+        if len(lines) != count:
+            raise UserError(
+                f"{self._path}: ends after {first + len(lines)} lines, but had more: it changed while it was translated; put it "
+                "back, or begin another output"
+            )
         self._next = first + count
         return lines
 
@@ -210,7 +212,7 @@ def decoded_lines(lines: Iterable[bytes], name: str) -> Iterator[str]:
             raise UserError(f"{name}, line {number}: not valid UTF-8 ({error.reason}); convert it first") from None
 
 
-def _opened(path: Path) -> BinaryIO:
+def _opened(path: Path) -> BufferedReader:
     try:
         return path.open("rb")
     except OSError as error:

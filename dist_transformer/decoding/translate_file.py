@@ -6,14 +6,14 @@ Rank r of N takes the unfinished chunks of r, r + N, ... The ranks do not commun
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dist_transformer.config.slurm_schema import SlurmConfig
-from dist_transformer.decoding.engines import Search, folders_of, open_search
+from dist_transformer.decoding.engines import folders_of, open_search
 from dist_transformer.decoding.sharded_files import (
     LineReader,
     Parts,
@@ -22,8 +22,7 @@ from dist_transformer.decoding.sharded_files import (
     digest_of,
     open_parts,
 )
-from dist_transformer.decoding.translate import translate_lines
-from dist_transformer.decoding.translation_lines import Task, written
+from dist_transformer.decoding.translation_lines import Task, translated
 from dist_transformer.errors import EXIT_REQUEUE, UserError
 from dist_transformer.format import progress_bar
 from dist_transformer.model.search_interface import Hypothesis, Searcher, SearchInput
@@ -55,42 +54,22 @@ def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) ->
         return
     search = open_search(task.engine, folders, task.settings, task.plugin)
     search = replace(search, searcher=_StoppableSearcher(search.searcher, stop, parts))
-    readers = [(path, LineReader(path)) for path in (source, task.prefix) if path is not None]
+    readers = [LineReader(path) for path in (source, task.prefix) if path is not None]
     last_report = time.monotonic()
     with progress_bar() if rank == 0 else nullcontext(lambda stage, done, total: None) as show:
         for chunk in range(rank, parts.num_chunks, num_ranks):
             if not parts.is_done(chunk):
                 first = chunk * lines_of_chunk
                 count = min(lines_of_chunk, num_lines - first)
-                texts = [_read(path, reader, first, count) for path, reader in readers]
-                lines = _translated(search, task, texts, first, lambda done: show("translating", done, num_lines))
-                parts.write(chunk, list(lines))
+                lines, *prefixes = (reader.read(first, count) for reader in readers)
+                given = prefixes[0] if prefixes else None
+                texts = translated(task, search, lines, given, first, lambda done: show("translating", done, num_lines))
+                parts.write(chunk, list(texts))
             if rank == 0 and time.monotonic() - last_report > TELL_SECONDS:
                 print(f"{output}: {parts.num_done()} of {parts.num_chunks} parts", file=sys.stderr, flush=True)
                 last_report = time.monotonic()
     if parts.join():
         print(f"{output}: {num_lines:,} lines translated", file=sys.stderr)
-
-
-def _read(path: Path, reader: LineReader, first: int, count: int) -> list[str]:
-    """Reads `count` lines from line `first`. Raises UserError if they no longer exist."""
-    lines = reader.read(first, count)
-    if len(lines) != count:
-        raise UserError(
-            f"{path}: ends after {first + len(lines)} lines, but had more: it changed while it was translated; put it back, or "
-            "begin another output"
-        )
-    return lines
-
-
-def _translated(
-    search: Search, task: Task, texts: Sequence[list[str]], num_before: int, progress: Callable[[int], None]
-) -> Iterator[str]:
-    """Yields the output of each line of a chunk; `texts`: the lines and, if any, their prefixes."""
-    lines, prefixes = texts[0], texts[1] if len(texts) > 1 else None
-    given = translate_lines(search.searcher, search.tokenizer, lines, task.settings, prefixes, num_before, progress)
-    for number, (line, translations) in enumerate(zip(lines, given, strict=True), start=num_before):
-        yield written(task, search, number, line, translations)
 
 
 def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, Any], int]:

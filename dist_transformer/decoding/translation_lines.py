@@ -1,13 +1,14 @@
 """Output formats of translations: plain lines, n-best lists as in Moses and Marian, word alignment, JSON."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import tee
 from pathlib import Path
 
 from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.decoding.engines import Search
-from dist_transformer.decoding.translate import Translation
+from dist_transformer.decoding.translate import Translation, translate_lines
 from dist_transformer.decoding.word_alignment import word_alignment
 from dist_transformer.model.search_interface import Engine
 
@@ -33,6 +34,21 @@ class Task:
     as_json: bool = False
     plugin: str | None = None
     mbr: bool = False
+
+
+def translated(
+    task: Task,
+    search: Search,
+    lines: Iterable[str],
+    prefixes: Iterable[str] | None,
+    num_before: int = 0,
+    progress: Callable[[int], None] = lambda lines: None,
+) -> Iterator[str]:
+    """Yields the output of each line; the arguments are those of `translate_lines`."""
+    lines, waiting = tee(lines)  # translations are yielded a chunk of lines later
+    given = translate_lines(search.searcher, search.tokenizer, lines, task.settings, prefixes, num_before, progress)
+    for number, (translations, line) in enumerate(zip(given, waiting, strict=True), start=num_before):
+        yield written(task, search, number, line, translations)
 
 
 def written(task: Task, search: Search, number: int, line: str, translations: Sequence[Translation]) -> str:

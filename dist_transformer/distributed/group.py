@@ -157,7 +157,7 @@ class Ranks:
             result, work = values, dist.all_reduce(values, op=operation, async_op=True)
         if is_sum:
             return work, lambda: result
-        return work, partial(_divided, result, count) if on_cpu else result.float
+        return work, (lambda: result.float().div_(count)) if on_cpu else result.float
 
     def start_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> "Pending":
         """Begins filling `whole` (on the device) with the parts `mine` of all ranks in turn (collective); `mine` may be
@@ -183,10 +183,8 @@ class Ranks:
         before, behind = (self.rank - 1) % self.num_ranks, (self.rank + 1) % self.num_ranks
         values = [value]
         with self.collective("pass_on"):
-            for is_sending in (
-                self.rank % 2 == 0,
-                self.rank % 2 == 1,
-            ):  # rank 1 receives first: nobody waits in a circle
+            # Rank 1 receives first: nobody waits in a circle.
+            for is_sending in (self.rank % 2 == 0, self.rank % 2 == 1):
                 if is_sending and self.num_ranks > 1:
                     dist.send_object_list([value], before, group=self.control)
                 elif self.num_ranks > 1:
@@ -327,7 +325,3 @@ def leave() -> None:
 
 def _size(values: torch.Tensor) -> str:
     return f"{values.numel():,} {str(values.dtype).removeprefix('torch.')}"
-
-
-def _divided(values: torch.Tensor, by: int) -> torch.Tensor:
-    return values.float().div_(by)

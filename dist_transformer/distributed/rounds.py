@@ -45,9 +45,8 @@ def in_rounds(ranks: Ranks, num_rounds: int, work: Callable[[int], None], wants_
     for number in range(num_rounds):
         try:
             is_stopped = is_stopped or wants_stop()
-            if (
-                failure is None
-            ):  # also where a stop is wanted: the work may be a collective, and no other rank has received the wish yet
+            # Also where a stop is wanted: the work may be a collective, and no other rank has received the wish yet.
+            if failure is None:
                 work(number)
         except Stopped:
             is_stopped = True

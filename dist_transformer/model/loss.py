@@ -40,54 +40,28 @@ def label_smoothed_cross_entropy(
     pad_id: int | None = None,
     bias_V: Tensor | None = None,
     num_real: int | None = None,
-) -> tuple[Tensor, Tensor]:
+    counts_hits: bool = False,
+) -> tuple[Tensor, ...]:
     """Sums over the real targets of (label-smoothed loss, negative log-likelihood): natural logarithm, fp32 scalars.
 
     Equal to `F.cross_entropy(hidden @ weight.T + bias, target, reduction="sum", ignore_index=pad_id,
     label_smoothing=...)` on fp32 logits. Targets equal to `pad_id` cost nothing; `num_real` is the number of the others,
     without which the host waits for the GPU to count them. Only the first sum has a gradient. Matrix products run in
     the autocast type if autocast is on, otherwise in the type of `hidden_ND`; all else is fp32 (fp64 for fp64).
+
+    With `counts_hits` also the number of real targets that are the likeliest token (int64); then without gradients.
     """
-    loss_sum, nll_sum, _ = _sums(hidden_ND, weight_VD, target_N, label_smoothing, pad_id, bias_V, num_real, False)
-    return loss_sum, nll_sum
-
-
-@torch.no_grad()
-def token_sums(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    target_N: Tensor,
-    label_smoothing: float,
-    pad_id: int,
-    bias_V: Tensor | None = None,
-    num_real: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the sums of `label_smoothed_cross_entropy`, without gradients, and the number of real targets that are
-    the likeliest token (int64); also computed in chunks."""
-    return _sums(hidden_ND, weight_VD, target_N, label_smoothing, pad_id, bias_V, num_real, True)
-
-
-def _sums(
-    hidden_ND: Tensor,
-    weight_VD: Tensor,
-    target_N: Tensor,
-    label_smoothing: float,
-    pad_id: int | None,
-    bias_V: Tensor | None,
-    num_real: int | None,
-    counts_hits: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
     device_type = hidden_ND.device.type
     matmul_dtype = _matmul_dtype(hidden_ND.dtype, device_type)
     # Inside a Function gradients always seem off, so their need is determined here.
+    has_gradient = torch.is_grad_enabled() and not counts_hits
     needs_gradient = tuple(
-        torch.is_grad_enabled() and tensor is not None and tensor.requires_grad
-        for tensor in (hidden_ND, weight_VD, bias_V)
+        has_gradient and tensor is not None and tensor.requires_grad for tensor in (hidden_ND, weight_VD, bias_V)
     )
     about = label_smoothing, pad_id, num_real, matmul_dtype, counts_hits, needs_gradient
-    with torch.autocast(device_type, enabled=False):
-        loss_sum, nll_sum, num_hits = _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, bias_V, target_N, *about)  # type: ignore[no-untyped-call]
-    return loss_sum, nll_sum, num_hits
+    with torch.autocast(device_type, enabled=False), torch.set_grad_enabled(has_gradient):
+        sums: tuple[Tensor, ...] = _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, bias_V, target_N, *about)  # type: ignore[no-untyped-call]
+    return sums if counts_hits else sums[:2]
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -114,7 +88,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
         `needs_gradient`: True for each of hidden states, weight and bias that needs one.
         """
-        wide = _wide_dtype(hidden_ND.dtype)
+        wide = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
         real_R = _real(target_N, pad_id, num_real)
         hidden_RD, target_R = hidden_ND[real_R].to(matmul_dtype), target_N[real_R]
         multiplied_weight_VD = weight_VD.to(matmul_dtype)
@@ -179,9 +153,8 @@ def _real(target_N: Tensor, pad_id: int | None, num_real: int | None) -> Tensor:
     is_real_N = target_N != pad_id
     if num_real is None:
         return is_real_N.nonzero().squeeze(1)
-    return torch.nonzero_static(is_real_N, size=num_real, fill_value=len(target_N)).squeeze(
-        1
-    )  # an index beyond the last is an error: `num_real` is too large
+    # An index beyond the last is an error: `num_real` is too large.
+    return torch.nonzero_static(is_real_N, size=num_real, fill_value=len(target_N)).squeeze(1)
 
 
 def _chunks(
@@ -214,10 +187,6 @@ def _turn_into_probabilities(
         return nll_C.sum(), nll_C.sum()
     loss_C = (1 - label_smoothing) * nll_C + label_smoothing * (log_normaliser_C - mean_logit_C)
     return loss_C.sum(), nll_C.sum()
-
-
-def _wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _matmul_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:

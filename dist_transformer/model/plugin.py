@@ -4,7 +4,6 @@ Axes: B batch, S source, T target, V vocabulary. The search computes the whole p
 network of which only `forward` is known has no cache: right for any network, and slow.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import UserError
-from dist_transformer.model.transformer import Transformer
+from dist_transformer.model.transformer import Shapes, Transformer
 from dist_transformer.plugins import Plugin, call
 
 
@@ -62,24 +61,16 @@ class PluginTransformer(Transformer):
         target_out_BT: Tensor,
         label_smoothing: float,
         num_targets: int | None = None,
-        shapes: Sequence[tuple[int, int, int]] | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        return self.token_sums(source_BS, target_in_BT, target_out_BT, label_smoothing)[:2]
-
-    def token_sums(
-        self,
-        source_BS: Tensor,
-        target_in_BT: Tensor,
-        target_out_BT: Tensor,
-        label_smoothing: float,
-        num_targets: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        shapes: Shapes | None = None,
+        counts_hits: bool = False,
+    ) -> tuple[Tensor, ...]:
         logits_NV, target_N = self(source_BS, target_in_BT).flatten(0, 1).float(), target_out_BT.flatten()
         about: dict[str, Any] = {"ignore_index": self.pad_id, "reduction": "sum"}
         loss = F.cross_entropy(logits_NV, target_N, label_smoothing=label_smoothing, **about)
         nll = F.cross_entropy(logits_NV.detach(), target_N, **about) if label_smoothing else loss.detach()
-        hits = ((logits_NV.argmax(1) == target_N) & (target_N != self.pad_id)).sum()
-        return loss, nll, hits
+        if not counts_hits:
+            return loss, nll
+        return loss, nll, ((logits_NV.argmax(1) == target_N) & (target_N != self.pad_id)).sum()
 
     def encode(self, source_BS: Tensor) -> Tensor:
         return source_BS

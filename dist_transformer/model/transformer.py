@@ -30,7 +30,7 @@ from dist_transformer.model.layers import (
     SinusoidalPositions,
     make_norm,
 )
-from dist_transformer.model.loss import label_smoothed_cross_entropy, token_sums
+from dist_transformer.model.loss import label_smoothed_cross_entropy
 
 Shapes = Sequence[tuple[int, int, int]]
 """(B, S, T) of several batches that are computed as one."""
@@ -162,29 +162,18 @@ class Transformer(nn.Module):
         label_smoothing: float,
         num_targets: int | None = None,
         shapes: Shapes | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        counts_hits: bool = False,
+    ) -> tuple[Tensor, ...]:
         """Sums over the real tokens of `target_out_BT` of (label-smoothed loss, negative log-likelihood); fp32.
 
         `num_targets`: their number, if the host knows it, so that it does not wait for the GPU. `shapes`: those of several
-        batches; the sides are then (M,), (N,), (N,).
+        batches; the sides are then (M,), (N,), (N,). With `counts_hits` also the number of them that are the likeliest, all
+        without gradients.
         """
         hidden_ND = self.decode_hidden(source_BS, target_in_BT, shapes).flatten(0, 1)
         target_N = target_out_BT.flatten()
-        about = label_smoothing, self.pad_id, self.output_bias, num_targets
+        about = label_smoothing, self.pad_id, self.output_bias, num_targets, counts_hits
         return label_smoothed_cross_entropy(hidden_ND, self.output_weight, target_N, *about)
-
-    def token_sums(
-        self,
-        source_BS: Tensor,
-        target_in_BT: Tensor,
-        target_out_BT: Tensor,
-        label_smoothing: float,
-        num_targets: int | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the sums of `loss`, and the number of real target tokens that are the likeliest; no gradients."""
-        hidden_ND, target_N = self.decode_hidden(source_BS, target_in_BT).flatten(0, 1), target_out_BT.flatten()
-        about = label_smoothing, self.pad_id, self.output_bias, num_targets
-        return token_sums(hidden_ND, self.output_weight, target_N, *about)
 
     def decode_hidden(self, source_BS: Tensor, target_BT: Tensor, shapes: Shapes | None = None) -> Tensor:
         """Returns the decoder's last hidden states (B, T, D), before the projection to the vocabulary; (1, N, D) with the

@@ -69,12 +69,10 @@ def model_flops(
     square, network = model.d_model * width, feed_forward_matrices(model) * model.d_model * model.d_ff
     # Queries, keys, values and output are 2 squares; half of the cross-attention is the source's.
     projected = encoder * 2 * square * source_tokens + decoder * square * (3 * target_tokens + source_tokens)
-    scores = (
-        encoder * source_tokens**2 + decoder * target_tokens * (target_tokens + source_tokens)
-    ) / pairs  # of the lengths
+    of_lengths = encoder * source_tokens**2 + decoder * target_tokens * (target_tokens + source_tokens)
     return ModelFlops(
         projections=PASSES * projected,
-        scores=PASSES * width * scores,
+        scores=PASSES * width * of_lengths / pairs,
         feed_forward=PASSES * network * (encoder * source_tokens + decoder * target_tokens),
         output=PASSES * target_vocabulary * model.d_model * target_tokens,
     )

@@ -79,9 +79,8 @@ def memory_of_rank(
     is_repeated = num_micro_batches > at_once or config.training.audit_share > 0  # an audit is one more
     moments_of = _moments_of_exchange if sends_during_backward(config.training) else _moments
     moments = moments_of(state, batch, config.training.zero_stage, config.training.precision, is_repeated)
-    cpu = offloaded_bytes(parameters, config.training, num_ranks) + snapshot_bytes(
-        parameters, config.training, num_ranks
-    )
+    of_cpu = (parameters, config.training, num_ranks)
+    cpu = offloaded_bytes(*of_cpu) + snapshot_bytes(*of_cpu)
     parts = {
         "weights": state.weights,
         "gradients": state.gradients,
@@ -201,10 +200,8 @@ def memory_problem(config: Config, num_ranks: int, memory_gb: float) -> str | No
 
     With `data.max_tokens: auto` a run fits if the smallest micro-batch does.
     """
-    config, usable = (
-        with_effective_zero_stage(with_precision(config, "fp16"), num_ranks),
-        memory_gb * 1e9 * USABLE_SHARE,
-    )
+    config = with_effective_zero_stage(with_precision(config, "fp16"), num_ranks)
+    usable = memory_gb * 1e9 * USABLE_SHARE
     if config.data.max_tokens == "auto":
         if most_tokens(config, num_ranks, usable):
             return None

@@ -115,7 +115,8 @@ def judge(records: Iterable[Record], nodes: Sequence[str], tolerance: float) -> 
         by_node[record["node"]].append(record)
     all_nodes = sorted({*nodes, *by_node})
     values = {node: _worst_of(own) for node, own in sorted(by_node.items())}
-    medians = _medians(values)
+    known = {name: [own[name] for own in values.values() if name in own] for name in _BY_NAME}
+    medians = {name: median_high(numbers) for name, numbers in known.items() if numbers}
     outliers = [*_outliers(by_node, values, medians, tolerance)]
     silent = [node for node in all_nodes if node not in by_node] if by_node else []
     worst = dict.fromkeys(silent, -1.0)
@@ -144,11 +145,6 @@ def _worst_of(records: list[Record]) -> dict[str, float]:
             worst[name] = max(own) if name == "all_reduce_latency_seconds" else min(own)
     expected = [float(record["measures"].get("gpus_expected", 0)) for record in records]
     return {**worst, "ranks": float(len(records)), "gpus_expected": max(expected)}
-
-
-def _medians(values: Values) -> dict[str, float]:
-    known = {name: [own[name] for own in values.values() if name in own] for name in _BY_NAME}
-    return {name: median_high(numbers) for name, numbers in known.items() if numbers}
 
 
 def _outliers(

@@ -15,8 +15,6 @@ from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_USER_ERROR
 from dist_transformer.files import read_json, write_json, write_text
 from dist_transformer.format import table
 from dist_transformer.preflight.outliers import DONE, MEASURES, Judgement, Record, judge
-from dist_transformer.run.outputs import check_output
-from dist_transformer.run.records import read_record
 
 EXIT_EXCLUDE = 3
 """Exit code if there are nodes to exclude."""
@@ -33,6 +31,10 @@ def begin_anew(folder: Path) -> None:
     Raises:
         UserError: an unrelated file has such a name, or the folder cannot be written.
     """
+    # They import pydantic, which a batch script's own Python may lack.
+    from dist_transformer.run.outputs import check_output
+    from dist_transformer.run.records import read_record
+
     ranks = [*folder.glob("rank_*.json")]
     for path in ranks:
         check_output(

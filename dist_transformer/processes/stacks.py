@@ -168,7 +168,9 @@ def _answer(process: RankProcess, size_before: int, end: float) -> str:
             break
         time.sleep(0.02)
     if size == size_before:
-        return _why_silent(process.pid)
+        state = (_process_fields(process.pid) or ["gone"])[0]
+        why = {"D": "it waits in the kernel, for a disk or a device", "T": "it was stopped by a signal"}
+        return f"no answer within {ANSWER_SECONDS:g} s: {why.get(state, f'process state {state}')}"
     try:
         with process.file.open("rb") as file:
             file.seek(size_before)
@@ -176,12 +178,6 @@ def _answer(process: RankProcess, size_before: int, end: float) -> str:
     except OSError:
         return _ENDED
     return "\n\n".join(reversed(threads))  # the training thread is written last, and is the one a reader looks for
-
-
-def _why_silent(pid: int) -> str:
-    state = (_process_fields(pid) or ["gone"])[0]
-    why = {"D": "it waits in the kernel, for a disk or a device", "T": "it was stopped by a signal"}
-    return f"no answer within {ANSWER_SECONDS:g} s: {why.get(state, f'process state {state}')}"
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dist_transformer.reporting.curves import Curve, Curves
+from dist_transformer.reporting.formatting import NAMES
 from dist_transformer.reporting.run_history import RunStory
 
 WARM_UP_SHARE = 0.03
@@ -31,10 +32,7 @@ FROM_ZERO = ("%", "GB", "MB/s", "target tokens/s")
 TITLES = {
     "loss": ("loss (labels smoothed)", "nats per target token"),
     "nll": ("nll (negative log-likelihood)", "nats per target token"),
-    "bleu": ("BLEU", ""),
-    "chrf": ("chrF", ""),
-    "comet": ("COMET", ""),
-    "plugin": ("plug-in", ""),
+    **{key: (name, "") for key, name in NAMES.items()},
     "token_accuracy": ("token accuracy", "%"),
 }
 """Titles and units of the measures that are drawn."""

@@ -34,12 +34,7 @@ from dist_transformer.reporting.scores import EVALUATED, MEASURES
 from dist_transformer.run.goodput import goodput_text
 
 Named = tuple[str, RunStory]
-OF_SAMPLES = (
-    "data.validation.",
-    "data.more_validation.",
-    "data.filters.",
-    "validation.max_sentences",
-)
+OF_SAMPLES = ("data.validation.", "data.more_validation.", "data.filters.", "validation.max_sentences")
 """Settings that determine the fixed sentences."""
 MOST_SENTENCES = 8
 """Fixed sentences that are shown side by side."""

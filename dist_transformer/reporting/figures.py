@@ -90,10 +90,8 @@ def description(panel: Panel) -> str:
 
 
 def _draw_line(line: Line, axes: "Axes") -> None:
-    color, dashes = (
-        LINE_COLORS[line.style % len(LINE_COLORS)],
-        DASHES[(line.style + line.style // len(LINE_COLORS)) % len(DASHES)],
-    )
+    color = LINE_COLORS[line.style % len(LINE_COLORS)]
+    dashes = DASHES[(line.style + line.style // len(LINE_COLORS)) % len(DASHES)]
     points: Thinned = thinned(line.curve, POINTS)
     if points.low is not None and points.high is not None:
         axes.fill_between(points.steps, points.low, points.high, color=color, alpha=0.22, linewidth=0)

@@ -7,14 +7,7 @@ from typing import Any
 
 from dist_transformer.reporting.run_history import Record, RunStory
 
-NAMES = {
-    "bleu": "BLEU",
-    "chrf": "chrF",
-    "comet": "COMET",
-    "plugin": "plug-in",
-    "nll": "nll",
-    "token_accuracy": "token accuracy",
-}
+NAMES = {"bleu": "BLEU", "chrf": "chrF", "comet": "COMET", "plugin": "plug-in"}
 FORMS = {"bleu": ".2f", "chrf": ".2f", "perplexity": ".2f"}
 """Formats of validation measures; token accuracy is in per cent, the others have four decimal places."""
 NOTHING = "-"

@@ -45,7 +45,8 @@ def _environment() -> Environment:
     )
     pages.globals |= {name: value for name, value in vars(formatting).items() if callable(value) or name.isupper()}
     pages.globals |= {"LABEL": LABEL, "POLICY": POLICY, "version": __version__, "duration": duration}
-    pages.globals |= {"column_kinds": column_kinds, "data_url": _data_url, "quote": lambda path: shlex.quote(str(path))}
+    pages.globals |= {"column_kinds": column_kinds, "quote": lambda path: shlex.quote(str(path))}
+    pages.globals["data_url"] = lambda png: f"data:image/png;base64,{base64.b64encode(png).decode()}"
     pages.filters["measure_name"] = formatting.measure_name
     return pages
 
@@ -67,7 +68,3 @@ def _kind(cells: list[Markup]) -> str:
     if any(cells) and all(_NUMBER.fullmatch(cell) for cell in cells):
         return "number"
     return "words" if any(len(cell) > 40 and " " in cell for cell in cells) else ""
-
-
-def _data_url(png: bytes) -> str:
-    return f"data:image/png;base64,{base64.b64encode(png).decode()}"

@@ -270,15 +270,8 @@ def _checkpoints(run_dir: RunDir) -> Iterator[SavedCheckpoint]:
         if step is None or suffix in ("tmp", "trash"):  # being written, or being deleted
             continue
         state = read_record(path / "state.json")
-        measures = state.get("validation")
-        yield SavedCheckpoint(
-            path.name,
-            step,
-            _modified(path),
-            suffix,
-            state.get("num_ranks"),
-            measures if isinstance(measures, dict) else {},
-        )
+        measures = found if isinstance(found := state.get("validation"), dict) else {}
+        yield SavedCheckpoint(path.name, step, _modified(path), suffix, state.get("num_ranks"), measures)
 
 
 def _step_of(name: str) -> int | None:

@@ -3,6 +3,8 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from dist_transformer.reporting.run_history import RunStory
@@ -54,13 +56,8 @@ def fixed_sentences(story: RunStory) -> list[FixedSentence]:
 
 def changes(translations: Sequence[tuple[int, str]]) -> list[Stretch]:
     """Tuples (first step, last step, translation), one for each series of validations with the same translation."""
-    stretches: list[Stretch] = []
-    for step, translation in translations:
-        if stretches and stretches[-1][2] == translation:
-            stretches[-1] = (stretches[-1][0], step, translation)
-        else:
-            stretches.append((step, step, translation))
-    return stretches
+    series = [[*found] for _, found in groupby(translations, key=itemgetter(1))]
+    return [(found[0][0], found[-1][0], found[0][1]) for found in series]
 
 
 def drawn_sentences(story: RunStory) -> dict[str, list[tuple[int, dict[str, Any]]]]:

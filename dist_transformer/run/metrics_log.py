@@ -20,11 +20,11 @@ from typing import Any, TextIO
 
 from dist_transformer.files import repeatedly, replacing
 from dist_transformer.run.records import records_of
+from dist_transformer.run.tail import end_of_last_line
 
 logger = logging.getLogger(__name__)
 
 Value = float | int | str
-BLOCK_BYTES = 1 << 16
 FIELDS = ("event", "step", "time")
 """Fields of every record; its other entries are its values."""
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -129,19 +129,8 @@ def read_records_from(path: Path, offset: int) -> Iterator[tuple[dict[str, Any],
 
 def remove_torn_line(path: Path) -> None:
     """Truncates `path` after its last newline: the rest is an incomplete line."""
-    if not path.exists():
-        return
-    with path.open("rb+") as file:
-        size = whole = file.seek(0, os.SEEK_END)
-        while whole:
-            start = max(0, whole - BLOCK_BYTES)
-            file.seek(start)
-            newline = file.read(whole - start).rfind(b"\n")
-            whole = start if newline < 0 else start + newline + 1
-            if newline >= 0:
-                break
-        if whole < size:
-            file.truncate(whole)
+    if path.exists() and (whole := end_of_last_line(path)) < path.stat().st_size:
+        os.truncate(path, whole)
 
 
 def encode(record: Mapping[str, Any]) -> str:

@@ -6,81 +6,43 @@ A field that is known by its name and has a value of another type counts as abse
     {"event": "train", "step": "many", "loss": 2.5}  ->  {"event": "train", "loss": 2.5}
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
 
 from dist_transformer.files import parse_json, read_json
 from dist_transformer.run.tail import PIECE_BYTES, last_lines
 
 Record = dict[str, Any]
-_LATEST = 1e11
-"""Upper limit of times in unix seconds (the year 5138), within the range of Python's datetime."""
-_NOT_FINITE = ("nan", "inf", "-inf")
+_NOT_FINITE = Literal["nan", "inf", "-inf"]
 _LISTS = ("sentences", "points", "datasets")
+_WHOLE = Annotated[int, Field(gt=-(2**53), lt=2**53)]
+_NUMBER = float | _NOT_FINITE
+_MOMENT = Annotated[float, Field(ge=0, lt=1e11)]
+"""Unix seconds up to the year 5138, within the range of Python's datetime."""
 
-
-def _is_text(value: Any) -> bool:
-    return type(value) is str
-
-
-def _is_whole(value: Any) -> bool:
-    return type(value) is int and abs(value) < 2**53
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) or value in _NOT_FINITE
-
-
-def _is_moment(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < _LATEST
-
-
-def _is_flag(value: Any) -> bool:
-    return type(value) is bool
-
-
-def _is_mapping(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_list_of_mappings(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_mapping, value))
-
-
-def _is_list_of_texts(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_text, value))
-
-
-def _maps_to(is_one: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, dict) and all(map(is_one, value.values()))
-
-
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    **dict.fromkeys(
-        ("event", "state", "host", "boot", "job", "job_id", "slurm_job_id", "newest", "how", "reason", "token", "digest",
-         "run_id", "run_uid", "run_name", "uid", "uri", "submitted_at", "status", "name", "path", "config", "context",
-         "description", "source", "reference", "translation", "corpus", "batch_digest"),
-        _is_text,
-    ),
-    **dict.fromkeys(
-        ("step", "starts", "exit_code", "attempt", "num_ranks", "pid", "since_step", "went_on_from", "best_step", "task",
-         "pairs", "beam_size", "number", "source_vocabulary", "target_vocabulary", "newest_step", "without_progress"),
-        _is_whole,
-    ),
-    **dict.fromkeys(("time", "started", "began", "before_seen", "save_seconds", "validation_seconds"), _is_moment),
-    **dict.fromkeys(("target_tokens", "data_wait_share"), _is_number),
-    **dict.fromkeys(
-        ("loss", "nll", "learning_rate", "tokens_per_second", "bleu", "chrf", "comet", "plugin", "exact_match"),
-        _is_number,
-    ),
-    **dict.fromkeys(("requeued", "is_best", "fixed", "by_hand"), _is_flag),
-    **dict.fromkeys(("recipe", "corpora", "early_stopping", "validation", "decoding", "overrides"), _is_mapping),
-    **dict.fromkeys(("tags", "parameters", "stages"), _maps_to(_is_text)),
-    "metrics": _maps_to(_is_number),
-    **dict.fromkeys(_LISTS, _is_list_of_mappings),
-    "kept": _is_list_of_texts,
+_TYPES: dict[Any, tuple[str, ...]] = {
+    str: ("event", "state", "host", "boot", "job", "job_id", "slurm_job_id", "newest", "how", "reason", "token", "digest",
+          "run_id", "run_uid", "run_name", "uid", "uri", "submitted_at", "status", "name", "path", "config", "context",
+          "description", "source", "reference", "translation", "corpus", "batch_digest"),
+    _WHOLE: ("step", "starts", "exit_code", "attempt", "num_ranks", "pid", "since_step", "went_on_from", "best_step",
+             "task", "pairs", "beam_size", "number", "source_vocabulary", "target_vocabulary", "newest_step",
+             "without_progress"),
+    _MOMENT: ("time", "started", "began", "before_seen", "save_seconds", "validation_seconds"),
+    _NUMBER: ("target_tokens", "data_wait_share", "loss", "nll", "learning_rate", "tokens_per_second", "bleu", "chrf",
+              "comet", "plugin", "exact_match"),
+    bool: ("requeued", "is_best", "fixed", "by_hand"),
+    dict[str, Any]: ("recipe", "corpora", "early_stopping", "validation", "decoding", "overrides"),
+    dict[str, str]: ("tags", "parameters", "stages"),
+    dict[str, _NUMBER]: ("metrics",),
+    list[dict[str, Any]]: _LISTS,
+    list[str]: ("kept",),
 }  # fmt: skip
+_VALIDATORS: dict[str, Any] = {}
+for _kind, _names in _TYPES.items():
+    _VALIDATORS |= dict.fromkeys(_names, TypeAdapter(_kind).validator)
 
 
 def sound(record: Record) -> Record:
@@ -110,9 +72,8 @@ def records_of(lines: Iterable[str | bytes]) -> Iterator[Record]:
 
 
 def _is_sound(name: str, value: Any) -> bool:
-    kind = _KINDS.get(name)
-    if kind is not None:
-        return kind(value)
+    if name in _VALIDATORS:
+        return bool(_VALIDATORS[name].isinstance_python(value, strict=True))
     return type(value) is not int or abs(value) < 2**1000
 
 

@@ -30,14 +30,9 @@ def take_snapshot(folder: Path, package: Path = _PACKAGE) -> None:
 def git_commit(package: Path = _PACKAGE) -> str | None:
     """Returns the commit of this code, from its snapshot or checkout; followed by "+" if the code differs from it."""
     kept = package.parent / "git.json"
-    if kept.is_file():
-        state = json.loads(kept.read_text(encoding="utf-8"))
-        return f"{state['commit']}{'+' if state['changed'] else ''}"
-    top = _git(package.parent, "rev-parse", "--show-toplevel")
-    if top is None or Path(top.strip()) != package.parent:
-        return None
-    commit, changed = _git(package.parent, "rev-parse", "HEAD"), _git(package.parent, "diff", "--name-only", "HEAD")
-    return f"{commit.strip()}{'+' if changed else ''}" if commit else None
+    text = kept.read_text(encoding="utf-8") if kept.is_file() else _git_state(package.parent).get("git.json", "{}")
+    state = json.loads(text)
+    return f"{state['commit']}{'+' if state['changed'] else ''}" if state.get("commit") else None
 
 
 def _git_state(checkout: Path) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Content sent to MLflow: points of curves, references to local checkpoints and models, and uploaded models."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,15 @@ class Point:
 
 @dataclass(frozen=True)
 class Model:
-    """A model folder to be sent to MLflow. `decoding`: the settings it translates with; `register_as`: None for none.
-
-    `upload`: a folder that does not exist yet, for the copy in MLflow's format.
+    """A model folder to be sent to MLflow. `upload`: a folder that does not exist yet, for the copy in MLflow's format;
+    `decoding`: the settings it translates with; `register_as`: None for none.
     """
 
     folder: Path
     sha256: str
     step: int
-    decoding: Mapping[str, Any]
     upload: Path
+    decoding: Mapping[str, Any] = field(default_factory=dict)
     register_as: str | None = None
     alias: str | None = None
     by_hand: bool = False

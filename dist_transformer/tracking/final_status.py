@@ -34,10 +34,8 @@ def settle(run_dir: RunDir, status: str, settings: TrackingConfig, default_store
         OSError: the run folder cannot be written.
     """
     try:
-        target, memory = (
-            target_of(settings, run_dir, default_store),
-            memory_of(run_dir, run_dir.name, run_id_of(run_dir)),
-        )
+        target = target_of(settings, run_dir, default_store)
+        memory = memory_of(run_dir, run_dir.name, run_id_of(run_dir))
     except UserError as error:  # an invalid address in the variable must not stop the calling command
         return str(error)
     address = without_credentials(target.uri)

@@ -132,17 +132,8 @@ def send_model(run: "TrackedRun", event: Mapping[str, Any], run_dir: RunDir) -> 
     digest = folder_digest(folder)
     if folder.absolute() == run_dir.model.absolute():
         run.set_tags({"model.path": str(folder.absolute()), "model.sha256": digest})
-    model = Model(
-        folder=folder.absolute(),
-        sha256=digest,
-        step=event["step"],
-        decoding=event.get("decoding", {}),
-        register_as=event.get("register_as"),
-        alias=event.get("alias"),
-        by_hand=event.get("by_hand", False),
-        upload=run_dir.upload,
-    )
-    mlflow_models.log_model(run, model)
+    said = {name: event[name] for name in ("decoding", "register_as", "alias", "by_hand") if name in event}
+    mlflow_models.log_model(run, Model(folder.absolute(), digest, event["step"], run_dir.upload, **said))
 
 
 def _of_run(run_dir: RunDir, path: str) -> Path:

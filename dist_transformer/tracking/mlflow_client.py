@@ -110,8 +110,7 @@ class TrackedRun:
         So no step is stored twice if an answer was lost, even if training was rolled back meanwhile.
         """
         fresh = [point for point in points if point.step > self._newest_steps.get(valid_key(point.key), BEFORE_ALL)]
-        with translated_errors():
-            self._log_points(fresh, None)
+        self.log_all_points(fresh)
 
     def remove_doubles(self, run_id: str) -> None:
         """Deletes empty runs with our tag: a request to create a run may be executed after we gave up on it."""
@@ -174,16 +173,13 @@ class TrackedRun:
         if not found or _digest(found) == tags.get(OUR_NOTE_TAG):
             self.set_tags({NOTE_TAG: text, OUR_NOTE_TAG: _digest(text)})
 
-    def log_model_points(self, points: Sequence[Point], model_id: str) -> None:
-        """Logs points of the run that belong to one of its logged models."""
-        with translated_errors():
-            self._log_points(points, model_id)
-
-    def _log_points(self, points: Sequence[Point], model_id: str | None) -> None:
+    def log_all_points(self, points: Sequence[Point], model_id: str | None = None) -> None:
+        """Logs points of the run, whatever the server has, that belong to one of its logged models, or to none."""
         finite = (point for point in points if math.isfinite(point.value))
         metrics = [Metric(valid_key(p.key), p.value, p.time_ms, p.step, model_id=model_id) for p in finite]
-        for chunk in chunks(metrics, METRICS_A_BATCH):
-            self.client.log_batch(self.run_id, metrics=chunk, synchronous=True)
+        with translated_errors():
+            for chunk in chunks(metrics, METRICS_A_BATCH):
+                self.client.log_batch(self.run_id, metrics=chunk, synchronous=True)
 
     def log_datasets(self, datasets: Sequence[Mapping[str, Any]]) -> None:
         """Logs corpora with `name`, `digest`, `source` and `context`; other values (rows, tokens) go into the profile.
@@ -209,7 +205,9 @@ class TrackedRun:
 def open_run(target: Target, memory: DeliveryState) -> TrackedRun:
     """The run of this run folder on the server: the recorded one, else the one with our tag, else a new one."""
     with translated_errors():
-        client = _client(target.uri)
+        if target.uri.startswith("sqlite:///"):
+            _create_database(Path(target.uri.removeprefix("sqlite:///").split("?")[0]))
+        client = MlflowClient(tracking_uri=target.uri)
         found = _run_by_id(client, memory.mlflow_run_id) if memory.mlflow_run_id else None
         if found is None:
             experiment_id = _experiment_id(client, target)
@@ -281,12 +279,6 @@ def chunks(items: Sequence[Item], size: int) -> Iterator[list[Item]]:
     rest = iter(items)
     while chunk := list(islice(rest, size)):
         yield chunk
-
-
-def _client(uri: str) -> MlflowClient:
-    if uri.startswith("sqlite:///"):
-        _create_database(Path(uri.removeprefix("sqlite:///").split("?")[0]))
-    return MlflowClient(tracking_uri=uri)
 
 
 def _create_database(database: Path) -> None:

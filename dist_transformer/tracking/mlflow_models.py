@@ -45,7 +45,7 @@ def log_reference(
         model = next((each for each in found if dict(each.params) == parameters), None)
         model = model or _new_model(run, name, parameters, kind, {EXTERNAL_TAG: "true"})
         if model.status != "READY":
-            run.log_model_points(points, model.model_id)
+            run.log_all_points(points, model.model_id)
             run.client.finalize_logged_model(model.model_id, "READY")
 
 

@@ -128,8 +128,7 @@ def find_max_tokens(
     for_activations = Allowance(found.bytes + held - state_bytes, found.limited_by)
     ranks.barrier()  # no rank fills memory before all have measured the free memory
     with explaining_out_of_memory("the search for the largest data.max_tokens", ranks.device):  # a GPU may not recover
-        at_once = lanes_of_pass(data.lanes, training, ranks.num_ranks)
-        growth = _growth(module, data, at_once, ranks.device, training, for_activations.bytes, progress)
+        growth = _growth(module, data, ranks, training, for_activations.bytes, progress)
         give_back(ranks.device)
     answers = ranks.all_gather_object((growth.most_tokens(for_activations.bytes), growth, for_activations))
     tokens, growth, limit = min(answers, key=lambda answer: answer[0])
@@ -215,16 +214,8 @@ def grow(smallest: int, measure: Measure, limit_bytes: int, may_be_slow: bool) -
 class _Probe:
     """A temporary copy of the module with its gradients, on the device and in the precision of the engine."""
 
-    def __init__(
-        self,
-        module: Objective,
-        data: DataConfig,
-        at_once: int,
-        device: torch.device,
-        training: TrainingConfig,
-        progress: Callable[[], None],
-    ) -> None:
-        self._data, self._at_once, self._device, self._progress = data, at_once, device, progress
+    def __init__(self, module: Objective, device: torch.device, training: TrainingConfig) -> None:
+        self._device = device
         self._token_id = int(module.model.pad_id == 0)
         self._module = copy.deepcopy(module).to(device, torch.float16 if training.precision == "fp16" else None).train()
         if has_bf16_layers(training):
@@ -234,44 +225,44 @@ class _Probe:
         give_back(device)
         self._before = begin_peak(device)
 
-    def measure(self, budget: int) -> tuple[int, float] | None:
-        """Returns (bytes above the module and its gradients, seconds of the slowest pass); None: out of memory."""
+    def measure(self, shapes: Sequence[Shape], progress: Callable[[], None]) -> tuple[int, float]:
+        """Returns (bytes above the module and its gradients, seconds of the slowest pass)."""
         slowest = 0.0
-        try:
-            for shape in largest_shapes(self._data.model_copy(update={"max_tokens": budget}), self._at_once):
-                self._progress()
-                started = time.monotonic()
-                loss, _ = self._module(*_tokens(shape, self._token_id, self._device))
-                loss.backward()
-                del loss
-                most = peak(self._device)  # waits for the GPU
-                slowest = max(slowest, time.monotonic() - started)
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
+        for shape in shapes:
+            progress()
+            started = time.monotonic()
+            loss, _ = self._module(*_tokens(shape, self._token_id, self._device))
+            loss.backward()
+            del loss
+            most = peak(self._device)  # waits for the GPU
+            slowest = max(slowest, time.monotonic() - started)
         return max(0, most - self._before), slowest
 
 
 def _growth(
     module: Objective,
     data: DataConfig,
-    at_once: int,
-    device: torch.device,
+    ranks: Ranks,
     training: TrainingConfig,
     limit_bytes: int,
     progress: Callable[[], None],
 ) -> Growth:
-    smallest = 2 * data.filters.max_tokens
+    smallest, at_once = 2 * data.filters.max_tokens, lanes_of_pass(data.lanes, training, ranks.num_ranks)
+    probe: _Probe | None = None
+
+    def measure(budget: int) -> tuple[int, float] | None:
+        nonlocal probe
+        try:
+            probe = probe or _Probe(module, ranks.device, training)
+            return probe.measure(largest_shapes(data.model_copy(update={"max_tokens": budget}), at_once), progress)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return None
+
     if limit_bytes <= 0:
         return Growth(smallest)
-    try:
-        probe = _Probe(module, data, at_once, device, training, progress)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return Growth(smallest)
-    return grow(smallest, probe.measure, limit_bytes, may_be_slow=device.type == "cpu")
+    return grow(smallest, measure, limit_bytes, may_be_slow=ranks.device.type == "cpu")
 
 
 def _tokens(shape: Shape, token_id: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

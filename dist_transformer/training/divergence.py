@@ -214,14 +214,8 @@ def recover(run_dir: RunDir, settings: DivergenceConfig, diverged: Diverged, goo
         raise UserError(f"{seen} {end} The same command resumes {place}. {_advice(before)}")
     after = read_recovery(run_dir)
     change = "in bf16" if policy == "switch_to_bf16" else f"with {after.learning_rate_factor:g} x the learning rate"
-    log.warning(
-        "divergence %s Resuming %s, %s (return %d of at most %d)",
-        seen,
-        place,
-        change,
-        after.rollbacks,
-        MAX_ROLLBACKS,
-    )
+    said = "divergence %s Resuming %s, %s (return %d of at most %d)"
+    log.warning(said, seen, place, change, after.rollbacks, MAX_ROLLBACKS)
     return after
 
 
@@ -237,13 +231,11 @@ def _reason_to_end(settings: DivergenceConfig, before: Recovery) -> str | None:
 
 def _advice(before: Recovery) -> str:
     factor = before.learning_rate_factor
-    kept = (
-        f" It will train with {factor:g} x the learning rate, unless you remove divergence.json." if factor != 1 else ""
-    )
+    kept = f" It will train with {factor:g} x the learning rate, unless you remove divergence.json."
     return (
         "Give it a lower optimizer.learning_rate, a longer schedule.warmup_steps, training.gradient_clip_norm=1 or, where "
         "it trains in fp16, training.precision=bf16; with divergence.policy=lower_learning_rate a run helps itself."
-        + kept
+        + (kept if factor != 1 else "")
     )
 
 

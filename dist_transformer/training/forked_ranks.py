@@ -38,8 +38,11 @@ def run_local_ranks(
     code = fork_and_wait(prepare, meanwhile, signals)
     if code != EXIT_DONE:
         return code
-    if has_no_gpu and may_fork() and not _has_gpu():
-        return fork_local_ranks(train, num_ranks, signals=signals)
+    if has_no_gpu and may_fork():
+        import torch
+
+        if not torch.cuda.is_available():
+            return fork_local_ranks(train, num_ranks, signals=signals)
     return start_local_ranks(arguments, num_ranks, signals=signals, are_held=True, leave_together=True)
 
 
@@ -54,9 +57,3 @@ def _import_training(num_ranks: int) -> None:
         del os.environ["OPENBLAS_NUM_THREADS"]
     else:
         os.environ["OPENBLAS_NUM_THREADS"] = given
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()

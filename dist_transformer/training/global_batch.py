@@ -125,7 +125,8 @@ class GlobalBatchPrefetcher:
         self._work.wait()
         values = self._totals.tolist()
         totals = dict(zip(TOTALS, values, strict=False))
-        lanes, rules, corpora = _split(values[len(TOTALS) :], self._num_lanes, len(RULES))
+        rest, last_lane, last_rule = values[len(TOTALS) :], self._num_lanes, self._num_lanes + len(RULES)
+        lanes, rules, corpora = rest[:last_lane], rest[last_lane:last_rule], rest[last_rule:]
         if totals["error"]:
             errors = [error for error in self._ranks.all_gather_object(self._error) if error is not None]
             raise errors[0].agreed() from self._error
@@ -224,7 +225,3 @@ def next_with_pairs(fetch: Callable[[], Step], start_epoch: Callable[[], None], 
         "a whole epoch has no pair to train on: all were dropped by data.filters, or their row groups quarantined; look "
         "at the log, and at the corpus with `dist-transformer data inspect`"
     ).agreed()
-
-
-def _split(values: list[int], first: int, second: int) -> tuple[list[int], list[int], list[int]]:
-    return values[:first], values[first : first + second], values[first + second :]

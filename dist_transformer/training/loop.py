@@ -72,9 +72,9 @@ class Loop:
         self._metrics, self._validation, self._saver = metrics, validation, saver
         self._monitor, self._agreement = monitor, Agreement(run.ranks, monitor, saver)
         self._bar, self._identity, self._errors = bar, identity, errors
-        self._lanes = range(run.ranks.rank, run.config.data.lanes, run.ranks.num_ranks)
         self._partition = state.position.partition
-        self._lane_positions = {lane: state.position.lanes[lane] for lane in self._lanes}
+        lanes = range(run.ranks.rank, run.config.data.lanes, run.ranks.num_ranks)
+        self._lane_positions = {lane: state.position.lanes[lane] for lane in lanes}
         self._skips_in_a_row = 0
         self._weightless = _weightless(run.manifest.special)
 
@@ -102,10 +102,6 @@ class Loop:
         self._errors.compare(self.state.step)
         self._saver.save_last(self.state.step, self._checkpoint_state)
         return outcome
-
-    def end_save(self) -> None:
-        """Completes the checkpoint in flight when a run ends otherwise than planned (collective)."""
-        self._saver.finish()
 
     def _train(self) -> None:
         state, every = self.state, self._config.checkpoints.every_steps

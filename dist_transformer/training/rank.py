@@ -149,13 +149,10 @@ def _set_up_logging(run_dir: RunDir, ranks: Ranks, terminal: Terminal) -> None:
     plain = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%Y-%m-%d %H:%M:%S")
     root = logging.getLogger("dist_transformer")
     root.setLevel(logging.INFO if ranks.is_rank_zero else logging.WARNING)
-    console = (
-        RichHandler(show_path=False, markup=False, console=Console(stderr=True))
-        if sys.stderr.isatty()
-        else logging.StreamHandler()
-    )
-    if not sys.stderr.isatty():
-        console.setFormatter(plain)
+    console: logging.Handler = logging.StreamHandler()
+    console.setFormatter(plain)
+    if sys.stderr.isatty():
+        console = RichHandler(show_path=False, markup=False, console=Console(stderr=True))
     console.setLevel(logging.WARNING if terminal.quiet else logging.INFO)
     console.addFilter(lambda record: not getattr(record, "is_said_elsewhere", False))
     root.addHandler(console)
@@ -188,9 +185,8 @@ def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:
     if ranks.is_rank_zero:
         log.error("end        failed: %s", message, extra={"is_said_elsewhere": True})
     with contextlib.suppress(OSError, MachineError):
-        if (
-            ranks.is_rank_zero and status_said(run_dir) == "SCHEDULED"
-        ):  # by an earlier start, or before a rollback was refused
+        # Said by an earlier start, or before a rollback was refused.
+        if ranks.is_rank_zero and status_said(run_dir) == "SCHEDULED":
             add_event(run_dir.tracking_events, "status", {"status": "FAILED"})
         note(run_dir, ranks, "failed", reason=message.strip().splitlines()[-1])
 

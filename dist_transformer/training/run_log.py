@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import secrets
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,6 @@ from dist_transformer.config.credentials import without_secrets
 from dist_transformer.config.loading import to_yaml, with_absolute_paths
 from dist_transformer.config.metrics import is_better
 from dist_transformer.config.schema import Config
-from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import MachineError
 from dist_transformer.files import is_file, patiently, read_json, write_json, write_text
@@ -29,6 +29,7 @@ from dist_transformer.tracking.tracker import Tracker
 from dist_transformer.training.checkpoint import checkpoints, retention
 from dist_transformer.training.checkpoint.tensor_files import STATE, add_validation, validation_of
 from dist_transformer.training.metrics.system_metrics import process_began
+from dist_transformer.training.run import Run
 from dist_transformer.training.run_tracking import start_tracker
 from dist_transformer.training.train_state import TrainState
 
@@ -63,7 +64,8 @@ class RunLog:
             retention.retain(self._run_dir, self._checkpoints, self._metric)
         self._report(path)
         with _warned_of_disk(path):
-            _note_step(self._run_dir, step)
+            noted = {**_noted(self._run_dir), "step": step, "time": round(time.time(), 3)}
+            write_json(self._run_dir.state, noted)
             if (found := goodput_of(self._run_dir, time.time())) is not None:
                 self.metrics.append("goodput", step, found.shares())
 
@@ -108,33 +110,23 @@ class RunLog:
             self.tracker.checkpoint_saved(state["step"], path, measures, is_best, kept)
 
 
-def open_run_log(
-    config: Config,
-    run_dir: RunDir,
-    ranks: Ranks,
-    prepared: Path,
-    manifest: Manifest,
-    state: TrainState,
-    tags: dict[str, str],
-    echo: TextIO | None = None,
-) -> RunLog:
+def open_run_log(run: Run, state: TrainState, tags: dict[str, str]) -> RunLog:
     """Begins the records of this start (rank 0): drops those of an earlier one beyond `state`, then starts MLflow's.
 
-    Args:
-        tags: tags of the MLflow run: origin of the initial weights, changed settings.
-        echo: receives each record of metrics.jsonl too.
+    `tags`: tags of the MLflow run: origin of the initial weights, changed settings.
     """
-    write_text(run_dir.config, to_yaml(with_absolute_paths(config, prepared)))
+    config, run_dir = run.config, run.run_dir
+    write_text(run_dir.config, to_yaml(with_absolute_paths(config, run.data.folder)))
     if config.model.plugin is not None:
         plugin = find("model.plugin", config.model.plugin)
         write_text(run_dir.plugin, plugin.file.read_text(encoding="utf-8"))
         log.info(
             "plug-in    %s; mfu, memory and FLOPs are those of our own network with the sizes of model", plugin.file
         )
-    run_log = RunLog(config, run_dir, None, echo)
+    run_log = RunLog(config, run_dir, None, sys.stdout if run.terminal.as_json else None)
     run_log.rewind(state)
     if config.tracking.enabled:
-        run_log.tracker = start_tracker(config, run_dir, ranks, prepared, manifest, tags, run_id(run_dir))
+        run_log.tracker = start_tracker(run, tags)
     if run_log.tracker is not None:
         run_log.report_unreported(state.step)
     return run_log
@@ -228,10 +220,6 @@ def run_id(run_dir: RunDir) -> str:
         before["run_id"] = known or secrets.token_hex(8)
         write_json(run_dir.state, before)
     return str(before["run_id"])
-
-
-def _note_step(run_dir: RunDir, step: int) -> None:
-    write_json(run_dir.state, {**_noted(run_dir), "step": step, "time": round(time.time(), 3)})
 
 
 def _noted(run_dir: RunDir) -> dict[str, Any]:

@@ -16,9 +16,9 @@ from dist_transformer.data.manifest import Manifest, json_digest
 from dist_transformer.data.sources.files import corpus_fingerprint
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.errors import DataError, MachineError
-from dist_transformer.run.folder import RunDir
 from dist_transformer.run.snapshot import git_commit
 from dist_transformer.tracking.tracker import Tracker
+from dist_transformer.training.run import Run
 
 log = logging.getLogger(__name__)
 
@@ -26,19 +26,12 @@ _SLURM_TAGS = {"job_id": "SLURM_JOB_ID", "nodes": "SLURM_STEP_NODELIST", "restar
                "partition": "SLURM_JOB_PARTITION", "cluster": "SLURM_CLUSTER_NAME"}  # fmt: skip
 
 
-def start_tracker(
-    config: Config,
-    run_dir: RunDir,
-    ranks: Ranks,
-    prepared: Path,
-    manifest: Manifest,
-    origin: dict[str, str],
-    run_id: str,
-) -> Tracker:
+def start_tracker(run: Run, origin: dict[str, str]) -> Tracker:
     """Starts the tracker of a run. `origin`: tags with the origin of the initial weights and changed settings."""
-    tracker = Tracker(run_dir, config.tracking, config.run.name, Path(config.run.root), run_id)
+    config, prepared, manifest = run.config, run.data.folder, run.manifest
+    tracker = Tracker(run.run_dir, config.tracking, config.run.name, Path(config.run.root), run.run_id)
     config = with_absolute_paths(config, prepared)  # the same whether the YAML file or the run folder was given
-    tags = {**_tags(config, ranks, manifest), **origin}
+    tags = {**_tags(config, run.ranks, manifest), **origin}
     tracker.start(_parameters(config), tags, to_yaml(config), _datasets(config, prepared, manifest))
     return tracker
 

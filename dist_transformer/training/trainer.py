@@ -3,10 +3,10 @@
 import gc
 import logging
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -21,7 +21,6 @@ from dist_transformer.config.model_size import (
 )
 from dist_transformer.config.schema import ModelConfig, TrainingConfig
 from dist_transformer.data.manifest import Manifest
-from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.errors import DistTransformerError, MachineError
 from dist_transformer.model.plugin import build_plugin
@@ -45,7 +44,7 @@ from dist_transformer.training.loop import Loop, Outcome
 from dist_transformer.training.memory import explaining_out_of_memory
 from dist_transformer.training.metrics.console import ProgressBar, log_estimate
 from dist_transformer.training.metrics.logger import MetricsLogger
-from dist_transformer.training.metrics.mfu import Mfu, peak_of
+from dist_transformer.training.metrics.mfu import mfu_of, peak_of
 from dist_transformer.training.metrics.system_metrics import NodeSampler
 from dist_transformer.training.profiler import profiling
 from dist_transformer.training.run import Run
@@ -203,14 +202,8 @@ def _warn_of_other_threads(run: Run, checkpoint: Checkpoint) -> None:
 def _open_run_log(run: Run, state: TrainState, tags: dict[str, str]) -> RunLog | None:
     """Opens the records of this start on rank 0; dropping those beyond `state` may take long (collective)."""
     opened: list[RunLog] = []  # not sent to the other ranks
-    echo = sys.stdout if run.terminal.as_json else None
-
-    def open_it() -> None:
-        opened.append(
-            open_run_log(run.config, run.run_dir, run.ranks, run.data.folder, run.manifest, state, tags, echo)
-        )
-
-    run_on_rank_zero(run.ranks, open_it, run.doing("cutting back the records of an earlier start"))
+    doing = run.doing("cutting back the records of an earlier start")
+    run_on_rank_zero(run.ranks, lambda: opened.append(open_run_log(run, state, tags)), doing)
     return opened[0] if opened else None
 
 
@@ -220,17 +213,16 @@ def _loop(
     """Builds the parts of the loop and runs it (collective). Returns the outcome, and the reason of an early stop."""
     config, ranks, data, watchdog = run.config, run.ranks, run.data, run.watchdog
     recorded = run_on_rank_zero(ranks, lambda: newest_records(run.run_dir), run.doing("reading the earlier records"))
-    validator = open_validator(config, data, engine, ranks, watchdog.progress, run.wants_stop)
+    validator = open_validator(run, engine)
     stopping = EarlyStopping(config.validation, changes.early_stopping(checkpoint))
     sampler = NodeSampler(ranks)
     peak = peak_of(ranks.device, run.training.precision)
-    mfu = Mfu(config.model, data.manifest.target_vocabulary, _sum(ranks, peak.flops_per_second)).of
+    peaks = float(ranks.all_reduce_sum(torch.tensor([peak.flops_per_second], dtype=torch.float64)))
+    mfu = partial(mfu_of, config.model, data.manifest.target_vocabulary, peaks)
     every_steps = config.checkpoints.every_steps
     bar = ProgressBar(config.training.max_steps, state.step, every_steps, run.terminal.quiet)
     metrics = MetricsLogger(ranks, engine, sampler, run_log, int(recorded["train"]["step"]), bar, mfu)
-    validation = ValidationSchedule(
-        config.validation, ranks, validator, stopping, run_log, recorded["validation"], bar, metrics.validated
-    )
+    validation = ValidationSchedule(run, validator, stopping, run_log, recorded["validation"], bar, metrics.validated)
     writer = AsyncWriter(run.run_dir, ranks, watchdog.progress)
 
     def saved(checkpoint: Saved) -> None:
@@ -273,7 +265,7 @@ def _loop(
     )  # fmt: skip
     written = run_log.profile_written if run_log else None
     profile = profiling(run, engine, batches, metrics, calls, written) if run.terminal.profile else nullcontext()
-    with bar.progress, sampler, _ending_save(run, loop), profile:
+    with bar.progress, sampler, _ending_save(run, saver, state), profile:
         outcome = loop.run()
     early_stop = stopping.reason() or "" if outcome is Outcome.FINISHED else ""
     if early_stop:
@@ -289,26 +281,20 @@ def _take_memory(run: Run, engine: Engine, writer: AsyncWriter, validator: Valid
     at_once = lanes_of_pass(config.data.lanes, run.training, ranks.num_ranks)
     dry_run(engine, largest_shapes(config.data, at_once), ranks, run.manifest.eos_id, progress)
     if ranks.device.type == "cuda":  # on CPUs a search takes long, and memory can mostly be swapped
-        dry_run_of_validation(validator, config, run.data, ranks, progress)
-
-
-def _sum(ranks: Ranks, value: float) -> float:
-    """Returns the sum over the ranks (collective)."""
-    return float(ranks.all_reduce_sum(torch.tensor([value], dtype=torch.float64)))
+        dry_run_of_validation(run, validator)
 
 
 @contextmanager
-def _ending_save(run: Run, loop: Loop) -> Iterator[None]:
+def _ending_save(run: Run, saver: CheckpointSaver, state: TrainState) -> Iterator[None]:
     """Completes the checkpoint in flight after an error that all ranks agree on; names a step that ran out of memory."""
     try:
         yield
     except (Diverged, DistTransformerError) as error:
         if isinstance(error, Diverged) or error.is_agreed:
-            loop.end_save()
+            saver.finish()
         raise
     except (RuntimeError, MemoryError):
-        where = f"step {loop.state.step + 1} of rank {run.ranks.rank}"
-        with explaining_out_of_memory(
-            where, run.ranks.device, MachineError
-        ):  # a retry may succeed, as earlier steps did
+        where = f"step {state.step + 1} of rank {run.ranks.rank}"
+        # A retry may succeed, as earlier steps did.
+        with explaining_out_of_memory(where, run.ranks.device, MachineError):
             raise

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,10 +60,14 @@ def run_as_rank(run: Path, results: Path) -> None:
         checkpoints.load(checkpoint, engine)
         progress: list[int] = []
         data = open_run_data(config, folder, manifest)
-        validator = open_validator(config, data, engine, ranks, lambda doing: None, lambda: False)
-        random_state = torch.random.get_rng_state()
         heard: list[str] = []
-        dry_run_of_validation(validator, config, data, ranks, heard.append)
+        ways: dict[str, Any] = {"watchdog": SimpleNamespace(progress=heard.append), "wants_stop": lambda: False}
+        ways["doing"] = lambda what, heard=heard: lambda: heard.append(what)
+        start: Any = SimpleNamespace(config=config, ranks=ranks, data=data, manifest=manifest, **ways)
+        validator = open_validator(start, engine)
+        heard.clear()
+        random_state = torch.random.get_rng_state()
+        dry_run_of_validation(start, validator)
         validated = validator.validate(checkpoint.step, lambda calls=progress: calls.append(1))
         found[f"{stage} {precision}"] = {
             "values": validated.values,

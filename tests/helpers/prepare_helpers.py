@@ -7,7 +7,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from dist_transformer.config.schema import Config
-from dist_transformer.data.manifest import Manifest
+from dist_transformer.data.manifest import Manifest, file_sha256, verify_shards
 from dist_transformer.data.prepare.preparation import load_tokenizer
 from dist_transformer.data.sources.demo_corpus import demo_pairs
 
@@ -59,3 +59,10 @@ def read_split(folder: Path, manifest: Manifest, split: str) -> list[tuple[int, 
             texts = (tokenizer.decode_source(row["source"]), tokenizer.decode_target(row["target"]))
             rows.append((row["row_id"], *texts))
     return rows
+
+
+def check_shards(folder: Path, manifest: Manifest) -> None:
+    """Checks every shard that `prepare` wrote, byte by byte."""
+    verify_shards(folder, manifest)
+    for shard in (shard for split in manifest.splits.values() for shard in split.shards if not shard.is_in_place):
+        assert file_sha256(folder / shard.file) == shard.sha256, shard.file

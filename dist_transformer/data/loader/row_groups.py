@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dist_transformer.data.manifest import Split
+from dist_transformer.data.sources.arrow import column_paths
 from dist_transformer.data.sources.remote import open_parquet
 from dist_transformer.data.sources.retries import is_outage, read_errors, reason_of, with_retries
 
@@ -121,21 +122,8 @@ class RowGroupTables:
 def _check_columns(file: pq.ParquetFile, place: RowGroupPlace, columns: list[str]) -> None:
     if place.index >= file.num_row_groups:
         raise UnreadableRowGroup(f"the file has {file.num_row_groups} row groups")
-    if missing := [name for name in columns if not _has_column(file.schema_arrow, name)]:
+    there = column_paths(file.schema_arrow)
+    if missing := [name for name in columns if name not in there]:
         raise UnreadableRowGroup(
             f"no column {' and no column '.join(map(repr, missing))}, only {file.schema_arrow.names}"
         )
-
-
-def _has_column(schema: pa.Schema, dotted: str) -> bool:
-    if dotted in schema.names:
-        return True
-    head, *rest = dotted.split(".")
-    if head not in schema.names:
-        return False
-    kind = schema.field(head).type
-    for name in rest:
-        if not pa.types.is_struct(kind) or kind.get_field_index(name) < 0:
-            return False
-        kind = kind.field(name).type
-    return bool(rest)

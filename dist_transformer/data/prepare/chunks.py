@@ -18,7 +18,7 @@ from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import Cleaner
 from dist_transformer.data.manifest import SHARD, SHARD_FOLDER, Shard, Split, TextColumns
 from dist_transformer.data.prepare.claims import WAITING, ChunkClaims, Work, chunk_unit, end_unit, range_unit
-from dist_transformer.data.prepare.duplicates import ChunkKeys, load_repeated, mark_repeated, save_hashes
+from dist_transformer.data.prepare.duplicates import ChunkKeys, load_repeated, mark_repeated
 from dist_transformer.data.prepare.scan import (
     ReportProgress,
     all_corpora,
@@ -127,14 +127,12 @@ class Units:
         return splits
 
     def reported(self, made: dict[str, MadeChunks], splits: dict[str, Split]) -> dict[str, ReportedCorpus]:
-        """Returns the input of the report; its files exist until the work folder is removed."""
+        """Returns the input of the report."""
         reported = {}
         for name, split in splits.items():
-            in_place = name in self._state.in_place
             lengths = self._state.samples[name] if split.text else made[name].total
-            counts = lengths if in_place else made[name].total
-            files = None if in_place else [self._hash_file(name, chunk) for chunk in range(len(made[name].chunks))]
-            reported[name] = ReportedCorpus(split, name in self._training, lengths, counts, files)
+            counts = lengths if name in self._state.in_place else made[name].total
+            reported[name] = ReportedCorpus(split, name in self._training, lengths, counts)
         return reported
 
     def _has_all_chunks(self, name: str) -> bool:
@@ -201,7 +199,6 @@ class Units:
             write_spill(rows.table(), self._spill(name, chunk), self._config.run.seed, corpus, chunk)
         elif counts.rows:
             shard = asdict(self._write_shard(name, chunk, rows.table()))
-        save_hashes(self._hash_file(name, chunk), rows.keys())
         return {"counts": asdict(counts), "shard": shard}
 
     def _made_chunks(self, name: str) -> MadeChunks:

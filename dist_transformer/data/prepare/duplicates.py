@@ -139,12 +139,6 @@ def load_hashes(path: Path) -> Any:
     return np.load(path, mmap_mode="r")
 
 
-def count_repeated(files: Sequence[Path]) -> int:
-    """Counts the keys in all files that repeat another one: all of them except one of each value."""
-    pairs = _Pairs(files, np.zeros(len(files), np.int64))
-    return sum(int(np.count_nonzero(firsts < np.arange(len(firsts)))) for _, firsts in pairs.alike(load_hashes))
-
-
 def _file(path: Path, name: str) -> Path:
     return path.with_name(f"{path.name}.{name}.npy")
 

@@ -34,12 +34,12 @@ from dist_transformer.data.manifest import (
     json_digest,
 )
 from dist_transformer.data.prepare import chunks
-from dist_transformer.data.prepare.chunks import MadeChunks, Units
+from dist_transformer.data.prepare.chunks import Units
 from dist_transformer.data.prepare.claims import WAITING, WORK_FOLDER, WorkFinishedError
 from dist_transformer.data.prepare.report import write_report
 from dist_transformer.data.prepare.scan import ReportProgress, Start, load_tokenizer
 from dist_transformer.data.prepare.state import STATE_NAME, PrepareState
-from dist_transformer.data.prepare.statistics import corpus_report
+from dist_transformer.data.prepare.statistics import Report, corpus_report
 from dist_transformer.data.recipe import (
     FORMAT_BEFORE_RULES,
     make_recipe,
@@ -86,7 +86,9 @@ def prepare(
         with _only_process(folder, progress):
             if (folder / MANIFEST_NAME).exists():
                 return Manifest.load(folder)
-            return _completed(config, folder, state, units, made, splits, progress)
+            progress("report", 0, None)
+            report = corpus_report(config, units.reported(made, splits))
+            return _completed(folder, report, _manifest(config, state, folder, splits))
     except WorkFinishedError:
         return Manifest.load(folder)
 
@@ -136,22 +138,12 @@ def _only_process(folder: Path, progress: ReportProgress) -> Iterator[None]:
         lock.release()
 
 
-def _completed(
-    config: Config,
-    folder: Path,
-    state: PrepareState,
-    units: Units,
-    made: dict[str, MadeChunks],
-    splits: dict[str, Split],
-    progress: ReportProgress,
-) -> Manifest:
+def _completed(folder: Path, report: Report, manifest: Manifest) -> Manifest:
     """Writes the report, then the manifest, and removes the work folder."""
-    progress("report", 0, None)
-    write_report(folder, corpus_report(config, units.reported(made, splits)))
+    write_report(folder, report)
     for part in (folder / SHARD_FOLDER, folder / TOKENIZER_FOLDER):
         for torn in part.glob(".*.tmp"):  # half-written files of killed processes
             torn.unlink()
-    manifest = _manifest(config, state, folder, splits)
     manifest.save(folder)
     shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
     return manifest

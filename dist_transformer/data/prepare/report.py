@@ -43,8 +43,6 @@ def report_text(report: dict[str, Any]) -> str:
         "## Lengths in tokens, the end of sentence counted",
         _table(["corpus", "side", "mean", *percents, "longest"], lengths),
         f"![how many training pairs have each length]({LENGTHS_NAME})",
-        "## Pairs seen before",
-        "\n".join(f"- {line}" for line in _comparisons(report)),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -90,18 +88,6 @@ def _examples(corpora: dict[str, dict[str, Any]]) -> Iterator[str]:
         for rule, pairs in each["examples"].items():
             for pair in pairs:
                 yield f"- {name}, dropped by {rule}: {' | '.join(json.dumps(text, ensure_ascii=False) for text in pair)}"
-
-
-def _comparisons(report: dict[str, Any]) -> list[str]:
-    of_pairs = report["compared_pairs"]
-    lines = [f"training: {_share(report['repeated_pairs'], of_pairs)} pairs repeat another one"] if of_pairs else []
-    if report["not_compared"]:
-        lines.append(f"read in place, so not compared with anything: {', '.join(report['not_compared'])}")
-    return lines
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part:,} of {whole:,} ({part / max(1, whole):.2%})"
 
 
 def _draw_lengths(report: Report, path: Path) -> None:

@@ -108,8 +108,10 @@ class Start:
 
     def _sentences(self, sides: tuple[str, ...], state: PrepareState) -> Iterator[str]:
         """Yields sentences of all training corpora for the trainer to sample from; every row has the same chance."""
-        every = self._every_batch(state)
-        for name, corpus in self.config.data.training_corpora().items():
+        corpora = self.config.data.training_corpora()
+        rows = sum(state.rows_total[name] or 0 for name in corpora)
+        every = max(1, rows // (TOKENIZER_CHOICE * TRAINING_SENTENCES))  # of 10^9 rows a few million are enough
+        for name, corpus in corpora.items():
             batches = read_corpus(
                 corpus, self.config.data, self.batch_rows, lambda row: row // self.batch_rows % every == 0
             )
@@ -118,12 +120,6 @@ class Start:
                 for side in sides:
                     texts: list[str | None] = getattr(batch, side)
                     yield from (text for i, text in enumerate(texts) if text and i not in batch.bad_encoding)
-
-    def _every_batch(self, state: PrepareState) -> int:
-        """Interval of the batches that are read: of a corpus of 10^9 rows a few million are enough."""
-        totals = [state.rows_total[name] for name in self.config.data.training_corpora()]
-        rows = sum(total for total in totals if total is not None)
-        return max(1, rows // (TOKENIZER_CHOICE * TRAINING_SENTENCES))
 
     def _look_into_texts(self, state: PrepareState) -> None:
         """Samples the training corpora, and makes the splits of those that can be read in place."""

@@ -3,11 +3,10 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from dist_transformer.data.filters import LENGTH_RULES
@@ -19,7 +18,6 @@ from dist_transformer.files import patiently, read_json, write_json
 STATE_NAME = "state.json"
 EXAMPLES, EXAMPLE_CHARACTERS = 3, 200
 """Dropped pairs of each rule and corpus that the report shows, and the most characters of a sentence."""
-Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -142,7 +140,4 @@ CHUNK, STATE = TypeAdapter(Chunk), TypeAdapter(PrepareState)
 
 def _added(counts: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Adds sequences of any lengths, element by element."""
-    total: Counts = np.zeros(max((len(each) for each in counts), default=0), dtype=np.int64)
-    for each in counts:
-        total[: len(each)] += np.asarray(each, dtype=np.int64)
-    return tuple(total.tolist())
+    return tuple(map(sum, zip_longest(*counts, fillvalue=0)))

@@ -1,12 +1,7 @@
-"""Content of the report of a prepared corpus: rows, tokens, lengths, dropped and repeated pairs.
-
-Pairs that occur more than once are found by keys of the kept pairs without tags (duplicates.py). Corpora that are read
-in place are not searched for them.
-"""
+"""Content of the report of a prepared corpus: rows, tokens, lengths, dropped pairs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +9,6 @@ import numpy as np
 from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import RULES
 from dist_transformer.data.manifest import Split
-from dist_transformer.data.prepare.duplicates import count_repeated
 from dist_transformer.data.prepare.state import Chunk, num_tokens
 
 ALWAYS = ("bad_encoding", "empty", "identical", "plugin", "too_long", "length_ratio")
@@ -29,14 +23,12 @@ class ReportedCorpus:
     Attributes:
         lengths: counts of the rows whose lengths are shown: all, or a sample if they are not tokenized yet.
         counts: counts of all rows; of a sample if they are read in place.
-        pair_files: keys of the kept pairs; None: read in place.
     """
 
     split: Split
     is_training: bool
     lengths: Chunk
     counts: Chunk
-    pair_files: list[Path] | None
 
 
 @dataclass(frozen=True)
@@ -50,17 +42,9 @@ class Report:
 
 def corpus_report(config: Config, corpora: dict[str, ReportedCorpus]) -> Report:
     """Computes the report."""
-    training = {name: corpus for name, corpus in corpora.items() if corpus.is_training}
-    compared = [corpus for corpus in training.values() if corpus.pair_files is not None]
-    pair_files = [path for corpus in compared for path in corpus.pair_files or ()]
-    value = {
-        "corpora": {name: _counts(corpus) for name, corpus in corpora.items()},
-        "repeated_pairs": count_repeated(pair_files),
-        "compared_pairs": sum(corpus.split.rows for corpus in compared),
-        "plugin": config.data.filters.plugin,
-        "not_compared": [name for name, corpus in training.items() if corpus.pair_files is None],
-    }
-    together = Chunk.together([corpus.lengths for corpus in training.values()])
+    counts = {name: _counts(corpus) for name, corpus in corpora.items()}
+    together = Chunk.together([corpus.lengths for corpus in corpora.values() if corpus.is_training])
+    value = {"corpora": counts, "plugin": config.data.filters.plugin}
     return Report(value, together.source_lengths, together.target_lengths)
 
 

@@ -11,7 +11,6 @@ from dist_transformer.config.data_schema import FilterConfig
 from dist_transformer.data.filters import KeptText, filter_lengths
 from dist_transformer.data.prepare.shards import text_table, token_table
 from dist_transformer.data.prepare.state import EXAMPLE_CHARACTERS, EXAMPLES, Chunk
-from dist_transformer.data.sentences import Keys
 from dist_transformer.data.sources.corpus import RawBatch
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 
@@ -58,13 +57,11 @@ class ChunkRows:
 
     def __init__(self) -> None:
         self._tables: list[pa.Table] = []
-        self._keys: list[Keys] = []
         self._chunks: list[Chunk] = []
 
     def add(self, kept: KeptRows) -> None:
         """Appends the rows of a batch."""
         self._tables.append(kept.table)
-        self._keys.append(kept.text.keys)
         self._chunks.append(
             Chunk(
                 read_rows=len(kept.batch.source),
@@ -80,10 +77,6 @@ class ChunkRows:
     def table(self) -> pa.Table:
         """Returns all rows."""
         return pa.concat_tables(self._tables)
-
-    def keys(self) -> Keys:
-        """Returns the keys of all pairs."""
-        return np.concatenate(self._keys)
 
     def counts(self) -> Chunk:
         """Returns the counts of all rows."""

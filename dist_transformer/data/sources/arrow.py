@@ -218,12 +218,9 @@ def refuse_other_columns(files: list[ParquetFile]) -> None:
 
 def _arrow_batches(file: str) -> Iterator[pa.RecordBatch]:
     """Returns the batches of a file. A local file is mapped into memory, so that unwanted parts are not read."""
-    if _beginning(file) != ARROW_FILE_MAGIC:
+    with open_binary(file) as content:
+        is_stream = content.read(len(ARROW_FILE_MAGIC)) != ARROW_FILE_MAGIC
+    if is_stream:
         return iter(pa.ipc.open_stream(open_binary(file) if is_address(file) else pa.memory_map(file)))
     whole = pa.ipc.open_file(open_seekable(file) if is_address(file) else pa.memory_map(file))
     return map(whole.get_batch, range(whole.num_record_batches))
-
-
-def _beginning(file: str) -> bytes:
-    with open_binary(file) as content:
-        return content.read(len(ARROW_FILE_MAGIC))

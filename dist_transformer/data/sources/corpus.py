@@ -8,7 +8,7 @@ here: so messages name the line, skipped rows cost little, and every format has 
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -81,12 +81,14 @@ def read_corpus(
     """
     readers = ReaderChain(_readers(corpus, data))
     columns = {name: ReaderChain(_score_readers(corpus, data, name)) for name in scores}
-    first_row = 0
+    first_row, prefix = 0, tag_prefix(corpus.tags)
     while readers.has_more():
         if wanted(first_row):
             pairs = readers.take(batch_rows)
             values = {name: _taken_scores(name, chain, first_row, len(pairs.source)) for name, chain in columns.items()}
-            yield replace(_finished(first_row, pairs, corpus, data), scores=values)
+            source = tagged(normalized(pairs.source, data.normalization), prefix)
+            target = normalized(pairs.target, data.normalization)
+            yield RawBatch(first_row, source, target, frozenset(pairs.bad_encoding), prefix, values)
             first_row += len(pairs.source)
         else:
             count = readers.skip(batch_rows)
@@ -171,7 +173,9 @@ def _readers(corpus: CorpusConfig, data: DataConfig) -> Iterator[Reader]:
     elif corpus.plugin:
         yield _plugin_reader(corpus.plugin)
     elif corpus.hub:
-        yield _hub_reader(corpus, data)
+        name = corpus_name(corpus, data)
+        groups = iter([TableGroup(None, lambda: _hub_tables(corpus, name))])
+        yield TableReader(name, groups, _column_chooser(corpus, data), drop)
     for source, target in zip(files.source, files.target, strict=True):
         yield aligned_reader(source, target, drop)
     for file in files.path:
@@ -235,13 +239,6 @@ def _table_reader(file: str, corpus: CorpusConfig, data: DataConfig) -> Reader:
     return readers[kind](file, _column_chooser(corpus, data), drop)
 
 
-def _finished(first_row: int, pairs: Pairs, corpus: CorpusConfig, data: DataConfig) -> RawBatch:
-    prefix = tag_prefix(corpus.tags)
-    source = tagged(normalized(pairs.source, data.normalization), prefix)
-    target = normalized(pairs.target, data.normalization)
-    return RawBatch(first_row, source, target, frozenset(pairs.bad_encoding), prefix)
-
-
 def _column_chooser(corpus: CorpusConfig, data: DataConfig) -> Callable[[list[str], str], ColumnNames]:
     wanted = corpus.columns or (data.source_language, data.target_language)
     nested = (f"translation.{wanted[0]}", f"translation.{wanted[1]}")
@@ -258,12 +255,6 @@ def _column_chooser(corpus: CorpusConfig, data: DataConfig) -> Callable[[list[st
         )
 
     return choose
-
-
-def _hub_reader(corpus: CorpusConfig, data: DataConfig) -> TableReader:
-    name, drop = corpus_name(corpus, data), data.filters_of(corpus).bad_encoding == "drop"
-    groups = iter([TableGroup(None, lambda: _hub_tables(corpus, name))])
-    return TableReader(name, groups, _column_chooser(corpus, data), drop)
 
 
 def _hub_tables(corpus: CorpusConfig, name: str) -> Iterator[Any]:
@@ -283,9 +274,11 @@ def _hub_files(corpus: CorpusConfig) -> tuple[str, ...]:
 
 def _asked(name: str, function: str, *arguments: Any, **options: Any) -> Any:
     """Calls a function of `datasets` that asks the Hub, with retries unless the Hub says that there is no such dataset."""
+    import datasets
     from datasets.exceptions import DatasetsError
 
-    datasets = _import_datasets()
+    datasets.disable_progress_bars()  # they and the log lines repeat our own messages
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
 
     def ask() -> Any:
         try:
@@ -305,12 +298,3 @@ def _hub_errors(name: str) -> Iterator[None]:
             yield
     except DatasetsError as error:
         raise DataError(f"{name}: cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _import_datasets() -> Any:
-    """Imports `datasets` and silences it: its progress bars and log lines repeat our own messages."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)
-    return datasets

@@ -17,8 +17,8 @@ def first_pairs_problems(config: Config) -> list[str]:
     data = config.data
     if data.prepared is not None and (Path(data.prepared) / "manifest.json").is_file():
         return []
-    local = [corpus for corpus in data.training_corpora().values() if _is_local(corpus, data.root)]
-    found = [_problem(corpus, config) for corpus in local]
+    named = [(corpus, corpus.path or corpus.source) for corpus in data.training_corpora().values()]
+    found = [_problem(corpus, config) for corpus, name in named if name and not is_address(located(data.root, name))]
     return [problem for problem in found if problem is not None]
 
 
@@ -46,8 +46,3 @@ def _problem(corpus: CorpusConfig, config: Config) -> str | None:
         f"data.filters: all of the first {len(batch.source)} pairs of {corpus_name(corpus, config.data)} would be dropped "
         f"({counts}); look at the text, the order of its columns and data.filters"
     )
-
-
-def _is_local(corpus: CorpusConfig, root: str) -> bool:
-    name = corpus.path or corpus.source
-    return name is not None and not is_address(located(root, name))

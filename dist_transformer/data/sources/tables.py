@@ -42,7 +42,11 @@ def jsonl_reader(file: str, choose: ChooseColumns, drop: bool) -> PairReader[byt
     DataError for a line that is no object, a value that is no text, and for invalid UTF-8 unless `drop`.
     """
     lines = read_lines(file)
-    head = list(_to_first_row(lines))
+    head: list[bytes] = []
+    while (line := next(lines, None)) is not None:  # up to the first that is not empty
+        head.append(line)
+        if line.strip():
+            break
     # From the first row of the file, even if it is not wanted: rows of other processes are not parsed.
     columns = choose(_paths(_json_object(file, len(head), head[-1], drop)), file) if head and head[-1].strip() else None
 
@@ -65,14 +69,6 @@ def jsonl_reader(file: str, choose: ChooseColumns, drop: bool) -> PairReader[byt
         return pairs
 
     return PairReader(itertools.chain(head, lines), parse)
-
-
-def _to_first_row(lines: Iterator[bytes]) -> Iterator[bytes]:
-    """Yields the lines up to the first that is not empty."""
-    for line in lines:
-        yield line
-        if line.strip():
-            return
 
 
 def _csv_rows(file: str, drop: bool) -> Iterator[list[str]]:

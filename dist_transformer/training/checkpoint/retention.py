@@ -44,9 +44,8 @@ def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> None:
     if not (paths := saved(run_dir)):
         return
     kept = {paths[-1], *regular(run_dir, settings.every_steps)[-settings.keep_last :]}
-    kept |= set(
-        [path for path in paths if step_of(path) < step_of(paths[-1]) - PATIENCE_STEPS - JUDGED_LATE_STEPS][-1:]
-    )
+    judged = step_of(paths[-1]) - PATIENCE_STEPS - JUDGED_LATE_STEPS
+    kept |= {*[path for path in paths if step_of(path) < judged][-1:]}
     if settings.keep_best:  # without checkpoints of stops: one must not replace another that a run without stops keeps
         of_regular_steps = [path for path in paths if step_of(path) % settings.every_steps == 0]
         kept |= set(best(of_regular_steps, settings.keep_best, metric))

@@ -279,9 +279,8 @@ def exchange_in_shards(
         for master in masters:
             master.grad = None
         mine = [parts[ranks.rank] for parts in optimizer.parallel_partitioned_bit16_groups]
-        for dtype in sorted(
-            {part.dtype for part in mine}, key=str
-        ):  # before torch 2.11 CUDA takes the first one's for all
+        # Before torch 2.11 CUDA takes the first one's type for all.
+        for dtype in sorted({part.dtype for part in mine}, key=str):
             alike = [(part, master) for part, master in zip(mine, masters, strict=True) if part.dtype == dtype]
             torch._foreach_copy_([part for part, _ in alike], [master for _, master in alike])
         gather.start(optimizer.bit16_groups_flat, mine)

@@ -65,12 +65,10 @@ class Objective(nn.Module):
         """
         sides = source_BS, target_in_BT, target_out_BT
         with self.autocast(source_BS.device):
-            if counts_hits:
-                return self.model.token_sums(*sides, self._label_smoothing, num_targets)
-            loss, nll = self.model.loss(*sides, self._label_smoothing, num_targets, shapes)
-            if self.second_loss is not None and torch.is_grad_enabled():
+            loss, *others = self.model.loss(*sides, self._label_smoothing, num_targets, shapes, counts_hits)
+            if self.second_loss is not None and torch.is_grad_enabled() and not counts_hits:
                 loss = loss + self.second_loss(source_BS, target_out_BT, shapes)
-            return loss, nll
+            return loss, *others
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """Returns the autocast context of the run's precision, for direct calls of the model."""

@@ -28,7 +28,7 @@ class MetricsLogger:
         sampler: load of the nodes, recorded with a log line every SYSTEM_SECONDS.
         run_log: None on all ranks but rank 0.
         recorded_step: newest "train" record in metrics.jsonl, the same on every rank.
-        mfu: `Mfu.of`, called with an interval and its seconds.
+        mfu: called with an interval and its seconds.
     """
 
     def __init__(
@@ -129,8 +129,11 @@ class MetricsLogger:
         self._bar.show(state.step, loss, interval.target_tokens / seconds)
         self._recorded_step = state.step
         self._system_seconds += seconds
-        if since_system >= SYSTEM_SECONDS:
-            self._log_system(self._sampler.means(), state.step)
+        # Without a sample yet the next log line tries again. The means are the same on every rank.
+        if since_system >= SYSTEM_SECONDS and (means := self._sampler.means()):
+            self._system_seconds = 0.0
+            if self._run_log:
+                self._run_log.metrics.append("system", state.step, means)
         self._interval = self._new_interval()
 
     def audit(self, batch: GlobalBatch, number: int, step: int) -> None:
@@ -146,14 +149,6 @@ class MetricsLogger:
         """Returns (1,): the seconds of training since the last "system" record on rank 0, and 0 on the others."""
         seconds = self._system_seconds + self._interval.seconds if self._ranks.is_rank_zero else 0.0
         return torch.tensor([seconds], dtype=torch.float64)
-
-    def _log_system(self, means: dict[str, float], step: int) -> None:
-        """Records the means, the same on every rank. None: there is no sample yet; the next log line tries again."""
-        if not means:
-            return
-        self._system_seconds = 0.0
-        if self._run_log:
-            self._run_log.metrics.append("system", step, means)
 
     def _new_interval(self) -> Interval:
         return Interval(torch.zeros(2, dtype=torch.float64, device=self._ranks.device))

@@ -80,24 +80,13 @@ def _times(call: Callable[[], Tensor], device: torch.device, end: float) -> Iter
                 return
 
 
-@dataclass(frozen=True)
-class Mfu:
-    """MFU of a run.
+def mfu_of(
+    model: ModelConfig, target_vocabulary: int, flops_per_second: float, interval: Interval, seconds: float
+) -> float:
+    """Returns the model FLOPs of the interval's real tokens over the peaks of all ranks together in these seconds.
 
-    Attributes:
-        flops_per_second: the peaks of all ranks together.
+    At most 1: a peak that training exceeds was measured while the machine was busy with other work.
     """
-
-    model: ModelConfig
-    target_vocabulary: int
-    flops_per_second: float
-
-    def of(self, interval: Interval, seconds: float) -> float:
-        """Returns the model FLOPs of the interval's real tokens over the peak of all ranks in these seconds.
-
-        At most 1: a peak that training exceeds was measured while the machine was busy with other work.
-        """
-        pairs = max(1, interval.pairs_by_corpus.total())
-        tokens = interval.source_tokens, interval.target_tokens
-        needed = model_flops(self.model, self.target_vocabulary, pairs, *tokens).total
-        return min(1.0, needed / (seconds * self.flops_per_second))
+    pairs = max(1, interval.pairs_by_corpus.total())
+    needed = model_flops(model, target_vocabulary, pairs, interval.source_tokens, interval.target_tokens).total
+    return min(1.0, needed / (seconds * flops_per_second))

@@ -68,7 +68,10 @@ class NodeSampler:
             self._samples.clear()
         parts: list[tuple[str, dict[str, float]]] = self._ranks.all_gather_object((self._name, mine))
         num_nodes = -(-self._ranks.num_ranks // self._ranks.ranks_per_node)
-        found = _spread([means for _, means in parts]) if num_nodes > MOST_NODES else _by_node(parts)
+        if num_nodes > MOST_NODES:
+            found = _spread([means for _, means in parts])
+        else:
+            found = {f"{name}/{key}": value for name, means in parts for key, value in means.items()}
         return {key: round(value, 3) for key, value in found.items()}
 
     def _sample_until_ended(self) -> None:
@@ -123,10 +126,6 @@ def _gpus(count: int) -> dict[str, float]:
         values[f"gpu{gpu}/watts"] = torch.cuda.power_draw(gpu) / 1000
         values[f"gpu{gpu}/celsius"] = torch.cuda.temperature(gpu)
     return values
-
-
-def _by_node(parts: Iterable[tuple[str, dict[str, float]]]) -> dict[str, float]:
-    return {f"{name}/{key}": value for name, means in parts for key, value in means.items()}
 
 
 def _spread(nodes: Iterable[dict[str, float]]) -> dict[str, float]:

@@ -6,11 +6,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dist_transformer.config.schema import ValidationConfig
 from dist_transformer.data.loader.window_request import PURPOSE_SAMPLES, random_generator
-from dist_transformer.distributed.group import Ranks
-from dist_transformer.distributed.rounds import WantsStop
 from dist_transformer.training.engine.engine import Engine
+from dist_transformer.training.run import Run
 from dist_transformer.training.validation.token_metrics import (
     Progress,
     Translate,
@@ -49,23 +47,11 @@ class Validator:
 
     Args:
         sets: may be empty.
-        seed: seed of the run, from which samples are drawn.
         translate: translates and scores the corpora; None: they are not translated.
-        wants_stop: returns True if this rank was asked to stop.
     """
 
-    def __init__(
-        self,
-        settings: ValidationConfig,
-        seed: int,
-        sets: Sequence[ValidationSet],
-        engine: Engine,
-        ranks: Ranks,
-        translate: Translate | None,
-        wants_stop: WantsStop,
-    ) -> None:
-        self._settings, self._seed, self.sets = settings, seed, sets
-        self._engine, self._ranks, self._translate, self._wants_stop = engine, ranks, translate, wants_stop
+    def __init__(self, run: Run, sets: Sequence[ValidationSet], engine: Engine, translate: Translate | None) -> None:
+        self._run, self.sets, self._engine, self._translate = run, sets, engine, translate
 
     def validate(self, step: int, progress: Progress) -> Validated:
         """Measures every corpus with the current weights (collective). Weights and random states do not change.
@@ -96,7 +82,7 @@ class Validator:
 
     def _measure(self, each: ValidationSet, progress: Progress) -> tuple[dict[str, float], float]:
         started = time.monotonic()
-        tokens = measure_tokens(self._engine, each.batches, self._ranks, progress, self._wants_stop)
+        tokens = measure_tokens(self._engine, each.batches, self._run.ranks, progress, self._run.wants_stop)
         return tokens, time.monotonic() - started
 
     def _translated(self, sets: Sequence[ValidationSet], progress: Progress) -> Iterable[Translated]:
@@ -106,7 +92,7 @@ class Validator:
 
     def _samples(self, step: int, each: ValidationSet, translated: Translated) -> list[dict[str, Any]]:
         num_lines = len(translated.translations)
-        fixed, drawn = sample_lines(num_lines, SAMPLES, self._seed, step)
+        fixed, drawn = sample_lines(num_lines, SAMPLES, self._run.config.run.seed, step)
         return [
             {
                 "number": line + 1,

@@ -5,12 +5,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from dist_transformer.config.schema import ValidationConfig
-from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rounds import WorkFailed
 from dist_transformer.run.metrics_log import FIELDS
 from dist_transformer.training.memory import give_back
 from dist_transformer.training.metrics.console import ProgressBar
+from dist_transformer.training.run import Run
 from dist_transformer.training.run_log import RunLog
 from dist_transformer.training.validation.early_stopping import EarlyStopping
 from dist_transformer.training.validation.runner import Validated, Validator
@@ -31,8 +30,7 @@ class ValidationSchedule:
 
     def __init__(
         self,
-        settings: ValidationConfig,
-        ranks: Ranks,
+        run: Run,
         validator: Validator,
         early_stopping: EarlyStopping,
         run_log: RunLog | None,
@@ -40,7 +38,7 @@ class ValidationSchedule:
         bar: ProgressBar,
         validated: Callable[[float], None],
     ) -> None:
-        self._settings, self._ranks, self._validator = settings, ranks, validator
+        self._settings, self._ranks, self._validator = run.config.validation, run.ranks, validator
         self.early_stopping, self._run_log, self._bar, self._validated = early_stopping, run_log, bar, validated
         self._newest, self._recorded_step = newest, int(newest["step"])
         self._found: tuple[int, dict[str, float]] | None = None

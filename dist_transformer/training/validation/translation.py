@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -15,7 +15,6 @@ from dist_transformer.data.sources.cached_text import Pairs, kept_pairs, texts_t
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.search import TorchSearcher
 from dist_transformer.decoding.translate import first_batch, translate_together
-from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.distributed.rounds import Stopped, WantsStop, WorkFailed, failures_named, in_rounds
 from dist_transformer.errors import DataError, UserError
@@ -24,7 +23,7 @@ from dist_transformer.model.transformer import Transformer
 from dist_transformer.plugins import ScoreTranslations, find, measure_of
 from dist_transformer.training.engine.engine import Engine
 from dist_transformer.training.memory import as_text, begin_peak, explaining_out_of_memory, give_back, peak
-from dist_transformer.training.run_data import RunData
+from dist_transformer.training.run import Run
 from dist_transformer.training.validation.runner import Validator
 from dist_transformer.training.validation.token_metrics import (
     LESS_MEMORY,
@@ -37,58 +36,48 @@ from dist_transformer.training.validation.token_metrics import (
 log = logging.getLogger(__name__)
 
 
-def open_validator(
-    config: Config, data: RunData, engine: Engine, ranks: Ranks, progress: Callable[[str], None], wants_stop: WantsStop
-) -> Validator:
-    """Reads the corpora (collective). `heard` is called with a text at each progress; `wants_stop` is called during a
-    validation.
+def open_validator(run: Run, engine: Engine) -> Validator:
+    """Reads the corpora (collective).
 
     Raises:
         UserError: on every rank: a corpus cannot be read, a line of it is too long, or the plug-in fails.
     """
-    progress("reading the validation corpus")
+    config, data = run.config, run.data
+    run.watchdog.progress("reading the validation corpus")
     tokenizer = load_tokenizer(data.folder, data.manifest.tokenizer)
-    texts = {key: _read(key, *text, data, ranks, progress) for key, text in texts_to_keep(config).items()}
+    texts = {key: _read(run, key, *text) for key, text in texts_to_keep(config).items()}
     sets = []
-    if config.data.validation is not None and (
-        batches := _with_progress(data.validation(), "data.validation", progress)
-    ):
+    if config.data.validation is not None and (batches := _cut(run, data.validation(), "data.validation")):
         sets.append(_main_set(batches, texts.get("validation"), tokenizer, config.model.max_positions))
     for name in config.data.more_validation:
-        sets.append(_further_set(name, texts[f"more_validation.{name}"], config, data, tokenizer, progress))
-    translate = None
-    if config.validation.translate and sets:
-        translate = _translator(
-            config, data, tokenizer, engine, ranks, _own_measure(config, ranks, progress), wants_stop
-        )
-    return Validator(config.validation, config.run.seed, sets, engine, ranks, translate, wants_stop)
+        sets.append(_further_set(run, name, texts[f"more_validation.{name}"], tokenizer))
+    translate = _translator(run, tokenizer, engine) if config.validation.translate and sets else None
+    return Validator(run, sets, engine, translate)
 
 
-def dry_run_of_validation(
-    validator: Validator, config: Config, data: RunData, ranks: Ranks, progress: Callable[[str], None]
-) -> None:
+def dry_run_of_validation(run: Run, validator: Validator) -> None:
     """Measures each corpus's largest micro-batches, and translates its longest lines (collective); records nothing.
 
     Raises:
         UserError: a rank is out of memory; raised on every rank. In ZeRO 3, whose measuring consists of collectives, on
             that rank alone.
     """
-    tokenizer, search = load_tokenizer(data.folder, data.manifest.tokenizer), _search(config)
-    doing, started = "the dry run of the largest batches of a validation", time.monotonic()
+    tokenizer, search = load_tokenizer(run.data.folder, run.manifest.tokenizer), _search(run.config)
+    doing, started, device = "the dry run of the largest batches of a validation", time.monotonic(), run.ranks.device
     sets = [
         ValidationSet(each.name, _largest(each.batches), first_batch(tokenizer, each.sources, search))
         for each in validator.sets
     ]
-    begin_peak(ranks.device)
+    begin_peak(device)
     try:
-        validator.dry_run(sets, lambda: progress(doing))
+        validator.dry_run(sets, run.doing(doing))
     except Stopped:
         return  # raised again at the first batch
     except WorkFailed as failure:
         raise UserError(f"{doing} failed: {failure}. {LESS_MEMORY}").agreed() from failure
     seconds = time.monotonic() - started
-    log.info("dry run    of a validation: %s at most, %.1f s", as_text(peak(ranks.device)), seconds)
-    give_back(ranks.device)
+    log.info("dry run    of a validation: %s at most, %.1f s", as_text(peak(device)), seconds)
+    give_back(device)
 
 
 def _largest(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
@@ -109,36 +98,30 @@ def _main_set(
     return ValidationSet("validation", batches, sources, references)
 
 
-def _further_set(
-    name: str, text: Pairs, config: Config, data: RunData, tokenizer: Tokenizer, progress: Callable[[str], None]
-) -> ValidationSet:
+def _further_set(run: Run, name: str, text: Pairs, tokenizer: Tokenizer) -> ValidationSet:
     """Returns the set of one corpus of data.more_validation, with every pair."""
     place = f"data.more_validation.{name}"
-    batches = _with_progress(
-        text_batches(data.builder, tokenizer, *text, config.model.max_positions, place), place, progress
-    )
-    most = config.validation.max_sentences
-    sources, references = (side[:most] if config.validation.translate else [] for side in text)
+    batches = _cut(run, text_batches(run.data.builder, tokenizer, *text, run.config.model.max_positions, place), place)
+    settings = run.config.validation
+    sources, references = (side[: settings.max_sentences] if settings.translate else [] for side in text)
     return ValidationSet(name, batches, sources, references)
 
 
-def _with_progress(batches: Iterable[MicroBatch], place: str, progress: Callable[[str], None]) -> list[MicroBatch]:
+def _cut(run: Run, batches: Iterable[MicroBatch], place: str) -> list[MicroBatch]:
     """Collects the batches, each of which is progress."""
     found = []
     for batch in batches:
-        progress(f"cutting {place} into batches")
+        run.watchdog.progress(f"cutting {place} into batches")
         found.append(batch)
     return found
 
 
-def _read(
-    key: str, corpus: CorpusConfig, most: int | None, data: RunData, ranks: Ranks, progress: Callable[[str], None]
-) -> Pairs:
+def _read(run: Run, key: str, corpus: CorpusConfig, most: int | None) -> Pairs:
     """Reads the text on rank 0, for all ranks (collective)."""
 
     def read() -> Pairs:
         try:
-            return kept_pairs(corpus, data.config.data, most, data.folder)
+            return kept_pairs(corpus, run.config.data, most, run.data.folder)
         except DataError as error:
             remedy = (
                 "put it back, or continue without translations: validation.translate=false"
@@ -147,33 +130,27 @@ def _read(
             )
             raise DataError(f"data.{key}: {error} ({remedy})") from error
 
-    return run_on_rank_zero(ranks, read, lambda: progress(f"reading data.{key}"))
+    return run_on_rank_zero(run.ranks, read, run.doing(f"reading data.{key}"))
 
 
-def _own_measure(config: Config, ranks: Ranks, progress: Callable[[str], None]) -> dict[str, ScoreTranslations]:
+def _own_measure(run: Run) -> dict[str, ScoreTranslations]:
     """Loads the plug-in on rank 0, before the first step, if there is one (collective)."""
-    given = config.validation.plugin
+    given = run.config.validation.plugin
     loaded: dict[str, ScoreTranslations] = {}  # not sent to the other ranks
     if given is not None:
 
         def load() -> None:
             loaded["plugin"] = measure_of(find("validation.plugin", given))
 
-        run_on_rank_zero(ranks, load, lambda: progress("loading the plug-in of the validation"))
+        run_on_rank_zero(run.ranks, load, run.doing("loading the plug-in of the validation"))
     return loaded
 
 
-def _translator(
-    config: Config,
-    data: RunData,
-    tokenizer: Tokenizer,
-    engine: Engine,
-    ranks: Ranks,
-    measures: Mapping[str, ScoreTranslations],
-    wants_stop: WantsStop,
-) -> Translate:
+def _translator(run: Run, tokenizer: Tokenizer, engine: Engine) -> Translate:
     from dist_transformer.decoding.metrics import corpus_scores
 
+    config, ranks, measures = run.config, run.ranks, _own_measure(run)
+    search = _search(config)
     search = _search(config)
 
     def scores(each: ValidationSet, translations: Sequence[str]) -> dict[str, float | str]:
@@ -183,15 +160,17 @@ def _translator(
             return found | {key: of(translations, each.references, each.sources) for key, of in measures.items()}
 
     def translate(sets: Sequence[ValidationSet], progress: Progress) -> Iterator[Translated]:
-        with _full_model(config, data, engine, ranks) as model:
+        with _full_model(run, engine) as model:
             searcher = TorchSearcher([model], tokenizer.special, search, ranks.device)
-            searcher.each_token = _Look(progress, wants_stop)
+            searcher.each_token = _Look(progress, run.wants_stop)
             for each in sets:
                 with engine.objective.autocast(ranks.device):
-                    lines = translate_together(searcher, tokenizer, each.sources, search, ranks, progress, wants_stop)
+                    lines = translate_together(
+                        searcher, tokenizer, each.sources, search, ranks, progress, run.wants_stop
+                    )
                 scored: dict[str, float | str] = {}
                 if each.references:
-                    scored = run_on_rank_zero(ranks, partial(scores, each, lines), progress, wants_stop=wants_stop)
+                    scored = run_on_rank_zero(ranks, partial(scores, each, lines), progress, wants_stop=run.wants_stop)
                 yield Translated(lines, scored)
 
     return translate
@@ -225,7 +204,7 @@ WHOLE_COPY = "the copy of the whole model that a validation translates with (val
 
 
 @contextmanager
-def _full_model(config: Config, data: RunData, engine: Engine, ranks: Ranks) -> Iterator[Transformer]:
+def _full_model(run: Run, engine: Engine) -> Iterator[Transformer]:
     """Yields the model in eval mode with all weights on every rank, to be called without collectives (collective).
 
     Raises:
@@ -238,9 +217,9 @@ def _full_model(config: Config, data: RunData, engine: Engine, ranks: Ranks) -> 
         finally:
             engine.train()
         return
-    manifest = data.manifest
-    model = empty_model(config.model, manifest.source_vocabulary, manifest.target_vocabulary, manifest.pad_id)
-    if config.training.precision == "fp16":
+    ranks, manifest = run.ranks, run.manifest
+    model = empty_model(run.config.model, manifest.source_vocabulary, manifest.target_vocabulary, manifest.pad_id)
+    if run.config.training.precision == "fp16":
         model.half()
 
     def take_memory(number: int) -> None:

@@ -70,7 +70,7 @@ def test_a_path_that_pythonpath_would_split_is_refused(tmp_path: Path, monkeypat
 
 def test_more_ranks_than_lanes_are_refused(run_dir: RunDir) -> None:
     [problem] = _problems(run_dir, lanes=7, nodes=2, ranks_per_node=4)
-    assert problem.startswith("slurm: 2 nodes x 4 ranks = 8 ranks, more than data.lanes 7")
+    assert problem.startswith("slurm.nodes: 2 nodes x 4 ranks = 8 ranks, more than data.lanes 7")
 
 
 def test_fewer_gpus_than_ranks_are_refused_but_none_is_cpu_training(run_dir: RunDir) -> None:

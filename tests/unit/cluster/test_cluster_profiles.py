@@ -98,7 +98,7 @@ def test_config_check_looks_at_the_profile_and_at_the_ranks_that_it_asks_for(
     check(path)
     assert "8 ranks in a Slurm job" in capsys.readouterr().out
     with pytest.raises(
-        ConfigError, match=r"1 problem in the configuration:\n  slurm: 4 nodes x 2 ranks = 8 ranks, more"
+        ConfigError, match=r"1 problem in the configuration:\n  slurm.nodes: 4 nodes x 2 ranks = 8 ranks, more"
     ):
         check(path, ["data.lanes=4"])
     with pytest.raises(ConfigError, match=r"slurm\.gpus_per_node: 2 GPUs for 1 ranks on each node"):

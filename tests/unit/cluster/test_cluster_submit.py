@@ -298,4 +298,4 @@ def test_without_sbatch_the_user_is_told_where_to_go(run_dir: RunDir, monkeypatc
 def test_problems_that_the_caller_found_are_told_with_the_others(run_dir: RunDir) -> None:
     with pytest.raises(ConfigError) as caught:
         plan_submission(config_of(lanes=1, nodes=2), "", run_dir, 1, problems=["too large"], dry_run=True)
-    assert [problem[:9] for problem in caught.value.problems] == ["too large", "slurm: 2 "]
+    assert [problem[:14] for problem in caught.value.problems] == ["too large", "slurm.nodes: 2"]

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dist_transformer.model import loss as loss_module
-from dist_transformer.model.loss import label_smoothed_cross_entropy, token_sums
+from dist_transformer.model.loss import label_smoothed_cross_entropy
 
 NUM_TOKENS, D_MODEL, VOCABULARY, PAD = 23, 6, 11, 0
 
@@ -81,7 +81,7 @@ def test_loss_and_gradients_with_a_bias_equal_cross_entropy(
     torch.testing.assert_close((ours, nll), (theirs, F.cross_entropy(logits, target, **options).detach()))
     trained = [hidden, weight, bias] if weight_is_trained else [bias]
     torch.testing.assert_close(torch.autograd.grad(3.5 * ours, trained), torch.autograd.grad(3.5 * theirs, trained))
-    summed, _, hits = token_sums(hidden, weight, target, 0.1, PAD, bias)
+    summed, _, hits = label_smoothed_cross_entropy(hidden, weight, target, 0.1, PAD, bias, counts_hits=True)
     torch.testing.assert_close(summed, theirs.detach())
     assert hits == (logits.argmax(1) == target)[target != PAD].sum()
 
@@ -215,11 +215,12 @@ def test_the_sums_of_validation_are_those_of_training_and_hits_are_counted_over_
     target = torch.randint(0, 40, (2500,))
     logits = hidden.double() @ weight.double().T
     target[::3] = logits.argmax(1)[::3]
-    loss, nll, hits = token_sums(hidden, weight, target, 0.1, PAD)
+    loss, nll, hits = label_smoothed_cross_entropy(hidden, weight, target, 0.1, PAD, counts_hits=True)
     assert (loss, nll) == label_smoothed_cross_entropy(hidden, weight, target, 0.1, PAD)
     assert hits == ((logits.argmax(1) == target) & (target != PAD)).sum() > 800
     assert not loss.requires_grad
-    assert token_sums(hidden, weight, torch.full_like(target, PAD), 0.1, PAD) == (0, 0, 0)
+    padding = torch.full_like(target, PAD)
+    assert label_smoothed_cross_entropy(hidden, weight, padding, 0.1, PAD, counts_hits=True) == (0, 0, 0)
 
 
 def test_a_number_of_targets_that_is_known_changes_no_bit_and_a_wrong_one_is_an_error():
@@ -227,7 +228,7 @@ def test_a_number_of_targets_that_is_known_changes_no_bit_and_a_wrong_one_is_an_
     real, found = int((target != PAD).sum()), []
     for known in (None, real):
         loss, nll = label_smoothed_cross_entropy(hidden, weight, target, 0.1, PAD, None, known)
-        sums = token_sums(hidden, weight, target, 0.1, PAD, None, known)
+        sums = label_smoothed_cross_entropy(hidden, weight, target, 0.1, PAD, None, known, True)
         found.append([loss, nll, *gradients(loss, hidden, weight), *sums])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
     with pytest.raises(IndexError, match="out of bounds"):

@@ -73,7 +73,6 @@ def test_the_first_of_equal_pairs_stays_in_the_order_of_the_corpora(tmp_path: Pa
     assert report["more"]["dropped"]["duplicates"] == 11
     text = (prepared_folder(config) / "report.md").read_text(encoding="utf-8")
     assert f"- text, dropped by duplicates: {json.dumps(again[0][0])} | " in text
-    assert "training: 0 of 451 (0.00%) pairs repeat another one" in text
 
 
 def test_so_many_copies_as_allowed_stay(tmp_path: Path):

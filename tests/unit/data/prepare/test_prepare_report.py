@@ -1,18 +1,15 @@
 """The report of a preparation: repeated pairs, overlap with held-out sets, lengths, and what was dropped."""
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
-from prepare_helpers import PAIRS, SMALL, config_of, mixture_of, write_text
+from prepare_helpers import PAIRS, SMALL, config_of, write_text
 
 from dist_transformer.data.prepare import chunks
-from dist_transformer.data.prepare import duplicates as hashing
-from dist_transformer.data.prepare.duplicates import count_repeated, save_hashes
 from dist_transformer.data.prepare.preparation import load_tokenizer, prepare, prepared_folder
 from dist_transformer.data.sentences import contained
 
@@ -31,34 +28,14 @@ def report_of(folder: Path, **data: Any) -> dict[str, Any]:
     return json.loads((prepared_folder(config) / "report.json").read_text(encoding="utf-8"))
 
 
-@pytest.mark.parametrize("partition", [1, 7, 1 << 24])
-def test_repeated_hashes_are_counted_as_a_counter_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partition: int):
-    monkeypatch.setattr(hashing, "PARTITION_HASHES", partition)
+def test_keys_are_found_among_sorted_ones():
     random = np.random.default_rng(5)
-    extremes = np.array([0, 0, 2**64 - 1, 2**64 - 1], dtype=np.uint64)
+    extremes = np.array([0, 2**64 - 1], dtype=np.uint64)
     drawn = random.integers(0, 2**64, size=60, dtype=np.uint64)
-    parts = [extremes, random.choice(drawn, 40), random.choice(drawn, 0), random.choice(drawn, 90)]
-    files = [tmp_path / f"{number}.npy" for number in range(len(parts))]
-    for path, part in zip(files, parts, strict=True):
-        save_hashes(path, part)
-    counts = Counter(np.concatenate(parts).tolist())
-    assert count_repeated(files) == sum(counts.values()) - len(counts)
+    kept = np.unique(np.concatenate([extremes, random.choice(drawn, 40)]))
     asked = random.permutation(np.concatenate([drawn, extremes]))
-    assert contained(asked, np.array(sorted(counts), np.uint64)).tolist() == [each in counts for each in asked.tolist()]
+    assert contained(asked, kept).tolist() == [each in {*kept.tolist()} for each in asked.tolist()]
     assert not contained(asked, asked[:0]).any()
-    assert count_repeated([]) == 0
-
-
-def test_repeated_pairs_are_counted_over_all_corpora_and_without_tags(tmp_path: Path):
-    write_text(tmp_path, [*PAIRS[:200], *PAIRS[:30], ("", "dropped"), ("", "dropped")])
-    more = "".join(f"{source}\t{target}\n" for source, target in PAIRS[150:250])
-    (tmp_path / "more.tsv").write_text(more, encoding="utf-8")
-    report = report_of(tmp_path, **mixture_of(text=TEXT, more={"path": "more.tsv", "tags": ["<2de>"]}))
-    pairs = Counter([*PAIRS[:200], *PAIRS[:30], *PAIRS[150:250]])
-    assert report["repeated_pairs"] == sum(pairs.values()) - len(pairs)
-    assert report["compared_pairs"] == 330
-    assert report["not_compared"] == []
-    assert report["corpora"]["text"]["dropped"]["empty"] == 2
 
 
 def test_lengths_are_those_of_the_kept_rows(tmp_path: Path):

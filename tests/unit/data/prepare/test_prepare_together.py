@@ -170,7 +170,7 @@ def test_further_processes_of_the_command_help_and_change_nothing(command: Comma
         out, err = process.communicate(timeout=SECONDS)
         assert process.returncode == 0, err
         digests.add(Manifest.load(tmp_path / str(number)).digest)
-        assert "1,200 of 1,800 (66.67%) pairs repeat another one" in out
+        assert all(f"| {name} " in out for name in ("one", "two", "three"))
     assert len(digests) == 1
 
 

@@ -8,7 +8,7 @@ import torch
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.planning.flops import model_flops
 from dist_transformer.training.metrics import mfu
-from dist_transformer.training.metrics.mfu import Mfu, Peak, peak_of
+from dist_transformer.training.metrics.mfu import Peak, mfu_of, peak_of
 from dist_transformer.training.train_state import Interval
 
 MODEL = ModelConfig(preset="tiny")
@@ -37,7 +37,7 @@ def test_the_peak_of_a_cpu_is_that_of_the_fastest_products_of_a_step(monkeypatch
 def test_mfu_is_never_above_the_whole():
     """A peak may be measured in a busy moment."""
     interval = Interval(torch.zeros(2), target_tokens=700, source_tokens=900)
-    assert Mfu(MODEL, 500, 1.0).of(interval, 4.0) == 1.0
+    assert mfu_of(MODEL, 500, 1.0, interval, 4.0) == 1.0
 
 
 def test_a_gpu_of_the_table_is_not_measured(monkeypatch):
@@ -51,7 +51,7 @@ def test_mfu_is_the_model_flops_of_the_real_tokens_over_what_all_ranks_could_hav
     interval = Interval(torch.zeros(2), target_tokens=700, source_tokens=900, padded_tokens=5000)
     interval.pairs_by_corpus = Counter(news=20, talks=10)
     flops = model_flops(MODEL, 500, 30, 900, 700).total
-    assert Mfu(MODEL, 500, 2 * 3e9).of(interval, 4.0) == pytest.approx(flops / (4 * 6e9))
+    assert mfu_of(MODEL, 500, 2 * 3e9, interval, 4.0) == pytest.approx(flops / (4 * 6e9))
     doubled = Interval(torch.zeros(2), target_tokens=1400, source_tokens=1800)
     doubled.pairs_by_corpus = Counter(news=60)
-    assert Mfu(MODEL, 500, 6e9).of(doubled, 8.0) == pytest.approx(flops / (4 * 6e9))
+    assert mfu_of(MODEL, 500, 6e9, doubled, 8.0) == pytest.approx(flops / (4 * 6e9))
