@@ -1,11 +1,11 @@
 """Gain of a shortlist for CTranslate2 on one core: sentences per CPU-second and BLEU of a model with and without one.
 
-    python benchmarks/shortlist.py runs/student --source test.en --reference test.de
+    python benchmarks/shortlist.py runs/student --shortlist runs/student/lexicon.npz --source test.en --reference test.de
+    python benchmarks/shortlist.py model --shortlist train.en train.de --source test.en --reference test.de
 
-The run was trained with `training.guided_alignment`: its lexicon.npz makes the shortlists. The best translations of a token
-are those of Marian, 100, and fewer (`--best`); the most frequent tokens are in all. Batches are those of `translate`,
-of similar length, the longest first; tokenizing is not timed. CTranslate2 takes the rows of the output layer that any
-sentence of a batch may need, so larger batches gain less.
+`--shortlist` is that of `export`. All sentences have the most frequent tokens, 100 in `export` and in Marian; `--frequent`
+tries other numbers. Sentences are in batches of similar length, the longest first, as in `translate`; tokenizing is not timed.
+CTranslate2 takes the rows of the output layer that any sentence of a batch may need, so larger batches gain less.
 """
 
 import argparse
@@ -33,9 +33,9 @@ from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.data.tokenizer.tokenizer import Tokenizer
 from dist_transformer.decoding.ctranslate2_search import CTranslate2Searcher
 from dist_transformer.decoding.metrics import corpus_scores
-from dist_transformer.interop.ctranslate2_export import export_ctranslate2
+from dist_transformer.interop.ctranslate2_export import export_ctranslate2, read_vocabularies
 from dist_transformer.interop.model_folder import load_model_folder
-from dist_transformer.interop.shortlist import FREQUENT, VOCABULARY_MAP
+from dist_transformer.interop.shortlist import FREQUENT, VOCABULARY_MAP, read_lexicon, vocabulary_map
 from dist_transformer.model.search_interface import SearchInput
 
 NONE = "none"
@@ -45,15 +45,16 @@ Map = dict[str, list[str]]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, help="a run folder with lexicon.npz")
+    parser.add_argument("model", type=Path, help="a run folder, or a model folder")
+    parser.add_argument("--shortlist", nargs="+", required=True, help="a lexicon.npz, or two texts")
     parser.add_argument("--source", type=Path, required=True, help="sentences, one a line")
     parser.add_argument("--reference", type=Path, required=True, help="their translations")
-    parser.add_argument("--sentences", type=int, default=400)
+    parser.add_argument("--sentences", type=int, default=1000)
     parser.add_argument("--quantization", default="int8")
-    parser.add_argument("--best", type=int, nargs="+", default=[100, 25], help="translations of a source token")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 64], help="sentences of a batch")
+    parser.add_argument("--frequent", type=int, nargs="+", default=[FREQUENT, 500], help="tokens of all sentences")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 64], help="sentences of a batch")
     parser.add_argument("--beams", type=int, nargs="+", default=[1, 4])
-    arguments = arguments_of(parser, rounds=5)
+    arguments = arguments_of(parser, rounds=3)
     found = begin(threads=1)
     with tempfile.TemporaryDirectory() as temporary:
         figures = measure(arguments, Path(temporary))
@@ -61,14 +62,18 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Rounds]:
-    loaded = load_model_folder(arguments.run / "model")
+    inner = arguments.model / "model"
+    loaded = load_model_folder(inner if inner.is_dir() else arguments.model)
     tokenizer = Tokenizer.load(loaded.tokenizer_files.source, loaded.tokenizer_files.target)
-    lexicon, maps = [arguments.run / "lexicon.npz"], dict[str, Map]()
-    for best in (None, *arguments.best):
-        name = NONE if best is None else f"{FREQUENT} + {best}"
-        export_ctranslate2(loaded, folder / name, arguments.quantization, lexicon if best else ())
-        if best is not None:
-            maps[name] = cut_map(folder / name / VOCABULARY_MAP, best)
+    lexicon, maps = read_lexicon([*map(Path, arguments.shortlist)], loaded), dict[str, Map]()
+    export_ctranslate2(loaded, folder / NONE, arguments.quantization)
+    for most in arguments.frequent:
+        name = f"{most} frequent"
+        export_ctranslate2(loaded, folder / name, arguments.quantization)
+        text = vocabulary_map(lexicon, *read_vocabularies(folder / name), most=most)
+        (folder / name / VOCABULARY_MAP).write_text(text, encoding="utf-8")
+        rows_of_text = (line.split("\t") for line in text.removesuffix("\n").split("\n"))
+        maps[name] = {source: targets.split() for source, targets in rows_of_text}
     sizes = ", ".join(f"{name}: {size(folder / name) / 1e6:.2f} MB" for name in (NONE, *maps))
     lines, references = (
         path.read_text(encoding="utf-8").splitlines()[: arguments.sentences]
@@ -126,17 +131,6 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Rounds]:
     ]
     print(markdown_table(header, rows), flush=True)
     return results
-
-
-def cut_map(path: Path, best: int) -> Map:
-    """Leaves in a map the first `best` tokens of each source token, and the token itself; returns it."""
-    found: Map = {}
-    for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n"):
-        source, _, text = line.partition("\t")
-        targets = text.split(" ") if text else []
-        found[source] = targets if source == "" else [*targets[:best], *({source} & {*targets[best:]})]
-    path.write_text("".join(f"{source}\t{' '.join(targets)}\n" for source, targets in found.items()), encoding="utf-8")
-    return found
 
 
 def num_outputs(targets_of: Map, tokenizer: Tokenizer, batch: Sequence[SearchInput]) -> int:

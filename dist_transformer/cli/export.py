@@ -17,18 +17,13 @@ def export_command(
     out: Annotated[Path, typer.Argument(help="A new folder to write; of argos, a file.", show_default=False)],
     to: Annotated[
         Format,
-        typer.Option(
-            help="marian: Hugging Face's MarianMTModel; ctranslate2; argos: an .argosmodel.", show_default=False
-        ),
+        typer.Option(help="marian: Hugging Face's MarianMTModel; ctranslate2; argos: a package.", show_default=False),
     ],
     quantization: Annotated[
         Quantization | None, typer.Option(help="Of ctranslate2 and argos: how the matrices are kept; default: fp32.")
     ] = None,
     shortlist: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Of ctranslate2: a run's lexicon.npz; or twice: a source and a target text to make one from."
-        ),
+        list[Path] | None, typer.Option(help="Of ctranslate2: a run's lexicon.npz; or twice: source and target text.")
     ] = None,
 ) -> None:
     """Write a model folder in the format of another program, tokenizer included."""
@@ -38,9 +33,7 @@ def export_command(
     if quantization is not None and to == "marian":
         raise UserError(f"--quantization {quantization}: is of --to ctranslate2; drop it, {to} models are fp32")
     if shortlist and to != "ctranslate2":
-        raise UserError(
-            f"--shortlist {shortlist[0]}: is of --to ctranslate2; drop it, nothing reads one in {to} models"
-        )
+        raise UserError(f"--shortlist {shortlist[0]}: is of --to ctranslate2; drop it, {to} reads none")
     check_output(out, "a new folder", is_file=to == "argos")
     loaded = load_model_folder(model_folder_of(model))
     if to == "marian":

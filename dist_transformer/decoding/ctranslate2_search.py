@@ -32,7 +32,7 @@ IMPOSSIBLE = -1e9
 
 
 class CTranslate2Searcher:
-    """A `Searcher` whose results do not depend on the order or composition of batches."""
+    """A `Searcher` whose results do not depend on the order or composition of batches, unless the folder has a shortlist."""
 
     def __init__(
         self,

@@ -17,15 +17,9 @@ from dist_transformer.interop.model_card import CARD, exported_card
 from dist_transformer.interop.model_folder import SOURCE_MODEL, LoadedModel, card_of
 from dist_transformer.run.outputs import writing
 
-VERSION = "1.0"
-"""Version of the package, and of Argos Translate from which on it is read."""
-LANGUAGES = (
-    "ar:Arabic cs:Czech da:Danish de:German el:Greek en:English es:Spanish et:Estonian fa:Persian fi:Finnish fr:French "
-    "he:Hebrew hi:Hindi hu:Hungarian id:Indonesian it:Italian ja:Japanese ko:Korean lt:Lithuanian lv:Latvian nl:Dutch "
-    "pl:Polish pt:Portuguese ro:Romanian ru:Russian sv:Swedish tr:Turkish uk:Ukrainian vi:Vietnamese zh:Chinese"
-)
-NAMES = dict(each.split(":") for each in LANGUAGES.split())
-"""Names that Argos Translate shows; of other languages the code is shown."""
+NAMES = "ar:Arabic cs:Czech de:German en:English es:Spanish fr:French it:Italian ja:Japanese nl:Dutch pl:Polish pt:Portuguese "
+NAMES += "ru:Russian sv:Swedish tr:Turkish uk:Ukrainian zh:Chinese"
+"""Names of languages that Argos Translate shows; of others it shows the code."""
 
 
 def export_argos(loaded: LoadedModel, out: Path, quantization: str | None = None) -> None:
@@ -35,21 +29,20 @@ def export_argos(loaded: LoadedModel, out: Path, quantization: str | None = None
     """
     if loaded.tokenizer_files.target is not None:
         raise UserError(
-            "--to argos: a package has one sentencepiece model, this model two; train with tokenizer.shared: true"
+            "--to argos: a package has one sentencepiece model, this model two: train tokenizer.shared: true"
         )
     about = loaded.information
     source, target = language_code(about.source_language), language_code(about.target_language)
-    metadata = {"package_version": VERSION, "argos_version": VERSION, "from_code": source, "to_code": target}
-    metadata |= {"from_name": NAMES.get(source, source), "to_name": NAMES.get(target, target)}
+    metadata = {"package_version": "1.0", "argos_version": "1.0", "from_code": source, "to_code": target}
+    names = dict(each.split(":") for each in NAMES.split())
+    metadata |= {"from_name": names.get(source, source), "to_name": names.get(target, target)}
     with writing(out), TemporaryDirectory() as temporary:
         model = Path(temporary) / "model"
         export_ctranslate2(loaded, model, quantization)
+        for name in (INFORMATION, CARD):
+            (model / name).unlink()
         contents: dict[str, str | bytes] = {
-            **{
-                f"model/{path.name}": path.read_bytes()
-                for path in model.iterdir()
-                if path.name not in (INFORMATION, CARD)
-            },
+            **{f"model/{path.name}": path.read_bytes() for path in model.iterdir()},
             "model/config.json": json.dumps({**read_json(model / "config.json"), "add_source_eos": True}),
             "metadata.json": json.dumps(metadata),
             "README.md": exported_card("argos", card_of(loaded), asdict(about)),

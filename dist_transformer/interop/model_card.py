@@ -56,7 +56,7 @@ def model_card(
 
 
 def exported_card(kind: str, card: str, information: dict[str, Any], target_model: str = "source.model") -> str:
-    """The card of an exported folder: that of its model folder (`card`), with how to load it there; `kind` as of `export`."""
+    """The card of an exported folder: that of its model folder (`card`), with how to load it there."""
     about = _ABOUT.search(card)
     return _card(kind, _license(card), information, about[0] if about else _HEADER.sub("", card), target_model)
 

@@ -2,7 +2,8 @@
 
 A line is a source token, a tab, and target tokens; that of no source token has those of every translation. CTranslate2
 computes the output layer of the tokens in the lines of a batch's sentences only. As in Marian's `lex` shortlists they are the
-`FREQUENT` most frequent ones, the `BEST` likeliest translations of each source token, and that token itself.
+`FREQUENT` most frequent ones, the `BEST` likeliest translations of each source token, and that token itself: with 500
+frequent ones more translations are as without, BLEU is the same (benchmarks/results/2026-11-25-shortlist.md).
 """
 
 from collections.abc import Sequence
@@ -25,10 +26,7 @@ MOST_PAIRS = 300_000
 
 
 def read_lexicon(paths: Sequence[Path], loaded: LoadedModel) -> Lexicon:
-    """Returns the lexicon in a file that guided alignment has written, or that of a source and a target text.
-
-    Raises UserError: the file is not the lexicon of this model's tokenizer; DataError: of the texts, as `read_pairs`.
-    """
+    """Returns the lexicon in a file of guided alignment, or of a source and a target text; UserError: not this model's."""
     rows, targets = loaded.information.source_vocabulary, loaded.information.target_vocabulary
     if len(paths) == 2:
         corpus = CorpusConfig(source=str(paths[0].absolute()), target=str(paths[1].absolute()))
@@ -46,21 +44,16 @@ def read_lexicon(paths: Sequence[Path], loaded: LoadedModel) -> Lexicon:
     )
 
 
-def vocabulary_map(lexicon: Lexicon, source_tokens: Sequence[str], target_tokens: Sequence[str]) -> str:
-    """Returns the text of the file; the tokens are the names of the rows of source and target embedding."""
-    of_source, of_target = np.divmod(lexicon.keys, max(1, len(target_tokens)))
-    starts, are_targets = np.searchsorted(of_source, np.arange(len(source_tokens) + 1)), {*target_tokens}
-    frequent = np.argsort(-lexicon.shares, kind="stable")[:FREQUENT]
-    lines = {"": [target_tokens[n] for n in frequent[lexicon.shares[frequent] > 0]]}
-    for source, first, last in zip(source_tokens, starts[:-1], starts[1:], strict=True):
+def vocabulary_map(lexicon: Lexicon, sources: Sequence[str], targets: Sequence[str], *, most: int = FREQUENT) -> str:
+    """Returns the text of the file, with the `most` frequent tokens; tokens are the names of the rows of both embeddings."""
+    of_source, of_target = np.divmod(lexicon.keys, max(1, len(targets)))
+    starts, are_targets = np.searchsorted(of_source, np.arange(len(sources) + 1)), {*targets}
+    frequent = np.argsort(-lexicon.shares, kind="stable")[:most]
+    lines = {"": [targets[n] for n in frequent[lexicon.shares[frequent] > 0]]}
+    for source, first, last in zip(sources, starts[:-1], starts[1:], strict=True):
         best = np.argsort(-lexicon.probabilities[first:last], kind="stable")[:BEST]
         same = [source] if source in are_targets else []
-        lines[source] = [*dict.fromkeys([target_tokens[n] for n in of_target[first:last][best]] + same)]
-    spaced = {
-        token for token in {*source_tokens, *target_tokens} if "".join(token.split()) != token
-    }  # as the file's form
-    return "".join(
-        f"{source}\t{' '.join(each for each in targets if each not in spaced)}\n"
-        for source, targets in lines.items()
-        if source not in spaced
-    )
+        lines[source] = [*dict.fromkeys([targets[n] for n in of_target[first:last][best]] + same)]
+    spaced = {token for token in {*sources, *targets} if "".join(token.split()) != token}  # the file cannot hold them
+    written = ((source, " ".join(each for each in of_it if each not in spaced)) for source, of_it in lines.items())
+    return "".join(f"{source}\t{of_it}\n" for source, of_it in written if source not in spaced)

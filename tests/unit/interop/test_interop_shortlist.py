@@ -42,9 +42,9 @@ def lexicon_of(likely: dict[int, list[int]], targets: int, frequent: list[int]) 
 
 def test_a_source_token_has_its_likeliest_translations_and_itself_and_all_have_the_most_frequent_ones():
     source = [f"s{n}" for n in range(5)] + ["same"]
-    target = [f"t{n}" for n in range(400)] + ["same"]
+    target = [f"t{n}" for n in range(FREQUENT + 400)] + ["same"]
     likely = [*range(300, 90, -1)]
-    lexicon = lexicon_of({0: likely, 3: [7], 5: [8, 9]}, len(target), [*range(50, 200)])
+    lexicon = lexicon_of({0: likely, 3: [7], 5: [8, 9]}, len(target), [*range(50, FREQUENT + 100)])
     found = lines_of(vocabulary_map(lexicon, source, target))
     assert found == {
         "": [f"t{n}" for n in range(50, 50 + FREQUENT)],
@@ -53,6 +53,7 @@ def test_a_source_token_has_its_likeliest_translations_and_itself_and_all_have_t
         "s3": ["t7"],
         "same": ["t8", "t9", "same"],
     }
+    assert lines_of(vocabulary_map(lexicon, source, target, most=30)) == {**found, "": found[""][:30]}
 
 
 def test_tokens_that_the_file_cannot_hold_are_left_out():
