@@ -119,6 +119,8 @@ def evaluate_command(
         print(each.name, *(f"{key} {value:.2f}" for key, value in each.measured.items() if isinstance(value, float)))
     if output is not None:
         with_speed = {**scores, "engine": engine, "sentences_per_second": scores["pairs"] / found.seconds}
+        for each in found.modified:
+            with_speed |= {f"{key}.{each.name.rpartition('.')[2]}": value for key, value in each.measured.items()}
         write_output(output, json.dumps(with_speed, indent=1) + "\n")
         print(f"{with_speed['sentences_per_second']:.1f} sentences/s; written to {output}")
     elif found.run is not None:

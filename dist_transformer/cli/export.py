@@ -8,35 +8,44 @@ import typer
 from dist_transformer.errors import UserError
 from dist_transformer.run.outputs import check_output
 
-Format = Literal["marian", "ctranslate2"]
+Format = Literal["marian", "ctranslate2", "argos"]
 Quantization = Literal["int8", "int16", "float16", "bfloat16"]
 
 
 def export_command(
     model: Annotated[Path, typer.Argument(help="A model folder, or a run folder.", show_default=False)],
-    out: Annotated[Path, typer.Argument(help="A new folder to write.", show_default=False)],
+    out: Annotated[Path, typer.Argument(help="A new folder to write; of argos, a file.", show_default=False)],
     to: Annotated[
         Format,
-        typer.Option(help="marian: MarianMTModel of Hugging Face; ctranslate2: CTranslate2.", show_default=False),
+        typer.Option(help="marian: Hugging Face's MarianMTModel; ctranslate2; argos: a package.", show_default=False),
     ],
     quantization: Annotated[
-        Quantization | None, typer.Option(help="Of ctranslate2: how the matrices are kept; default: fp32.")
+        Quantization | None, typer.Option(help="Of ctranslate2 and argos: how the matrices are kept; default: fp32.")
+    ] = None,
+    shortlist: Annotated[
+        list[Path] | None, typer.Option(help="Of ctranslate2: a run's lexicon.npz; or twice: source and target text.")
     ] = None,
 ) -> None:
     """Write a model folder in the format of another program, tokenizer included."""
     from dist_transformer.decoding.loaded_model import model_folder_of
     from dist_transformer.interop.model_folder import load_model_folder
 
-    if quantization is not None and to != "ctranslate2":
+    if quantization is not None and to == "marian":
         raise UserError(f"--quantization {quantization}: is of --to ctranslate2; drop it, {to} models are fp32")
-    check_output(out, "a new folder")
+    if shortlist and to != "ctranslate2":
+        raise UserError(f"--shortlist {shortlist[0]}: is of --to ctranslate2; drop it, {to} reads none")
+    check_output(out, "a new folder", is_file=to == "argos")
     loaded = load_model_folder(model_folder_of(model))
     if to == "marian":
         from dist_transformer.interop.marian import export_marian
 
         export_marian(loaded, out)
+    elif to == "argos":
+        from dist_transformer.interop.argos import export_argos
+
+        export_argos(loaded, out, quantization)
     else:
         from dist_transformer.interop.ctranslate2_export import export_ctranslate2
 
-        export_ctranslate2(loaded, out, quantization)
+        export_ctranslate2(loaded, out, quantization, shortlist or ())
     print(f"{out}: written for {to}")

@@ -17,12 +17,12 @@ from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.decoding.beam import length_penalty
 from dist_transformer.errors import CheckpointError, UserError
-from dist_transformer.files import read_json
 from dist_transformer.interop.ctranslate2_export import (
     export_ctranslate2,
     import_ctranslate2,
     is_exported,
     load_exported,
+    read_vocabularies,
 )
 from dist_transformer.interop.model_folder import load_model_folder
 from dist_transformer.model.search_interface import Hypothesis, SearchInput, longest_output
@@ -32,7 +32,7 @@ IMPOSSIBLE = -1e9
 
 
 class CTranslate2Searcher:
-    """A `Searcher` whose results do not depend on the order or composition of batches."""
+    """A `Searcher` whose results do not depend on the order or composition of batches, unless the folder has a shortlist."""
 
     def __init__(
         self,
@@ -84,10 +84,7 @@ class CTranslate2Searcher:
 
     def _load(self, folder: Path, device: torch.device) -> None:
         exported = load_exported(folder)
-        names = ("source_vocabulary.json", "target_vocabulary.json")
-        if (folder / "shared_vocabulary.json").is_file():
-            names = ("shared_vocabulary.json", "shared_vocabulary.json")
-        self._source_tokens, self._target_tokens = (list(read_json(folder / name)) for name in names)
+        self._source_tokens, self._target_tokens = read_vocabularies(folder)
         self._target_id = {token: number for number, token in enumerate(self._target_tokens)}
         self._max_positions = exported.max_positions
         place: dict[str, Any] = {"device": device.type, "intra_threads": _num_threads()}
@@ -122,6 +119,7 @@ class CTranslate2Searcher:
                 min_decoding_length=0,
                 max_decoding_length=longest - 1,
                 return_scores=True,
+                use_vmap=True,  # if the folder has a shortlist
             )
         )
         found = []

@@ -21,6 +21,7 @@ from dist_transformer.files import read_json, write_json, write_text
 from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.model_card import CARD, exported_card
 from dist_transformer.interop.model_folder import SOURCE_MODEL, TARGET_MODEL, LoadedModel, ModelInformation, card_of
+from dist_transformer.interop.shortlist import VOCABULARY_MAP, read_lexicon, vocabulary_map
 from dist_transformer.model.layers import AddAndNorm, FeedForward, sinusoids
 
 INFORMATION = "dist_transformer.json"
@@ -38,10 +39,12 @@ class ExportedModel:
     """Longest source and translation in tokens; None: no limit."""
 
 
-def export_ctranslate2(loaded: LoadedModel, out: Path, quantization: str | None = None) -> None:
+def export_ctranslate2(
+    loaded: LoadedModel, out: Path, quantization: str | None = None, shortlist: Sequence[Path] = ()
+) -> None:
     """Writes a folder for `ctranslate2.Translator`.
 
-    `quantization`: type of the stored matrices, one of `QUANTIZATIONS`; None: fp32.
+    `quantization`: type of the stored matrices, one of `QUANTIZATIONS`; None: fp32. `shortlist`: as for `read_lexicon`.
 
     Raises UserError: the package ctranslate2 is missing, or the model has something that CTranslate2 lacks.
     """
@@ -51,6 +54,7 @@ def export_ctranslate2(loaded: LoadedModel, out: Path, quantization: str | None 
             f"this model cannot be exported to ctranslate2: its heads have keys of size {keys} and values of size {values} "
             "(model.key_size, model.value_size), CTranslate2 wants one size"
         )
+    lexicon = read_lexicon(shortlist, loaded) if shortlist else None
     spec = _spec(loaded)
     spec.validate()
     spec.optimize(quantization=quantization)
@@ -60,6 +64,8 @@ def export_ctranslate2(loaded: LoadedModel, out: Path, quantization: str | None 
         shutil.copyfile(files.source, folder / SOURCE_MODEL)
         if files.target is not None:
             shutil.copyfile(files.target, folder / TARGET_MODEL)
+        if lexicon is not None:
+            write_text(folder / VOCABULARY_MAP, vocabulary_map(lexicon, *read_vocabularies(folder)))
         longest = None if loaded.config.positions == "rotary" else loaded.config.max_positions or LONGEST_TOKENS
         write_json(folder / INFORMATION, {**asdict(loaded.information), "max_positions": longest})
         target = SOURCE_MODEL if files.target is None else TARGET_MODEL
@@ -78,6 +84,12 @@ def load_exported(folder: Path) -> ExportedModel:
             f"{path}: missing or damaged ({error}), expected what `dist-transformer export --to ctranslate2` writes"
         ) from error
     return ExportedModel(information, max_positions)
+
+
+def read_vocabularies(folder: Path) -> list[list[str]]:
+    """Names of the rows of source and target embedding of an exported model."""
+    both = ["shared"] * 2 if (folder / "shared_vocabulary.json").is_file() else ["source", "target"]
+    return [list(read_json(folder / f"{side}_vocabulary.json")) for side in both]
 
 
 def is_exported(folder: Path) -> bool:

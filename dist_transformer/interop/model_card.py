@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import UserError
@@ -55,9 +55,7 @@ def model_card(
     return _card("", license_name, information, about)
 
 
-def exported_card(
-    kind: Literal["marian", "ctranslate2"], card: str, information: dict[str, Any], target_model: str = "source.model"
-) -> str:
+def exported_card(kind: str, card: str, information: dict[str, Any], target_model: str = "source.model") -> str:
     """The card of an exported folder: that of its model folder (`card`), with how to load it there."""
     about = _ABOUT.search(card)
     return _card(kind, _license(card), information, about[0] if about else _HEADER.sub("", card), target_model)

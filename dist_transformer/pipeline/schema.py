@@ -26,7 +26,7 @@ from dist_transformer.errors import ConfigError
 NODE_NAME = re.compile(r"(?!(?:prepared|mlartifacts|lock)$)[A-Za-z0-9_][A-Za-z0-9_-]*")
 """Names of nodes, which are folders beside what all share; what is set aside has a dot in its name."""
 HEADING = "the pipeline cannot run:"
-PLACES = ("model", "run", "input", "source", "target", "reference", "scores", "ensemble")
+PLACES = ("model", "run", "input", "source", "target", "reference", "scores", "ensemble", "shortlist")
 """Keys of nodes that are files or models."""
 
 
@@ -70,16 +70,17 @@ _LIMITS: dict[str, Any] = {"too_long": Literal["refuse", "split"], "max_source_t
 KINDS = {
     "prepare": _kind({"": "corpus", "tokenizer": "corpus/tokenizer/source.model"}, "corpus/manifest.json",
                      **_CONFIGURED, processes=_ONE),
-    "train": _kind({"": ".", "tokenizer": "model/source.model"}, "model", **_CONFIGURED, ranks=_ONE),
+    "train": _kind({"": ".", "tokenizer": "model/source.model", "lexicon": "lexicon.npz"}, "model",
+                   **_CONFIGURED, ranks=_ONE),
     "translate": _kind({"": "text"}, "text text.plan.json", "model input", ensemble=_TEXTS, **_SEARCH, **_SAMPLING,
                        **_LIMITS, ranks=_ONE),
     "score": _kind({"": "scores"}, "scores", "model source target", max_source_tokens=Int),
     "filter": _kind({"source": "source", "target": "target"}, "source target counts.json", "source target scores",
                     drop=(Fraction, 0.05)),
     "average": _kind({"": "model"}, "model", "run", last=PositiveInt, best=PositiveInt, ema=Bool),
-    "export": _kind({"": "model"}, "model", "model", to=(Literal["marian", "ctranslate2"], "ctranslate2"),
-                    quantization=Literal["int8", "int16", "float16", "bfloat16"]),
-    "evaluate": _kind({"": "scores.json"}, "scores.json", "model source reference", **_SEARCH),
+    "export": _kind({"": "model"}, "model", "model", to=(Literal["marian", "ctranslate2", "argos"], "ctranslate2"),
+                    quantization=Literal["int8", "int16", "float16", "bfloat16"], shortlist=_TEXTS),
+    "evaluate": _kind({"": "scores.json"}, "scores.json", "model source reference", **_SEARCH, modified=_TEXTS),
 }  # fmt: skip
 
 

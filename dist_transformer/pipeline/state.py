@@ -25,6 +25,7 @@ from dist_transformer.run.records import read_record
 
 RECORD = "node.json"
 CONFIGURED = ("prepare", "train")
+LEXICON = KINDS["train"].outputs["lexicon"]
 NOT_COUNTED = ("slurm", "ranks", "processes", "max_tokens")
 """Keys of nodes on which no result depends."""
 Fingerprints = dict[str, list[Any]]
@@ -137,6 +138,11 @@ def _what_goes_in(pipeline: Pipeline, name: str) -> tuple[Any, dict[str, Path]]:
         if missing:
             where = [(pipeline.marked.place(("nodes", name, key)), key, path) for key, path in missing]
             raise ConfigError([f"{place}: nodes.{name}.{key}: no such file: {path}" for place, key, path in where])
+        made = (path.parent for _, _, path in given if path.name == LEXICON)
+        runs = [folder.name for folder in made if folder.parent == pipeline.root]
+        if without := [run for run in runs if not configuration(pipeline, run).training.guided_alignment]:
+            place = f"{pipeline.marked.place(('nodes', name, 'shortlist'))}: nodes.{name}.shortlist"
+            raise ConfigError([f"{place}: {without[0]} makes no lexicon; set training.guided_alignment there, as 0.1"])
         named = {str(Path(each, file.relative_to(path))): file for _, each, path in given for file in _files_at(path)}
         settings = [{key: value for key, value in values.items() if key not in NOT_COUNTED}]
     return settings, {file: path for file, path in named.items() if pipeline.root not in path.parents}

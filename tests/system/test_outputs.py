@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 READ = """
 prepare run, train run, plan run, plan calibrate, simulate run, simulate calibrate, submit run,
 preflight run_folder, status root, list root, logs root, stacks root, stop root, cancel root, resume root,
-average run, extend-vocabulary model, extend-vocabulary pieces_file, export model, import source,
+average run, extend-vocabulary model, extend-vocabulary pieces_file, export model, export shortlist, import source,
 init source, init target, init validation, init test,
 translate model, translate source, translate prefix, translate ensemble, score model, score source,
 score target, score ensemble, evaluate run, evaluate source, evaluate references,

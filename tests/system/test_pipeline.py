@@ -96,6 +96,9 @@ def test_a_pipeline_that_is_killed_and_stopped_ends_as_an_undisturbed_one(comman
         found = json.loads((root / name / "scores.json").read_text())
         assert f" {found['bleu']:.2f} " in scores[name]
         assert found["sentences_per_second"] > 0
+        assert ("bleu.upper_case" in found) == (name != "student_alone_scores")
+    assert "BLEU upper_case" in page
+    assert (root / "int8" / "model" / "vmap.txt").is_file()
     [row] = [line for line in page.split("## Nodes")[0].splitlines() if line.startswith("| int8 ")]
     size = sum(path.stat().st_size for path in (root / "int8" / "model").iterdir())
     assert row.split("|")[-2].strip() == f"{size / 1e6:.2f}"

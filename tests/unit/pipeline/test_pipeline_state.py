@@ -193,6 +193,21 @@ def test_missing_files_and_wrong_settings_are_told_together_with_their_lines(fol
         assert problem.startswith((f"{folder}/pipeline.yaml:", "command line: nodes.teacher.set"))
 
 
+def test_a_shortlist_of_a_run_that_makes_no_lexicon_is_told_before_anything_runs(folder):
+    export = "nodes.int8={kind: export, model: {node: teacher}, shortlist: [{node: teacher, output: lexicon}]}"
+    with pytest.raises(ConfigError) as error:
+        states_of(pipeline_in(folder, export))
+    [problem] = error.value.problems
+    assert problem.endswith(
+        "nodes.int8.shortlist: teacher makes no lexicon; set training.guided_alignment there, as 0.1"
+    )
+    pipeline = pipeline_in(folder, export, "nodes.teacher.set.training.guided_alignment=0.1")
+    assert states_of(pipeline)["int8"].state == "new"
+    assert words_of(pipeline, "int8")[-2:] == ["--shortlist", f"{pipeline.root}/teacher/lexicon.npz"]
+    texts = pipeline_in(folder, "nodes.int8={kind: export, model: made, shortlist: [train.en, train.de]}")
+    assert [*states_of(texts)["int8"].now["files"]] == ["made/model.safetensors", "train.en", "train.de"]
+
+
 def test_the_words_of_a_node_are_those_of_its_verb(folder):
     pipeline = pipeline_in(folder, "nodes.other.seed=0", "nodes.other.sampling=true", "nodes.forward.ensemble=[made]")
     root = pipeline.root

@@ -1,0 +1,75 @@
+"""Packages for Argos Translate: what lies in them, read as its package reads it."""
+
+import json
+from pathlib import Path
+from zipfile import ZipFile
+
+import ctranslate2
+import pytest
+import sentencepiece
+from marian_folders import demo_sentences
+from tokenised_models import make_model_folder
+from typer.testing import CliRunner
+
+from dist_transformer.cli.main import app
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer
+from dist_transformer.errors import UserError
+from dist_transformer.interop.argos import export_argos
+from dist_transformer.interop.ctranslate2_export import export_ctranslate2
+
+
+def test_a_package_has_what_argos_reads_and_translates_pieces_without_their_end_as_ours_with_it(tmp_path: Path):
+    loaded = make_model_folder(tmp_path / "ours")
+    export_argos(loaded, tmp_path / "en_de.argosmodel", "int8")
+    with ZipFile(tmp_path / "en_de.argosmodel") as package:
+        package.extractall(tmp_path / "installed")
+    [folder] = (tmp_path / "installed").iterdir()
+    names = {"metadata.json", "README.md", "sentencepiece.model", "model/model.bin", "model/config.json"}
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert found == {*names, "model/shared_vocabulary.json"}
+    metadata = json.loads((folder / "metadata.json").read_text())
+    assert (metadata["from_code"], metadata["from_name"]) == ("en", "English")
+    assert (metadata["to_code"], metadata["to_name"]) == ("de", "German")
+    assert "package.install_from_path" in (folder / "README.md").read_text(encoding="utf-8")
+
+    export_ctranslate2(loaded, tmp_path / "whole", "int8")
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(folder / "sentencepiece.model"))
+    tokenizer = Tokenizer.load(loaded.tokenizer_files.source)
+    sentences = demo_sentences(308)[0][300:]
+    without_end = [pieces.encode(sentence, out_type=str) for sentence in sentences]
+    with_end = [tokenizer.source_pieces(ids) for ids in tokenizer.encode_source(sentences)]
+    theirs, ours = (
+        [each.hypotheses[0] for each in ctranslate2.Translator(str(path)).translate_batch(tokens, beam_size=2)]
+        for path, tokens in ((folder / "model", without_end), (tmp_path / "whole", with_end))
+    )
+    assert theirs == ours
+
+
+def test_equal_models_are_equal_packages(tmp_path: Path):
+    loaded = make_model_folder(tmp_path / "ours")
+    for name in ("first", "second"):
+        export_argos(loaded, tmp_path / name)
+    assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes()
+
+
+def test_what_a_package_cannot_hold_is_refused_and_what_is_there_stays(tmp_path: Path):
+    loaded = make_model_folder(tmp_path / "two", is_shared=False, tied_output=False)
+    with pytest.raises(UserError, match=r"one sentencepiece model, this model two: train tokenizer\.shared: true"):
+        export_argos(loaded, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    make_model_folder(tmp_path / "one")
+    (tmp_path / "thesis").write_text("years of work")
+    (tmp_path / "folder").mkdir()
+    for name in ("thesis", "folder"):
+        with pytest.raises(UserError, match=f"{tmp_path}/{name}: is there already"):
+            run("export", tmp_path / "one", tmp_path / name, "--to", "argos")
+    assert (tmp_path / "thesis").read_text() == "years of work"
+    with pytest.raises(UserError, match="--shortlist x: is of --to ctranslate2; drop it, argos reads none"):
+        run("export", tmp_path / "one", tmp_path / "out", "--to", "argos", "--shortlist", "x")
+    assert "written for argos" in run("export", tmp_path / "one", tmp_path / "out", "--to", "argos")
+
+
+def run(*arguments: object) -> str:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.output
