@@ -8,7 +8,7 @@ import typer
 from dist_transformer.errors import UserError
 from dist_transformer.run.outputs import check_output
 
-Format = Literal["marian", "ctranslate2"]
+Format = Literal["marian", "marian-npz", "ctranslate2"]
 Quantization = Literal["int8", "int16", "float16", "bfloat16"]
 
 
@@ -17,7 +17,7 @@ def export_command(
     out: Annotated[Path, typer.Argument(help="A new folder to write.", show_default=False)],
     to: Annotated[
         Format,
-        typer.Option(help="marian: MarianMTModel of Hugging Face; ctranslate2: CTranslate2.", show_default=False),
+        typer.Option(help="marian: of Hugging Face; marian-npz: Marian itself; ctranslate2.", show_default=False),
     ],
     quantization: Annotated[
         Quantization | None, typer.Option(help="Of ctranslate2: how the matrices are kept; default: fp32.")
@@ -35,6 +35,10 @@ def export_command(
         from dist_transformer.interop.marian import export_marian
 
         export_marian(loaded, out)
+    elif to == "marian-npz":
+        from dist_transformer.interop.marian_npz import export_marian_npz
+
+        export_marian_npz(loaded, out)
     else:
         from dist_transformer.interop.ctranslate2_export import export_ctranslate2
 

@@ -56,7 +56,10 @@ def model_card(
 
 
 def exported_card(
-    kind: Literal["marian", "ctranslate2"], card: str, information: dict[str, Any], target_model: str = "source.model"
+    kind: Literal["marian", "marian-npz", "ctranslate2"],
+    card: str,
+    information: dict[str, Any],
+    target_model: str = "source.model",
 ) -> str:
     """The card of an exported folder: that of its model folder (`card`), with how to load it there."""
     about = _ABOUT.search(card)
