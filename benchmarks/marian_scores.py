@@ -54,18 +54,7 @@ TRAINED_BY_MARIAN = {
 }
 MARIAN = (
     *("--type", "transformer", "--dim-emb", "128", "--transformer-dim-ffn", "512", "--transformer-heads", "4"),
-    *(
-        "--enc-depth",
-        "2",
-        "--dec-depth",
-        "2",
-        "--learn-rate",
-        "0.001",
-        "--lr-warmup",
-        "100",
-        "--label-smoothing",
-        "0.1",
-    ),
+    *("--learn-rate", "0.001", "--lr-warmup", "100", "--label-smoothing", "0.1"),
     *("--mini-batch", "64", "--cpu-threads", "1", "--workspace", "1000", "--seed", "1", "--save-freq", "100000"),
     *("--dim-vocabs", "600", "600", "--sentencepiece-max-lines", "20000", "--quiet-translation", "--relative-paths"),
 )
@@ -147,8 +136,9 @@ def imported(name: str, folder: Path, pymarian: Path, text: Text, steps: int) ->
     model, sides = folder / "theirs/model.npz", ("source", "target")
     shared = "--tied-embeddings-all" in TRAINED_BY_MARIAN[name]
     vocabularies = [folder / "theirs" / f"{'vocab' if shared else side}.spm" for side in sides]
+    depth = () if "--enc-depth" in TRAINED_BY_MARIAN[name] else ("--enc-depth", "2", "--dec-depth", "2")
     files = ("-m", model, "-v", *vocabularies, "-t", *text.train, "--tempdir", folder, "--after-batches", steps)
-    run([pymarian, "train", *MARIAN, *TRAINED_BY_MARIAN[name], *files, "--overwrite"])
+    run([pymarian, "train", *MARIAN, *depth, *TRAINED_BY_MARIAN[name], *files, "--overwrite"])
     ours("import", folder / "theirs", folder / "ours", "--from", "marian-npz")
     return compared(pymarian, folder / "ours", model, vocabularies, text)
 
