@@ -5,7 +5,7 @@
 Exported: models that this program trains on the demonstration corpus (`model.positions: marian`) and writes with
 `export --to marian-npz`; `pymarian score` and our `score` then score the same held-out pairs. Imported: models that
 `pymarian train` trains and saves, taken in by `import --from marian-npz`. A figure is the largest difference of a sentence's
-log-probability. Beside it: how many lines a beam of 1 translates the same; the searches differ in nothing else there.
+log-probability. Beside it: how many lines a beam of 1 translates the same; what never ends is cut by each program elsewhere.
 """
 
 import argparse
