@@ -8,7 +8,7 @@ import typer
 from dist_transformer.errors import UserError
 from dist_transformer.run.outputs import check_output
 
-Format = Literal["marian", "ctranslate2", "argos"]
+Format = Literal["marian", "marian-npz", "ctranslate2", "argos"]
 Quantization = Literal["int8", "int16", "float16", "bfloat16"]
 
 
@@ -17,7 +17,10 @@ def export_command(
     out: Annotated[Path, typer.Argument(help="A new folder to write; of argos, a file.", show_default=False)],
     to: Annotated[
         Format,
-        typer.Option(help="marian: Hugging Face's MarianMTModel; ctranslate2; argos: a package.", show_default=False),
+        typer.Option(
+            help="marian: of Hugging Face; marian-npz: Marian itself; ctranslate2; argos: a package.",
+            show_default=False,
+        ),
     ],
     quantization: Annotated[
         Quantization | None, typer.Option(help="Of ctranslate2 and argos: how the matrices are kept; default: fp32.")
@@ -30,7 +33,7 @@ def export_command(
     from dist_transformer.decoding.loaded_model import model_folder_of
     from dist_transformer.interop.model_folder import load_model_folder
 
-    if quantization is not None and to == "marian":
+    if quantization is not None and to in ("marian", "marian-npz"):
         raise UserError(f"--quantization {quantization}: is of --to ctranslate2; drop it, {to} models are fp32")
     if shortlist and to != "ctranslate2":
         raise UserError(f"--shortlist {shortlist[0]}: is of --to ctranslate2; drop it, {to} reads none")
@@ -44,6 +47,10 @@ def export_command(
         from dist_transformer.interop.argos import export_argos
 
         export_argos(loaded, out, quantization)
+    elif to == "marian-npz":
+        from dist_transformer.interop.marian_npz import export_marian_npz
+
+        export_marian_npz(loaded, out)
     else:
         from dist_transformer.interop.ctranslate2_export import export_ctranslate2
 

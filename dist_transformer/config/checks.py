@@ -214,7 +214,7 @@ def check_model(model: Any) -> Iterator[str]:
             f"model.positions: rotary turns pairs: heads need keys of an even size, got {keys}; give an even "
             "model.key_size, another model.num_heads or other positions"
         )
-    if model.d_model % 2 and model.positions == "sinusoidal":
+    if model.d_model % 2 and model.positions in ("sinusoidal", "marian"):
         yield f"model.d_model: sinusoidal positions (3.5) need an even width, got {model.d_model}"
     if model.shared_embeddings and not model.tied_output:
         yield "model.tied_output: false needs model.shared_embeddings: false (3.4 shares all three matrices)"

@@ -73,10 +73,11 @@ class ModelConfig(Section):
         description="Of the feed-forward networks: equation 2's; GELU (Hendrycks and Gimpel, 2016); SiLU, also called swish "
         "(Marian's); SwiGLU (Shazeer, 2020), whose third matrix asks for two thirds of the usual d_ff.",
     )
-    positions: Literal["sinusoidal", "learned", "rotary"] = Field(
+    positions: Literal["sinusoidal", "learned", "rotary", "marian"] = Field(
         "sinusoidal",
-        description="3.5: sinusoids, of any length; a learned vector for each (Table 3, row E); or queries and keys of "
-        "self-attention turned by their positions (Su et al., 2021).",
+        description="3.5: sinusoids, of any length; a learned vector for each (Table 3, row E); queries and keys of "
+        "self-attention turned by their positions (Su et al., 2021); or all as in Marian, for its .npz files: its sinusoids, "
+        "a zero vector in place of the embedded start symbol, and 1e-6 as the layer norms' epsilon.",
     )
     max_positions: PositiveInt | None = Field(
         None, description="Longest sentence in tokens that learned positions can take; the others have no limit."

@@ -64,6 +64,17 @@ def dump(values: dict[str, Any]) -> str:
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
+def load(content: str, are_texts: bool = False) -> Any:
+    """Reads a file of another program. ValueError: it is no YAML.
+
+    `are_texts`: every scalar is text, as in a vocabulary, whose pieces may be `null`, `~` and `1e5`.
+    """
+    try:
+        return yaml.load(content, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader) if are_texts else Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
 def _num_nodes(node: Any) -> int:
     if not isinstance(node, yaml.CollectionNode):
         return 1

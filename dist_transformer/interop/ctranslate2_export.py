@@ -22,7 +22,7 @@ from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.model_card import CARD, exported_card
 from dist_transformer.interop.model_folder import SOURCE_MODEL, TARGET_MODEL, LoadedModel, ModelInformation, card_of
 from dist_transformer.interop.shortlist import VOCABULARY_MAP, read_lexicon, vocabulary_map
-from dist_transformer.model.layers import AddAndNorm, FeedForward, sinusoids
+from dist_transformer.model.layers import AddAndNorm, FeedForward
 
 INFORMATION = "dist_transformer.json"
 LONGEST_TOKENS = 4096
@@ -157,7 +157,7 @@ def _set_stack(spec: Any, embeddings: Any, embedding: nn.Embedding, positions: A
     elif config.positions == "learned":
         spec.position_encodings.encodings = _array(positions.table.weight)
     else:
-        spec.position_encodings.encodings = _array(sinusoids(LONGEST_TOKENS, config.d_model))
+        spec.position_encodings.encodings = _array(positions(0, LONGEST_TOKENS, embedding.weight))
 
 
 def _set_attention(spec: Any, inputs: Sequence[nn.Linear], output: nn.Linear, residual: AddAndNorm) -> None:

@@ -1,5 +1,6 @@
 """Import and export of Hugging Face's MarianMTModel folders, such as OPUS-MT, without the package transformers."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from dist_transformer.config.model_size import has_final_norm, head_sizes
 from dist_transformer.config.schema import DecodingConfig, ModelConfig
+from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.errors import CheckpointError, UserError
 from dist_transformer.files import share_as_folder, write_json, write_text
 from dist_transformer.interop.complete_folder import complete_folder
-from dist_transformer.interop.foreign_weights import read_tensors
+from dist_transformer.interop.foreign_weights import Rows, read_tensors
 from dist_transformer.interop.marian_settings import ACTIVATIONS, read_settings
 from dist_transformer.interop.marian_vocabulary import (
     LONGEST_TOKENS,
@@ -35,6 +37,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, PICKLED_WEIGHTS = "model.safetensors", "pytorch_model.bin"
 NEAREST_LENGTH_TOKENS = 25
 """Length at which the exported length penalty has the same slope as ours."""
+LENGTH_PENALTY = round(DecodingConfig().length_penalty * NEAREST_LENGTH_TOKENS / (5 + NEAREST_LENGTH_TOKENS), 3)
 
 
 def import_marian(source: Path, out: Path) -> None:
@@ -47,19 +50,32 @@ def import_marian(source: Path, out: Path) -> None:
     """
     settings = read_settings(source / CONFIG)
     ids = settings.ids
-    (of_source, source_rows), (of_target, target_rows) = import_vocabulary(
-        source, settings.sizes, settings.is_shared, ids
-    )
-    weights = from_marian(_read_weights(source), settings.config, source_rows, target_rows)
+    sides = import_vocabulary(source, settings.sizes, settings.is_shared, ids)
+    weights = from_marian(_read_weights(source), settings.config, sides[0][1], sides[1][1])
     names = read_tokenizer_names(source)
+    languages, how = (names["source_lang"], names["target_lang"]), "imported from a MarianMTModel of Hugging Face"
+    save_imported(out, weights, settings.config, sides, ids, languages, how)
+
+
+def save_imported(
+    out: Path,
+    weights: Mapping[str, Tensor],
+    config: ModelConfig,
+    sides: Sequence[tuple[bytes, Rows]],
+    ids: SpecialTokens,
+    languages: tuple[str, str],
+    how: str,
+) -> None:
+    """Writes the model folder of an import. `sides`: as `import_vocabulary` returns them; `how`: as of `Origin`."""
+    (of_source, source_rows), (of_target, target_rows) = sides
     information = ModelInformation(
         source_vocabulary=source_rows.all,
         target_vocabulary=target_rows.all,
         pad_id=ids.pad,
         bos_id=ids.bos,
         eos_id=ids.eos,
-        source_language=names["source_lang"],
-        target_language=names["target_lang"],
+        source_language=languages[0],
+        target_language=languages[1],
         step=0,
     )
     with TemporaryDirectory() as folder:
@@ -69,8 +85,7 @@ def import_marian(source: Path, out: Path) -> None:
             target = Path(folder) / "target.model"
             target.write_bytes(of_target)
             files = TokenizerFiles(files.source, target)
-        origin = Origin("imported from a MarianMTModel of Hugging Face")
-        save_model_folder(out, weights, settings.config, files, information, origin)
+        save_model_folder(out, weights, config, files, information, Origin(how))
 
 
 def export_marian(loaded: LoadedModel, out: Path) -> None:
@@ -79,7 +94,7 @@ def export_marian(loaded: LoadedModel, out: Path) -> None:
     Raises UserError: the model has something that MarianMTModel lacks.
     """
     config, information = loaded.config, loaded.information
-    _refuse_what_marian_lacks(config)
+    refuse_others(config, {"positions": ["sinusoidal"], "activation": sorted(set(ACTIVATIONS.values()))})
     with complete_folder(out, "a Marian folder") as folder:
         languages = (information.source_language, information.target_language)
         num_source, num_target = export_vocabulary(folder, loaded.tokenizer_files, config.shared_embeddings, languages)
@@ -98,27 +113,21 @@ def _read_weights(source: Path) -> dict[str, Tensor]:
     raise CheckpointError(f"{source}: no weights, expected {WEIGHTS} or {PICKLED_WEIGHTS}.")
 
 
-def _refuse_what_marian_lacks(config: ModelConfig) -> None:
-    equal_share = config.d_model // config.num_heads
-    expected = {
-        "norm": (config.norm, "post"),
-        "norm_type": (config.norm_type, "layer"),
-        "final_norm": (has_final_norm(config), False),
-        "positions": (config.positions, "sinusoidal"),
-        "key_size": (head_sizes(config)[0], equal_share),
-        "value_size": (head_sizes(config)[1], equal_share),
-    }
+def refuse_others(config: ModelConfig, allowed: Mapping[str, Sequence[str]], others: Sequence[str] = ()) -> None:
+    """Raises UserError if the model is not as every exported one for Marian, with one of the values of `allowed`."""
+    found = {**config.model_dump(), "final_norm": has_final_norm(config)}
+    found["key_size"], found["value_size"] = head_sizes(config)
+    of_all: dict[str, Sequence[Any]] = {"norm": ["post"], "norm_type": ["layer"], "final_norm": [False]}
+    of_all |= {name: [config.d_model // config.num_heads] for name in ("key_size", "value_size")}
     problems = [
-        f"model.{name} is {found}, Marian's {theirs}" for name, (found, theirs) in expected.items() if found != theirs
+        f"model.{name} is {found[name]}, expected {' or '.join(map(str, values))}"
+        for name, values in {**of_all, **allowed}.items()
+        if found[name] not in values
     ]
-    if config.activation not in ACTIVATIONS.values():
-        problems.append(
-            f"model.activation is {config.activation}, Marian has {', '.join(sorted(set(ACTIVATIONS.values())))}"
-        )
-    if problems:
+    if problems := [*problems, *others]:
         raise UserError(
-            f"this model cannot be a MarianMTModel: {'; '.join(problems)}. Export it to another format (ctranslate2), or "
-            "train one with Marian's settings"
+            f"this model cannot be one for Marian: {'; '.join(problems)}. Export it to another format (ctranslate2), or "
+            "train one with these settings (training.init_from with training.init_partially starts from this one)"
         )
 
 
@@ -172,6 +181,6 @@ def _generation_config(information: ModelInformation) -> dict[str, Any]:
         **_special_ids(information),
         "bad_words_ids": [[number] for number in never],
         "num_beams": search.beam_size,
-        "length_penalty": round(search.length_penalty * NEAREST_LENGTH_TOKENS / (5 + NEAREST_LENGTH_TOKENS), 3),
+        "length_penalty": LENGTH_PENALTY,
         "max_length": LONGEST_TOKENS,
     }

@@ -10,7 +10,7 @@ differences remain for unusual text; docs/interop.md lists them.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,16 @@ def import_vocabulary(
     """
     protos = [read_pieces_file(folder / name) for name in (SOURCE, TARGET)]
     names = (VOCABULARY, VOCABULARY if is_shared else TARGET_VOCABULARY)
-    pieces = [_numbered_pieces(folder / name, size) for name, size in zip(names, sizes, strict=True)]
-    special = _special(pieces, read_tokenizer_names(folder)["unk_token"], ids, folder)
+    paths = [folder / name for name in names]
+    pieces = [numbered_pieces(read_object(path), path, size) for path, size in zip(paths, sizes, strict=True)]
+    special = special_pieces(pieces, read_tokenizer_names(folder)["unk_token"], ids, folder)
+    return renumber(protos, pieces, special, is_shared)
+
+
+def renumber(
+    protos: Sequence[Any], pieces: Sequence[list[str]], special: SpecialPieces, is_shared: bool
+) -> list[tuple[bytes, Rows]]:
+    """Returns what `import_vocabulary` does, of two models, and the pieces that their ids shall be those of."""
     added = [_not_in(numbered, [proto]) for proto, numbered in zip(protos, pieces, strict=True)]
     if is_shared:
         added = [_not_in(pieces[0], protos)] * 2
@@ -103,25 +111,25 @@ def read_tokenizer_names(folder: Path) -> dict[str, str]:
     return found
 
 
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object of a file. Raises DataError if it is missing or something else."""
+def read_object(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
+    """The JSON object of a file, or what `parse` makes of it. DataError: it is missing or something else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise DataError(f"{path}: no such file, expected one of a Marian folder of Hugging Face.") from error
+        raise DataError(f"{path}: no such file, expected one of a Marian folder.") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror}), expected a file of a Marian folder.") from error
     except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error}). Copy it again.") from error
+        raise DataError(f"{path}: not JSON or YAML ({error}). Copy it again.") from error
     if not isinstance(content, dict):
-        raise DataError(f"{path}: expected a JSON object, got {type(content).__name__}. Copy it again.")
+        raise DataError(f"{path}: expected names with values, got {type(content).__name__}. Copy it again.")
     return content
 
 
-def _numbered_pieces(path: Path, size: int) -> list[str]:
-    """The text of each id; ids that vocab.json lacks get a text that never occurs."""
+def numbered_pieces(numbers: Mapping[str, Any], path: Path, size: int) -> list[str]:
+    """The text of each id; ids that the vocabulary in `path` lacks get a text that never occurs. DataError: other ids."""
     text_of: dict[int, str] = {}
-    for text, number in read_object(path).items():
+    for text, number in numbers.items():
         if type(number) is not int or not 0 <= number < size:
             raise DataError(f"{path}: the piece {text!r} has the id {number!r}, expected 0 to {size - 1} (vocab_size)")
         if text_of.setdefault(number, text) != text:
@@ -129,7 +137,8 @@ def _numbered_pieces(path: Path, size: int) -> list[str]:
     return [text_of.get(number) or f"<unused_{number}>" for number in range(size)]
 
 
-def _special(pieces: Sequence[list[str]], unknown: str, ids: SpecialTokens, folder: Path) -> SpecialPieces:
+def special_pieces(pieces: Sequence[list[str]], unknown: str, ids: SpecialTokens, folder: Path) -> SpecialPieces:
+    """The names of the special ids. UserError: they are not the same on both sides. DataError: no unknown piece."""
     for name, number in (
         ("eos_token_id", ids.eos),
         ("pad_token_id", ids.pad),
@@ -142,7 +151,7 @@ def _special(pieces: Sequence[list[str]], unknown: str, ids: SpecialTokens, fold
                 "expected the same piece, as ids of special pieces are common to both sides here"
             )
     if not all(unknown in numbered for numbered in pieces):
-        raise DataError(f"{folder / VOCABULARY}: no piece {unknown!r}, expected one for unknown text")
+        raise DataError(f"{folder}: no piece {unknown!r} in a vocabulary, expected one for unknown text")
     text = pieces[1]
     return SpecialPieces(unknown, begin=text[ids.bos], end=text[ids.eos], padding=text[ids.pad])
 
@@ -155,7 +164,7 @@ def _not_in(numbered: list[str], protos: Sequence[Any]) -> list[str]:
 
 def _imported(proto: Any, numbered: list[str], added: list[str], special: SpecialPieces) -> tuple[bytes, Rows]:
     blank = BLANK if proto.normalizer_spec.add_dummy_prefix else ""
-    codes = {text: blank + text for text in numbered if text.startswith(">>") and text.endswith("<<")}
+    codes = {text: blank + text for text in set(numbered) - set(texts(proto)) if text[:2] == ">>" and text[-2:] == "<<"}
     pieces = [codes.get(text, text) for text in (*numbered, *added)]
     rows = Rows(len(numbered), len(added), round_up(len(pieces)), numbered.index(special.unknown))
     return renumbered(proto, pieces, special, codes.values()), rows

@@ -57,7 +57,7 @@ def from_marian(tensors: Mapping[str, Tensor], config: ModelConfig, source: Rows
     _refuse_other_positions(tensors, order_D)
     left = {name: tensor for name, tensor in tensors.items() if name not in POSITIONS}
     weights = {}
-    for name, theirs, axes in _layer_tensors(config):
+    for name, theirs, axes in layer_tensors(config):
         joined = torch.cat([_take(left, (key,)) for key in theirs])
         weights[name] = _reordered(joined, axes, order_D)
     if config.shared_embeddings:
@@ -74,7 +74,7 @@ def from_marian(tensors: Mapping[str, Tensor], config: ModelConfig, source: Rows
     bias_1V = left.pop("final_logits_bias", torch.zeros(1, target.imported))
     weights["output_bias"] = filled(bias_1V.view(-1), target, UNREACHABLE)
     tied = ("lm_head.", "model.shared.", "model.encoder.embed_tokens.", "model.decoder.embed_tokens.")
-    taken = {name for _, theirs, _ in _layer_tensors(config) for name in theirs}
+    taken = {name for _, theirs, _ in layer_tensors(config) for name in theirs}
     if unknown := sorted(name for name in left if not name.startswith(tied) and name not in taken):
         raise CheckpointError(
             f"the Marian weights hold {len(unknown)} tensors that this model has no place for: {', '.join(unknown[:5])}. "
@@ -89,7 +89,7 @@ def to_marian(
     """The tensors of a MarianMTModel, tied ones once, with `num_source` and `num_target` rows of the vocabularies."""
     order_D = _order(config.d_model).argsort()
     tensors = {}
-    for name, theirs, axes in _layer_tensors(config):
+    for name, theirs, axes in layer_tensors(config):
         parts = _reordered(weights[name], axes, order_D).chunk(len(theirs))
         tensors.update(dict(zip(theirs, parts, strict=True)))
     source_VD = weights["source_embedding.weight"][:num_source, order_D]
@@ -120,7 +120,7 @@ def _order(d_model: int) -> Tensor:
     return place_D // 2 + place_D % 2 * (d_model // 2)
 
 
-def _layer_tensors(config: ModelConfig) -> Iterator[tuple[str, list[str], tuple[int, ...]]]:
+def layer_tensors(config: ModelConfig) -> Iterator[tuple[str, list[str], tuple[int, ...]]]:
     """Yields (our name, Marian's names, the axes of d_model) of every tensor of the layers."""
     stacks: Sequence[tuple[str, int, Sequence[_Module]]] = (
         ("encoder", config.num_encoder_layers, _ENCODER),

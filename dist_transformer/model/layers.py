@@ -17,7 +17,7 @@ from dist_transformer.model.attention import CrossAttention, Joined, KeyValue, K
 from dist_transformer.model.cpu_kernels import Linear
 
 RMS_EPSILON = 1e-6
-"""Constant added to the mean square; layer norm uses torch's 1e-5."""
+"""Constant added to the mean square, and to Marian's variances; layer norm uses torch's 1e-5."""
 
 
 class Dropout(nn.Module):
@@ -63,7 +63,7 @@ def make_norm(config: ModelConfig) -> nn.Module:
     """Returns the norm of `config.norm_type`; RMSNorm (Zhang and Sennrich, 2019) subtracts no mean and has no bias."""
     if config.norm_type == "rms":
         return nn.RMSNorm(config.d_model, eps=RMS_EPSILON)
-    return nn.LayerNorm(config.d_model)
+    return nn.LayerNorm(config.d_model, eps=RMS_EPSILON if config.positions == "marian" else 1e-5)
 
 
 @dataclass(frozen=True)
@@ -193,15 +193,15 @@ class DecoderLayer(nn.Module):
 
 
 class SinusoidalPositions(nn.Module):
-    """The positional encoding of 3.5 for any length; no parameters.
+    """The positional encoding of 3.5, or Marian's, for any length; no parameters.
 
     The table is not a buffer: `model.half()` would round it, and it is not part of a checkpoint. It is kept in fp32 on
     the device of the last call, grown by doubling, and rounded to the activations' type when used.
     """
 
-    def __init__(self, d_model: int) -> None:
+    def __init__(self, d_model: int, are_marians: bool = False) -> None:
         super().__init__()
-        self.d_model = d_model
+        self.d_model, self.are_marians = d_model, are_marians
         self.table_TD = torch.empty(0, d_model, device="cpu")
 
     def forward(self, start: int, length: int, like: Tensor) -> Tensor:
@@ -210,7 +210,7 @@ class SinusoidalPositions(nn.Module):
         if end > self.table_TD.shape[0] or self.table_TD.device != like.device:
             num_positions = max(256, 1 << (end - 1).bit_length())
             with torch.inference_mode(False):  # a table made in a search stays usable for training
-                self.table_TD = sinusoids(num_positions, self.d_model).to(like.device)
+                self.table_TD = sinusoids(num_positions, self.d_model, self.are_marians).to(like.device)
         return self.table_TD[start:end].to(like.dtype)
 
 
@@ -235,12 +235,15 @@ class LearnedPositions(nn.Module):
         return self.table(torch.arange(start, start + length, device=like.device)).to(like.dtype)  # type: ignore[no-any-return]
 
 
-def sinusoids(num_positions: int, d_model: int) -> Tensor:
+def sinusoids(num_positions: int, d_model: int, are_marians: bool = False) -> Tensor:
     """Computes PE(pos, 2i) = sin(pos / 10000^(2i / d_model)), PE(pos, 2i + 1) = cos(same) as (num_positions, d_model).
 
-    Computed in fp64 and returned as fp32: fp32 angles of late positions are off in the third digit.
+    Marian's are all sines, then all cosines, of pos / 10000^(i / (d_model / 2 - 1)). Computed in fp64 and returned as
+    fp32: fp32 angles of late positions are off in the third digit.
     """
-    dimension_D = torch.arange(d_model, dtype=torch.float64, device="cpu")
-    frequency_D = 10000.0 ** -((dimension_D - dimension_D % 2) / d_model)
-    angle_TD = torch.arange(num_positions, dtype=torch.float64, device="cpu")[:, None] * frequency_D
-    return torch.where(dimension_D % 2 == 0, angle_TD.sin(), angle_TD.cos()).float()
+    dimension_D, half = torch.arange(d_model, dtype=torch.float64, device="cpu"), d_model // 2
+    exponent_D, is_sine_D = (dimension_D - dimension_D % 2) / d_model, dimension_D % 2 == 0
+    if are_marians:
+        exponent_D, is_sine_D = dimension_D % half / max(half - 1, 1), dimension_D < half
+    angle_TD = torch.arange(num_positions, dtype=torch.float64, device="cpu")[:, None] * 10000.0**-exponent_D
+    return torch.where(is_sine_D, angle_TD.sin(), angle_TD.cos()).float()

@@ -140,6 +140,12 @@ class Transformer(nn.Module):
         """The matrix (V, D) that projects hidden states to logits; 3.4: the target embedding."""
         return self.target_embedding.weight if self.output is None else self.output.weight
 
+    def keep_start_at_zero(self, bos_id: int) -> None:
+        """Sets the embedding of the start symbol to zero and takes it out of training: Marian's decoder begins with zeros."""
+        weight_VD, row = self.target_embedding.weight, torch.tensor([bos_id])
+        weight_VD.detach()[bos_id] = 0
+        weight_VD.register_hook(lambda gradient_VD: gradient_VD.index_fill(0, row.to(gradient_VD.device), 0))  # type: ignore[no-untyped-call]
+
     def in_order_of_use(self) -> list[nn.Module]:
         """Returns the parts with parameters in the order in which a forward pass first uses them, up to the last layer."""
         encoder = [self.source_embedding, self.source_positions, *self.encoder_layers, self.encoder_norm]
@@ -325,4 +331,4 @@ def _positions(config: ModelConfig) -> SinusoidalPositions | LearnedPositions | 
     if config.positions == "learned":
         assert config.max_positions is not None
         return LearnedPositions(config.max_positions, config.d_model)
-    return SinusoidalPositions(config.d_model)
+    return SinusoidalPositions(config.d_model, are_marians=config.positions == "marian")

@@ -78,7 +78,8 @@ KINDS = {
     "filter": _kind({"source": "source", "target": "target"}, "source target counts.json", "source target scores",
                     drop=(Fraction, 0.05)),
     "average": _kind({"": "model"}, "model", "run", last=PositiveInt, best=PositiveInt, ema=Bool),
-    "export": _kind({"": "model"}, "model", "model", to=(Literal["marian", "ctranslate2", "argos"], "ctranslate2"),
+    "export": _kind({"": "model"}, "model", "model",
+                    to=(Literal["marian", "marian-npz", "ctranslate2", "argos"], "ctranslate2"),
                     quantization=Literal["int8", "int16", "float16", "bfloat16"], shortlist=_TEXTS),
     "evaluate": _kind({"": "scores.json"}, "scores.json", "model source reference", **_SEARCH, modified=_TEXTS),
 }  # fmt: skip

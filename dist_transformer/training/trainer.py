@@ -75,6 +75,8 @@ def train(run: Run) -> tuple[Outcome, int]:
     run = settle_config(run, checkpoint)
     objective = _initial_objective(run)
     origin = _load_initial_weights(run, objective, checkpoint)
+    if run.config.model.positions == "marian" and run.config.model.plugin is None:
+        objective.model.keep_start_at_zero(run.manifest.bos_id)
     state = _train_state(run.data, checkpoint)
     engine = _engine(run, objective, checkpoint)
     changes = compare_and_report(run.config, run.data.folder, run.run_dir, checkpoint, run.ranks)

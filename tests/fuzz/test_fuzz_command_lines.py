@@ -31,6 +31,7 @@ WORDS = [
     "torch",
     "ctranslate2",
     "marian",
+    "marian-npz",
     "split",
     "cut",
     "raise",

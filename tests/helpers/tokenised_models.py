@@ -32,6 +32,8 @@ def make_model_folder(folder: Path, *, is_shared: bool = True, noise: float = 0.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * noise)
+    if config.positions == "marian":
+        model.keep_start_at_zero(tokenizer.bos_id)
     information = ModelInformation(
         source_vocabulary=tokenizer.source_vocabulary,
         target_vocabulary=tokenizer.target_vocabulary,

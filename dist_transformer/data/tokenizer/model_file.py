@@ -77,6 +77,16 @@ def renumbered(proto: Any, pieces: Sequence[str], special: SpecialPieces, whole:
     return bytes(new.SerializeToString())
 
 
+def with_rows(proto: Any, rows: int) -> bytes:
+    """Returns the content of a file with `rows` pieces: no text is cut into those after the model's own."""
+    if rows == len(proto.pieces):
+        return bytes(proto.SerializeToString())
+    trainer, numbers = proto.trainer_spec, range(len(proto.pieces), rows)
+    padding = trainer.pad_piece if trainer.pad_id >= 0 else trainer.bos_piece
+    special = SpecialPieces(trainer.unk_piece, trainer.bos_piece, trainer.eos_piece, padding)
+    return renumbered(proto, [*texts(proto), *(f"<unused_{number}>" for number in numbers)], special, ())
+
+
 def without(proto: Any, left_out: Iterable[str]) -> bytes:
     """Returns the content of a file without these pieces; the ids after them decrease."""
     gone = set(left_out)

@@ -37,6 +37,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"positions": "rotary", "key_size": 6, "value_size": 6},
     {"positions": "learned", "max_positions": 96, "norm_type": "rms"},
     {"norm": "deepnorm"},
+    {"positions": "marian"},
     {"is_shared": False, "tied_output": False},
 ]
 

@@ -253,7 +253,7 @@ def test_missing_and_damaged_files_are_refused_by_name(tmp_path: Path):
         import_marian(tmp_path / "theirs", tmp_path / "ours")
     (tmp_path / "theirs/source.spm").write_bytes((tmp_path / "theirs/target.spm").read_bytes())
     (tmp_path / "theirs/vocab.json").write_text("[]")
-    with pytest.raises(DataError, match=r"vocab\.json: expected a JSON object, got list"):
+    with pytest.raises(DataError, match=r"vocab\.json: expected names with values, got list"):
         import_marian(tmp_path / "theirs", tmp_path / "ours")
 
 

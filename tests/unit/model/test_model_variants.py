@@ -33,7 +33,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 DEEP: dict[str, Any] = {"norm": "deepnorm", "positions": "rotary", "activation": "swiglu", "output_bias": True}
 LIKE_LLAMA: dict[str, Any] = {"norm": "pre", "positions": "rotary", "activation": "swiglu", "norm_type": "rms"}
-LIKE_MARIAN: dict[str, Any] = {"activation": "silu", "output_bias": True}
+LIKE_MARIAN: dict[str, Any] = {"activation": "silu", "output_bias": True, "positions": "marian"}
 APART: dict[str, Any] = {"norm": "pre", "final_norm": False, "activation": "gelu", "shared_embeddings": False}
 ENDS: dict[str, Any] = {"final_norm": True, "norm_type": "rms", "shared_embeddings": False, "tied_output": False}
 VARIANTS = [DEEP, LIKE_LLAMA, LIKE_MARIAN, APART, ENDS]
