@@ -69,8 +69,9 @@ def load(content: str, are_texts: bool = False) -> Any:
 
     `are_texts`: every scalar is text, as in a vocabulary, whose pieces may be `null`, `~` and `1e5`.
     """
+    loader = getattr(yaml, "CBaseLoader", yaml.BaseLoader) if are_texts else Loader
     try:
-        return yaml.load(content, Loader=getattr(yaml, "CBaseLoader", yaml.BaseLoader) if are_texts else Loader)
+        return loader(content).get_single_data()
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
 
