@@ -111,15 +111,23 @@ class Translator:
         self._translator = LoadedTranslator(model_folder_of(path), search_settings(path, **settings))
 
     def __call__(self, line: str) -> str:
-        """Returns the translation of one line."""
+        """Returns the translation of one line; for more of them there is `translate`."""
+        if not isinstance(line, str):
+            raise UserError(
+                f"a Translator takes one line of text, got {type(line).__name__}: call its translate(lines)"
+            )
         return next(self.translate([line]))
 
     def translate(self, lines: Iterable[str]) -> Iterator[str]:
         """Yields a translation for each line, in order; blank lines stay empty. Reads 2,048 lines ahead, and no more.
 
         Raises:
-            UserError: a line is longer than `decoding.max_source_tokens`, and `too_long` is "refuse".
+            UserError: a line is longer than `decoding.max_source_tokens`, and `too_long` is "refuse"; or `lines` is one text.
         """
+        if isinstance(lines, str):
+            raise UserError(
+                "translate takes lines, got one text, whose letters would be lines: call the Translator itself"
+            )
         return self._translator.translate(lines)
 
 

@@ -54,7 +54,7 @@ def proposed(preset: str, tokens: float, long_tokens: int, characters: int, max_
     peak, shorter = recipe["learning_rate"], warmup / recipe["warmup_steps"]
     rate = peak and rounded(peak * shorter**0.25)  # also that of configs/demo.yaml: 0.003 after 200 steps
     longest = min(256, max(64, 32 * math.ceil(long_tokens / 16)))
-    average = recipe["average_last"]
+    average = min(recipe["average_last"], max(1, steps // 5 // every))  # of a short run too the last fifth at most
     return {
         "data": {"filters": {"max_tokens": longest}, "lanes": recipe["lanes"], "max_tokens": recipe["max_tokens"]},
         "tokenizer": {

@@ -55,6 +55,13 @@ def test_a_rank_that_fails_and_a_folder_without_a_run_are_exceptions(
 ) -> None:
     with pytest.raises(dist_transformer.UserError, match="expected a run folder"):
         dist_transformer.Run(tmp_path)
+    translator = object.__new__(dist_transformer.Translator)  # these mistakes are found before its model is asked
+    with pytest.raises(
+        dist_transformer.UserError, match=r"takes one line of text, got list: call its translate\(lines\)"
+    ):
+        translator(["one", "two"])  # type: ignore[arg-type]
+    with pytest.raises(dist_transformer.UserError, match="takes lines, got one text"):
+        translator.translate("one")
     monkeypatch.setattr("dist_transformer.processes.launching.start_local_ranks", lambda *_, **__: 70)
     with pytest.raises(MachineError, match="training ended with exit code 70"):
         dist_transformer.train(small_corpus / "small.yaml")

@@ -46,6 +46,14 @@ def test_less_text_has_fewer_pieces_and_fewer_steps_of_which_a_quarter_at_most_i
     assert little["schedule"]["warmup_steps"] == steps // 4
 
 
+@pytest.mark.parametrize("steps", [1, 7, 500, 1250, 8000])
+def test_the_checkpoints_whose_mean_becomes_the_model_are_of_the_last_fifth(steps: int) -> None:
+    checkpoints = proposed("tiny", **CAPTIONS, max_steps=steps)["checkpoints"]
+    averaged = checkpoints["average_last"]
+    assert averaged == 1 or averaged * checkpoints["every_steps"] <= steps / 5
+    assert averaged == {500: 4, 1250: 10, 8000: 10}.get(steps, 1)
+
+
 def test_a_shorter_warm_up_has_a_lower_peak_as_in_the_recipe_of_the_demonstration() -> None:
     demo = load_config(CONFIGS / "demo.yaml")
     ours = proposed("tiny", **CAPTIONS, max_steps=4 * demo.schedule.warmup_steps)
