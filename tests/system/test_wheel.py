@@ -14,7 +14,7 @@ from running import NOT_INHERITED, without
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
-LARGEST = 1_000_000
+LARGEST = 2**20
 TAG = "v7.8.9"
 
 
