@@ -78,7 +78,7 @@ class Text:
 
 
 def run(command: Sequence[object], text: str | None = None) -> str:
-    """What a command prints. SystemExit: it failed, with the end of its messages."""
+    """Returns what a command prints. SystemExit: it failed, with the end of its messages."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([str(word) for word in command], input=text, env=environment, capture_output=True, text=True)
     if done.returncode:

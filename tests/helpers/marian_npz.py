@@ -105,7 +105,7 @@ def read_npz(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
 
 
 def marian_log_probabilities(path: Path, source: list[int], target: list[int]) -> np.ndarray:
-    """Of each id of `target`, given `source` and the ids before it."""
+    """Returns the log-probability of each id of `target`, given `source` and the ids before it."""
     arrays, settings = read_npz(path)
     weights = {name: array.astype(np.float64) for name, array in arrays.items() if array.dtype == np.float32}
     shared = weights.get("Wemb")
