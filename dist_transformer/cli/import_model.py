@@ -12,21 +12,24 @@ from dist_transformer.run.outputs import check_output
 
 
 def import_command(
-    source: Annotated[Path, typer.Argument(help="The folder of a model of Marian.", show_default=False)],
+    source: Annotated[Path, typer.Argument(help="The folder of the other program's model.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="A new model folder to write.", show_default=False)],
     of: Annotated[
-        Literal["marian", "marian-npz"],
-        typer.Option("--from", help="marian: of Hugging Face, OPUS-MT; marian-npz: Marian's own.", show_default=False),
+        Literal["marian", "marian-npz", "eole"],
+        typer.Option(
+            "--from", help="marian: of Hugging Face, OPUS-MT; marian-npz: Marian's own; eole.", show_default=False
+        ),
     ],
 ) -> None:
     """Make a model folder of a model of another program, with the same logits and token ids."""
+    from dist_transformer.interop.eole import import_eole
     from dist_transformer.interop.marian import import_marian
     from dist_transformer.interop.marian_npz import import_marian_npz
 
     check_output(out, "a model folder")
     if not source.is_dir():
-        raise UserError(f"{source}: expected the folder of a model of Marian, found a file or nothing; give the folder")
-    (import_marian if of == "marian" else import_marian_npz)(source, out)
+        raise UserError(f"{source}: expected the folder of a model, found a file or nothing; give the folder")
+    {"marian": import_marian, "marian-npz": import_marian_npz, "eole": import_eole}[of](source, out)
     print(f"{out}: a model folder. To train it further, in the YAML of a run:")
     print("\n".join(_sections(out)))
 

@@ -59,6 +59,7 @@ class CTranslate2Searcher:
                 exported = Path(temporary) / "exported"
                 export_ctranslate2(load_model_folder(folder), exported)
                 self._load(exported, device)
+        self._pad_id = special.pad  # the end of a source of models imported from Eole
         rows = len(self._target_tokens)
         pieces = rows if special.num_pieces is None else special.num_pieces
         never = {special.bos, special.pad, *range(pieces, rows)} - {special.eos}
@@ -150,7 +151,7 @@ class CTranslate2Searcher:
         ]
 
     def _source(self, ids: Sequence[int]) -> list[str]:
-        return [self._source_tokens[number] for number in ids]
+        return [self._source_tokens[number] for number in ids if number != self._pad_id]
 
     def _target(self, ids: Sequence[int]) -> list[str]:
         return [self._target_tokens[number] for number in ids]

@@ -42,7 +42,8 @@ def print_rows(seen: SeenBatch, manifest: Manifest, tokenizer: Tokenizer, lane: 
         return
     batch = chosen[0]
     for row in range(min(count, batch.shape.pairs)):
-        source, target = (_ids(side[row].tolist(), tokenizer) for side in (batch.source_BS, batch.target_out_BT))
+        source = _ids(batch.source_BS[row].tolist(), tokenizer.source_end)
+        target = _ids(batch.target_out_BT[row].tolist(), tokenizer.eos_id)
         row_id = int(batch.row_ids[row])
         name, number = manifest.training[row_id >> CORPUS_SHIFT], row_id & ((1 << CORPUS_SHIFT) - 1)
         print(f"\nlane {batch.lane}, row {row}: {name}:{number}, {len(source)} source and {len(target)} target tokens")
@@ -68,6 +69,6 @@ def _by_corpus(counts: Sequence[int], manifest: Manifest) -> str:
     return ", ".join(f"{name} {count}" for name, count in zip(manifest.training, counts, strict=True))
 
 
-def _ids(padded: list[int], tokenizer: Tokenizer) -> list[int]:
+def _ids(padded: list[int], end: int) -> list[int]:
     """Returns the ids of a row up to its end of sentence."""
-    return padded[: padded.index(tokenizer.eos_id) + 1]
+    return padded[: padded.index(end) + 1]

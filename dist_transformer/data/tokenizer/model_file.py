@@ -87,6 +87,15 @@ def with_rows(proto: Any, rows: int) -> bytes:
     return renumbered(proto, [*texts(proto), *(f"<unused_{number}>" for number in numbers)], special, ())
 
 
+def ending_with_padding(content: bytes) -> bytes:
+    """Returns the content of a file of the same model whose sentences end with padding, which is to say with nothing."""
+    proto = sentencepiece_model_pb2.ModelProto()
+    proto.ParseFromString(content)
+    trainer = proto.trainer_spec
+    trainer.eos_piece, trainer.eos_id = trainer.pad_piece, trainer.pad_id
+    return bytes(proto.SerializeToString())
+
+
 def without(proto: Any, left_out: Iterable[str]) -> bytes:
     """Returns the content of a file without these pieces; the ids after them decrease."""
     gone = set(left_out)

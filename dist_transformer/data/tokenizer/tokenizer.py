@@ -81,12 +81,16 @@ def with_sampling_seed(seed: int, tokenize: Callable[[], Result]) -> Result:
 
 
 class Tokenizer:
-    """The two models of a run. Sentences end with `eos_id`; `pad_id`, `bos_id`, `eos_id` are the same on both sides."""
+    """The two models of a run. Sentences end with `eos_id`; `pad_id`, `bos_id`, `eos_id` are the same on both sides.
+
+    But a source model may name padding as its end (`source_end`): those sources end with nothing that counts.
+    """
 
     def __init__(self, source: sentencepiece.SentencePieceProcessor, target: sentencepiece.SentencePieceProcessor):
         self._source, self._target = source, target
         self.bos_id: int = source.bos_id()
-        self.eos_id: int = source.eos_id()
+        self.eos_id: int = target.eos_id()
+        self.source_end: int = source.eos_id()
         pieces = max(source.get_piece_size(), target.get_piece_size())
         taken = source.pad_id() if source.pad_id() == target.pad_id() else -1
         self.pad_id: int = taken if taken >= 0 else pieces
@@ -99,6 +103,8 @@ class Tokenizer:
         source = _load_model(source_model)
         target = source if target_model in (None, source_model) else _load_model(target_model)
         for name in ("bos_id", "eos_id"):
+            if name == "eos_id" and source.eos_id() == source.pad_id() == target.pad_id():
+                continue
             if (ours := getattr(source, name)()) != (theirs := getattr(target, name)()):
                 raise DataError(
                     f"{source_model} has {name} {ours}, but {target_model} has {theirs}: "
@@ -112,11 +118,12 @@ class Tokenizer:
         return SpecialTokens(self.bos_id, self.eos_id, self.pad_id, self._target.get_piece_size())
 
     def encode_source(self, sentences: Sequence[str], num_threads: int = 1, sampling: float = 0.0) -> list[list[int]]:
-        """Converts sentences to token ids, each ending with `eos_id`.
+        """Converts sentences to token ids, each ending with `source_end`; `eos_id` alone, if there is no text.
 
         `sampling`: share of merges left out (bpe) or alpha (unigram), drawn in one thread; see `with_sampling_seed`.
         """
-        return _encode(self._source, sentences, num_threads, sampling)
+        encoded = _encode(self._source, sentences, num_threads, sampling)
+        return [ids if len(ids) > 1 else [self.eos_id] for ids in encoded]
 
     def encode_target(self, sentences: Sequence[str], num_threads: int = 1, sampling: float = 0.0) -> list[list[int]]:
         """Converts target sentences to token ids, as `encode_source`."""
