@@ -28,6 +28,13 @@ NODE_NAME = re.compile(r"(?!(?:prepared|mlartifacts|lock)$)[A-Za-z0-9_][A-Za-z0-
 HEADING = "the pipeline cannot run:"
 PLACES = ("model", "run", "input", "source", "target", "reference", "scores", "ensemble", "shortlist")
 """Keys of nodes that are files or models."""
+_TRAINED, _WRITTEN = ("train", "average"), ("translate", "filter")
+READ: dict[str, tuple[str, ...]] = {
+    **{"model": (*_TRAINED, "export"), "ensemble": _TRAINED, "run": ("train",), "scores": ("score",)},
+    **dict.fromkeys(("input", "source", "target", "reference"), _WRITTEN),
+    "shortlist": ("train", *_WRITTEN),
+}
+"""Kinds of the nodes that a key of a node may name."""
 
 
 class PipelineKeys(Section):
@@ -137,6 +144,10 @@ def read_pipeline(path: Path, overrides: list[str] | None = None) -> Pipeline:
         elif kind is not None and output not in kind.outputs:
             known = ", ".join(f"output: {each}" for each in kind.outputs if each)
             problems.append(f"{where}: {name} has no such output; expected {known or 'none'}")
+        elif kind is not None and (of := given[name]["kind"]) not in (expected := READ.get(str(at[2]), (of,))):
+            problems.append(f"{where}: {name} is a node of kind {of}; expected one of {', '.join(expected)}")
+        elif kind is not None and of == "export" and (wrong := _unreadable(given[name], given[str(at[1])])):
+            problems.append(f"{where}: {name} {wrong}")
         elif kind is not None:
             reads[str(at[1])][name] = None
             return str(root / name / kind.outputs[output])
@@ -163,6 +174,20 @@ def read_pipeline(path: Path, overrides: list[str] | None = None) -> Pipeline:
         raise ConfigError(problems, HEADING)
     marked = Marked({**marked.values, "nodes": values}, marked.where)
     return Pipeline(path, root, file.data_root, marked, {name: nodes[name] for name in order})
+
+
+def _unreadable(export: Mapping[str, Any], reader: Mapping[str, Any]) -> str:
+    """What stands against a node that reads an exported model; "" if nothing does."""
+    to = export.get("to", "ctranslate2")
+    if to != "ctranslate2":
+        return f"writes a model for another program (to: {to}), which no node can read; name the node that it exports"
+    if reader.get("kind") not in ("translate", "evaluate"):
+        return "writes a model that only translate and evaluate can read; name the node that it exports"
+    return (
+        ""
+        if reader.get("engine") == "ctranslate2"
+        else "writes a model for CTranslate2; set `engine: ctranslate2` here"
+    )
 
 
 def checked(marked: Marked, path: KeyPath, keys: type[Section], values: Any) -> tuple[Any, list[str]]:

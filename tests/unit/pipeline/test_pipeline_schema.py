@@ -16,11 +16,17 @@ nodes:
   forward: {kind: translate, model: {node: teacher}, input: text.en, beam: 4}
   teacher: {kind: train, set: {data: {train: {demo: train}}}}
   kept: {kind: filter, source: text.en, target: {node: forward}, scores: scores}
+  fast: {kind: export, model: {node: teacher}}
+  packed: {kind: export, model: {node: teacher}, to: argos}
 """
 MISTAKES = {
     "translate, model: {node: teachr}": "nodes.forward.model: no node 'teachr'; did you mean `teacher`?",
     "translate, model: {node: teacher, output: text}": "nodes.forward.model: teacher has no such output; expected output: tok",
     "translate, model: {node: kept}": "nodes.forward.model: kept has no such output; expected output: source, output: target",
+    "translate, model: {node: kept, output: source}": "nodes.forward.model: kept is a node of kind filter; expected one of",
+    "translate, ensemble: [{node: fast}], model: x": "nodes.forward.ensemble.0: fast is a node of kind export; expected one of",
+    "translate, engine: ctranslate2, model: {node: packed}": r"model: packed writes a model for another program .to: argos.",
+    "translate, model: {node: fast}": "nodes.forward.model: fast writes a model for CTranslate2; set `engine: ctranslate2`",
     "translate, beem: 4, model: {node: teacher}": "nodes.forward.beem: no such key; did you mean `beam`?",
     "translate": "nodes.forward.model: is required but not given",
     "translate, model: [1]": r"nodes.forward.model: expected text; got \[1\]",
@@ -62,6 +68,16 @@ def test_all_mistakes_are_told_at_once(tmp_path):
     assert [problem.split(":")[2].strip() for problem in found] == ["data_rot"]
     found = problems_of(tmp_path / "bad.yaml", text.replace("rot:", "root:"))
     assert [problem.split(":")[1] for problem in found] == ["5", "7"]
+
+
+def test_an_exported_model_is_for_a_search_alone(tmp_path):
+    scored = "  scored: {kind: score, model: {node: fast}, source: x, target: y}\n"
+    [problem] = problems_of(tmp_path / "bad.yaml", GOOD + scored)
+    assert "nodes.scored.model: fast writes a model that only translate and evaluate can read" in problem
+    (tmp_path / "good.yaml").write_text(
+        GOOD + scored.replace("score,", "evaluate, engine: ctranslate2, reference: z,").replace(", target: y", "")
+    )
+    assert read_pipeline(tmp_path / "good.yaml").nodes["scored"].reads == ("fast",)
 
 
 def test_a_circle_is_named(tmp_path):

@@ -78,6 +78,13 @@ def test_what_is_made_is_done_and_stays_done(folder):
     assert due(later) == {}
 
 
+def test_the_size_of_batches_counts_where_translations_depend_on_them(folder):
+    """Lines of a batch share the shortlist of CTranslate2."""
+    engine = "nodes.other.engine=ctranslate2"
+    make_all(pipeline_in(folder, engine))
+    assert due(pipeline_in(folder, engine, "nodes.other.max_tokens=99")) == {"other": "changed: settings"}
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
