@@ -12,18 +12,13 @@ import argparse
 import json
 import math
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 import common
 import yaml
-from marian_scores import LIMIT, Text, ours, run
+from marian_scores import LIMIT, Text, ours, python_with, run
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
-
-sys.path.append(str(Path(__file__).parent / "peers"))
-from environments import NotInstalled, frozen, python_of
-from toolkits import TOOLKITS
 
 from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.decoding.loaded_model import LoadedTranslator
@@ -118,12 +113,7 @@ def main() -> None:
     found = common.begin(threads=1)
     with tempfile.TemporaryDirectory() as temporary:
         work = (arguments.work or Path(temporary)).absolute()
-        work.mkdir(parents=True, exist_ok=True)
-        try:
-            python = python_of(next(peer for peer in TOOLKITS if peer.name == "Eole"), work)
-        except NotInstalled as error:
-            raise SystemExit(f"Eole cannot be installed: {error}") from None
-        print(", ".join(line for line in frozen(python) if line.startswith("eole")))
+        python = python_with("Eole", "eole", work)
         text, figures = Text(work, arguments.sentences), {}
         for number, (name, model) in enumerate(TRAINED_BY_EOLE.items()):
             folder = work / f"eole{number}"

@@ -86,8 +86,20 @@ def run(command: Sequence[object], text: str | None = None) -> str:
     return done.stdout
 
 
-def ours(*arguments: object) -> str:
-    return run([sys.executable, "-m", "dist_transformer", *arguments])
+def ours(*arguments: object, text: str | None = None) -> str:
+    """Returns what our command prints."""
+    return run([sys.executable, "-m", "dist_transformer", *arguments], text)
+
+
+def python_with(peer: str, package: str, work: Path) -> Path:
+    """The python of the environment of a toolkit under `work`; prints its version. SystemExit: it cannot be installed."""
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        python = python_of(next(each for each in TOOLKITS if each.name == peer), work)
+    except NotInstalled as error:
+        raise SystemExit(f"{peer} cannot be installed: {error}") from None
+    print(", ".join(line for line in frozen(python) if line.startswith(package)))
+    return python
 
 
 def compared(pymarian: Path, model: Path, marian: Path, vocabularies: Sequence[Path], text: Text) -> dict[str, float]:
@@ -153,12 +165,7 @@ def main() -> None:
     found = common.begin(threads=1)
     with tempfile.TemporaryDirectory() as temporary:
         work = (arguments.work or Path(temporary)).absolute()
-        work.mkdir(parents=True, exist_ok=True)
-        try:
-            python = python_of(next(peer for peer in TOOLKITS if peer.name == "Marian"), work)
-        except NotInstalled as error:
-            raise SystemExit(f"pymarian cannot be installed: {error}") from None
-        print(", ".join(line for line in frozen(python) if line.startswith("pymarian")))
+        python = python_with("Marian", "pymarian", work)
         text, figures = Text(work, arguments.pairs), {}
         for kind, cases, compare in (("exported", TRAINED_HERE, exported), ("imported", TRAINED_BY_MARIAN, imported)):
             for number, name in enumerate(cases if arguments.only in (None, kind) else ()):

@@ -11,10 +11,7 @@ set, and this again in upper case and with typos. p: of a paired bootstrap of sa
 
 import argparse
 import json
-import os
 import random
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ from typing import Any
 import common
 import yaml
 from cleaning import NOISE, Pair, model_1_scores
+from marian_scores import ours
 from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 
@@ -31,16 +29,6 @@ from dist_transformer.data.sources.corpus import read_pairs
 KINDS = ("language", "scores", "near_duplicates", "markup", "letters", "repeated")
 RULES = dict.fromkeys(("markup", "letters", "digits", "punctuation", "repeated", "numbers", "language"), True)
 MODIFIERS = ("upper_case", "typos")
-
-
-def run(*arguments: object, text: str | None = None) -> str:
-    """What a command prints. SystemExit: it failed, with the end of its messages."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "dist_transformer", *map(str, arguments)]
-    done = subprocess.run(command, input=text, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\nended with {done.returncode}:\n{done.stderr[-3000:]}")
-    return done.stdout
 
 
 def write(folder: Path, name: str, pairs: list[Pair]) -> dict[str, str]:
@@ -120,11 +108,11 @@ def main() -> None:
             path, trained = folder / f"{number}.yaml", folder / f"run{number}"
             settings["run"] = {"name": trained.name, "root": str(folder)}
             path.write_text(yaml.safe_dump(settings), encoding="utf-8")
-            run("train", path, "--ranks", 2)
+            ours("train", path, "--ranks", 2)
             said = folder / f"{number}.json"
-            run("evaluate", trained, "--output", said, *(word for each in MODIFIERS for word in ("--modified", each)))
+            ours("evaluate", trained, "--output", said, *(word for each in MODIFIERS for word in ("--modified", each)))
             scores = json.loads(said.read_text(encoding="utf-8"))
-            translations[name] = run("translate", trained, text="".join(f"{line}\n" for line in sources)).splitlines()
+            translations[name] = ours("translate", trained, text="".join(f"{line}\n" for line in sources)).splitlines()
             report = next((folder / f"prepared{number}").glob("report.json"))
             corpus = json.loads(report.read_text(encoding="utf-8"))["corpora"]["train"]
             figures[name] = {key: scores[key] for key in ("bleu", *(f"bleu.{each}" for each in MODIFIERS))}
