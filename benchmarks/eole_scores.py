@@ -2,14 +2,13 @@
 
     python benchmarks/eole_scores.py --work /tmp/eole      # some minutes; Eole is 1 GB, in an environment there
 
-Eole trains models on the demonstration corpus; `import --from eole` takes them in. Eole then translates held-out sentences with
-a beam of 1, and our `score` scores its translations. A figure is the largest difference of a sentence's log-probability, among
-the sentences that a beam of 1 translates the same here; what never ends is cut by each program elsewhere.
+Eole trains models on the demonstration corpus; `import --from eole` takes them in. Both then translate held-out sentences with
+a beam of 1. A figure is the largest difference of a sentence's log-probability, among the sentences that both translate the
+same; what never ends is cut by each program elsewhere.
 (With `add_qkvbias`, Eole 0.6.4 itself translates every word as unknown on a CPU, so that no model here has it.)
 """
 
 import argparse
-import json
 import math
 import shutil
 import tempfile
@@ -21,7 +20,8 @@ from marian_scores import LIMIT, Text, ours, python_with, run
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from dist_transformer.config.schema import DecodingConfig
-from dist_transformer.decoding.loaded_model import LoadedTranslator
+from dist_transformer.decoding.engines import open_search
+from dist_transformer.decoding.translate import translate_lines
 
 SHARED = {"share_embeddings": True, "share_decoder_embeddings": True}
 TRAINED_BY_EOLE = {
@@ -87,20 +87,16 @@ def compared(folder: Path, python: Path, text: Text) -> dict[str, float]:
     files = ["-model_path", folder / "theirs", "-src", text.scored[0], "-output", there]
     run([python.with_name("eole"), "predict", *files, *greedy, "-world_size", "0"])
     lines = [line.split("\t") for line in there.read_text(encoding="utf-8").splitlines()]
-    there.write_text("".join(f"{line[0]}\n" for line in lines), encoding="utf-8")
-    scored = ours("score", folder / "ours", "--source", text.scored[0], "--target", there, "--json").splitlines()
-    found = [json.loads(line) for line in scored]
-    translated = LoadedTranslator(folder / "ours", DecodingConfig(beam_size=1)).translate(text.source)
-    same = [ours == theirs for ours, (theirs, *_) in zip(translated, lines, strict=True)]
-    pairs = [(each["log_probability"], float(line[1])) for each, line in zip(found, lines, strict=True)]
+    config = DecodingConfig(beam_size=1)
+    search = open_search("torch", [folder / "ours"], config)
+    found = [best for best, *_ in translate_lines(search.searcher, search.tokenizer, text.source, config)]
+    pairs = [(each, theirs, float(score)) for each, (theirs, score, *_) in zip(found, lines, strict=True)]
+    same = [abs(each.log_probability - score) for each, theirs, score in pairs if each.text == theirs]
     return {
-        "sentences": len(found),
-        "same_lines": sum(same),
-        "mean": sum(theirs for _, theirs in pairs) / len(pairs),
-        "largest": max(
-            (abs(ours - theirs) for (ours, theirs), is_same in zip(pairs, same, strict=True) if is_same),
-            default=math.inf,
-        ),
+        "sentences": len(pairs),
+        "same_lines": len(same),
+        "mean": sum(score for _, _, score in pairs) / len(pairs),
+        "largest": max(same, default=math.inf),
     }
 
 
