@@ -25,8 +25,8 @@ from dist_transformer.interop.shortlist import VOCABULARY_MAP, read_lexicon, voc
 from dist_transformer.model.layers import AddAndNorm, FeedForward
 
 INFORMATION = "dist_transformer.json"
-LONGEST_TOKENS = 4096
-"""Positions written into the exported model if ours has no limit."""
+LONGEST_TOKENS = 1024
+"""Positions written into the exported model if ours has no limit: in fp32, they are a large part of a small int8 model."""
 QUANTIZATIONS = ("int8", "int16", "float16", "bfloat16")
 
 
@@ -40,11 +40,16 @@ class ExportedModel:
 
 
 def export_ctranslate2(
-    loaded: LoadedModel, out: Path, quantization: str | None = None, shortlist: Sequence[Path] = ()
+    loaded: LoadedModel,
+    out: Path,
+    quantization: str | None = None,
+    shortlist: Sequence[Path] = (),
+    longest: int = LONGEST_TOKENS,
 ) -> None:
     """Writes a folder for `ctranslate2.Translator`.
 
     `quantization`: type of the stored matrices, one of `QUANTIZATIONS`; None: fp32. `shortlist`: as for `read_lexicon`.
+    `longest`: positions of a model that has no limit.
 
     Raises UserError: the package ctranslate2 is missing, or the model has something that CTranslate2 lacks.
     """
@@ -55,7 +60,7 @@ def export_ctranslate2(
             "(model.key_size, model.value_size), CTranslate2 wants one size"
         )
     lexicon = read_lexicon(shortlist, loaded) if shortlist else None
-    spec = _spec(loaded)
+    spec = _spec(loaded, longest)
     spec.validate()
     spec.optimize(quantization=quantization)
     files = loaded.tokenizer_files
@@ -66,8 +71,8 @@ def export_ctranslate2(
             shutil.copyfile(files.target, folder / TARGET_MODEL)
         if lexicon is not None:
             write_text(folder / VOCABULARY_MAP, vocabulary_map(lexicon, *read_vocabularies(folder)))
-        longest = None if loaded.config.positions == "rotary" else loaded.config.max_positions or LONGEST_TOKENS
-        write_json(folder / INFORMATION, {**asdict(loaded.information), "max_positions": longest})
+        limit = None if loaded.config.positions == "rotary" else loaded.config.max_positions or longest
+        write_json(folder / INFORMATION, {**asdict(loaded.information), "max_positions": limit})
         target = SOURCE_MODEL if files.target is None else TARGET_MODEL
         write_text(folder / CARD, exported_card("ctranslate2", card_of(loaded), asdict(loaded.information), target))
 
@@ -109,7 +114,7 @@ def import_ctranslate2() -> Any:
     return ctranslate2
 
 
-def _spec(loaded: LoadedModel) -> Any:
+def _spec(loaded: LoadedModel, longest: int) -> Any:
     specs = import_ctranslate2().specs
     config, model = loaded.config, loaded.model
     activations = specs.Activation
@@ -128,8 +133,8 @@ def _spec(loaded: LoadedModel) -> Any:
     encoder = specs.transformer_spec.TransformerEncoderSpec(config.num_encoder_layers, **of_both)
     decoder = specs.transformer_spec.TransformerDecoderSpec(config.num_decoder_layers, **of_both)
     spec = specs.TransformerSpec(encoder, decoder)
-    _set_stack(encoder, encoder.embeddings[0], model.source_embedding, model.source_positions, config)
-    _set_stack(decoder, decoder.embeddings, model.target_embedding, model.target_positions, config)
+    _set_stack(encoder, encoder.embeddings[0], model.source_embedding, model.source_positions, config, longest)
+    _set_stack(decoder, decoder.embeddings, model.target_embedding, model.target_positions, config, longest)
     layers: list[Any] = [*model.encoder_layers, *model.decoder_layers]
     for layer_spec, layer in zip([*encoder.layer, *decoder.layer], layers, strict=True):
         own = layer.self_attention
@@ -150,14 +155,16 @@ def _spec(loaded: LoadedModel) -> Any:
     return spec
 
 
-def _set_stack(spec: Any, embeddings: Any, embedding: nn.Embedding, positions: Any, config: ModelConfig) -> None:
+def _set_stack(
+    spec: Any, embeddings: Any, embedding: nn.Embedding, positions: Any, config: ModelConfig, longest: int
+) -> None:
     embeddings.weight = _array(embedding.weight)
     if config.positions == "rotary":
         vars(spec).pop("position_encodings", None)
     elif config.positions == "learned":
         spec.position_encodings.encodings = _array(positions.table.weight)
     else:
-        spec.position_encodings.encodings = _array(positions(0, LONGEST_TOKENS, embedding.weight))
+        spec.position_encodings.encodings = _array(positions(0, longest, embedding.weight))
 
 
 def _set_attention(spec: Any, inputs: Sequence[nn.Linear], output: nn.Linear, residual: AddAndNorm) -> None:
