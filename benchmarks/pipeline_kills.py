@@ -1,6 +1,6 @@
 """A pipeline whose processes are killed at random: does it end with the files of one that nothing disturbed?
 
-    python benchmarks/pipeline_kills.py        # about twenty minutes on two cores
+    python benchmarks/pipeline_kills.py        # about ten minutes on two cores
 
 configs/pipeline/tiny.yaml with longer training and two ranks runs once undisturbed, then again with kills at random,
 exponential times after each start, until there were as many as asked for; it is started again after each of them, as
@@ -38,8 +38,8 @@ TRAINED = ("backward", "teacher", "student", "student_alone")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--mean-seconds", type=float, default=15.0, help="from a start to a kill, in the mean")
-    parser.add_argument("--steps", type=int, default=200, help="of each training")
+    parser.add_argument("--mean-seconds", type=float, default=10.0, help="from a start to a kill, in the mean")
+    parser.add_argument("--steps", type=int, default=1500, help="of each training")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="writes the figures to this file, too")
     arguments = parser.parse_args()
