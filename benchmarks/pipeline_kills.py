@@ -3,7 +3,7 @@
     python benchmarks/pipeline_kills.py        # about ten minutes on two cores
 
 configs/pipeline/tiny.yaml with longer training and two ranks runs once undisturbed, then again with kills at random,
-exponential times after each start, until there were as many as asked for; it is started again after each of them, as
+exponential times after each start or kill, until there were as many as asked for; it is started again after each of them, as
 a person or Slurm does. Killed is what the table of kinds says. At the end the file of weights of every model, the
 translations, scores, kept pairs and int8 models must be the same, byte by byte (what `evaluate` writes holds its own speed,
 so that its scores are compared).
@@ -106,15 +106,15 @@ def _run_with_kills(
     kills: list[tuple[str, float]] = []
     while True:
         process = _start(command, said)
-        life = 2.0 + generator.expovariate(1 / arguments.mean_seconds) if len(kills) < arguments.kills else None
-        try:
-            process.wait(life)
-        except subprocess.TimeoutExpired:
-            kind = KINDS[len(kills) % len(KINDS)]
-            if _strike(process, kind, generator):
-                kills.append((kind, round(life or 0.0, 1)))
-                print(f"kill {len(kills)}: {kind} after {life:.1f} s", flush=True)
-            process.wait()
+        while process.poll() is None:
+            life = 2.0 + generator.expovariate(1 / arguments.mean_seconds) if len(kills) < arguments.kills else None
+            try:
+                process.wait(life)
+            except subprocess.TimeoutExpired:
+                kind = KINDS[len(kills) % len(KINDS)]
+                if _strike(process, kind, generator):
+                    kills.append((kind, round(life or 0.0, 1)))
+                    print(f"kill {len(kills)}: {kind} after {life:.1f} s", flush=True)
         if process.returncode == 0:
             return kills
         if process.returncode == EXIT_USER_ERROR:
