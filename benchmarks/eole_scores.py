@@ -16,20 +16,21 @@ from pathlib import Path
 
 import common
 import yaml
-from marian_scores import LIMIT, Text, ours, python_with, run
+from marian_scores import Text, finish, ours, python_with, run
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
 from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.decoding.engines import open_search
 from dist_transformer.decoding.translate import translate_lines
 
-SHARED = {"share_embeddings": True, "share_decoder_embeddings": True}
 TRAINED_BY_EOLE = {
     "ReLU, a vocabulary for each side, output tied": {"share_decoder_embeddings": True},
     "SiLU, biases of feed-forward networks, nothing tied, 3 + 3 layers": {
-        **{"mlp_activation_fn": "silu", "add_ffnbias": True, "layers": 3},
+        "mlp_activation_fn": "silu",
+        "add_ffnbias": True,
+        "layers": 3,
     },
-    "ReLU, all embeddings tied": SHARED,
+    "ReLU, all embeddings tied": {"share_embeddings": True, "share_decoder_embeddings": True},
 }
 
 
@@ -124,11 +125,7 @@ def main() -> None:
         for name, each in figures.items()
     ]
     print(f"\n{common.markdown_table(header, rows)}")
-    worst = max(each["largest"] for each in figures.values())
-    print(f"\nLargest difference of a sentence's log-probability: {worst:.1e}, limit {LIMIT:.0e}")
-    common.finish(arguments, found, figures)
-    if worst > LIMIT:
-        raise SystemExit(1)
+    finish(arguments, found, figures)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from dist_transformer.interop.ctranslate2_export import (
 from dist_transformer.interop.model_folder import load_model_folder
 from dist_transformer.model.search_interface import Hypothesis, SearchInput, longest_output
 
-LONGEST_TOKENS = 4096
+LONGEST_SEARCHED = 4096
 """Positions of a model that is exported for one search, where its size does not matter."""
 IMPOSSIBLE = -1e9
 """Score below which CTranslate2 marks hypotheses that it could not find."""
@@ -59,7 +59,7 @@ class CTranslate2Searcher:
         else:
             with TemporaryDirectory() as temporary:
                 exported = Path(temporary) / "exported"
-                export_ctranslate2(load_model_folder(folder), exported, longest=LONGEST_TOKENS)
+                export_ctranslate2(load_model_folder(folder), exported, longest=LONGEST_SEARCHED)
                 self._load(exported, device)
         self._pad_id = special.pad  # the end of a source of models imported from Eole
         rows = len(self._target_tokens)

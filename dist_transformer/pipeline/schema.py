@@ -177,17 +177,15 @@ def read_pipeline(path: Path, overrides: list[str] | None = None) -> Pipeline:
 
 
 def _unreadable(export: Mapping[str, Any], reader: Mapping[str, Any]) -> str:
-    """What stands against a node that reads an exported model; "" if nothing does."""
+    """Returns why a node cannot read an exported model; "" if it can."""
     to = export.get("to", "ctranslate2")
     if to != "ctranslate2":
         return f"writes a model for another program (to: {to}), which no node can read; name the node that it exports"
     if reader.get("kind") not in ("translate", "evaluate"):
         return "writes a model that only translate and evaluate can read; name the node that it exports"
-    return (
-        ""
-        if reader.get("engine") == "ctranslate2"
-        else "writes a model for CTranslate2; set `engine: ctranslate2` here"
-    )
+    if reader.get("engine") != "ctranslate2":
+        return "writes a model for CTranslate2; set `engine: ctranslate2` here"
+    return ""
 
 
 def checked(marked: Marked, path: KeyPath, keys: type[Section], values: Any) -> tuple[Any, list[str]]:

@@ -144,9 +144,10 @@ def _what_goes_in(pipeline: Pipeline, name: str) -> tuple[Any, dict[str, Path]]:
             place = f"{pipeline.marked.place(('nodes', name, 'shortlist'))}: nodes.{name}.shortlist"
             raise ConfigError([f"{place}: {without[0]} makes no lexicon; set training.guided_alignment there, as 0.1"])
         named = {str(Path(each, file.relative_to(path))): file for _, each, path in given for file in _files_at(path)}
-        together = values.get("engine") == "ctranslate2" and values.get("max_tokens")
-        counted = ["max_tokens"] if together else []  # lines of a batch share CTranslate2's shortlist
-        settings = [{key: value for key, value in values.items() if key not in NOT_COUNTED or key in counted}]
+        counted = {key: value for key, value in values.items() if key not in NOT_COUNTED}
+        if values.get("engine") == "ctranslate2" and values.get("max_tokens"):
+            counted["max_tokens"] = values["max_tokens"]  # lines of a batch share CTranslate2's shortlist
+        settings = [counted]
     return settings, {file: path for file, path in named.items() if pipeline.root not in path.parents}
 
 

@@ -103,9 +103,9 @@ class Tokenizer:
         source = _load_model(source_model)
         target = source if target_model in (None, source_model) else _load_model(target_model)
         for name in ("bos_id", "eos_id"):
-            if name == "eos_id" and source.eos_id() == source.pad_id() == target.pad_id():
-                continue
-            if (ours := getattr(source, name)()) != (theirs := getattr(target, name)()):
+            ours, theirs = getattr(source, name)(), getattr(target, name)()
+            is_padding = name == "eos_id" and ours == source.pad_id() == target.pad_id()
+            if ours != theirs and not is_padding:
                 raise DataError(
                     f"{source_model} has {name} {ours}, but {target_model} has {theirs}: "
                     f"both models must use the same ids. Train both with the same --{name}."
