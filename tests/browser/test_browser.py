@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -65,22 +66,29 @@ def test_mlflow_shows_what_a_run_was(browser: Any, mlflow_address: str, runs: Pa
         keep_picture(page, "mlflow_run")
 
 
-def drawn_chart(page: Any, metric: str) -> Any:
-    """The chart of one metric. MLflow's page asks for the points once: what a busy server did not answer needs a reload."""
+def after_reloads(page: Any, wait: Callable[[], object]) -> None:
+    """Waits, at most three times. MLflow's pages ask for the points once: what a busy server did not answer needs a reload."""
     from playwright.sync_api import TimeoutError as NothingAppeared
 
-    for is_last in (False, False, True):
+    for _ in range(2):
         try:
-            page.get_by_placeholder("Search metric charts").fill(f"^{metric}$")
-            page.get_by_text(f"first ({metric})").wait_for()
-            page.locator(f"{DRAWN} path.js-line").first.wait_for(state="attached")
-            page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 1")
+            wait()
+            return
         except NothingAppeared:
-            if is_last:
-                raise
             page.reload()
-        else:
-            break
+    wait()
+
+
+def drawn_chart(page: Any, metric: str) -> Any:
+    """The chart of one metric."""
+
+    def wait() -> None:
+        page.get_by_placeholder("Search metric charts").fill(f"^{metric}$")
+        page.get_by_text(f"first ({metric})").wait_for()
+        page.locator(f"{DRAWN} path.js-line").first.wait_for(state="attached")
+        page.wait_for_function("document.querySelectorAll('.js-plotly-plot').length === 1")
+
+    after_reloads(page, wait)
     (chart,) = page.locator(".js-plotly-plot").all()
     return chart
 
@@ -101,8 +109,9 @@ def test_mlflow_draws_every_point_of_the_curves_once(browser: Any, mlflow_addres
 
 def test_mlflow_has_charts_of_each_machine(browser: Any, mlflow_address: str, runs: Path) -> None:
     with opened(browser, run_page(mlflow_address, runs / "first", "/system-metrics")) as page:
-        page.get_by_text(re.compile(r"^first \(system/.+/cpu_percent\)$")).wait_for()
-        page.locator(DRAWN).first.wait_for()
+        name = page.get_by_text(re.compile(r"^first \(system/.+/cpu_percent\)$"))
+        after_reloads(page, name.wait_for)
+        after_reloads(page, page.locator(DRAWN).first.wait_for)
 
 
 def test_mlflow_shows_sample_translations_as_a_table(browser: Any, mlflow_address: str, runs: Path) -> None:

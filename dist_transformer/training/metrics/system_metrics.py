@@ -147,4 +147,5 @@ def process_began() -> float:
     with suppress(psutil.Error):
         if (parent := process.parent()) is not None and parent.cmdline() == process.cmdline():
             process = parent
-    return round(float(process.create_time()), 3)
+    since_boot = process.create_time() - psutil.boot_time()  # the kernel's time of its boot is in whole seconds
+    return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot, 3)

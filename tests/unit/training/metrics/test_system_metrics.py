@@ -1,5 +1,6 @@
 """The sampler of a node, on this machine."""
 
+import subprocess
 import sys
 import threading
 import time
@@ -269,3 +270,10 @@ def test_other_ranks_go_by_the_first_ones_clock(first_says: float, times: int) -
     log_after(logger_of(group, sampler), 1, 100)
     assert sampler.times == times
     assert group.sent[0][2] == 0
+
+
+def test_a_process_knows_when_it_began() -> None:
+    asked = time.time()
+    lines = ("from dist_transformer.training.metrics.system_metrics import process_began", "print(process_began())")
+    said = subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, capture_output=True, text=True).stdout
+    assert asked - 0.05 <= float(said) <= time.time()
