@@ -147,5 +147,5 @@ def process_began() -> float:
     with suppress(psutil.Error):
         if (parent := process.parent()) is not None and parent.cmdline() == process.cmdline():
             process = parent
-    since_boot = process.create_time() - psutil.boot_time()  # the kernel's time of its boot is in whole seconds
+    since_boot: float = process.create_time() - psutil.boot_time()  # the kernel's time of its boot is in whole seconds
     return round(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot, 3)
