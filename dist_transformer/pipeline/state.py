@@ -28,6 +28,9 @@ CONFIGURED = ("prepare", "train")
 LEXICON = KINDS["train"].outputs["lexicon"]
 NOT_COUNTED = ("slurm", "ranks", "processes", "max_tokens")
 """Keys of nodes on which no result depends."""
+PREPARED_BY: dict[str, Any] = {"run": {"seed"}, "data": True, "tokenizer": True}
+NOT_PREPARED_BY = {"lanes", "max_tokens", "window_rows", "loader_workers", "audit"}
+"""Settings that a prepared corpus depends on, and those of `data` that are of training alone."""
 Fingerprints = dict[str, list[Any]]
 """Size, modification time in nanoseconds, and SHA-256 of files, by their names."""
 
@@ -129,8 +132,11 @@ def _what_goes_in(pipeline: Pipeline, name: str) -> tuple[Any, dict[str, Path]]:
         config = configuration(pipeline, name)
         named = {file.removeprefix(f"{config.data.root}/"): Path(file) for file in _files_of(config)}
         left_out: Any = {"run": {"root", "name"}, "data": {"root"}, "slurm": True, "tracking": True}
+        if kind == "prepare":
+            left_out["data"] = {"root", *NOT_PREPARED_BY}
+        counts = PREPARED_BY if kind == "prepare" else None
         plugins = [find(key, each).identity for key, each in plugins_of(dict(config)).items() if each]
-        settings = [kind, config.model_dump(mode="json", exclude=left_out), plugins]
+        settings = [kind, config.model_dump(mode="json", include=counts, exclude=left_out), plugins]
     else:
         listed = [(key, each if isinstance(each, tuple) else (each,)) for key, each in values.items() if key in PLACES]
         given = [(key, each, pipeline.located(each)) for key, places in listed for each in places]

@@ -120,6 +120,22 @@ def test_changed_settings_and_another_version_begin_anew(folder, monkeypatch):
     assert set(due(pipeline_in(folder)).values()) >= {"changed: version"}
 
 
+def test_a_prepared_corpus_depends_on_no_setting_of_training_alone(folder):
+    text = (folder / "pipeline.yaml").read_text()
+    (folder / "pipeline.yaml").write_text(f"{text}  corpus: {{kind: prepare, config: base.yaml}}\n")
+    make_all(pipeline_in(folder))
+    changed = (
+        "training.max_steps=6",
+        "model.norm=pre",
+        "optimizer.learning_rate=0.01",
+        "data.lanes=3",
+        "data.max_tokens=999",
+    )
+    assert "corpus" not in due(pipeline_in(folder, *(f"set.{each}" for each in changed)))
+    for each in ("data.filters.max_tokens=99", "tokenizer.vocabulary_size=99", "run.seed=3", "data.target_language=fr"):
+        assert due(pipeline_in(folder, f"set.{each}"))["corpus"] == "changed: settings", each
+
+
 def test_code_of_the_users_own_counts_with_its_content(folder):
     (folder / "rule.py").write_text("def keep(source, target):\n    return True\n")
     plugin = f"set.data.filters.plugin={folder}/rule.py:keep"
