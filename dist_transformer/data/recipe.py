@@ -47,6 +47,11 @@ def recipe_before_rules(recipe: dict[str, Any], config: Config) -> dict[str, Any
     return {**rest, "format": FORMAT_BEFORE_RULES, "filters": filters}
 
 
+def recipe_without_modifiers(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Returns a recipe whose tokenizer learned from the text as it is, as that of a folder without modifiers did."""
+    return {**recipe, "tokenizer": {key: value for key, value in recipe["tokenizer"].items() if key != "modifiers"}}
+
+
 def recipe_without_corpora(config: Config) -> dict[str, Any]:
     """Returns the part of the recipe that does not need access to the text."""
     inline = inline_tags(config.data)
@@ -61,7 +66,7 @@ def recipe_without_corpora(config: Config) -> dict[str, Any]:
         "on_the_fly": config.data.on_the_fly,
         "filters": _filter_recipe(config.data.filters),
         "row_group_rows": config.data.row_group_rows,
-        "tokenizer": _tokenizer_recipe(config.tokenizer),
+        "tokenizer": _tokenizer_recipe(config),
     }
 
 
@@ -106,11 +111,12 @@ def _training_recipe(corpus: CorpusConfig, data: DataConfig) -> dict[str, Any]:
     return {**corpus_fingerprint(corpus, data), **own}
 
 
-def _tokenizer_recipe(settings: TokenizerConfig) -> dict[str, Any]:
-    if models := taken_models(settings):
+def _tokenizer_recipe(config: Config) -> dict[str, Any]:
+    if models := taken_models(config.tokenizer):
         return {"models_sha256": [_model_sha256(path) for path in models]}
-    trained = settings.model_dump(exclude={"source_model", "target_model", "sampling"})
-    return {**trained, "training_sentences": TRAINING_SENTENCES}
+    trained = config.tokenizer.model_dump(exclude={"source_model", "target_model", "sampling"})
+    shares = {name: share for name, share in sorted(config.data.modifiers.items()) if share}
+    return {**trained, "training_sentences": TRAINING_SENTENCES, **({"modifiers": shares} if shares else {})}
 
 
 def _model_sha256(path: Path) -> str:

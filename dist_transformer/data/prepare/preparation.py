@@ -45,6 +45,7 @@ from dist_transformer.data.recipe import (
     make_recipe,
     recipe_before_rules,
     recipe_without_corpora,
+    recipe_without_modifiers,
     refuse_other_recipe,
 )
 from dist_transformer.data.sources.files import is_text_at_hand
@@ -112,6 +113,8 @@ def _complete_manifest(config: Config, folder: Path) -> Manifest | None:
     recipe = make_recipe(config) if text_at_hand else recipe_without_corpora(config)
     if manifest.recipe.get("format") == FORMAT_BEFORE_RULES:
         recipe = recipe_before_rules(recipe, config)
+    if "modifiers" not in manifest.recipe["tokenizer"]:  # modified text may be read from any folder
+        recipe = recipe_without_modifiers(recipe)
     refuse_other_recipe(folder, manifest.recipe, recipe)
     if (folder / WORK_FOLDER).exists():  # the process that completed it was killed
         shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)

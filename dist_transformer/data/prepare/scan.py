@@ -18,6 +18,7 @@ import numpy as np
 from dist_transformer.config.data_schema import CorpusConfig, TokenizerConfig
 from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import Cleaner, HeldOut
+from dist_transformer.data.loader.window_request import RowSlice
 from dist_transformer.data.manifest import (
     TOKENIZER_FOLDER,
     RowGroup,
@@ -27,13 +28,13 @@ from dist_transformer.data.manifest import (
     TokenizerFiles,
     file_sha256,
 )
-from dist_transformer.data.modifiers import inline_tags
+from dist_transformer.data.modifiers import Modifiers, inline_tags
 from dist_transformer.data.prepare.state import Chunk, PrepareState, num_tokens, text_split
 from dist_transformer.data.prepare.tokenize_rows import ChunkRows, tokenized_rows
 from dist_transformer.data.recipe import refuse_other_recipe, taken_models
 from dist_transformer.data.sentences import Keys, Sentences
 from dist_transformer.data.sources.arrow import ParquetFile
-from dist_transformer.data.sources.corpus import parquet_index, read_corpus, scan_corpus
+from dist_transformer.data.sources.corpus import RawBatch, parquet_index, read_corpus, scan_corpus
 from dist_transformer.data.sources.files import corpus_name
 from dist_transformer.data.sources.text import tag_prefix
 from dist_transformer.data.tokenizer.tokenizer import TRAINING_SENTENCES, Tokenizer, train_tokenizer
@@ -107,19 +108,33 @@ class Start:
         return source, target
 
     def _sentences(self, sides: tuple[str, ...], state: PrepareState) -> Iterator[str]:
-        """Yields sentences of all training corpora for the trainer to sample from; every row has the same chance."""
+        """Yields sentences of all training corpora for the trainer to sample from; every row has the same chance.
+
+        Rows are modified as in training, so that the pieces of upper-case words are known.
+        """
         corpora = self.config.data.training_corpora()
         rows = sum(state.rows_total[name] or 0 for name in corpora)
         every = max(1, rows // (TOKENIZER_CHOICE * TRAINING_SENTENCES))  # of 10^9 rows a few million are enough
-        for name, corpus in corpora.items():
+        for number, (name, corpus) in enumerate(corpora.items()):
             batches = read_corpus(
                 corpus, self.config.data, self.batch_rows, lambda row: row // self.batch_rows % every == 0
             )
             for batch in batches:
                 self.progress("tokenizer", batch.first_row, state.rows_total[name])
+                self._modify(batch, number)
                 for side in sides:
                     texts: list[str | None] = getattr(batch, side)
                     yield from (text for i, text in enumerate(texts) if text and i not in batch.bad_encoding)
+
+    def _modify(self, batch: RawBatch, corpus: int) -> None:
+        """Changes the pairs of a batch by `data.modifiers`."""
+        rows = [i for i, pair in enumerate(zip(batch.source, batch.target, strict=True)) if all(pair)]
+        both = [[str(side[i]) for i in rows] for side in (batch.source, batch.target)]
+        piece = RowSlice(corpus, 0, batch.first_row, batch.first_row + len(batch.source))
+        Modifiers(self.config.data.modifiers, self.config.run.seed, batch.prefix).modify(piece, rows, *both)
+        for side, texts in zip((batch.source, batch.target), both, strict=True):
+            for i, text in zip(rows, texts, strict=True):
+                side[i] = text
 
     def _look_into_texts(self, state: PrepareState) -> None:
         """Samples the training corpora, and makes the splits of those that can be read in place."""

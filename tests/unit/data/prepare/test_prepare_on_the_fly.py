@@ -12,7 +12,7 @@ from prepare_helpers import NUM_TRAIN, PAIRS, SMALL, check_shards, config_of, mi
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest, TextColumns
 from dist_transformer.data.prepare import chunks, scan
-from dist_transformer.data.prepare.preparation import prepare, prepared_folder
+from dist_transformer.data.prepare.preparation import load_tokenizer, prepare, prepared_folder
 from dist_transformer.errors import DataError
 
 
@@ -128,3 +128,27 @@ def test_a_corpus_whose_head_is_dropped_is_refused(tmp_path: Path):
     config = config_in(tmp_path, {"path": "web.parquet"}, filters={"max_tokens": 2})
     with pytest.raises(DataError, match=r"web\.parquet: all of its first 300 pairs were dropped \(too_long 300\)"):
         prepare(config)
+
+
+def test_a_tokenizer_knows_the_pieces_of_modified_text(tmp_path: Path):
+    text, upper = {"source": "train.en", "target": "train.de"}, {"upper_case": 0.5}
+    lengths, folders = [], []
+    for number, modifiers in enumerate(({}, upper, upper)):
+        config = config_in(tmp_path, text, modifiers=modifiers, prepared=str(tmp_path / str(number)))
+        tokenizer = load_tokenizer(tmp_path / str(number), prepare(config).tokenizer)
+        lengths.append(sum(map(len, tokenizer.encode_source([source.upper() for source, _ in PAIRS[:100]]))))
+        folders.append(tmp_path / str(number))
+    assert lengths[1] < 0.75 * lengths[0]  # not a piece for each letter
+    models = [(folder / "tokenizer" / "source.model").read_bytes() for folder in folders]
+    assert models[0] != models[1] == models[2]
+
+
+def test_modifiers_may_be_of_another_share_than_the_tokenizers_only_if_this_had_none(tmp_path: Path):
+    """So a run of the version before, whose tokenizer learned from the text as it is, goes on."""
+    text = {"source": "train.en", "target": "train.de"}
+    plain, upper = str(tmp_path / "plain"), str(tmp_path / "upper")
+    manifest = prepare(config_in(tmp_path, text, prepared=plain))
+    assert prepare(config_in(tmp_path, text, modifiers={"upper_case": 0.5}, prepared=plain)) == manifest
+    prepare(config_in(tmp_path, text, modifiers={"upper_case": 0.5}, prepared=upper))
+    with pytest.raises(DataError, match=r"tokenizer\.modifiers\.upper_case: 0\.5 in the folder, 0\.1 now"):
+        prepare(config_in(tmp_path, text, modifiers={"upper_case": 0.1, "typos": 0.0}, prepared=upper))
