@@ -2,6 +2,7 @@
 
     python benchmarks/text_quality.py --source train.en.gz --target train.de.gz --validation val.en.gz val.de.gz \\
         --test test.en.gz test.de.gz                      # twenty minutes on two cores with Multi30k
+    ... --steps 2500 --only clean "clean, modified"       # modifiers pay in longer trainings
 
 The runs: the text as it is; with noise (a share of it again for each kind, made as benchmarks/cleaning.py makes it: sides in
 the wrong language, shifted pairs, near-duplicates, markup, symbols, repetitions); with the same noise and the rules of
@@ -83,7 +84,7 @@ def configurations(folder: Path, arguments: argparse.Namespace) -> dict[str, dic
         "tracking": {"enabled": False},
     }
     rules = {"scores": {"scores.txt": 0.0}, "rules": dict.fromkeys(RULES, True)}
-    shares = {"upper_case": 0.07, "title_case": 0.05, "no_final_punctuation": 0.2, "typos": 0.05}
+    shares = {"upper_case": 0.07, "title_case": 0.05, "no_final_punctuation": 0.2, "typos": 0.2}
     of_each = {
         "clean": {"train": files["clean"]},
         "noisy": {"train": files["noisy"]},
@@ -104,6 +105,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=lambda p: Path(p).absolute(), nargs=2, required=True, metavar="FILE")
     parser.add_argument("--noise", type=float, default=0.15, help="share of the text, for each of six kinds")
     parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--only", nargs="+", metavar="RUN", help="names of the runs, the one to compare with first")
     parser.add_argument("--precision", default="bf16")
     arguments = common.arguments_of(parser, rounds=1)
     found, figures = common.begin(1), {}
@@ -112,7 +114,9 @@ def main() -> None:
         test = CorpusConfig(source=str(arguments.test[0]), target=str(arguments.test[1]))
         sources, references = (list(side) for side in read_pairs(test, DataConfig()))
         translations: dict[str, list[str]] = {}
-        for number, (name, settings) in enumerate(configurations(folder, arguments).items()):
+        runs = configurations(folder, arguments)
+        for name in arguments.only or runs:
+            settings, number = runs[name], [*runs].index(name)
             path, trained = folder / f"{number}.yaml", folder / f"run{number}"
             settings["run"] = {"name": trained.name, "root": str(folder)}
             path.write_text(yaml.safe_dump(settings), encoding="utf-8")
