@@ -51,15 +51,26 @@ def duration(seconds: float | None) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns the lines of a table, as wide as one another; columns of words are aligned at the left, others at the right."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, is_markdown: bool = False) -> list[str]:
+    """Returns the lines of a table, as wide as one another; columns of words are aligned at the left, others at the right.
+
+    "-", for nothing, is a word among words and a number among numbers. In Markdown the table is aligned as text too.
+    """
     lines = [header, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    to_left = [all(row[column][:1].isalpha() for row in rows) for column in range(len(header))]
+    to_left = [
+        {row[column][:1].isalpha() for row in rows if row[column] != "-"} == {True} for column in range(len(header))
+    ]
+    if is_markdown:
+        rule = ["-" * width if left else "-" * (width - 1) + ":" for width, left in zip(widths, to_left, strict=True)]
+        lines.insert(1, rule)
+    begin, between, end = ("| ", " | ", " |") if is_markdown else ("", "  ", "")
     return [
-        "  ".join(
+        begin
+        + between.join(
             cell.ljust(width) if left else cell.rjust(width)
             for cell, width, left in zip(line, widths, to_left, strict=True)
         )
+        + end
         for line in lines
     ]

@@ -26,7 +26,8 @@ from dist_transformer.config.yaml_positions import merge
 from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.errors import ConfigError, UserError
 from dist_transformer.files import write_text
-from dist_transformer.pipeline.results import report, status_rows, table
+from dist_transformer.format import table
+from dist_transformer.pipeline.results import COLUMNS, report, status_rows
 from dist_transformer.pipeline.run import SETTINGS, begin, locked, run_as_job, run_due, set_aside, words_of
 from dist_transformer.pipeline.schema import Pipeline, checked, read_pipeline
 from dist_transformer.pipeline.state import configuration, states_of
@@ -75,7 +76,8 @@ def run_command(
 def status_command(file: File, overrides: Overrides = None) -> None:
     """Show each node of a pipeline: whether it is done, since when, what it has given; changes nothing."""
     pipeline = read_pipeline(file, overrides)
-    print("\n".join(table(status_rows(pipeline, states_of(pipeline), _jobs_of(pipeline)))))
+    rows = status_rows(pipeline, states_of(pipeline), _jobs_of(pipeline))
+    print(*table(COLUMNS, rows, is_markdown=True), sep="\n")
 
 
 @app.command("report")

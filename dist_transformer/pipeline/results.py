@@ -1,14 +1,14 @@
 """What nodes have given, for the table of `pipeline status` and the page of `pipeline report`."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dist_transformer.config.data_schema import MODIFIERS
 from dist_transformer.files import modified
-from dist_transformer.format import duration
+from dist_transformer.format import duration, table
 from dist_transformer.pipeline.schema import KINDS, Pipeline
 from dist_transformer.pipeline.state import State
 from dist_transformer.run.folder import RunDir
@@ -48,7 +48,7 @@ def results_of(pipeline: Pipeline, name: str) -> dict[str, Any]:
 
 def status_rows(pipeline: Pipeline, states: Mapping[str, State], jobs: Mapping[str, str]) -> list[list[str]]:
     """The rows of the table. `jobs`: what Slurm says of the jobs of nodes."""
-    rows = [[*COLUMNS]]
+    rows = []
     for name in pipeline.marked.values["nodes"]:
         state = states[name]
         begun, done = state.record.get("begun"), state.record.get("done")
@@ -70,15 +70,9 @@ def report(pipeline: Pipeline, states: Mapping[str, State]) -> Iterator[str]:
         found = {name: results_of(pipeline, name) for name in done if pipeline.nodes[name].kind in kinds}
         keys = [key for key in SHOWN if any(key in each for each in found.values())]
         rows = [[name, *(_shown(each, key) for key in keys)] for name, each in found.items()]
-        yield from (f"\n## {title}\n", *table([["node", *(SHOWN[key][0] for key in keys)], *rows])) if rows else ()
-    yield from ("\n## Nodes\n", *table(status_rows(pipeline, states, {})))
-
-
-def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yields the lines of a table in Markdown; the first row is its head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in (rows[0], ["-" * width for width in widths], *rows[1:]):
-        yield f"| {' | '.join(text.ljust(width) for text, width in zip(row, widths, strict=True))} |"
+        if rows:
+            yield from (f"\n## {title}\n", *table(["node", *(SHOWN[key][0] for key in keys)], rows, is_markdown=True))
+    yield from ("\n## Nodes\n", *table(COLUMNS, status_rows(pipeline, states, {}), is_markdown=True))
 
 
 def _shown(results: Mapping[str, Any], key: str) -> str:

@@ -1,13 +1,14 @@
 """Writes the report of a prepared corpus: report.json, report.md and the figure lengths.png."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from dist_transformer.data.filters import RULES
 from dist_transformer.data.prepare.statistics import PERCENTILES, Report
 from dist_transformer.files import replacing, write_json, write_text
+from dist_transformer.format import table
 
 REPORT_NAME, REPORT_TEXT_NAME, LENGTHS_NAME = "report.json", "report.md", "lengths.png"
 
@@ -34,36 +35,20 @@ def report_text(report: dict[str, Any]) -> str:
     percents = [f"{percent} %" for percent in PERCENTILES[:-1]]
     sections = [
         "# Prepared corpus",
-        _table(["corpus", "pairs read", "kept", "source tokens", "target tokens"], sizes),
+        "\n".join(table(["corpus", "pairs read", "kept", "source tokens", "target tokens"], sizes, is_markdown=True)),
         *_estimates(corpora),
         "## Pairs dropped, by rule",
-        _table(["corpus", *rules], dropped),
+        "\n".join(table(["corpus", *rules], dropped, is_markdown=True)),
         *filter(None, ["\n".join(_examples(corpora))]),
         *([f"The rule plugin is `{report['plugin']}`."] if report.get("plugin") else []),
         "## Lengths in tokens, the end of sentence counted",
-        _table(["corpus", "side", "mean", *percents, "longest"], lengths),
+        "\n".join(table(["corpus", "side", "mean", *percents, "longest"], lengths, is_markdown=True)),
         f"![how many training pairs have each length]({LENGTHS_NAME})",
     ]
     return "\n\n".join(sections) + "\n"
 
 
 _SIZES = ("read_rows", "rows", "source_tokens", "target_tokens")
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a Markdown table that is also aligned as plain text; columns of numbers are right-aligned."""
-    lines = [list(head), *map(list, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    to_left = [all(line[column][:1].isalpha() for line in lines[1:]) for column in range(len(head))]
-    rule = ["-" * width if left else "-" * (width - 1) + ":" for width, left in zip(widths, to_left, strict=True)]
-    lines.insert(1, rule)
-    return "\n".join(
-        "| " + " | ".join(
-            cell.ljust(width) if left else cell.rjust(width)
-            for cell, width, left in zip(line, widths, to_left, strict=True)
-        ) + " |"
-        for line in lines
-    )  # fmt: skip
 
 
 def _numbers(values: Iterable[float]) -> list[str]:
