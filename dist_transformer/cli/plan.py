@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dist_transformer.cli.arguments import Overrides, RunArgument, read_run
-from dist_transformer.cluster.checks import parse_time_limit, time_problems
+from dist_transformer.cluster.checks import time_problems
 from dist_transformer.cluster.profiles import fill_from_profile
+from dist_transformer.cluster.queue import seconds_of
 from dist_transformer.config.model_size import with_precision
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
@@ -105,7 +106,7 @@ def simulate_command(
     hardware = _measured_hardware(config, ranks_per_node, gpu, calibrate, tokens_per_second, all_reduce)
     for problem in time_problems(config.slurm):
         raise UserError(problem)
-    limit = parse_time_limit(config.slurm.time_limit) or math.inf
+    limit = seconds_of(config.slurm.time_limit) or math.inf
     site = Site(
         node_hours_between_failures,
         detect_seconds,

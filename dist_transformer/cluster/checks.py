@@ -12,7 +12,7 @@ from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
-from dist_transformer.cluster.queue import known_jobs
+from dist_transformer.cluster.queue import known_jobs, seconds_of
 from dist_transformer.cluster.run_ref import newest_job_id
 from dist_transformer.cluster.script import needed_folders
 from dist_transformer.config.checks import check_lanes, file_problems, run_name_problems
@@ -105,23 +105,6 @@ def busy_problems(run_dir: RunDir) -> list[str]:
     ]
 
 
-def parse_time_limit(text: str) -> int | None:
-    """Seconds of a time limit as sbatch takes it (minutes, minutes:seconds, hours:minutes:seconds, days-hours,
-    days-hours:minutes, days-hours:minutes:seconds); None for "0", which means no limit.
-
-    Raises:
-        ValueError: the text has none of these forms.
-    """
-    if not re.fullmatch(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}", text):
-        raise ValueError(text)
-    days, dash, rest = text.rpartition("-")
-    fields = [int(field) for field in rest.split(":")]
-    if not dash and len(fields) < 3:  # without days the first field is minutes, unless there are three
-        fields.insert(0, 0)
-    hours, minutes, seconds = (*fields, 0, 0)[:3]
-    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds or None
-
-
 def _rank_problems(config: Config) -> Iterator[str]:
     """Ranks that would have no lane or no GPU, and GPUs that would have no rank."""
     slurm = config.slurm
@@ -209,13 +192,12 @@ def _size(folder: Path) -> int:
 
 def time_problems(slurm: SlurmConfig) -> Iterator[str]:
     """A time limit that is none, or leaves no time before the job is signalled to save."""
-    try:
-        limit_seconds = parse_time_limit(slurm.time_limit)
-    except ValueError:
+    limit_seconds = seconds_of(slurm.time_limit)
+    if limit_seconds is None:
         yield f"slurm.time_limit: {slurm.time_limit!r}: expected hours:minutes:seconds or days-hours:minutes:seconds"
         return
     needed = slurm.signal_seconds + SIGNAL_EARLY_SECONDS
-    if limit_seconds is not None and limit_seconds <= needed:
+    if 0 < limit_seconds <= needed:  # 0: no limit
         yield (
             f"slurm.time_limit: {slurm.time_limit} is {limit_seconds} s, but the job is signalled to save "
             f"{slurm.signal_seconds} s before its end (slurm.signal_seconds), and Slurm may be "
@@ -242,12 +224,12 @@ def _measured_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
     if not seconds:
         return
     step_seconds, every = statistics.median(seconds), config.checkpoints.every_steps
-    with suppress(ValueError):  # time_problems reports it
-        if step_seconds * every > (parse_time_limit(config.slurm.time_limit) or math.inf):
-            yield (
-                f"checkpoints.every_steps: {every} steps of {step_seconds:.3g} s, as measured so far, are more than "
-                f"slurm.time_limit {config.slurm.time_limit}: a job that fails would lose all it did; save more often"
-            )
+    limit_seconds = seconds_of(config.slurm.time_limit) or math.inf  # time_problems reports one that is none
+    if step_seconds * every > limit_seconds:
+        yield (
+            f"checkpoints.every_steps: {every} steps of {step_seconds:.3g} s, as measured so far, are more than "
+            f"slurm.time_limit {config.slurm.time_limit}: a job that fails would lose all it did; save more often"
+        )
     needed = max(record.get("save_seconds", 0.0) for record in records) + step_seconds
     if needed > config.slurm.signal_seconds:
         yield (

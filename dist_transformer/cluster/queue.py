@@ -119,6 +119,22 @@ def states_of(job_ids: Collection[str]) -> dict[str, str]:
     return {job_id: job.state for job_id, job in known_jobs(job_ids).items()}
 
 
+def seconds_of(text: str) -> int | None:
+    """Seconds of a time as Slurm's commands take and print it; None if it is none: UNLIMITED, NOT_SET, INVALID, N/A.
+
+    The forms: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes and
+    days-hours:minutes:seconds. As a time limit, 0 means none.
+    """
+    if not re.fullmatch(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}", text):
+        return None
+    days, dash, rest = text.rpartition("-")
+    fields = [int(field) for field in rest.split(":")]
+    if not dash and len(fields) < 3:  # without days the first field is minutes, unless there are three
+        fields.insert(0, 0)
+    hours, minutes, seconds = (*fields, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 def _in_queue(job_ids: Sequence[str]) -> list[QueuedJob]:
     return _parsed(list_jobs(job_ids, _SQUEUE_FORMAT), _SQUEUE_FIELDS, "squeue")
 
@@ -139,7 +155,7 @@ def _job(fields: dict[str, str], source: str) -> QueuedJob:
         reason="" if reason == "None" else reason,
         submit_time=_time(fields["Submit"]),
         start_time=_time(fields["Start"]),
-        seconds_left=_seconds(fields.get("TimeLeft", "")),
+        seconds_left=seconds_of(fields.get("TimeLeft", "")),
         num_nodes=int(fields["NNodes"]) if fields["NNodes"].isdecimal() else 0,
         nodes="" if fields["NodeList"] == "None assigned" else fields["NodeList"],
         partition=fields["Partition"],
@@ -150,13 +166,3 @@ def _job(fields: dict[str, str], source: str) -> QueuedJob:
 
 def _time(text: str) -> int | None:
     return int(text) if text.isdecimal() else None  # N/A, None, Unknown, NONE
-
-
-def _seconds(text: str) -> int | None:
-    """Seconds of "1-02:03:04", "2:03:04" or "3:04"; None for UNLIMITED, NOT_SET, INVALID, N/A."""
-    if not re.fullmatch(r"(\d+-)?(\d+:)?\d+:\d+", text):
-        return None
-    days, _, rest = text.rpartition("-")
-    fields = [int(field) for field in reversed(rest.split(":"))]
-    seconds: int = sum(field * 60**power for power, field in enumerate(fields))
-    return int(days or 0) * 24 * 60 * 60 + seconds

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from cluster_helpers import config_of
 
-from dist_transformer.cluster.checks import parse_time_limit, submission_problems
+from dist_transformer.cluster.checks import submission_problems
+from dist_transformer.cluster.queue import seconds_of
 from dist_transformer.cluster.submit import plan_submission
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import ConfigError
@@ -147,6 +148,7 @@ def test_a_time_limit_that_sbatch_would_not_read_is_refused(run_dir: RunDir, tex
 @pytest.mark.parametrize(
     ("text", "days", "hours", "minutes", "seconds"),
     [
+        ("0", 0, 0, 0, 0),
         ("90", 0, 0, 90, 0),
         ("90:30", 0, 0, 90, 30),
         ("2:30:15", 0, 2, 30, 15),
@@ -158,7 +160,7 @@ def test_a_time_limit_that_sbatch_would_not_read_is_refused(run_dir: RunDir, tex
 def test_time_limits_are_read_as_sbatch_reads_them(
     text: str, days: int, hours: int, minutes: int, seconds: int
 ) -> None:
-    assert parse_time_limit(text) == ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    assert seconds_of(text) == ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 @pytest.mark.parametrize("name", ["N4", "-N4", "--nodelist", "cpus_per_gpu", "a b", "a=b", "$(x)", ""])
