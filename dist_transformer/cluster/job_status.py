@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dist_transformer.cluster.logs import log_of_run
-from dist_transformer.cluster.queue import OVER, WAITING, QueuedJob, job_now, states_of
+from dist_transformer.cluster.queue import OVER, WAITING, QueuedJob, job_now, known_jobs
 from dist_transformer.cluster.reasons import exit_code_in_words, waiting_in_words
 from dist_transformer.cluster.run_ref import RunRef, is_run_folder, newest_job_id, refuse_unreadable, worked_on
 from dist_transformer.cluster.slurm import SlurmError
@@ -83,11 +83,11 @@ def short_reports(folders: Sequence[Path]) -> list[Document]:
     ids = [newest_job_id(view.run_dir) for view in views]
     asked = [job_id for view, job_id in zip(views, ids, strict=True) if job_id and view.state != "finished"]
     try:
-        states, problem = states_of(asked), None
+        known, problem = known_jobs(asked), None
     except SlurmError as error:  # the list of runs is useful without it
-        states, problem = {}, f"Slurm was not asked: {str(error).splitlines()[0]}"
+        known, problem = {}, f"Slurm was not asked: {str(error).splitlines()[0]}"
     return [
-        {**_row(view, job_id, states.get(job_id or "")), "slurm_problem": problem if job_id in asked else None}
+        {**_row(view, job_id, known.get(job_id or "")), "slurm_problem": problem if job_id in asked else None}
         for view, job_id in zip(views, ids, strict=True)
     ]
 
@@ -221,8 +221,8 @@ def _warnings(view: RunView, job: QueuedJob | None, now: float, *, is_job: bool)
         yield f"run.json says running, but the job is over and {silent}: `resume` submits it again"
 
 
-def _row(view: RunView, job_id: str | None, job_state: str | None) -> Document:
-    now = time.time()
+def _row(view: RunView, job_id: str | None, job: QueuedJob | None) -> Document:
+    now, job_state = time.time(), job.state if job else None
     if job_state in WAITING:
         view = _as_it_waits(_without_ended_job(view, job_id, None), now)
     attempt = {} if job_state in (*OVER, *WAITING) else _attempt_under_way(view.run_dir)

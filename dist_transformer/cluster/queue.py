@@ -110,15 +110,6 @@ def known_jobs(job_ids: Collection[str]) -> dict[str, QueuedJob]:
     return {job.job_id: job for job in found if job.job_id in job_ids}
 
 
-def states_of(job_ids: Collection[str]) -> dict[str, str]:
-    """The states of the `known_jobs`.
-
-    Raises:
-        SlurmError: Slurm cannot be asked.
-    """
-    return {job_id: job.state for job_id, job in known_jobs(job_ids).items()}
-
-
 def seconds_of(text: str) -> int | None:
     """Seconds of a time as Slurm's commands take and print it; None if it is none: UNLIMITED, NOT_SET, INVALID, N/A.
 

@@ -3,7 +3,7 @@
 import pytest
 from fake_slurm import FakeSlurm, answer, job_line
 
-from dist_transformer.cluster.queue import QueuedJob, job_now, jobs_of, states_of
+from dist_transformer.cluster.queue import QueuedJob, job_now, jobs_of, known_jobs
 from dist_transformer.cluster.slurm import SlurmError, cancel_job, is_job_id, release_job, run_on_each_node
 
 VERSIONS = ("22.05", "23.11", "24.11", "25.05")
@@ -138,6 +138,10 @@ def test_a_controller_that_does_not_answer_is_an_error_and_not_an_ended_job(slur
     )
     with pytest.raises(SlurmError, match=r"squeue refused: .*Unable to contact slurm controller"):
         jobs_of("1")
+
+
+def states_of(job_ids: list[str]) -> dict[str, str]:
+    return {job_id: job.state for job_id, job in known_jobs(job_ids).items()}
 
 
 def test_the_states_of_many_jobs_are_one_question(slurm: FakeSlurm) -> None:
