@@ -9,7 +9,7 @@ from typing import Any
 
 from dist_transformer.config.loading import flatten
 from dist_transformer.config.schema import Config
-from dist_transformer.data.loader.loader import STALL_SHARE, LaneLoader, MicroBatch, validation_batches
+from dist_transformer.data.loader.loader import STALL_SHARE, LaneLoader, MicroBatch, micro_batches
 from dist_transformer.data.loader.mixture import stages
 from dist_transformer.data.loader.partition import Planner
 from dist_transformer.data.loader.position import Position, position_from_json
@@ -56,9 +56,10 @@ class RunData:
         return WindowBuilder(self.reader, self.config.data.token_budget(), self.manifest.special, self.config.run.seed)
 
     def validation(self) -> Iterator[MicroBatch]:
-        """Yields the micro-batches of the validation corpus; none without one."""
+        """Yields every row of the validation corpus once, in micro-batches of similar lengths; none without one."""
         if "validation" in self.manifest.splits:
-            yield from validation_batches(self.builder, self.manifest.bos_id)
+            for rows in self.reader.read_split("validation"):
+                yield from micro_batches(self.builder.build_rows(rows), 0, self.manifest.bos_id)
 
     def start(self) -> Position:
         """Returns the position before the first batch."""

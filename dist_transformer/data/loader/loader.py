@@ -245,9 +245,3 @@ def micro_batches(window: Window, lane: int, bos_id: int) -> Iterator[MicroBatch
         rows = row_ids[row : row + shape.rows]
         yield MicroBatch(lane, shape, source, target_in, target, rows)
         token, row = end, row + shape.rows
-
-
-def validation_batches(builder: WindowBuilder, bos_id: int) -> Iterator[MicroBatch]:
-    """Yields every row of the validation corpus once, in micro-batches of similar lengths; the same on every rank."""
-    for window in builder.build_in_order("validation"):
-        yield from micro_batches(window, 0, bos_id)

@@ -4,7 +4,7 @@ A window is a pure function of (manifest, seed, epoch, segment, lane, window): a
 same one, and a resume recomputes one window per lane instead of reading the epoch again.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,15 +85,10 @@ class WindowBuilder:
         shuffled = [buckets[i] for i in random.permutation(len(buckets))]
         return Window(request, *self._lay_out(read.rows, shuffled), read.dropped, read.quarantined)
 
-    def build_in_order(self, split: str) -> Iterator[Window]:
-        """Yields the complete split without randomness, a window for each row group: for validation."""
-        for number, rows in enumerate(self._reader.read_split(split)):
-            yield self.build_rows(rows, number)
-
-    def build_rows(self, rows: Rows, number: int = 0) -> Window:
+    def build_rows(self, rows: Rows) -> Window:
         """Builds a window of these rows without randomness."""
         buckets = self._buckets(rows, np.arange(len(rows.row_ids)))
-        return Window(WindowRequest(WindowKey(0, 0, 0, number), ()), *self._lay_out(rows, buckets), {}, ())
+        return Window(WindowRequest(WindowKey(0, 0, 0, 0), ()), *self._lay_out(rows, buckets), {}, ())
 
     def _buckets(self, rows: Rows, order: Ints) -> list[Bucket]:
         return buckets_of(np.diff(rows.source_offsets), np.diff(rows.target_offsets), order, self._max_tokens)
