@@ -2,7 +2,6 @@
 
 import logging
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
 import torch
@@ -36,13 +35,6 @@ log = logging.getLogger(__name__)
 
 MAX_SKIPS_IN_A_ROW = 100
 """Limit above the number of skips that fp16's loss scale needs from any power of 2 down to its floor."""
-
-
-class Outcome(Enum):
-    """Outcome of a run's process."""
-
-    FINISHED = "finished"
-    STOPPED = "stopped"
 
 
 class Loop:
@@ -88,20 +80,20 @@ class Loop:
         self._validation.restore(state)
         self._agreement.restore(state["losses_to_judge"])
 
-    def run(self) -> Outcome:
-        """Trains until the end or a stop request (collective). A checkpoint of the last step is there afterwards.
+    def run(self) -> bool:
+        """Trains until the end (True) or a stop request (False; collective). A checkpoint of the last step is there then.
 
         Raises:
             Diverged: on every rank, at the same step.
         """
         try:
             self._train()
-            outcome = Outcome.FINISHED
+            is_finished = True
         except Stopped:  # at a batch, or in the middle of a validation, which is still due
-            outcome = Outcome.STOPPED
+            is_finished = False
         self._errors.compare(self.state.step)
         self._saver.save_last(self.state.step, self._checkpoint_state)
-        return outcome
+        return is_finished
 
     def _train(self) -> None:
         state, every = self.state, self._config.checkpoints.every_steps

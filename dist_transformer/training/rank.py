@@ -31,7 +31,6 @@ from dist_transformer.tracking.final_status import status_said
 from dist_transformer.tracking.outbox import add_event
 from dist_transformer.training.checkpoint import checkpoints
 from dist_transformer.training.divergence import Diverged, Recovery, first_bad_step, read_recovery, recover
-from dist_transformer.training.loop import Outcome
 from dist_transformer.training.metrics.console import Terminal
 from dist_transformer.training.precision import bf16_warning, resolve_precision
 from dist_transformer.training.run import Run
@@ -191,11 +190,11 @@ def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:
         note(run_dir, ranks, "failed", reason=message.strip().splitlines()[-1])
 
 
-def _end(run: Run, outcome: Outcome, step: int) -> int:
+def _end(run: Run, is_finished: bool, step: int) -> int:
     """Records the end and returns the exit code (collective: rank 0, whose code the batch script reads, ends last)."""
     run_dir, ranks, stop = run.run_dir, run.ranks, run.stop
     reasons = [reason for reason in ranks.all_gather_object(stop.reason()) if reason]
-    if outcome is Outcome.FINISHED:
+    if is_finished:
         log.info("end        finished at step %d", step)
         return EXIT_DONE
     reason = ", ".join(sorted(set(reasons)))

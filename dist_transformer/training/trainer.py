@@ -40,7 +40,7 @@ from dist_transformer.training.finish import RunEnd, finish
 from dist_transformer.training.global_batch import GlobalBatchPrefetcher
 from dist_transformer.training.guided_alignment import GuidedAlignment, open_lexicon
 from dist_transformer.training.init_from import initialise
-from dist_transformer.training.loop import Loop, Outcome
+from dist_transformer.training.loop import Loop
 from dist_transformer.training.memory import explaining_out_of_memory
 from dist_transformer.training.metrics.console import ProgressBar, log_estimate
 from dist_transformer.training.metrics.logger import MetricsLogger
@@ -60,11 +60,11 @@ from dist_transformer.training.validation.translation import dry_run_of_validati
 log = logging.getLogger(__name__)
 
 
-def train(run: Run) -> tuple[Outcome, int]:
+def train(run: Run) -> tuple[bool, int]:
     """Trains from the newest complete checkpoint until the end of the run, a stop or a divergence (collective).
 
     Returns:
-        The outcome, and the last step.
+        True if the run has finished, False if it was stopped; and the last step.
 
     Raises:
         Diverged: on every rank; the checkpoint in flight is complete, and the records are closed.
@@ -83,11 +83,10 @@ def train(run: Run) -> tuple[Outcome, int]:
     run_log = _open_run_log(run, state, origin | changes.tags())
     end = RunEnd(run.config.tracking, run.run_dir, run.ranks, run.watchdog, run_log.tracker if run_log else None)
     try:
-        outcome, early_stop = _loop(run, engine, checkpoint, changes, state, run_log)
-        if outcome is Outcome.FINISHED and not finish(run, end, state.step, early_stop):
-            outcome = Outcome.STOPPED
-        end.close("FINISHED" if outcome is Outcome.FINISHED else "SCHEDULED")
-        return outcome, state.step
+        is_finished, early_stop = _loop(run, engine, checkpoint, changes, state, run_log)
+        is_finished = is_finished and finish(run, end, state.step, early_stop)
+        end.close("FINISHED" if is_finished else "SCHEDULED")
+        return is_finished, state.step
     except Diverged:
         engine.close()
         end.close("FAILED" if run.config.divergence.policy == "stop" else "SCHEDULED")
@@ -211,8 +210,9 @@ def _open_run_log(run: Run, state: TrainState, tags: dict[str, str]) -> RunLog |
 
 def _loop(
     run: Run, engine: Engine, checkpoint: Checkpoint | None, changes: Changes, state: TrainState, run_log: RunLog | None
-) -> tuple[Outcome, str]:
-    """Builds the parts of the loop and runs it (collective). Returns the outcome, and the reason of an early stop."""
+) -> tuple[bool, str]:
+    """Builds the parts of the loop and runs it (collective). Returns whether it reached the end of training, and the
+    reason of an early stop."""
     config, ranks, data, watchdog = run.config, run.ranks, run.data, run.watchdog
     recorded = run_on_rank_zero(ranks, lambda: newest_records(run.run_dir), run.doing("reading the earlier records"))
     validator = open_validator(run, engine)
@@ -268,11 +268,11 @@ def _loop(
     written = run_log.profile_written if run_log else None
     profile = profiling(run, engine, batches, metrics, calls, written) if run.terminal.profile else nullcontext()
     with bar.progress, sampler, _ending_save(run, saver, state), profile:
-        outcome = loop.run()
-    early_stop = stopping.reason() or "" if outcome is Outcome.FINISHED else ""
+        is_finished = loop.run()
+    early_stop = stopping.reason() or "" if is_finished else ""
     if early_stop:
         log.info("early stop %s", early_stop)
-    return outcome, early_stop
+    return is_finished, early_stop
 
 
 def _take_memory(run: Run, engine: Engine, writer: AsyncWriter, validator: Validator) -> None:
