@@ -73,6 +73,9 @@ class LaneLoader:
         batch: number of the next global batch.
         lanes: lanes of this rank, ascending.
         progress: called for each window received.
+
+    Attributes:
+        partition: that of the epoch, as it is cut now.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class LaneLoader:
         progress: Callable[[], None] = lambda: None,
     ) -> None:
         self._planner, self._bos_id, self._progress = planner, settings.bos_id, progress
-        self._partition, self._plan = position.partition, planner.plan(position.partition)
+        self.partition, self._plan = position.partition, planner.plan(position.partition)
         self._lanes = {lane: position.lanes[lane] for lane in lanes}
         self._current: dict[int, Iterator[MicroBatch]] = {}
         self._without: Exclusions = {}
@@ -116,30 +119,26 @@ class LaneLoader:
 
     def start_epoch(self, batch: int) -> None:
         """Begins the next epoch with global batch number `batch`. Every rank calls it once all lanes return None."""
-        foreseen = self._planner.after_epoch(self._partition, self._ahead_batch)
-        self._partition = self._planner.after_epoch(self._partition, batch)
-        self._plan = self._planner.plan(self._partition)
+        foreseen = self._planner.after_epoch(self.partition, self._ahead_batch)
+        self.partition = self._planner.after_epoch(self.partition, batch)
+        self._plan = self._planner.plan(self.partition)
         self._lanes = dict.fromkeys(self._lanes, (0, 0))
         self._current = {}
-        if self._partition != foreseen:
+        if self.partition != foreseen:
             self._restart(batch)
 
     def must_repartition(self, batch: int) -> bool:
         """True if other weights hold from global batch `batch` on: every rank calls `repartition` before its next step."""
-        return self._planner.stage_at(batch, self._partition.streams)[0] != self._partition.shares
+        return self._planner.stage_at(batch, self.partition.streams)[0] != self.partition.shares
 
     def repartition(self, lanes: LanePositions, batch: int) -> None:
         """Repartitions the rest of the epoch. `lanes`: positions of all lanes of all ranks."""
-        position = Position.start(self._planner.repartition(self._partition, lanes, batch, len(lanes)))
-        self._partition, self._plan = position.partition, self._planner.plan(position.partition)
+        position = Position.start(self._planner.repartition(self.partition, lanes, batch, len(lanes)))
+        self.partition, self._plan = position.partition, self._planner.plan(position.partition)
         begun = {lane for lane in self._current if position.partition.open_windows[lane]}
         self._current = {lane: batches for lane, batches in self._current.items() if lane in begun}
         self._lanes = {lane: position.lanes[lane] for lane in self._lanes}
         self._restart(batch)
-
-    @property
-    def partition(self) -> Partition:
-        return self._partition
 
     def lane_positions(self) -> dict[int, tuple[int, int]]:
         """Returns (window, micro-batches handed out) of this rank's lanes."""
@@ -186,7 +185,7 @@ class LaneLoader:
         self._ahead_batch = batch
         first = {lane: window + (lane in at_hand) for lane, (window, _) in self._lanes.items()}
         self._ahead = {
-            lane: _requests(self._planner, self._partition, batch, lane, window, self._without)
+            lane: _requests(self._planner, self.partition, batch, lane, window, self._without)
             for lane, window in first.items()
         }
 
