@@ -34,7 +34,11 @@ IMPOSSIBLE = -1e9
 
 
 class CTranslate2Searcher:
-    """A `Searcher` whose results do not depend on the order or composition of batches, unless the folder has a shortlist."""
+    """A `Searcher` whose results do not depend on the order or composition of batches, unless the folder has a shortlist.
+
+    Attributes:
+        max_positions: longest source and translation in tokens; None: no limit.
+    """
 
     def __init__(
         self,
@@ -67,17 +71,12 @@ class CTranslate2Searcher:
         never = {special.bos, special.pad, *range(pieces, rows)} - {special.eos}
         self._never = [[self._target_tokens[number]] for number in sorted(never)]
 
-    @property
-    def max_positions(self) -> int | None:
-        """Longest source and translation in tokens; None: no limit."""
-        return self._max_positions
-
     def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
         """Translations of each sentence, at least one and at most `config.n_best`, best first.
 
         Raises UserError: a prefix leaves no position for the end of the translation.
         """
-        longest = [longest_output(sentence, self._max_positions, self.config) for sentence in batch]
+        longest = [longest_output(sentence, self.max_positions, self.config) for sentence in batch]
         found = self._translate(batch, max(longest, default=1))
         for place, limit in enumerate(longest):
             # The batch's longest length was used for this sentence: if a translation exceeds its own, search again.
@@ -89,7 +88,7 @@ class CTranslate2Searcher:
         exported = load_exported(folder)
         self._source_tokens, self._target_tokens = read_vocabularies(folder)
         self._target_id = {token: number for number, token in enumerate(self._target_tokens)}
-        self._max_positions = exported.max_positions
+        self.max_positions = exported.max_positions
         place: dict[str, Any] = {"device": device.type, "intra_threads": _num_threads()}
         if device.type == "cuda":
             place["device_index"] = device.index or 0

@@ -21,7 +21,11 @@ from dist_transformer.model.transformer import Transformer
 
 
 class TorchSearcher:
-    """A `Searcher` over models of this package."""
+    """A `Searcher` over models of this package.
+
+    Attributes:
+        max_positions: longest source and translation in tokens, the smallest of the models' limits; None: no limit.
+    """
 
     def __init__(
         self,
@@ -34,14 +38,10 @@ class TorchSearcher:
         uses the logarithm of the mean of their probabilities."""
         assert models, "a search needs a model"
         self.models, self.config, self.device = models, config, device
+        self.max_positions = min((m.max_positions for m in models if m.max_positions is not None), default=None)
         self.ids = special
         self.each_token: Callable[[], None] = lambda: None
         """Callback before each token of a batch; an exception from it ends the search."""
-
-    @property
-    def max_positions(self) -> int | None:
-        """Longest source and translation in tokens, the smallest of the models' limits; None: no limit."""
-        return min((model.max_positions for model in self.models if model.max_positions is not None), default=None)
 
     @torch.inference_mode()
     def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:

@@ -111,10 +111,7 @@ class _StoppableSearcher:
 
     def __init__(self, searcher: Searcher, stop: StopRequest, parts: Parts) -> None:
         self._searcher, self._stop, self._parts, self._num_before = searcher, stop, parts, parts.num_done()
-
-    @property
-    def max_positions(self) -> int | None:
-        return self._searcher.max_positions
+        self.max_positions = searcher.max_positions
 
     def search(self, batch: Sequence[SearchInput]) -> list[list[Hypothesis]]:
         if (reason := self._stop.reason()) is not None:
