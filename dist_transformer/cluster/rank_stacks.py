@@ -1,6 +1,5 @@
 """The stacks of all ranks of a run: from each node of its Slurm job, else from this machine."""
 
-import json
 import platform
 import sys
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from dist_transformer.cluster.slurm import host_names, run_on_each_node
 from dist_transformer.errors import UserError
 from dist_transformer.processes.stacks import Dump, dump_local, rank_processes
 from dist_transformer.run.folder import RunDir
+from dist_transformer.run.records import records_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def by_node(nodes: list[str], lines: list[str]) -> list[NodeStacks]:
     """Sorts the answers, which come in any order and may be mixed with other output, by node and rank."""
     ranks: dict[str, int] = {}
     dumps: dict[str, dict[int, Dump]] = {node: {} for node in nodes}
-    for answer in map(_answer, lines):
+    for answer in records_of(lines):
         if "node" in answer:
             ranks[answer["node"]] = answer["ranks"]
         elif "rank" in answer:
@@ -74,11 +74,3 @@ def stacks_here(run_dir: RunDir, owner: Mapping[str, Any]) -> NodeStacks:
             f"{run_dir.path}: process {owner.get('pid')} of owner.json does not run here as a rank of yours"
         )
     return NodeStacks(host, tuple(dump_local(first.job)), None)
-
-
-def _answer(line: str) -> dict[str, Any]:
-    try:
-        answer = json.loads(line)
-    except ValueError:
-        return {}
-    return answer if isinstance(answer, dict) else {}
