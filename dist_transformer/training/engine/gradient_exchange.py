@@ -58,6 +58,7 @@ class Bucket:
         mean: the mean over the ranks of what was sent in this step, in fp32, or the sum in fixed point: all of it, or
             this rank's share.
         missing: parameters whose gradient the backward pass has not completed.
+        sent: what is on its way to the other ranks; None if nothing is.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], size: int, is_fixed_point: bool = False) -> None:
@@ -65,7 +66,7 @@ class Bucket:
         self.flat: Tensor | None = None
         self.mean: Tensor | None = None
         self.missing = 0
-        self._sent: Pending | None = None
+        self.sent: Pending | None = None
 
     def take_gradients(self) -> None:
         """Moves the parameters' gradients into `flat`."""
@@ -93,21 +94,13 @@ class Bucket:
         self.receive()
         flat, self.flat = self.flat, None
         assert flat is not None
-        sent = flat if ranks.num_ranks == 1 or self.is_fixed_point else flat.to(dtype)
-        self._sent = ranks.start_mean(sent, into_shares, self.is_fixed_point)
-
-    @property
-    def is_on_the_way(self) -> bool:
-        return self._sent is not None
-
-    @property
-    def has_arrived(self) -> bool:
-        return self._sent is not None and self._sent.is_done
+        flat = flat if ranks.num_ranks == 1 or self.is_fixed_point else flat.to(dtype)
+        self.sent = ranks.start_mean(flat, into_shares, self.is_fixed_point)
 
     def receive(self) -> None:
         """Waits until what was sent is in `mean` (collective)."""
-        if self._sent is not None:
-            mean, self._sent = self._sent.wait(), None
+        if self.sent is not None:
+            mean, self.sent = self.sent.wait(), None
             self.mean = mean if self.mean is None else self.mean.add_(mean)
 
     def views_of(self, flat: Tensor) -> list[Tensor]:
@@ -182,10 +175,9 @@ class GradientExchange:
 
     def _make_room(self) -> None:
         """Takes what has arrived, and waits for the oldest gradients if too many are on the way."""
-        waiting = [bucket for bucket in self.buckets if bucket.is_on_the_way]
-        on_the_way = sum(bucket.size for bucket in waiting)
-        for bucket in waiting:
-            if bucket.has_arrived or on_the_way > self._most_on_the_way:
+        on_the_way = sum(bucket.size for bucket in self.buckets if bucket.sent is not None)
+        for bucket in self.buckets:
+            if bucket.sent is not None and (bucket.sent.is_done or on_the_way > self._most_on_the_way):
                 bucket.receive()
                 on_the_way -= bucket.size
 
