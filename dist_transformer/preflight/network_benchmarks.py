@@ -1,6 +1,7 @@
 """Measurements of all ranks together. Every function is collective; times are medians of a few repeats."""
 
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import median
@@ -72,10 +73,4 @@ def clock(ranks: Ranks) -> dict[str, float]:
 
 def _median_seconds(work: Callable[[], object], repeats: int) -> float:
     work()  # the first call makes the connections
-    return median(_seconds(work) for _ in range(repeats))
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+    return median(timeit.repeat(work, number=1, repeat=repeats))
