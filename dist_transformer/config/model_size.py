@@ -57,11 +57,6 @@ def count_by_part(config: ModelConfig, source_vocabulary: int, target_vocabulary
     return Parameters(encoder + decoder + final_norms, output_bias + rows * d_model)
 
 
-def parameter_count(config: ModelConfig, source_vocabulary: int, target_vocabulary: int) -> int:
-    """The total of `count_by_part`."""
-    return count_by_part(config, source_vocabulary, target_vocabulary).total
-
-
 def with_precision(config: Config, precision: str) -> Config:
     """Returns the configuration with `precision` in place of `training.precision: auto`."""
     if config.training.precision != "auto":

@@ -15,7 +15,7 @@ from dist_transformer.config.credentials import holds_secret, is_secret, without
 from dist_transformer.config.data_schema import CorpusConfig
 from dist_transformer.config.former_keys import current_settings
 from dist_transformer.config.loading import flatten
-from dist_transformer.config.model_size import parameter_count
+from dist_transformer.config.model_size import count_by_part
 from dist_transformer.config.schema import Config, ModelConfig
 from dist_transformer.config.slurm_schema import CPU_BIND
 from dist_transformer.config.yaml_positions import read_yaml
@@ -132,8 +132,10 @@ class RunStory:
         """Number of the model's parameters; None if the settings or the prepared corpus do not determine it."""
         sizes = {name: value for key, value in self.settings.items() if (name := key.removeprefix("model.")) != key}
         vocabularies = self.prepared.vocabularies if self.prepared else None
+        if not sizes or not vocabularies:
+            return None
         try:
-            return parameter_count(ModelConfig.model_validate(sizes), *vocabularies) if sizes and vocabularies else None
+            return count_by_part(ModelConfig.model_validate(sizes), *vocabularies).total
         except ValueError:  # settings of another version
             return None
 

@@ -9,7 +9,7 @@ from typing import Any
 from dist_transformer import __version__
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.loading import flatten, to_yaml, with_absolute_paths
-from dist_transformer.config.model_size import parameter_count
+from dist_transformer.config.model_size import count_by_part
 from dist_transformer.config.paths import is_address, located
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import Manifest, json_digest
@@ -37,7 +37,7 @@ def start_tracker(run: Run, origin: dict[str, str]) -> Tracker:
 
 
 def _tags(config: Config, ranks: Ranks, manifest: Manifest) -> dict[str, str]:
-    parameters = parameter_count(config.model, manifest.source_vocabulary, manifest.target_vocabulary)
+    parameters = count_by_part(config.model, manifest.source_vocabulary, manifest.target_vocabulary).total
     commit = git_commit()
     return {
         "languages": f"{config.data.source_language}-{config.data.target_language}",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dist_transformer.config.loading import config_of, load_config, read_extended
-from dist_transformer.config.model_size import head_sizes, parameter_count
+from dist_transformer.config.model_size import count_by_part, head_sizes
 from dist_transformer.config.schema import Config, ModelConfig
 from dist_transformer.config.yaml_positions import merge
 from dist_transformer.model.transformer import Transformer
@@ -98,11 +98,11 @@ def test_parameters_are_those_printed_in_the_paper(name, number, millions):
     41,160 pieces, and big for 35,296 to 36,272."""
     model: ModelConfig = rows_of(name)[number].model
     pieces = 36_000 if name == "big" else 41_000
-    assert parameter_count(model, pieces, pieces) / MILLION == pytest.approx(millions, abs=0.5)
-    assert parameter_count(model, 37_000, 37_000) / MILLION == pytest.approx(millions, rel=0.07)
+    assert count_by_part(model, pieces, pieces).total / MILLION == pytest.approx(millions, abs=0.5)
+    assert count_by_part(model, 37_000, 37_000).total / MILLION == pytest.approx(millions, rel=0.07)
     with torch.device("meta"):
         network = Transformer(model, pieces, pieces, 0)
-    assert sum(parameter.numel() for parameter in network.parameters()) == parameter_count(model, pieces, pieces)
+    assert sum(parameter.numel() for parameter in network.parameters()) == count_by_part(model, pieces, pieces).total
 
 
 @pytest.mark.parametrize("number", range(4))
@@ -110,6 +110,7 @@ def test_rows_a_and_d_have_the_parameters_of_base(number):
     """To the last one: neither heads nor dropout have parameters; the paper prints none."""
     [base] = rows_of("base")
     for name in ("rows_a", "rows_d"):
-        assert parameter_count(rows_of(name)[number].model, 37_000, 37_000) == parameter_count(
-            base.model, 37_000, 37_000
+        assert (
+            count_by_part(rows_of(name)[number].model, 37_000, 37_000).total
+            == count_by_part(base.model, 37_000, 37_000).total
         )

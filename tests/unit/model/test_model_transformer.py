@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_transformer.config.model_size import has_final_norm, parameter_count
+from dist_transformer.config.model_size import count_by_part, has_final_norm
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.model.attention import KeyValueCache
 from dist_transformer.model.layers import (
@@ -190,7 +190,7 @@ def test_the_parameter_count_formula_counts_the_parameters(
     target_vocabulary = 32 if shared_embeddings else 40
     model = Transformer(config, 32, target_vocabulary, PAD)
     counted = sum(parameter.numel() for parameter in model.parameters())
-    assert parameter_count(config, 32, target_vocabulary) == counted
+    assert count_by_part(config, 32, target_vocabulary).total == counted
 
 
 def test_tying_makes_one_matrix_of_three(make_model: MakeModel) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from dist_transformer.config.model_size import parameter_count
+from dist_transformer.config.model_size import count_by_part
 from dist_transformer.config.parameter_names import all_parameter_names
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.model.attention import SelfAttention, apply_rotary
@@ -269,7 +269,7 @@ def test_the_parameter_count_formula_counts_the_parameters_of_variants(
     target_vocabulary = 32 if config.shared_embeddings else 40
     model = Transformer(config, 32, target_vocabulary, PAD)
     counted = sum(parameter.numel() for parameter in model.parameters())
-    assert parameter_count(config, 32, target_vocabulary) == counted
+    assert count_by_part(config, 32, target_vocabulary).total == counted
 
 
 @pytest.mark.parametrize("given", [{}, *VARIANTS, {"positions": "learned", "max_positions": 50}], ids=str)

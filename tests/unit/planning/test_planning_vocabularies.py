@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from dist_transformer.cli.main import app
 from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.config.loading import load_config
-from dist_transformer.config.model_size import parameter_count
+from dist_transformer.config.model_size import count_by_part
 from dist_transformer.data.sources.demo_corpus import demo_pairs
 from dist_transformer.data.tokenizer.tokenizer import train_tokenizer
 from dist_transformer.errors import DataError
@@ -51,7 +51,7 @@ def said_by(*arguments: object) -> str:
 @pytest.mark.parametrize(("shared", "sizes"), [(True, (120, 120)), (False, (120, 136))])
 def test_check_and_plan_count_the_pieces_of_tokenizers_that_are_given(tmp_path, tokenizers, shared, sizes):
     path = written(tmp_path, tokenizers, shared)
-    parameters = parameter_count(load_config(path).model, *sizes)
+    parameters = count_by_part(load_config(path).model, *sizes).total
     (of_check,) = re.findall(r"([\d,]+) parameters", said_by("config", "check", path))
     assert int(of_check.replace(",", "")) == parameters
     assert json.loads(said_by("plan", path, "--json"))["parameters"] == parameters

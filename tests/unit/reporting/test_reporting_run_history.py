@@ -6,7 +6,7 @@ import shutil
 import pytest
 from run_builder import SECONDS_PER_STEP, append, time_of, train_record, write_prepared, write_run
 
-from dist_transformer.config.model_size import parameter_count
+from dist_transformer.config.model_size import count_by_part
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.files import write_json, write_text
 from dist_transformer.reporting.page import run_page
@@ -27,7 +27,7 @@ def test_the_story_of_a_finished_run(tmp_path):
     assert story.evaluations["test"]["bleu"] == 31.25
     assert story.prepared is not None
     assert story.prepared.digest == "feed" * 16
-    assert story.num_parameters == parameter_count(ModelConfig(preset="tiny"), 304, 304)
+    assert story.num_parameters == count_by_part(ModelConfig(preset="tiny"), 304, 304).total
 
 
 def test_values_from_before_the_metric_was_measured_otherwise_are_never_the_best(tmp_path):
