@@ -13,16 +13,10 @@ from types import FrameType
 from typing import NoReturn
 
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, MachineError
-from dist_transformer.processes.stop_request import LAUNCHER_VARIABLE, leave
+from dist_transformer.processes.stop_request import LAUNCHER_VARIABLE, STOP_SIGNALS, leave
 
-_FORWARDED_AS = {
-    signal.SIGUSR1: signal.SIGUSR1,
-    signal.SIGUSR2: signal.SIGUSR2,
-    signal.SIGTERM: signal.SIGTERM,
-    signal.SIGINT: signal.SIGINT,
-    # A closed terminal; the ranks, in sessions of their own, would not receive its HUP.
-    signal.SIGHUP: signal.SIGTERM,
-}
+# HUP, of a closed terminal, goes on as TERM: the ranks, in sessions of their own, would not receive it.
+_FORWARDED_AS = {number: number for number in STOP_SIGNALS} | {signal.SIGHUP: signal.SIGTERM}
 
 
 @dataclass
