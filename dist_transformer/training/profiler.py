@@ -66,7 +66,7 @@ def profiling(
 
     Args:
         calls: those that are marked besides the ones of `engine`, `batches` and `metrics`.
-        written: called with the path of the table; None on all ranks but rank 0.
+        written: called with the path of the table, to report it to MLflow; None on other ranks, and without tracking.
     """
     with ExitStack() as marks:
         recorder = _Recorder(run, metrics, marks, written)

@@ -87,11 +87,6 @@ class RunLog:
         """Records a step that could not be validated."""
         add_to_history(self._run_dir, "failed validation", step, {"reason": without_secrets(reason)})
 
-    def profile_written(self, table: Path) -> None:
-        """Reports the table of a profile to MLflow."""
-        if self.tracker is not None:
-            self.tracker.profile_written(table)
-
     def report_unreported(self, step: int) -> None:
         """Reports the checkpoint that this start resumes from, if the one that wrote it was killed before it could."""
         path = self._run_dir.checkpoints / checkpoints.folder_name(step)

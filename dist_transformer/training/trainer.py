@@ -265,7 +265,7 @@ def _loop(
         (bar, "show", "tracking"), (validation, "validate", "validation"),
         (writer, "begin", "checkpoint"), (writer, "finish", "checkpoint"),
     )  # fmt: skip
-    written = run_log.profile_written if run_log else None
+    written = run_log.tracker.profile_written if run_log and run_log.tracker else None
     profile = profiling(run, engine, batches, metrics, calls, written) if run.terminal.profile else nullcontext()
     with bar.progress, sampler, _ending_save(run, saver, state), profile:
         is_finished = loop.run()
