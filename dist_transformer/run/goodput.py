@@ -105,21 +105,17 @@ def _starts(run_dir: RunDir, now: float) -> list[_Start]:
     starts: list[_Start] = []
     for number, following in zip_longest(begins, begins[1:]):
         record = records[number]
-        end = next((r["time"] for r in records[number + 1 : following] if r["event"] == "end"), None)
+        said = next((r for r in records[number + 1 : following] if r["event"] == "end"), None)  # its word of its end
+        end = said["time"] if said else None
         if end is None and following is not None:  # without a word of the next start, its last record decides (_count)
             end = records[following].get("before_seen") or records[following].get("began") or record["time"]
         earliest = starts[-1].ended if starts else 0.0
         trained = max(record["time"], earliest)
         began = min(max(record.get("began", trained), earliest), trained)
-        has_died = following is not None and records[following]["step"] < _reached(records[number + 1 : following])
+        has_died = following is not None and (said is None or records[following]["step"] < said["step"])
         ended = max(trained, _last_sign(run_dir, now) if end is None else end)
         starts.append(_Start(began, trained, ended, int(record.get("num_ranks", 1)), has_died))
     return starts
-
-
-def _reached(records: Sequence[Record]) -> float:
-    """Returns the step that a start says it reached; infinite without its word."""
-    return next((record["step"] for record in records if record["event"] == "end"), float("inf"))
 
 
 def _last_sign(run_dir: RunDir, now: float) -> float:
