@@ -17,12 +17,11 @@ from dist_transformer.planning.scale import (
     Site,
     patience,
 )
-from dist_transformer.planning.tables import nodes_text, print_sources, run_values
+from dist_transformer.planning.tables import NOTHING, nodes_text, print_sources, run_values
 from dist_transformer.planning.vocabularies import count_parameters
 
 STEPS = ("nodes", "ranks", "lanes", "target tokens/s", "step s", "communication", "stragglers", "efficiency")
 FAILURES = ("nodes", "fails every", "best", "every_steps", "about as good", "kept", "as it is", "useful", "days")
-NOTHING = "-"
 MANY_GIVE_UP = 0.01
 
 

@@ -141,7 +141,7 @@ def encode(record: Mapping[str, Any]) -> str:
 
 def _encodable(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+        return str(value)
     return value
 
 

@@ -151,7 +151,6 @@ def _translator(run: Run, tokenizer: Tokenizer, engine: Engine) -> Translate:
 
     config, ranks, measures = run.config, run.ranks, _own_measure(run)
     search = _search(config)
-    search = _search(config)
 
     def scores(each: ValidationSet, translations: Sequence[str]) -> dict[str, float | str]:
         with failures_named(ranks):
