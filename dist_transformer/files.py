@@ -1,6 +1,7 @@
 """File access for disks that may not answer at once: reads with retries, atomic writes, and file times."""
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -159,6 +160,12 @@ def parse_json(text: str | bytes) -> Any:
 def read_json(path: Path) -> Any:
     """Reads a JSON file. Raises OSError, and ValueError for a file that is not JSON."""
     return parse_json(path.read_text(encoding="utf-8"))
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

@@ -8,7 +8,6 @@ A check reads the file and executes nothing; `load` executes it. docs/plugins.md
 """
 
 import ast
-import hashlib
 import importlib
 import importlib.util
 import sys
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from dist_transformer.errors import UserError
+from dist_transformer.files import file_sha256
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +76,7 @@ class Plugin:
     @property
     def identity(self) -> str:
         """Name and content, which a resume must find unchanged, wherever the file lies."""
-        return f"{self.name} of a file with SHA-256 {sha256_of(self.file)}"
+        return f"{self.name} of a file with SHA-256 {file_sha256(self.file)}"
 
     def load(self) -> Any:
         """Executes the file or module, once in a process, and returns the object of this name."""
@@ -124,10 +124,6 @@ def with_absolute_path(given: str | None) -> str | None:
     return f"{Path(place).expanduser().absolute()}:{name}" if colon and place.endswith(".py") else given
 
 
-def sha256_of(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
-
-
 def call(plugin: Plugin, function: Callable[[], T]) -> T:
     """Returns the result of the user's code; UserError, the same on every rank, for any error in it."""
     try:
@@ -151,7 +147,7 @@ def measure_of(plugin: Plugin) -> ScoreTranslations:
 def _loaded(plugin: Plugin) -> Any:
     if plugin.module is not None:
         return getattr(importlib.import_module(plugin.module), plugin.name)
-    name = f"dist_transformer_plugin_{sha256_of(plugin.file)[:16]}"
+    name = f"dist_transformer_plugin_{file_sha256(plugin.file)[:16]}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, plugin.file)
         assert spec is not None

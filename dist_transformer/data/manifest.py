@@ -182,12 +182,6 @@ def json_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def file_sha256(path: Path) -> str:
-    """SHA-256 of a file's bytes, in hex."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def verify_shards(folder: Path, manifest: Manifest) -> None:
     """Checks that every shard exists with its size; DataError names the first bad one. Of the user's files read in place
     only local ones are checked.

@@ -10,11 +10,11 @@ from typing import Any
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig, FilterConfig, TokenizerConfig
 from dist_transformer.config.loading import flatten
 from dist_transformer.config.schema import Config
-from dist_transformer.data.manifest import file_sha256
 from dist_transformer.data.modifiers import inline_tags
 from dist_transformer.data.sources.files import corpus_fingerprint
 from dist_transformer.data.tokenizer.tokenizer import TRAINING_SENTENCES
 from dist_transformer.errors import DataError
+from dist_transformer.files import file_sha256
 from dist_transformer.plugins import find
 
 PREPARED_FORMAT, FORMAT_BEFORE_RULES = 3, 2

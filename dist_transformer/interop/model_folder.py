@@ -26,12 +26,12 @@ from torch.overrides import TorchFunctionMode
 from dist_transformer.config.checks import check_model
 from dist_transformer.config.schema import ModelConfig
 from dist_transformer.errors import CheckpointError, MachineError
-from dist_transformer.files import MISPLACED, patiently, share_as_folder, write_json, write_text
+from dist_transformer.files import MISPLACED, file_sha256, patiently, share_as_folder, write_json, write_text
 from dist_transformer.interop.complete_folder import complete_folder
 from dist_transformer.interop.model_card import CARD, Origin, is_own_card, model_card, read_card
 from dist_transformer.model.plugin import build_plugin
 from dist_transformer.model.transformer import Transformer
-from dist_transformer.plugins import find, sha256_of
+from dist_transformer.plugins import find
 from dist_transformer.run.records import read_record
 
 LABEL = "dist-transformer"
@@ -101,7 +101,7 @@ def save_model_folder(
     elif plugin_file is None or not plugin_file.is_file():
         raise CheckpointError(f"{plugin_file}: no such file, expected the copy of model.plugin; put it back there")
     else:
-        header["plugin_sha256"] = sha256_of(plugin_file)
+        header["plugin_sha256"] = file_sha256(plugin_file)
     contiguous = {name: tensor.detach().to("cpu", torch.float32).contiguous() for name, tensor in weights.items()}
     own_card = [CARD] if is_own_card(folder / CARD) else []
     with complete_folder(folder, MODEL_FOLDER, is_model_folder, [*FILES, *own_card]) as temporary:
@@ -229,7 +229,7 @@ def _named_plugin(folder: Path, recorded: str, given: str | None) -> str:
             "commands take models of this program only"
         )
     file, expected = find("--plugin", given).file, read_record(folder / CONFIG).get("plugin_sha256")
-    if (found := sha256_of(file)) != expected:
+    if (found := file_sha256(file)) != expected:
         raise CheckpointError(
             f"--plugin: {file} is not the file that the model in {folder} was trained with: expected SHA-256 {expected}, "
             f"found {found}; name the same file"

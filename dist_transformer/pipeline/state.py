@@ -16,8 +16,9 @@ from dist_transformer.config.loading import config_of, plugins_of, read_extended
 from dist_transformer.config.paths import local_files
 from dist_transformer.config.schema import Config
 from dist_transformer.config.yaml_positions import Marked, merge
-from dist_transformer.data.manifest import file_sha256, json_digest
+from dist_transformer.data.manifest import json_digest
 from dist_transformer.errors import ConfigError
+from dist_transformer.files import file_sha256
 from dist_transformer.pipeline.schema import HEADING, KINDS, PLACES, Pipeline
 from dist_transformer.plugins import find
 from dist_transformer.run.folder import RunDir

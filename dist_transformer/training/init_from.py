@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from dist_transformer.config.schema import Config
-from dist_transformer.data.manifest import Manifest, file_sha256
+from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.errors import CheckpointError, MachineError, UserError
-from dist_transformer.files import MISPLACED, read_json
+from dist_transformer.files import MISPLACED, file_sha256, read_json
 from dist_transformer.interop.initial_weights import Fit, Origin, fit_text, form_of, load_initial_weights
 from dist_transformer.interop.model_folder import CONFIG, WEIGHTS, load_model_folder
 from dist_transformer.model.transformer import Transformer

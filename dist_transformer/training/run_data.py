@@ -16,9 +16,10 @@ from dist_transformer.data.loader.position import Position, position_from_json
 from dist_transformer.data.loader.rows import RowReader
 from dist_transformer.data.loader.window import WindowBuilder
 from dist_transformer.data.loader.workers import LoaderSettings
-from dist_transformer.data.manifest import Manifest, file_sha256, json_digest, verify_shards
+from dist_transformer.data.manifest import Manifest, json_digest, verify_shards
 from dist_transformer.data.prepare.scan import load_tokenizer
 from dist_transformer.errors import CheckpointError, DataError
+from dist_transformer.files import file_sha256
 from dist_transformer.run.resume_checks import differs, recipe_of_checkpoint, recipe_settings
 from dist_transformer.training.checkpoint.checkpoints import Checkpoint
 from dist_transformer.training.checkpoint.tensor_files import STATE

@@ -6,7 +6,7 @@ import pytest
 from running import records
 from variants_program import CASES, MANY_PIECES, Case, launch, plain_losses
 
-from dist_transformer.data.manifest import file_sha256
+from dist_transformer.files import file_sha256
 
 pytestmark = pytest.mark.slow
 

@@ -7,9 +7,10 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from dist_transformer.config.schema import Config
-from dist_transformer.data.manifest import Manifest, file_sha256, verify_shards
+from dist_transformer.data.manifest import Manifest, verify_shards
 from dist_transformer.data.prepare.preparation import load_tokenizer
 from dist_transformer.data.sources.demo_corpus import demo_pairs
+from dist_transformer.files import file_sha256
 
 SMALL = {"BATCH_ROWS": 50, "CHUNK_ROWS": 150, "SHARD_ROWS": 180}
 """Sizes in `prepare` that make several batches, chunks and shards of a corpus of 500 rows."""

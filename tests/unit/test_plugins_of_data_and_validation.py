@@ -14,7 +14,8 @@ from dist_transformer.config.loading import load_config, with_absolute_paths
 from dist_transformer.data.prepare.preparation import prepare, prepared_folder
 from dist_transformer.data.sources.corpus import read_corpus
 from dist_transformer.errors import ConfigError, DataError, UserError
-from dist_transformer.plugins import find, measure_of, sha256_of
+from dist_transformer.files import file_sha256
+from dist_transformer.plugins import find, measure_of
 from dist_transformer.run.resume_checks import METRIC, differs
 
 SOURCE = """
@@ -65,7 +66,7 @@ def comet() -> Iterator[str]:
     """The name of the example, which no other test finds loaded."""
     file = Path(__file__).parents[2] / "examples" / "comet_score.py"
     yield f"{file}:score"
-    for name in ("comet", f"dist_transformer_plugin_{sha256_of(file)[:16]}"):
+    for name in ("comet", f"dist_transformer_plugin_{file_sha256(file)[:16]}"):
         sys.modules.pop(name, None)
 
 
@@ -166,7 +167,7 @@ def test_a_metric_of_a_plug_in_chooses_the_best_checkpoint_and_is_missed_when_it
     assert "|" in (command.folder / "seen.txt").read_text(encoding="utf-8")
     said = command("evaluate", run, "--split", "validation", "--metric-plugin", "my_metric.py:score")
     kept = json.loads((run / "evaluation" / "validation.json").read_text(encoding="utf-8"))
-    assert f"plug-in {kept['plugin']:.4f}  score of a file with SHA-256 {sha256_of(file)}" in said
+    assert f"plug-in {kept['plugin']:.4f}  score of a file with SHA-256 {file_sha256(file)}" in said
     file.write_text(METRIC_OF_LENGTHS.replace("/ len", "* len"), encoding="utf-8")
     said = command("train", "small.yaml", "run.name=metric", *settings, "training.max_steps=6", code=2)
     assert "validation.plugin" in said

@@ -26,7 +26,6 @@ from dist_transformer.data.manifest import (
     Split,
     TextColumns,
     TokenizerFiles,
-    file_sha256,
 )
 from dist_transformer.data.modifiers import Modifiers, inline_tags
 from dist_transformer.data.prepare.state import Chunk, PrepareState, num_tokens, text_split
@@ -39,7 +38,7 @@ from dist_transformer.data.sources.files import corpus_name
 from dist_transformer.data.sources.text import tag_prefix
 from dist_transformer.data.tokenizer.tokenizer import TRAINING_SENTENCES, Tokenizer, train_tokenizer
 from dist_transformer.errors import DataError
-from dist_transformer.files import replacing
+from dist_transformer.files import file_sha256, replacing
 
 ReportProgress = Callable[[str, int, int | None], None]
 """Takes the stage, the rows done and the total of rows (None if unknown)."""

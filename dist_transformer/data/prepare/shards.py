@@ -14,8 +14,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dist_transformer.data.loader.window_request import random_generator
-from dist_transformer.data.manifest import RowGroup, Shard, file_sha256
-from dist_transformer.files import replacing
+from dist_transformer.data.manifest import RowGroup, Shard
+from dist_transformer.files import file_sha256, replacing
 
 PURPOSE_SHUFFLE = 100
 KEY_LIMIT = 1 << 62

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dist_transformer.data.manifest import file_sha256
 from dist_transformer.errors import CheckpointError, MachineError
-from dist_transformer.files import is_file, patiently, read_json, refresh
+from dist_transformer.files import file_sha256, is_file, patiently, read_json, refresh
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint.tensor_files import MANIFEST, STATE, VERSION, StateFiles, read_state
 

@@ -15,10 +15,10 @@ from dist_transformer.data.manifest import (
     TextColumns,
     TokenizerFiles,
     content_digest,
-    file_sha256,
     verify_shards,
 )
 from dist_transformer.errors import DataError
+from dist_transformer.files import file_sha256
 
 
 @pytest.fixture
