@@ -14,7 +14,7 @@ from dist_transformer.cluster.checks import sbatch_problems
 from dist_transformer.cluster.jobs import job_of, script_name
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.queue import known_jobs
-from dist_transformer.cluster.script import Code, render_script
+from dist_transformer.cluster.script import render_script
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.cluster.submit import Submission, plan_submission, submit
 from dist_transformer.config.data_schema import DataConfig
@@ -147,8 +147,9 @@ def _planned(pipeline: Pipeline, name: str, *, dry_run: bool = False) -> Submiss
     elif node.kind == "prepare":
         words = [str(run_dir.path / SETTINGS)]
     job = job_of(node.kind, slurm, run_dir, arguments=words)
-    code, folders = Code(run_dir.snapshot), [pipeline.root, pipeline.located(".")]
-    return Submission(run_dir, {job.script: render_script(script_name(node.kind), slurm, code, folders)}, (job,), ())
+    folders = [pipeline.root, pipeline.located(".")]
+    script = render_script(script_name(node.kind), slurm, run_dir.snapshot, folders)
+    return Submission(run_dir, {job.script: script}, (job,), ())
 
 
 def _jobs_of(pipeline: Pipeline) -> dict[str, str]:

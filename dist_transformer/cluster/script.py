@@ -3,7 +3,6 @@
 import shlex
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 from dist_transformer.config.paths import is_address
@@ -20,18 +19,11 @@ PREFLIGHT_TOLERANCE = 0.8
 """A node that reaches less than this share of the nodes' median stands out: among sound ones the spread is smaller."""
 
 
-@dataclass(frozen=True)
-class Code:
-    """Code of a job: the folder of the package, and the interpreter of its batch script."""
-
-    folder: Path
-    python: str = sys.executable
-
-
-def render_script(name: str, slurm: SlurmConfig, code: Code, folders: Iterable[Path] = ()) -> str:
-    """The text of slurm/NAME with the settings of `slurm`.
+def render_script(name: str, slurm: SlurmConfig, code: Path, folders: Iterable[Path] = ()) -> str:
+    """The text of slurm/NAME with the settings of `slurm`; its interpreter is that of this process.
 
     Args:
+        code: folder of the package that the job runs.
         folders: folders that must be visible to the ranks, also inside a container.
     """
     lines = (share_folder("slurm") / name).read_text(encoding="utf-8").splitlines()
@@ -47,14 +39,14 @@ def needed_folders(config: Config, root: Path) -> list[Path]:
     return list(dict.fromkeys([root.absolute(), *local]))
 
 
-def _settings(slurm: SlurmConfig, code: Code, folders: Iterable[Path]) -> list[str]:
+def _settings(slurm: SlurmConfig, code: Path, folders: Iterable[Path]) -> list[str]:
     # The submitting interpreter is the host's; the image has its own on its PATH.
     inside = {"DIST_TRANSFORMER_PYTHON": _PYTHON_IN_CONTAINER} if slurm.container_image else {}
     return [
         *(f"export {name}={shlex.quote(value)}" for name, value in {**inside, **slurm.environment}.items()),
         f"export DIST_TRANSFORMER_SIGNAL_SECONDS={slurm.signal_seconds}",
-        f"python={shlex.quote(code.python)}",
-        f"code={shlex.quote(str(code.folder))}",
+        f"python={shlex.quote(sys.executable)}",
+        f"code={shlex.quote(str(code))}",
         f"setup={shlex.quote(chr(10).join(slurm.setup))}",
         f"srun_options={_bash_array(_srun_options(slurm, folders))}",
         f"rank_prefix={_bash_array(_rank_prefix(slurm, folders))}",

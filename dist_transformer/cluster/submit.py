@@ -13,7 +13,7 @@ from pathlib import Path
 from dist_transformer.cluster.checks import busy_problems, sbatch_problems, submission_problems
 from dist_transformer.cluster.jobs import Job, job_of, script_name
 from dist_transformer.cluster.rollback import rolled_back_if_refused
-from dist_transformer.cluster.script import Code, needed_folders, render_script
+from dist_transformer.cluster.script import needed_folders, render_script
 from dist_transformer.cluster.slurm import SlurmError, submit_script
 from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import Stage
@@ -85,8 +85,9 @@ def plan_submission(
     run_dir = RunDir(run_dir.path.absolute())
     jobs = tuple(job_of(stage, config.slurm, run_dir, list(excluded_nodes(run_dir))) for stage in stages)
     folders = needed_folders(config, run_dir.path.parent)
-    code = Code(run_dir.snapshot)
-    scripts = {job.script: render_script(script_name(job.stage), config.slurm, code, folders) for job in jobs}
+    scripts = {
+        job.script: render_script(script_name(job.stage), config.slurm, run_dir.snapshot, folders) for job in jobs
+    }
     return Submission(run_dir, {run_dir.config: config_text, **scripts}, jobs, tuple(after))
 
 

@@ -9,7 +9,7 @@ import pytest
 from dist_transformer.cli.config_verbs import check
 from dist_transformer.cluster.checks import submission_problems
 from dist_transformer.cluster.profiles import fill_from_profile, load_profile
-from dist_transformer.cluster.script import Code, render_script
+from dist_transformer.cluster.script import render_script
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import ConfigError
@@ -142,7 +142,7 @@ SHIPPED = sorted(p.stem for p in (share_folder("slurm") / "clusters").glob("*.ya
 def test_every_profile_that_we_ship_can_be_submitted_with(tmp_path: Path, name: str) -> None:
     config = fill_from_profile(_config(tmp_path, f"{{cluster: {name}, nodes: 1}}"))
     assert submission_problems(config, RunDir(tmp_path / "run"), num_parameters=1000) == []
-    script = render_script("train.sbatch", config.slurm, Code(tmp_path))
+    script = render_script("train.sbatch", config.slurm, tmp_path)
     subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 

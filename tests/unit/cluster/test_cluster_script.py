@@ -1,12 +1,13 @@
 """The batch scripts with the values of a submission, run by a real bash."""
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from cluster_helpers import NASTY, config_of
 
-from dist_transformer.cluster.script import Code, needed_folders, render_script
+from dist_transformer.cluster.script import needed_folders, render_script
 from dist_transformer.config.slurm_schema import SlurmConfig
 from dist_transformer.package_data import share_folder
 
@@ -30,12 +31,15 @@ def _slurm(**settings: object) -> SlurmConfig:
 
 
 @pytest.mark.parametrize("value", NASTY)
-def test_every_value_reaches_the_script_as_it_is_and_is_never_executed(tmp_path: Path, value: str) -> None:
+def test_every_value_reaches_the_script_as_it_is_and_is_never_executed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
     slurm = _slurm(environment={"VALUE": value}, srun={"comment": value, "cpu-bind": None}, setup=[value])
-    code = Code(tmp_path / f"root {value.replace('/', '_')}", f"/opt/{value}/python")
+    code = tmp_path / f"root {value.replace('/', '_')}"
+    monkeypatch.setattr(sys, "executable", f"/opt/{value}/python")
     script = render_script("train.sbatch", slurm, code)
     found = _values(tmp_path, script, "VALUE", "python", "code", "setup", "srun_options[@]")
-    assert found == [value, f"/opt/{value}/python", str(code.folder), value, f"--comment={value}"]
+    assert found == [value, f"/opt/{value}/python", str(code), value, f"--comment={value}"]
     assert not (tmp_path / "executed").exists()
 
 
@@ -43,7 +47,7 @@ def test_every_value_reaches_the_script_as_it_is_and_is_never_executed(tmp_path:
 @pytest.mark.parametrize("runtime", ["pyxis", "apptainer"])
 def test_images_and_mounts_reach_the_script_as_they_are(tmp_path: Path, value: str, runtime: str) -> None:
     slurm = _slurm(container_image=value, container_runtime=runtime, container_mounts=[f"/{value}"], gpus_per_node=1)
-    script = render_script("train.sbatch", slurm, Code(tmp_path), [Path(f"/root/{value}")])
+    script = render_script("train.sbatch", slurm, tmp_path, [Path(f"/root/{value}")])
     mounts = [f"{path}:{path}" for path in (str(Path(f"/root/{value}")), f"/{value}")]
     words = _values(tmp_path, script, "srun_options[@]", "rank_prefix[@]")
     if runtime == "pyxis":
@@ -61,14 +65,18 @@ def test_images_and_mounts_reach_the_script_as_they_are(tmp_path: Path, value: s
 
 def test_without_gpus_a_container_is_not_asked_for_them(tmp_path: Path) -> None:
     slurm = _slurm(container_image="i.sif", container_runtime="apptainer")
-    assert _values(tmp_path, render_script("train.sbatch", slurm, Code(tmp_path)), "rank_prefix[@]") == [
+    assert _values(tmp_path, render_script("train.sbatch", slurm, tmp_path), "rank_prefix[@]") == [
         *("apptainer", "exec", "i.sif")
     ]
 
 
-def test_the_ranks_in_a_container_use_its_python_unless_another_is_named(tmp_path: Path) -> None:
+def test_the_ranks_in_a_container_use_its_python_unless_another_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/host/python")
+
     def interpreter(**settings: object) -> list[str]:
-        script = render_script("train.sbatch", _slurm(**settings), Code(tmp_path, "/host/python"))
+        script = render_script("train.sbatch", _slurm(**settings), tmp_path)
         return _values(tmp_path, script, "DIST_TRANSFORMER_PYTHON:-none", "python")
 
     assert interpreter() == ["none", "/host/python"]
@@ -79,7 +87,7 @@ def test_the_ranks_in_a_container_use_its_python_unless_another_is_named(tmp_pat
 
 def test_a_mount_that_is_given_twice_is_made_once_and_a_renamed_one_stays(tmp_path: Path) -> None:
     slurm = _slurm(container_image="i", container_mounts=["/runs", "/data:/corpora:ro"])
-    script = render_script("train.sbatch", slurm, Code(tmp_path), [Path("/runs")])
+    script = render_script("train.sbatch", slurm, tmp_path, [Path("/runs")])
     assert "--container-mounts=/runs:/runs,/data:/corpora:ro" in _values(tmp_path, script, "srun_options[@]")
 
 
@@ -93,14 +101,14 @@ def test_the_ranks_must_see_the_runs_the_text_and_the_prepared_corpus(tmp_path: 
 def test_the_preflight_is_set_up_as_the_configuration_says(tmp_path: Path) -> None:
     slurm = _slurm(preflight="exclude", signal_seconds=99)
     names = ("preflight", "preflight_seconds", "preflight_tolerance", "DIST_TRANSFORMER_SIGNAL_SECONDS")
-    found = _values(tmp_path, render_script("train.sbatch", slurm, Code(tmp_path)), *names)
+    found = _values(tmp_path, render_script("train.sbatch", slurm, tmp_path), *names)
     assert found == ["exclude", "180", "0.8", "99"]
 
 
 def test_the_setup_lines_are_run_one_after_the_other_by_the_script(tmp_path: Path) -> None:
     slurm = _slurm(setup=["answer='forty two'", 'echo "$answer" >&2', "exit 9"])
     for name in SCRIPTS:
-        script = render_script(name, slurm, Code(tmp_path))
+        script = render_script(name, slurm, tmp_path)
         environment = _fake_srun(tmp_path, 0)
         done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (9, "forty two\n")
@@ -109,7 +117,7 @@ def test_the_setup_lines_are_run_one_after_the_other_by_the_script(tmp_path: Pat
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_outside_its_settings_a_script_is_the_file_that_people_use_by_hand(tmp_path: Path, name: str) -> None:
     file = (share_folder("slurm") / name).read_text()
-    script = render_script(name, _slurm(), Code(tmp_path))
+    script = render_script(name, _slurm(), tmp_path)
     assert script.split("# --- settings\n")[0] == file.split("# --- settings\n")[0]
     assert script.split(END)[1] == file.split(END)[1]
 
@@ -120,7 +128,7 @@ def test_submit_gives_every_setting_that_a_script_has(tmp_path: Path, name: str)
         return {line.split("=")[0] for line in _settings(text).splitlines() if not line.startswith("export ")}
 
     by_hand = (share_folder("slurm") / name).read_text()
-    assert names(by_hand) <= names(render_script(name, _slurm(), Code(tmp_path)))
+    assert names(by_hand) <= names(render_script(name, _slurm(), tmp_path))
 
 
 def test_the_batch_and_launch_scripts_are_valid_shell() -> None:
@@ -146,7 +154,7 @@ def test_a_command_runs_as_one_task_with_its_arguments_as_they_are_and_its_exit_
     tmp_path: Path, exit_code: int
 ) -> None:
     slurm = _slurm(srun={"mpi": "none"}, container_image="i.sif", container_runtime="apptainer")
-    script = render_script("command.sbatch", slurm, Code(tmp_path, "python"))
+    script = render_script("command.sbatch", slurm, tmp_path)
     environment = _fake_srun(tmp_path, exit_code)
     command = ["bash", "-c", script, "script", "evaluate", "a $(touch executed) 'run'"]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -165,7 +173,7 @@ def _prepare(folder: Path, programs: dict[str, str], code: Path | None = None) -
     for name, body in {"sleep": "", "squeue": "", "scontrol": "", **programs}.items():
         (folder / name).write_text(f'#!/bin/bash\necho "{name} $*" >> {folder}/calls\n{body}\n')
         (folder / name).chmod(0o755)
-    script = render_script("prepare.sbatch", _slurm(), Code(code or folder))
+    script = render_script("prepare.sbatch", _slurm(), code or folder)
     command = ["bash", "-c", script, "script", "config.yaml"]
     return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, check=False)
 
@@ -176,7 +184,7 @@ def _prepare(folder: Path, programs: dict[str, str], code: Path | None = None) -
 def test_code_in_a_folder_that_pythonpath_would_split_is_refused_by_hand_too(tmp_path: Path, name: str) -> None:
     code = tmp_path / "a:b"
     (code / "dist_transformer").mkdir(parents=True)
-    script = render_script(name, _slurm(), Code(code))
+    script = render_script(name, _slurm(), code)
     command = ["bash", "-c", script, "script", "run"]
     environment = _fake_srun(tmp_path, 0)
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
