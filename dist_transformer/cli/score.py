@@ -3,7 +3,6 @@
 import json
 import math
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -34,7 +33,7 @@ def score_command(
     """
     from dist_transformer.decoding.loaded_model import load_models, model_folder_of
     from dist_transformer.decoding.scoring import score_pairs
-    from dist_transformer.decoding.sharded_files import digest_and_lines
+    from dist_transformer.decoding.sharded_files import LineReader, digest_and_lines
 
     (_, num_sources), (_, num_targets) = digest_and_lines(source), digest_and_lines(target)
     if num_sources != num_targets:
@@ -42,7 +41,8 @@ def score_command(
     most = search_settings(model, max_source_tokens=max_source_tokens).max_source_tokens
     write_utf8()
     loaded = load_models([model_folder_of(folder) for folder in (model, *(ensemble or []))])
-    pairs = _pairs(source, target, num_sources)
+    lines, translations = LineReader(source), LineReader(target)
+    pairs = ((lines.read(number, 1)[0], translations.read(number, 1)[0]) for number in range(num_sources))
     total, num_tokens = 0.0, 0
     for ids, found in score_pairs(loaded.models, loaded.tokenizer, pairs, loaded.device, most):
         total, num_tokens = total + sum(found), num_tokens + len(found)
@@ -59,15 +59,3 @@ def score_command(
             f"{math.exp(-mean):.2f}",
             file=sys.stderr,
         )
-
-
-def _pairs(source: Path, target: Path, num_pairs: int) -> Iterator[tuple[str, str]]:
-    """Yields the lines of both files. Raises UserError if there are fewer than before."""
-    from dist_transformer.decoding.sharded_files import numbered_lines
-
-    lines, translations = numbered_lines(source), numbered_lines(target)
-    for number in range(num_pairs):
-        pair = next(lines, None), next(translations, None)
-        if pair[0] is None or pair[1] is None:
-            raise UserError(f"{source} or {target} changed while it was scored: {number} lines, expected {num_pairs}")
-        yield pair[0], pair[1]

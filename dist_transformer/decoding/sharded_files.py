@@ -186,8 +186,8 @@ class LineReader:
         lines = list(islice(self._lines, first - self._next, first - self._next + count))
         if len(lines) != count:
             raise UserError(
-                f"{self._path}: ends after {first + len(lines)} lines, but had more: it changed while it was translated; put it "
-                "back, or begin another output"
+                f"{self._path}: ends after {first + len(lines)} lines, but had more: it changed meanwhile; put it back, or "
+                "begin another output"
             )
         self._next = first + count
         return lines
