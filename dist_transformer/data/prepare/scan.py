@@ -120,7 +120,8 @@ class Start:
             )
             for batch in batches:
                 self.progress("tokenizer", batch.first_row, state.rows_total[name])
-                self._modify(batch, number)
+                if self.config.data.modifiers:
+                    self._modify(batch, number)
                 for side in sides:
                     texts: list[str | None] = getattr(batch, side)
                     yield from (text for i, text in enumerate(texts) if text and i not in batch.bad_encoding)
