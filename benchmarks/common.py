@@ -151,6 +151,5 @@ def begin(threads: int) -> dict[str, Any]:
 def finish(arguments: argparse.Namespace, found: Mapping[str, Any], figures: Mapping[str, Any]) -> None:
     """Writes all figures of all rounds as JSON, if requested."""
     if arguments.json:
-        plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
-        value = {"machine": found, "arguments": plain, "figures": figures}
-        arguments.json.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
+        value = {"machine": found, "arguments": vars(arguments), "figures": figures}
+        arguments.json.write_text(json.dumps(value, indent=1, default=str) + "\n", encoding="utf-8")
