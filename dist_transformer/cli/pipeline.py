@@ -117,7 +117,7 @@ def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *,
         write_text(pipeline.root / SUBMITTED, dump(values))
         ids: dict[str, str] = {}
         for name, submission in planned.items():
-            begin(pipeline, name, states[name])
+            begin(pipeline, name, states[name], "submitted")
             waits = tuple(ids[other] for other in pipeline.nodes[name].reads if other in ids) or after
             try:
                 [ids[name]] = submit(replace(submission, after=waits)).values()

@@ -10,7 +10,8 @@ from dist_transformer.config.data_schema import MODIFIERS
 from dist_transformer.files import modified
 from dist_transformer.format import duration, table
 from dist_transformer.pipeline.schema import KINDS, Pipeline
-from dist_transformer.pipeline.state import State
+from dist_transformer.pipeline.state import State, made_at, made_files
+from dist_transformer.run.attempts import attempts
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
 from dist_transformer.run.status import SILENT_SECONDS, look_at
@@ -51,15 +52,31 @@ def status_rows(pipeline: Pipeline, states: Mapping[str, State], jobs: Mapping[s
     rows = []
     for name in pipeline.marked.values["nodes"]:
         state = states[name]
-        begun, done = state.record.get("begun"), state.record.get("done")
-        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(done or begun)) if begun else "-"
-        results = results_of(pipeline, name) if begun else {}
+        begun, done = _begun(pipeline.folder(name), state.record), state.record.get("done")
+        if done is None and state.state == "done":
+            done = made_at(made_files(pipeline, name))
+        last = done or begun or state.record.get("submitted")
+        since = time.strftime("%Y-%m-%d %H:%M", time.localtime(last)) if last else "-"
+        results = results_of(pipeline, name) if last else {}
         text = ", ".join(f"{SHOWN[key][0]} {_shown(results, key)}" for key in results)
         words = jobs.get(name) or _state_text(pipeline.folder(name), state)
         rows.append(
-            [name, pipeline.nodes[name].kind, words, since, duration(done - begun if done else None), text or "-"]
+            [
+                name,
+                pipeline.nodes[name].kind,
+                words,
+                since,
+                duration(done - begun if done and begun else None),
+                text or "-",
+            ]
         )
     return rows
+
+
+def _begun(folder: Path, record: Mapping[str, Any]) -> float | None:
+    """When a node began; on Slurm a training job notes it, and `prepare` and `translate` do not."""
+    noted = (attempt["time"] for attempt in attempts(RunDir(folder)) if attempt["event"] == "began")
+    return record["begun"] if "begun" in record else next(noted, None)
 
 
 def report(pipeline: Pipeline, states: Mapping[str, State]) -> Iterator[str]:

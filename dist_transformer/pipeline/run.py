@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import count
 from pathlib import Path
+from typing import Literal
 
 from dist_transformer.config.loading import to_yaml, with_absolute_paths
 from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, UserError
 from dist_transformer.files import write_json, write_text
 from dist_transformer.pipeline.filtering import filter_files
 from dist_transformer.pipeline.schema import KINDS, PLACES, Pipeline
-from dist_transformer.pipeline.state import CONFIGURED, RECORD, State, configuration, is_complete, made_files
+from dist_transformer.pipeline.state import CONFIGURED, RECORD, State, configuration, is_complete, made_at, made_files
 from dist_transformer.processes.children import Signals
 from dist_transformer.processes.launching import run_program
 from dist_transformer.run.folder import RunDir
@@ -81,11 +82,12 @@ def set_aside(pipeline: Pipeline, states: dict[str, State]) -> None:
             complete(pipeline, name)
 
 
-def begin(pipeline: Pipeline, name: str, state: State) -> None:
-    """Writes the record of a node that begins, and its configuration."""
+def begin(pipeline: Pipeline, name: str, state: State, moment: Literal["begun", "submitted"] = "begun") -> None:
+    """Writes the record of a node that begins, or is submitted, and its configuration."""
     folder = pipeline.folder(name)
-    if state.restarts:
-        write_json(folder / RECORD, {**state.now, "begun": round(time.time(), 3)})
+    record = state.now if state.restarts else state.record
+    if moment not in record:
+        write_json(folder / RECORD, {**record, moment: round(time.time(), 3)})
     if pipeline.nodes[name].kind in CONFIGURED:
         write_text(folder / SETTINGS, to_yaml(with_absolute_paths(configuration(pipeline, name), None)))
 
@@ -117,6 +119,7 @@ def run_as_job(pipeline: Pipeline, name: str, signals: Signals) -> int:
         if not is_complete(pipeline, other):
             raise UserError(f"{pipeline.folder(other)}: not done, and node {name} reads it; submit the pipeline again")
         complete(pipeline, other)
+    write_json(pipeline.folder(name) / RECORD, {"begun": round(time.time(), 3), **record})
     return run_node(pipeline, name, signals)
 
 
@@ -125,7 +128,8 @@ def complete(pipeline: Pipeline, name: str) -> None:
     path = pipeline.folder(name) / RECORD
     record = read_record(path)
     if "done" not in record:
-        write_json(path, {**record, "done": round(time.time(), 3), "made": made_files(pipeline, name)})
+        made = made_files(pipeline, name)
+        write_json(path, {**record, "done": made_at(made), "made": made})
 
 
 def words_of(pipeline: Pipeline, name: str) -> list[str]:

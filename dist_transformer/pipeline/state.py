@@ -98,6 +98,12 @@ def made_files(pipeline: Pipeline, name: str, known: Fingerprints | None = None)
     return _fingerprints({str(path.relative_to(folder)): path for path in paths}, known or {})
 
 
+def made_at(made: Fingerprints) -> float:
+    """When the last of these files was written, in Unix seconds: on Slurm a node is noted as done later."""
+    newest: int = max(nanoseconds for _, nanoseconds, _ in made.values())
+    return round(newest / 1e9, 3)
+
+
 def _state_of(pipeline: Pipeline, name: str, before: dict[str, State]) -> State:
     record, reads = read_record(pipeline.folder(name) / RECORD), pipeline.nodes[name].reads
     settings, paths = _what_goes_in(pipeline, name)

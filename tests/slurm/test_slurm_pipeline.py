@@ -83,6 +83,8 @@ def test_each_node_is_a_job_that_waits_for_those_it_reads_and_is_not_done_twice(
     file.write_text(FILE.format(folder=tmp_path))
     shown = slurm_cluster.run(*program("pipeline", "status", str(file)))
     assert shown.count("| done ") == 6, shown
+    took = {line.split("|")[1].strip(): line.split("|")[5].strip() for line in shown.splitlines()[2:]}
+    assert {name for name, time in took.items() if time == "-"} == {"corpus", "forward"}, shown
     assert read_json(root / "kept" / "counts.json") == {"lines": 600, "kept_lines": 540}
     assert "2 ranks on" in logs()
     assert len((root / "forward" / "text").read_text(encoding="utf-8").splitlines()) == 600

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from dist_transformer.pipeline.results import status_rows
 from dist_transformer.pipeline.run import begin, complete, set_aside, words_of
 from dist_transformer.pipeline.schema import KINDS, Pipeline, read_pipeline
 from dist_transformer.pipeline.state import State, states_of
+from dist_transformer.run.folder import RunDir
 
 FILE = """
 root: {root}
@@ -190,6 +192,43 @@ def test_a_verb_that_ended_before_it_was_noted_is_done(folder):
     assert states_of(pipeline)["teacher"].state == "done"
     set_aside(pipeline, {"teacher": states_of(pipeline)["teacher"]})
     assert read_json(record)["made"] == noted["made"]
+
+
+def test_a_node_was_done_when_its_results_were_written_whenever_that_is_noted(folder):
+    pipeline = pipeline_in(folder)
+    begin(pipeline, "other", states_of(pipeline)["other"], "submitted")
+    for number, made in enumerate(KINDS["translate"].made):
+        (pipeline.folder("other") / made).write_text("1\n")
+        os.utime(pipeline.folder("other") / made, (1000 - number, 1000 - number))
+
+    def row() -> list[str]:
+        return next(row for row in status_rows(pipeline, states_of(pipeline), {}) if row[0] == "other")
+
+    seen = row()
+    assert seen[2:5] == [
+        "done",
+        time.strftime("%Y-%m-%d %H:%M", time.localtime(1000)),
+        "-",
+    ]  # when it began is not known
+    complete(pipeline, "other")
+    assert read_json(pipeline.folder("other") / "node.json")["done"] == 1000
+    assert row() == seen
+
+
+def test_a_training_job_notes_when_it_began(folder):
+    pipeline = pipeline_in(folder)
+    teacher = RunDir(pipeline.folder("teacher"))
+    begin(pipeline, "teacher", states_of(pipeline)["teacher"], "submitted")
+    teacher.attempts.parent.mkdir()
+    teacher.attempts.write_text(
+        '{"event": "began", "time": 900, "job": "1"}\n{"event": "began", "time": 990, "job": "1"}\n'
+    )
+    (teacher.path / "model").mkdir()
+    (teacher.path / "model" / "model.safetensors").write_text("weights")
+    os.utime(teacher.path / "model" / "model.safetensors", (1000, 1000))
+    write_json(teacher.state, {"state": "finished", "step": 5})
+    complete(pipeline, "teacher")
+    assert status_rows(pipeline, states_of(pipeline), {})[0][4] == "1 min 40 s"
 
 
 def test_a_folder_of_somebody_else_is_refused_and_nothing_is_renamed(folder):
