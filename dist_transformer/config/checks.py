@@ -128,6 +128,21 @@ def _check_schedule(optimizer: Any, schedule: Any, training: Any) -> Iterator[st
         yield f"schedule.name: {schedule.name} ends at training.max_steps, which is not given"
 
 
+def _check_matrices(optimizer: Any, training: Any, model: Any) -> Iterator[str]:
+    """Muon orthogonalizes whole matrices of this program's layers."""
+    reasons = {
+        "training.zero_stage: 3, which gathers weights alone; use 0, 1 or 2": training.zero_stage == 3,
+        f"training.offload: {training.offload}, where DeepSpeed updates; use none": training.offload != "none",
+        "training.same_bits: true, as its products depend on threads; set it to false": training.same_bits,
+        f"model.plugin: {model.plugin}, whose matrices are not known; use adam": model.plugin is not None,
+    }
+    yield from (
+        f"optimizer.matrices: {optimizer.matrices} cannot be used with {reason}"
+        for reason, is_so in reasons.items()
+        if is_so and optimizer.matrices == "muon"
+    )
+
+
 def _check_precision(training: Any) -> Iterator[str]:
     if training.precision in ("fp16", "auto") and training.zero_stage == 0:
         is_given = training.precision == "fp16"
@@ -294,7 +309,7 @@ def _metric_problems(validation: ValidationConfig, data: DataConfig) -> Iterator
 _CHECKS: tuple[Callable[..., Iterator[str]], ...] = (
     lambda run: run_name_problems(run.name),
     *(check_model, _check_positions, _check_plugin, _check_guided_alignment, _check_vocabulary),
-    *(_check_schedule, _check_precision, check_patterns, check_lanes, _check_batches),
+    *(_check_schedule, _check_matrices, _check_precision, check_patterns, check_lanes, _check_batches),
     *(check_training_corpora, check_corpora, check_filters, check_mixture, check_sampling),
     *(_check_checkpoints, check_more_validation, _check_validation, _check_divergence, _check_tracking),
 )

@@ -101,7 +101,11 @@ class ModelConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """Adam as in 5.3."""
+    """Adam as in 5.3, and Muon."""
+
+    matrices: Literal["adam", "muon"] = Field(
+        "adam", description="What updates the layers' matrices: the paper's Adam, or Muon, which needs fewer steps."
+    )
 
     learning_rate: Number | None = Field(
         None, gt=0.0, description="Peak learning rate; none: the paper's, (d_model * warmup_steps) ** -0.5."

@@ -40,6 +40,8 @@ def recipe_settings(config: Config) -> dict[str, Any]:
         "run.seed": config.run.seed,
         METRIC: None if metric is None else find(METRIC, metric).identity,
         "tokenizer.sampling": config.tokenizer.sampling,
+        # Muon has no second moments to go on with.
+        "optimizer.matrices": None if config.optimizer.matrices == "adam" else config.optimizer.matrices,
         "data.modifiers": {name: share for name, share in sorted(config.data.modifiers.items()) if share} or None,
     }
 

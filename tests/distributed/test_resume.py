@@ -93,6 +93,25 @@ def test_a_resume_on_other_numbers_of_ranks_and_other_stages_trains_on_the_same_
     assert [r["loss"] for r in found] == pytest.approx([r["loss"] for r in expected], rel=1e-3)
 
 
+def test_muon_resumes_as_adam_does(train_small, command: Command):
+    """Each rank holds a part of the momentum of matrices, which are updated whole."""
+    muon = (*LONG, "optimizer.matrices=muon", "optimizer.learning_rate=0.005", "schedule.warmup_steps=4")
+    expected = train_small("muon", *muon, ranks=2)
+    for steps in (7, 24):
+        run = train_small("muon-cut", *muon, f"training.max_steps={steps}", ranks=2)
+    assert_same_run(run, expected)
+    for steps, ranks, stage in ((6, 1, 1), (12, 3, 2), (18, 2, 0), (24, 4, 1)):
+        run = train_small(
+            "muon-elastic", *muon, f"training.max_steps={steps}", f"training.zero_stage={stage}", ranks=ranks
+        )
+    found, losses = records(run), [r["loss"] for r in records(expected)]
+    assert [r["batch_digest"] for r in found] == [r["batch_digest"] for r in records(expected)]
+    assert [r["loss"] for r in found] == pytest.approx(losses, rel=1e-2)  # products in bf16
+    assert losses[-1] < losses[0]
+    refused = command("train", "small.yaml", "run.name=muon", *LONG, "--ranks", 2, code=2)
+    assert "optimizer.matrices" in refused
+
+
 def test_a_log_interval_that_a_stop_cuts_in_two_reports_what_the_whole_one_does(train_small, undisturbed):
     intervals = (*LONG, "training.log_every_steps=8")
     whole = train_small("interval-whole", *intervals, ranks=2)

@@ -52,6 +52,7 @@ from dist_transformer.training.engine.gradient_exchange import (
     in_buckets,
     in_order_of_backward,
 )
+from dist_transformer.training.engine.muon import matrices_of
 from dist_transformer.training.engine.objective import Objective
 from dist_transformer.training.engine.optimizer import (
     PARTS,
@@ -108,7 +109,7 @@ class Engine:
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
         name_collectives(TorchBackend, ranks.note_collective)
         self._ranks, self._stage, self._ema_decay = ranks, training.zero_stage, training.ema_decay
-        self._updates = 0
+        self._updates, self._resting = 0, RestingSums() if training.audit_share else None
         freeze(module, training.freeze)
         self._parameters = parameter_names(module)
         is_rounded = training.precision == "fp16" or has_bf16_layers(training)
@@ -120,7 +121,8 @@ class Engine:
         is_exchanged = training.same_bits or training.zero_stage > 0 or ranks.num_ranks > 1
         is_ours = is_exchanged and sends_during_backward(training)
         cut = partial(in_buckets, num_buckets(ranks.num_ranks)) if is_ours else lambda alike: [alike]
-        updates = adam(optimizer, in_order_of_backward(module.model), cut, not training.same_bits)
+        matrices = matrices_of(module.model) if optimizer.matrices == "muon" else {}
+        updates = adam(optimizer, in_order_of_backward(module.model), cut, not training.same_bits, matrices)
         step_as_not_compiled(updates)
         with not_compiling(compiler):
             self._engine, *_ = deepspeed.initialize(
@@ -134,7 +136,6 @@ class Engine:
         for piece in self._pieces() if exact else []:
             piece.weight.copy_(exact[piece.name].view(-1)[piece.start : piece.start + piece.length])
         make_state(_inner_optimizer(self._engine), self._masters(), self._ema_decay is not None)
-        self._resting = RestingSums() if training.audit_share else None
         self._exchange: GradientExchange | None = None
         self._gather: WeightGather | None = None
         self._engine.enable_backward_allreduce = training.offload != "none" or self._stage == 3
@@ -292,8 +293,7 @@ class Engine:
 
         Over all ranks the fragments tile every tensor exactly once. Frozen parameters have a weight only.
         """
-        ranks = self._ranks
-        return fragments(self._pieces(), _inner_optimizer(self._engine), ranks.rank, ranks.num_ranks)
+        return fragments(self._pieces(), _inner_optimizer(self._engine), self._ranks.rank, self._ranks.num_ranks)
 
     def bit_sums(self) -> dict[str, int]:
         """Returns the sums of the complete state's bits by part; none with frozen weights, which a load may round."""

@@ -20,6 +20,7 @@ from dist_transformer.config.model_size import SHARE_ON_THE_WAY
 from dist_transformer.distributed.group import Fetched, Pending, Ranks
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.training.engine.fixed_point import sum_with, sums_of_squares
+from dist_transformer.training.engine.muon import moved, orthogonalized
 
 LEAST_ELEMENTS = 2**18
 """Elements of a bucket, at least: below that latency counts more than bytes."""
@@ -267,7 +268,9 @@ def exchange_in_shards(
             torch._foreach_mul_(means, (clip / scale).float())
         for master, mean in zip(masters, means, strict=True):
             master.grad = mean
-        _update(optimizer.optimizer, (~torch.isfinite(scaled_norm)).float())
+        is_skipped = (~torch.isfinite(scaled_norm)).float()
+        _update_matrices(optimizer.optimizer, exchange.buckets, ranks, is_skipped)
+        _update(optimizer.optimizer, is_skipped)
         for master in masters:
             master.grad = None
         mine = [parts[ranks.rank] for parts in optimizer.parallel_partitioned_bit16_groups]
@@ -285,6 +288,30 @@ def exchange_in_shards(
     optimizer.step = step
 
 
+def _update_matrices(adam: Any, buckets: Sequence[Bucket], ranks: Ranks, is_skipped: Tensor) -> None:
+    """Updates this rank's shares of the matrices of Muon, all of whose momentum it gathers (collective)."""
+    on_the_way = []
+    for bucket, group in zip(buckets, adam.param_groups, strict=True):
+        if "rows" in group:
+            (master,) = group["params"]
+            momentum = adam.state[master]["exp_avg"]
+            before = momentum.clone()
+            mine = moved(momentum, master.grad)
+            momentum.copy_(torch.where(is_skipped.bool(), before, momentum))
+            whole = mine if ranks.num_ranks == 1 else mine.new_empty(mine.numel() * ranks.num_ranks)
+            on_the_way.append((bucket, group, master, ranks.start_gather(whole, mine)))
+    for bucket, group, master, pending in on_the_way:
+        first, place = ranks.rank * master.numel(), 0
+        change = torch.zeros_like(master)
+        for matrix, rows in zip(bucket.views_of(pending.wait()), group["rows"], strict=True):
+            begin, end = max(place, first), min(place + matrix.numel(), first + master.numel())
+            if begin < end:
+                change[begin - first : end - first] = orthogonalized(matrix, rows).view(-1)[begin - place : end - place]
+            place += matrix.numel()
+        rate = group["lr"] * (1.0 - is_skipped)
+        master.mul_(1.0 - rate * group["weight_decay"]).sub_(torch.nan_to_num(change) * rate)
+
+
 def _update(adam: Any, is_skipped: Tensor) -> None:
     """Updates all buckets with one call for those of the same settings; 1.0 in `is_skipped`: none, as the device decides."""
     if not adam.defaults["fused"]:
@@ -293,7 +320,7 @@ def _update(adam: Any, is_skipped: Tensor) -> None:
         return
     groups = adam.param_groups
     merged: dict[float, dict[str, Any]] = {}
-    for group in groups:
+    for group in [group for group in groups if "rows" not in group]:
         merged.setdefault(group["weight_decay"], {**group, "params": []})["params"].extend(group["params"])
     adam.param_groups, adam.found_inf = list(merged.values()), is_skipped
     try:

@@ -4,6 +4,7 @@ Names are those of the model's parameters: `encoder_layers.0.feed_forward.inner.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from dist_transformer.config.parameter_names import all_frozen, is_named, unknown_patterns
 from dist_transformer.config.schema import OptimizerConfig
 from dist_transformer.errors import UserError
+from dist_transformer.training.engine.muon import AdamWithMuon, Rows
 
 PARTS = ("weight", "exp_avg", "exp_avg_sq", "ema")
 """The tensors of a parameter's state: fp32 weight, Adam's two moments, the weight's moving average."""
@@ -42,7 +44,7 @@ Cut = Callable[[list[nn.Parameter]], list[list[nn.Parameter]]]
 
 
 def adam(
-    settings: OptimizerConfig, parameters: Sequence[nn.Parameter], cut: Cut, fused: bool = True
+    settings: OptimizerConfig, parameters: Sequence[nn.Parameter], cut: Cut, fused: bool, matrices: Rows
 ) -> torch.optim.AdamW:
     """Builds torch's Adam, since DeepSpeed's own are compiled at start. Vectors (norms, biases) do not decay.
 
@@ -52,14 +54,18 @@ def adam(
             their last member.
         fused: in one pass over weights and moments, on CPUs too; on them the last few elements of a tensor are then rounded
             otherwise than those before.
+        matrices: those that Muon updates, in groups of their own, with their `rows`.
     """
     rates = {p: 0.0 if p.dim() <= 1 else settings.weight_decay for p in parameters}
     place = {parameter: number for number, parameter in enumerate(parameters)}
-    kinds = dict.fromkeys((rates[p], p.dtype) for p in parameters)
-    alike = [[p for p in parameters if (rates[p], p.dtype) == kind] for kind in kinds]
+    kind_of = {p: (rates[p], p.dtype, p in matrices) for p in parameters}
+    alike = [[p for p in parameters if kind_of[p] == kind] for kind in dict.fromkeys(kind_of.values())]
     groups = sorted((group for some in alike for group in cut(some)), key=lambda group: place[group[-1]])
-    return torch.optim.AdamW(
-        [{"params": group, "weight_decay": rates[group[0]]} for group in groups],
+    rows: list[dict[str, Any]] = [
+        {"rows": [matrices[p] for p in group]} if group[0] in matrices else {} for group in groups
+    ]
+    return (AdamWithMuon if matrices else torch.optim.AdamW)(
+        [{"params": group, "weight_decay": rates[group[0]], **held} for group, held in zip(groups, rows, strict=True)],
         lr=0.0,
         betas=(settings.beta1, settings.beta2),
         eps=settings.epsilon,
@@ -70,11 +76,13 @@ def adam(
 def make_state(optimizer: torch.optim.Optimizer, masters: Iterable[Tensor], with_average: bool) -> None:
     """Makes the state that Adam otherwise makes in its first update, so that memory is allocated before step 1.
 
-    The moving average is kept beside the moments: it is sharded and offloaded like them, and ignored by Adam.
+    Muon has the first moment only. The moving average is kept beside the moments: it is sharded and offloaded like them,
+    and ignored by Adam.
     """
+    of_muon = {master for group in optimizer.param_groups if "rows" in group for master in group["params"]}
     for master in masters:
-        count = torch.zeros((), device=master.device)
-        optimizer.state[master] = {"step": count, **{key: torch.zeros_like(master.detach()) for key in MOMENTS}}
+        count, keys = torch.zeros((), device=master.device), MOMENTS[:1] if master in of_muon else MOMENTS
+        optimizer.state[master] = {"step": count, **{key: torch.zeros_like(master.detach()) for key in keys}}
         if with_average:
             optimizer.state[master]["ema"] = master.detach().clone()
 

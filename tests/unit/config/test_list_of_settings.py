@@ -26,7 +26,7 @@ divergence.policy model.activation model.attention_gain
 model.d_ff model.d_model model.dropout model.final_norm model.key_size model.layer_drop model.max_positions
 model.norm model.norm_type model.num_decoder_layers model.num_encoder_layers model.num_heads model.output_bias
 model.plugin model.positions model.preset model.shared_embeddings model.tied_output model.value_size optimizer.beta1
-optimizer.beta2 optimizer.epsilon optimizer.learning_rate optimizer.weight_decay run.name
+optimizer.beta2 optimizer.epsilon optimizer.learning_rate optimizer.matrices optimizer.weight_decay run.name
 run.root run.seed schedule.name schedule.warmup_steps slurm.cluster slurm.container_image
 slurm.container_mounts slurm.container_runtime slurm.cpus_per_rank slurm.environment slurm.gpu_memory_gb
 slurm.gpus_per_node slurm.max_restarts_without_progress slurm.nodes slurm.preflight slurm.ranks_per_node

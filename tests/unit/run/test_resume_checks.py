@@ -110,6 +110,16 @@ def test_how_the_first_weights_were_drawn_may_change(yaml: Path, run_dir: RunDir
     assert submission_problems(load_config(yaml, ["model.attention_gain=0.7071"]), run_dir, 1) == []
 
 
+def test_what_updates_the_matrices_may_not_change_and_was_adam_before(yaml: Path, run_dir: RunDir) -> None:
+    muon = ["optimizer.matrices=muon"]
+    _save(run_dir, load_config(yaml))
+    assert submission_problems(load_config(yaml), run_dir, 1) == []
+    assert any("optimizer.matrices" in problem for problem in submission_problems(load_config(yaml, muon), run_dir, 1))
+    _save(run_dir, load_config(yaml, muon))
+    assert submission_problems(load_config(yaml, muon), run_dir, 1) == []
+    assert any("optimizer.matrices" in problem for problem in submission_problems(load_config(yaml), run_dir, 1))
+
+
 def test_modifiers_may_not_change_but_checkpoints_from_before_them_had_none(yaml: Path, run_dir: RunDir) -> None:
     modified = ["data.on_the_fly=true", "data.modifiers={typos: 0.1, noise: 0}"]
     _save(run_dir, load_config(yaml))

@@ -1,0 +1,83 @@
+"""Muon: matrices of layers change by their orthogonalized momentum, all other parameters by Adam.
+
+Jordan et al., 2024 (https://kellerjordan.github.io/posts/muon/), with the scale of Liu et al., "Muon is Scalable for LLM
+Training", 2025, at which one learning rate serves both. Embeddings, biases and norms stay Adam's.
+
+A matrix is orthogonalized whole. Stages 1 and 2 cut it: there each rank updates the momentum of its share, gathers that of
+all, and orthogonalizes the matrices of which it holds a part.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dist_transformer.model.attention import CrossAttention, SelfAttention
+from dist_transformer.model.transformer import Transformer
+
+MOMENTUM = 0.95
+ITERATIONS = 5
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+"""Of the quintic Newton-Schulz iteration, as in `torch.optim.Muon`."""
+SCALE = 0.2
+"""Root mean square of an update of Adam, which that of a matrix is made to have."""
+
+Rows = Mapping[nn.Parameter, Sequence[int]]
+"""The matrices that Muon updates, and the rows of each that are matrices of their own, such as the query's and the key's."""
+
+
+class AdamWithMuon(torch.optim.AdamW):
+    """Adam for whole parameters of all groups but those with `rows`: stage 0, where a matrix is whole on every rank."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Updates all parameters that have a gradient."""
+        groups = self.param_groups
+        for group in groups:
+            for p, rows in zip(group["params"], group.get("rows", ()), strict=False):
+                if p.grad is not None:
+                    update = moved(self.state[p]["exp_avg"], p.grad)
+                    p.mul_(1 - group["lr"] * group["weight_decay"])
+                    p.add_(orthogonalized(update, rows), alpha=-group["lr"])
+        self.param_groups = [group for group in groups if "rows" not in group]
+        try:
+            return super().step(closure)
+        finally:
+            self.param_groups = groups
+
+
+def moved(momentum: Tensor, gradient: Tensor) -> Tensor:
+    """Moves the momentum by a gradient, and returns Nesterov's: what it would be after the same gradient again."""
+    momentum.lerp_(gradient, 1 - MOMENTUM)
+    return gradient.lerp(momentum, MOMENTUM)
+
+
+def orthogonalized(update_MN: Tensor, rows: Sequence[int]) -> Tensor:
+    """Returns each matrix, of so many rows, as U V^T of its singular value decomposition, nearly, times its scale."""
+    parts: Sequence[Tensor] = torch.split(update_MN, [*rows])
+    return torch.cat([_orthogonalized(part) * (SCALE * math.sqrt(max(part.shape))) for part in parts])
+
+
+def _orthogonalized(matrix_MN: Tensor) -> Tensor:
+    is_tall = matrix_MN.size(0) > matrix_MN.size(1)
+    x = (matrix_MN.T if is_tall else matrix_MN).bfloat16()
+    x = x / x.norm().clamp(min=1e-7)
+    a, b, c = COEFFICIENTS
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.T if is_tall else x).to(matrix_MN.dtype)
+
+
+def matrices_of(model: Transformer) -> Rows:
+    """Returns the weights of all products in a model's layers."""
+    parts = [part for layer in [*model.encoder_layers, *model.decoder_layers] for part in layer.modules()]
+    wholes = [part.get_parameter("weight") for part in parts if isinstance(part, nn.Linear)]
+    rows: dict[nn.Parameter, Sequence[int]] = {whole: [whole.size(0)] for whole in wholes}
+    for part in parts:
+        if isinstance(part, SelfAttention | CrossAttention):
+            for packed, held in part.packed_rows(1.0, 1.0).items():
+                rows[packed.get_parameter("weight")] = [number for number, _ in held]
+    return rows
