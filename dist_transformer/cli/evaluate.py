@@ -90,9 +90,26 @@ def evaluate_command(
     ] = None,
 ) -> None:
     """Score a model: sacreBLEU and chrF with their signatures, and the share of exact matches."""
-    _refuse_what_does_not_fit(
-        run, source, references, hypothesis, language_pair, beam, length_penalty, metric_plugin, modified
-    )
+    if (run is None) == (hypothesis is None):
+        raise UserError("expected a run or model folder to translate with, or --hypothesis FILE: give one of them")
+    if hypothesis is None:
+        if (source is None) != (not references):
+            raise UserError("--source and --reference belong together: give both, or neither")
+        if language_pair:
+            raise UserError(f"--language-pair {language_pair}: is of --hypothesis; a model knows its languages")
+    else:
+        if not references:
+            raise UserError("--hypothesis needs --reference FILE, once for each translation to compare with")
+        if beam is not None or length_penalty is not None:
+            raise UserError("--beam and --length-penalty are of a search: leave them out with --hypothesis")
+        if metric_plugin is not None and source is None:
+            raise UserError("--metric-plugin gets the source too: give --source FILE")
+    if metric_plugin is not None and len(references or []) > 1:
+        raise UserError("--metric-plugin compares with one reference: give --reference once")
+    if unknown := [name for name in modified or () if name not in MODIFIERS]:
+        raise UserError(f"--modified {unknown[0]}: no such modifier; there are {', '.join(MODIFIERS)}")
+    if modified and (hypothesis is not None or len(references or []) > 1):
+        raise UserError("--modified changes a source, which a model then translates, and one reference")
     if output is not None:
         if run is None:
             raise UserError("--output: keeps what a model reaches, and how fast; with --hypothesis leave it out")
@@ -212,39 +229,6 @@ def scored(
                 add_scores(model, name, scores)
             found.append(Scored(name, information.step, measured, scores, run, seconds))
     return replace(found[0], modified=tuple(found[1:]))
-
-
-def _refuse_what_does_not_fit(
-    run: Path | None,
-    source: Path | None,
-    references: list[Path] | None,
-    hypothesis: Path | None,
-    language_pair: str,
-    beam: int | None,
-    length_penalty: float | None,
-    metric_plugin: str | None,
-    modified: Sequence[str] | None,
-) -> None:
-    if (run is None) == (hypothesis is None):
-        raise UserError("expected a run or model folder to translate with, or --hypothesis FILE: give one of them")
-    if hypothesis is None:
-        if (source is None) != (not references):
-            raise UserError("--source and --reference belong together: give both, or neither")
-        if language_pair:
-            raise UserError(f"--language-pair {language_pair}: is of --hypothesis; a model knows its languages")
-    else:
-        if not references:
-            raise UserError("--hypothesis needs --reference FILE, once for each translation to compare with")
-        if beam is not None or length_penalty is not None:
-            raise UserError("--beam and --length-penalty are of a search: leave them out with --hypothesis")
-        if metric_plugin is not None and source is None:
-            raise UserError("--metric-plugin gets the source too: give --source FILE")
-    if metric_plugin is not None and len(references or []) > 1:
-        raise UserError("--metric-plugin compares with one reference: give --reference once")
-    if unknown := [name for name in modified or () if name not in MODIFIERS]:
-        raise UserError(f"--modified {unknown[0]}: no such modifier; there are {', '.join(MODIFIERS)}")
-    if modified and (hypothesis is not None or len(references or []) > 1):
-        raise UserError("--modified changes a source, which a model then translates, and one reference")
 
 
 def _modified(pairs: Pairs, modifier: str, prefix: str) -> Pairs:

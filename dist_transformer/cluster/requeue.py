@@ -46,10 +46,6 @@ class Decision:
     then: Literal["stop", "requeue", "again"]
     reason: str
 
-    @property
-    def requeue(self) -> bool:
-        return self.then == "requeue"
-
 
 def run_folder(arguments: list[str]) -> RunDir:
     """The run folder that `train` with these arguments works on.
@@ -157,7 +153,7 @@ def end(run_dir: RunDir, job: str, attempt: int, exit_code: int, how: How, left:
     }
     decision = of_others.get(how) or decide(run_dir, exit_code, _max_restarts(run_dir), left)
     _note(
-        run_dir, "ended", job, attempt, exit_code=exit_code, how=how, requeued=decision.requeue,
+        run_dir, "ended", job, attempt, exit_code=exit_code, how=how, requeued=decision.then == "requeue",
         reason=decision.reason, newest=newest_checkpoint(run_dir),
     )  # fmt: skip
     return decision

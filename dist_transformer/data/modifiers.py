@@ -76,12 +76,8 @@ def _no_final_punctuation(source: str, target: str, draw: Draw) -> tuple[str, st
     return (bare[0], bare[1]) if is_due else (source, target)
 
 
-def _upper_case(source: str, target: str, draw: Draw) -> tuple[str, str]:
-    return _outside_markup(source, str.upper), _outside_markup(target, str.upper)
-
-
-def _title_case(source: str, target: str, draw: Draw) -> tuple[str, str]:
-    return _outside_markup(source, _titled), _outside_markup(target, _titled)
+def _cased(change: Callable[[str], str], source: str, target: str, draw: Draw) -> tuple[str, str]:
+    return _outside_markup(source, change), _outside_markup(target, change)
 
 
 def _tags(source: str, target: str, draw: Draw) -> tuple[str, str]:
@@ -113,7 +109,14 @@ def _noise(source: str, target: str, draw: Draw) -> tuple[str, str]:
     return " ".join(words), target
 
 
-_CHANGES = [_no_final_punctuation, _upper_case, _title_case, _tags, _typos, _noise]
+_CHANGES: list[Callable[[str, str, Draw], tuple[str, str]]] = [
+    _no_final_punctuation,
+    partial(_cased, str.upper),
+    partial(_cased, _titled),
+    _tags,
+    _typos,
+    _noise,
+]
 """In the order of MODIFIERS."""
 
 

@@ -52,8 +52,12 @@ def score_pairs(
         _refuse_longer(longer, most, f"but {limit}", num_before)
         found: dict[int, list[float]] = {}
         for members in token_batches(longer, BATCHES):
-            batch = ([sources[member] for member in members], [targets[member] for member in members])
-            found.update(zip(members, _scores(models, tokenizer, *batch, device), strict=True))
+            outputs = [targets[member] for member in members]
+            source_BS = pad_together([sources[member] for member in members], tokenizer.pad_id).to(device)
+            read_BT = pad_together([[tokenizer.bos_id, *ids[:-1]] for ids in outputs], tokenizer.pad_id).to(device)
+            target_BT = pad_together(outputs, tokenizer.pad_id).to(device)
+            rows = forced_log_probabilities(models, source_BS, read_BT, target_BT).tolist()
+            found |= {member: row[: len(ids)] for member, row, ids in zip(members, rows, outputs, strict=True)}
         yield from ((target, found[index]) for index, target in enumerate(targets))
         num_before += len(chunk)
 
@@ -78,20 +82,6 @@ def _chunk(models: Sequence[Transformer], source_BS: Tensor, target_in_BT: Tenso
     log_probability_BTV = log_probabilities([model(source_BS, target_in_BT) for model in models])
     chosen_BT = log_probability_BTV.gather(2, target_out_BT[..., None]).squeeze(2)
     return chosen_BT.masked_fill(target_out_BT == models[0].pad_id, 0.0)
-
-
-def _scores(
-    models: Sequence[Transformer],
-    tokenizer: Tokenizer,
-    sources: Sequence[Ids],
-    targets: Sequence[Ids],
-    device: torch.device,
-) -> Iterator[list[float]]:
-    source_BS = pad_together(sources, tokenizer.pad_id).to(device)
-    read_BT = pad_together([[tokenizer.bos_id, *target[:-1]] for target in targets], tokenizer.pad_id).to(device)
-    target_BT = pad_together(targets, tokenizer.pad_id).to(device)
-    rows = forced_log_probabilities(models, source_BS, read_BT, target_BT).tolist()
-    return (row[: len(target)] for row, target in zip(rows, targets, strict=True))
 
 
 def _refuse_longer(lengths: Sequence[int], most: int, limit: str, num_before: int) -> None:

@@ -211,7 +211,10 @@ def open_run(target: Target, memory: DeliveryState) -> TrackedRun:
         found = _run_by_id(client, memory.mlflow_run_id) if memory.mlflow_run_id else None
         if found is None:
             experiment_id = _experiment_id(client, target)
-            found = _run_by_uid(client, experiment_id, memory.run_id) or _new_run(client, experiment_id, memory)
+            found = _run_by_uid(client, experiment_id, memory.run_id)
+        if found is None:
+            tags = {RUN_UID_TAG: memory.run_id} | ({REPLACES_TAG: memory.mlflow_run_id} if memory.mlflow_run_id else {})
+            found = client.create_run(experiment_id, int(memory.created * 1000), tags, memory.run_name)
         if found.info.lifecycle_stage == "deleted":
             logger.warning("MLflow run %s had been deleted on the server and is restored", found.info.run_id)
             client.restore_run(found.info.run_id)
@@ -318,11 +321,6 @@ def _run_by_uid(client: MlflowClient, experiment_id: str, run_id: str) -> Any | 
     query = f"tags.`{RUN_UID_TAG}` = '{run_id}'"
     found = client.search_runs([experiment_id], query, run_view_type=ViewType.ALL)
     return min(found, key=lambda run: (run.info.lifecycle_stage == "deleted", not run.data.metrics), default=None)
-
-
-def _new_run(client: MlflowClient, experiment_id: str, memory: DeliveryState) -> Any:
-    tags = {RUN_UID_TAG: memory.run_id} | ({REPLACES_TAG: memory.mlflow_run_id} if memory.mlflow_run_id else {})
-    return client.create_run(experiment_id, int(memory.created * 1000), tags, memory.run_name)
 
 
 def _digest(text: str) -> str:

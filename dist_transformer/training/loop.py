@@ -97,13 +97,14 @@ class Loop:
 
     def _train(self) -> None:
         state, every = self.state, self._config.checkpoints.every_steps
+        max_epochs = self._config.training.max_epochs
         self._batches.prefetch(self._status())
         self._metrics.start_clock()
         if self._validation.is_due:
             self._validation.make_up(state.step, self._validating)
         while not self._has_ended():
             self._run.watchdog.progress(f"waiting for the batch after step {state.step}")
-            batch = self._next_batch()
+            batch = next_with_pairs(self._receive, lambda: self._batches.start_epoch(self._status()), max_epochs)
             if batch is None:
                 break
             if not self._step(batch):
@@ -131,15 +132,6 @@ class Loop:
         return (
             training.max_steps is not None and state.step >= training.max_steps
         ) or self._validation.early_stopping.reason() is not None
-
-    def _next_batch(self) -> GlobalBatch | None:
-        """Returns the next batch with rows in it; None after the last epoch.
-
-        Raises:
-            Stopped: on every rank: a rank was asked to stop.
-        """
-        max_epochs = self._config.training.max_epochs
-        return next_with_pairs(self._receive, lambda: self._batches.start_epoch(self._status()), max_epochs)
 
     def _receive(self) -> GlobalBatch:
         batch = self._batches.next()

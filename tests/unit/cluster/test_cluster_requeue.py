@@ -25,29 +25,35 @@ def _checkpoint(run_dir: RunDir, name: str) -> None:
 
 @pytest.mark.parametrize("code", [0, 2])
 def test_a_finished_run_and_a_user_error_are_never_requeued(run_dir: RunDir, code: int) -> None:
-    assert not decide(run_dir, code, max_restarts=3).requeue
+    assert decide(run_dir, code, max_restarts=3).then != "requeue"
     assert not run_dir.restarts.exists()
 
 
 @pytest.mark.parametrize("code", [75, 1, 70, 137])
 def test_without_a_new_checkpoint_the_job_is_requeued_max_restarts_times(run_dir: RunDir, code: int) -> None:
-    assert [decide(run_dir, code, max_restarts=3).requeue for _ in range(5)] == [True, True, True, False, False]
+    assert [decide(run_dir, code, max_restarts=3).then == "requeue" for _ in range(5)] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_new_checkpoint_begins_a_new_count(run_dir: RunDir) -> None:
     for step in range(1, 8):
         _checkpoint(run_dir, f"step_{step:08d}")
-        assert decide(run_dir, 1, max_restarts=2).requeue
-        assert decide(run_dir, 1, max_restarts=2).requeue
-        assert not decide(run_dir, 1, max_restarts=2).requeue
+        assert decide(run_dir, 1, max_restarts=2).then == "requeue"
+        assert decide(run_dir, 1, max_restarts=2).then == "requeue"
+        assert decide(run_dir, 1, max_restarts=2).then != "requeue"
 
 
 def test_an_unfinished_checkpoint_is_no_progress(run_dir: RunDir) -> None:
     _checkpoint(run_dir, "step_00000010")
-    assert decide(run_dir, 1, max_restarts=1).requeue
+    assert decide(run_dir, 1, max_restarts=1).then == "requeue"
     _checkpoint(run_dir, "step_00000020.tmp")
     assert newest_checkpoint(run_dir) == "step_00000010"
-    assert not decide(run_dir, 1, max_restarts=1).requeue
+    assert decide(run_dir, 1, max_restarts=1).then != "requeue"
 
 
 def test_the_newest_checkpoint_is_the_one_with_the_highest_step(run_dir: RunDir) -> None:
@@ -59,7 +65,7 @@ def test_the_newest_checkpoint_is_the_one_with_the_highest_step(run_dir: RunDir)
 def test_a_run_stopped_by_its_stop_file_stays_stopped(run_dir: RunDir) -> None:
     run_dir.stop_file.touch()
     decision = decide(run_dir, 75, max_restarts=3)
-    assert not decision.requeue
+    assert decision.then != "requeue"
     assert str(run_dir.stop_file) in decision.reason
 
 
