@@ -324,6 +324,8 @@ class BatchJob:
             answering = nodes_that_answer(of_job)
         except (SlurmError, KeyError):
             return None
+        if not {*before} <= {*answering}:
+            self._failed_on[-1] = ""  # ranks fail first on a node that is left, as one that died says nothing
         suspects = {node for node in self._failed_on[-2:-1] if node == self._failed_on[-1]}
         return next_nodes(before, answering, suspects, self._wanted)
 

@@ -162,6 +162,18 @@ def test_a_node_on_which_ranks_fail_twice_is_left_out(slurm: Slurm) -> None:
     assert "--nodelist=n1" in slurm.steps()[-1]
 
 
+def test_a_node_that_outlived_another_is_not_suspected(slurm: Slurm) -> None:
+    """Its ranks fail first, because the others are gone."""
+    both = slurm.folder / "both"
+    both.write_text((slurm.folder / "nodes").read_text())
+    slurm.answers("n1")
+    on_n1 = FAILS.replace("n2", "n1")
+    code, said = slurm.run(on_n1, f"cp {both} {slurm.folder}/nodes; {on_n1}")
+    assert "ranks start again on n1 (n2 gives no answer)" in said
+    assert "failed on n1 twice" not in said
+    assert (code, slurm.ends()) == (1, [(1, "decide", False), (1, "decide", True)])
+
+
 def test_a_spare_node_takes_the_place_of_one_that_gives_no_answer(slurm: Slurm) -> None:
     size = "--nodelist={} --nodes=1 --ntasks=2 --ntasks-per-node=2"
     slurm.answers("n2")
