@@ -7,6 +7,7 @@ A matrix is orthogonalized whole. Stages 1 and 2 cut it: there each rank updates
 all, and orthogonalizes the matrices of which it holds a part.
 """
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from dist_transformer.model.transformer import Transformer
 MOMENTUM = 0.95
 ITERATIONS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic Newton-Schulz iteration, as in `torch.optim.Muon`."""
+"""Coefficients of the quintic Newton-Schulz iteration, as in `torch.optim.Muon`."""
 SCALE = 0.2
 """Root mean square of an update of Adam, which that of a matrix is made to have."""
 
@@ -43,7 +44,9 @@ class AdamWithMuon(torch.optim.AdamW):
                     p.add_(orthogonalized(update, rows), alpha=-group["lr"])
         self.param_groups = [group for group in groups if "rows" not in group]
         try:
-            return super().step(closure)
+            return inspect.unwrap(torch.optim.AdamW.step)(
+                self, closure
+            )  # without the decorator that imports a compiler
         finally:
             self.param_groups = groups
 
