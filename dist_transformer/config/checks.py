@@ -251,11 +251,9 @@ def _check_plugin(model: Any, training: Any, data: Any) -> Iterator[str]:
             yield f"model.plugin: {model.plugin}: {key} is for our own network; remove one of the two"
 
 
-def _check_guided_alignment(training: Any, data: Any) -> Iterator[str]:
+def _check_guided_alignment(training: Any) -> Iterator[str]:
     if training.guided_alignment and training.compile_layers:
         yield "training.guided_alignment: reads what is within a layer; it needs training.compile_layers: false"
-    if training.guided_alignment and data.on_the_fly:
-        yield "training.guided_alignment: aligns the tokens that `prepare` wrote; it needs data.on_the_fly: false"
 
 
 def _check_positions(data: Any, model: Any) -> Iterator[str]:

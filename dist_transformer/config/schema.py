@@ -161,7 +161,7 @@ class TrainingConfig(Section):
         0.0,
         ge=0.0,
         description="Weight of a second loss: cross-attention of the last layer but one learns the alignment of tokens that is "
-        "found in the prepared text; 0: none.",
+        "found in the training text; 0: none.",
     )
     gradient_clip_norm: Number = Field(
         0.0, ge=0.0, description="Clip the global gradient norm; 0: never (the paper's)."

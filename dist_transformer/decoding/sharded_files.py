@@ -240,9 +240,10 @@ def _refuse_other(planned: Path, now: Plan, output: Path) -> None:
         if there.get(name) != now.get(name)
     ]
     if differing:
+        made = f"{output} and {_plan_of(output).name}" if is_complete(output) else f"the folder {_folder(output)}"
         raise UserError(
             f"{output}: was begun as another translation ({'; '.join(differing)}): continue as it was begun, name another file, "
-            f"or remove {_made_of(output)}"
+            f"or remove {made}"
         )
 
 
@@ -258,11 +259,6 @@ def _folder(output: Path) -> Path:
 
 def _plan_of(output: Path) -> Path:
     return output.with_name(f"{output.name}.plan.json")
-
-
-def _made_of(output: Path) -> str:
-    """Names of the files to remove before the output can be made anew."""
-    return f"{output} and {_plan_of(output).name}" if is_complete(output) else f"the folder {_folder(output)}"
 
 
 def _remove_folder(output: Path) -> None:

@@ -104,7 +104,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for hidden_CD, target_C, logits_CV in _chunks(hidden_RD, target_R, multiplied_weight_VD, bias_V, wide):
             if counts_hits:
                 num_hits = num_hits + (logits_CV.argmax(1) == target_C).sum()
-            mean_logit_C = _mean_logits(hidden_CD, mean_weight_D, bias_V)
+            mean_logit_C = hidden_CD.to(wide) @ mean_weight_D
+            if bias_V is not None:
+                mean_logit_C = mean_logit_C + bias_V.mean(dtype=wide)
             chunk_loss, chunk_nll = _turn_into_probabilities(logits_CV, target_C, mean_logit_C, label_smoothing)
             loss_sum, nll_sum = loss_sum + chunk_loss, nll_sum + chunk_nll
             if any(needs_gradient):
@@ -167,11 +169,6 @@ def _chunks(
         logits_CV = buffer_CV[: len(target_C)]
         _product_into(logits_CV, hidden_CD, weight_VD.T)
         yield hidden_CD, target_C, logits_CV if bias_V is None else logits_CV.add_(bias_V)
-
-
-def _mean_logits(hidden_CD: Tensor, mean_weight_D: Tensor, bias_V: Tensor | None) -> Tensor:
-    mean_C = hidden_CD.to(mean_weight_D.dtype) @ mean_weight_D
-    return mean_C if bias_V is None else mean_C + bias_V.mean(dtype=mean_C.dtype)
 
 
 def _turn_into_probabilities(

@@ -89,7 +89,11 @@ def print_plan(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware,
     )
     print(*table(TIMES, [_time_cells(row, _fits(row, hardware)) for row in rows]), sep="\n")
     print("memory of a GPU for each ZeRO stage, GB; of the CPU for each rank (offloaded state, copy for checkpoints)")
-    print(*table(MEMORY, [_memory_cells(row) for row in rows]), sep="\n")
+    memory = [
+        [str(row.nodes), *map(_gigabytes, (*row.by_stage.values(), row.memory.cpu_bytes)), row.memory.fullest]
+        for row in rows
+    ]
+    print(*table(MEMORY, memory), sep="\n")
     for row in rows:
         for text in [*filter(None, [row.problem]), *row.warnings]:
             print(f"{nodes_text(row.nodes)}: {text}")
@@ -113,11 +117,6 @@ def _time_cells(row: Row, fits: str) -> list[str]:
     hours = [NOTHING if value is None else f"{value:,.1f}" for value in (row.hours, row.node_hours)]
     shares = [f"{share:.0%}" for share in (time.communication_share, time.efficiency)]
     return [*begin, f"{time.tokens_per_second:,.0f}", f"{time.seconds:.3f}", *shares, *hours]
-
-
-def _memory_cells(row: Row) -> list[str]:
-    stages = [_gigabytes(count) for count in row.by_stage.values()]
-    return [str(row.nodes), *stages, _gigabytes(row.memory.cpu_bytes), row.memory.fullest]
 
 
 def print_sources(hardware: Hardware) -> None:

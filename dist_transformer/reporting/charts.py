@@ -86,7 +86,8 @@ class Marks:
 
 
 def marks_of(story: RunStory) -> Marks:
-    return Marks(story.curves.last_step, story.restart_steps, story.divergence_steps)
+    divergences = [int(event.get("since_step", 0)) for event in story.view.divergences]
+    return Marks(story.curves.last_step, story.restart_steps, divergences)
 
 
 def panels_of(story: RunStory) -> list[Panel]:

@@ -170,15 +170,13 @@ def short_number(value: float) -> str:
     return f"{value:.4g}"
 
 
-def drawable(text: str) -> str:
-    """`text` with a square for each character that the font lacks, so that no text of a run makes drawing fail or warn."""
-    return "".join(character if ord(character) in _characters() else "\N{WHITE SQUARE}" for character in text)
-
-
 def legend_text(text: str) -> str:
-    """Escapes `text` for matplotlib's legends and titles: not parsed as mathematics, nor hidden for a leading "_"."""
+    """Escapes `text` for matplotlib's legends and titles: not parsed as mathematics, nor hidden for a leading "_".
+
+    A character that the font lacks becomes a square, so that no text of a run makes drawing fail or warn.
+    """
     cut = text if len(text) <= LONGEST_LABEL else text[: LONGEST_LABEL - 1] + "\N{HORIZONTAL ELLIPSIS}"
-    escaped = drawable(cut).replace("$", r"\$")
+    escaped = "".join(each if ord(each) in _characters() else "\N{WHITE SQUARE}" for each in cut).replace("$", r"\$")
     return f" {escaped}" if escaped.startswith("_") else escaped
 
 

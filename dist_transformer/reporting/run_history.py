@@ -148,10 +148,6 @@ class RunStory:
         return [_step_of(str(record.get("newest"))) or 0 for record in began[1:]]
 
     @property
-    def divergence_steps(self) -> list[int]:
-        return [int(event.get("since_step", 0)) for event in self.view.divergences]
-
-    @property
     def trained_seconds(self) -> float | None:
         """Time between the starts of training and their ends; without a history that of the records. None: unknown."""
         times = self.curves.of("train", "time")

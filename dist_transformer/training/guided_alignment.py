@@ -8,7 +8,7 @@ reads words (decoding/word_alignment.py).
 Axes: B batch, S source, T target, H heads; K as in data/token_aligner.py.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
@@ -101,15 +101,15 @@ def open_lexicon(
 
     def make() -> None:
         if not path.is_file():
-            train_aligner(_pairs(reader, manifest.training), manifest.target_vocabulary).save(path)
+            train_aligner(_pairs(reader, len(manifest.training)), manifest.target_vocabulary).save(path)
 
     run_on_rank_zero(ranks, make, progress)
     return Lexicon.load(path)
 
 
-def _pairs(reader: RowReader, training: Sequence[str]) -> Iterator[Pair]:
+def _pairs(reader: RowReader, num_corpora: int) -> Iterator[Pair]:
     """Yields the pairs of the training corpora, a row group of each in turn."""
-    corpora = [reader.read_split(name) for name in training]
+    corpora = map(reader.read_first_pass, range(num_corpora))
     for rows in chain.from_iterable(zip_longest(*corpora)):
         if rows is not None:
             sources = np.split(rows.source_ids, rows.source_offsets[1:-1])

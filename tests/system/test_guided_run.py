@@ -22,8 +22,20 @@ def test_a_guided_run_is_the_same_on_two_ranks_and_over_a_stop_and_aligns_once(t
     assert records(whole)[0]["loss"] > records(plain)[0]["loss"] + 0.1
 
 
+def test_guided_alignment_learns_from_text_as_it_is_tokenized_and_modified_in_training(train_small):
+    settings = ("training.guided_alignment=0.5", "model.dropout=0", "schedule.warmup_steps=3", "data.on_the_fly=true")
+    prepared, read = train_small("guided", *settings[:3]), train_small("guided-read", *settings)
+    assert (read / "lexicon.npz").read_bytes() == (prepared / "lexicon.npz").read_bytes()
+    settings += ("data.modifiers={upper_case: 0.5, typos: 0.5}", "tokenizer.sampling=0.1")
+    modified = train_small("guided-modified", *settings)
+    assert (modified / "lexicon.npz").read_bytes() != (read / "lexicon.npz").read_bytes()
+    train_small("guided-modified-resumed", *settings, "training.max_steps=3", ranks=2)
+    resumed = train_small("guided-modified-resumed", *settings, ranks=2)
+    assert (resumed / "lexicon.npz").read_bytes() == (modified / "lexicon.npz").read_bytes()
+    assert [r["loss"] for r in records(resumed)] == pytest.approx([r["loss"] for r in records(modified)], rel=1e-5)
+
+
 def test_what_guided_alignment_cannot_do_is_refused(command):
-    said = command("config", "check", "small.yaml", "training.guided_alignment=0.5", "data.on_the_fly=true",
-                   "training.compile_layers=true", code=2)  # fmt: skip
-    assert "training.guided_alignment: aligns the tokens that `prepare` wrote; it needs data.on_the_fly: false" in said
+    settings = ("training.guided_alignment=0.5", "training.compile_layers=true")
+    said = command("config", "check", "small.yaml", *settings, code=2)
     assert "it needs training.compile_layers: false" in said

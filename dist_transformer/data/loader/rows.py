@@ -104,6 +104,13 @@ class RowReader:
                 raise _error(_cannot_read(places[row_group], error, self._remedy(places[row_group])), error) from error
             yield joined([part], [part.row_numbers])
 
+    def read_first_pass(self, corpus: int) -> Iterator[Rows]:
+        """Yields the rows of a training corpus by row group, as the first pass over it has them; raises as `read`."""
+        places = self._corpora[corpus].places
+        for index in range(len(places)):
+            piece = RowSlice(corpus, index, 0, places[index].rows)
+            yield self.read(WindowRequest(WindowKey(0, 0, 0, index), (piece,))).rows
+
     def _corpus(self, name: str) -> TokenCorpus | TextCorpus:
         split = self._splits[name]
         places = SplitPlaces(self._folder, split)

@@ -179,6 +179,7 @@ def test_rows_are_modified_after_the_filters_by_row_and_pass_whatever_the_window
     assert as_lists(elsewhere.rows) == first
     again = request(*((*piece, 1) for piece in WHOLE))
     assert as_lists(reader.read(again).rows) != first
+    assert [row for rows in reader.read_first_pass(0) for row in as_lists(rows)] == first
 
 
 def all_rows(config: Config, folder: Path) -> tuple[list[tuple[int, list[int], list[int]]], dict[str, int]]:
