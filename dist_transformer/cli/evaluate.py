@@ -226,6 +226,8 @@ def scored(
             if run is not None and keep:
                 write_json(run[1].evaluation / f"{name}.json", scores)
                 write_text(run[1].evaluation / f"{name}.translations", "\n".join(translations) + "\n")
+                for number, lines in enumerate(pairs.references, start=1):  # by which `compare` tells significance
+                    write_text(run[1].evaluation / f"{name}.reference{number}", "\n".join(lines) + "\n")
                 add_scores(model, name, scores)
             found.append(Scored(name, information.step, measured, scores, run, seconds))
     return replace(found[0], modified=tuple(found[1:]))

@@ -40,7 +40,11 @@ def logs_command(
             for line in follow(newest, path, lines, rank, lambda: is_over(target)):
                 print(line, flush=True)
         else:
-            _print_tail(path, lines, rank)
+            found = tail(path, lines, rank)
+            for line in found:
+                print(line)
+            if rank is not None and lines and not found and path.stat().st_size:
+                typer.echo(f"no line of rank {rank} in the last part of {path}", err=True)
     except KeyboardInterrupt:
         return
 
@@ -106,14 +110,6 @@ def _no_log(target: RunRef, named: str | None) -> UserError:
     if job is not None:
         return UserError(f"{folder}: has no log: job {target.job_id} is over ({job.state}) and wrote none")
     return UserError(f"{folder}: has no log yet: its job has not started, or nothing was ever started here")
-
-
-def _print_tail(path: Path, num_lines: int, rank: int | None) -> None:
-    found = tail(path, num_lines, rank)
-    for line in found:
-        print(line)
-    if rank is not None and num_lines and not found and path.stat().st_size:
-        typer.echo(f"no line of rank {rank} in the last part of {path}", err=True)
 
 
 def _print_stacks(nodes: list[NodeStacks]) -> None:

@@ -44,11 +44,7 @@ VERBS = {
         "score": "score.score_command",
         "evaluate": "evaluate.evaluate_command",
     },
-    "Data": {
-        "prepare": "prepare.prepare_command",
-        "data": "data_verbs.app",
-        "demo-corpus": "demo.demo_corpus_command",
-    },
+    "Data": {"prepare": "prepare.prepare_command", "data": "data_verbs.app", "demo-corpus": "demo.demo_corpus_command"},
     "Look": {
         "status": "status.status_command",
         "list": "status.list_command",

@@ -45,8 +45,8 @@ def compare_command(
         raise UserError(f"{' '.join(runs)}: one run; expected at least two: dist-transformer compare RUN RUN ...")
     check_output(output, PAGE, is_own_page, is_file=True)
     stories = named([read_story(folder) for folder in folders])
-    write_output(output, compare_page(stories))
     results = result_rows(stories)
+    write_output(output, compare_page(stories, results))
     rows = [*setting_rows(stories), *results]
     best = [None if row.best is None else row.best + 1 for row in rows]
     print_table(["", *(name for name, _ in stories)], [[row.name, *row.texts] for row in rows], best)

@@ -157,7 +157,8 @@ def _job_rows(document: Document, now: float) -> Iterator[tuple[str, str]]:
 
 
 def _progress_rows(document: Document, now: float) -> Iterator[tuple[str, str]]:
-    yield "step", _of(document["step"], document["max_steps"])
+    step, most = document["step"], document["max_steps"]
+    yield "step", f"{step} of {most} ({100 * step / most:.0f} %)" if most else str(step)
     if document["record_time"] is not None:
         yield "loss", _number(document["loss"], ".4f")
         yield "learning rate", _number(document["learning_rate"], ".3e")
@@ -199,10 +200,6 @@ def _ending(document: Document, now: float) -> str:
     when = f", {duration(now - ended)} ago" if ended else ""
     why = f"; {reason}" if reason and reason not in SAID_BY_EXIT_CODE else ""
     return f"{text}{number}{when}{why}"
-
-
-def _of(step: int, max_steps: int | None) -> str:
-    return str(step) if not max_steps else f"{step} of {max_steps} ({100 * step / max_steps:.0f} %)"
 
 
 def _number(value: Any, form: str) -> str:

@@ -40,6 +40,7 @@ def report(target: RunRef) -> Document:
     view = _as_it_waits(view, now) if waits else _without_earlier_attempts(view, attempt)
     log = log_of_run(target.run_dir, target.job_id)
     is_left = is_over and view.state != "finished" and not view.is_alive(now)
+    is_unbegun = is_over and not worked_on(target.run_dir, target.job_id)
     return {
         "run": target.run_dir.name,
         "folder": str(target.run_dir.path),
@@ -50,7 +51,8 @@ def report(target: RunRef) -> Document:
         "checkpoint_age_seconds": now - view.checkpoint_time if view.checkpoint_time else None,
         "set_aside": view.set_aside,
         "attempt": attempt.get("attempt"),
-        **(_BEFORE_ITS_RANKS if is_over and not worked_on(target.run_dir, target.job_id) else _of_last_end(view)),
+        **_of_last_end({} if is_unbegun else view.last_end),
+        **({"last_exit_text": "before its ranks started"} if is_unbegun else {}),
         "starts": view.starts,
         "excluded_nodes": view.excluded,
         "divergences": len(view.divergences),
@@ -169,23 +171,14 @@ def _next(run_dir: RunDir, *, has_log: bool) -> str:
     return f"{look}dist-transformer resume {folder}"
 
 
-_BEFORE_ITS_RANKS: Document = {
-    "last_end_time": None,
-    "last_exit_code": None,
-    "last_exit_text": "before its ranks started",
-    "last_end_reason": None,
-    "last_end_requeued": None,
-}
-
-
-def _of_last_end(view: RunView) -> Document:
-    code = view.last_end.get("exit_code")
+def _of_last_end(end: Document) -> Document:
+    code = end.get("exit_code")
     return {
-        "last_end_time": view.last_end.get("time"),
+        "last_end_time": end.get("time"),
         "last_exit_code": code,
         "last_exit_text": exit_code_in_words(code) if isinstance(code, int) else None,
-        "last_end_reason": view.last_end.get("reason"),
-        "last_end_requeued": view.last_end.get("requeued"),
+        "last_end_reason": end.get("reason"),
+        "last_end_requeued": end.get("requeued"),
     }
 
 

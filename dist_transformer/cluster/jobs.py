@@ -59,11 +59,8 @@ def job_of(
     wanted |= _resources(stage, slurm) | given | {"exclude": avoided}
     path = str(run_dir.path)
     words = arguments or ((path,) if stage in _SCRIPTS else (stage, path))
-    return Job(stage, _options(wanted), run_dir.slurm / script_name(stage), tuple(words))
-
-
-def _options(wanted: dict[str, Any]) -> tuple[str, ...]:
-    return ("--parsable", "--requeue", *command_options(wanted))
+    options = ("--parsable", "--requeue", *command_options(wanted))
+    return Job(stage, options, run_dir.slurm / script_name(stage), tuple(words))
 
 
 def _resources(stage: str, slurm: SlurmConfig) -> dict[str, Any]:

@@ -84,10 +84,7 @@ def jobs_of(job_id: str) -> list[QueuedJob]:
     Raises:
         SlurmError: Slurm cannot be asked.
     """
-    found = _in_queue([job_id])
-    if found:
-        return found
-    return _parsed(list_accounted_jobs(job_id, _SACCT_FIELDS), _SACCT_FIELDS, "sacct")
+    return _in_queue([job_id]) or _parsed(list_accounted_jobs(job_id, _SACCT_FIELDS), _SACCT_FIELDS, "sacct")
 
 
 def job_now(job_id: str) -> QueuedJob | None:

@@ -1,6 +1,7 @@
 """Slurm's reasons and exit codes as text from which a user knows what to do."""
 
 import signal
+from contextlib import suppress
 
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_HANG, EXIT_REQUEUE, EXIT_USER_ERROR
 
@@ -91,9 +92,6 @@ def exit_code_in_words(code: int) -> str:
     """Explanation of the exit code of an attempt or a rank."""
     if code in _EXIT_CODES:
         return _EXIT_CODES[code]
-    if code > 128:
-        try:
-            return f"ended by signal {signal.Signals(code - 128).name}"
-        except ValueError:
-            pass
+    with suppress(ValueError):  # it is none of a signal
+        return f"ended by signal {signal.Signals(code - 128).name}"
     return f"exit code {code}"

@@ -25,18 +25,14 @@ def rolled_back_if_refused(files: Iterable[Path], snapshot: Path) -> Iterator[No
         if aside.is_dir():
             aside.rename(snapshot)
         for path, old in before.items():
-            _put_back(path, old)
+            if old is None:
+                path.unlink(missing_ok=True)
+            elif not path.is_file() or path.read_bytes() != old:
+                with replacing(path) as temporary:
+                    temporary.touch(0o600 if path.suffix == ".sbatch" else 0o666)
+                    temporary.write_bytes(old)
         for folder in made:  # the deepest first
             with suppress(OSError):  # not empty: it holds another submission's files
                 folder.rmdir()
         raise
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _put_back(path: Path, old: bytes | None) -> None:
-    if old is None:
-        path.unlink(missing_ok=True)
-    elif not path.is_file() or path.read_bytes() != old:
-        with replacing(path) as temporary:
-            temporary.touch(0o600 if path.suffix == ".sbatch" else 0o666)
-            temporary.write_bytes(old)

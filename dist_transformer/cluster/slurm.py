@@ -207,11 +207,8 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def _fields(line: str) -> dict[str, str]:
     """The fields Name=value of a line of scontrol. Users' own words, which may look like one, are a job's name and what
     comes at its end."""
-    found: dict[str, str] = {}
     line = re.sub(r" JobName=.*? UserId=", " UserId=", line, count=1)
-    for name, value in re.findall(r"(?:^| )([A-Za-z]+)=(\S*)", line):
-        found.setdefault(name, value)
-    return found
+    return dict(reversed(re.findall(r"(?:^| )([A-Za-z]+)=(\S*)", line)))  # of a name that comes twice the first
 
 
 def _checked(job_id: str) -> str:

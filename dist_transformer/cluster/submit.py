@@ -129,10 +129,8 @@ def _submit_first(submission: Submission) -> str:
     try:
         with rolled_back_if_refused(changed, run_dir.snapshot):
             take_snapshot(run_dir.snapshot)
-            for (
-                path,
-                text,
-            ) in submission.files.items():  # scripts for their owner: `slurm.setup` may hold private values
+            for path, text in submission.files.items():
+                # Scripts for their owner: `slurm.setup` may hold private values.
                 write_text(path, text, mode=0o600 if path.suffix == ".sbatch" else 0o666)
             begin_anew(run_dir)
             return submit_script(submission.jobs[0].sbatch_arguments(submission.after))

@@ -40,13 +40,7 @@ class CTranslate2Searcher:
         max_positions: longest source and translation in tokens; None: no limit.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        special: SpecialTokens,
-        config: DecodingConfig,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, folder: Path, special: SpecialTokens, config: DecodingConfig, device: torch.device) -> None:
         """Loads `folder`, a model folder or a result of `export_ctranslate2`. Other arguments: see `TorchSearcher`.
 
         Raises:
@@ -103,10 +97,10 @@ class CTranslate2Searcher:
             return []
         # The first that end may not include all of the best: for several translations, twice as many are searched.
         patience = 2 if self.config.n_best > 1 else 1
-        prefixes = [self._target(sentence.prefix) for sentence in batch]
+        prefixes = [[self._target_tokens[number] for number in sentence.prefix] for sentence in batch]
         # A prefix as long as the longest translation leaves nothing to search.
         is_open = [len(prefix) < longest - 1 for prefix in prefixes]
-        sources = [self._source(sentence.source) for sentence in batch]
+        sources = [[self._source_tokens[n] for n in each.source if n != self._pad_id] for each in batch]
         results = iter(
             self._translator.translate_batch(
                 [source for source, open in zip(sources, is_open, strict=True) if open],
@@ -150,12 +144,6 @@ class CTranslate2Searcher:
             )
             for tokens, score in zip(texts, scores, strict=True)
         ]
-
-    def _source(self, ids: Sequence[int]) -> list[str]:
-        return [self._source_tokens[number] for number in ids if number != self._pad_id]
-
-    def _target(self, ids: Sequence[int]) -> list[str]:
-        return [self._target_tokens[number] for number in ids]
 
 
 def _num_threads() -> int:

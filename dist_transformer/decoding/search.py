@@ -28,11 +28,7 @@ class TorchSearcher:
     """
 
     def __init__(
-        self,
-        models: Sequence[Transformer],
-        special: SpecialTokens,
-        config: DecodingConfig,
-        device: torch.device,
+        self, models: Sequence[Transformer], special: SpecialTokens, config: DecodingConfig, device: torch.device
     ) -> None:
         """Takes models with the same vocabularies, on `device` and in eval mode. Several are an ensemble: the search
         uses the logarithm of the mean of their probabilities."""

@@ -59,18 +59,11 @@ def written(task: Task, search: Search, number: int, line: str, translations: Se
         return _json(task, search, line, translations)
     if task.mbr or task.settings.n_best == 1:
         return " ||| ".join([translations[0].text, *_links(task, search, line, translations[0])])
-    return "\n".join(
-        " ||| ".join(
-            [
-                str(number),
-                translation.text,
-                f"log_probability= {translation.log_probability:.4f}",
-                f"{translation.score:.4f}",
-                *_links(task, search, line, translation),
-            ]
-        )
-        for translation in translations
-    )
+    lines = []
+    for each in translations:
+        scores = [f"log_probability= {each.log_probability:.4f}", f"{each.score:.4f}"]
+        lines.append(" ||| ".join([str(number), each.text, *scores, *_links(task, search, line, each)]))
+    return "\n".join(lines)
 
 
 def most_alike(translations: Sequence[Translation]) -> Translation:

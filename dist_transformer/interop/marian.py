@@ -28,9 +28,9 @@ from dist_transformer.interop.model_card import CARD, Origin, exported_card
 from dist_transformer.interop.model_folder import (
     LoadedModel,
     ModelInformation,
-    TokenizerFiles,
     card_of,
     save_model_folder,
+    tokenizer_files,
 )
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
@@ -79,13 +79,10 @@ def save_imported(
         step=0,
     )
     with TemporaryDirectory() as folder:
-        files = TokenizerFiles(Path(folder) / "source.model")
-        files.source.write_bytes(of_source)
+        Path(folder, "source.model").write_bytes(of_source)
         if of_target != of_source:
-            target = Path(folder) / "target.model"
-            target.write_bytes(of_target)
-            files = TokenizerFiles(files.source, target)
-        save_model_folder(out, weights, config, files, information, Origin(how))
+            Path(folder, "target.model").write_bytes(of_target)
+        save_model_folder(out, weights, config, tokenizer_files(Path(folder)), information, Origin(how))
 
 
 def export_marian(loaded: LoadedModel, out: Path) -> None:
@@ -135,11 +132,7 @@ def _marian_config(
     config: ModelConfig, information: ModelInformation, num_source: int, num_target: int
 ) -> dict[str, Any]:
     theirs = {ours: name for name, ours in ACTIVATIONS.items()}
-    of_both = {
-        "attention_heads": config.num_heads,
-        "ffn_dim": config.d_ff,
-        "layerdrop": config.layer_drop,
-    }
+    of_both = {"attention_heads": config.num_heads, "ffn_dim": config.d_ff, "layerdrop": config.layer_drop}
     return {
         "architectures": ["MarianMTModel"],
         "model_type": "marian",

@@ -139,11 +139,7 @@ def numbered_pieces(numbers: Mapping[str, Any], path: Path, size: int) -> list[s
 
 def special_pieces(pieces: Sequence[list[str]], unknown: str, ids: SpecialTokens, folder: Path) -> SpecialPieces:
     """The names of the special ids. UserError: they are not the same on both sides. DataError: no unknown piece."""
-    for name, number in (
-        ("eos_token_id", ids.eos),
-        ("pad_token_id", ids.pad),
-        ("decoder_start_token_id", ids.bos),
-    ):
+    for name, number in (("eos_token_id", ids.eos), ("pad_token_id", ids.pad), ("decoder_start_token_id", ids.bos)):
         found = [numbered[number] if number < len(numbered) else None for numbered in pieces]
         if found[0] is None or found[0] != found[1]:
             raise UserError(

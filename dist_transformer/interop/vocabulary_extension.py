@@ -38,12 +38,8 @@ def extended_weights(
     if shared_embeddings:
         both = [[*a, *b] for a, b in zip(source.cuts, target.cuts, strict=True)]
         source = target = Growth(source.num_pieces, both, source.vocabulary, source.pad_id)
-    growth = {
-        "source_embedding.weight": source,
-        "target_embedding.weight": target,
-        "output.weight": target,
-        "output_bias": target,
-    }
+    of_target = ("target_embedding.weight", "output.weight", "output_bias")
+    growth = {"source_embedding.weight": source, **dict.fromkeys(of_target, target)}
     return {name: extended(tensor, growth[name]) if name in growth else tensor for name, tensor in weights.items()}
 
 

@@ -100,12 +100,7 @@ class SelfAttention(nn.Module):
     """Queries, keys and values from one sequence; causal in the decoder (3.2.3)."""
 
     def __init__(
-        self,
-        d_model: int,
-        num_heads: int,
-        sizes: tuple[int, int],
-        is_causal: bool,
-        rotary_positions: nn.Module | None,
+        self, d_model: int, num_heads: int, sizes: tuple[int, int], is_causal: bool, rotary_positions: nn.Module | None
     ) -> None:
         """`sizes` are those of a head's keys and values, K and V. `rotary_positions` returns the sinusoids (T, K) for a
         start and a length, by which queries and keys are rotated; None: the input contains its positions."""

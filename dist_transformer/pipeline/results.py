@@ -60,16 +60,8 @@ def status_rows(pipeline: Pipeline, states: Mapping[str, State], jobs: Mapping[s
         results = results_of(pipeline, name) if last else {}
         text = ", ".join(f"{SHOWN[key][0]} {_shown(results, key)}" for key in results)
         words = jobs.get(name) or _state_text(pipeline.folder(name), state)
-        rows.append(
-            [
-                name,
-                pipeline.nodes[name].kind,
-                words,
-                since,
-                duration(done - begun if done and begun else None),
-                text or "-",
-            ]
-        )
+        took = duration(done - begun if done and begun else None)
+        rows.append([name, pipeline.nodes[name].kind, words, since, took, text or "-"])
     return rows
 
 

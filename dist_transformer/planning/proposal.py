@@ -57,10 +57,7 @@ def proposed(preset: str, tokens: float, long_tokens: int, characters: int, max_
     average = min(recipe["average_last"], max(1, steps // 5 // every))  # of a short run too the last fifth at most
     return {
         "data": {"filters": {"max_tokens": longest}, "lanes": recipe["lanes"], "max_tokens": recipe["max_tokens"]},
-        "tokenizer": {
-            "vocabulary_size": pieces,
-            "character_coverage": 0.9995 if characters > MANY_CHARACTERS else 1.0,
-        },
+        "tokenizer": {"vocabulary_size": pieces, "character_coverage": 0.9995 if characters > MANY_CHARACTERS else 1.0},
         "model": {key: recipe[key] for key in ("preset", "dropout", "attention_gain")},
         "optimizer": {"learning_rate": rate},
         "schedule": {"warmup_steps": warmup},

@@ -14,13 +14,7 @@ from dataclasses import dataclass, replace
 from dist_transformer.config.model_size import checkpoint_bytes
 from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import LOST_ATTEMPTS, SlurmConfig
-from dist_transformer.planning.failures import (
-    Conditions,
-    SaveInterval,
-    barren_share,
-    best_interval,
-    expected_attempt,
-)
+from dist_transformer.planning.failures import Conditions, SaveInterval, barren_share, best_interval, expected_attempt
 from dist_transformer.planning.hardware import Hardware
 from dist_transformer.planning.plan import with_resolved_token_budget
 from dist_transformer.planning.step_time import StepTime, step_time

@@ -81,7 +81,8 @@ def print_simulation(
     print(*table(FAILURES, [_failure_cells(row) for row in rows]), sep="\n")
     for text in _remarks(config, rows):
         print(text)
-    print(f"site: {', '.join(f'{name} {_shown(value)}' for name, value in vars(site).items())}")
+    shown = {name: "by size" if value is None else f"{value:g}" for name, value in vars(site).items()}
+    print(f"site: {', '.join(f'{name} {text}' for name, text in shown.items())}")
     print(
         f"of checkpoints: copied with {COPY_GB_PER_SECOND:g} GB/s of each rank, written with {WRITE_GB_PER_SECOND:g} GB/s of "
         f"each and {DISK_GB_PER_SECOND:g} GB/s of all, unless seconds are given"
@@ -132,7 +133,3 @@ def _remarks(config: Config, rows: Sequence[ScaleRow]) -> list[str]:
         if row.gave_up_share is not None and row.gave_up_share > MANY_GIVE_UP
     ]
     return remarks
-
-
-def _shown(value: float | None) -> str:
-    return "by size" if value is None else f"{value:g}"

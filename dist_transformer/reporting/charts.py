@@ -209,19 +209,9 @@ def _panel(
         for label, curve in curves.items()
         if curve is not None and (finite := curve.finite()) is not None
     ]
-    if not lines:
-        return []
-    return [
-        Panel(
-            name,
-            title,
-            unit,
-            tuple(lines),
-            cuts_start=name.endswith(("loss", "nll")),
-            may_be_log=name in ("gradient-norm", "loss-scale"),
-            from_zero=unit in FROM_ZERO or name == "gradient-norm",
-        )
-    ]
+    cuts_start, may_be_log = name.endswith(("loss", "nll")), name in ("gradient-norm", "loss-scale")
+    from_zero = unit in FROM_ZERO or name == "gradient-norm"
+    return [Panel(name, title, unit, tuple(lines), cuts_start, may_be_log, from_zero)] if lines else []
 
 
 def _with_best(panel: Panel, story: RunStory) -> Panel:

@@ -3,16 +3,19 @@
 Only scores that were measured alike are ranked.
 """
 
+import glob
 import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dist_transformer.config.metrics import TRANSLATION_MEASURES, corpus_and_measure, is_lower_better
+from dist_transformer.decoding.metrics import bleu_p_values
 from dist_transformer.format import duration
 from dist_transformer.reporting.charts import Marks, compared_panels
 from dist_transformer.reporting.formatting import (
@@ -97,9 +100,9 @@ def setting_rows(stories: Sequence[Named]) -> list[Row]:
     return [row for row in rows if len(set(row.texts)) > 1]
 
 
-def compare_page(stories: Sequence[Named]) -> str:
-    """The page as HTML in one file."""
-    results, last_step = result_rows(stories), max(story.curves.last_step for _, story in stories)
+def compare_page(stories: Sequence[Named], results: Sequence[Row]) -> str:
+    """The page as HTML in one file; `results` are those of `result_rows`."""
+    last_step = max(story.curves.last_step for _, story in stories)
     common = _common_sentences(stories)
     return render(
         "compare.html",
@@ -154,6 +157,30 @@ def _evaluation_rows(stories: Sequence[Named]) -> Iterator[Row]:
             else:
                 texts = [f"{text} {evaluation_text(each)}".strip() for text, each in zip(texts, scores, strict=True)]
             yield _scored(title, texts, _best(values, True), why_evaluated_otherwise(having, known, name, key))
+        yield from _significance(stories, name)
+
+
+def _significance(stories: Sequence[Named], name: str) -> Iterator[Row]:
+    """Yields the probability that the BLEU of each run differs by chance from that of the first one scored on this text."""
+    texts = [_kept_texts(story.run_dir.evaluation, name) for _, story in stories]
+    first = next(filter(None, texts), [])
+    alike = {place: each[0] for place, each in enumerate(texts) if each and each[1:] == first[1:]}
+    if len(alike) > 1:
+        baseline, story = stories[min(alike)]
+        values = bleu_p_values([*alike.values()], first[1:], story.languages[1] or "")
+        found = dict(zip(alike, values, strict=True))
+        cells = [NOTHING if (p := found.get(place)) is None else f"{p:.3f}" for place in range(len(stories))]
+        yield Row(f"evaluated: {name} BLEU, p against {baseline} (paired bootstrap)", cells)
+
+
+def _kept_texts(folder: Path, name: str) -> list[list[str]]:
+    """The translations and the references that `evaluate` kept, by line; empty: they are not there, or do not fit."""
+    files = [folder / f"{name}.translations", *sorted(folder.glob(f"{glob.escape(name)}.reference*"))]
+    try:
+        lines = [file.read_text(encoding="utf-8").split("\n")[:-1] for file in files]
+    except (OSError, UnicodeDecodeError):
+        return []
+    return lines if len(lines) > 1 and len({*map(len, lines)}) == 1 else []
 
 
 def notes(rows: Sequence[Row]) -> list[str]:

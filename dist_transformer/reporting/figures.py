@@ -96,15 +96,8 @@ def _draw_line(line: Line, axes: "Axes") -> None:
     if points.low is not None and points.high is not None:
         axes.fill_between(points.steps, points.low, points.high, color=color, alpha=0.22, linewidth=0)
     marker = "." if len(points.steps) <= FEW_POINTS else None
-    axes.plot(
-        points.steps,
-        points.middle,
-        color=color,
-        linestyle=dashes,
-        linewidth=1.4,
-        marker=marker,
-        label=legend_text(line.label),
-    )
+    label = legend_text(line.label)
+    axes.plot(points.steps, points.middle, color=color, linestyle=dashes, linewidth=1.4, marker=marker, label=label)
 
 
 def _set_axes(panel: Panel, axes: "Axes") -> None:

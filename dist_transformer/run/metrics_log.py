@@ -135,14 +135,8 @@ def remove_torn_line(path: Path) -> None:
 
 def encode(record: Mapping[str, Any]) -> str:
     """Returns one record as one line; bytes of a path that are not UTF-8 become `?`."""
-    plain = {key: _encodable(value) for key, value in record.items()}
-    return json.dumps(plain, ensure_ascii=False, allow_nan=False).encode(errors="replace").decode() + "\n"
-
-
-def _encodable(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    return value
+    odd = {key: str(value) for key, value in record.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps({**record, **odd}, ensure_ascii=False, allow_nan=False).encode(errors="replace").decode() + "\n"
 
 
 def _decode(line: bytes) -> dict[str, Any] | None:

@@ -28,26 +28,17 @@ if TYPE_CHECKING:
     from dist_transformer.tracking.mlflow_client import TrackedRun
 
 SAMPLES = "samples.json"
-_CHANNELS_OF = {
-    "start": ("words", "files"),
-    "checkpoint": ("words",),
-    "samples": ("files",),
-    "profile": ("files",),
-    "figures": ("figures",),
-    "model": ("model",),
-    "evaluation": ("words",),
-    "status": ("words",),
+_EVENTS: dict[str, tuple[tuple[str, ...], set[str]]] = {
+    "start": (("words", "files"), {"time", "tags", "parameters", "config"}),
+    "checkpoint": (("words",), {"time", "path", "step", "metrics"}),
+    "samples": (("files",), set()),
+    "profile": (("files",), {"path"}),
+    "figures": (("figures",), set()),
+    "model": (("model",), {"time", "path", "step"}),
+    "evaluation": (("words",), {"time", "name", "step", "metrics"}),
+    "status": (("words",), {"time", "status"}),
 }
-_NEEDED: dict[str, set[str]] = {
-    "start": {"time", "tags", "parameters", "config"},
-    "checkpoint": {"time", "path", "step", "metrics"},
-    "samples": set(),
-    "profile": {"path"},
-    "figures": set(),
-    "model": {"time", "path", "step"},
-    "evaluation": {"time", "name", "step", "metrics"},
-    "status": {"time", "status"},
-}
+"""The channels of each event, and the values that it needs."""
 STATUSES = ("RUNNING", "SCHEDULED", "FINISHED", "FAILED", "KILLED")
 SAMPLE_COLUMNS = ("step", "corpus", "number", "fixed", "source", "reference", "translation")
 
@@ -64,7 +55,7 @@ def points_of(record: Mapping[str, Any]) -> list[Point]:
 
 def goes_by(event: Mapping[str, Any], channel: str) -> bool:
     """True if a part of this event of the outbox is sent over channel `channel`."""
-    return channel in _CHANNELS_OF.get(event["event"], ())
+    return event["event"] in _EVENTS and channel in _EVENTS[event["event"]][0]
 
 
 def send_event(run: "TrackedRun", event: Mapping[str, Any], channel: str, run_dir: RunDir) -> None:
@@ -72,11 +63,16 @@ def send_event(run: "TrackedRun", event: Mapping[str, Any], channel: str, run_di
 
     Raises ServerTrouble; CannotBeSent for a damaged event.
     """
-    if not _NEEDED[event["event"]] <= event.keys() or event.get("status", "RUNNING") not in STATUSES:
+    if not _EVENTS[event["event"]][1] <= event.keys() or event.get("status", "RUNNING") not in STATUSES:
         raise CannotBeSent("its record is damaged")
     match channel, event["event"]:
         case "words", "start":
-            _send_start(run, event)
+            run.set_status("RUNNING", _time_ms(event))
+            run.set_tags(event["tags"])
+            run.log_parameters(event["parameters"])
+            if "description" in event:
+                run.describe(event["description"])
+            run.log_datasets(event.get("datasets", []))
         case "words", "checkpoint":
             _send_checkpoint(run, event)
         case "words", "evaluation":
@@ -94,15 +90,6 @@ def send_event(run: "TrackedRun", event: Mapping[str, Any], channel: str, run_di
             run.log_file(_of_run(run_dir, run_dir.report.name))
         case "model", "model":
             send_model(run, event, run_dir)
-
-
-def _send_start(run: "TrackedRun", event: Mapping[str, Any]) -> None:
-    run.set_status("RUNNING", _time_ms(event))
-    run.set_tags(event["tags"])
-    run.log_parameters(event["parameters"])
-    if "description" in event:
-        run.describe(event["description"])
-    run.log_datasets(event.get("datasets", []))
 
 
 def _send_checkpoint(run: "TrackedRun", event: Mapping[str, Any]) -> None:

@@ -163,13 +163,9 @@ def _set_alias(client: MlflowClient, model: Model, version: ModelVersion) -> Non
 
 def _models_of(run: TrackedRun) -> Iterator[LoggedModel]:
     token = None
+    wanted = {"filter_string": f"source_run_id = '{run.run_id}'", "max_results": MODELS_A_PAGE}
     while True:
-        page: Any = run.client.search_logged_models(
-            [run.experiment_id],
-            filter_string=f"source_run_id = '{run.run_id}'",
-            max_results=MODELS_A_PAGE,
-            page_token=token,
-        )
+        page: Any = run.client.search_logged_models([run.experiment_id], **wanted, page_token=token)
         yield from page
         token = page.token
         if not token:

@@ -58,13 +58,8 @@ def largest_shapes(data: DataConfig, at_once: int = 1) -> list[Shape]:
     source, target = np.unique(np.concatenate(sides, axis=1), axis=1)  # sorted
     rows = np.maximum(1, budget // (source + target))
     tokens = rows * (source + target)
-    sizes = [
-        rows * (source * source + source * target + target * target),
-        rows * source * target,
-        rows * target,
-        rows * source,
-        tokens,
-    ]
+    of_a_row = [source * source + source * target + target * target, source * target, target, source]
+    sizes = [*(rows * size for size in of_a_row), tokens]
     places: list[int] = []
     for size in sizes:
         if not places or size[places].max() < size.max():  # else a shape chosen before is as large

@@ -79,7 +79,7 @@ class LossMonitor:
         Raises:
             Diverged: this was the last of PATIENCE_STEPS steps in a row that were out of bounds.
         """
-        if not self._is_out_of_bounds(loss):
+        if math.isfinite(loss) and not (self._count >= WINDOW_STEPS and loss > self._bound()):
             self._out_of_bounds = 0
             self._include(loss)
             return
@@ -102,11 +102,6 @@ class LossMonitor:
             "out_of_bounds": self._out_of_bounds,
             "since_step": self._since_step,
         }
-
-    def _is_out_of_bounds(self, loss: float) -> bool:
-        if not math.isfinite(loss):
-            return True
-        return self._count >= WINDOW_STEPS and loss > self._bound()
 
     def _bound(self) -> float:
         return self._average + DEVIATIONS * self._deviation()

@@ -17,12 +17,7 @@ from dist_transformer.training.agreement import Agreement, StepLoss
 from dist_transformer.training.checkpoint.saver import CheckpointSaver
 from dist_transformer.training.divergence import Diverged, LossMonitor
 from dist_transformer.training.engine.engine import Engine
-from dist_transformer.training.global_batch import (
-    GlobalBatch,
-    GlobalBatchPrefetcher,
-    RankStatus,
-    next_with_pairs,
-)
+from dist_transformer.training.global_batch import GlobalBatch, GlobalBatchPrefetcher, RankStatus, next_with_pairs
 from dist_transformer.training.metrics.console import ProgressBar
 from dist_transformer.training.metrics.logger import MetricsLogger
 from dist_transformer.training.run import Run

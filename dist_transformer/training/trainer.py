@@ -232,15 +232,8 @@ def _loop(
             run_log.checkpoint_saved(checkpoint.step, checkpoint.path)
 
     saver = CheckpointSaver(writer, engine, saved, metrics.stood_still)
-    settings = config.data
-    loader = data.loader(
-        state.position,
-        state.batches,
-        ranks.rank,
-        ranks.num_ranks,
-        settings.loader_workers,
-        run.doing("reading windows"),
-    )
+    settings, doing = config.data, run.doing("reading windows")
+    loader = data.loader(state.position, state.batches, ranks.rank, ranks.num_ranks, settings.loader_workers, doing)
     batches = GlobalBatchPrefetcher(loader, ranks, run.manifest.training, settings.lanes, state.batches)
     identity = {
         "recipe": data.recipe(),

@@ -101,11 +101,14 @@ def test_a_run_without_validation_and_of_an_older_version_has_a_page(command, co
 
 
 def test_runs_are_compared_on_the_screen_and_on_a_page(command, trained, copied, tmp_path):
+    command("evaluate", trained, "--split", "validation")
+    shutil.copytree(trained / "evaluation", copied / "evaluation")
     said = command("compare", trained, copied, "--output", tmp_path / "both.html")
     newest = records(trained, "validation")[-1]
     lines = [line.split("\t") for line in said.splitlines()]
     assert ["", "reported", "copied"] in lines
     assert ["validation loss, last", *2 * [f"{newest['loss']:.4f}"]] in lines
+    assert ["evaluated: validation BLEU, p against reported (paired bootstrap)", "-", "1.000"] in lines
     assert f"written to {tmp_path / 'both.html'}" in said
     assert page_of(tmp_path / "both.html").tables[0][0] == ["", "reported", "copied"]
 

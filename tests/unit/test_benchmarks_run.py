@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from running import NOT_INHERITED, without
 
+from dist_transformer.data.sources.demo_corpus import demo_pairs
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -246,6 +248,30 @@ def test_the_comparison_of_losses_trains_the_demo_model_in_each_way(tmp_path: Pa
     assert printed.count("| --- |") == 1
     assert figures["fp32 1 2"]["difference"] < 1e-5
     assert len(figures["fp32 1 2"]["losses"]) == 2
+
+
+@pytest.mark.slow
+def test_the_speedrun_counts_the_cost_of_each_entry_and_seed(tmp_path: Path) -> None:
+    for name, split in (("train", "train"), ("val", "validation"), ("test_2016_flickr", "test")):
+        pairs = [pair for _, pair in zip(range(300), demo_pairs(split), strict=False)]
+        for side, language in enumerate(("en", "de")):
+            (tmp_path / f"{name}.{language}").write_text("".join(f"{pair[side]}\n" for pair in pairs), encoding="utf-8")
+    entry = tmp_path / "short.yaml"
+    short = {"tokenizer": {"vocabulary_size": 300}, "training": {"max_steps": 2}, "schedule": {"warmup_steps": 1},
+             "validation": {"every_steps": 1}, "checkpoints": {"every_steps": 1, "average_last": 2},
+             "data": {"max_tokens": 512}}  # fmt: skip
+    entry.write_text(json.dumps({"extends": str(BENCHMARKS / "speedrun" / "muon.yaml"), **short}), encoding="utf-8")
+    where = ["--data", str(tmp_path), "--work", str(tmp_path / "work"), "--seeds", "1", "2", "--cores", "0"]
+    printed, figures = run("speedrun.py", tmp_path / "speedrun.json", str(entry), *where)
+    assert "NOT the published setting" in printed
+    assert "| short |" in printed
+    first, second = figures["short"]
+    assert (first["seed"], second["seed"]) == (1, 2)
+    for result in (first, second):
+        assert 0 < result["cpu_seconds"] < result["seconds"] * 1.1  # on one core
+        assert list(result["validation_nll"]) == ["1", "2"]
+        assert 0 <= result["bleu"] < 40.6
+    assert first["validation_nll"] != second["validation_nll"]
 
 
 @pytest.mark.slow

@@ -179,14 +179,7 @@ class Planner:
             if num_lanes == len(lanes)
             else [tuple(opened[lane::num_lanes]) for lane in range(num_lanes)]
         )
-        return Partition(
-            epoch=partition.epoch,
-            number=partition.number + 1,
-            quotas=quotas,
-            shares=shares,
-            streams=streams,
-            open_windows=tuple(by_lane),
-        )
+        return Partition(partition.epoch, partition.number + 1, quotas, shares, streams, tuple(by_lane))
 
     def plan(self, partition: Partition) -> "PartitionPlan":
         return PartitionPlan(self, partition)

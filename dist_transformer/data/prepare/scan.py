@@ -19,14 +19,7 @@ from dist_transformer.config.data_schema import CorpusConfig, TokenizerConfig
 from dist_transformer.config.schema import Config
 from dist_transformer.data.filters import Cleaner, HeldOut
 from dist_transformer.data.loader.window_request import RowSlice
-from dist_transformer.data.manifest import (
-    TOKENIZER_FOLDER,
-    RowGroup,
-    Shard,
-    Split,
-    TextColumns,
-    TokenizerFiles,
-)
+from dist_transformer.data.manifest import TOKENIZER_FOLDER, RowGroup, Shard, Split, TextColumns, TokenizerFiles
 from dist_transformer.data.modifiers import Modifiers, inline_tags
 from dist_transformer.data.prepare.state import Chunk, PrepareState, num_tokens, text_split
 from dist_transformer.data.prepare.tokenize_rows import ChunkRows, tokenized_rows

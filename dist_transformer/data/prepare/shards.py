@@ -28,13 +28,9 @@ def token_table(
     row_ids: NDArray[np.int64], source: list[list[int]], target: list[list[int]], vocabularies: tuple[int, int]
 ) -> pa.Table:
     """Returns the columns of a shard; ids take two bytes where the vocabulary allows it."""
-    return pa.table(
-        {
-            "row_id": pa.array(row_ids, pa.int64()),
-            "source": pa.array(source, _token_type(vocabularies[0])),
-            "target": pa.array(target, _token_type(vocabularies[1])),
-        }
-    )
+    types = [_token_type(vocabulary) for vocabulary in vocabularies]
+    ids = {"source": pa.array(source, types[0]), "target": pa.array(target, types[1])}
+    return pa.table({"row_id": pa.array(row_ids, pa.int64()), **ids})
 
 
 def text_table(row_ids: NDArray[np.int64], source: list[str], target: list[str]) -> pa.Table:

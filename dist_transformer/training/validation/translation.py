@@ -123,12 +123,8 @@ def _read(run: Run, key: str, corpus: CorpusConfig, most: int | None) -> Pairs:
         try:
             return kept_pairs(corpus, run.config.data, most, run.data.folder)
         except DataError as error:
-            remedy = (
-                "put it back, or continue without translations: validation.translate=false"
-                if key == "validation"
-                else "put it back, or continue without this corpus"
-            )
-            raise DataError(f"data.{key}: {error} ({remedy})") from error
+            part = "translations: validation.translate=false" if key == "validation" else "this corpus"
+            raise DataError(f"data.{key}: {error} (put it back, or continue without {part})") from error
 
     return run_on_rank_zero(run.ranks, read, run.doing(f"reading data.{key}"))
 

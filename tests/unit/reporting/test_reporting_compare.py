@@ -8,6 +8,7 @@ from running import records
 from dist_transformer.files import read_json, write_json
 from dist_transformer.reporting.compare import compare_page, named, notes, result_rows, setting_rows
 from dist_transformer.reporting.run_history import read_story
+from dist_transformer.run.folder import RunDir
 
 
 @pytest.fixture
@@ -22,6 +23,10 @@ def stories(tmp_path):
 
 def rows_of(rows):
     return {row.name: (row.texts, row.best) for row in rows}
+
+
+def page_of(stories):
+    return compare_page(stories, result_rows(stories))
 
 
 def test_only_settings_that_differ_are_shown(stories):
@@ -61,7 +66,33 @@ def test_results_of_other_searches_or_pairs_have_no_best_one(stories, changed, t
     (key,) = changed
     why = f"No best one is marked of evaluated: test BLEU; evaluated: test chrF: the runs differ in {key}."
     assert why in notes(rows)
-    assert why in Page(compare_page(stories)).text
+    assert why in Page(page_of(stories)).text
+
+
+def test_differences_in_bleu_of_the_same_text_have_a_p_value_against_the_first_that_kept_it(tmp_path):
+    references = [f"the {number} houses of this street are blue ." for number in range(200)]
+    texts = {
+        "without": None,
+        "first": [line.replace("street", "road") for line in references],
+        "same": [line.replace("street", "road") for line in references],
+        "worse": [line.replace("street are", "road is") for line in references],
+        "a little worse": [line.replace("street", "road") for line in references[:-1]] + ["none"],
+        "of another text": ["other"] * 200,
+        "damaged": ["too short"],
+    }
+    for name, lines in texts.items():
+        folder = write_run(tmp_path / name, num_steps=20).evaluation
+        if lines is not None:
+            against = lines if name == "of another text" else references
+            (folder / "test.translations").write_text("".join(f"{line}\n" for line in lines))
+            (folder / "test.reference1").write_text("".join(f"{line}\n" for line in against))
+    stories = named([read_story(RunDir(tmp_path / name)) for name in texts])
+    (row,) = (row for row in result_rows(stories) if row.name.startswith("evaluated: test BLEU, p"))
+    assert row.name == "evaluated: test BLEU, p against first (paired bootstrap)"
+    assert row.texts[:4] == ["-", "-", "1.000", "0.001"]
+    assert 0.01 < float(row.texts[4]) < 0.9
+    assert row.texts[5:] == ["-", "-"]
+    assert row.name in Page(page_of(stories)).text
 
 
 def test_results_of_other_sentences_under_one_name_have_no_best_one(stories):
@@ -147,7 +178,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path):
 
 
 def test_the_page_shows_all_runs_in_each_part(stories):
-    html = compare_page(stories)
+    html = page_of(stories)
     page = Page(html)
     assert_sound(page, html)
     assert [text for level, text in page.headings if level == 2] == [
@@ -166,7 +197,7 @@ def test_sentences_of_one_run_alone_are_left_out(tmp_path):
     run_dirs = [write_run(tmp_path / name, num_steps=20) for name in ("a", "b")]
     only = run_dirs[0].samples.read_text().replace("The house is blue.", "Only of a.")
     run_dirs[0].samples.write_text(only)
-    page = Page(compare_page(named([read_story(run_dir) for run_dir in run_dirs])))
+    page = Page(page_of(named([read_story(run_dir) for run_dir in run_dirs])))
     assert "Only of a." not in page.text
     assert [text for level, text in page.headings if level == 3 and "key" in text]
 
@@ -190,7 +221,7 @@ def test_why_no_sentences_stand_side_by_side_is_said(tmp_path, sources, settings
     else:
         for source in ("The house is blue.", "Where is <b>my</b> & your key?"):
             second.samples.write_text(second.samples.read_text().replace(source, f"{sources} {len(source)}"))
-    assert said in Page(compare_page(named([read_story(first), read_story(second)]))).text
+    assert said in Page(page_of(named([read_story(first), read_story(second)]))).text
 
 
 def test_runs_without_a_record_can_be_compared(tmp_path):
@@ -198,6 +229,6 @@ def test_runs_without_a_record_can_be_compared(tmp_path):
     for run_dir in run_dirs:
         run_dir.metrics.unlink()
         run_dir.samples.unlink()
-    page = Page(compare_page(named([read_story(run_dir) for run_dir in run_dirs])))
+    page = Page(page_of(named([read_story(run_dir) for run_dir in run_dirs])))
     assert "No step was recorded yet" in page.text
     assert "None." in page.text
