@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -92,13 +92,15 @@ def gpu_paths() -> Iterator[None]:
         yield
 
 
-def step_counts(preset: str, precision: str, ranks: Ranks, width: int | None) -> dict[str, Counts]:
+def step_counts(
+    preset: str, precision: str, ranks: Ranks, width: int | None, matrices: Literal["adam", "muon"]
+) -> dict[str, Counts]:
     """Counts the parts of a step of three micro-batches. `width`: of the layers, in place of the preset's."""
     torch.manual_seed(1)
     training = TrainingConfig(precision=precision, zero_stage=1, gradient_clip_norm=1.0)
     sizes = {} if width is None else {"d_model": width, "d_ff": width}
     model = Transformer(ModelConfig(preset=preset, **sizes), VOCABULARY, VOCABULARY, PAD_ID)
-    engine = Engine(Objective(model, 0.1, precision), training, OptimizerConfig(), ranks)
+    engine = Engine(Objective(model, 0.1, precision), training, OptimizerConfig(matrices=matrices), ranks)
     source, target = torch.randint(4, VOCABULARY, (2, ROWS, LENGTH))
     source[-1, -4:] = target[-1, -4:] = PAD_ID
     num_targets = int((target != PAD_ID).sum())
@@ -127,6 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--presets", nargs="+", default=["base", "big"])
     parser.add_argument("--width", type=int, help="of layers: the counts do not depend on it; default: the preset's")
+    parser.add_argument("--matrices", choices=["adam", "muon"], default="adam", help="optimizer.matrices")
     parser.add_argument("--largest", type=int, default=12, help="names printed of the most frequent operations")
     arguments = arguments_of(parser, rounds=1)
     found = begin(threads=2)
@@ -136,14 +139,15 @@ def main() -> None:
     rows = []
     for preset in arguments.presets:
         for precision in PRECISIONS:
-            counts = step_counts(preset, precision, ranks, arguments.width)
+            counts = step_counts(preset, precision, ranks, arguments.width, arguments.matrices)
             figures[f"{preset} {precision}"] = {
                 part: {"operations": c.total, "casts": c.of(CASTS), "waits": c.of(WAITS)} for part, c in counts.items()
             }
             cells = [f"{c.total} / {c.of(CASTS)} / {c.of(WAITS)}" for c in counts.values()]
             rows.append([f"{preset}, {precision}", *cells])
-            most = ", ".join(f"{name} {n}" for name, n in counts[MICRO_BATCH].by_name.most_common(arguments.largest))
-            print(f"{preset}, {precision}: {most}", flush=True)
+            for part in (MICRO_BATCH, "update"):
+                most = ", ".join(f"{name} {n}" for name, n in counts[part].by_name.most_common(arguments.largest))
+                print(f"{preset}, {precision}, {part}: {most}", flush=True)
     print("\n" + markdown_table(["operations / casts / waits", *counts], rows))
     finish(arguments, found, figures)
     group.leave()

@@ -200,6 +200,14 @@ def test_a_step_starts_no_more_operations_than_were_counted_and_asks_a_device_fo
 
 
 @pytest.mark.slow
+def test_muon_starts_few_operations_for_all_matrices(tmp_path: Path) -> None:
+    sizes = ["--presets", "base", "--width", "64", "--matrices", "muon"]
+    _, figures = run("launches.py", tmp_path / "launches.json", *sizes)
+    assert {parts["update"]["waits"] for parts in figures.values()} == {1}
+    assert max(parts["update"]["operations"] for parts in figures.values()) <= 100
+
+
+@pytest.mark.slow
 def test_the_benchmark_of_a_gpu_gives_figures_on_a_cpu_too(tmp_path: Path) -> None:
     sizes = ["--device", "cpu", "--presets", "tiny", "--precisions", "bf16", "--levers", "--vocabulary", "200"]
     sizes += ["--max-tokens", "256", "--batches", "1", "--pairs", "200", "--output", str(tmp_path / "gpu.md")]

@@ -29,24 +29,30 @@ Rows = Mapping[nn.Parameter, Sequence[int]]
 """The matrices that Muon updates, and the rows of each that are matrices of their own, such as the query's and the key's."""
 
 
+MOST_ELEMENTS = 2**25
+"""Elements of matrices that are orthogonalized in one batch; copies of them take 2 bytes each, three times."""
+
+
 class AdamWithMuon(torch.optim.AdamW):
     """Adam for whole parameters of all groups but those with `rows`: stage 0, where a matrix is whole on every rank."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Updates all parameters that have a gradient."""
-        groups = self.param_groups
+        groups, held = self.param_groups, []
         for group in groups:
             for p, rows in zip(group["params"], group.get("rows", ()), strict=False):
                 if p.grad is not None:
-                    update = moved(self.state[p]["exp_avg"], p.grad)
                     p.mul_(1 - group["lr"] * group["weight_decay"])
-                    p.add_(orthogonalized(update, rows), alpha=-group["lr"])
+                    update = moved(self.state[p]["exp_avg"], p.grad)
+                    parts = zip(torch.split(p, [*rows]), torch.split(update, [*rows]), strict=True)
+                    held += [(matrix, part, -group["lr"]) for matrix, part in parts]
+        changes = orthogonalized([update for _, update, _ in held])
+        for change, (matrix, _, rate) in zip(changes, held, strict=True):
+            matrix.add_(change, alpha=rate)
         self.param_groups = [group for group in groups if "rows" not in group]
         try:
-            return inspect.unwrap(torch.optim.AdamW.step)(
-                self, closure
-            )  # without the decorator that imports a compiler
+            return inspect.unwrap(torch.optim.AdamW.step)(self, closure)  # its decorator imports a compiler
         finally:
             self.param_groups = groups
 
@@ -57,21 +63,31 @@ def moved(momentum: Tensor, gradient: Tensor) -> Tensor:
     return gradient.lerp(momentum, MOMENTUM)
 
 
-def orthogonalized(update_MN: Tensor, rows: Sequence[int]) -> Tensor:
-    """Returns each matrix, of so many rows, as U V^T of its singular value decomposition, nearly, times its scale."""
-    parts: Sequence[Tensor] = torch.split(update_MN, [*rows])
-    return torch.cat([_orthogonalized(part) * (SCALE * math.sqrt(max(part.shape))) for part in parts])
+def orthogonalized(updates: Sequence[Tensor]) -> list[Tensor]:
+    """Returns each matrix as U V^T of its singular value decomposition, nearly, times its scale.
+
+    Those of one shape are computed in batches, as a GPU needs about as long to start a product of these as to compute it.
+    """
+    found = list(updates)
+    for shape in dict.fromkeys(update.shape for update in updates):
+        places = [place for place, update in enumerate(updates) if update.shape == shape]
+        size = max(1, MOST_ELEMENTS // shape.numel())
+        for batch in (places[first : first + size] for first in range(0, len(places), size)):
+            results = _orthogonalized(torch.stack([updates[place] for place in batch]))
+            for place, result in zip(batch, (results * (SCALE * math.sqrt(max(shape)))).unbind(), strict=True):
+                found[place] = result
+    return found
 
 
-def _orthogonalized(matrix_MN: Tensor) -> Tensor:
-    is_tall = matrix_MN.size(0) > matrix_MN.size(1)
-    x = (matrix_MN.T if is_tall else matrix_MN).bfloat16()
-    x = x / x.norm().clamp(min=1e-7)
+def _orthogonalized(matrices_BMN: Tensor) -> Tensor:
+    is_tall = matrices_BMN.size(1) > matrices_BMN.size(2)
+    x = (matrices_BMN.mT if is_tall else matrices_BMN).bfloat16()
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     a, b, c = COEFFICIENTS
     for _ in range(ITERATIONS):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.T if is_tall else x).to(matrix_MN.dtype)
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if is_tall else x).to(matrices_BMN.dtype, memory_format=torch.contiguous_format)
 
 
 def matrices_of(model: Transformer) -> Rows:
