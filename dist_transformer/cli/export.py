@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 
 from dist_transformer.errors import UserError
+from dist_transformer.format import progress_bar
 from dist_transformer.run.outputs import check_output
 
 Format = Literal["marian", "marian-npz", "ctranslate2", "argos"]
@@ -40,21 +41,23 @@ def export_command(
     if shortlist and to != "ctranslate2":
         raise UserError(f"--shortlist {shortlist[0]}: is of --to ctranslate2; drop it, {to} reads none")
     check_output(out, "a new folder", is_file=to == "argos")
-    loaded = load_model_folder(model_folder_of(model))
-    if to == "marian":
-        from dist_transformer.interop.marian import export_marian
+    with progress_bar() as show:
+        show("exporting", 0, None)
+        loaded = load_model_folder(model_folder_of(model))
+        if to == "marian":
+            from dist_transformer.interop.marian import export_marian
 
-        export_marian(loaded, out)
-    elif to == "argos":
-        from dist_transformer.interop.argos import export_argos
+            export_marian(loaded, out)
+        elif to == "argos":
+            from dist_transformer.interop.argos import export_argos
 
-        export_argos(loaded, out, quantization)
-    elif to == "marian-npz":
-        from dist_transformer.interop.marian_npz import export_marian_npz
+            export_argos(loaded, out, quantization)
+        elif to == "marian-npz":
+            from dist_transformer.interop.marian_npz import export_marian_npz
 
-        export_marian_npz(loaded, out)
-    else:
-        from dist_transformer.interop.ctranslate2_export import export_ctranslate2
+            export_marian_npz(loaded, out)
+        else:
+            from dist_transformer.interop.ctranslate2_export import export_ctranslate2
 
-        export_ctranslate2(loaded, out, quantization, shortlist or ())
+            export_ctranslate2(loaded, out, quantization, shortlist or ())
     print(f"{out}: written for {to}")

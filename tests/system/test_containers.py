@@ -126,11 +126,15 @@ def test_a_step_or_variant_that_does_not_exist_is_refused(steps, arguments):
     assert asked == []
 
 
-def test_the_container_keys_of_the_profile_are_valid_when_they_are_uncommented(command, tmp_path):
-    shipped = (REPOSITORY / "slurm" / "clusters" / "infiniband.yaml").read_text(encoding="utf-8")
+@pytest.mark.parametrize(
+    ("name", "keys", "said"),
+    [("infiniband", 3, "--container-image=/images/dist-transformer.sqsh"), ("lab", 2, "/images/dist-transformer.sif")],
+)
+def test_the_container_keys_of_a_profile_are_valid_when_they_are_uncommented(command, tmp_path, name, keys, said):
+    shipped = (REPOSITORY / "slurm" / "clusters" / f"{name}.yaml").read_text(encoding="utf-8")
     profile, uncommented = re.subn(r"^# (container_\w+:)", r"\1", shipped, flags=re.MULTILINE)
-    assert uncommented == 3
+    assert uncommented == keys
     (tmp_path / "mine.yaml").write_text(profile, encoding="utf-8")
     script = command("submit", "--dry-run", REPOSITORY / "configs" / "demo.yaml", f"slurm.cluster={tmp_path}/mine.yaml",
                      f"run.root={tmp_path}", "slurm.gpus_per_node=1", "slurm.ranks_per_node=1", "slurm.nodes=1")  # fmt: skip
-    assert "--container-image=/images/dist-transformer.sqsh" in script
+    assert said in script

@@ -56,6 +56,7 @@ def run(train_small: Callable[..., Path]) -> Path:
         (("evaluate", "{run}"), "translating"),
         (("average", "{run}", "--output", "{out}"), "averaging"),
         (("verify", "{run}"), "verifying"),
+        (("export", "{run}", "{out}", "--to", "marian"), "exporting"),
         (("translate", "{run}", "--input", "valid.en", "--output", "{out}"), "translating"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else value,
