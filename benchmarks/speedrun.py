@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-from marian_scores import ours
+from marian_scores import run as run_command
 from sacremoses import MosesPunctNormalizer, MosesTokenizer
 
 from dist_transformer.run.folder import RunDir
@@ -62,15 +62,18 @@ def trained(entry: Path, work: Path, seed: int, core: int) -> dict[str, Any]:
     }  # fmt: skip
     command = ["taskset", "-c", core, sys.executable, "-m", "dist_transformer", "train", entry]
     command += [f"{key}={value}" for key, value in settings.items()]
+    if run.exists():
+        raise SystemExit(f"{run} is there already: it would only be resumed; remove it, or name another --work")
     began = time.perf_counter()
     with log.open("w", encoding="utf-8") as output:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen([str(word) for word in command], env=environment, stdout=output, stderr=output)
         _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
     seconds = time.perf_counter() - began
     if status:
         raise SystemExit(f"{name} failed; see {log}")
-    ours("evaluate", run, "--tokenised", "spaces", "--output", said)
+    run_command([*command[:6], "evaluate", run, "--tokenised", "spaces", "--output", said])
     curve = [record for record in read_records(RunDir(run).metrics) if record["event"] == "validation"]
     return {
         "seed": seed,
@@ -108,14 +111,18 @@ def main() -> None:
         waiting = [
             [pool.submit(on_a_free_core, entry, seed) for seed in arguments.seeds] for entry in arguments.entries
         ]
-        for entry, runs in zip(arguments.entries, waiting, strict=True):
-            figures[entry.stem] = results = [run.result() for run in runs]
-            bleu = [result["bleu"] for result in results]
-            cost = [statistics.mean(result[key] for result in results) for key in ("cpu_seconds", "seconds")]
-            mean = f"{statistics.mean(bleu):.2f}{'' if statistics.mean(bleu) >= GOAL else f', below {GOAL}'}"
-            rows.append(
-                [entry.stem, ", ".join(f"{score:.2f}" for score in bleu), mean, *(f"{each:,.0f}" for each in cost)]
-            )
+        try:
+            for entry, runs in zip(arguments.entries, waiting, strict=True):
+                figures[entry.stem] = results = [run.result() for run in runs]
+                bleu = [result["bleu"] for result in results]
+                cost = [statistics.mean(result[key] for result in results) for key in ("cpu_seconds", "seconds")]
+                mean = f"{statistics.mean(bleu):.2f}{'' if statistics.mean(bleu) >= GOAL else f', below {GOAL}'}"
+                rows.append(
+                    [entry.stem, ", ".join(f"{score:.2f}" for score in bleu), mean, *(f"{each:,.0f}" for each in cost)]
+                )
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     seeds = ", ".join(map(str, arguments.seeds))
     print(
         common.markdown_table(["entry", f"BLEU of seeds {seeds}", "mean", "CPU seconds a seed", "seconds a seed"], rows)

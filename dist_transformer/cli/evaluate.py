@@ -176,7 +176,7 @@ def scored(
     keep: bool = True,
     **settings: Any,
 ) -> Scored:
-    """Translates a corpus of a run, or files, and scores the translation; a run folder keeps both in evaluation/.
+    """Translates a corpus of a run, or files, and scores the translation; a run folder keeps all in evaluation/.
 
     Args:
         files: source and references; a model folder needs them.
@@ -227,7 +227,8 @@ def scored(
                 write_json(run[1].evaluation / f"{name}.json", scores)
                 write_text(run[1].evaluation / f"{name}.translations", "\n".join(translations) + "\n")
                 for number, lines in enumerate(pairs.references, start=1):  # by which `compare` tells significance
-                    write_text(run[1].evaluation / f"{name}.reference{number}", "\n".join(lines) + "\n")
+                    text = "".join(line.replace("\n", " ") + "\n" for line in lines)
+                    write_text(run[1].evaluation / f"{name}.reference{number}", text)
                 add_scores(model, name, scores)
             found.append(Scored(name, information.step, measured, scores, run, seconds))
     return replace(found[0], modified=tuple(found[1:]))

@@ -92,6 +92,6 @@ def exit_code_in_words(code: int) -> str:
     """Explanation of the exit code of an attempt or a rank."""
     if code in _EXIT_CODES:
         return _EXIT_CODES[code]
-    with suppress(ValueError):  # it is none of a signal
+    with suppress(ValueError):  # not the code of a signal
         return f"ended by signal {signal.Signals(code - 128).name}"
     return f"exit code {code}"

@@ -55,17 +55,18 @@ def corpus_scores(
 def bleu_p_values(
     systems: Sequence[Sequence[str]], references: Sequence[Sequence[str]], target_language: str = ""
 ) -> list[float | None]:
-    """Probability that each system's BLEU differs from the first one's by chance; None for the first.
+    """p-values of each system's BLEU against the first one's: how likely so large a difference is between equally good
+    systems; None for the first.
 
     By paired bootstrap resampling (Koehn, 2004), 1,000 samples, as `sacrebleu --paired-bs` does it with its usual seed.
     """
     named = [(str(number), list(lines)) for number, lines in enumerate(systems)]
-    metrics = {
-        "BLEU": BLEU(tokenize=_tokenizer(target_language), force=True)
-    }  # whether it is detokenized was said before
+    # force: what is to be said of tokenized text came with the scores
+    metrics = {"BLEU": BLEU(tokenize=_tokenizer(target_language), force=True)}
     _, found = PairedTest(named, metrics, [list(lines) for lines in references], "bs", n_samples=1000)()
-    # sacreBLEU 2.6 gives 0.001 to a system that is the first one again: no resample is then above a difference of 0.
-    return [1.0 if n and named[n][1] == named[0][1] else result.p_value for n, result in enumerate(found["BLEU"])]
+    first, *others = found["BLEU"]
+    # A difference of 0 has 0.001 in sacreBLEU 2.6 if it is 0 in all samples: none of them is then above it.
+    return [None, *(1.0 if other.score == first.score else other.p_value for other in others)]
 
 
 def tokenised_scores(

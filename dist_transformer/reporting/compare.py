@@ -3,12 +3,12 @@
 Only scores that were measured alike are ranked.
 """
 
-import glob
 import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ from dist_transformer.run.goodput import goodput_text
 Named = tuple[str, RunStory]
 OF_SAMPLES = ("data.validation.", "data.more_validation.", "data.filters.", "validation.max_sentences")
 """Settings that determine the fixed sentences."""
+MOST_LINES = 20_000
+"""Of a test set whose p-values are computed: sacreBLEU's samples take 50 kB of memory a line."""
 MOST_SENTENCES = 8
 """Fixed sentences that are shown side by side."""
 OF_TRANSLATIONS = (
@@ -161,11 +163,11 @@ def _evaluation_rows(stories: Sequence[Named]) -> Iterator[Row]:
 
 
 def _significance(stories: Sequence[Named], name: str) -> Iterator[Row]:
-    """Yields the probability that the BLEU of each run differs by chance from that of the first one scored on this text."""
+    """Yields p-values of the BLEU of the runs against that of the first one whose translations and references are there."""
     texts = [_kept_texts(story.run_dir.evaluation, name) for _, story in stories]
     first = next(filter(None, texts), [])
     alike = {place: each[0] for place, each in enumerate(texts) if each and each[1:] == first[1:]}
-    if len(alike) > 1:
+    if len(alike) > 1 and len(first[0]) <= MOST_LINES:
         baseline, story = stories[min(alike)]
         values = bleu_p_values([*alike.values()], first[1:], story.languages[1] or "")
         found = dict(zip(alike, values, strict=True))
@@ -175,12 +177,13 @@ def _significance(stories: Sequence[Named], name: str) -> Iterator[Row]:
 
 def _kept_texts(folder: Path, name: str) -> list[list[str]]:
     """The translations and the references that `evaluate` kept, by line; empty: they are not there, or do not fit."""
-    files = [folder / f"{name}.translations", *sorted(folder.glob(f"{glob.escape(name)}.reference*"))]
+    references = takewhile(Path.is_file, (folder / f"{name}.reference{number}" for number in count(1)))
     try:
-        lines = [file.read_text(encoding="utf-8").split("\n")[:-1] for file in files]
+        files = [folder / f"{name}.translations", *references]
+        lines = [file.read_bytes().decode("utf-8").split("\n")[:-1] for file in files]
     except (OSError, UnicodeDecodeError):
         return []
-    return lines if len(lines) > 1 and len({*map(len, lines)}) == 1 else []
+    return lines if len(lines) > 1 and lines[0] and len({*map(len, lines)}) == 1 else []
 
 
 def notes(rows: Sequence[Row]) -> list[str]:

@@ -7,6 +7,7 @@ Reads of a row group are retried. If all fail, the row group ends the run, or is
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +27,8 @@ from dist_transformer.errors import DataError, MachineError, UserError
 
 Groups = dict[tuple[int, int], pa.Table]
 """Tables by (corpus, row group)."""
+ROWS_AT_ONCE = 4096
+"""Rows of text that are tokenized together where nobody needs whole row groups, which may have a million."""
 QUARANTINED_BEFORE = "quarantined before"
 """Reason given for a row group that the request excludes."""
 
@@ -94,22 +97,27 @@ class RowReader:
 
     def read_split(self, split: str) -> Iterator[Rows]:
         """Yields all rows of a split of token shards in order, by row group; DataError if one cannot be read."""
-        places = SplitPlaces(self._folder, self._splits[split])
-        corpus = TokenCorpus(places, self._tables)
-        for row_group in range(len(places)):
-            try:
-                whole = RowSlice(0, row_group, 0, places[row_group].rows)
-                part = corpus.rows(whole, corpus.read(row_group))
-            except UnreadableRowGroup as error:
-                raise _error(_cannot_read(places[row_group], error, self._remedy(places[row_group])), error) from error
-            yield joined([part], [part.row_numbers])
+        yield from self._in_order(0, self._corpus(split))
 
     def read_first_pass(self, corpus: int) -> Iterator[Rows]:
-        """Yields the rows of a training corpus by row group, as the first pass over it has them; raises as `read`."""
-        places = self._corpora[corpus].places
-        for index in range(len(places)):
-            piece = RowSlice(corpus, index, 0, places[index].rows)
-            yield self.read(WindowRequest(WindowKey(0, 0, 0, index), (piece,))).rows
+        """Yields the rows of a training corpus in order, some thousands at a time; DataError if some cannot be read.
+
+        Text is modified as in the first pass over the corpus; of subword sampling the draws are others.
+        """
+        yield from self._in_order(corpus, self._corpora[corpus], ROWS_AT_ONCE)
+
+    def _in_order(self, number: int, corpus: TokenCorpus | TextCorpus, at_once: int | None = None) -> Iterator[Rows]:
+        for row_group in range(len(corpus.places)):
+            place = corpus.places[row_group]
+            try:
+                table = corpus.read(row_group)
+                for first in range(0, place.rows, at_once or place.rows):
+                    piece = RowSlice(number, row_group, first, min(first + (at_once or place.rows), place.rows))
+                    rows = partial(corpus.rows, piece, table.slice(first, piece.last - first))
+                    part = self._sampler.run(WindowKey(0, 0, 0, row_group), rows)
+                    yield joined([part], [part.row_numbers])
+            except UnreadableRowGroup as error:
+                raise _error(_cannot_read(place, error, self._remedy(place)), error) from error
 
     def _corpus(self, name: str) -> TokenCorpus | TextCorpus:
         split = self._splits[name]

@@ -20,7 +20,7 @@ from dist_transformer.config.model_size import SHARE_ON_THE_WAY
 from dist_transformer.distributed.group import Fetched, Pending, Ranks
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.training.engine.fixed_point import sum_with, sums_of_squares
-from dist_transformer.training.engine.muon import moved, orthogonalized
+from dist_transformer.training.engine.muon import moved, orthogonalize
 
 LEAST_ELEMENTS = 2**18
 """Elements of a bucket, at least: below that latency counts more than bytes."""
@@ -300,21 +300,17 @@ def _update_matrices(adam: Any, buckets: Sequence[Bucket], ranks: Ranks, is_skip
             momentum.copy_(torch.where(is_skipped.bool(), before, momentum))
             whole = mine if ranks.num_ranks == 1 else mine.new_empty(mine.numel() * ranks.num_ranks)
             on_the_way.append((bucket, group, master, ranks.start_gather(whole, mine)))
-    held: list[tuple[Tensor, Tensor, slice]] = []  # matrices, the part of the change that is this rank's, and which
-    changes = [torch.zeros_like(master) for _, _, master, _ in on_the_way]
-    for change, (bucket, group, _, pending) in zip(changes, on_the_way, strict=True):
-        first, place = ranks.rank * change.numel(), 0
-        for packed, rows in zip(bucket.views_of(pending.wait()), group["rows"], strict=True):
+    held, shares = [], []  # the matrices of which this rank has a part, and its part of all
+    for bucket, group, master, pending in on_the_way:
+        whole, size, place = pending.wait(), master.numel(), 0
+        shares.append(whole[ranks.rank * size : (ranks.rank + 1) * size])
+        for packed, rows in zip(bucket.views_of(whole), group["rows"], strict=True):
             for matrix in torch.split(packed, [*rows]):
-                begin, end = max(place, first), min(place + matrix.numel(), first + change.numel())
-                if begin < end:
-                    held.append((matrix, change[begin - first : end - first], slice(begin - place, end - place)))
+                if place < (ranks.rank + 1) * size and ranks.rank * size < place + matrix.numel():
+                    held.append(matrix)
                 place += matrix.numel()
-    if held:
-        wholes = orthogonalized([matrix for matrix, _, _ in held])
-        parts = [whole.view(-1)[part] for whole, (_, _, part) in zip(wholes, held, strict=True)]
-        torch._foreach_copy_([share for _, share, _ in held], parts)
-    for change, (_, group, master, _) in zip(changes, on_the_way, strict=True):
+    orthogonalize(held)
+    for change, (_, group, master, _) in zip(shares, on_the_way, strict=True):
         rate = group["lr"] * (1.0 - is_skipped)
         master.mul_(1.0 - rate * group["weight_decay"]).sub_(torch.nan_to_num(change) * rate)
 

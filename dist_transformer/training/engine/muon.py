@@ -30,7 +30,7 @@ Rows = Mapping[nn.Parameter, Sequence[int]]
 
 
 MOST_ELEMENTS = 2**25
-"""Elements of matrices that are orthogonalized in one batch; copies of them take 2 bytes each, three times."""
+"""Elements of the matrices of one batch, whose copies take some 16 bytes each."""
 
 
 class AdamWithMuon(torch.optim.AdamW):
@@ -47,9 +47,9 @@ class AdamWithMuon(torch.optim.AdamW):
                     update = moved(self.state[p]["exp_avg"], p.grad)
                     parts = zip(torch.split(p, [*rows]), torch.split(update, [*rows]), strict=True)
                     held += [(matrix, part, -group["lr"]) for matrix, part in parts]
-        changes = orthogonalized([update for _, update, _ in held])
-        for change, (matrix, _, rate) in zip(changes, held, strict=True):
-            matrix.add_(change, alpha=rate)
+        orthogonalize([update for _, update, _ in held])
+        for matrix, update, rate in held:
+            matrix.add_(update, alpha=rate)
         self.param_groups = [group for group in groups if "rows" not in group]
         try:
             return inspect.unwrap(torch.optim.AdamW.step)(self, closure)  # its decorator imports a compiler
@@ -63,20 +63,17 @@ def moved(momentum: Tensor, gradient: Tensor) -> Tensor:
     return gradient.lerp(momentum, MOMENTUM)
 
 
-def orthogonalized(updates: Sequence[Tensor]) -> list[Tensor]:
-    """Returns each matrix as U V^T of its singular value decomposition, nearly, times its scale.
+def orthogonalize(matrices: Sequence[Tensor]) -> None:
+    """Turns each matrix (M, N) into U V^T of its singular value decomposition, nearly, times its scale.
 
-    Those of one shape are computed in batches, as a GPU needs about as long to start a product of these as to compute it.
+    Those of one shape are computed in batches, because a GPU takes about as long to start such a product as to compute it.
     """
-    found = list(updates)
-    for shape in dict.fromkeys(update.shape for update in updates):
-        places = [place for place, update in enumerate(updates) if update.shape == shape]
+    for shape in dict.fromkeys(matrix.shape for matrix in matrices):
+        alike = [matrix for matrix in matrices if matrix.shape == shape]
         size = max(1, MOST_ELEMENTS // shape.numel())
-        for batch in (places[first : first + size] for first in range(0, len(places), size)):
-            results = _orthogonalized(torch.stack([updates[place] for place in batch]))
-            for place, result in zip(batch, (results * (SCALE * math.sqrt(max(shape)))).unbind(), strict=True):
-                found[place] = result
-    return found
+        for batch in (alike[first : first + size] for first in range(0, len(alike), size)):
+            results = _orthogonalized(torch.stack(batch)) * (SCALE * math.sqrt(max(shape)))
+            torch._foreach_copy_(batch, list(results))
 
 
 def _orthogonalized(matrices_BMN: Tensor) -> Tensor:
@@ -87,7 +84,7 @@ def _orthogonalized(matrices_BMN: Tensor) -> Tensor:
     for _ in range(ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return (x.mT if is_tall else x).to(matrices_BMN.dtype, memory_format=torch.contiguous_format)
+    return (x.mT if is_tall else x).to(matrices_BMN.dtype)
 
 
 def matrices_of(model: Transformer) -> Rows:
