@@ -1,6 +1,9 @@
-"""Start of a run, and its speed on a busy machine.
+"""Start of the command and of a run, and its speed on a busy machine.
 
     .venv/bin/python benchmarks/start.py
+    .venv/bin/python benchmarks/start.py --parts commands      # seconds
+
+Commands: CPU-seconds of those that only look; 0.4 is the budget of each.
 
 Start: seconds from the command `train --ranks 2` to the end of its first step, and CPU-seconds of all its processes, as the
 package is and with each of the means by which a start is short taken out of a copy of it. A means is worth its place if
@@ -43,6 +46,8 @@ schedule: {warmup_steps: 1}
 training: {max_steps: 1, precision: fp32, log_every_steps: 1}
 tracking: {enabled: false}
 """
+COMMANDS = (("--help",), ("--version",), ("train", "--help"), ("config", "check", "config.yaml"))
+PARTS = ["commands", "starts", "speeds"]
 STEPS = 16
 SKIPPED_STEPS = 4
 BUSY = "while True: pass"
@@ -83,23 +88,40 @@ WAITING: dict[str, dict[str, str]] = {
 
 
 def main() -> None:
-    arguments = arguments_of(argparse.ArgumentParser(description=__doc__), rounds=5)
-    found = begin(threads=1)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    arguments = arguments_of(parser, rounds=5)
+    found, figures = begin(threads=1), {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.yaml").write_text(CONFIG, encoding="utf-8")
-        _command(folder, None, {}, "prepare")
-        starts = {case: partial(_start, folder, _copy(folder, case, edits)) for case, edits in WITHOUT.items()}
-        of_starts = interleaved(starts, arguments.rounds)
-        _print_starts(of_starts)
-        busy: dict[str, Callable[[], Figures]] = {
-            f"{case}, {processes} busy": partial(_speed, folder, variables, processes)
-            for case, variables in WAITING.items()
-            for processes in (0, 3)
-        }
-        of_speeds = interleaved(busy, arguments.rounds)
-        _print_speeds(of_speeds)
-    finish(arguments, found, {"starts": of_starts, "speeds": of_speeds})
+        if "commands" in arguments.parts:
+            looks = {" ".join(words): partial(_look, folder, words) for words in COMMANDS}
+            figures["commands"] = interleaved(looks, arguments.rounds)
+            rows = [[case, f"{median(each, 'cpu_seconds'):.2f}"] for case, each in figures["commands"].items()]
+            print("\n" + markdown_table(["command", "CPU-seconds"], rows))
+        if arguments.parts != ["commands"]:
+            _command(folder, None, {}, "prepare")
+        if "starts" in arguments.parts:
+            starts = {case: partial(_start, folder, _copy(folder, case, edits)) for case, edits in WITHOUT.items()}
+            figures["starts"] = interleaved(starts, arguments.rounds)
+            _print_starts(figures["starts"])
+        if "speeds" in arguments.parts:
+            busy: dict[str, Callable[[], Figures]] = {
+                f"{case}, {processes} busy": partial(_speed, folder, variables, processes)
+                for case, variables in WAITING.items()
+                for processes in (0, 3)
+            }
+            figures["speeds"] = interleaved(busy, arguments.rounds)
+            _print_speeds(figures["speeds"])
+    finish(arguments, found, figures)
+
+
+def _look(folder: Path, words: tuple[str, ...]) -> Figures:
+    began = _cpu_of_children()
+    command = [sys.executable, "-m", "dist_transformer", *words]
+    subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL, check=True)
+    return {"cpu_seconds": _cpu_of_children() - began}
 
 
 def _copy(folder: Path, case: str, edits: list[Edit]) -> Path:
