@@ -77,7 +77,7 @@ class GuidedAlignment:
 
     def _places(self, token_BT: Tensor) -> Tensor:
         """Returns the middle of each position as a share of its sentence."""
-        lengths_B1 = (token_BT != self._pad_id).sum(1, keepdim=True)
+        lengths_B1 = (token_BT != self._pad_id).sum(1, keepdim=True).clamp(min=1)  # 0: a lane without rows
         return (torch.arange(token_BT.shape[1], device=token_BT.device) + 0.5) / lengths_B1
 
     def _see(self, _module: CrossAttention, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:

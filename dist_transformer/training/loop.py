@@ -196,7 +196,9 @@ class Loop:
         self.state.skipped_updates += 1
         self._skips_in_a_row += 1
         step, scale = self.state.step + 1, self._engine.loss_scale()
-        log.info("step %d: gradient not finite, update skipped; loss scale %g", step, scale)
+        # fp16 looks for its scale in this way.
+        level = logging.INFO if self._run.training.precision == "fp16" else logging.WARNING
+        log.log(level, "step %d: gradient not finite, update skipped; loss scale %g", step, scale)
         if self._skips_in_a_row == MAX_SKIPS_IN_A_ROW:
             raise Diverged(f"the gradients of {MAX_SKIPS_IN_A_ROW} batches in a row were not finite", step)
 

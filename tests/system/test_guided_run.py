@@ -22,6 +22,12 @@ def test_a_guided_run_is_the_same_on_two_ranks_and_over_a_stop_and_aligns_once(t
     assert records(whole)[0]["loss"] > records(plain)[0]["loss"] + 0.1
 
 
+def test_no_update_is_lost_where_a_lane_has_no_rows_left_in_an_epoch(train_small):
+    trained = records(train_small("guided-epochs", "training.guided_alignment=0.5", "training.max_steps=40"))
+    assert trained[-1]["epoch"] > 0
+    assert {record["skipped_updates"] for record in trained} == {0}
+
+
 def test_guided_alignment_learns_from_text_as_it_is_tokenized_and_modified_in_training(train_small):
     settings = ("training.guided_alignment=0.5", "model.dropout=0", "schedule.warmup_steps=3", "data.on_the_fly=true")
     prepared, read = train_small("guided", *settings[:3]), train_small("guided-read", *settings)

@@ -65,6 +65,15 @@ def test_an_alignment_is_the_posterior_of_the_model():
     torch.testing.assert_close(aligned_BTS, expected)
 
 
+def test_a_batch_without_a_real_token_adds_no_loss_and_no_gradient(batches):
+    """At the end of an epoch a lane may have none left: its rank computes such a one, and the step must not be lost."""
+    objective = guided(lexicon_of(batches))
+    loss, _ = objective(torch.tensor([[1]]), torch.tensor([[1]]), torch.tensor([[0]]), 0)
+    loss.backward()
+    assert loss == 0
+    assert all((p.grad == 0).all() for p in objective.parameters() if p.grad is not None)
+
+
 def cross_entropies(
     ranks: Ranks, batches: list[MicroBatch], is_learned: bool, stage: int, checkpointing: bool
 ) -> list[float]:
