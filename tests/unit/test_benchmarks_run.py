@@ -259,7 +259,7 @@ def test_the_comparison_of_losses_trains_the_demo_model_in_each_way(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_the_speedrun_counts_the_cost_of_each_entry_and_seed(tmp_path: Path) -> None:
+def test_the_speedrun_counts_the_cost_of_an_entry(tmp_path: Path) -> None:
     for name, split in (("train", "train"), ("val", "validation"), ("test_2016_flickr", "test")):
         pairs = [pair for _, pair in zip(range(300), demo_pairs(split), strict=False)]
         for side, language in enumerate(("en", "de")):
@@ -269,17 +269,15 @@ def test_the_speedrun_counts_the_cost_of_each_entry_and_seed(tmp_path: Path) -> 
              "validation": {"every_steps": 1}, "checkpoints": {"every_steps": 1, "average_last": 2},
              "data": {"max_tokens": 512}}  # fmt: skip
     entry.write_text(json.dumps({"extends": str(BENCHMARKS / "speedrun" / "muon.yaml"), **short}), encoding="utf-8")
-    where = ["--data", str(tmp_path), "--work", str(tmp_path / "work"), "--seeds", "1", "2", "--cores", "0"]
+    where = ["--data", str(tmp_path), "--work", str(tmp_path / "work"), "--seeds", "2", "--cores", "0"]
     printed, figures = run("speedrun.py", tmp_path / "speedrun.json", str(entry), *where)
     assert "NOT the published setting" in printed
     assert "| short |" in printed
-    first, second = figures["short"]
-    assert (first["seed"], second["seed"]) == (1, 2)
-    for result in (first, second):
-        assert 0 < result["cpu_seconds"] < result["seconds"] * 1.1  # on one core
-        assert list(result["validation_nll"]) == ["1", "2"]
-        assert 0 <= result["bleu"] < 40.6
-    assert first["validation_nll"] != second["validation_nll"]
+    (result,) = figures["short"]
+    assert result["seed"] == 2
+    assert 0 < result["cpu_seconds"] < result["seconds"] * 1.1  # on one core
+    assert list(result["validation_nll"]) == ["1", "2"]
+    assert 0 <= result["bleu"] < 40.6
 
 
 @pytest.mark.slow
