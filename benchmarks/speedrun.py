@@ -32,7 +32,7 @@ from dist_transformer.run.metrics_log import read_records
 TEXTS = ("train", "val", "test_2016_flickr")
 GOAL = 40.6
 REFERENCE_WORDS = 12_103
-"""Of the test set's German in the log of Wu et al. (2021)."""
+"""Words of the test set's German in the log of Wu et al. (2021)."""
 
 
 def write_text(data: Path, folder: Path) -> None:

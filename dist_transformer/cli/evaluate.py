@@ -176,7 +176,9 @@ def scored(
     keep: bool = True,
     **settings: Any,
 ) -> Scored:
-    """Translates a corpus of a run, or files, and scores the translation; a run folder keeps all in evaluation/.
+    """Translates a corpus of a run, or files, and scores the translation.
+
+    A run folder keeps scores, translations and references in evaluation/.
 
     Args:
         files: source and references; a model folder needs them.

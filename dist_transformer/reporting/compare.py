@@ -40,7 +40,7 @@ Named = tuple[str, RunStory]
 OF_SAMPLES = ("data.validation.", "data.more_validation.", "data.filters.", "validation.max_sentences")
 """Settings that determine the fixed sentences."""
 MOST_LINES = 20_000
-"""Of a test set whose p-values are computed: sacreBLEU's samples take 50 kB of memory a line."""
+"""Lines of the longest test set whose p-values are computed: sacreBLEU's samples take 50 kB of memory a line."""
 MOST_SENTENCES = 8
 """Fixed sentences that are shown side by side."""
 OF_TRANSLATIONS = (

@@ -35,7 +35,7 @@ def write_table(table: pa.Table, path: Path, group_rows: Sequence[int], **option
     first = 0
     with pq.ParquetWriter(path, table.schema, write_page_checksum=True, **options) as writer:
         for rows in group_rows:
-            writer.write_table(table.slice(first, rows), row_group_size=rows)
+            writer.write_table(table.slice(first, rows), row_group_size=max(1, rows))
             first += rows
     return tuple(RowGroup(rows, 0, 0) for rows in group_rows)
 

@@ -109,10 +109,11 @@ class RowReader:
     def _in_order(self, number: int, corpus: TokenCorpus | TextCorpus, at_once: int | None = None) -> Iterator[Rows]:
         for row_group in range(len(corpus.places)):
             place = corpus.places[row_group]
+            step = at_once or max(1, place.rows)
             try:
                 table = corpus.read(row_group)
-                for first in range(0, place.rows, at_once or place.rows):
-                    piece = RowSlice(number, row_group, first, min(first + (at_once or place.rows), place.rows))
+                for first in range(0, place.rows, step):
+                    piece = RowSlice(number, row_group, first, min(first + step, place.rows))
                     rows = partial(corpus.rows, piece, table.slice(first, piece.last - first))
                     part = self._sampler.run(WindowKey(0, 0, 0, row_group), rows)
                     yield joined([part], [part.row_numbers])

@@ -24,13 +24,11 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic Newton-Schulz iteration, as in `torch.optim.Muon`."""
 SCALE = 0.2
 """Root mean square of an update of Adam, which that of a matrix is made to have."""
+MOST_ELEMENTS = 2**25
+"""Elements of the matrices of one batch, whose copies take some 16 bytes each."""
 
 Rows = Mapping[nn.Parameter, Sequence[int]]
 """The matrices that Muon updates, and the rows of each that are matrices of their own, such as the query's and the key's."""
-
-
-MOST_ELEMENTS = 2**25
-"""Elements of the matrices of one batch, whose copies take some 16 bytes each."""
 
 
 class AdamWithMuon(torch.optim.AdamW):

@@ -68,6 +68,12 @@ def test_a_split_is_read_row_group_by_row_group_in_order(folder, splits, reader)
     assert [as_lists(rows) for rows in reader.read_split("validation")] == rows_of_groups(folder, splits["validation"])
 
 
+def test_a_split_with_an_empty_row_group_is_read(tmp_path):
+    splits = {"validation": write_token_split(tmp_path, "validation", [[2, 0, 3]])}
+    read = [as_lists(rows) for rows in reader_of(tmp_path, splits).read_split("validation")]
+    assert [len(rows) for rows in read] == [2, 3]
+
+
 def test_a_reader_that_has_read_can_be_sent_to_another_process(reader):
     window = request((0, 1, 2, 5), (1, 2, 0, 9))
     before = as_lists(reader.read(window).rows)
