@@ -182,8 +182,10 @@ class _Search:
             if is_done[sentence]:
                 self.results[position] = self.finished.hypotheses(sentence, self.ids.eos)
         kept = [sentence for sentence, done in enumerate(is_done) if not done]
-        kept_N = torch.tensor(kept, dtype=torch.long, device=row_NK.device)
         self.input_position = [self.input_position[sentence] for sentence in kept]
+        if not kept:
+            return
+        kept_N = torch.tensor(kept, device=row_NK.device)
         self.ensemble.select(row_NK[kept_N].flatten())
         self.constraints.select(kept)
         self.finished.select(kept_N)

@@ -1,8 +1,8 @@
 """A model whose matrices are laid out for the CPU once, instead of in every product: the same numbers, faster.
 
-Decoding consists of small products, dominated by reading the matrix. PyTorch's usual library does them up to twice as
-fast with the matrix stored input by input. For larger products oneDNN with a packed matrix is at least as fast, on some
-processors much faster, but its start takes as long as a small product.
+Decoding consists of small products, dominated by reading the matrix. With a packed matrix oneDNN is the fastest, on AMD's
+processors by a factor of three for the rows of a beam, but its start takes as long as a small product. Those are done by
+PyTorch's usual library, up to twice as fast with the matrix stored input by input.
 """
 
 import copy
@@ -11,18 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dist_transformer.model.cpu_kernels import has_faster_products
+from dist_transformer.model.layers import AddAndNorm, Dropout, FeedForward
 from dist_transformer.model.transformer import Transformer
 
 ROWS_HINT = 64
 """Number of rows for which oneDNN's layout is chosen; it suits 1 and 256 as well."""
-SMALL_PRODUCT = 2**24
-"""Number of multiplications below which oneDNN is not faster, because of its start."""
+SMALL_PRODUCT = {True: 2**18, False: 2**24}
+"""Number of multiplications below which oneDNN is not faster, because of its start: on processors for which it has the
+faster products in general, as `cpu_kernels` found, and on others."""
 
 
 def packed_for_decoding(model: Transformer) -> Transformer:
     """Copy of `model` for inference with packed matrices, on a CPU and in fp32; other models are returned unchanged.
 
-    The copy shares the weights of the model and has two further copies of each matrix, which do not follow changes of
+    The copy shares the weights of the model and has one or two further copies of each matrix, which do not follow changes of
     the model. Results are equal within rounding.
     """
     if not _can_pack(model.output_weight):
@@ -34,6 +37,7 @@ def packed_for_decoding(model: Transformer) -> Transformer:
             if isinstance(child, nn.Linear) and child is not twin.output:
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
     object.__setattr__(twin, "logits", PackedLinear(model.output_weight, model.output_bias))
+    _call_directly(twin)
     return twin
 
 
@@ -44,13 +48,24 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.weight, self.bias = weight.detach(), None if bias is None else bias.detach()
         self.num_outputs = len(weight)
-        self.input_by_input = self.weight.T.contiguous().T
+        self.small_product = SMALL_PRODUCT[has_faster_products(self.weight)]
+        has_small_products = self.weight.numel() < self.small_product
+        self.input_by_input = self.weight.T.contiguous().T if has_small_products else None
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, ROWS_HINT)
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.numel() * self.num_outputs < SMALL_PRODUCT:
+        if self.input_by_input is not None and input.numel() * self.num_outputs < self.small_product:
             return F.linear(input, self.input_by_input, self.bias)
         return torch.ops.mkldnn._linear_pointwise.default(input, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+
+
+def _call_directly(model: Transformer) -> None:
+    """Lets the modules of a model without hooks find and call one another without PyTorch's `__getattr__` and
+    `__call__`, which take as long as the smallest products."""
+    only_called = (AddAndNorm, FeedForward, Dropout, nn.LayerNorm, nn.RMSNorm, PackedLinear)
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            parent.__dict__[name] = child.forward if isinstance(child, only_called) else child
 
 
 def _can_pack(weight: Tensor) -> bool:

@@ -59,6 +59,15 @@ class KeyValue:
         self.value_BHSV = self.value_BHSV.index_select(0, rows)
 
 
+class Places:
+    """Room for the keys and values of the positions of one layer."""
+
+    def __init__(self, places_BLP: Tensor, widths: list[int], num_heads: int) -> None:
+        """`widths` are those of the keys and of the values of all heads, which follow one another in `places_BLP`."""
+        self.places_BLP = places_BLP
+        self.keys_values = KeyValue(*split_heads(places_BLP, widths, num_heads))
+
+
 class KeyValueCache:
     """Keys and values of the positions that one layer has decoded, with places for more: a position is added without
     copying those before it. Not for training: its tensors have no gradients."""
@@ -70,30 +79,36 @@ class KeyValueCache:
         _, self.num_heads, _, key_size = like.key_BHSK.shape
         self.widths = [self.num_heads * key_size, self.num_heads * like.value_BHSV.shape[3]]
         self.num_positions = 0
-        self.places_BLP = like.key_BHSK.new_empty(num_rows, self.FIRST_PLACES, sum(self.widths))
+        self._places = self._room(like.key_BHSK.new_empty(num_rows, self.FIRST_PLACES, sum(self.widths)))
 
     @property
     def keys_values(self) -> KeyValue:
         """Views of the filled places."""
-        return KeyValue(*split_heads(self.places_BLP[:, : self.num_positions], self.widths, self.num_heads))
+        room, filled = self._places.keys_values, self.num_positions
+        return KeyValue(room.key_BHSK.narrow(2, 0, filled), room.value_BHSV.narrow(2, 0, filled))
 
-    def append(self, newer: KeyValue) -> None:
-        """Appends a position."""
-        if self.num_positions == self.places_BLP.shape[1]:
-            self.places_BLP = torch.cat([self.places_BLP, torch.empty_like(self.places_BLP)], 1)
-        place_BP = self.places_BLP[:, self.num_positions]
-        torch.cat([newer.key_BHSK.flatten(1), newer.value_BHSV.flatten(1)], 1, out=place_BP)
+    def append(self, newer_BP: Tensor) -> None:
+        """Appends a position: the keys of all heads, then the values."""
+        places_BLP = self._places.places_BLP
+        if self.num_positions == places_BLP.shape[1]:
+            places_BLP = torch.cat([places_BLP, torch.empty_like(places_BLP)], 1)
+            self._places = self._room(places_BLP)
+        places_BLP.select(1, self.num_positions).copy_(newer_BP)
         self.num_positions += 1
 
-    def select(self, rows: Tensor, spare: Tensor | None) -> Tensor:
+    def select(self, rows: Tensor, spare: Places | None) -> Places:
         """Keeps the given batch rows, in the given order; rows may repeat. Writes them to `spare`, if it has the same
-        size, and returns the previous tensor, which is the next layer's `spare`: this avoids allocations."""
-        left = self.places_BLP
-        if spare is None or spare.shape != left.shape or len(rows) != len(left):
-            spare = left.new_empty(len(rows), *left.shape[1:])
-        torch.index_select(left[:, : self.num_positions], 0, rows, out=spare[:, : self.num_positions])
-        self.places_BLP = spare
+        size, and returns the previous places, which are the next layer's `spare`: this avoids allocations."""
+        left, left_BLP = self._places, self._places.places_BLP
+        if spare is None or spare.places_BLP.shape != left_BLP.shape or len(rows) != len(left_BLP):
+            spare = self._room(left_BLP.new_empty(len(rows), *left_BLP.shape[1:]))
+        filled = self.num_positions
+        torch.index_select(left_BLP.narrow(1, 0, filled), 0, rows, out=spare.places_BLP.narrow(1, 0, filled))
+        self._places = spare
         return left
+
+    def _room(self, places_BLP: Tensor) -> Places:
+        return Places(places_BLP, self.widths, self.num_heads)
 
 
 class SelfAttention(nn.Module):
@@ -127,11 +142,17 @@ class SelfAttention(nn.Module):
         keys, _, values = self.widths
         return {self.query_key_value: [(keys, gain), (keys, gain), (values, gain * beta)]}
 
-    def step(self, input_B1D: Tensor, past: KeyValueCache) -> Tensor:
-        """Applies attention of the newest position over itself and `past`, to which it is appended."""
-        query_BH1K, key_BH1K, value_BH1V = self._heads(self.query_key_value(input_B1D), start=past.num_positions)
-        past.append(KeyValue(key_BH1K, value_BH1V))
-        return self.output(merge_heads(attend(query_BH1K, past.keys_values)))  # type: ignore[no-any-return]
+    def step(self, input_BD: Tensor, past: KeyValueCache) -> Tensor:
+        """Applies attention of the newest position over itself and `past`, to which it is appended: (B, D)."""
+        projected_BP = self.query_key_value(input_BD)
+        if self.rotary_positions is None:
+            query_BP, newer_BP = projected_BP.tensor_split(self.widths[:1], 1)
+        else:
+            query, *newer = self._heads(projected_BP[:, None], start=past.num_positions)
+            query_BP, newer_BP = query.flatten(1), torch.cat([each.flatten(1) for each in newer], 1)
+        past.append(newer_BP)
+        query_BH1K = query_BP.view(len(query_BP), self.num_heads, 1, -1)
+        return self.output(attend(query_BH1K, past.keys_values).reshape(len(query_BP), -1))  # type: ignore[no-any-return]
 
     def weights(self, input_BTD: Tensor, mask_B11T: Tensor | None = None) -> Tensor:
         """Returns the attention weights of `forward` for the same arguments: (B, H, T, T), fp32, rows sum to 1."""
@@ -176,7 +197,7 @@ class CrossAttention(nn.Module):
     ) -> Tensor:
         """Attends to the memory; `joined`: source and target of joined batches, whose masks are those of the source."""
         if joined is None:
-            return self.attend(input_BTD, self.project(memory_BSD), mask_B11S)
+            return self.output(self._attend(self.query(input_BTD), self.project(memory_BSD), mask_B11S))  # type: ignore[no-any-return]
         source, target = joined
         queries, memories = target.split(self.query(input_BTD)), source.split(self.key_value(memory_BSD))
         parts = zip(queries, memories, source.masks, strict=True)
@@ -191,9 +212,12 @@ class CrossAttention(nn.Module):
         """Returns keys and values of the memory: computed once per sentence, for any number of decoded tokens."""
         return self._keys_values(self.key_value(memory_BSD))
 
-    def attend(self, input_BTD: Tensor, memory: KeyValue, mask_B11S: Tensor | None) -> Tensor:
-        """Attends to projected memory; None: no mask."""
-        return self.output(self._attend(self.query(input_BTD), memory, mask_B11S))  # type: ignore[no-any-return]
+    def step(self, input_BD: Tensor, memory: KeyValue, mask_B11S: Tensor | None) -> Tensor:
+        """Applies attention of the newest position to projected memory: (B, D). The rows of one sentence (its beam) are
+        adjacent and share one memory: they attend to it as if they were positions of one sequence, so the memory is
+        never copied per beam. None: no mask."""
+        query_NTP = self.query(input_BD).view(len(memory.key_BHSK), -1, self.widths[0])
+        return self.output(self._attend(query_NTP, memory, mask_B11S).view(len(input_BD), -1))  # type: ignore[no-any-return]
 
     def _keys_values(self, projected_BSP: Tensor) -> KeyValue:
         return KeyValue(*split_heads(projected_BSP, self.widths, self.num_heads))
@@ -221,7 +245,8 @@ def split_heads(projected_BTP: Tensor, widths: list[int], num_heads: int) -> lis
     """Splits (B, T, sum of `widths`) into one tensor (B, H, T, width / H) for each width, a view of the input."""
     batch, length, _ = projected_BTP.shape
     parts = projected_BTP.split_with_sizes(widths, 2) if len(widths) > 1 else [projected_BTP]
-    return [part_BTP.view(batch, length, num_heads, -1).transpose(1, 2) for part_BTP in parts]
+    sized = zip(parts, widths, strict=True)
+    return [part_BTP.view(batch, length, num_heads, width // num_heads).transpose(1, 2) for part_BTP, width in sized]
 
 
 def apply_rotary(vector_BHTK: Tensor, sinusoid_TK: Tensor) -> Tensor:

@@ -178,18 +178,13 @@ class DecoderLayer(nn.Module):
         memory = self.cross_attention.project(memory_BSD)
         return DecoderLayerCache(KeyValueCache(memory, num_rows), memory)
 
-    def step(self, hidden_B1D: Tensor, cache: DecoderLayerCache, mask_B11S: Tensor | None) -> Tensor:
-        """Computes the newest position only. The rows of one sentence (its beam) are adjacent and share one memory:
-        they attend to it as if they were positions of one sequence, so the memory is never copied per beam."""
-        num_sentences = cache.memory.key_BHSK.shape[0]
-
-        def attend_to_memory(x_B1D: Tensor) -> Tensor:
-            x_sentences_beam_D = x_B1D.reshape(num_sentences, -1, x_B1D.shape[-1])
-            return self.cross_attention.attend(x_sentences_beam_D, cache.memory, mask_B11S).reshape(x_B1D.shape)
-
-        hidden_B1D = self.self_attention_residual(hidden_B1D, lambda x_B1D: self.self_attention.step(x_B1D, cache.past))
-        hidden_B1D = self.cross_attention_residual(hidden_B1D, attend_to_memory)
-        return self.feed_forward_residual(hidden_B1D, self.feed_forward)  # type: ignore[no-any-return]
+    def step(self, hidden_BD: Tensor, cache: DecoderLayerCache, mask_B11S: Tensor | None) -> Tensor:
+        """Computes the newest position only, (B, D)."""
+        hidden_BD = self.self_attention_residual(hidden_BD, lambda x_BD: self.self_attention.step(x_BD, cache.past))
+        hidden_BD = self.cross_attention_residual(
+            hidden_BD, lambda x_BD: self.cross_attention.step(x_BD, cache.memory, mask_B11S)
+        )
+        return self.feed_forward_residual(hidden_BD, self.feed_forward)  # type: ignore[no-any-return]
 
 
 class SinusoidalPositions(nn.Module):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dist_transformer.config.model_size import has_final_norm, head_sizes
 from dist_transformer.config.schema import ModelConfig
-from dist_transformer.model.attention import CrossAttention, Joined, SelfAttention, join
+from dist_transformer.model.attention import CrossAttention, Joined, Places, SelfAttention, join
 from dist_transformer.model.cpu_kernels import Linear
 from dist_transformer.model.layers import (
     DecoderLayer,
@@ -60,8 +60,8 @@ class DecodingCache:
     beam_size: int
     num_positions: int = 0
     """Tokens decoded so far; the same for all rows."""
-    spare: Tensor | None = None
-    """Buffer of the size of one layer's past, free to be overwritten."""
+    spare: Places | None = None
+    """Room of the size of one layer's past, free to be overwritten."""
 
     @torch.no_grad()
     def reorder(self, rows: Tensor) -> None:
@@ -209,13 +209,12 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def decode_step(self, token_B: Tensor, cache: DecodingCache) -> Tensor:
         """Returns logits (B, V) of the token after `token_B`, which follows those in `cache` and is added to it."""
-        hidden_B1D = self._embed(
-            self.target_embedding, self.target_positions, token_B[:, None], start=cache.num_positions
-        )
+        start = cache.num_positions
+        hidden_BD = self._embed(self.target_embedding, self.target_positions, token_B[:, None], start).squeeze(1)
         for layer, layer_cache in zip(self._decoder_layers(), cache.layers, strict=True):
-            hidden_B1D = layer.step(hidden_B1D, layer_cache, cache.mask_B11S)
+            hidden_BD = layer.step(hidden_BD, layer_cache, cache.mask_B11S)
         cache.num_positions += 1
-        hidden_BD = self.decoder_norm(hidden_B1D).squeeze(1)
+        hidden_BD = self.decoder_norm(hidden_BD)
         return self.logits(hidden_BD, *([] if cache.output_weight_VD is None else [cache.output_weight_VD]))
 
     def attention_maps(self, source_BS: Tensor, target_BT: Tensor) -> AttentionMaps:
