@@ -17,6 +17,9 @@ from dist_transformer.model.transformer import Transformer
 
 ROWS_HINT = 64
 """Number of rows for which oneDNN's layout is chosen; it suits 1 and 256 as well."""
+ROWS_TOGETHER = 16
+"""More rows are filled up to a multiple of this: oneDNN compiles a kernel for each number of rows, in the time of several
+products, and a batch has fewer rows whenever a sentence ends."""
 SMALL_PRODUCT = {True: 2**18, False: 2**24}
 """Number of multiplications below which oneDNN is not faster, because of its start: on processors for which it has the
 faster products in general, as `cpu_kernels` found, and on others."""
@@ -56,7 +59,12 @@ class PackedLinear(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         if self.input_by_input is not None and input.numel() * self.num_outputs < self.small_product:
             return F.linear(input, self.input_by_input, self.bias)
-        return torch.ops.mkldnn._linear_pointwise.default(input, self.packed, self.bias, "none", [], "")  # type: ignore[no-any-return]
+        rows_BI = input.flatten(0, -2)
+        num_rows = len(rows_BI)
+        if num_more := -num_rows % ROWS_TOGETHER if num_rows > ROWS_TOGETHER else 0:
+            rows_BI = F.pad(rows_BI, (0, 0, 0, num_more))
+        output_BO = torch.ops.mkldnn._linear_pointwise.default(rows_BI, self.packed, self.bias, "none", [], "")
+        return output_BO[:num_rows].view(*input.shape[:-1], self.num_outputs)  # type: ignore[no-any-return]
 
 
 def _call_directly(model: Transformer) -> None:

@@ -41,6 +41,16 @@ def test_a_packed_model_is_the_model(
             torch.testing.assert_close(twin.decode_step(target[rows, column], cache), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("rows", [1, 16, 17, 33])
+def test_a_product_of_any_number_of_rows_has_that_many(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dist_transformer.decoding.cpu_packed.SMALL_PRODUCT", dict.fromkeys([True, False], 0))
+    linear = torch.nn.Linear(8, 5)
+    packed = PackedLinear(linear.weight, linear.bias)
+    for shape in ((rows, 8), (1, rows, 8), (rows, 2, 8)):
+        given = torch.randn(shape)
+        torch.testing.assert_close(packed(given), linear(given).detach(), rtol=1e-4, atol=1e-4)
+
+
 def test_the_model_stays_as_it_was_and_shares_its_embeddings(make_random_model: MakeModel) -> None:
     model = make_random_model(9).float()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
