@@ -168,11 +168,16 @@ class SelfAttention(nn.Module):
 
     def _heads(self, projected_BTP: Tensor, start: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """Returns queries, keys and values of each head; the first position is number `start`."""
-        query, key, value = split_heads(projected_BTP, self.widths, self.num_heads)
         if self.rotary_positions is None:
+            query, key, value = split_heads(projected_BTP, self.widths, self.num_heads)
             return query, key, value
-        sinusoid_TK = self.rotary_positions(start, projected_BTP.shape[1], torch.empty(0, device=query.device))
-        return apply_rotary(query, sinusoid_TK), apply_rotary(key, sinusoid_TK), value
+        of_both, of_value = 2 * self.widths[0], self.widths[2]
+        both_BTP, value_BTP = projected_BTP.split_with_sizes([of_both, of_value], 2)
+        (both_BHTK,) = split_heads(both_BTP, [of_both], 2 * self.num_heads)
+        (value_BHTV,) = split_heads(value_BTP, [of_value], self.num_heads)
+        sinusoid_TK = self.rotary_positions(start, projected_BTP.shape[1], torch.empty(0, device=both_BTP.device))
+        query_BHTK, key_BHTK = apply_rotary(both_BHTK, sinusoid_TK).chunk(2, 1)
+        return query_BHTK, key_BHTK, value_BHTV
 
 
 class CrossAttention(nn.Module):
@@ -254,10 +259,16 @@ def apply_rotary(vector_BHTK: Tensor, sinusoid_TK: Tensor) -> Tensor:
     position t by the angle t / 10000^(2i / K), whose sine and cosine are a pair of `sinusoid_TK`, in fp32. The product
     of a query and a key then depends on their distance. The result has the type and memory layout of `vector_BHTK`."""
     vector_BTHK, sinusoid_T1K = vector_BHTK.transpose(1, 2), sinusoid_TK[:, None]
-    even_BTHR, odd_BTHR = vector_BTHK[..., 0::2], vector_BTHK[..., 1::2]
     sine_T1R, cosine_T1R = sinusoid_T1K[..., 0::2], sinusoid_T1K[..., 1::2]
-    turned = (even_BTHR * cosine_T1R - odd_BTHR * sine_T1R, odd_BTHR * cosine_T1R + even_BTHR * sine_T1R)
-    return torch.stack(turned, -1).flatten(-2).to(vector_BHTK.dtype).transpose(1, 2)
+    if torch.compiler.is_compiling():  # it has no complex numbers, but makes one kernel of all this
+        even_BTHR, odd_BTHR = vector_BTHK[..., 0::2], vector_BTHK[..., 1::2]
+        turned = (even_BTHR * cosine_T1R - odd_BTHR * sine_T1R, odd_BTHR * cosine_T1R + even_BTHR * sine_T1R)
+        return torch.stack(turned, -1).flatten(-2).to(vector_BHTK.dtype).transpose(1, 2)
+    wide = torch.promote_types(vector_BHTK.dtype, sine_T1R.dtype)
+    pairs_BTHR2 = torch.unflatten(vector_BTHK.to(wide).contiguous(), -1, (-1, 2))
+    rotation_T1R = torch.complex(cosine_T1R, sine_T1R)
+    turned_BTHR2 = torch.view_as_real(torch.view_as_complex(pairs_BTHR2) * rotation_T1R)
+    return turned_BTHR2.flatten(-2).to(vector_BHTK.dtype).transpose(1, 2)
 
 
 def merge_heads(attended_BHTV: Tensor) -> Tensor:
