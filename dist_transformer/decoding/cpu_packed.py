@@ -1,8 +1,9 @@
 """A model whose matrices are laid out for the CPU once, instead of in every product: the same numbers, faster.
 
-Decoding consists of small products, dominated by reading the matrix. With a packed matrix oneDNN is the fastest, on AMD's
-processors by a factor of three for the rows of a beam, but its start takes as long as a small product. Those are done by
-PyTorch's usual library, up to twice as fast with the matrix stored input by input.
+Decoding consists of small products, dominated by reading the matrix. oneDNN with a packed matrix is the fastest for all
+but the smallest on AMD's processors, by a factor of three for the rows of a beam, and for larger ones on others; its start
+takes as long as a small product. The rest is done by PyTorch's usual library, up to twice as fast with the matrix stored
+input by input.
 """
 
 import copy

@@ -221,8 +221,8 @@ class CrossAttention(nn.Module):
         """Applies attention of the newest position to projected memory: (B, D). The rows of one sentence (its beam) are
         adjacent and share one memory: they attend to it as if they were positions of one sequence, so the memory is
         never copied per beam. None: no mask."""
-        query_NTP = self.query(input_BD).view(len(memory.key_BHSK), -1, self.widths[0])
-        return self.output(self._attend(query_NTP, memory, mask_B11S).view(len(input_BD), -1))  # type: ignore[no-any-return]
+        query_BTP = self.query(input_BD).view(len(memory.key_BHSK), -1, self.widths[0])
+        return self.output(self._attend(query_BTP, memory, mask_B11S).view(len(input_BD), -1))  # type: ignore[no-any-return]
 
     def _keys_values(self, projected_BSP: Tensor) -> KeyValue:
         return KeyValue(*split_heads(projected_BSP, self.widths, self.num_heads))
@@ -265,7 +265,10 @@ def apply_rotary(vector_BHTK: Tensor, sinusoid_TK: Tensor) -> Tensor:
         turned = (even_BTHR * cosine_T1R - odd_BTHR * sine_T1R, odd_BTHR * cosine_T1R + even_BTHR * sine_T1R)
         return torch.stack(turned, -1).flatten(-2).to(vector_BHTK.dtype).transpose(1, 2)
     wide = torch.promote_types(vector_BHTK.dtype, sine_T1R.dtype)
-    pairs_BTHR2 = torch.unflatten(vector_BTHK.to(wide).contiguous(), -1, (-1, 2))
+    copied_BTHK = vector_BTHK.to(
+        wide, copy=True, memory_format=torch.contiguous_format
+    )  # complex numbers need even offsets
+    pairs_BTHR2 = torch.unflatten(copied_BTHK, -1, (-1, 2))
     rotation_T1R = torch.complex(cosine_T1R, sine_T1R)
     turned_BTHR2 = torch.view_as_real(torch.view_as_complex(pairs_BTHR2) * rotation_T1R)
     return turned_BTHR2.flatten(-2).to(vector_BHTK.dtype).transpose(1, 2)

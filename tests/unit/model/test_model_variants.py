@@ -79,6 +79,18 @@ def test_turning_in_half_precision_rounds_once() -> None:
     assert torch.equal(given, exact.half())
 
 
+def test_the_gradient_of_turned_vectors_is_that_of_small_changes() -> None:
+    vectors = torch.randn(2, 3, 4, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(apply_rotary, (vectors, sinusoids(4, 6).double()))
+
+
+def test_a_compiler_turns_vectors_with_real_numbers_to_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    vectors, table = torch.randn(2, 3, 5, 8), sinusoids(5, 8)
+    given = apply_rotary(vectors, table)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(apply_rotary(vectors, table), given, rtol=1e-6, atol=1e-6)
+
+
 def test_a_table_of_positions_that_a_search_made_can_be_trained_with(make_model: MakeModel, batch: Batch) -> None:
     source, target_in, target_out = batch
     model = make_model(positions="rotary")
