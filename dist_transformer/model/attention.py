@@ -265,9 +265,8 @@ def apply_rotary(vector_BHTK: Tensor, sinusoid_TK: Tensor) -> Tensor:
         turned = (even_BTHR * cosine_T1R - odd_BTHR * sine_T1R, odd_BTHR * cosine_T1R + even_BTHR * sine_T1R)
         return torch.stack(turned, -1).flatten(-2).to(vector_BHTK.dtype).transpose(1, 2)
     wide = torch.promote_types(vector_BHTK.dtype, sine_T1R.dtype)
-    copied_BTHK = vector_BTHK.to(
-        wide, copy=True, memory_format=torch.contiguous_format
-    )  # complex numbers need even offsets
+    # A copy in any case: complex numbers begin at even places only.
+    copied_BTHK = vector_BTHK.to(wide, copy=True, memory_format=torch.contiguous_format)
     pairs_BTHR2 = torch.unflatten(copied_BTHK, -1, (-1, 2))
     rotation_T1R = torch.complex(cosine_T1R, sine_T1R)
     turned_BTHR2 = torch.view_as_real(torch.view_as_complex(pairs_BTHR2) * rotation_T1R)

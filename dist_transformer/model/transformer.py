@@ -133,6 +133,8 @@ class Transformer(nn.Module):
         pass, for the precision and device of that pass."""
         torch.fx.experimental._config.use_duck_shape = False  # lengths are equal by chance only
         for layer in (*self.encoder_layers, *self.decoder_layers):
+            if (positions := layer.self_attention.rotary_positions) is not None:
+                positions(0, 1, self.source_embedding.weight)  # a table made within a graph would need another graph
             layer.forward = torch.compile(layer.forward, dynamic=True)
 
     @property

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dist_transformer.config.loading import read_extended
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 HEAVY = ("torch", "datasets", "mlflow", "deepspeed", "numpy")
 LIGHT = [
@@ -61,9 +63,7 @@ def test_the_dry_run_prints_command_and_script_and_touches_nothing(tmp_path):
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda p: p.name)
 def test_every_shipped_configuration_is_without_a_problem(command, path, tmp_path):
-    said = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if base := said.get("extends"):
-        said = {**yaml.safe_load((path.parent / base).read_text(encoding="utf-8")), **said}
+    said = read_extended(path).values
     for corpus in ("train", "validation", "test"):
         for side in ("source", "target"):
             if name := (said.get("data", {}).get(corpus) or {}).get(side):

@@ -4,6 +4,7 @@ The compiler's own kernels are tried in tests/system/test_passes.py; here its gr
 """
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -17,11 +18,11 @@ SHAPES = [(3, 5, 7), (4, 2, 8), (5, 17, 30), (8, 8, 8), (16, 3, 3), (7, 40, 41),
 
 @pytest.fixture
 def models(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[Transformer, Transformer]:
-    """The same model as it is and compiled, in bf16 layers or fp32."""
+    """The same model as it is and compiled, in bf16 layers or fp32, also with rotary positions."""
     torch.manual_seed(1)
-    config = ModelConfig(
-        preset="tiny", d_model=16, d_ff=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=1, dropout=0.0
-    )
+    sizes: dict[str, Any] = dict(d_model=16, d_ff=32, num_heads=2, num_encoder_layers=1, num_decoder_layers=1)
+    positions = "rotary" if request.param == "rotary" else "sinusoidal"
+    config = ModelConfig(preset="tiny", dropout=0.0, positions=positions, **sizes)
     plain, compiled = (Transformer(config, VOCABULARY, VOCABULARY, 0) for _ in range(2))
     compiled.load_state_dict(plain.state_dict())
     if request.param == "bf16":
@@ -40,7 +41,7 @@ def loss_and_gradient(model: Transformer, sides: Batch, shapes: Shapes | None) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("models", ["fp32", "bf16"], indirect=True)
+@pytest.mark.parametrize("models", ["fp32", "bf16", "rotary"], indirect=True)
 def test_losses_and_gradients_are_those_without_a_compiler_for_all_shapes_with_few_graphs(
     models: tuple[Transformer, Transformer],
 ) -> None:
