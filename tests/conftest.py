@@ -13,6 +13,8 @@ from running import NOT_INHERITED, Command, without
 from dist_transformer.data.sources.demo_corpus import demo_pairs
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # ranks of a test share two cores
+# Tests compare what CPUs compute, on several ranks; benchmarks/gpu.py --acceptance is the test of a GPU.
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ.get("DIST_TRANSFORMER_TEST_GPUS", "")
 os.environ["DIST_TRANSFORMER_FP16_ON_CPU"] = "1"  # what fp16 does in a step is tested without a GPU
 hypothesis.settings.register_profile("any machine", deadline=None)  # a busy moment is no failure
 hypothesis.settings.load_profile("any machine")

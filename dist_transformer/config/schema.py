@@ -154,7 +154,7 @@ class TrainingConfig(Section):
     )
     compile_layers: Bool = Field(
         False,
-        description="Compile the layers with torch's compiler in the first passes; stages 0 to 2. Not measured on a GPU.",
+        description="Compile the layers with torch's compiler in the first passes; stages 0 to 2. On an H200 it gained little.",
     )
     label_smoothing: Fraction = Field(0.1, description="5.4: 0.1.")
     guided_alignment: Number = Field(

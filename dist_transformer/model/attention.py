@@ -19,6 +19,9 @@ from dist_transformer.model.cpu_kernels import Linear, attend_in_fp32
 torch.backends.cuda.enable_cudnn_sdp(False)
 """Attention of cuDNN, which torch prefers on H100s and later, would plan each new shape for about a second, and every
 micro-batch has a new one (https://github.com/pytorch/pytorch/issues/166201)."""
+EFFICIENT_UP_TO = 128
+"""Longest queries for which CUDA's memory-efficient kernel is taken also where the flash kernel could be, which works on
+blocks of 128: half the time for 28 tokens on an H200, 0.87 of it for 128, and 1.2 times as long for 256."""
 
 
 @dataclass(frozen=True)
@@ -241,6 +244,8 @@ def attend(query_BHTK: Tensor, past: KeyValue, mask: Tensor | None = None, is_ca
     """Computes equation 1: (B, H, T, V). None: no mask."""
     if query_BHTK.is_cpu and query_BHTK.requires_grad and query_BHTK.itemsize == 2:
         return attend_in_fp32(query_BHTK, past.key_BHSK, past.value_BHSV, mask, is_causal)
+    if query_BHTK.is_cuda and not torch.compiler.is_compiling():
+        torch.backends.cuda.enable_flash_sdp(query_BHTK.shape[2] > EFFICIENT_UP_TO)
     return F.scaled_dot_product_attention(
         query_BHTK, past.key_BHSK, past.value_BHSV, attn_mask=mask, is_causal=is_causal
     )

@@ -13,7 +13,7 @@ for all tokens and pieces, so it needs no pass over the logits: both products ar
 weight by e times the weight's mean row, the one with the hidden states by e / V times their sum.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from torch.autograd.function import once_differentiable
 
 from dist_transformer.model.cpu_kernels import faster_products
 
-CHUNK_TOKENS = 1024
-"""Tokens whose logits exist at once: 152 MB of fp32 for 37,000 pieces."""
+CHUNK_TOKENS = 4096
+"""Tokens whose logits exist at once on GPUs: 606 MB of fp32 for 37,000 pieces. 1,024 took 1.3 times as long on an H200."""
 CPU_CHUNK_TOKENS = 256
 """Chunk on CPUs, where logits in the cache are faster (8 MB for 8,000 pieces) and small products are no slower."""
 
@@ -41,6 +41,7 @@ def label_smoothed_cross_entropy(
     bias_V: Tensor | None = None,
     num_real: int | None = None,
     counts_hits: bool = False,
+    gradient_of: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None,
 ) -> tuple[Tensor, ...]:
     """Sums over the real targets of (label-smoothed loss, negative log-likelihood): natural logarithm, fp32 scalars.
 
@@ -50,6 +51,7 @@ def label_smoothed_cross_entropy(
     the autocast type if autocast is on, otherwise in the type of `hidden_ND`; all else is fp32 (fp64 for fp64).
 
     With `counts_hits` also the number of real targets that are the likeliest token (int64); then without gradients.
+    `gradient_of`: `gradient_of_logits`, compiled.
     """
     device_type = hidden_ND.device.type
     matmul_dtype = _matmul_dtype(hidden_ND.dtype, device_type)
@@ -58,7 +60,7 @@ def label_smoothed_cross_entropy(
     needs_gradient = tuple(
         has_gradient and tensor is not None and tensor.requires_grad for tensor in (hidden_ND, weight_VD, bias_V)
     )
-    about = label_smoothing, pad_id, num_real, matmul_dtype, counts_hits, needs_gradient
+    about = label_smoothing, pad_id, num_real, matmul_dtype, counts_hits, gradient_of or _in_place, needs_gradient
     with torch.autocast(device_type, enabled=False), torch.set_grad_enabled(has_gradient):
         sums: tuple[Tensor, ...] = _ChunkedCrossEntropy.apply(hidden_ND, weight_VD, bias_V, target_N, *about)  # type: ignore[no-untyped-call]
     return sums if counts_hits else sums[:2]
@@ -82,6 +84,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         num_real: int | None,
         matmul_dtype: torch.dtype,
         counts_hits: bool,
+        gradient_of: Callable[..., tuple[Tensor, Tensor, Tensor]],
         needs_gradient: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Computes both sums, and counts the targets that are the likeliest if asked to.
@@ -107,27 +110,25 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             mean_logit_C = hidden_CD.to(wide) @ mean_weight_D
             if bias_V is not None:
                 mean_logit_C = mean_logit_C + bias_V.mean(dtype=wide)
-            chunk_loss, chunk_nll = _turn_into_probabilities(logits_CV, target_C, mean_logit_C, label_smoothing)
-            loss_sum, nll_sum = loss_sum + chunk_loss, nll_sum + chunk_nll
-            if any(needs_gradient):
-                logits_CV.scatter_add_(
-                    1, target_C[:, None], logits_CV.new_full((len(target_C), 1), label_smoothing - 1)
-                )
+            about = target_C, mean_logit_C, label_smoothing
+            if not any(needs_gradient):
+                chunk_loss, chunk_nll = _turn_into_probabilities(logits_CV, *about)
+            else:
+                chunk_loss, chunk_nll, gradient_CV = gradient_of(logits_CV, *about, gradient_scale, matmul_dtype)
                 if bias_gradient_V is not None:
-                    bias_gradient_V += logits_CV.sum(0)
-                gradient_CV = logits_CV.mul_(gradient_scale) if gradient_scale != 1 else logits_CV
-                gradient_CV = gradient_CV.to(matmul_dtype)
+                    bias_gradient_V += gradient_CV.sum(0, dtype=wide)
                 _product_into(hidden_gradient_RD[done : done + len(target_C)], gradient_CV, multiplied_weight_VD)
                 done += len(target_C)
                 if weight_gradient_VD is not None:
                     _add_product(weight_gradient_VD, gradient_CV.T, hidden_CD)
+            loss_sum, nll_sum = loss_sum + chunk_loss, nll_sum + chunk_nll
         if any(needs_gradient):
             share = label_smoothing * gradient_scale
             hidden_gradient_RD.sub_(mean_weight_D, alpha=share)
             if weight_gradient_VD is not None:
                 weight_gradient_VD.sub_(hidden_RD.sum(0, dtype=wide), alpha=share / len(weight_VD))
             if bias_gradient_V is not None:
-                bias_gradient_V -= len(target_R) * label_smoothing / len(weight_VD)
+                bias_gradient_V -= len(target_R) * share / len(weight_VD)
             ctx.save_for_backward(hidden_gradient_RD, weight_gradient_VD, bias_gradient_V, real_R)
         ctx.gradient_scale = gradient_scale
         ctx.hidden_shape, ctx.hidden_dtype, ctx.weight_dtype = hidden_ND.shape, hidden_ND.dtype, weight_VD.dtype
@@ -144,8 +145,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if weight_gradient_VD is not None:
             weight_gradient_VD = (weight_gradient_VD * factor).to(ctx.weight_dtype)
         if bias_gradient_V is not None:
-            bias_gradient_V = (bias_gradient_V * loss_gradient).to(ctx.weight_dtype)
-        return hidden_gradient_ND, weight_gradient_VD, bias_gradient_V, *[None] * 7
+            bias_gradient_V = (bias_gradient_V * factor).to(ctx.weight_dtype)
+        return hidden_gradient_ND, weight_gradient_VD, bias_gradient_V, *[None] * 8
 
 
 def _real(target_N: Tensor, pad_id: int | None, num_real: int | None) -> Tensor:
@@ -186,6 +187,32 @@ def _turn_into_probabilities(
     return loss_C.sum(), nll_C.sum()
 
 
+def _in_place(
+    logits_CV: Tensor, target_C: Tensor, mean_logit_C: Tensor, label_smoothing: float, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Computes what `gradient_of_logits` does, and overwrites the logits."""
+    loss, nll = _turn_into_probabilities(logits_CV, target_C, mean_logit_C, label_smoothing)
+    logits_CV.scatter_add_(1, target_C[:, None], logits_CV.new_full((len(target_C), 1), label_smoothing - 1))
+    return loss, nll, (logits_CV.mul_(scale) if scale != 1 else logits_CV).to(dtype)
+
+
+def gradient_of_logits(
+    logits_CV: Tensor, target_C: Tensor, mean_logit_C: Tensor, label_smoothing: float, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (loss, negative log-likelihood), summed over the chunk, and the gradient of the logits but for its part that
+    is the same for all, times `scale`. torch's compiler makes two kernels of it."""
+    log_normaliser_C = logits_CV.logsumexp(1)
+    nll_C = log_normaliser_C - logits_CV.gather(1, target_C[:, None]).squeeze(1)
+    loss_C = (1 - label_smoothing) * nll_C
+    if label_smoothing:  # the mean logit may be infinite
+        loss_C = loss_C + label_smoothing * (log_normaliser_C - mean_logit_C)
+    is_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == target_C[:, None]
+    gradient_CV = (logits_CV - log_normaliser_C[:, None]).exp() - is_target_CV.to(logits_CV.dtype) * (
+        1 - label_smoothing
+    )
+    return loss_C.sum(), nll_C.sum(), (gradient_CV * scale).to(dtype)
+
+
 def _matmul_dtype(dtype: torch.dtype, device_type: str) -> torch.dtype:
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -205,9 +232,11 @@ def _product_into(product: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds a matrix product in place, without a tensor for it where the types are the same."""
+    """Adds a matrix product in place; on CPUs it makes a tensor for it where the types are not the same."""
     if left.dtype == total.dtype:
         with faster_products(left):
             total.addmm_(left, right)
+    elif left.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
-        total += torch.mm(left, right, out_dtype=total.dtype) if left.is_cuda else left @ right
+        total += left @ right

@@ -30,7 +30,7 @@ from dist_transformer.model.layers import (
     SinusoidalPositions,
     make_norm,
 )
-from dist_transformer.model.loss import label_smoothed_cross_entropy
+from dist_transformer.model.loss import gradient_of_logits, label_smoothed_cross_entropy
 
 Shapes = Sequence[tuple[int, int, int]]
 """(B, S, T) of several batches that are computed as one."""
@@ -119,6 +119,7 @@ class Transformer(nn.Module):
         self.output = None if config.tied_output else Linear(config.d_model, target_vocabulary, bias=False)
         self.output_bias = nn.Parameter(torch.zeros(target_vocabulary)) if config.output_bias else None
         self._layers_dtype: torch.dtype | None = None
+        self._gradient_of: Any = None
         self._initialise(config)
 
     def round_layers(self, dtype: torch.dtype) -> None:
@@ -129,13 +130,14 @@ class Transformer(nn.Module):
         self._layers_dtype = dtype
 
     def compile_layers(self) -> None:
-        """Compiles the layers with torch's compiler: one graph for those of a kind, for all lengths. It is made in the first
-        pass, for the precision and device of that pass."""
+        """Compiles the layers with torch's compiler, and on GPUs the loss: one graph for layers of a kind, for all lengths. It
+        is made in the first pass, for the precision and device of that pass."""
         torch.fx.experimental._config.use_duck_shape = False  # lengths are equal by chance only
         for layer in (*self.encoder_layers, *self.decoder_layers):
             if (positions := layer.self_attention.rotary_positions) is not None:
                 positions(0, 1, self.source_embedding.weight)  # a table made within a graph would need another graph
             layer.forward = torch.compile(layer.forward, dynamic=True)
+        self._gradient_of = torch.compile(gradient_of_logits, dynamic=True)
 
     @property
     def output_weight(self) -> Tensor:
@@ -180,7 +182,8 @@ class Transformer(nn.Module):
         """
         hidden_ND = self.decode_hidden(source_BS, target_in_BT, shapes).flatten(0, 1)
         target_N = target_out_BT.flatten()
-        about = label_smoothing, self.pad_id, self.output_bias, num_targets, counts_hits
+        gradient_of = self._gradient_of if hidden_ND.is_cuda else None
+        about = label_smoothing, self.pad_id, self.output_bias, num_targets, counts_hits, gradient_of
         return label_smoothed_cross_entropy(hidden_ND, self.output_weight, target_N, *about)
 
     def decode_hidden(self, source_BS: Tensor, target_BT: Tensor, shapes: Shapes | None = None) -> Tensor:

@@ -25,7 +25,7 @@ from dist_transformer.config.model_size import (
 )
 from dist_transformer.config.schema import Config, ModelConfig
 
-CHUNK_TOKENS, CPU_CHUNK_TOKENS = 1024, 256
+CHUNK_TOKENS, CPU_CHUNK_TOKENS = 4096, 256
 """Target tokens whose logits exist at once, on GPUs and on CPUs; the same as in model/loss.py."""
 RATIO_FREE_TOKENS = 10
 """Pairs whose longer side is below this always pass the length ratio; the same as in data/filters.py."""
@@ -187,7 +187,7 @@ def _loss_bytes(config: Config, vocabulary: int, target: int, on_gpu: bool) -> i
     weight, hidden = vocabulary * d_model, target * d_model
     stand_by = hidden * ((2 if is_half else 4) + bytes_of_weight(config.training))
     stand_by += 0 if precision == "fp32" or (precision == "fp16" and on_gpu) else weight * (2 if is_half else 4)
-    product = weight * ((0 if precision == "fp32" else 4) if on_gpu else (2 if is_half else 0))
+    product = 2 * weight if is_half and not on_gpu else 0
     return stand_by + 4 * weight + 4 * hidden + logits + rounded + product
 
 

@@ -1,14 +1,16 @@
 """Attention against its formula and against torch's own, in float64."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from dist_transformer.config.schema import ModelConfig
-from dist_transformer.model.attention import CrossAttention, SelfAttention, attention_weights
+from dist_transformer.model.attention import CrossAttention, KeyValue, SelfAttention, attend, attention_weights
 from dist_transformer.model.transformer import Transformer
 
 D_MODEL, NUM_HEADS, HEAD_SIZE = 12, 3, 4
@@ -191,3 +193,21 @@ def test_masks_of_padding_lie_as_cudas_kernel_takes_them_without_a_copy(length: 
     assert mask.stride()[-1] == 1
     assert torch.equal(mask.isneginf()[:, 0, 0], source == 0)
     assert torch.equal(mask[:, 0, 0] == 0, source != 0)
+
+
+@pytest.mark.parametrize(("length", "may_be_flash"), [(28, False), (128, False), (129, True)])
+def test_on_a_gpu_short_queries_go_to_the_memory_efficient_kernel(
+    length: int, may_be_flash: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def attention(query: Tensor, *_: Any, **__: Any) -> Tensor:
+        found.append(torch.backends.cuda.flash_sdp_enabled())
+        return query
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    with FakeTensorMode():
+        query = torch.empty(1, 2, length, 8, device="cuda")
+        attend(query, KeyValue(query, query), is_causal=True)
+    assert found == [may_be_flash]
+    torch.backends.cuda.enable_flash_sdp(True)
