@@ -10,15 +10,15 @@ from dist_transformer.config.schema import PRESETS
 from dist_transformer.planning.step_time import FILLED_SHARE
 
 Sections = dict[str, dict[str, Any]]
-KEYS = ("below", "origin", "attention_gain", "dropout", "vocabulary", "lanes", "max_tokens", "max_steps", "epochs",
-        "warmup_steps", "learning_rate", "average_last")  # fmt: skip
+KEYS = ("below", "origin", "dropout", "vocabulary", "lanes", "max_tokens", "max_steps", "epochs", "warmup_steps",
+        "learning_rate", "average_last")  # fmt: skip
 RECIPES: dict[str, dict[str, Any]] = {
     preset: {"preset": preset, **dict(zip(KEYS, values, strict=True))}
     for preset, values in {
-        "tiny": (1e5, "configs/multi30k_tiny.yaml", 0.7071, 0.3, 10_000, 2, 4096, 8000, 70, 2000, 0.005, 10),
-        "small": (1e6, "configs/tatoeba.yaml", 1, 0.1, 8000, 2, 8192, 15_000, 70, 2000, 0.001, 5),
-        "base": (2e7, "base of the paper", 1, 0.1, 32_000, 8, 6720, 100_000, 40, 4000, None, 5),
-        "big": (math.inf, "big of the paper, en-fr", 1, 0.1, 32_000, 8, 6720, 300_000, 40, 4000, None, 20),
+        "tiny": (1e5, "configs/multi30k_fast.yaml", 0.25, 10_000, 2, 4096, 3500, 35, 200, 0.01, 5),
+        "small": (1e6, "configs/tatoeba_fast.yaml", 0.1, 8000, 2, 8192, 15_000, 25, 200, 0.006, 5),
+        "base": (2e7, "base of the paper", 0.1, 32_000, 8, 6720, 100_000, 40, 4000, None, 5),
+        "big": (math.inf, "big of the paper, en-fr", 0.1, 32_000, 8, 6720, 300_000, 40, 4000, None, 20),
     }.items()
 }
 """Settings by preset, and the number of pairs below which it is proposed; `epochs` limits the steps on less text."""
@@ -52,15 +52,20 @@ def proposed(preset: str, tokens: float, long_tokens: int, characters: int, max_
     warmup, every = min(recipe["warmup_steps"], max(1, steps // 4)), max(1, min(25, steps // 10), steps // 50)
     pieces = max(2 * characters + 8, min(recipe["vocabulary"], rounded(max(10, tokens / TOKENS_A_PIECE))))
     peak, shorter = recipe["learning_rate"], warmup / recipe["warmup_steps"]
-    rate = peak and rounded(peak * shorter**0.25)  # also that of configs/demo.yaml: 0.003 after 200 steps
+    rate = peak and rounded(peak * shorter**0.25)
+    is_fast = peak is not None  # not the paper's
     longest = min(256, max(64, 32 * math.ceil(long_tokens / 16)))
     average = min(recipe["average_last"], max(1, steps // 5 // every))  # of a short run too the last fifth at most
     return {
         "data": {"filters": {"max_tokens": longest}, "lanes": recipe["lanes"], "max_tokens": recipe["max_tokens"]},
         "tokenizer": {"vocabulary_size": pieces, "character_coverage": 0.9995 if characters > MANY_CHARACTERS else 1.0},
-        "model": {key: recipe[key] for key in ("preset", "dropout", "attention_gain")},
-        "optimizer": {"learning_rate": rate},
-        "schedule": {"warmup_steps": warmup},
+        "model": {
+            "preset": preset,
+            "dropout": recipe["dropout"],
+            **({"norm": "pre", "positions": "rotary"} if is_fast else {}),
+        },
+        "optimizer": {"learning_rate": rate, **({"matrices": "muon"} if is_fast else {})},
+        "schedule": {"warmup_steps": warmup, **({"name": "cosine"} if is_fast else {})},
         "training": {"max_steps": steps, "log_every_steps": min(50, max(1, steps // 20))},
         "validation": {"every_steps": 2 * every, "max_sentences": 500},
         "checkpoints": {"every_steps": every, "keep_last": max(10, average), "average_last": average},

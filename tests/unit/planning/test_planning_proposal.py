@@ -24,17 +24,18 @@ def test_the_size_of_the_model_follows_the_number_of_pairs(pairs: int, preset: s
 
 
 @pytest.mark.parametrize(
-    ("preset", "name"), [("tiny", "multi30k_tiny"), ("small", "tatoeba"), ("base", "wmt14_en_de_base")]
+    ("preset", "name"), [("tiny", "multi30k_fast"), ("small", "tatoeba_fast"), ("base", "wmt14_en_de_base")]
 )
 def test_on_much_text_the_settings_are_those_of_the_recipe(preset: str, name: str) -> None:
     recipe = load_config(CONFIGS / f"{name}.yaml", check_files=False)
     ours = Config.model_validate(proposed(preset, 1e12, 37, 100))
     for section, key in (
         ("data", "lanes"), ("data", "max_tokens"), ("model", "preset"), ("model", "dropout"), ("model", "attention_gain"),
-        ("optimizer", "learning_rate"), ("schedule", "warmup_steps"), ("training", "max_steps"),
-        ("checkpoints", "average_last"),
+        ("model", "norm"), ("model", "positions"), ("optimizer", "matrices"), ("optimizer", "learning_rate"),
+        ("schedule", "name"), ("schedule", "warmup_steps"), ("checkpoints", "average_last"),
     ):  # fmt: skip
         assert getattr(getattr(ours, section), key) == getattr(getattr(recipe, section), key), key
+    assert ours.training.max_steps >= recipe.training.max_steps
 
 
 def test_less_text_has_fewer_pieces_and_fewer_steps_of_which_a_quarter_at_most_is_warm_up() -> None:
@@ -42,23 +43,22 @@ def test_less_text_has_fewer_pieces_and_fewer_steps_of_which_a_quarter_at_most_i
     assert 5000 < much["tokenizer"]["vocabulary_size"] < 7000  # 6,000 in configs/multi30k.yaml
     assert little["tokenizer"]["vocabulary_size"] == rounded(CAPTIONS["tokens"] / 10 / 150)
     steps = little["training"]["max_steps"]
-    assert steps == rounded(70 * steps_per_epoch("tiny", CAPTIONS["tokens"] / 10))
+    assert steps == rounded(35 * steps_per_epoch("tiny", CAPTIONS["tokens"] / 10))
     assert little["schedule"]["warmup_steps"] == steps // 4
 
 
-@pytest.mark.parametrize("steps", [1, 7, 500, 1250, 8000])
+@pytest.mark.parametrize("steps", [1, 7, 500, 1250, 3500])
 def test_the_checkpoints_whose_mean_becomes_the_model_are_of_the_last_fifth(steps: int) -> None:
     checkpoints = proposed("tiny", **CAPTIONS, max_steps=steps)["checkpoints"]
     averaged = checkpoints["average_last"]
     assert averaged == 1 or averaged * checkpoints["every_steps"] <= steps / 5
-    assert averaged == {500: 4, 1250: 10, 8000: 10}.get(steps, 1)
+    assert averaged == {500: 4, 1250: 5, 3500: 5}.get(steps, 1)
 
 
-def test_a_shorter_warm_up_has_a_lower_peak_as_in_the_recipe_of_the_demonstration() -> None:
-    demo = load_config(CONFIGS / "demo.yaml")
-    ours = proposed("tiny", **CAPTIONS, max_steps=4 * demo.schedule.warmup_steps)
-    assert ours["schedule"]["warmup_steps"] == demo.schedule.warmup_steps
-    assert ours["optimizer"]["learning_rate"] == pytest.approx(demo.optimizer.learning_rate, rel=0.1)
+def test_a_shorter_warm_up_has_a_lower_peak() -> None:
+    ours = proposed("tiny", **CAPTIONS, max_steps=4 * 50)
+    assert ours["schedule"]["warmup_steps"] == 50
+    assert ours["optimizer"]["learning_rate"] == rounded(0.01 * 0.25**0.25)
 
 
 def test_every_character_has_a_piece_unless_there_are_thousands() -> None:
