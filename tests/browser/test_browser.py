@@ -52,7 +52,7 @@ def row_of(page: Any, table: str, first_cell: str) -> list[str]:
 
 def test_mlflow_shows_what_a_run_was(browser: Any, mlflow_address: str, runs: Path) -> None:
     with opened(browser, run_page(mlflow_address, runs / "first")) as page:
-        page.get_by_text("About this run").wait_for()
+        after_reloads(page, page.get_by_text("About this run").wait_for)
         page.get_by_text("Finished", exact=True).wait_for()
         page.get_by_role("paragraph").filter(has_text=re.compile("^tiny model.*en-de.*fp32")).wait_for()
         page.get_by_text("dist-transformer train config.yaml").first.wait_for()
@@ -67,7 +67,7 @@ def test_mlflow_shows_what_a_run_was(browser: Any, mlflow_address: str, runs: Pa
 
 
 def after_reloads(page: Any, wait: Callable[[], object]) -> None:
-    """Waits, at most three times. MLflow's pages ask for the points once: what a busy server did not answer needs a reload."""
+    """Waits, at most three times. MLflow's pages ask once: what a busy server did not answer needs a reload."""
     from playwright.sync_api import TimeoutError as NothingAppeared
 
     for _ in range(2):
@@ -116,7 +116,7 @@ def test_mlflow_has_charts_of_each_machine(browser: Any, mlflow_address: str, ru
 
 def test_mlflow_shows_sample_translations_as_a_table(browser: Any, mlflow_address: str, runs: Path) -> None:
     with opened(browser, run_page(mlflow_address, runs / "first", "/artifacts/samples.json"), HIGH) as page:
-        page.get_by_role("columnheader", name="translation").wait_for()
+        after_reloads(page, page.get_by_role("columnheader", name="translation").wait_for)
         text = on_one_line(page.locator("body").inner_text())
         for sentence in samples(runs / "first"):
             assert on_one_line(sentence["source"]) in text
@@ -134,19 +134,19 @@ def test_mlflow_shows_sample_translations_as_a_table(browser: Any, mlflow_addres
 
 def test_mlflow_shows_the_report(browser: Any, mlflow_address: str, runs: Path) -> None:
     with opened(browser, run_page(mlflow_address, runs / "first", "/artifacts/report.html")) as page:
-        page.frame_locator("iframe").get_by_role("heading", name="Summary").wait_for()
+        after_reloads(page, page.frame_locator("iframe").get_by_role("heading", name="Summary").wait_for)
 
 
 def test_mlflow_leads_to_the_best_checkpoint(browser: Any, mlflow_address: str, runs: Path) -> None:
     best = min(records(runs / "first", "validation"), key=lambda record: record["loss"])
     run_id = json.loads((runs / "first" / "tracking.json").read_text())["run_id"]
     with opened(browser, f"{mlflow_address}/#/experiments/1/models") as page:
-        page.get_by_role("link", name=f"step_{best['step']:08d}").first.wait_for()
+        after_reloads(page, page.get_by_role("link", name=f"step_{best['step']:08d}").first.wait_for)
         question = {"experiment_ids": ["1"], "filter": f"tags.best = 'true' AND source_run_id = '{run_id}'"}
         address = f"{mlflow_address}/ajax-api/2.0/mlflow/logged-models/search"
         (found,) = page.request.post(address, data=question).json()["models"]
         page.goto(f"{mlflow_address}/#/experiments/1/models/{found['info']['model_id']}")
-        page.get_by_role("heading", name=f"step_{best['step']:08d}").wait_for()
+        after_reloads(page, page.get_by_role("heading", name=f"step_{best['step']:08d}").wait_for)
         page.get_by_text(str(runs / "first" / "checkpoints" / f"step_{best['step']:08d}")).wait_for()
         page.get_by_text(str(best["bleu"])[:8]).first.wait_for()
 
