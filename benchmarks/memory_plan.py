@@ -77,6 +77,7 @@ def measured(config: Config, shape: Shape, ranks: Ranks) -> Figures:
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as recorded:
         engine = _step(config, shape, ranks)
+        engine.wait_for_weights()  # gloo's threads must record nothing while the profiler stops
     engine.close()
     moment, in_use, unseen, peaks, sizes = "", 0, 0, {}, {}
     for event in sorted(all_events(recorded), key=lambda event: event.start_time_ns):

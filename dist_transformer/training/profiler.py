@@ -8,14 +8,15 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function, schedule
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
 from dist_transformer.distributed import group
 from dist_transformer.files import write_text
@@ -69,22 +70,26 @@ def profiling(
         written: called with the path of the table, to report it to MLflow; None on other ranks, and without tracking.
     """
     with ExitStack() as marks:
-        recorder = _Recorder(run, metrics, marks, written)
-        _replace(marks, batches, "next", partial(recorder.next, batches.next))
+        recorder = _Recorder(run, engine, metrics, marks, written)
+        marks.enter_context(patch.object(batches, "next", partial(recorder.next, batches.next)))
         own: Calls = [
             (batches, "prefetch", DATA), (engine, "backward", "backward"), (engine, "step", "optimizer"),
             *((metrics, name, "tracking") for name in ("count", "log", "audit")),
             (transformer, "label_smoothed_cross_entropy", LOSS), (engine.objective, "forward", FORWARD),
         ]  # fmt: skip
         for owner, name, part in (*own, *calls, *_sub_layers(engine.objective)):
-            _replace(marks, owner, name, record_function(PREFIX + part)(getattr(owner, name)))
+            marked = record_function(PREFIX + part)(getattr(owner, name))
+            marks.enter_context(patch.object(owner, name, marked))
         marks.enter_context(group.around_waits(partial(record_function, PREFIX + COMMUNICATION)))
         with recorder.profiler:
             try:
                 yield
             except BaseException:
                 recorder.profiler.on_trace_ready = None  # a run that fails writes none
+                with suppress(RuntimeError):  # another rank may have ended
+                    engine.wait_for_weights()
                 raise
+            engine.wait_for_weights()  # see `_Recorder.next`
     if not recorder.is_written:
         log.warning("profile    none: this start ended before step %d of its own", WARM_UP_STEPS + PLAIN_STEPS + 2)
 
@@ -93,9 +98,14 @@ class _Recorder:
     """Tells the profiler of each step, which begins when the loop requests a batch, and writes what it recorded."""
 
     def __init__(
-        self, run: Run, metrics: MetricsLogger, marks: ExitStack, written: Callable[[Path], None] | None
+        self,
+        run: Run,
+        engine: Engine,
+        metrics: MetricsLogger,
+        marks: ExitStack,
+        written: Callable[[Path], None] | None,
     ) -> None:
-        self._run, self._metrics, self._marks, self._written = run, metrics, marks, written
+        self._run, self._engine, self._metrics, self._marks, self._written = run, engine, metrics, marks, written
         self._on_gpu = run.ranks.device.type == "cuda"
         self._clocks = [(time.perf_counter(), time.process_time())]  # at the beginning of each step
         self._is_computing, self.is_written = False, False
@@ -104,9 +114,15 @@ class _Recorder:
         self.profiler = profile(activities=activities, schedule=steps, on_trace_ready=self._write)
 
     def next(self, next_batch: Callable[[], GlobalBatch]) -> GlobalBatch:
-        """Replaces `GlobalBatchPrefetcher.next` (collective)."""
+        """Replaces `GlobalBatchPrefetcher.next` (collective).
+
+        No collective may be on its way when the profiler stops: gloo's threads record theirs in the list that it reads
+        (torch 2.13: a segmentation fault).
+        """
         if self._is_computing:  # else an epoch has ended, and the step continues with the next one
             began = time.monotonic()
+            if self.profiler.current_action is ProfilerAction.RECORD_AND_SAVE:
+                self._engine.wait_for_weights()
             self._clocks.append((time.perf_counter(), time.process_time()))
             self.profiler.step()
             self._metrics.exclude(time.monotonic() - began)  # to write a profile does not count for the speed
@@ -171,12 +187,3 @@ def _sub_layers(objective: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, s
             yield module, "forward", ATTENTION
         elif isinstance(module, FeedForward):
             yield module, "forward", FEED_FORWARD
-
-
-def _replace(changed: ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Sets `owner.name` to `value` until `changed` is closed; the previous value may be an attribute of the class."""
-    if name in vars(owner):
-        changed.callback(setattr, owner, name, vars(owner)[name])
-    else:
-        changed.callback(delattr, owner, name)
-    setattr(owner, name, value)

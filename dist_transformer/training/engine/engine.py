@@ -100,8 +100,7 @@ class Engine:
     """
 
     def __init__(self, module: Objective, training: TrainingConfig, optimizer: OptimizerConfig, ranks: Ranks) -> None:
-        """Raises `UserError` if a pattern of `training.freeze` names no parameter, or if
-        `training.compile_layers` has no compiler."""
+        """Raises `UserError` if a pattern of `freeze` names no parameter, or `compile_layers` finds no compiler."""
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if ranks.device.type == "cpu":
             prepare_cpu(deepspeed)
@@ -258,7 +257,7 @@ class Engine:
 
     def replicated(self) -> dict[str, list[Tensor]]:
         """Returns the state that every rank holds alike, by kind: the weights in stages 0 to 2, all of it in stage 0."""
-        self._wait_for_weights()
+        self.wait_for_weights()
         weights: list[Tensor] = [] if self._stage == 3 else [*self._parameters.values()]
         return {"weights": weights, "moments": self._moments() if self._stage == 0 else []}
 
@@ -304,7 +303,7 @@ class Engine:
     @property
     def objective(self) -> Objective:
         """The wrapped module; it holds all weights if `has_full_weights`."""
-        self._wait_for_weights()
+        self.wait_for_weights()
         module: Objective = self._engine.module
         return module
 
@@ -334,7 +333,7 @@ class Engine:
                 return weights, or raise.
             step: number of updates so far.
         """
-        self._wait_for_weights()
+        self.wait_for_weights()
         optimizer = _inner_optimizer(self._engine)
         for piece in self._pieces():
             parts = piece.parts(optimizer)
@@ -358,7 +357,7 @@ class Engine:
 
         It empties the tensors, as stage 3 keeps references to the whole engine in globals of DeepSpeed.
         """
-        self._wait_for_weights()
+        self.wait_for_weights()
         state = [tensor for held in _inner_optimizer(self._engine).state.values() for tensor in held.values()]
         parameters = list(self._parameters.values())
         shards = [parameter.ds_tensor for parameter in parameters if hasattr(parameter, "ds_tensor")]
@@ -367,7 +366,8 @@ class Engine:
         for tensor in held:
             tensor.grad, tensor.data = None, tensor.new_empty(0)
 
-    def _wait_for_weights(self) -> None:
+    def wait_for_weights(self) -> None:
+        """Waits until the weights of all ranks have arrived, if they are gathered ahead (collective)."""
         if self._gather is not None:
             self._gather.wait()
 

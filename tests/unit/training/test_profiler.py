@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -149,3 +150,26 @@ def test_a_full_disk_is_a_warning(make_engine, batches, ranks: Ranks, tmp_path, 
         run.steps(ALL_STEPS)
     assert "profile_rank0.md cannot be written: [Errno 28] No space left on device" in caplog.text
     assert written == []
+
+
+@pytest.mark.parametrize("steps", [ALL_STEPS + 1, BEFORE + 1])
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_collective_is_on_its_way_when_the_profiler_stops(
+    make_engine, batches, ranks: Ranks, tmp_path, monkeypatch, steps, fails
+):
+    """Gloo's threads record theirs in the list that the profiler then reads: this was a segmentation fault."""
+    run = Run(make_engine(zero_stage=1), batches[0])
+    stop, on_the_way = torch.profiler.profile.stop_trace, []
+
+    def stop_trace(profiler: torch.profiler.profile) -> None:
+        on_the_way.append(dict(run.engine._gather._pending))
+        stop(profiler)
+
+    monkeypatch.setattr(torch.profiler.profile, "stop_trace", stop_trace)
+    with nullcontext() if not fails else pytest.raises(ArithmeticError), run.profiling(ranks, tmp_path, []):
+        run.steps(steps)
+        if fails:
+            raise ArithmeticError
+    assert on_the_way == [{}]
+    run.steps(1)
+    assert run.engine._gather._pending  # where nothing is profiled, a step ends before its weights have arrived
