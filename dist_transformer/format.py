@@ -65,12 +65,6 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, is_markdown: 
         rule = ["-" * width if left else "-" * (width - 1) + ":" for width, left in zip(widths, to_left, strict=True)]
         lines.insert(1, rule)
     begin, between, end = ("| ", " | ", " |") if is_markdown else ("", "  ", "")
-    return [
-        begin
-        + between.join(
-            cell.ljust(width) if left else cell.rjust(width)
-            for cell, width, left in zip(line, widths, to_left, strict=True)
-        )
-        + end
-        for line in lines
-    ]
+    forms = [f"{'<' if left else '>'}{width}" for width, left in zip(widths, to_left, strict=True)]
+    padded = ([format(cell, form) for cell, form in zip(line, forms, strict=True)] for line in lines)
+    return [begin + between.join(cells) + end for cells in padded]

@@ -76,12 +76,9 @@ class StopRequest:
                 signal.signal(number, self._note)
         if launcher := os.environ.pop(LAUNCHER_VARIABLE, None):
             signal_at_the_end_of(int(launcher))
-        for start_helper in (
-            multiprocessing.resource_tracker.ensure_running,
-            multiprocessing.forkserver.ensure_running,
-        ):
+        for helper in (multiprocessing.resource_tracker, multiprocessing.forkserver):
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # each time: the first start unblocks some
-            start_helper()
+            helper.ensure_running()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         with suppress(ValueError):  # there is none, or it is no time
             if math.isfinite(end := float(os.environ.get(END_TIME_VARIABLE, ""))) and end > 0:

@@ -88,16 +88,10 @@ class SilentErrors:
         self._compared_step = step
         mine = {kind: int(bit_sum(tensors)) for kind, tensors in self._engine.replicated().items()}
         sums, changed = zip(*self._ranks.all_gather_object((mine, self._engine.changed_at_rest())), strict=True)
-        at_rest = {
-            rank: f"{' and '.join(kinds)} changed in its memory while nothing wrote them"
-            for rank, kinds in enumerate(changed)
-            if kinds
-        }
-        differing = {
-            rank: f"it holds other {kind} than the other ranks"
-            for kind in mine
-            for rank in minority([of_rank[kind] for of_rank in sums])
-        }
+        words = "changed in its memory while nothing wrote them"
+        at_rest = {rank: f"{' and '.join(kinds)} {words}" for rank, kinds in enumerate(changed) if kinds}
+        others = [(rank, kind) for kind in mine for rank in minority([of_rank[kind] for of_rank in sums])]
+        differing = {rank: f"it holds other {kind} than the other ranks" for rank, kind in others}
         if faults := at_rest or differing:
             self._record(step, faults)
             raise MachineError(

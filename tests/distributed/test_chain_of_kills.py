@@ -119,9 +119,9 @@ def test_killed_again_and_again_on_1_2_3_and_4_ranks_in_turn_a_run_sees_the_same
         assert rows == dict.fromkeys(range(NUM_ROWS), 1)
 
 
-def test_killed_six_times_on_two_ranks_a_run_ends_with_the_same_weights(command: Command, train_small):
+def test_killed_four_times_on_two_ranks_a_run_ends_with_the_same_weights(command: Command, train_small):
     expected = train_small("chain-two-ranks", *SETTINGS, *MODIFIED, ranks=2)
     strikes = Strikes(command, "chain-same-ranks", 3, *MODIFIED)
-    for victim in ("rank", "loader process") * 3:
+    for victim in ("rank", "loader process") * 2:
         strikes.strike(victim, 2)
     assert_same_run(strikes.finish(2), expected)

@@ -80,7 +80,7 @@ def read_everywhere(*arguments: str) -> None:
     must_end_in_a_message("plan", *arguments, "--nodes", "1,3", "--json")
 
 
-@bounded(60)
+@bounded(30)
 @given(st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(EXTREMES)), min_size=1, max_size=4))
 def test_any_setting_at_its_extremes_is_taken_or_refused_with_a_message(folder, overrides):
     arguments = (str(DEMO), *(f"{key}={value}" for key, value in overrides))
@@ -88,13 +88,13 @@ def test_any_setting_at_its_extremes_is_taken_or_refused_with_a_message(folder, 
     must_end_in_a_message("simulate", *arguments, "--nodes", "1,3", "--json")
 
 
-@bounded(40)
+@bounded(20)
 @given(st.sampled_from(SHIPPED), st.lists(st.tuples(st.sampled_from(KEYS), ODD_TEXTS | VALUES.map(str)), max_size=3))
 def test_any_override_is_taken_or_refused_with_a_message(folder, path, overrides):
     read_everywhere(str(path), *(f"{key}={value}" for key, value in overrides))
 
 
-@bounded(40)
+@bounded(20)
 @given(st.sampled_from(SHIPPED), st.data())
 def test_any_value_in_the_place_of_any_other_is_taken_or_refused_with_a_message(folder, path, data):
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -112,7 +112,7 @@ def test_any_value_in_the_place_of_any_other_is_taken_or_refused_with_a_message(
     read_everywhere(str(file))
 
 
-@bounded(60)
+@bounded(30)
 @given(st.sampled_from(SHIPPED), st.data())
 def test_any_damage_to_the_text_of_a_configuration_is_told_in_a_message(folder, path, data):
     raw = path.read_bytes()

@@ -97,7 +97,7 @@ def test_a_whole_corpus_is_used(corpus):
     use(corpus)
 
 
-@bounded(100)
+@bounded(50)
 @given(SEEDS, st.booleans())
 def test_a_manifest_of_other_values_is_used_or_refused_with_a_message(corpus, seed, is_signed):
     path, draw = corpus / "prepared/manifest.json", random.Random(seed)
@@ -198,7 +198,7 @@ def sign(folder: Path) -> None:
         (folder / MANIFEST).write_text(json.dumps(value), encoding="utf-8")
 
 
-@bounded(60)
+@bounded(30)
 @given(SEEDS, st.sampled_from([MANIFEST, STATE, STATE, "state_0.safetensors", "state_1.safetensors"]))
 def test_a_damaged_checkpoint_is_never_resumed(corpus, written, seed, name):
     draw = random.Random(seed)
@@ -223,7 +223,7 @@ def parsed(file: Path) -> Any:
         return None
 
 
-@bounded(60)
+@bounded(30)
 @given(SEEDS, st.sampled_from([STATE, STATE, STATE, "state_0.safetensors"]))
 def test_a_checkpoint_that_was_changed_on_purpose_is_resumed_or_refused_with_a_message(corpus, written, seed, name):
     draw = random.Random(seed)

@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("records")
 
 
-@bounded(60)
+@bounded(30)
 @given(LINES, JUNK)
 def test_no_whole_record_is_lost_between_damaged_lines(folder, lines, torn):
     path = folder / "records.jsonl"
@@ -62,7 +62,7 @@ def test_no_whole_record_is_lost_between_damaged_lines(folder, lines, torn):
     assert list(read_records(path))[-1]["number"] == -1
 
 
-@bounded(60)
+@bounded(30)
 @given(SEEDS)
 def test_a_delivery_state_of_other_values_is_used_or_begun_again(folder, seed):
     path, draw = folder / "tracking.json", random.Random(seed)

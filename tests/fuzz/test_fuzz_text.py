@@ -105,7 +105,7 @@ def is_bad(line: bytes) -> bool:
     return line != line.decode("utf-8", "replace").encode("utf-8")
 
 
-@bounded(150)
+@bounded(75)
 @given(
     st.lists(st.tuples(LINES, LINES), min_size=1, max_size=8),
     ENDS,
@@ -130,7 +130,7 @@ def test_aligned_lines_are_read_as_they_are(folder, pairs, end, has_last_end, pa
     assert scan_corpus(config.data.train, config.data) == len(pairs)
 
 
-@bounded(100)
+@bounded(50)
 @given(st.lists(st.tuples(TEXTS, TEXTS), min_size=1, max_size=8), ENDS)
 def test_cells_of_a_csv_are_read_as_they_are(folder, pairs, end):
     out = io.StringIO()
@@ -140,7 +140,7 @@ def test_cells_of_a_csv_are_read_as_they_are(folder, pairs, end):
     assert read(config_for(folder, {"path": "a.csv"})) == (pairs, set())
 
 
-@bounded(100)
+@bounded(50)
 @given(
     st.lists(st.tuples(*2 * [st.one_of(TEXTS, st.just("\ud800"), st.just("a\udfff\ud800b"))]), min_size=1, max_size=8),
     ENDS,
@@ -158,7 +158,7 @@ def test_texts_of_json_are_read_as_they_are_but_for_half_a_surrogate_pair(folder
     assert bad == with_halves
 
 
-@bounded(100)
+@bounded(50)
 @given(st.lists(st.tuples(LINES, LINES), min_size=1, max_size=8), ENDS)
 def test_columns_between_tabs_are_read_as_they_are(folder, pairs, end):
     rows = [tuple(side.replace(b"\t", b" ") for side in pair) for pair in pairs]
@@ -169,7 +169,7 @@ def test_columns_between_tabs_are_read_as_they_are(folder, pairs, end):
     assert bad == {number for number, row in enumerate(rows) if any(map(is_bad, row))}
 
 
-@bounded(100)
+@bounded(50)
 @given(st.sampled_from(["a.csv", "a.tsv", "a.jsonl", "a.txt", "a.parquet", "a.arrow", "a.csv.gz", "a.jsonl.zst", "a.txt.xz"]),
        st.lists(st.sampled_from([*(text.encode("utf-8", "surrogatepass") for text in ODD), *BAD_BYTES, b"\n", b'{"en": ',
                                  b'"en","de"\n', b"en\tde\n", b'{"en": "x", "de": "y"}\n', b"PAR1", b"ARROW1\0\0", b"\x1f\x8b"]),
