@@ -146,9 +146,10 @@ class Transformer(nn.Module):
 
     def keep_start_at_zero(self, bos_id: int) -> None:
         """Sets the embedding of the start symbol to zero and takes it out of training: Marian's decoder begins with zeros."""
-        weight_VD, row = self.target_embedding.weight, torch.tensor([bos_id])
+        weight_VD = self.target_embedding.weight
         weight_VD.detach()[bos_id] = 0
-        weight_VD.register_hook(lambda gradient_VD: gradient_VD.index_fill(0, row.to(gradient_VD.device), 0))  # type: ignore[no-untyped-call]
+        start = dict(dim=0, start=bos_id, end=bos_id + 1)  # no index, whose copy would wait for the GPU
+        weight_VD.register_hook(lambda grad_VD: grad_VD.slice_scatter(torch.zeros_like(grad_VD[:1]), **start))  # type: ignore[no-untyped-call]
 
     def in_order_of_use(self) -> list[nn.Module]:
         """Returns the parts with parameters in the order in which a forward pass first uses them, up to the last layer."""

@@ -28,8 +28,8 @@ from dist_transformer.training.run_log import add_to_history
 
 log = logging.getLogger(__name__)
 
-LOSS = "training.label_smoothing"
-"""Setting that changes the loss of the same text."""
+LOSS = {"training.label_smoothing", "training.guided_alignment", "model.dropout", "model.layer_drop"}
+"""Settings that change the training loss of the same text."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Changes:
 
     def loss_monitor(self, checkpoint: Checkpoint | None) -> dict[str, Any] | None:
         """Returns the state of the loss monitor to resume from; None: it begins anew, as the loss was changed."""
-        return None if checkpoint is None or LOSS in self.by_key else checkpoint.state["loss_monitor"]
+        return None if checkpoint is None or LOSS & self.by_key.keys() else checkpoint.state["loss_monitor"]
 
     def texts(self) -> list[str]:
         """Returns a line for each changed setting."""

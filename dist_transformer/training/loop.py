@@ -108,7 +108,7 @@ class Loop:
                 self._log()
             if state.step % COMPARE_EVERY_STEPS == 0:
                 self._errors.compare(state.step)
-            self._validation.step_computed(state.step)
+            self._validation.step_computed(state.step, self._has_ended())
             # The save comes first: a validation may take longer than the rest of a job.
             if state.step % every == 0 or self._has_ended():
                 self._save()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dist_transformer.data.loader.loader import MicroBatch
-from dist_transformer.errors import MachineError
+from dist_transformer.errors import MachineError, UserError
 from dist_transformer.processes.stacks import host_name
 from dist_transformer.run.excluded_nodes import exclude
 from dist_transformer.run.metrics_log import read_records
@@ -183,6 +183,11 @@ def begin_checks(run: Run, engine: Engine) -> SilentErrors:
     nodes, machines = zip(*run.ranks.all_gather_object((host_name(), _machine(run.ranks.device))), strict=True)
     engine.gradient_sums.is_exact = run.ranks.device.type == "cpu" and len({*machines}) == 1
     if run.config.training.audit_share:
+        if run.ranks.device.type == "cuda" and len({*machines}) > 1 and run.config.model.dropout:
+            raise UserError(
+                f"training.audit_share: the GPUs are of different kinds ({', '.join(sorted({*machines}))}), which draw other "
+                "dropout masks from the same seed; give all ranks one kind, model.dropout: 0 or training.audit_share: 0"
+            ).agreed()
         how = "bit by bit" if engine.gradient_sums.is_exact else f"within {BOUND:g} of the norm"
         log.info("audit      of %g of the micro-batches, %s", run.config.training.audit_share, how)
     return SilentErrors(run, engine, nodes)

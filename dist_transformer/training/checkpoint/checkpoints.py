@@ -210,6 +210,8 @@ def load(checkpoint: Checkpoint, engine: "Engine", progress: Callable[[], None] 
 
     engine.load(read, checkpoint.step)
     saved_sums, sums = checkpoint.state.get("bit_sums", {}), engine.bit_sums()
+    if not files.has_part("ema", of_all=True):
+        sums.pop("ema", None)  # of parameters that were frozen it now begins with their weights
     # 0: of a part that one of them has not.
     if different := [part for part, now in sums.items() if now and saved_sums.get(part) and now != saved_sums[part]]:
         raise MachineError(

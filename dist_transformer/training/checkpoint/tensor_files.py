@@ -163,9 +163,9 @@ class StateFiles:
             self._add(file)
         self._check_tiling()
 
-    def has_part(self, part: str) -> bool:
-        """True if any tensor has this part: moments of a trained run, "ema" if one was kept."""
-        return any(key.startswith(f"{part}/") for key in self._pieces)
+    def has_part(self, part: str, of_all: bool = False) -> bool:
+        """True if any tensor, or all, have this part: moments of a trained run, "ema" if one was kept."""
+        return (all if of_all else any)(f"{part}/{name}" in self._pieces for name in self.shapes)
 
     def read(self, part: str, name: str, start: int, stop: int) -> Tensor | None:
         """Reads elements [start, stop) of the flattened tensor; None if the checkpoint has no such moment or average.

@@ -57,9 +57,9 @@ class ValidationSchedule:
             "validation_due": self.is_due and self._must_validate(step),
         }
 
-    def step_computed(self, step: int) -> None:
+    def step_computed(self, step: int, is_last: bool) -> None:
         """Decides whether this step is to be validated."""
-        self.is_due = step % self._settings.every_steps == 0
+        self.is_due = is_last or step % self._settings.every_steps == 0
 
     def validate(self, step: int, progress: Callable[[], None]) -> None:
         """Measures the validation corpora, once for a step (collective). A failure is reported and ends nothing.

@@ -1,14 +1,18 @@
 """Which rank is wrong, what is audited, when two gradients count as the same, and when a node is excluded."""
 
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dist_transformer.config.schema import ModelConfig
+from dist_transformer.errors import UserError
 from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
-from dist_transformer.training.silent_errors import BOUND, SilentErrors, alike, minority
+from dist_transformer.training import silent_errors
+from dist_transformer.training.silent_errors import BOUND, SilentErrors, alike, begin_checks, minority
 
 
 @pytest.mark.parametrize(
@@ -66,3 +70,20 @@ def test_the_first_fault_of_a_node_excludes_nothing_and_ranks_of_one_node_are_ce
     found = checks(tmp_path, nodes=("n1", "n1"))
     assert found._write(1, {0: "wrong", 1: "wrong"}) == []
     assert found._write(2, {0: "wrong", 1: "wrong"}) == ["n1"]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "dropout", "is_refused"),
+    [("H100 A100", 0.1, True), ("H100 A100", 0.0, False), ("H100 H100", 0.1, False)],
+)
+def test_gpus_of_different_kinds_which_draw_other_masks_are_not_audited(monkeypatch, kinds, dropout, is_refused):
+    """F.dropout on CUDA deals elements to as many threads as the GPU has: the same seed gives other masks."""
+    nodes = [("n1", kinds.split()[0]), ("n2", kinds.split()[1])]
+    ranks = SimpleNamespace(device=torch.device("cuda"), all_gather_object=lambda _: nodes)
+    config = ModelConfig(preset="tiny", dropout=dropout)
+    config = SimpleNamespace(training=SimpleNamespace(audit_share=0.1), model=config, run=SimpleNamespace(seed=7))
+    engine = SimpleNamespace(gradient_sums=SimpleNamespace(is_exact=True))
+    monkeypatch.setattr(silent_errors, "_machine", lambda _: "H100")
+    with pytest.raises(UserError, match=r"audit_share.*A100, H100") if is_refused else nullcontext():
+        begin_checks(SimpleNamespace(ranks=ranks, config=config, run_dir=None), engine)
+    assert not engine.gradient_sums.is_exact

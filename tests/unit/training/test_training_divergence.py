@@ -4,8 +4,9 @@ import json
 import math
 import random
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -17,6 +18,7 @@ from dist_transformer.errors import UserError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training import divergence
+from dist_transformer.training.changed_settings import Changes
 from dist_transformer.training.divergence import Diverged, LossMonitor, Recovery, first_bad_step, read_recovery, recover
 
 DEFAULTS = DivergenceConfig()
@@ -333,3 +335,22 @@ def test_a_record_with_values_of_another_kind_is_named(tmp_path, name, value):
     write_json(run_dir.divergence, [{**event, name: value}])
     with pytest.raises(UserError, match=r"divergence\.json: cannot be read"):
         read_recovery(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("key", "begins_anew"),
+    [("training.guided_alignment", True), ("model.dropout", True), ("training.label_smoothing", True),
+     ("optimizer.learning_rate", False)],
+)  # fmt: skip
+def test_a_loss_that_was_set_otherwise_is_not_taken_for_a_divergence(key, begins_anew):
+    """The checkpoint that the run went on from would be thrown away as diverged, and at the next start the one before."""
+    monitor = LossMonitor(None)
+    for step, loss in enumerate(usual_losses(2000, 1, 0.01), 1):
+        monitor.add(step, loss)
+    checkpoint = SimpleNamespace(state={"loss_monitor": monitor.state()})
+    kept = Changes({}, 2000, {}, {key: (0.0, 0.1)}, "loss").loss_monitor(checkpoint)
+    assert (kept is None) == begins_anew
+    after = LossMonitor(kept)
+    with nullcontext() if begins_anew else pytest.raises(Diverged):
+        for step in range(2001, 2101):
+            after.add(step, 5.0)

@@ -68,6 +68,20 @@ def test_masters_moments_and_loss_scale_survive_in_short_precisions(run_dir, mak
     assert other.loss_scale() == engine.loss_scale()
 
 
+@pytest.mark.parametrize("frozen", [(), ("encoder_layers.*",)])
+def test_what_was_frozen_is_trained_and_averaged_from_its_weights_on(run_dir, make_engine, ranks, batches, frozen):
+    """A checkpoint has no moving average of frozen parameters: its sum of bits is not that of all."""
+    engine = make_engine(zero_stage=1, ema_decay=0.9, freeze=frozen)
+    a_step(engine, batches[0])
+    save_engine(run_dir, engine, ranks, 1)
+    other = make_engine(zero_stage=1, ema_decay=0.9, seed=99)
+    checkpoints.load(checkpoints.newest_complete(run_dir, RUN_ID), other)
+    held = {(fragment.part, fragment.name): fragment.values for fragment in other.fragments()}
+    averages = [name for part, name in held if part == "ema" and name.startswith("encoder_layers.")]
+    assert averages
+    assert all(torch.equal(held["ema", n], held["weight", n]) == bool(frozen) for n in averages)
+
+
 def test_a_checkpoint_of_another_model_names_what_differs(run_dir):
     save(run_dir, 3)
     checkpoint = checkpoints.newest_complete(run_dir, RUN_ID)
