@@ -110,21 +110,8 @@ def modified(path: Path) -> float:
     return changed - ahead if abs(ahead) > CLOCK_SECONDS else changed
 
 
-MISPLACED = (
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EEXIST,
-    errno.ENOTEMPTY,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EROFS,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-    errno.ENXIO,
-    errno.ENOSYS,
-    errno.EOPNOTSUPP,
-)
+MISPLACED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.EACCES, errno.EPERM,
+             errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO, errno.ENOSYS, errno.EOPNOTSUPP)  # fmt: skip
 """Errors of a path, or of a disk that lacks the operation, which the user has to fix; other errors are transient."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 

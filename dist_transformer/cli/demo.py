@@ -32,7 +32,7 @@ def demo_command(
     """Train on the embedded corpus, stop and resume on the way, score on held-out pairs, translate three sentences."""
     run_dir = RunDir(root / "demo-tour")
     check_output(run_dir.path, "a run of the demo", _is_demo_run)
-    shutil.rmtree(run_dir.path, ignore_errors=True)
+    remove_former_run(run_dir)
     train = _command(
         "train", share_folder("configs") / "demo.yaml", f"run.root={root}", "run.name=demo-tour", "--ranks", ranks
     )
@@ -77,6 +77,12 @@ def demo_corpus_command(folder: Annotated[Path, typer.Argument(help="Where to wr
         write_output(path, text)
     for split, pairs in corpora.items():
         print(f"{folder / split}.{{en,de}}: {len(pairs)} pairs")
+
+
+def remove_former_run(run_dir: RunDir) -> None:
+    """Removes what a run writes into its folder, and leaves whatever else is there."""
+    for path in run_dir.of_run():
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def _is_demo_run(folder: Path) -> bool:

@@ -25,6 +25,8 @@ def run_as_command(run: Callable[[], object]) -> None:
         _drop_output()  # the reader has ended: `| head`
         sys.exit(EXIT_FAILED)
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and error.filename is None:
+            error.filename = "the current folder"  # was removed: os.getcwd() names none
         if error.filename is not None and error.errno is not None:
             message = as_message(error)
             print(f"dist-transformer: {message}", file=sys.stderr, flush=True)

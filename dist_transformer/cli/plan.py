@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,9 +14,7 @@ from dist_transformer.cluster.queue import seconds_of
 from dist_transformer.config.model_size import with_precision
 from dist_transformer.config.schema import Config
 from dist_transformer.errors import UserError
-
-if TYPE_CHECKING:
-    from dist_transformer.planning.hardware import Hardware
+from dist_transformer.planning.hardware import Hardware, calibrated, hardware_of
 
 MOST_NODES = 100_000
 LARGEST = 1e18
@@ -141,13 +139,12 @@ def _measured_hardware(
     calibrate: Path | None,
     tokens_per_second: float | None,
     all_reduce_gb_per_second: float | None,
-) -> "Hardware":
+) -> Hardware:
     """The table's row of `gpu`, with figures measured by a preflight or the user in its place.
 
     Raises:
         UserError: the table has no such kind, `calibrate` is no preflight report, or a figure is no number.
     """
-    from dist_transformer.planning.hardware import calibrated, hardware_of
     from dist_transformer.planning.step_time import with_given_rates
 
     _must_be_finite(tokens_per_second=tokens_per_second, all_reduce_gb_per_second=all_reduce_gb_per_second)

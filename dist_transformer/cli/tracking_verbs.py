@@ -14,9 +14,6 @@ from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import while_nobody_trains
 from dist_transformer.tracking.final_status import settle, status_said
 
-SECONDS = 10
-"""Time to report the end of an attempt."""
-
 app = typer.Typer(help="Bring runs and MLflow together.", no_args_is_help=True)
 
 
@@ -65,7 +62,7 @@ def end_command(
     run: Annotated[Path, typer.Argument(help="A run folder.", show_default=False)],
     job: Annotated[str, typer.Option(help="The job, as the batch script names it.", show_default=False)],
     attempt: Annotated[int, typer.Option(help="Which attempt of it has ended.", show_default=False)],
-    seconds: Annotated[int, typer.Option(min=1, help="How long to try.")] = SECONDS,
+    seconds: Annotated[int, typer.Option(min=1, help="How long to try.")] = 10,
 ) -> None:
     """Report the end of a job's last attempt to MLflow; the batch script does. Unsent events wait for `sync`."""
     run_dir = RunDir(run)

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from dist_transformer.cluster import slurm
@@ -20,10 +20,13 @@ from dist_transformer.run.excluded_nodes import exclude
 from dist_transformer.run.folder import RunDir
 
 POLL_SECONDS = 10.0
+TRIES = 6
+"""Times that Slurm is asked for other nodes before the job is requeued without keeping it away from the lost one."""
 
 
 def watch(job: str, attempt: int, run_dir: RunDir) -> None:
     """Returns when the attempt is over, by itself or by a requeue from here."""
+    tries = 0
     while True:
         time.sleep(POLL_SECONDS)
         try:
@@ -32,8 +35,11 @@ def watch(job: str, attempt: int, run_dir: RunDir) -> None:
                 return
             host = record["BatchHost"]
             if host not in slurm.host_names(record["NodeList"]):
-                note_lost_host(run_dir, job, attempt, host)
-                _keep_away(run_dir, record, host)
+                tries += 1
+                with suppress(OSError):
+                    note_lost_host(run_dir, job, attempt, host) if tries == 1 else None
+                with suppress(SlurmError) if tries == TRIES else nullcontext():
+                    _keep_away(run_dir, record, host)
                 slurm.requeue_job(job)
                 return
         except (SlurmError, KeyError):  # no answer: asked again

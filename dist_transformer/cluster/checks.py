@@ -15,6 +15,7 @@ from pathlib import Path
 from dist_transformer.cluster.queue import known_jobs, seconds_of
 from dist_transformer.cluster.run_ref import newest_job_id
 from dist_transformer.cluster.script import needed_folders
+from dist_transformer.cluster.slurm import is_job_id
 from dist_transformer.config.checks import check_lanes, file_problems, run_name_problems
 from dist_transformer.config.credentials import secret_problems
 from dist_transformer.config.model_size import checkpoints_bytes
@@ -94,14 +95,14 @@ def sbatch_problems() -> list[str]:
 
 def busy_problems(run_dir: RunDir) -> list[str]:
     """Jobs and processes that already work on this run folder or wait to. Slurm is asked where `sbatch` exists."""
-    job = read_record(run_dir.job)
-    ids = [*filter(None, [job.get("job_id"), *job.get("stages", {}).values(), newest_job_id(run_dir)])]
+    job, of_owner = read_record(run_dir.job), read_record(run_dir.owner).get("job")
+    ids = [*filter(is_job_id, [job.get("job_id"), *job.get("stages", {}).values(), newest_job_id(run_dir), of_owner])]
     known = {} if sbatch_problems() else known_jobs(ids)
     busy = [f"job {job_id} already works on it ({job.state})" for job_id, job in known.items() if not job.is_over]
     return [
         f"run folder {run_dir.path}: {who}; wait for it, end it with "
         f"`dist-transformer stop {shlex.quote(str(run_dir.path))}`, or choose another run.name"
-        for who in [*busy, *_process_without_job(run_dir)]
+        for who in [*busy, *([] if of_owner in known else _live_process(run_dir))]
     ]
 
 
@@ -140,14 +141,13 @@ def _initial_weights_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
         )
 
 
-def _process_without_job(run_dir: RunDir) -> Iterator[str]:
-    """Training that was started without Slurm and has a recent heartbeat."""
+def _live_process(run_dir: RunDir) -> Iterator[str]:
+    """Training that has a recent heartbeat: without Slurm, or in a job of which Slurm says nothing here."""
     owner = read_record(run_dir.owner)
-    if not owner or owner.get("job") is not None:
-        return
     with suppress(FileNotFoundError):  # the process has just ended
-        if time.time() - modified(run_dir.owner) < STALE_BEATS * BEAT_SECONDS:
-            yield f"process {owner.get('pid')} on {owner.get('host')} already works on it, without a job"
+        if owner and time.time() - modified(run_dir.owner) < STALE_BEATS * BEAT_SECONDS:
+            job = "without a job" if owner.get("job") is None else f"in job {owner['job']}"
+            yield f"process {owner.get('pid')} on {owner.get('host')} already works on it, {job}"
 
 
 def _name_problems(run_dir: RunDir) -> Iterator[str]:
@@ -157,8 +157,8 @@ def _name_problems(run_dir: RunDir) -> Iterator[str]:
     except UserError as error:
         yield str(error)
     path = str(run_dir.path.absolute())
-    if re.search(r"[\n\\]", path):
-        yield f"run.root: {path!r}: sbatch cannot write logs below a path with a backslash or line break"
+    if re.search(r"[\n\\\ud800-\udfff]", path):
+        yield f"run.root: {path!r}: sbatch cannot write logs below a path with a backslash, line break or invalid UTF-8"
     if ":" in path:
         yield (
             f"run.root: {path!r}: the job finds its code, which lies in the run folder, by PYTHONPATH, and that ends a path "

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.slurm_schema import LOST_ATTEMPTS, SlurmConfig
-from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError
+from dist_transformer.errors import EXIT_DONE, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError, UserError
 from dist_transformer.files import refresh, write_json
 from dist_transformer.run.attempts import attempts, newest_checkpoint
 from dist_transformer.run.excluded_nodes import excluded_nodes
@@ -52,7 +52,10 @@ def run_folder(arguments: list[str]) -> RunDir:
 
     Raises:
         ConfigError: the configuration cannot be read.
+        UserError: there are no arguments.
     """
+    if not arguments:
+        raise UserError("expected a YAML file or a run folder, got no argument: sbatch ... slurm/train.sbatch CONFIG")
     if Path(arguments[0]).is_dir():
         return RunDir(Path(arguments[0]))
     run = load_config(Path(arguments[0]), arguments[1:], check_files=False).run

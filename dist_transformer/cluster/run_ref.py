@@ -4,6 +4,7 @@ import os
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from dist_transformer.cluster.queue import QueuedJob, jobs_of
 from dist_transformer.cluster.slurm import SlurmError, is_job_id
@@ -70,21 +71,21 @@ def is_run_folder(folder: Path) -> bool:
 
 def newest_job_id(run_dir: RunDir) -> str | None:
     """The newest job of a run: the one submitted last, or a later one that was started by hand."""
-    submitted_at, job_id = _submission(run_dir)
-    attempt = next(reversed([*attempts(run_dir)]), None)
-    if attempt is not None and (job_id is None or attempt["time"] > submitted_at):
-        return str(attempt["job"])
-    return job_id
+    note, later = read_record(run_dir.job), [*attempts(run_dir)]
+    job_id = note["job_id"] if is_job_id(note.get("job_id")) else None
+    if job_id and isinstance(note.get("attempts"), int):  # counted, as the clocks of nodes differ
+        later = later[note["attempts"] :]
+    elif job_id:  # submitted by an earlier version
+        later = [record for record in later if record["time"] > _submitted_at(note)]
+    begun = [record for record in later if record["event"] == "began"]
+    return str(begun[-1]["job"]) if begun else job_id
 
 
-def _submission(run_dir: RunDir) -> tuple[float, str | None]:
-    note = read_record(run_dir.job)
-    if not {"job_id", "submitted_at"} <= note.keys() or not is_job_id(str(note["job_id"])):
-        return 0.0, None
+def _submitted_at(note: dict[str, Any]) -> float:
     try:
-        return datetime.fromisoformat(note["submitted_at"]).timestamp(), note["job_id"]
-    except (ValueError, OverflowError):
-        return 0.0, note["job_id"]
+        return datetime.fromisoformat(note["submitted_at"]).timestamp()
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return 0.0
 
 
 def _folder_by_comment(job_id: str) -> Path | None:

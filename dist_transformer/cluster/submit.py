@@ -19,6 +19,7 @@ from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import Stage
 from dist_transformer.errors import ConfigError
 from dist_transformer.files import write_json, write_text
+from dist_transformer.run.attempts import attempts
 from dist_transformer.run.excluded_nodes import excluded_nodes
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import read_record
@@ -118,7 +119,7 @@ def note_job(run_dir: RunDir, ids: Mapping[str, str], command: str) -> None:
     """Writes job.json; its job_id, which `status` and `logs` look at, is the training job's, or else the last one's."""
     job_id = ids.get("train", read_record(run_dir.job).get("job_id", list(ids.values())[-1]))
     submitted_at = datetime.now(UTC).isoformat(timespec="seconds")
-    note = {"job_id": job_id, "submitted_at": submitted_at, "command": command}
+    note = {"job_id": job_id, "submitted_at": submitted_at, "command": command, "attempts": len([*attempts(run_dir)])}
     write_json(run_dir.job, note if set(ids) == {"train"} else {**note, "stages": dict(ids)})
 
 

@@ -42,15 +42,9 @@ def model_card(
 ) -> str:
     """Text of the card of a new model folder. `before`: the older card, whose licence is kept."""
     about = _render(
-        "model_card_about.md",
-        **information,
-        source=information["source_language"],
-        target=information["target_language"],
-        parameters=parameters,
-        config=config,
-        origin=origin.how,
-        data=origin.data,
-    )
+        "model_card_about.md", **information, source=information["source_language"],
+        target=information["target_language"], parameters=parameters, config=config, origin=origin.how, data=origin.data,
+    )  # fmt: skip
     license_name = _license(read_card(before)) if before is not None else LICENSE_UNKNOWN
     return _card("", license_name, information, about)
 
@@ -84,14 +78,9 @@ def _card(kind: str, license_name: str, information: dict[str, Any], about: str,
     both = (information["source_language"], information["target_language"])
     languages = [language for language in dict.fromkeys(both) if _LANGUAGE.fullmatch(language)]
     return _render(
-        "model_card.md",
-        kind=kind,
-        license=license_name,
-        languages=languages,
-        mark=MARK,
-        about=about.strip(),
+        "model_card.md", kind=kind, license=license_name, languages=languages, mark=MARK, about=about.strip(),
         target_model=target_model,
-    )
+    )  # fmt: skip
 
 
 def _license(card: str) -> str:

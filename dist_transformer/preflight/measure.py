@@ -70,12 +70,9 @@ def measure(folder: Path, run_folder: Path, end: float) -> int:
         measures, warnings = node_benchmarks.disk(run_folder)
         record.measures |= measures
         record.warnings += warnings
-    if record.num_ranks > 1:
-        write_json(path, vars(record))
-        return _measure_together(record, path, end)
-    record.together = DONE
+    record.together = record.together if record.num_ranks > 1 else DONE
     write_json(path, vars(record))
-    return EXIT_DONE
+    return _measure_together(record, path, end) if record.num_ranks > 1 else EXIT_DONE
 
 
 def _measure_together(record: RankRecord, path: Path, end: float) -> int:

@@ -62,11 +62,7 @@ def start_local_ranks(
 
 
 def fork_local_ranks(
-    work: Callable[[], object],
-    num_ranks: int,
-    *,
-    grace_seconds: float = GRACE_SECONDS,
-    signals: Signals | None = None,
+    work: Callable[[], object], num_ranks: int, *, grace_seconds: float = GRACE_SECONDS, signals: Signals | None = None
 ) -> int:
     """Works as `start_local_ranks`, with ranks that leave together, forked from this process: see `may_fork`.
 
@@ -229,11 +225,8 @@ def _wait_for_all(ranks: list[Process], grace_seconds: float, leave_together: bo
         if first_failure is not None:
             continue
         if was_killed:  # no rank has failed: it had finished its work before it let the others leave
-            print(
-                f"rank {rank} still ran {grace_seconds:g} s after another had ended; killed",
-                file=sys.stderr,
-                flush=True,
-            )
+            said = f"rank {rank} still ran {grace_seconds:g} s after another had ended; killed"
+            print(said, file=sys.stderr, flush=True)
             codes[rank] = EXIT_FAILED
         elif code not in (EXIT_DONE, EXIT_REQUEUE):
             first_failure = _named_failure(f"rank {rank}", code)

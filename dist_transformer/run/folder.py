@@ -9,10 +9,10 @@ class _At:
     """A path in a run folder, as an attribute of RunDir."""
 
     def __init__(self, place: str) -> None:
-        self._place = place
+        self.place = place
 
     def __get__(self, run_dir: "RunDir", _: Any) -> Path:
-        return run_dir.path / self._place
+        return run_dir.path / self.place
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,11 @@ class RunDir:
     @property
     def name(self) -> str:
         return self.path.name
+
+    def of_run(self) -> list[Path]:
+        """Returns the paths in the folder that a run writes; whatever else is there is a user's."""
+        names = {at.place.partition("/")[0] for at in vars(RunDir).values() if isinstance(at, _At)}
+        return [self.path / name for name in sorted(names)]
 
     def config_until(self, step: int) -> Path:
         """The configuration of the starts up to this step, from which a later start resumed with another one."""

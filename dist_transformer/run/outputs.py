@@ -134,7 +134,8 @@ def check_run_folder(run_dir: RunDir) -> None:
     if os.path.exists(run_dir.checkpoints) and not run_dir.checkpoints.is_dir():
         raise UserError(f"{run_dir.checkpoints}: is a file, expected the folder of checkpoints: move it away")
     changed = [run_dir.config, run_dir.state, run_dir.metrics, run_dir.samples, run_dir.audit, run_dir.divergence]
-    changed += [run_dir.submitted_script, run_dir.job, run_dir.snapshot]
+    changed += [run_dir.submitted_script, run_dir.job, run_dir.snapshot, run_dir.report, run_dir.plugin, run_dir.owner]
+    changed += [run_dir.stop_file, run_dir.tracking, run_dir.tracking_events]
     there = [str(path.relative_to(run_dir.path)) for path in changed if path.exists() and path.stat().st_size]
     if there and not is_own_run(run_dir):
         raise UserError(
@@ -147,7 +148,7 @@ def is_own_run(run_dir: RunDir) -> bool:
     """True if the files of the folder show that this program wrote it."""
     notes = read_record(run_dir.state).keys() | read_record(run_dir.job).keys()
     is_begun = any(run_dir.checkpoints.glob("step_*")) or (run_dir.snapshot / "dist_transformer").is_dir()
-    if is_begun or notes & {"run_id", "state", "job_id"}:
+    if is_begun or notes & {"run_id", "state", "job_id"} or "boot" in read_record(run_dir.owner):
         return True
     try:
         return run_dir.config.is_file() and read_yaml(run_dir.config).values.keys() >= SECTIONS

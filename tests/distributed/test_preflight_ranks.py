@@ -92,3 +92,19 @@ def test_a_rank_that_hangs_in_a_call_is_ended_by_the_kernel(tmp_path):
 def test_the_scripts_are_valid_bash(script):
     path = Path(__file__).resolve().parents[2] / script
     subprocess.run(["bash", "-n", str(path)], check=True)
+
+
+def test_the_batch_script_writes_into_a_folder_of_its_job_beside_what_a_user_has(tmp_path):
+    (tmp_path / "exclude").write_text("mine")
+    (tmp_path / "launch").mkdir()
+    programs = {"launch/preflight.sh": 'echo "$3"', "python3": f"echo {tmp_path}/launch"}
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    script = Path(__file__).resolve().parents[2] / "slurm" / "preflight.sbatch"
+    environment = {**os.environ, "SLURM_JOB_ID": "7", "SLURM_SUBMIT_DIR": "/", "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    for arguments in ([str(tmp_path)], []):
+        command = ["bash", str(script), *arguments]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert done.stdout == f"{tmp_path}/preflight-7\n"
+    assert (tmp_path / "exclude").read_text() == "mine"

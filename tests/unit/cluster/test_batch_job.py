@@ -1,6 +1,7 @@
 """What the batch script does between Slurm's start of the job and its end, with programs that answer like Slurm's."""
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -10,12 +11,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from running import with_constants
 
 from dist_transformer.cluster import silent_nodes
-from dist_transformer.cluster.batch_host import watch
+from dist_transformer.cluster.batch_host import TRIES, watch
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.records import records_of
 
@@ -248,6 +250,30 @@ def test_another_node_requeues_a_job_from_which_slurm_has_taken_the_one_of_its_b
     assert slurm.ends()[-1] == (None, "lost", True)
     watch("7", 1, slurm.run_dir)  # another attempt
     assert slurm.calls("scontrol requeue 7") == 1
+
+
+@pytest.mark.parametrize("fault", ["no disk", "sinfo does not answer", "sinfo times out once"])
+def test_neither_a_disk_nor_a_slow_controller_keeps_the_job_from_being_requeued(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    if fault != "no disk":
+        until = 9 if "once" not in fault else 1
+        slurm.programs["sinfo"] = "[ $(grep -c ^sinfo {folder}/calls) -gt UNTIL ] || exit 1".replace(
+            "UNTIL", str(until)
+        )
+    slurm.run("exit 0")  # writes the programs
+    (slurm.folder / "calls").unlink()
+    monkeypatch.setenv("PATH", f"{slurm.folder}:/usr/bin:/bin")
+    monkeypatch.setattr("dist_transformer.cluster.batch_host.POLL_SECONDS", 0.0)
+    (slurm.folder / "job").write_text(RECORD.replace("BatchHost=n1", "BatchHost=n7"))
+    before = len(slurm.ends())
+    if fault == "no disk":
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr("dist_transformer.cluster.batch_host.note_lost_host", Mock(side_effect=full))
+    watch("7", 0, slurm.run_dir)
+    assert slurm.calls("scontrol requeue 7") == 1
+    assert len(slurm.ends()) == before + (fault != "no disk")  # noted once
+    assert slurm.calls("sinfo") == {"no disk": 1, "sinfo does not answer": TRIES, "sinfo times out once": 2}[fault]
 
 
 def test_a_live_node_is_known_by_its_refusal_and_a_dead_one_by_its_silence() -> None:

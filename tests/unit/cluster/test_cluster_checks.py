@@ -55,8 +55,9 @@ def test_a_run_name_that_slurm_or_a_shell_could_misread_is_refused(tmp_path: Pat
     assert problem.startswith(f"run.name: {name!r}: expected letters, digits, '.', '_' and '-'")
 
 
-def test_a_path_that_sbatch_cannot_write_its_log_to_is_refused(tmp_path: Path) -> None:
-    [problem] = _problems(RunDir(tmp_path / "a\\b" / "run"))
+@pytest.mark.parametrize("folder", ["a\\b", os.fsdecode(b"caf\xe9")])
+def test_a_path_that_sbatch_cannot_write_its_log_to_is_refused(tmp_path: Path, folder: str) -> None:
+    [problem] = _problems(RunDir(tmp_path / folder / "run"))
     assert "sbatch cannot write logs below a path with a backslash" in problem
 
 

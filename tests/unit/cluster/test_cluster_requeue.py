@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from dist_transformer.cluster.requeue import NextNodes, begin, decide, end, next_nodes, nodes_to_exclude, run_folder
-from dist_transformer.errors import MachineError
+from dist_transformer.errors import MachineError, UserError
 from dist_transformer.files import write_json
 from dist_transformer.run.attempts import attempts, newest_checkpoint
 from dist_transformer.run.excluded_nodes import exclude, excluded_nodes, reasons_of_preflight
@@ -202,3 +202,10 @@ def test_the_reason_of_an_exclusion_is_kept_and_the_nodes_join_those_given_by_ha
     assert exclude(run_dir, reasons_of_preflight(report), 2, 1) == {}
     assert excluded_nodes(run_dir) == added
     assert [nodes_to_exclude(run_dir, given) for given in ("", "(null)", "n7,n[9-10]")] == ["n3", "n3", "n7,n[9-10],n3"]
+
+
+def test_a_batch_script_without_arguments_says_what_it_expects() -> None:
+    with pytest.raises(
+        UserError, match=r"expected a YAML file or a run folder, got no argument: .*train\.sbatch CONFIG"
+    ):
+        run_folder([])

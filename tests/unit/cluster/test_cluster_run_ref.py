@@ -1,5 +1,6 @@
 """From a run folder to its job, and from a job to its run folder."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ from fake_slurm import FakeSlurm, job_line, make_fake_slurm
 from watched_run import NOW, add_lines, make_run
 
 from dist_transformer.cluster.run_ref import RunRef, find_run, newest_job_id
+from dist_transformer.cluster.submit import note_job
 from dist_transformer.errors import UserError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
@@ -124,3 +126,15 @@ def test_a_damaged_note_of_the_job_is_as_none(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "a", job_id="5")
     run_dir.job.write_text("{")
     assert find_run(str(run_dir.path), tmp_path) == RunRef(RunDir(tmp_path / "a"), None)
+
+
+def test_attempts_are_after_a_submission_by_their_number_as_the_clocks_of_nodes_differ(tmp_path: Path) -> None:
+    """The job before ran on a node whose clock is an hour ahead of that where the next one was submitted."""
+    run_dir = make_run(tmp_path / "a", job_id="10")
+    began, ended = ({"event": event, "time": time.time() + 3600, "job": "10"} for event in ("began", "ended"))
+    add_lines(run_dir.attempts, began)
+    note_job(run_dir, {"train": "11"}, "sbatch")
+    add_lines(run_dir.attempts, ended)  # by a script that was slow to end
+    assert newest_job_id(run_dir) == "11"
+    add_lines(run_dir.attempts, {**began, "job": "12", "time": 1.0})
+    assert newest_job_id(run_dir) == "12"

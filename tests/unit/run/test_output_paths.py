@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from dist_transformer.cli.demo import remove_former_run
 from dist_transformer.cli.end import run_as_command
 from dist_transformer.errors import EXIT_FAILED, EXIT_USER_ERROR, MachineError, UserError
+from dist_transformer.files import write_text
 from dist_transformer.run.folder import RunDir
+from dist_transformer.run.lock import RunLock
 from dist_transformer.run.outputs import check_output, check_run_folder, is_stream, write_output, writing
 
 OF_PATHS = ("ENOENT", "EACCES", "EPERM", "ENAMETOOLONG", "ELOOP", "ENOTDIR", "EISDIR", "EROFS", "EEXIST", "ENOTEMPTY")
@@ -94,3 +97,38 @@ def test_a_file_in_the_place_of_the_checkpoints_is_told_before_the_first_step(tm
     (tmp_path / "checkpoints").write_text("x")
     with pytest.raises(UserError, match="checkpoints: is a file, expected the folder"):
         check_run_folder(RunDir(tmp_path))
+
+
+def test_a_current_folder_that_was_removed_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit) as end:
+        run_as_command(os.getcwd)
+    assert end.value.code == EXIT_USER_ERROR
+    assert "the current folder: No such file or directory: expected a path that exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["owner.json", "report.html", "plugin.py", "stop", "metrics.jsonl"])
+def test_a_file_of_a_user_with_the_name_of_one_that_a_run_replaces_or_deletes_is_kept(
+    tmp_path: Path, name: str
+) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(UserError, match=f"holds {name}, but is no run folder"):
+        check_run_folder(RunDir(tmp_path))
+    (tmp_path / name).unlink()
+    lock = RunLock(RunDir(tmp_path))  # of a start that was killed before it had written more
+    lock.acquire()
+    check_run_folder(RunDir(tmp_path))
+    lock.release()
+
+
+def test_what_a_run_writes_is_removed_before_the_demo_trains_anew_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("config.yaml", "metrics.jsonl", "model/config.json", "slurm/job.json", "mine/notes.txt", "todo.txt"):
+        write_text(tmp_path / name, "text")
+    remove_former_run(RunDir(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "todo.txt"]
+    assert (tmp_path / "mine" / "notes.txt").is_file()

@@ -220,6 +220,22 @@ def test_a_process_without_a_job_works_on_the_run_folder_while_its_heart_beats(
     assert busy_problems(run_dir) == []
 
 
+def test_a_process_in_a_job_works_on_the_run_folder_unless_slurm_says_that_its_job_is_over(
+    run_dir: RunDir, fake_slurm: FakeSlurm
+) -> None:
+    """`train` in an interactive job, which no file of the run names, or in somebody else's, which squeue may hide."""
+    write_json(run_dir.owner, {"host": "n1", "pid": 7, "job": "55"})
+    for known, said in (
+        ("", "process 7 on n1 already works on it, in job 55"),
+        ("RUNNING", "job 55 already works on it"),
+    ):
+        fake_slurm.set_jobs(job_line("55", known) + "\n" if known else "")
+        [problem] = busy_problems(run_dir)
+        assert said in problem
+    fake_slurm.set_jobs(job_line("55", "CANCELLED") + "\n")
+    assert busy_problems(run_dir) == []
+
+
 @pytest.mark.parametrize("ahead", [-300.0, 300.0])
 def test_a_heartbeat_is_timed_by_the_clock_of_the_file_system(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch, ahead: float
