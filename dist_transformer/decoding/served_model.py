@@ -23,7 +23,7 @@ class ServedModel:
 
         `model_input`: a pandas table with one column, or an iterable of strings.
         """
-        return list(self._translator.translate(map(_line, _column(model_input))))
+        return list(self._translator.translate(line if isinstance(line, str) else "" for line in _column(model_input)))
 
 
 def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) -> ServedModel:
@@ -35,7 +35,3 @@ def _column(model_input: Any) -> Iterable[Any]:
     if hasattr(model_input, "iloc"):  # a pandas table, or one column of it
         model_input = model_input.iloc[:, 0] if model_input.ndim == 2 else model_input
     return [model_input] if isinstance(model_input, str) else list(model_input)
-
-
-def _line(value: Any) -> str:
-    return value if isinstance(value, str) else ""

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -193,17 +193,8 @@ class GlobalBatchPrefetcher:
         return totals
 
 
-class StepOfEpoch(Protocol):
-    """One step, of one rank or of all ranks."""
-
-    @property
-    def pairs(self) -> int: ...
-
-    @property
-    def epoch(self) -> int: ...
-
-
-Step = TypeVar("Step", bound=StepOfEpoch)
+Step = TypeVar("Step", bound=Any)
+"""One step, of one rank or of all ranks: with the numbers `pairs` and `epoch`."""
 
 
 def next_with_pairs(fetch: Callable[[], Step], start_epoch: Callable[[], None], max_epochs: int | None) -> Step | None:

@@ -98,12 +98,7 @@ class _Recorder:
     """Tells the profiler of each step, which begins when the loop requests a batch, and writes what it recorded."""
 
     def __init__(
-        self,
-        run: Run,
-        engine: Engine,
-        metrics: MetricsLogger,
-        marks: ExitStack,
-        written: Callable[[Path], None] | None,
+        self, run: Run, engine: Engine, metrics: MetricsLogger, marks: ExitStack, written: Callable[[Path], None] | None
     ) -> None:
         self._run, self._engine, self._metrics, self._marks, self._written = run, engine, metrics, marks, written
         self._on_gpu = run.ranks.device.type == "cuda"

@@ -91,7 +91,11 @@ class RunData:
             "eos_id": manifest.eos_id,
             "source tokenizer": manifest.tokenizer.source_sha256[:DIGEST_DIGITS],
             "target tokenizer": manifest.tokenizer.target_sha256[:DIGEST_DIGITS],
-            **{f"prepared with {key}": _short(value) for key, value in flatten(manifest.recipe).items()},
+            # Of a list, the files of a corpus, which may be long, its digest.
+            **{
+                f"prepared with {key}": json_digest(value)[:DIGEST_DIGITS] if isinstance(value, list) else value
+                for key, value in flatten(manifest.recipe).items()
+            },
             "prepared corpus": manifest.digest,
         }
 
@@ -187,11 +191,6 @@ def _refuse_changes(checkpoint: Checkpoint, recipe: Mapping[str, Any], allowed: 
             f"{checkpoint.path} cannot be resumed, since these have changed:\n" + "\n".join(lines) + "\n"
             f"Put them back, or give the changed run another run.name.{other_lanes}"
         )
-
-
-def _short(value: Any) -> Any:
-    """Replaces a list (the files of a corpus), which may be long, by its digest."""
-    return json_digest(value)[:DIGEST_DIGITS] if isinstance(value, list) else value
 
 
 def _shares_text(shares: tuple[int, ...] | None) -> str:
