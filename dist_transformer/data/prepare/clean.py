@@ -9,7 +9,6 @@ command begins anew if it was killed.
 """
 
 import os
-import shutil
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
@@ -24,7 +23,7 @@ from dist_transformer.data.sources.corpus import read_corpus
 from dist_transformer.files import flush_to_disk, read_json, write_json
 from dist_transformer.run.outputs import check_output, writing
 
-WORK_FOLDER, REPORT_NAME = ".clean", "clean.json"
+WORK_FOLDER, LABEL, REPORT_NAME = ".clean", "data-clean.unfinished", "clean.json"
 
 
 def clean(config: Config, out: Path, progress: ReportProgress) -> dict[str, Any]:
@@ -37,8 +36,9 @@ def clean(config: Config, out: Path, progress: ReportProgress) -> dict[str, Any]
     check_output(out, "a folder of cleaned text", is_cleaned)
     with writing(out):
         work = out / WORK_FOLDER
-        shutil.rmtree(work, ignore_errors=True)
+        _remove(work)
         work.mkdir(parents=True)
+        (work / LABEL).touch()
         if (held_out := read_held_out(config)) is not None:
             held_out.save(work)
         cleaners = {name: Cleaner.of(name, config.data, work) for name in config.data.training_corpora()}
@@ -54,16 +54,26 @@ def clean(config: Config, out: Path, progress: ReportProgress) -> dict[str, Any]
             os.replace(path, out / path.name)
         report = {"corpora": {name: counts for name, (counts, _) in made.items()}}
         write_json(out / REPORT_NAME, report)
-        shutil.rmtree(work)
+        _remove(work)
     return report
 
 
 def is_cleaned(folder: Path) -> bool:
-    """True if `clean` wrote in this folder."""
+    """True if `clean` wrote in this folder, and its work folder is none of another program."""
+    work = folder / WORK_FOLDER
     try:
-        return (folder / WORK_FOLDER).is_dir() or "corpora" in read_json(folder / REPORT_NAME)
+        is_free = not work.exists() or not any(work.iterdir())
+        return (work / LABEL).is_file() or (is_free and "corpora" in read_json(folder / REPORT_NAME))
     except (OSError, ValueError, TypeError):
         return False
+
+
+def _remove(work: Path) -> None:
+    """Removes the work folder with its files, the label last: what a killed process leaves is known as ours."""
+    if work.is_dir():
+        for path in sorted(work.iterdir(), key=lambda path: path.name == LABEL):
+            path.unlink()
+        work.rmdir()
 
 
 def _save_keys(config: Config, name: str, cleaner: Cleaner, work: Path, progress: ReportProgress) -> list[Path]:

@@ -16,9 +16,10 @@ With data.on_the_fly parquet files are read in place, and the shards of other tr
 """
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
@@ -54,6 +55,10 @@ from dist_transformer.run.outputs import check_output
 FOLDER_DIGITS = 16
 LOCK_NAME = ".prepare.lock"
 LOCK_ATTEMPT_SECONDS = 1.0
+_PART_OF_WORK = re.compile(
+    r"(locks|spill|hashes)(/[^/]+\.(lock|parquet|npy|tmp))?|(state|repeated|.+-(chunk-\d+|range-\d+|end))\.json|\.[^/]+\.tmp"
+)
+"""What a preparation makes in its work folder (claims.py)."""
 
 
 def prepare(
@@ -116,9 +121,16 @@ def _complete_manifest(config: Config, folder: Path) -> Manifest | None:
     if "modifiers" not in manifest.recipe["tokenizer"]:  # modified text may be read from any folder
         recipe = recipe_without_modifiers(recipe)
     refuse_other_recipe(folder, manifest.recipe, recipe)
-    if (folder / WORK_FOLDER).exists():  # the process that completed it was killed
-        shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
+    _clear_away(folder / WORK_FOLDER)  # the process that completed it was killed
     return manifest
+
+
+def _clear_away(work: Path) -> None:
+    """Removes the work folder, unless something in it is not ours."""
+    with suppress(FileNotFoundError):  # another process is removing it
+        found = [str(each.relative_to(work)) for each in work.rglob("*")]
+        if found and all(map(_PART_OF_WORK.fullmatch, found)):
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _is_begun(folder: Path) -> bool:
@@ -148,7 +160,7 @@ def _completed(folder: Path, report: Report, manifest: Manifest) -> Manifest:
         for torn in part.glob(".*.tmp"):  # half-written files of killed processes
             torn.unlink()
     manifest.save(folder)
-    shutil.rmtree(folder / WORK_FOLDER, ignore_errors=True)
+    _clear_away(folder / WORK_FOLDER)
     return manifest
 
 

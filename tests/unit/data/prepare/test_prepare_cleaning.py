@@ -405,6 +405,19 @@ def test_data_clean_writes_over_nothing_that_is_not_ours_and_begins_anew_after_a
     assert not (out / ".clean").exists()
 
 
+@pytest.mark.parametrize("has_report", [False, True])
+def test_data_clean_leaves_a_folder_named_clean_that_is_not_ours(tmp_path: Path, has_report: bool):
+    config, out = config_in(tmp_path, PAIRS[:50], {}), tmp_path / "out"
+    if has_report:
+        clean.clean(config, out, lambda *_: None)
+    (out / ".clean").mkdir(parents=True)
+    (out / ".clean" / "cache").write_text("mine")
+    (out / "train.en").write_text("mine")
+    with pytest.raises(UserError, match=r"out: is there already \(a folder with .clean"):
+        clean.clean(config, out, lambda *_: None)
+    assert [(out / name).read_text() for name in ("train.en", ".clean/cache")] == ["mine", "mine"]
+
+
 def test_a_configuration_with_filters_of_corpora_is_kept_as_it_was_given(tmp_path: Path):
     own = {**TEXT, "filters": {"rules": {"language": 40, "numbers": True}, "max_tokens": 50}}
     config = config_in(tmp_path, PAIRS[:9], {"letters": 0.25}, train=own)

@@ -106,6 +106,18 @@ def test_a_manifest_whose_work_was_not_cleared_away_is_complete(tmp_path: Path, 
     assert not work.exists()
 
 
+@pytest.mark.parametrize("name", ["thesis/notes.txt", "notes.json", "spill/notes.txt", "thesis"])
+def test_a_folder_named_work_stays_if_something_in_it_is_not_ours(tmp_path: Path, name: str):
+    write_text(tmp_path)
+    config = config_of(tmp_path)
+    prepare(config)
+    mine = prepared_folder(config) / WORK_FOLDER / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine") if mine.suffix else mine.mkdir()
+    prepare(config)
+    assert mine.exists()
+
+
 def test_a_stop_request_passes_through_the_training_of_the_tokenizer(tmp_path: Path, whole: Manifest):
     write_text(tmp_path)
     config = config_of(tmp_path)
