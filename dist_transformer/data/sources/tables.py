@@ -22,12 +22,12 @@ ChooseColumns = Callable[[list[str], str], ColumnNames]
 
 
 def csv_reader(file: str, choose: ChooseColumns, drop: bool) -> PairReader[list[str]]:
-    """Returns a reader of a csv file with a header; a side is None where a row is too short.
+    """Returns a reader of a csv file; its header is the first row not blank, a side is None where a row is too short.
 
     DataError for a missing column, for quotes that do not match, and for invalid UTF-8 unless `drop`.
     """
     rows = _csv_rows(file, drop)
-    header = next(rows, [])
+    header = next(filter(None, rows), [])
     positions = [header.index(column) for column in choose(header, file)] if header else [0, 0]
 
     def parse(first: int, batch: list[list[str]]) -> Pairs:

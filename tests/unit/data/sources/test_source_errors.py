@@ -95,6 +95,7 @@ def test_a_missing_file_is_named_with_its_full_path(tmp_path: Path):
         (ALIGNED, {"a.en": "", "a.de": ""}),
         (CorpusConfig(path="t.tsv"), {"t.tsv": ""}),
         (CorpusConfig(path="t.csv"), {"t.csv": "en,de\n"}),
+        (CorpusConfig(path="t.csv"), {"t.csv": "\n"}),
     ],
 )
 def test_an_empty_corpus_is_refused(tmp_path: Path, corpus: CorpusConfig, files: dict[str, str]):

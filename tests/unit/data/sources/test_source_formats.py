@@ -52,6 +52,12 @@ def test_tables_give_the_rows_of_plain_text(
     assert read_all(corpus, data_in(tmp_path, corpus)) == HARD_PAIRS
 
 
+def test_the_header_of_a_csv_is_its_first_line_that_is_not_blank(tmp_path: Path):
+    (tmp_path / "t.csv").write_text("\n\r\nen,de\nhello,hallo\n")
+    corpus = CorpusConfig(path="t.csv")
+    assert read_all(corpus, data_in(tmp_path, corpus)) == [("hello", "hallo")]
+
+
 @pytest.mark.parametrize("write", [write_parquet, write_nested_parquet])
 def test_parquet_gives_the_rows_of_plain_text_flat_and_nested(
     tmp_path: Path, write: Callable[[Path, list[tuple[str, str]], str], None]
