@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from io import BytesIO
 from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +30,10 @@ from dist_transformer.data.sentences import (
     pair_keys,
 )
 from dist_transformer.data.sources.corpus import RawBatch
+from dist_transformer.data.sources.retries import reason_of
 from dist_transformer.data.tokenizer.tokenizer import CHARACTERS_A_TOKEN
-from dist_transformer.files import replacing
+from dist_transformer.errors import DataError
+from dist_transformer.files import patiently, replacing
 from dist_transformer.plugins import KeepPair, Plugin, call, find
 
 _OF_SENTENCES = (
@@ -59,12 +63,19 @@ class HeldOut(NamedTuple):
     target: Keys
 
     @staticmethod
-    def load(folder: Path) -> "HeldOut | None":
-        """Reads what `save` wrote; None if nothing is held out, or a version without this rule prepared the folder."""
-        if not (folder / HELD_OUT_NAME).is_file():
-            return None
-        with np.load(folder / HELD_OUT_NAME) as arrays:
+    def load(folder: Path, is_needed: bool = False) -> "HeldOut | None":
+        """Reads what `save` wrote; None if it is not there, DataError if it cannot be read, or is needed."""
+        path = folder / HELD_OUT_NAME
+        try:
+            arrays = np.load(BytesIO(patiently(path, path.read_bytes)))
             return HeldOut(arrays["source"], arrays["target"])
+        except (OSError, ValueError, EOFError, LookupError, BadZipFile) as error:
+            if isinstance(error, FileNotFoundError) and not is_needed:
+                return None
+            raise DataError(
+                f"{path}: cannot be read ({reason_of(error)}), but without it sentences of the validation and test corpora "
+                f"would be trained on. Put it back, or delete {folder} and prepare again."
+            ) from error
 
     def save(self, folder: Path) -> None:
         with replacing(folder / HELD_OUT_NAME) as temporary, temporary.open("wb") as file:
@@ -127,11 +138,12 @@ class Cleaner:
     held_out: HeldOut | None = None
 
     @staticmethod
-    def of(split: str, data: DataConfig, folder: Path) -> "Cleaner":
-        """Returns the rules of a split of the prepared corpus in `folder`."""
+    def of(split: str, data: DataConfig, folder: Path, holds_out: bool = False) -> "Cleaner":
+        """Returns the rules of a split of the prepared corpus in `folder`; `holds_out`: it must have sentences held out."""
         filters = data.filters_of(data.training_corpora().get(split, CorpusConfig()))
         settings = filters.without_rules() if split == "validation" else filters
-        return Cleaner(settings, data.languages(), HeldOut.load(folder))
+        held_out = HeldOut.load(folder, holds_out and "held_out" in settings.thresholds())
+        return Cleaner(settings, data.languages(), held_out)
 
     def repetition_rules(self) -> dict[str, float]:
         """Returns the thresholds of those REPETITION_RULES that are on."""

@@ -71,7 +71,7 @@ class RowReader:
     def __init__(self, folder: Path, manifest: Manifest, data: DataConfig, sampling: float, seed: int) -> None:
         self._folder = folder
         self._data = data
-        self._splits = manifest.splits
+        self._splits, self._recipe = manifest.splits, manifest.recipe
         self._tables = RowGroupTables()
         self._sampler = Sampler(folder, manifest.tokenizer, sampling, seed)
         self._corpora = tuple(self._corpus(name) for name in manifest.training)
@@ -127,7 +127,9 @@ class RowReader:
             return TokenCorpus(places, self._tables)
         corpus = self._data.training_corpora().get(name)
         modifiers = Modifiers(self._data.modifiers, self._sampler.seed, tag_prefix(corpus.tags) if corpus else "")
-        cleaner = Cleaner.of(name, self._data, self._folder)
+        holds_out = "held_out" in (given := self._recipe) and bool(given["held_out"] or given["validation"])
+        is_in_place = any(shard.is_in_place for shard in split.shards)
+        cleaner = Cleaner.of(name, self._data, self._folder, holds_out and is_in_place)
         return TextCorpus(places, self._tables, split.text, self._data.normalization, cleaner, self._sampler, modifiers)
 
     def _rows(self, piece: RowSlice, groups: Groups) -> TokenRows:

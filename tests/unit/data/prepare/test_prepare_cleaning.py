@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -286,6 +287,27 @@ def test_on_the_fly_the_rules_hold_for_text_and_for_parquet_in_place(tmp_path: P
     assert read[1].dropped == {}
     assert [len(each.rows.row_ids) for each in read] == [51, 51]
     assert sorted(read[0].rows.source_ids.tolist()) == sorted(read[1].rows.source_ids.tolist())
+
+
+@pytest.mark.parametrize("cut", [None, 300, 0])
+def test_held_out_sentences_that_are_gone_or_cut_stop_reading_in_place(tmp_path: Path, cut: int | None):
+    rows = [{"en": source, "de": target} for source, target in PAIRS[:50]]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "web.parquet")
+    corpora = mixture_of(web={"path": "web.parquet"}, text=TEXT)
+    config = config_in(tmp_path, PAIRS[:50], {"held_out": True}, **corpora, on_the_fly=True)
+    manifest, folder = prepare(config), prepared_folder(config)
+    file = folder / "held_out.npz"
+    content = file.read_bytes()
+    file.unlink()
+    if cut is not None:
+        file.write_bytes(content[:cut])
+    with pytest.raises(
+        DataError, match=rf"held_out\.npz: cannot be read .* trained on\. .*delete {folder} and prepare"
+    ):
+        RowReader(folder, manifest, config.data, 0.0, 1)
+    file.unlink(missing_ok=True)
+    before = {key: value for key, value in manifest.recipe.items() if key != "held_out"}  # as of the version before
+    RowReader(folder, replace(manifest, recipe=before), config.data, 0.0, 1)
 
 
 @pytest.mark.parametrize("rules", [{"duplicates": True}, {"near_duplicates": True}])
