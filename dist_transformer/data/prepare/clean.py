@@ -1,6 +1,6 @@
 """Text files of the pairs of the training corpora that the rules of data.filters keep, and of those that they drop.
 
-    OUT/NAME.<language>     kept pairs, a file a language: without tags, markup repaired
+    OUT/NAME.<language>     kept pairs, a file a language (.source, .target of one alone): without tags, markup repaired
     OUT/NAME.dropped.tsv    dropped pairs: rule, number of the pair in the corpus from 1, source, target
     OUT/clean.json          counts, written last: a folder that has one is complete
 
@@ -95,7 +95,9 @@ def _write(
     config: Config, name: str, cleaner: Cleaner, work: Path, progress: ReportProgress
 ) -> tuple[dict[str, Any], list[Path]]:
     """Writes the pairs of a corpus; returns their counts and the files. Line ends and tabs in a pair become spaces."""
-    paths = [work / f"{name}.{ending}" for ending in (*config.data.languages(), "dropped.tsv")]
+    source, target = languages = config.data.languages()
+    sides = ("source", "target") if source == target else languages
+    paths = [work / f"{name}.{ending}" for ending in (*sides, "dropped.tsv")]
     dropped, pairs, kept, repaired = Counter[str](), 0, 0, 0
     rules, corpus = [*cleaner.repetition_rules()], config.data.training_corpora()[name]
     with ExitStack() as stack:

@@ -427,6 +427,13 @@ def test_data_clean_writes_over_nothing_that_is_not_ours_and_begins_anew_after_a
     assert not (out / ".clean").exists()
 
 
+def test_data_clean_names_the_sides_where_both_languages_are_the_same(tmp_path: Path):
+    config = config_in(tmp_path, PAIRS[:50], {}, source_language="en", target_language="en")
+    clean.clean(config, tmp_path / "out", lambda *_: None)
+    sides = [(tmp_path / "out" / f"train.{side}").read_text("utf-8").splitlines() for side in ("source", "target")]
+    assert list(zip(*sides, strict=True)) == PAIRS[:50]
+
+
 @pytest.mark.parametrize("has_report", [False, True])
 def test_data_clean_leaves_a_folder_named_clean_that_is_not_ours(tmp_path: Path, has_report: bool):
     config, out = config_in(tmp_path, PAIRS[:50], {}), tmp_path / "out"
