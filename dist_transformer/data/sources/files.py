@@ -124,4 +124,6 @@ def _expand(name: str | None, data: DataConfig) -> tuple[str, ...]:
         problem = "no file fits this pattern" if is_pattern(name) else "no such file"
         root = "Relative corpus paths start from data.root, which is"
         raise DataError(f"{os.path.abspath(location)}: {problem}. {root} {data.root!r}.")
+    if unnamed := [file for file in files if file != file.encode("utf-8", "ignore").decode()]:
+        raise DataError(f"{unnamed[0]!r}: expected a name in UTF-8, got other bytes in it: rename it.")
     return tuple(files)

@@ -2,6 +2,7 @@
 
 import gzip
 import lzma
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,6 +12,7 @@ import zstandard
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.data.sources.corpus import RawBatch, parquet_index, read_corpus, scan_corpus
+from dist_transformer.data.sources.files import corpus_fingerprint
 from dist_transformer.errors import DataError
 
 GOOD_JSON = b'{"en": "one", "de": "eins"}\n'
@@ -209,6 +211,14 @@ def test_a_pattern_that_fits_nothing_and_sides_of_unequal_number_are_refused(tmp
     for act in (lambda: read(tmp_path, corpus), lambda: scan_corpus(corpus, data_in(tmp_path, corpus))):
         with pytest.raises(DataError, match=r"a\*\.en \+ .*a\*\.de: 2 files fit the source, but 1 the target"):
             act()
+
+
+def test_a_file_whose_name_is_not_utf8_is_refused(tmp_path: Path):
+    for side in ("en", "de"):
+        (tmp_path / os.fsdecode(b"caf\xe9-1." + side.encode())).write_text("text\n")
+    corpus = CorpusConfig(source="*.en", target="*.de")
+    with pytest.raises(DataError, match=r"caf\\udce9-1\.en': expected a name in UTF-8, .* rename it\."):
+        corpus_fingerprint(corpus, data_in(tmp_path, corpus))
 
 
 def test_sides_of_a_pattern_are_aligned_file_by_file(tmp_path: Path):
