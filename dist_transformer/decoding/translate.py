@@ -178,6 +178,11 @@ def _parts(
 ) -> list[_Part]:
     """Parts of the lines in order, without those of lines that have no token."""
     texts, prefixes = [line.strip() for line, _ in chunk], [prefix for _, prefix in chunk]
+    for line, pair in enumerate(chunk, start=num_before + 1):
+        try:
+            "".join(pair).encode()
+        except UnicodeEncodeError:
+            raise UserError(f"line {line}: not valid Unicode: half of a surrogate pair; mend the line") from None
     most = min(config.max_source_tokens, max_positions or config.max_source_tokens)
     characters = CHARACTERS_A_TOKEN * most
     encoded = tokenizer.encode_source([text[:characters] for text in texts])

@@ -68,6 +68,16 @@ class Shouting:
         ]
 
 
+@pytest.mark.parametrize(
+    ("lines", "prefixes"), [(["one", "ok \ud800 x"], None), (["one", "two"], ["", "\udfff"])], ids=["line", "prefix"]
+)
+def test_half_a_surrogate_pair_is_refused_with_its_line(
+    model: Transformer, lines: list[str], prefixes: list[str] | None
+):
+    with pytest.raises(UserError, match="line 7: not valid Unicode: half of a surrogate pair"):
+        all_translated(model, lines, prefixes, num_before=5)
+
+
 def test_each_line_is_translated_as_if_alone_and_in_order(model: Transformer) -> None:
     together = translated(model, LINES)
     assert together == [translated(model, [line])[0] for line in LINES]
