@@ -106,6 +106,7 @@ def test_a_changed_source_is_another_corpus(tmp_path: Path):
         ("    yield 'a', 'b'\n    raise OSError('the disk is gone')", "OSError: the disk is gone"),
         ("    yield 'a', 'b'\n    yield 'c', None", r"pair 2 is \('c', None\), expected a tuple of two strings"),
         ("    return 3", "TypeError"),
+        ("    yield 'a', 'b'\n    yield 'bad \\ud800', 'd'", r"pair 2: not valid Unicode: half .*bad_encoding to drop"),
     ],
 )
 def test_an_error_in_a_source_is_one_message(tmp_path: Path, body: str, said: str):
@@ -114,6 +115,15 @@ def test_an_error_in_a_source_is_one_message(tmp_path: Path, body: str, said: st
     assert config.data.train is not None
     with pytest.raises(UserError, match=said):
         list(read_corpus(config.data.train, config.data, 10))
+
+
+def test_half_a_surrogate_pair_of_a_source_is_marked_where_it_is_to_be_dropped(tmp_path: Path):
+    write_text(tmp_path)
+    sections = with_source(tmp_path, "def pairs():\n    yield 'a', 'b'\n    yield 'c', 'bad \\ud800'\n")
+    data = config_of(tmp_path, data={**sections["data"], "filters": {"bad_encoding": "drop"}}).data
+    assert data.train is not None
+    (batch,) = read_corpus(data.train, data, 10)
+    assert (batch.target, batch.bad_encoding) == (["b", "bad \ufffd"], {1})
 
 
 def test_every_missing_plug_in_is_reported_with_its_key(tmp_path: Path):

@@ -31,9 +31,9 @@ from dist_transformer.data.sources.arrow import (
 from dist_transformer.data.sources.demo_corpus import PAIRS_OF_SPLIT, demo_pairs
 from dist_transformer.data.sources.files import corpus_name, find_corpus_files, for_each_file, table_kind
 from dist_transformer.data.sources.lines import aligned_reader, scan_aligned, scan_file, tsv_reader
-from dist_transformer.data.sources.readers import PairReader, Pairs, Reader, ReaderChain
+from dist_transformer.data.sources.readers import PairReader, Reader, ReaderChain
 from dist_transformer.data.sources.remote import named_errors, retried_remote
-from dist_transformer.data.sources.tables import ColumnNames, csv_reader, jsonl_reader
+from dist_transformer.data.sources.tables import ColumnNames, csv_reader, jsonl_reader, valid_pairs
 from dist_transformer.data.sources.text import Texts, normalized, tag_prefix, tagged
 from dist_transformer.errors import DataError
 from dist_transformer.plugins import ReadPairs, call, find
@@ -171,7 +171,7 @@ def _readers(corpus: CorpusConfig, data: DataConfig) -> Iterator[Reader]:
     if corpus.demo:
         yield _reader_of(demo_pairs(corpus.demo))
     elif corpus.plugin:
-        yield _plugin_reader(corpus.plugin)
+        yield _plugin_reader(corpus.plugin, drop)
     elif corpus.hub:
         name = corpus_name(corpus, data)
         groups = iter([TableGroup(None, lambda: _hub_tables(corpus, name))])
@@ -200,7 +200,7 @@ def _taken_scores(name: str, chain: ReaderChain, first_row: int, count: int) -> 
     return np.array(values)
 
 
-def _plugin_reader(given: str) -> PairReader[tuple[str, str]]:
+def _plugin_reader(given: str, drop: bool) -> PairReader[tuple[str, str]]:
     plugin = find("data", given)
     read: ReadPairs = plugin.load()
     pairs, ended = call(plugin, lambda: iter(read())), ("", "")
@@ -215,14 +215,11 @@ def _plugin_reader(given: str) -> PairReader[tuple[str, str]]:
                 )
             yield pair
 
-    return _reader_of(checked())
+    return _reader_of(checked(), None if drop else f"{given}: pair ")
 
 
-def _reader_of(items: Iterator[tuple[str, str]]) -> PairReader[tuple[str, str]]:
-    def parse(first: int, pairs: list[tuple[str, str]]) -> Pairs:
-        return Pairs([source for source, _ in pairs], [target for _, target in pairs], set())
-
-    return PairReader(items, parse)
+def _reader_of(items: Iterator[tuple[str, str]], refused_at: str | None = None) -> PairReader[tuple[str, str]]:
+    return PairReader(items, lambda first, pairs: valid_pairs(pairs, refused_at, first))
 
 
 def _table_reader(file: str, corpus: CorpusConfig, data: DataConfig) -> Reader:
@@ -247,11 +244,14 @@ def _column_chooser(corpus: CorpusConfig, data: DataConfig) -> Callable[[list[st
     def choose(existing: list[str], name: str) -> ColumnNames:
         for pair in candidates:
             if all(column in existing for column in pair):
+                if twice := [column for column in pair if existing.count(column) > 1]:
+                    raise DataError(f"{name}: {existing.count(twice[0])} columns are named {twice[0]!r}; rename them.")
                 return pair
         missing = [column for column in wanted if column not in existing]
+        example = ", ".join(existing[:1] + existing[-1:]) or "source, target"
         raise DataError(
-            f"{name}: no column {' and no column '.join(map(repr, missing))}; there are {', '.join(existing)}. "
-            f"Name the source and the target column in `columns`, e.g. columns: [{existing[0]}, {existing[-1]}]."
+            f"{name}: no column {' and no column '.join(map(repr, missing))}; there are {', '.join(existing) or 'none'}. "
+            f"Name the source and the target column in `columns`, e.g. columns: [{example}]."
         )
 
     return choose

@@ -8,13 +8,14 @@ import csv
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from dist_transformer.data.sources.lines import encoding_error, read_complete_lines, read_lines
 from dist_transformer.data.sources.readers import PairReader, Pairs
 from dist_transformer.errors import DataError
 
+MOST_CHARACTERS_OF_A_CELL = 1 << 26
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 ColumnNames = tuple[str, str]
 ChooseColumns = Callable[[list[str], str], ColumnNames]
@@ -31,7 +32,8 @@ def csv_reader(file: str, choose: ChooseColumns, drop: bool) -> PairReader[list[
     positions = [header.index(column) for column in choose(header, file)] if header else [0, 0]
 
     def parse(first: int, batch: list[list[str]]) -> Pairs:
-        return _valid(*([row[at] if at < len(row) else None for row in batch] for at in positions))
+        sides = ([row[at] if at < len(row) else None for row in batch] for at in positions)
+        return valid_pairs([*zip(*sides, strict=True)])
 
     return PairReader(rows, parse)
 
@@ -59,26 +61,21 @@ def jsonl_reader(file: str, choose: ChooseColumns, drop: bool) -> PairReader[byt
 
     def parse(first: int, batch: list[bytes]) -> Pairs:
         rows = [parse_line(number, line) for number, line in enumerate(batch, start=first + 1)]
-        pairs = _valid([source for source, _ in rows], [target for _, target in rows])
-        if pairs.bad_encoding and not drop:
-            number = first + 1 + min(pairs.bad_encoding)
-            raise DataError(
-                f"{file}:{number}: not valid Unicode: half of a surrogate pair (\\ud800 to \\udfff). Fix the line, or "
-                f"set data.filters.bad_encoding to drop."
-            )
-        return pairs
+        return valid_pairs(rows, None if drop else f"{file}:", first)
 
     return PairReader(itertools.chain(head, lines), parse)
 
 
 def _csv_rows(file: str, drop: bool) -> Iterator[list[str]]:
+    csv.field_size_limit(MOST_CHARACTERS_OF_A_CELL)
     rows = csv.reader(_text_lines(file, drop), strict=True)
     try:
         yield from rows
     except csv.Error as error:
         raise DataError(
             f"{file}:{rows.line_num}: cannot be read as csv: {error}. A cell with a comma, a quote or a line end in it "
-            f"must stand in double quotes, and its quotes be doubled; in a .tsv quotes are plain text."
+            f"must stand in double quotes, and its quotes be doubled; one above {MOST_CHARACTERS_OF_A_CELL:,} characters mostly "
+            "lacks its closing quote; in a .tsv quotes are plain text."
         ) from error
 
 
@@ -91,15 +88,23 @@ def _text_lines(file: str, drop: bool) -> Iterator[str]:
             raise encoding_error(file, number, line) from None
 
 
-def _valid(source: list[str | None], target: list[str | None]) -> Pairs:
-    """Returns the pairs, with U+FFFD for each lone surrogate: pairs that have one count as badly encoded."""
-    bad = set()
-    for side in (source, target):
+def valid_pairs(pairs: Sequence[tuple[Any, ...]], refused_at: str | None = None, first: int = 0) -> Pairs:
+    """Returns the pairs, with U+FFFD for each lone surrogate: pairs that have one count as badly encoded.
+
+    DataError for one where `refused_at`, the place that its number follows, is given; `first`: pairs before these.
+    """
+    bad, sides = set(), ([source for source, _ in pairs], [target for _, target in pairs])
+    for side in sides:
         for position, text in enumerate(side):
             if text is not None and not text.isascii() and LONE_SURROGATE.search(text):
                 bad.add(position)
                 side[position] = LONE_SURROGATE.sub("\ufffd", text)
-    return Pairs(source, target, bad)
+    if bad and refused_at is not None:
+        raise DataError(
+            f"{refused_at}{first + 1 + min(bad)}: not valid Unicode: half of a surrogate pair (\\ud800 to \\udfff). Mend it, "
+            "or set data.filters.bad_encoding to drop."
+        )
+    return Pairs(*sides, bad)
 
 
 def _json_object(file: str, number: int, line: bytes, drop: bool) -> dict[str, Any]:
@@ -107,8 +112,9 @@ def _json_object(file: str, number: int, line: bytes, drop: bool) -> dict[str, A
         row = json.loads(line.decode("utf-8", errors="surrogateescape" if drop else "strict")) if line.strip() else {}
     except UnicodeDecodeError:
         raise encoding_error(file, number, line) from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        problem = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "too deep"
+    except (ValueError, RecursionError) as error:
+        problem = "too deep" if isinstance(error, RecursionError) else "a number of over 4,300 digits"
+        problem = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else problem
         raise DataError(f"{file}:{number}: cannot be read as JSON: {problem}. Each line must be one object.") from error
     if not isinstance(row, dict):
         raise DataError(f"{file}:{number}: expected a JSON object, {{...}}, in each line; got {_kind(row)}.")

@@ -11,6 +11,7 @@ import pytest
 import zstandard
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
+from dist_transformer.data.sources import tables
 from dist_transformer.data.sources.corpus import RawBatch, parquet_index, read_corpus, scan_corpus
 from dist_transformer.data.sources.files import corpus_fingerprint
 from dist_transformer.errors import DataError
@@ -121,6 +122,24 @@ def test_a_column_beyond_a_tsv_is_named_beside_those_that_exist(tmp_path: Path):
         read(tmp_path, CorpusConfig(path="t.tsv"))
 
 
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_columns_of_one_name_are_refused(tmp_path: Path, kind: str):
+    table = pa.Table.from_arrays([pa.array(["one"])] * 3, names=["en", "de", "en"])
+    if kind == "parquet":
+        pq.write_table(table, tmp_path / "t.parquet")
+    else:
+        with pa.ipc.new_file(tmp_path / "t.arrow", table.schema) as file:
+            file.write_table(table)
+    with pytest.raises(DataError, match=rf"t\.{kind}: 2 columns are named 'en'; rename them"):
+        read(tmp_path, CorpusConfig(path=f"t.{kind}"))
+
+
+def test_a_table_without_columns_is_refused(tmp_path: Path):
+    pq.write_table(pa.table({}), tmp_path / "t.parquet")
+    with pytest.raises(DataError, match=r"there are none\. .*e\.g\. columns: \[source, target\]"):
+        read(tmp_path, CorpusConfig(path="t.parquet"))
+
+
 def test_a_column_without_text_is_refused(tmp_path: Path):
     pq.write_table(pa.table({"en": [1, 2], "de": ["eins", "zwei"]}), tmp_path / "t.parquet")
     with pytest.raises(DataError, match=r"t\.parquet: column 'en' holds int64, expected text"):
@@ -165,6 +184,7 @@ def test_a_damaged_table_is_named(tmp_path: Path, name: str, content: bytes):
         ("t.jsonl", GOOD_JSON + b"[1]\n", r"t\.jsonl:2: expected a JSON object, \{\.\.\.\}, in each line; got a list"),
         ("t.jsonl", GOOD_JSON + b"1\n", r"t\.jsonl:2: expected a JSON object, .* got a number"),
         ("t.jsonl", GOOD_JSON + b"[" * 100_000, r"t\.jsonl:2: cannot be read as JSON: too deep"),
+        ("t.jsonl", b"{}\n" + GOOD_JSON, r"t\.jsonl: no column 'en' and no column 'de'; there are none\. Name"),
         ("t.jsonl", GOOD_JSON * 9 + b'{"en": 5, "de": "x"}', r"t\.jsonl:10: column 'en' holds a number, expected text"),
         ("t.jsonl", GOOD_JSON + b'{"en": "\\ud83d", "de": "x"}', r"t\.jsonl:2: not valid Unicode: half of a surrogate"),
         ("t.jsonl", b'{"en": "a"}', r"t\.jsonl: no column 'de'; there are en\. Name"),
@@ -177,6 +197,23 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, name: str, content: byte
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=expected):
         read(tmp_path, CorpusConfig(path=name))
+
+
+def test_a_number_of_too_many_digits_is_named(tmp_path: Path):
+    (tmp_path / "t.jsonl").write_bytes(b'{"en": ' + b"1" * 5000 + b"}")
+    with pytest.raises(
+        DataError, match=r"t\.jsonl:1: cannot be read as JSON: a number of over 4,300 digits\. Each line"
+    ):
+        read(tmp_path, CorpusConfig(path="t.jsonl"))
+
+
+def test_a_cell_above_the_limit_is_named_with_its_likely_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tables, "MOST_CHARACTERS_OF_A_CELL", 1000)
+    (tmp_path / "t.csv").write_text('en,de\none,"eins\n' + "two,zwei\n" * 200)
+    with pytest.raises(
+        DataError, match=r"field limit \(1000\)\. .*above 1,000 characters mostly lacks its closing quote"
+    ):
+        read(tmp_path, CorpusConfig(path="t.csv"))
 
 
 def test_half_a_surrogate_pair_is_marked_where_bad_encoding_is_to_be_dropped(tmp_path: Path):

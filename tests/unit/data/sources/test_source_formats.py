@@ -58,6 +58,12 @@ def test_the_header_of_a_csv_is_its_first_line_that_is_not_blank(tmp_path: Path)
     assert read_all(corpus, data_in(tmp_path, corpus)) == [("hello", "hallo")]
 
 
+def test_a_cell_of_a_csv_may_be_long(tmp_path: Path):
+    write_csv(tmp_path / "t.csv", [("a" * 200_000, "hallo")], "")
+    corpus = CorpusConfig(path="t.csv")
+    assert read_all(corpus, data_in(tmp_path, corpus)) == [("a" * 200_000, "hallo")]
+
+
 @pytest.mark.parametrize("write", [write_parquet, write_nested_parquet])
 def test_parquet_gives_the_rows_of_plain_text_flat_and_nested(
     tmp_path: Path, write: Callable[[Path, list[tuple[str, str]], str], None]
