@@ -218,12 +218,12 @@ def evaluate(
         settings: settings of the section `decoding` in place of the run's.
 
     Raises:
-        UserError: there is no model, or nothing to score.
+        UserError: there is no model, nothing to score, or only one of `source` and `references`.
     """
     from dist_transformer.cli.evaluate import scored
 
-    files = None if source is None else (Path(source), [*map(Path, references)])
-    return scored(Path(folder), split, files, **settings).scores
+    texts = None if source is None else Path(source), [*map(Path, references)]
+    return scored(Path(folder), split, *texts, **settings).scores
 
 
 @contextmanager

@@ -93,8 +93,6 @@ def evaluate_command(
     if (run is None) == (hypothesis is None):
         raise UserError("expected a run or model folder to translate with, or --hypothesis FILE: give one of them")
     if hypothesis is None:
-        if (source is None) != (not references):
-            raise UserError("--source and --reference belong together: give both, or neither")
         if language_pair:
             raise UserError(f"--language-pair {language_pair}: is of --hypothesis; a model knows its languages")
     else:
@@ -124,9 +122,10 @@ def evaluate_command(
         print(f"{hypothesis.name}: {len(read.sources)} lines, {len(pairs.references)} references each")
         _print_scores(_measured(read.sources, pairs, language_pair.rpartition("-")[2], tokenised, metric))
         return
-    files = None if source is None else (source, references or [])
-    settings = {"beam_size": beam, "length_penalty": length_penalty}
-    found = scored(run, split, files, tokenised, metric, plugin, modified or (), engine, output is None, **settings)
+    found = scored(
+        run, split, source, references or [], tokenised, metric, plugin, modified or (), engine, output is None,
+        beam_size=beam, length_penalty=length_penalty,
+    )  # fmt: skip
     scores = found.scores
     print(
         f"{found.name}: {scores['pairs']} pairs, beam {scores['beam_size']}, length penalty {scores['length_penalty']}"
@@ -167,7 +166,8 @@ class Scored:
 def scored(
     folder: Path,
     split: str,
-    files: tuple[Path, list[Path]] | None,
+    source: Path | None,
+    references: Sequence[Path],
     tokenised: Tokenised | None = None,
     metric: Plugin | None = None,
     plugin: str | None = None,
@@ -181,7 +181,7 @@ def scored(
     A run folder keeps scores, translations and references in evaluation/.
 
     Args:
-        files: source and references; a model folder needs them.
+        source, references: files in place of the corpus, both or neither; a model folder needs them.
         metric: a further measure, of the user's own.
         plugin: code of the model, see `load_model_folder`.
         modified: modifiers; each is applied to every line of the corpus, which is scored once more.
@@ -191,6 +191,10 @@ def scored(
     Raises:
         UserError: there is no model, or nothing to score.
     """
+    if (source is None) != (not references):
+        raise UserError("--source and --reference belong together: give both, or neither")
+    if settings.get("n_best", 1) != 1:
+        raise UserError(f"n_best: got {settings['n_best']}, but one translation of each line is scored; leave it out")
     from dist_transformer.data.sources.corpus import read_pairs
     from dist_transformer.data.sources.text import tag_prefix
     from dist_transformer.decoding.engines import folders_of, open_search
@@ -203,9 +207,9 @@ def scored(
     [model] = folders_of(engine, [folder])
     information = load_exported(model).information if is_exported(model) else read_config(model)[1]
     run = read_run(folder, None, check_files=False) if (folder / "config.yaml").is_file() else None
-    if files is not None:
-        pairs = _read_files(*files)
-        name, prefix = f"{files[0].name[:NAME_CHARACTERS]}-{_digest([str(pairs.digests())])[:8]}", ""
+    if source is not None:
+        pairs = _read_files(source, references)
+        name, prefix = f"{source.name[:NAME_CHARACTERS]}-{_digest([str(pairs.digests())])[:8]}", ""
     elif run is not None:
         corpus = _corpus_of(run[0].data, split, folder)
         sources, lines = read_pairs(corpus, run[0].data)
@@ -214,7 +218,7 @@ def scored(
         raise UserError(f"{folder} is not a run folder: nothing to score; give --source and --reference")
     if run is not None and keep:
         _check_writable(run[1], folder)
-    search = search_settings(folder, n_best=1, **settings)
+    search = search_settings(folder, **{**settings, "n_best": 1})
     opened, total, found = open_search(engine, [model], search, plugin), len(pairs.sources), []
     texts = {name: pairs, **{f"{name}.{modifier}": _modified(pairs, modifier, prefix) for modifier in modified}}
     with progress_bar() as show:

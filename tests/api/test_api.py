@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from api_page import PAGE, PROGRAM, page
@@ -65,3 +66,16 @@ def test_a_rank_that_fails_and_a_folder_without_a_run_are_exceptions(
     monkeypatch.setattr("dist_transformer.processes.launching.start_local_ranks", lambda *_, **__: 70)
     with pytest.raises(MachineError, match="training ended with exit code 70"):
         dist_transformer.train(small_corpus / "small.yaml")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"source": "s.en"}, "--source and --reference belong together"),
+        ({"references": ["ref.de"]}, "--source and --reference belong together"),
+        ({"n_best": 2}, "n_best: got 2, but one translation of each line is scored"),
+    ],
+)
+def test_what_evaluate_cannot_score_is_refused_before_anything_is_read(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(dist_transformer.UserError, match=message):
+        dist_transformer.evaluate("a folder", **given)
