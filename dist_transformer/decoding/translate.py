@@ -227,14 +227,10 @@ def _search(searcher: Searcher, tokenizer: Tokenizer, batch: Sequence[_Part]) ->
     """Yields the translations of each part, the best first."""
     for hypotheses in searcher.search([part.input for part in batch]):
         yield [
-            Translation(_text(tokenizer, found.tokens), found.tokens, found.score, found.log_probability)
-            for found in hypotheses
+            # A vocabulary of bytes can produce a line break.
+            Translation(tokenizer.decode_target(h.tokens).replace("\n", " "), h.tokens, h.score, h.log_probability)
+            for h in hypotheses
         ]
-
-
-def _text(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Text on one line, because a vocabulary of bytes can produce a line break."""
-    return tokenizer.decode_target(tokens).replace("\n", " ")
 
 
 def _of_line(parts: Sequence[list[Translation]]) -> list[Translation]:

@@ -32,7 +32,9 @@ def start_tracker(run: Run, origin: dict[str, str]) -> Tracker:
     tracker = Tracker(run.run_dir, config.tracking, config.run.name, Path(config.run.root), run.run_id)
     config = with_absolute_paths(config, prepared)  # the same whether the YAML file or the run folder was given
     tags = {**_tags(config, run.ranks, manifest), **origin}
-    tracker.start(_parameters(config), tags, to_yaml(config), _datasets(config, prepared, manifest))
+    settings = flatten(config.model_dump(mode="json"))
+    parameters = {key: str(value) for key, value in settings.items() if value is not None}
+    tracker.start(parameters, tags, to_yaml(config), _datasets(config, prepared, manifest))
     return tracker
 
 
@@ -94,9 +96,3 @@ def _digest(corpus: CorpusConfig, data: DataConfig) -> str:
         except (DataError, MachineError) as error:
             log.warning("tracking   %s", error)
     return json_digest(corpus.model_dump(mode="json"))
-
-
-def _parameters(config: Config) -> dict[str, str]:
-    """Settings by their keys, without those that have no value."""
-    given = flatten(config.model_dump(mode="json"))
-    return {key: str(value) for key, value in given.items() if value is not None}

@@ -28,7 +28,7 @@ def token_table(
     row_ids: NDArray[np.int64], source: list[list[int]], target: list[list[int]], vocabularies: tuple[int, int]
 ) -> pa.Table:
     """Returns the columns of a shard; ids take two bytes where the vocabulary allows it."""
-    types = [_token_type(vocabulary) for vocabulary in vocabularies]
+    types = [pa.list_(pa.uint16() if size <= LARGEST_UINT16_VOCABULARY else pa.uint32()) for size in vocabularies]
     ids = {"source": pa.array(source, types[0]), "target": pa.array(target, types[1])}
     return pa.table({"row_id": pa.array(row_ids, pa.int64()), **ids})
 
@@ -106,7 +106,3 @@ def _read_range(path: Path, low: int, high: int) -> pa.Table:
         table = file.read_row_groups(groups)
     keys = table.column(key_column)
     return table.filter(pc.and_(pc.greater_equal(keys, low), pc.less(keys, high)))
-
-
-def _token_type(vocabulary: int) -> pa.DataType:
-    return pa.list_(pa.uint16() if vocabulary <= LARGEST_UINT16_VOCABULARY else pa.uint32())
