@@ -38,9 +38,12 @@ def cross_problems(sections: dict[str, Any]) -> list[str]:
     return problems
 
 
-def file_problems(data: DataConfig | None, tokenizer: TokenizerConfig | None) -> list[str]:
-    """Returns a problem for each missing local file of the corpora and the tokenizer."""
-    return [*(corpus_file_problems(data) if data else ()), *(_model_file_problems(tokenizer) if tokenizer else ())]
+def file_problems(
+    data: DataConfig | None, tokenizer: TokenizerConfig | None, is_made: Callable[[str], bool] = lambda _: False
+) -> list[str]:
+    """Returns a problem for each missing local file of the corpora and the tokenizer that nothing makes (`is_made`)."""
+    of_data = corpus_file_problems(data, is_made) if data else ()
+    return [*of_data, *(_model_file_problems(tokenizer, is_made) if tokenizer else ())]
 
 
 def run_name_problems(name: str) -> Iterator[str]:
@@ -57,10 +60,10 @@ def run_name_problems(name: str) -> Iterator[str]:
         )
 
 
-def _model_file_problems(tokenizer: TokenizerConfig) -> Iterator[str]:
+def _model_file_problems(tokenizer: TokenizerConfig, is_made: Callable[[str], bool]) -> Iterator[str]:
     for key in ("source_model", "target_model"):
         given = getattr(tokenizer, key)
-        if given is not None and not os.path.isfile(given):
+        if given is not None and not os.path.isfile(given) and not is_made(given):
             yield f"tokenizer.{key}: no such file: {os.path.abspath(given)}; expected a sentencepiece model (.model)"
 
 

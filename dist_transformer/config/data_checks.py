@@ -1,7 +1,7 @@
 """Checks between the settings of the data, and of the existence of the files that they name."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -105,8 +105,9 @@ def check_sampling(data: DataConfig, tokenizer: Any) -> Iterator[str]:
             yield f"data.modifiers.{name}: {share} {needs} remove it"
 
 
-def corpus_file_problems(data: DataConfig) -> Iterator[str]:
-    """Yields a problem for each missing local file and each pattern without one. Addresses are checked when read."""
+def corpus_file_problems(data: DataConfig, is_made: Callable[[str], bool]) -> Iterator[str]:
+    """Yields a problem for each missing local file, unless it will be made, and each pattern without one. Addresses are
+    checked when read."""
     for path, corpus in _corpora(data):
         found = {}
         for key in ("source", "target", "path"):
@@ -114,7 +115,7 @@ def corpus_file_problems(data: DataConfig) -> Iterator[str]:
             if not name or is_address(where := located(data.root, name)):
                 continue
             found[key] = len(local_files(data.root, name))
-            if not found[key]:
+            if not found[key] and not is_made(where):
                 problem = "no file fits" if is_pattern(name) else "no such file:"
                 yield f"{path}.{key}: {problem} {where} (data.root is {data.root!r})"
         if found.get("source") and found.get("target") and found["source"] != found["target"]:

@@ -9,6 +9,7 @@ A file or a model is a path, or an output of another node: {node: NAME}, {node: 
 """
 
 import difflib
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -113,6 +114,11 @@ class Pipeline:
     def folder(self, name: str) -> Path:
         """The folder of a node; of `train` it is the run folder."""
         return self.root / name
+
+    def is_made(self, place: str | Path) -> bool:
+        """True if a path lies in the folder of a node, and so is made by it; others below `root` are the user's."""
+        path = Path(os.path.abspath(place))
+        return any(path.is_relative_to(os.path.abspath(self.folder(name))) for name in self.nodes)
 
     def located(self, place: str) -> Path:
         """The absolute path of a file or model."""

@@ -78,8 +78,7 @@ def configuration(pipeline: Pipeline, name: str) -> Config:
     for layer in (Marked(data), pipeline.section("set"), pipeline.section("nodes", name, "set"), Marked(fixed)):
         marked = merge(marked, layer)
     config = config_of(marked, check_files=False)
-    missing = [problem for problem in file_problems(config.data, config.tokenizer) if str(root) not in problem]
-    if missing:
+    if missing := file_problems(config.data, config.tokenizer, pipeline.is_made):
         raise ConfigError([f"{marked.place_of(problem)}: {problem}" for problem in missing])
     return config
 
@@ -147,13 +146,13 @@ def _what_goes_in(pipeline: Pipeline, name: str) -> tuple[Any, dict[str, Path]]:
     else:
         listed = [(key, each if isinstance(each, tuple) else (each,)) for key, each in values.items() if key in PLACES]
         given = [(key, each, pipeline.located(each)) for key, places in listed for each in places]
-        missing = [(key, path) for key, _, path in given if not path.exists() and pipeline.root not in path.parents]
+        missing = [(key, path) for key, _, path in given if not path.exists() and not pipeline.is_made(path)]
         if missing:
             where = [(pipeline.marked.place(("nodes", name, key)), key, path) for key, path in missing]
             raise ConfigError([f"{place}: nodes.{name}.{key}: no such file: {path}" for place, key, path in where])
-        made = (path.parent for _, _, path in given if path.name == LEXICON)
-        runs = [folder.name for folder in made if folder.parent == pipeline.root]
-        if without := [run for run in runs if not configuration(pipeline, run).training.guided_alignment]:
+        runs = [run for run, node in pipeline.nodes.items() if node.kind == "train"]
+        lexicons = [run for run in runs if pipeline.folder(run) / LEXICON in (path for _, _, path in given)]
+        if without := [run for run in lexicons if not configuration(pipeline, run).training.guided_alignment]:
             place = f"{pipeline.marked.place(('nodes', name, 'shortlist'))}: nodes.{name}.shortlist"
             raise ConfigError([f"{place}: {without[0]} makes no lexicon; set training.guided_alignment there, as 0.1"])
         named = {str(Path(each, file.relative_to(path))): file for _, each, path in given for file in _files_at(path)}
@@ -161,7 +160,9 @@ def _what_goes_in(pipeline: Pipeline, name: str) -> tuple[Any, dict[str, Path]]:
         if values.get("engine") == "ctranslate2" and values.get("max_tokens"):
             counted["max_tokens"] = values["max_tokens"]  # lines of a batch share CTranslate2's shortlist
         settings = [counted]
-    return settings, {file: path for file, path in named.items() if pipeline.root not in path.parents}
+    root, start = f"{pipeline.root}/", len(str(pipeline.root))  # which may be moved
+    files = {file[start:] if file.startswith(root) else file: path for file, path in named.items()}
+    return settings, {file: path for file, path in files.items() if not pipeline.is_made(path)}
 
 
 def _files_of(config: Config) -> Iterator[str]:

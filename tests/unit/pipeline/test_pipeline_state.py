@@ -255,6 +255,38 @@ def test_missing_files_and_wrong_settings_are_told_together_with_their_lines(fol
         assert problem.startswith((f"{folder}/pipeline.yaml:", "command line: nodes.teacher.set"))
 
 
+def test_files_below_the_root_that_no_node_makes_are_inputs(folder):
+    """The text, and older results that a node reads: the folders of nodes alone are what they make."""
+    text = folder / "root" / "text"
+    text.mkdir(parents=True)
+    for name in ("mono", "scores", "train.en", "train.de", "made"):
+        (folder / name).rename(text / name)
+    here = f"data_root={text}"
+    make_all(pipeline_in(folder, here, f"nodes.kept.source={text}/mono"))
+    (folder / "root").rename(folder / "moved")
+    text = folder / "moved" / "text"
+    moved = (f"root={folder}/moved", f"data_root={text}", f"nodes.kept.source={text}/mono")
+    assert due(pipeline_in(folder, *moved)) == {}
+    (text / "scores").write_text("2\n1\n")
+    assert due(pipeline_in(folder, *moved)) == {"kept": "changed: scores"}
+    (text / "train.de").write_text("2\n1\n")
+    assert due(pipeline_in(folder, *moved))["teacher"] == "changed: train.de"
+
+
+@pytest.mark.parametrize("place", ["root/text", "root.1", "root-text", "root/forward.1", "root/teacher/../text"])
+def test_missing_files_are_told_wherever_no_node_makes_them(place, folder):
+    given = [f"nodes.forward.input={folder}/{place}/a", f"set.tokenizer.source_model={folder}/{place}/c"]
+    with pytest.raises(ConfigError) as error:
+        states_of(pipeline_in(folder, *given, f"set.data.test.path={folder}/{place}/b"))
+    told = " ".join(problem for problem in error.value.problems if "no such file" in problem)
+    for key in ("nodes.forward.input", "data.test.path", "tokenizer.source_model"):
+        assert told.count(f" {key}: no such file: {folder}/") == 1, told
+    made = ("root/forward/text", "root/teacher/model/source.model", "root/text/../kept/source")
+    keys = {"data.test.path": made[0], "tokenizer.source_model": made[1], "training.init_from": "root/teacher"}
+    given = [f"set.{key}={folder}/{each}" for key, each in keys.items()]
+    assert states_of(pipeline_in(folder, *given, f"nodes.forward.input={folder}/{made[2]}"))
+
+
 def test_a_shortlist_of_a_run_that_makes_no_lexicon_is_told_before_anything_runs(folder):
     export = "nodes.int8={kind: export, model: {node: teacher}, shortlist: [{node: teacher, output: lexicon}]}"
     with pytest.raises(ConfigError) as error:
