@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -76,7 +77,10 @@ def run_command(
 def status_command(file: File, overrides: Overrides = None) -> None:
     """Show each node of a pipeline: whether it is done, since when, what it has given; changes nothing."""
     pipeline = read_pipeline(file, overrides)
-    rows = status_rows(pipeline, states_of(pipeline), _jobs_of(pipeline))
+    jobs: dict[str, str] = {}
+    with suppress(SlurmError):
+        jobs = _jobs_of(pipeline)
+    rows = status_rows(pipeline, states_of(pipeline), jobs)
     print(*table(COLUMNS, rows, is_markdown=True), sep="\n")
 
 
@@ -153,12 +157,9 @@ def _planned(pipeline: Pipeline, name: str, *, dry_run: bool = False) -> Submiss
 
 
 def _jobs_of(pipeline: Pipeline) -> dict[str, str]:
-    """What Slurm says of the jobs of nodes that are not over; nothing where there is no Slurm."""
+    """What Slurm says of the jobs of nodes that are not over; nothing where there is no Slurm. Raises SlurmError."""
     noted = {name: read_record(RunDir(pipeline.folder(name)).job) for name in pipeline.nodes}
     ids = {name: next(iter(job.get("stages", {}).values()), job.get("job_id", "")) for name, job in noted.items()}
-    try:
-        known = {} if sbatch_problems() else known_jobs([*filter(None, ids.values())])
-    except SlurmError:
-        return {}
+    known = {} if sbatch_problems() else known_jobs([*filter(None, ids.values())])
     jobs = {name: known[job_id] for name, job_id in ids.items() if job_id in known}
     return {name: f"job {ids[name]} {job.state.lower()}" for name, job in jobs.items() if not job.is_over}

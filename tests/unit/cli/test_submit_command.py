@@ -1,16 +1,20 @@
 """`dist-transformer submit` as a person calls it, with Slurm's commands replaced."""
 
 import shlex
+from functools import partial
 from pathlib import Path
 
 import pytest
 from cluster_helpers import FakeSlurm, small_snapshot
 from fake_slurm import job_line
 
+from dist_transformer.cli import pipeline as pipeline_module
 from dist_transformer.cli import submit as submit_module
+from dist_transformer.cli.pipeline import run_command, status_command, submit_pipeline
 from dist_transformer.cli.submission import memory_problems
 from dist_transformer.cli.submit import read_job_ids, read_stages, submit_run
 from dist_transformer.cluster import submit as cluster_submit
+from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.config.loading import load_config, with_absolute_paths
 from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.errors import ConfigError, UserError
@@ -21,6 +25,25 @@ from dist_transformer.run.folder import RunDir
 @pytest.fixture(autouse=True)
 def quick_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_submit, "take_snapshot", small_snapshot)
+
+
+PIPELINE = """
+root: {folder}/root
+data_root: {folder}
+set: {{data: {{train: {{demo: train}}}}, model: {{preset: tiny}}, tokenizer: {{vocabulary_size: 500}}}}
+nodes:
+  teacher: {{kind: train}}
+  forward: {{kind: translate, model: {{node: teacher}}, input: mono}}
+  kept: {{kind: filter, source: mono, target: {{node: forward}}, scores: scores}}
+"""
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    for name in ("mono", "scores"):
+        (tmp_path / name).write_text("1\n2\n")
+    (tmp_path / "pipeline.yaml").write_text(PIPELINE.format(folder=tmp_path))
+    return tmp_path / "pipeline.yaml"
 
 
 @pytest.fixture
@@ -216,3 +239,24 @@ def test_stages_of_a_pipeline_are_refused_and_a_run_is_asked_for(tmp_path: Path)
         submit_module.submit_command(pipeline=tmp_path / "any.yaml", stages="train,evaluate")
     with pytest.raises(UserError, match="expected a YAML file or a run folder"):
         submit_module.submit_command()
+
+
+def test_a_pipeline_is_neither_submitted_twice_nor_run_while_slurm_does_not_answer(
+    pipeline: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_slurm.program(
+        "squeue", "echo 'Unable to contact slurm controller' >&2; exit 1"
+    )  # no node has a job: not asked
+    submit_pipeline(pipeline, [], (), dry_run=False)
+    before = sorted(pipeline.parent.rglob("*"))
+    monkeypatch.setattr(pipeline_module, "run_due", lambda *_: 75)
+    for begin in (partial(submit_pipeline, after=(), dry_run=False), run_command):
+        for given in ([], ["nodes.forward.beam=5"]):  # with which it begins anew
+            with pytest.raises(SlurmError, match="squeue refused: Unable to contact slurm controller"):
+                begin(pipeline, given)
+    assert (sorted(pipeline.parent.rglob("*")), len(fake_slurm.calls)) == (before, 3)
+    status_command(pipeline)
+    assert "| translate | stopped |" in capsys.readouterr().out
+    monkeypatch.setenv("PATH", "")  # as on a machine without Slurm
+    with pytest.raises(SystemExit, match="75"):
+        run_command(pipeline)
