@@ -26,7 +26,6 @@ from dist_transformer.config.yaml12 import dump
 from dist_transformer.config.yaml_positions import merge
 from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.errors import ConfigError, UserError
-from dist_transformer.files import write_text
 from dist_transformer.format import table
 from dist_transformer.pipeline.results import COLUMNS, report, status_rows
 from dist_transformer.pipeline.run import SETTINGS, begin, locked, run_as_job, run_due, set_aside, words_of
@@ -42,8 +41,8 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(help="Keys over those of the file: root=runs/other nodes.teacher.set.training.max_steps=100"),
 ]
-SUBMITTED = "pipeline.yaml"
-"""The file as it was submitted, in the folder of the pipeline: jobs read it, so later edits change none of them."""
+SUBMITTED = "slurm/pipeline.yaml"
+"""The file as it was submitted, in the folder of a node, whose job reads it. (Earlier jobs read ROOT/pipeline.yaml.)"""
 
 
 @app.command("run")
@@ -113,12 +112,6 @@ def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *,
             raise ConfigError(problems, "cannot submit:")
         set_aside(pipeline, states)
         planned = {name: _planned(pipeline, name) for name in due}
-        places = {"root": str(pipeline.root), "data_root": str(pipeline.located("."))}
-        values = json.loads(json.dumps({**pipeline.marked.values, **places}))  # plain types
-        for node in values["nodes"].values():
-            if node.get("config"):
-                node["config"] = str((pipeline.path.parent / node["config"]).absolute())
-        write_text(pipeline.root / SUBMITTED, dump(values))
         ids: dict[str, str] = {}
         for name, submission in planned.items():
             begin(pipeline, name, states[name], "submitted")
@@ -145,15 +138,27 @@ def _planned(pipeline: Pipeline, name: str, *, dry_run: bool = False) -> Submiss
     if problems:
         raise ConfigError(problems)
     slurm = fill_from_profile(Config(data=DataConfig(), slurm=slurm)).slurm
-    words = ["pipeline", "run", str(pipeline.root / SUBMITTED), "--node", name]
+    copy, files = run_dir.path / SUBMITTED, dict[Path, str]()
     if node.kind == "translate":
         words = words_of(pipeline, name)[1:]
     elif node.kind == "prepare":
         words = [str(run_dir.path / SETTINGS)]
+    else:
+        words, files = ["pipeline", "run", str(copy), "--node", name], {copy: _as_submitted(pipeline)}
     job = job_of(node.kind, slurm, run_dir, arguments=words)
     folders = [pipeline.root, pipeline.located(".")]
     script = render_script(script_name(node.kind), slurm, run_dir.snapshot, folders)
-    return Submission(run_dir, {job.script: script}, (job,), ())
+    return Submission(run_dir, {**files, job.script: script}, (job,), ())
+
+
+def _as_submitted(pipeline: Pipeline) -> str:
+    """The file with absolute paths, which a job reads wherever it lies."""
+    places = {"root": str(pipeline.root), "data_root": str(pipeline.located("."))}
+    values = json.loads(json.dumps({**pipeline.marked.values, **places}))  # plain types
+    for node in values["nodes"].values():
+        if node.get("config"):
+            node["config"] = str((pipeline.path.parent / node["config"]).absolute())
+    return dump(values)
 
 
 def _jobs_of(pipeline: Pipeline) -> dict[str, str]:

@@ -19,6 +19,8 @@ from dist_transformer.config.loading import load_config, with_absolute_paths
 from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.errors import ConfigError, UserError
 from dist_transformer.files import read_json
+from dist_transformer.pipeline.schema import read_pipeline
+from dist_transformer.pipeline.state import states_of
 from dist_transformer.run.folder import RunDir
 
 
@@ -239,6 +241,22 @@ def test_stages_of_a_pipeline_are_refused_and_a_run_is_asked_for(tmp_path: Path)
         submit_module.submit_command(pipeline=tmp_path / "any.yaml", stages="train,evaluate")
     with pytest.raises(UserError, match="expected a YAML file or a run folder"):
         submit_module.submit_command()
+
+
+def test_a_pipeline_that_lies_in_its_own_folder_stays_as_its_user_wrote_it(
+    pipeline: Path, fake_slurm: FakeSlurm
+) -> None:
+    file = pipeline.parent / "root" / "pipeline.yaml"
+    file.parent.mkdir()
+    text = pipeline.rename(file).read_text()
+    submit_pipeline(file, ["nodes.kept.drop=0.2"], ("9",), dry_run=False)
+    assert file.read_text() == text
+    command, run, copy, *rest = fake_slurm.calls[2][-5:]
+    assert (command, run, rest, read_pipeline(Path(copy)).nodes["kept"].values["drop"]) == (
+        *("pipeline", "run", ["--node", "kept"]),
+        0.2,
+    )
+    assert {state.state for state in states_of(read_pipeline(file, ["nodes.kept.drop=0.2"])).values()} == {"begun"}
 
 
 def test_a_pipeline_is_neither_submitted_twice_nor_run_while_slurm_does_not_answer(
