@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from dist_transformer.cli.submission import memory_problems, num_parameters_of, show_plan
-from dist_transformer.cluster.checks import sbatch_problems
+from dist_transformer.cluster.checks import name_problems, sbatch_problems, slurm_problems
 from dist_transformer.cluster.jobs import job_of, script_name
 from dist_transformer.cluster.profiles import fill_from_profile
 from dist_transformer.cluster.queue import known_jobs
@@ -98,11 +98,13 @@ def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *,
     pipeline = read_pipeline(file, overrides)
     states = states_of(pipeline)
     due = [name for name, state in states.items() if state.is_due]
+    anew = [name for name in due if states[name].restarts]
     if dry_run:
-        for name in (name for name in due if not (states[name].restarts and pipeline.folder(name).exists())):
+        anew = [name for name in anew if pipeline.folder(name).exists()]
+        for name, submission in _planned(pipeline, due, anew, dry_run=True).items():
             waits = tuple(other.upper() for other in pipeline.nodes[name].reads if other in due) or after
-            submission = replace(_planned(pipeline, name, dry_run=True), after=waits)
-            show_plan(submission.commands, submission.files)
+            print(f"# {name} begins anew: its folder is kept under another name\n" if name in anew else "", end="")
+            show_plan(replace(submission, after=waits).commands, submission.files)
         return
     with locked(pipeline.root):
         if problems := [
@@ -110,8 +112,9 @@ def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *,
             *(f"{name}: {job} works on it" for name, job in _jobs_of(pipeline).items()),
         ]:
             raise ConfigError(problems, "cannot submit:")
+        planned = _planned(pipeline, due, anew)  # before a folder is renamed
         set_aside(pipeline, states)
-        planned = {name: _planned(pipeline, name) for name in due}
+        planned |= _planned(pipeline, anew, [])
         ids: dict[str, str] = {}
         for name, submission in planned.items():
             begin(pipeline, name, states[name], "submitted")
@@ -125,30 +128,46 @@ def submit_pipeline(file: Path, overrides: list[str], after: tuple[str, ...], *,
     print(f"{len(ids)} jobs for {len(states)} nodes; watch: dist-transformer pipeline status {shlex.quote(str(file))}")
 
 
-def _planned(pipeline: Pipeline, name: str, *, dry_run: bool = False) -> Submission:
+def _planned(pipeline: Pipeline, names: list[str], anew: list[str], *, dry_run: bool = False) -> dict[str, Submission]:
+    """The jobs of nodes; what is in the folders of those `anew` does not count. Raises ConfigError: all problems."""
+    found, problems = dict[str, Submission](), list[str]()
+    for name in names:
+        try:
+            found[name] = _job_of(pipeline, name, is_anew=name in anew, dry_run=dry_run)
+        except ConfigError as error:
+            problems += [f"node {name}: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems, "cannot submit:")
+    return found
+
+
+def _job_of(pipeline: Pipeline, name: str, *, is_anew: bool, dry_run: bool) -> Submission:
     """The job of a node: of `train` an ordinary job of a run. Raises ConfigError: all problems of the node."""
     node, run_dir = pipeline.nodes[name], RunDir(pipeline.folder(name))
     if node.kind == "train":
         config = fill_from_profile(configuration(pipeline, name))
-        problems = [*memory_problems(config), *(() if node.reads else first_pairs_problems(config))]
+        problems = [] if is_anew else [*memory_problems(config), *(() if node.reads else first_pairs_problems(config))]
         text, size = to_yaml(with_absolute_paths(config, None)), num_parameters_of(config)
-        return plan_submission(config, text, run_dir, size, after=node.reads, problems=problems, dry_run=dry_run)
-    given = merge(pipeline.section("set", "slurm"), pipeline.section("nodes", name, "slurm"))
-    slurm, problems = checked(given, (), SlurmConfig, given.values)
+        return plan_submission(
+            config, text, run_dir, size, after=node.reads, problems=problems, dry_run=dry_run, is_anew=is_anew
+        )
+    given = merge(pipeline.section("set"), pipeline.section("nodes", name))
+    slurm, problems = checked(given, ("slurm",), SlurmConfig, given.values.get("slurm", {}))
+    folders = [pipeline.root, pipeline.located(".")]
+    if not problems:
+        slurm = fill_from_profile(Config(data=DataConfig(), slurm=slurm)).slurm
+        problems = [*name_problems(run_dir), *slurm_problems(slurm, folders)]
     if problems:
         raise ConfigError(problems)
-    slurm = fill_from_profile(Config(data=DataConfig(), slurm=slurm)).slurm
-    copy, files = run_dir.path / SUBMITTED, dict[Path, str]()
+    copy = run_dir.path / SUBMITTED
+    words = ["pipeline", "run", str(copy), "--node", name]
     if node.kind == "translate":
         words = words_of(pipeline, name)[1:]
     elif node.kind == "prepare":
         words = [str(run_dir.path / SETTINGS)]
-    else:
-        words, files = ["pipeline", "run", str(copy), "--node", name], {copy: _as_submitted(pipeline)}
     job = job_of(node.kind, slurm, run_dir, arguments=words)
-    folders = [pipeline.root, pipeline.located(".")]
     script = render_script(script_name(node.kind), slurm, run_dir.snapshot, folders)
-    return Submission(run_dir, {**files, job.script: script}, (job,), ())
+    return Submission(run_dir, {copy: _as_submitted(pipeline), job.script: script}, (job,), ())
 
 
 def _as_submitted(pipeline: Pipeline) -> str:

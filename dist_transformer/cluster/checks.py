@@ -53,14 +53,16 @@ _SET_BY_THE_JOB = re.compile(r"(SLURM_|SRUN_|SBATCH_|MASTER_).*|(LOCAL_)?(RANK|W
 
 
 def submission_problems(
-    config: Config, run_dir: RunDir, num_parameters: int, *, is_after_others: bool = False
+    config: Config, run_dir: RunDir, num_parameters: int, *, is_after_others: bool = False, is_anew: bool = False
 ) -> list[str]:
     """All problems that can be found without asking Slurm. Nothing is created.
 
-    `is_after_others`: jobs that run first may still create missing files.
+    `is_after_others`: jobs that run first may still create missing files. `is_anew`: what is on disk does not count.
     """
+    if is_anew:
+        return [*name_problems(run_dir), *job_problems(config, run_dir)]
     return [
-        *_name_problems(run_dir),
+        *name_problems(run_dir),
         *_folder_problems(run_dir, checkpoints_bytes(config, num_parameters)),
         *_data_problems(config, run_dir),
         *checkpoint_problems(config, run_dir),
@@ -72,11 +74,15 @@ def submission_problems(
 
 def job_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
     """Problems of the job that the configuration asks for, regardless of the files on disk."""
-    slurm = config.slurm
     yield from _rank_problems(config)
+    yield from slurm_problems(config.slurm, needed_folders(config, run_dir.path.parent))
+
+
+def slurm_problems(slurm: SlurmConfig, folders: list[Path]) -> Iterator[str]:
+    """Problems of the settings of any job, which needs these folders."""
     yield from time_problems(slurm)
     yield from _option_problems(slurm)
-    yield from _container_problems(slurm, needed_folders(config, run_dir.path.parent))
+    yield from _container_problems(slurm, folders)
     yield from _environment_problems(slurm)
 
 
@@ -150,7 +156,7 @@ def _live_process(run_dir: RunDir) -> Iterator[str]:
             yield f"process {owner.get('pid')} on {owner.get('host')} already works on it, {job}"
 
 
-def _name_problems(run_dir: RunDir) -> Iterator[str]:
+def name_problems(run_dir: RunDir) -> Iterator[str]:
     yield from run_name_problems(run_dir.name)
     try:
         check_run_folder(run_dir)

@@ -63,6 +63,7 @@ def plan_submission(
     after: Sequence[str] = (),
     problems: Sequence[str] = (),
     dry_run: bool = False,
+    is_anew: bool = False,
 ) -> Submission:
     """Checks everything and builds the jobs, without creating anything.
 
@@ -74,17 +75,19 @@ def plan_submission(
         after: ids of jobs that must succeed before the first stage begins.
         problems: problems found by the caller, reported together with the others.
         dry_run: for display only: works without Slurm, and while a job works on the run folder.
+        is_anew: what is in the run folder now will be set aside, and does not count.
 
     Raises:
         ConfigError: all problems together.
     """
-    found = [*problems, *submission_problems(config, run_dir, num_parameters, is_after_others=bool(after))]
-    found += stage_problems(config, run_dir, stages, after)
+    found = [*problems, *([] if is_anew else stage_problems(config, run_dir, stages, after))]
+    found += submission_problems(config, run_dir, num_parameters, is_after_others=bool(after), is_anew=is_anew)
     found += [] if dry_run else [*sbatch_problems(), *busy_problems(run_dir)]
     if found:
         raise ConfigError(found, "cannot submit:")
     run_dir = RunDir(run_dir.path.absolute())
-    jobs = tuple(job_of(stage, config.slurm, run_dir, list(excluded_nodes(run_dir))) for stage in stages)
+    excluded = [] if is_anew else [*excluded_nodes(run_dir)]
+    jobs = tuple(job_of(stage, config.slurm, run_dir, excluded) for stage in stages)
     folders = needed_folders(config, run_dir.path.parent)
     scripts = {
         job.script: render_script(script_name(job.stage), config.slurm, run_dir.snapshot, folders) for job in jobs

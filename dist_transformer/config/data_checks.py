@@ -106,8 +106,7 @@ def check_sampling(data: DataConfig, tokenizer: Any) -> Iterator[str]:
 
 
 def corpus_file_problems(data: DataConfig, is_made: Callable[[str], bool]) -> Iterator[str]:
-    """Yields a problem for each missing local file, unless it will be made, and each pattern without one. Addresses are
-    checked when read."""
+    """Yields a problem for each missing local file or pattern that nothing makes; addresses are checked when read."""
     for path, corpus in _corpora(data):
         found = {}
         for key in ("source", "target", "path"):

@@ -44,7 +44,7 @@ class PipelineKeys(Section):
 
     root: Str
     data_root: Str | None = None
-    set: dict[str, Any] = Field(default_factory=dict)
+    set: dict[str, dict[str, Any]] = Field(default_factory=dict)
     nodes: dict[str, dict[str, Any]] = Field(min_length=1)
 
 
@@ -71,7 +71,7 @@ def _kind(outputs: dict[str, str], made: str, required: str = "", **optional: An
 
 
 _ENGINE, _ONE, _TEXTS = Literal["torch", "ctranslate2"], (PositiveInt, 1), (tuple[Str, ...], ())
-_CONFIGURED: dict[str, Any] = {"config": Str, "set": (dict[str, Any], Field(default_factory=dict))}
+_CONFIGURED: dict[str, Any] = {"config": Str, "set": (dict[str, dict[str, Any]], Field(default_factory=dict))}
 _SEARCH: dict[str, Any] = {"engine": _ENGINE, "beam": PositiveInt, "length_penalty": Number}
 _SAMPLING: dict[str, Any] = {"sampling": Bool, "temperature": Number, "top_k": Int, "top_p": Number, "seed": Int}
 _LIMITS: dict[str, Any] = {"too_long": Literal["refuse", "split"], "max_source_tokens": Int, "max_tokens": Int}

@@ -18,7 +18,7 @@ from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.config.loading import load_config, with_absolute_paths
 from dist_transformer.data.sources.first_pairs import first_pairs_problems
 from dist_transformer.errors import ConfigError, UserError
-from dist_transformer.files import read_json
+from dist_transformer.files import read_json, write_json
 from dist_transformer.pipeline.schema import read_pipeline
 from dist_transformer.pipeline.state import states_of
 from dist_transformer.run.folder import RunDir
@@ -257,6 +257,63 @@ def test_a_pipeline_that_lies_in_its_own_folder_stays_as_its_user_wrote_it(
         0.2,
     )
     assert {state.state for state in states_of(read_pipeline(file, ["nodes.kept.drop=0.2"])).values()} == {"begun"}
+
+
+SLURM = {
+    "sbatch={output: x, array: 1-2, dependency: afterok:1, nodes: 2}": [
+        "sbatch.output",
+        "sbatch.array",
+        "use submit --after",
+    ],
+    "environment.MLFLOW_TRACKING_PASSWORD=secret": ["environment.MLFLOW_TRACKING_PASSWORD: looks like a secret"],
+    "environment.PYTHONPATH=x": ["environment.PYTHONPATH: is set by the batch script"],
+    "time_limit=2:00": ["time_limit: 2:00 is 120 s, but the job is signalled to save 180 s before its end"],
+    "container_mounts=[/x]": ["container_mounts: are given without slurm.container_image"],
+    "environment=[secret]": ["environment: expected `key: value` lines below it"],
+}
+
+
+@pytest.mark.parametrize("given", SLURM)
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_the_settings_of_every_job_of_a_pipeline_are_checked_before_anything_is_changed(
+    given: str, dry_run: bool, pipeline: Path, fake_slurm: FakeSlurm
+) -> None:
+    submit_pipeline(pipeline, [], (), dry_run=False)
+    before = sorted(pipeline.parent.rglob("*"))
+    anew = "nodes.forward.beam=5"
+    for node in ("forward", "kept"):
+        with pytest.raises(ConfigError) as caught:
+            submit_pipeline(pipeline, [anew, f"nodes.{node}.slurm.{given}"], (), dry_run=dry_run)
+        for words in SLURM[given]:
+            assert sum(words in problem for problem in caught.value.problems) == 1, caught.value.problems
+        assert all(problem.startswith(f"node {node}: ") for problem in caught.value.problems)
+        assert "secret'" not in str(caught.value)
+    assert (sorted(pipeline.parent.rglob("*")), len(fake_slurm.calls)) == (before, 3)
+
+
+def test_problems_of_all_nodes_are_told_at_once(pipeline: Path, fake_slurm: FakeSlurm) -> None:
+    with pytest.raises(ConfigError, match="cannot submit:") as caught:
+        submit_pipeline(pipeline, ["set.slurm.time_limit=2:00"], (), dry_run=True)
+    assert [problem.split(":")[0] for problem in caught.value.problems] == ["node teacher", "node forward", "node kept"]
+
+
+def test_a_dry_run_of_a_pipeline_shows_the_nodes_that_begin_anew(
+    pipeline: Path, fake_slurm: FakeSlurm, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit_pipeline(pipeline, [], (), dry_run=False)
+    write_json(pipeline.parent / "root" / "teacher" / "run.json", {"state": "finished", "step": 10**9})
+    before = sorted(pipeline.parent.rglob("*"))
+    for changed in ("set.training.max_steps=4000", "nodes.teacher.set.data.lanes=9"):
+        capsys.readouterr()
+        submit_pipeline(pipeline, [changed], ("9",), dry_run=True)
+        shown = capsys.readouterr().out
+        for name, waits in (("teacher", "9"), ("forward", "TEACHER"), ("kept", "FORWARD")):
+            assert f"# {name} begins anew: its folder is kept under another name" in shown
+            assert f"--dependency=afterok:{waits} " in shown
+            assert shown.count(f"/root/{name}/slurm/snapshot\n") == 1
+    assert sorted(pipeline.parent.rglob("*")) == before
+    submit_pipeline(pipeline, [changed], (), dry_run=False)
+    assert {path.name for path in (pipeline.parent / "root").glob("*.1")} == {"teacher.1", "forward.1", "kept.1"}
 
 
 def test_a_pipeline_is_neither_submitted_twice_nor_run_while_slurm_does_not_answer(

@@ -86,6 +86,14 @@ def test_a_circle_is_named(tmp_path):
     assert re.search(r":\d+: nodes read each other in a circle: (teacher <- forward|forward <- teacher)", problem)
 
 
+@pytest.mark.parametrize("given", ["set.slurm=", "set.slurm=3", "nodes.teacher.set.slurm="])
+def test_a_section_of_settings_is_a_mapping(given, tmp_path):
+    (tmp_path / "good.yaml").write_text(GOOD)
+    key, value = given.split("=")
+    with pytest.raises(ConfigError, match=f"{key}: expected `key: value` lines below it; got {value or 'null'}"):
+        read_pipeline(tmp_path / "good.yaml", [given])
+
+
 @pytest.mark.parametrize("name", ["prepared", "a.b", "-a", "lock", '"a/b"', '"."'])
 def test_a_name_that_is_no_folder_of_its_own_is_refused(name, tmp_path):
     [problem] = problems_of(tmp_path / "bad.yaml", f"root: x\nnodes:\n  {name}: {{kind: train}}\n")
