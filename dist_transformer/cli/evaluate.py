@@ -252,11 +252,7 @@ def _modified(pairs: Pairs, modifier: str, prefix: str) -> Pairs:
 
 
 def _read_files(first: Path, others: Sequence[Path]) -> Pairs:
-    """Reads the lines of a file, and of others with as many.
-
-    Raises:
-        DataError: one is missing or empty, is not UTF-8, or has more or fewer lines than the first.
-    """
+    """Reads the lines of a file, and of others with as many; DataError if one is missing, empty, not UTF-8, or has not."""
     from dist_transformer.data.sources.corpus import read_pairs
 
     corpora = [CorpusConfig(source=str(first.absolute()), target=str(other.absolute())) for other in others]

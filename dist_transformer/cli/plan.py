@@ -55,10 +55,8 @@ def plan_command(
     config, ranks_per_node = _configured(run, overrides, gpus_per_node)
     hardware = _measured_hardware(config, ranks_per_node, gpu, calibrate, tokens_per_second, all_reduce)
     rows = [plan_row(config, count, ranks_per_node, hardware) for count in counts]
-    if as_json:
-        print(json.dumps(as_values(config, gpu, ranks_per_node, hardware, rows), indent=2))
-    else:
-        print_plan(config, gpu, ranks_per_node, hardware, rows)
+    of_plan = (config, gpu, ranks_per_node, hardware, rows)
+    print(json.dumps(as_values(*of_plan), indent=2)) if as_json else print_plan(*of_plan)
 
 
 def simulate_command(
@@ -66,8 +64,7 @@ def simulate_command(
     overrides: Overrides = None,
     nodes: Annotated[str, typer.Option(help="Numbers of nodes.")] = "1,2,4,8,16,32,64,128,256,512,1024",
     node_hours_between_failures: Annotated[
-        float,
-        typer.Option(min=1e-3, help="Mean, of one node. 6300: 2048 nodes failed 419 times in 54 days (Llama 3)."),
+        float, typer.Option(min=1e-3, help="Mean, of one node. 6300: 2048 nodes failed 419 times in 54 days (Llama 3).")
     ] = 6300,
     detect_seconds: Annotated[
         float, typer.Option(min=0, help="Until a dead node that has the batch script is noticed. 300: Slurm's default.")
@@ -106,21 +103,13 @@ def simulate_command(
         raise UserError(problem)
     limit = seconds_of(config.slurm.time_limit) or math.inf
     site = Site(
-        node_hours_between_failures,
-        detect_seconds,
-        requeue_seconds,
-        restart_seconds,
-        save_seconds,
-        write_seconds,
-        lane_spread,
-        limit_seconds=min(limit - config.slurm.signal_seconds, 3600 * (config.training.max_hours or math.inf)),
-    )
+        node_hours_between_failures, detect_seconds, requeue_seconds, restart_seconds, save_seconds, write_seconds,
+        lane_spread, limit_seconds=min(limit - config.slurm.signal_seconds, 3600 * (config.training.max_hours or math.inf)),
+    )  # fmt: skip
     _must_be_finite(**{name: value for name, value in vars(site).items() if name != "limit_seconds"})
     rows = [scale_row(config, count, ranks_per_node, hardware, site) for count in counts]
-    if as_json:
-        print(json.dumps(as_values(config, gpu, ranks_per_node, hardware, site, rows), indent=2))
-    else:
-        print_simulation(config, gpu, ranks_per_node, hardware, site, rows)
+    of_simulation = (config, gpu, ranks_per_node, hardware, site, rows)
+    print(json.dumps(as_values(*of_simulation), indent=2)) if as_json else print_simulation(*of_simulation)
 
 
 def _configured(run: Path, overrides: list[str] | None, gpus_per_node: int | None) -> tuple[Config, int]:
@@ -140,11 +129,8 @@ def _measured_hardware(
     tokens_per_second: float | None,
     all_reduce_gb_per_second: float | None,
 ) -> Hardware:
-    """The table's row of `gpu`, with figures measured by a preflight or the user in its place.
-
-    Raises:
-        UserError: the table has no such kind, `calibrate` is no preflight report, or a figure is no number.
-    """
+    """The table's row of `gpu`, with figures measured by a preflight or the user in its place; UserError if the table has
+    no such kind, `calibrate` is no preflight report, or a figure is no number."""
     from dist_transformer.planning.step_time import with_given_rates
 
     _must_be_finite(tokens_per_second=tokens_per_second, all_reduce_gb_per_second=all_reduce_gb_per_second)

@@ -31,9 +31,7 @@ def report_command(
 
 
 def compare_command(
-    runs: Runs,
-    output: Annotated[Path, typer.Option(help="Where to.")] = Path("compare.html"),
-    root: Root = RUNS,
+    runs: Runs, output: Annotated[Path, typer.Option(help="Where to.")] = Path("compare.html"), root: Root = RUNS
 ) -> None:
     """Compare runs: settings that differ, scores, curves and translations side by side."""
     from dist_transformer.reporting.compare import compare_page, named, notes, result_rows, setting_rows

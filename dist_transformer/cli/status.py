@@ -57,8 +57,7 @@ def status_command(
 
 
 def list_command(
-    root: Annotated[Path, typer.Argument(help="A folder of runs.")] = RUNS,
-    as_json: AsJson = False,
+    root: Annotated[Path, typer.Argument(help="A folder of runs.")] = RUNS, as_json: AsJson = False
 ) -> None:
     """List the runs of a folder, the one that wrote last first."""
     if not root.is_dir():

@@ -50,10 +50,7 @@ def _keep_away(run_dir: RunDir, record: dict[str, str], host: str) -> None:
     """Excludes the lost node from later requeues of the run if there are enough others.
 
     Back from a power failure it may still have the folder of the job's batch script, and Slurm would hold a job that it
-    starts there again, until a person releases it.
-
-    Raises:
-        SlurmError: the controller does not answer.
+    starts there again, until a person releases it. Raises SlurmError: the controller does not answer.
     """
     left = slurm.host_names(record["NodeList"])
     similar = {*slurm.similar_nodes(os.environ.get("SLURM_JOB_PARTITION", ""), left[0])} - {host}

@@ -271,10 +271,7 @@ class BatchJob:
     def _finish(self, exit_code: int, how: How, before: Sequence[str]) -> list[str]:
         """Decides what follows, and requeues or ends the job; returns the nodes if ranks start again, on those.
 
-        Waits for a disk that is not mounted: without it there is no decision.
-
-        Args:
-            before: nodes of the ranks that ended.
+        Waits for a disk that is not mounted: without it there is no decision. `before`: nodes of the ranks that ended.
         """
         for _ in range(TRIES):
             record, left = None, None

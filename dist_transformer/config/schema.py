@@ -136,8 +136,7 @@ class TrainingConfig(Section):
         "offload and with freeze. auto: fp16 on GPUs, fp32 on CPUs.",
     )
     zero_stage: ZeroStage = Field(
-        1,
-        description="DeepSpeed ZeRO stage: what is sharded over the ranks. One rank alone: 1 and 2 are 0 in fp32.",
+        1, description="DeepSpeed ZeRO stage: what is sharded over the ranks. One rank alone: 1 and 2 are 0 in fp32."
     )
     communication_dtype: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="Gradients are sent to other ranks in this type; auto: fp16 in fp16, else fp32."
@@ -210,8 +209,7 @@ class DivergenceConfig(Section):
     """
 
     policy: Literal["stop", "lower_learning_rate", "switch_to_bf16"] = Field(
-        "stop",
-        description="After the return to the last good checkpoint: end with exit code 2, or continue by itself.",
+        "stop", description="After the return to the last good checkpoint: end with exit code 2, or continue by itself."
     )
 
 

@@ -8,20 +8,7 @@ moments was measured on 1 and 2 ranks; benchmarks/memory_plan.py checks the form
 from dataclasses import dataclass
 from typing import Any
 
-from dist_transformer.config.model_size import (
-    REDUCED_AT_ONCE,
-    Parameters,
-    bytes_of_gradient,
-    bytes_of_optimizer,
-    lanes_of_pass,
-    offloaded_bytes,
-    reduce_buffer_bytes,
-    sends_during_backward,
-    snapshot_bytes,
-    weight_bytes,
-    with_effective_zero_stage,
-    with_precision,
-)
+from dist_transformer.config import model_size
 from dist_transformer.config.schema import Config, TrainingConfig
 from dist_transformer.planning.activations import Activations, Shape, activations, largest_shape, token_bytes
 from dist_transformer.planning.vocabularies import parameters_by_part, vocabulary_sizes
@@ -69,7 +56,7 @@ def memory_of_rank(
     """
     by_part, (_, vocabulary) = parameters_by_part(config), vocabulary_sizes(config)
     parameters = by_part.total
-    at_once = lanes_of_pass(config.data.lanes, config.training, num_ranks)
+    at_once = model_size.lanes_of_pass(config.data.lanes, config.training, num_ranks)
     if shape is None:
         shape = largest_shape(config.data, config.data.token_budget(), *token_bytes(config, on_gpu))
         shape = shape._replace(rows=shape.rows * at_once)
@@ -77,10 +64,10 @@ def memory_of_rank(
     state = _State.of(by_part, vocabulary_sizes(config)[0] * config.model.d_model, config.training, num_ranks)
     num_micro_batches = micro_batches or -(-config.data.lanes // num_ranks)
     is_repeated = num_micro_batches > at_once or config.training.audit_share > 0  # an audit is one more
-    moments_of = _moments_of_exchange if sends_during_backward(config.training) else _moments
+    moments_of = _moments_of_exchange if model_size.sends_during_backward(config.training) else _moments
     moments = moments_of(state, batch, config.training.zero_stage, config.training.precision, is_repeated)
     of_cpu = (parameters, config.training, num_ranks)
-    cpu = offloaded_bytes(*of_cpu) + snapshot_bytes(*of_cpu)
+    cpu = model_size.offloaded_bytes(*of_cpu) + model_size.snapshot_bytes(*of_cpu)
     parts = {
         "weights": state.weights,
         "gradients": state.gradients,
@@ -114,22 +101,24 @@ class _State:
     share_reduced_at_once: float
 
     @classmethod
-    def of(cls, by_part: Parameters, of_embedding: int, training: TrainingConfig, num_ranks: int) -> "_State":
+    def of(
+        cls, by_part: model_size.Parameters, of_embedding: int, training: TrainingConfig, num_ranks: int
+    ) -> "_State":
         stage, offload, parameters = training.zero_stage, training.offload, by_part.total
         width = 2 if training.precision == "fp16" else 4  # of an embedding
         owned = -(-parameters // num_ranks)
-        weights = width * owned if stage == 3 else weight_bytes(by_part, training)
+        weights = width * owned if stage == 3 else model_size.weight_bytes(by_part, training)
         weights = 0 if offload == "optimizer_and_parameters" else weights
-        gradients = bytes_of_gradient(training) * (owned if stage >= 2 else parameters)
-        optimizer = bytes_of_optimizer(training) * (owned if stage else parameters)
+        gradients = model_size.bytes_of_gradient(training) * (owned if stage >= 2 else parameters)
+        optimizer = model_size.bytes_of_optimizer(training) * (owned if stage else parameters)
         is_gathered = stage == 3 and (num_ranks > 1 or offload == "optimizer_and_parameters")
-        at_once = min(parameters, REDUCED_AT_ONCE)
+        at_once = min(parameters, model_size.REDUCED_AT_ONCE)
         is_copied = stage > 0 or num_ranks > 1 or training.same_bits
         return cls(
             weights=weights,
             gradients=0 if offload != "none" and stage == 3 else gradients,
             optimizer=0 if offload != "none" else optimizer,
-            buffer=reduce_buffer_bytes(parameters, training, num_ranks),
+            buffer=model_size.reduce_buffer_bytes(parameters, training, num_ranks),
             gathered=width * min(parameters, LIVE_AT_ONCE) if is_gathered else 0,
             fetched=width * min(parameters, FETCHED_AT_ONCE) if is_gathered else 0,
             flat=4 * owned if offload == "none" and stage > 0 else 0,
@@ -200,7 +189,7 @@ def memory_problem(config: Config, num_ranks: int, memory_gb: float) -> str | No
 
     With `data.max_tokens: auto` a run fits if the smallest micro-batch does.
     """
-    config = with_effective_zero_stage(with_precision(config, "fp16"), num_ranks)
+    config = model_size.with_effective_zero_stage(model_size.with_precision(config, "fp16"), num_ranks)
     usable = memory_gb * 1e9 * USABLE_SHARE
     if config.data.max_tokens == "auto":
         if most_tokens(config, num_ranks, usable):

@@ -78,11 +78,7 @@ def batch_of_step(data: RunData, run_dir: RunDir | None, step: int | None) -> Se
 
 
 def _batches(data: RunData, progress: TrainState, beginning: str) -> Iterator[SeenBatch]:
-    """Yields the global batches as the training loop takes them, with all lanes in one process.
-
-    Raises:
-        UserError: the run has no further batch.
-    """
+    """Yields the global batches as the training loop takes them, all lanes in one process; UserError if there is none."""
     step, most_epochs = progress.batches, data.config.training.max_epochs
     loader = data.loader(progress.position, step, rank=0, num_ranks=1, num_workers=0)
 

@@ -218,11 +218,8 @@ def run_id(run_dir: RunDir) -> str:
 
 
 def _noted(run_dir: RunDir) -> dict[str, Any]:
-    """Reads run.json; empty if it is missing or damaged: its content is in the checkpoints too.
-
-    Raises:
-        MachineError: the file cannot be read now.
-    """
+    """Reads run.json; empty if it is missing or damaged: its content is in the checkpoints too. MachineError if it cannot
+    be read now."""
     if not is_file(run_dir.state):
         return {}
     try:

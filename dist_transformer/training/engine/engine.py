@@ -29,19 +29,9 @@ from dist_transformer.config.schema import OptimizerConfig, TrainingConfig
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.model.transformer import Shapes
 from dist_transformer.training.divergence import Diverged
+from dist_transformer.training.engine import deepspeed_patches
 from dist_transformer.training.engine.bit_sums import GradientSums, RestingSums, sums_by_part
 from dist_transformer.training.engine.deepspeed_config import deepspeed_config
-from dist_transformer.training.engine.deepspeed_patches import (
-    call_as_not_compiled,
-    delay_scale_growth,
-    guard_stage_0,
-    name_collectives,
-    not_compiling,
-    pass_timeout,
-    prepare_cpu,
-    step_as_not_compiled,
-    without_mlflow,
-)
 from dist_transformer.training.engine.fixed_point import norm_of
 from dist_transformer.training.engine.gradient_exchange import (
     Bucket,
@@ -79,7 +69,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else
 os.environ.setdefault("DS_BUILD_OPS", "0")
 warnings.filterwarnings("ignore", message=".*(all_gather_into_tensor|reduce_scatter_tensor).*", category=FutureWarning)
 
-with without_mlflow():
+with deepspeed_patches.without_mlflow():
     import deepspeed
     from deepspeed.comm.torch import TorchBackend
     from deepspeed.runtime import compiler
@@ -103,10 +93,10 @@ class Engine:
         """Raises `UserError` if a pattern of `freeze` names no parameter, or `compile_layers` finds no compiler."""
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         if ranks.device.type == "cpu":
-            prepare_cpu(deepspeed)
-        pass_timeout(TorchBackend, ranks.timeout)
+            deepspeed_patches.prepare_cpu(deepspeed)
+        deepspeed_patches.pass_timeout(TorchBackend, ranks.timeout)
         deepspeed.init_distributed(dist_backend=None, auto_mpi_discovery=False, verbose=False)
-        name_collectives(TorchBackend, ranks.note_collective)
+        deepspeed_patches.name_collectives(TorchBackend, ranks.note_collective)
         self._ranks, self._stage, self._ema_decay = ranks, training.zero_stage, training.ema_decay
         self._updates, self._resting = 0, RestingSums() if training.audit_share else None
         freeze(module, training.freeze)
@@ -115,15 +105,17 @@ class Engine:
         exact = {name: p.detach().to("cpu", copy=True) for name, p in self._parameters.items()} if is_rounded else {}
         if has_bf16_layers(training):
             module.round_layers()
-        call_as_not_compiled([*vars(torch.optim.Optimizer).values(), *vars(PartitionedParameterCoordinator).values()])
+        deepspeed_patches.call_as_not_compiled(
+            [*vars(torch.optim.Optimizer).values(), *vars(PartitionedParameterCoordinator).values()]
+        )
         self._same_bits = training.same_bits
         is_exchanged = training.same_bits or training.zero_stage > 0 or ranks.num_ranks > 1
         is_ours = is_exchanged and sends_during_backward(training)
         cut = partial(in_buckets, num_buckets(ranks.num_ranks)) if is_ours else lambda alike: [alike]
         matrices = matrices_of(module.model) if optimizer.matrices == "muon" else {}
         updates = adam(optimizer, in_order_of_backward(module.model), cut, not training.same_bits, matrices)
-        step_as_not_compiled(updates)
-        with not_compiling(compiler):
+        deepspeed_patches.step_as_not_compiled(updates)
+        with deepspeed_patches.not_compiling(compiler):
             self._engine, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=updates,
@@ -140,11 +132,11 @@ class Engine:
         self._engine.enable_backward_allreduce = training.offload != "none" or self._stage == 3
         if self._stage == 0:
             norm = norm_of if training.same_bits else torch.nn.utils.get_total_norm
-            guard_stage_0(self._engine, training.gradient_clip_norm, norm)
+            deepspeed_patches.guard_stage_0(self._engine, training.gradient_clip_norm, norm)
         if is_ours:
             self._exchange_gradients(training, ranks)
         elif training.precision == "fp16":
-            delay_scale_growth(self._engine.optimizer)
+            deepspeed_patches.delay_scale_growth(self._engine.optimizer)
         if training.precision == "fp16":
             self._engine.optimizer.loss_scaler.raise_error_at_min_scale = False
         trained = [p for p in self._parameters.values() if p.requires_grad]

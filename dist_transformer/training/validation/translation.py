@@ -201,10 +201,7 @@ WHOLE_COPY = "the copy of the whole model that a validation translates with (val
 @contextmanager
 def _full_model(run: Run, engine: Engine) -> Iterator[Transformer]:
     """Yields the model in eval mode with all weights on every rank, to be called without collectives (collective).
-
-    Raises:
-        WorkFailed: on every rank: a rank has no memory for the copy.
-    """
+    WorkFailed on every rank if one has no memory for the copy."""
     if engine.has_full_weights:
         engine.train(False)
         try:
