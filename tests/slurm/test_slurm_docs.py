@@ -46,7 +46,7 @@ def test_every_command_of_the_page_does_what_it_says(slurm_cluster: SlurmCluster
 
     before = jobs("all")
     said = {command: cluster.run(*shlex.split(command), cwd=folder) for command in COMMANDS}
-    wait_until(lambda: not jobs("PENDING,RUNNING,COMPLETING"), 600, lambda: "\n".join(jobs("all")))
+    wait_until(lambda: not jobs("PENDING,RUNNING,COMPLETING") - before, 600, lambda: "\n".join(jobs("all")))
     # The preflight ends with 3 where a node stands out, as one may on a machine that all nodes share.
     unfinished = [line for line in jobs("all") - before if "COMPLETED" not in line and "preflight" not in line]
     assert unfinished == []
