@@ -82,7 +82,10 @@ def demo_corpus_command(folder: Annotated[Path, typer.Argument(help="Where to wr
 def remove_former_run(run_dir: RunDir) -> None:
     """Removes what a run writes into its folder, and leaves whatever else is there."""
     for path in run_dir.of_run():
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _is_demo_run(folder: Path) -> bool:

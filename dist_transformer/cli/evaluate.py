@@ -252,7 +252,8 @@ def _modified(pairs: Pairs, modifier: str, prefix: str) -> Pairs:
 
 
 def _read_files(first: Path, others: Sequence[Path]) -> Pairs:
-    """Reads the lines of a file, and of others with as many; DataError if one is missing, empty, not UTF-8, or has not."""
+    """Reads the lines of a file, and of others with as many. DataError: one is missing or empty, is not UTF-8, or has more
+    or fewer lines than the first."""
     from dist_transformer.data.sources.corpus import read_pairs
 
     corpora = [CorpusConfig(source=str(first.absolute()), target=str(other.absolute())) for other in others]

@@ -181,7 +181,7 @@ def _as_submitted(pipeline: Pipeline) -> str:
 
 
 def _jobs_of(pipeline: Pipeline) -> dict[str, str]:
-    """What Slurm says of the jobs of nodes that are not over; nothing where there is no Slurm. Raises SlurmError."""
+    """Returns the state of each node's job that is not over, by node; {} where there is no Slurm. Raises SlurmError."""
     noted = {name: read_record(RunDir(pipeline.folder(name)).job) for name in pipeline.nodes}
     ids = {name: next(iter(job.get("stages", {}).values()), job.get("job_id", "")) for name, job in noted.items()}
     known = {} if sbatch_problems() else known_jobs([*filter(None, ids.values())])

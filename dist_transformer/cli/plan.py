@@ -56,7 +56,10 @@ def plan_command(
     hardware = _measured_hardware(config, ranks_per_node, gpu, calibrate, tokens_per_second, all_reduce)
     rows = [plan_row(config, count, ranks_per_node, hardware) for count in counts]
     of_plan = (config, gpu, ranks_per_node, hardware, rows)
-    print(json.dumps(as_values(*of_plan), indent=2)) if as_json else print_plan(*of_plan)
+    if as_json:
+        print(json.dumps(as_values(*of_plan), indent=2))
+    else:
+        print_plan(*of_plan)
 
 
 def simulate_command(
@@ -109,7 +112,10 @@ def simulate_command(
     _must_be_finite(**{name: value for name, value in vars(site).items() if name != "limit_seconds"})
     rows = [scale_row(config, count, ranks_per_node, hardware, site) for count in counts]
     of_simulation = (config, gpu, ranks_per_node, hardware, site, rows)
-    print(json.dumps(as_values(*of_simulation), indent=2)) if as_json else print_simulation(*of_simulation)
+    if as_json:
+        print(json.dumps(as_values(*of_simulation), indent=2))
+    else:
+        print_simulation(*of_simulation)
 
 
 def _configured(run: Path, overrides: list[str] | None, gpus_per_node: int | None) -> tuple[Config, int]:

@@ -36,8 +36,9 @@ def watch(job: str, attempt: int, run_dir: RunDir) -> None:
             host = record["BatchHost"]
             if host not in slurm.host_names(record["NodeList"]):
                 tries += 1
-                with suppress(OSError):
-                    note_lost_host(run_dir, job, attempt, host) if tries == 1 else None
+                if tries == 1:
+                    with suppress(OSError):
+                        note_lost_host(run_dir, job, attempt, host)
                 with suppress(SlurmError) if tries == TRIES else nullcontext():
                     _keep_away(run_dir, record, host)
                 slurm.requeue_job(job)

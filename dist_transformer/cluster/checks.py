@@ -157,6 +157,7 @@ def _live_process(run_dir: RunDir) -> Iterator[str]:
 
 
 def name_problems(run_dir: RunDir) -> Iterator[str]:
+    """Problems of the name, the place and the former content of a run folder, or of that of another node."""
     yield from run_name_problems(run_dir.name)
     try:
         check_run_folder(run_dir)

@@ -58,7 +58,7 @@ LOCK_ATTEMPT_SECONDS = 1.0
 _PART_OF_WORK = re.compile(
     r"(locks|spill|hashes)(/[^/]+\.(lock|parquet|npy|tmp))?|(state|repeated|.+-(chunk-\d+|range-\d+|end))\.json|\.[^/]+\.tmp"
 )
-"""What a preparation makes in its work folder (claims.py)."""
+"""Names of all that a preparation makes in its work folder (claims.py)."""
 
 
 def prepare(
