@@ -38,6 +38,7 @@ import common
 import torch
 from acceptance import Failed, Part, accept
 from common import Figures
+from rows_end_to_end import RowsEndToEnd
 from synthetic_corpus import PAD_ID, SEED, Corpus, write_tokens
 
 from dist_transformer.config.schema import Config, ModelConfig, OptimizerConfig, TrainingConfig
@@ -57,6 +58,8 @@ from dist_transformer.training.engine.objective import Objective
 from dist_transformer.training.train_state import dropout_seed, seed_dropout
 from dist_transformer.training.validation.token_metrics import forward
 
+Forward = Callable[[Callable[..., Any], Sequence[MicroBatch], torch.device], tuple[torch.Tensor, torch.Tensor]]
+"""Takes engine, micro-batches and device; returns loss and negative log-likelihood."""
 CASE = "--as-case"
 AS_TRAINED = "as trained"
 MORE_TOKENS = "3 times the tokens in a micro-batch"
@@ -68,12 +71,16 @@ JOINED = "3 lanes a step, in one pass"
 STAGE_0 = "ZeRO 0"
 FLASH = "flash attention for all lengths"
 MATRICES = "attention by matrix products"
-LEVERS = (MOST_TOKENS, MOST_COMPILED, MORE_TOKENS, COMPILED, APART, JOINED, STAGE_0, FLASH, MATRICES)
-NOT_BUILT = ("CUDA graphs",)
+ROWS = "6 times the tokens, sentences end to end"
+ROWS_COMPILED = f"{ROWS}, compiled"
+ROWS_GRAPHS = f"{ROWS}, layers as CUDA graphs"
+ROWS_COMPILED_GRAPHS = f"{ROWS_COMPILED}, layers as CUDA graphs"
+OF_ROWS = (ROWS, ROWS_COMPILED, ROWS_GRAPHS, ROWS_COMPILED_GRAPHS)
+LEVERS = (MOST_TOKENS, *OF_ROWS, MOST_COMPILED, MORE_TOKENS, COMPILED, APART, JOINED, STAGE_0, FLASH, MATRICES)
 LEVERS_PRECISION = "bf16"
 AT_ONCE = 3
 """Lanes of APART and JOINED."""
-TIMES_TOKENS = {MORE_TOKENS: 3, MOST_TOKENS: 6, MOST_COMPILED: 6}
+TIMES_TOKENS = {MORE_TOKENS: 3, **dict.fromkeys((MOST_TOKENS, MOST_COMPILED, *OF_ROWS), 6)}
 GOALS = {"big": (230_000, 345_000), "base": (450_000, 650_000)}
 """Goals in real target tokens per second on one H200."""
 PUBLISHED = "NVIDIA's figure for `big` on one A100 with mixed precision: 82,059 real target tokens/s"
@@ -217,11 +224,12 @@ def _be_a_case(case: Case) -> None:
     ranks = group.join(600)
     engine = _engine(case, ranks)
     steps, at_once = _steps(case), _training(case).lanes_per_pass
-    _pass_seconds(engine, steps, ranks, at_once)
+    pass_forward = _forward(case, engine, steps, ranks)
+    _pass_seconds(pass_forward, engine, steps, ranks, at_once)
     gc.collect()
     gc.freeze()  # as in training
     started = time.perf_counter() - began
-    seconds = [_pass_seconds(engine, steps, ranks, at_once) for _ in range(case.num_passes)]
+    seconds = [_pass_seconds(pass_forward, engine, steps, ranks, at_once) for _ in range(case.num_passes)]
     print(json.dumps({**_figures(case, steps, seconds, ranks), "start_seconds": started}), flush=True)
     group.leave()
 
@@ -257,14 +265,31 @@ def _steps(case: Case) -> list[list[MicroBatch]]:
     return [batches[start : start + lanes] for start in range(0, len(batches), lanes)]
 
 
-def _pass_seconds(engine: Engine, steps: Sequence[Sequence[MicroBatch]], ranks: Ranks, at_once: int) -> float:
+def _forward(case: Case, engine: Engine, steps: Sequence[Sequence[MicroBatch]], ranks: Ranks) -> Forward:
+    """Returns what computes a forward pass: `token_metrics.forward`, or the same of sentences end to end."""
+    if case.lever not in OF_ROWS:
+        return forward
+    model = engine._engine.module.model
+    batches = [batch for batches in steps for batch in batches]
+    levers = {
+        "is_compiled": ROWS_COMPILED in case.lever,
+        "is_graphed": case.lever in (ROWS_GRAPHS, ROWS_COMPILED_GRAPHS),
+    }
+    rows = RowsEndToEnd(engine.wait_for_weights, model, batches, ranks.device, **levers)
+    print(f"{rows.filling:.1%} of what is computed is real", file=sys.stderr)
+    return rows
+
+
+def _pass_seconds(
+    pass_forward: Forward, engine: Engine, steps: Sequence[Sequence[MicroBatch]], ranks: Ranks, at_once: int
+) -> float:
     """Measures the optimizer steps, of so many micro-batches in a forward and backward pass."""
     began = time.perf_counter()
     for number, batches in enumerate(steps):
         seed_dropout(dropout_seed(SEED, number, batches[0].lane), ranks.device)
         tokens = sum(batch.shape.target_tokens for batch in batches)
         for first in range(0, len(batches), at_once):
-            loss, _ = forward(engine, batches[first : first + at_once], ranks.device)
+            loss, _ = pass_forward(engine, batches[first : first + at_once], ranks.device)
             engine.backward(loss, tokens, is_last=first + at_once >= len(batches))
         engine.step(1e-4)
         float(loss.detach())  # as in the training loop; waits for the step
@@ -331,7 +356,6 @@ def _table(results: Sequence[tuple[Case, Figures | str]]) -> str:
         reference = plain[case.preset, case.precision]
         cells = [outcome, *blanks] if isinstance(outcome, str) else _cells(case, outcome, reference)
         rows.append([_name(case), *cells])
-    rows += [[what, "not built", *[""] * (len(header) - 2)] for what in NOT_BUILT]
     return common.markdown_table(header, rows)
 
 
