@@ -1,7 +1,8 @@
 """`dist-transformer train` with a fault on one rank, or on "all": FAULT RANK CONFIG [overrides] NUM_RANKS.
 
 A fault begins with the sixth global batch. Those of arithmetic end when the run has noticed a divergence, as one that a
-lower learning rate cures would, "spike twice" the second one; nothing else of the program is changed.
+lower learning rate cures would, "spike twice" the second one; nothing else of the program is changed. The ranks are forked
+from a process that has imported torch and DeepSpeed, but nothing that starts threads.
 """
 
 import json
@@ -12,16 +13,15 @@ import signal
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from dist_transformer.cli.main import main
-from dist_transformer.processes.launching import start_local_ranks
+from dist_transformer.processes.launching import fork_local_ranks
 from dist_transformer.training.engine.engine import Engine
-from dist_transformer.training.global_batch import GlobalBatch
-from dist_transformer.training.loop import Loop
 
 FIRST_BATCH = 5
 SPIKE = 50.0
@@ -31,6 +31,9 @@ STEPS_MEANWHILE = 3
 
 def install(fault: str) -> None:
     """Makes this rank a faulty one."""
+    from dist_transformer.training.global_batch import GlobalBatch
+    from dist_transformer.training.loop import Loop
+
     step, backward = Loop._step, Engine.backward
     at_work, times = False, 2 if fault == "spike twice" else 1
 
@@ -85,6 +88,8 @@ def install(fault: str) -> None:
 def install_disk(fault: str) -> None:
     """A disk that takes the first checkpoint only while training continues; or the second one kills the writer."""
     import dist_transformer.training.checkpoint.async_writer as saver
+    from dist_transformer.training.global_batch import GlobalBatch
+    from dist_transformer.training.loop import Loop
 
     begin, write = saver.AsyncWriter.begin, saver.write_state_file
     loops: list[Loop] = []
@@ -242,12 +247,16 @@ def take_memory_away() -> None:
     torch.empty(64 << 20)
 
 
-if __name__ == "__main__":
-    fault, faulty_rank, *arguments = sys.argv[1:]
-    if "RANK" not in os.environ:
-        program = (sys.executable, __file__, fault, faulty_rank)
-        sys.exit(start_local_ranks(arguments[:-1], int(arguments[-1]), program=program))
+def train(fault: str, faulty_rank: str, arguments: list[str]) -> None:
+    """Trains as a rank, which is a faulty one if it has that number, or all have."""
     if faulty_rank in (os.environ["RANK"], "all"):
         install(fault)
     sys.argv = ["dist-transformer", "train", *arguments]
     main()
+
+
+if __name__ == "__main__":
+    fault, faulty_rank, *arguments = sys.argv[1:]
+    if "RANK" not in os.environ:
+        sys.exit(fork_local_ranks(partial(train, fault, faulty_rank, arguments[:-1]), int(arguments[-1])))
+    train(fault, faulty_rank, arguments)
