@@ -230,7 +230,10 @@ def _be_a_case(case: Case) -> None:
     gc.freeze()  # as in training
     started = time.perf_counter() - began
     seconds = [_pass_seconds(pass_forward, engine, steps, ranks, at_once) for _ in range(case.num_passes)]
-    print(json.dumps({**_figures(case, steps, seconds, ranks), "start_seconds": started}), flush=True)
+    figures = {**_figures(case, steps, seconds, ranks), "start_seconds": started}
+    if isinstance(pass_forward, RowsEndToEnd):
+        figures["padding"] = 1 - pass_forward.filling
+    print(json.dumps(figures), flush=True)
     group.leave()
 
 
@@ -275,9 +278,7 @@ def _forward(case: Case, engine: Engine, steps: Sequence[Sequence[MicroBatch]], 
         "is_compiled": ROWS_COMPILED in case.lever,
         "is_graphed": case.lever in (ROWS_GRAPHS, ROWS_COMPILED_GRAPHS),
     }
-    rows = RowsEndToEnd(engine.wait_for_weights, model, batches, ranks.device, **levers)
-    print(f"{rows.filling:.1%} of what is computed is real", file=sys.stderr)
-    return rows
+    return RowsEndToEnd(engine.wait_for_weights, model, batches, ranks.device, **levers)
 
 
 def _pass_seconds(
