@@ -6,15 +6,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from dist_transformer.config.data_schema import (
-    MODIFIERS,
-    RULE_THRESHOLDS,
-    SHARES,
-    CorpusConfig,
-    DataConfig,
-    FilterConfig,
-    MixtureConfig,
-)
+from dist_transformer.config import data_schema
+from dist_transformer.config.data_schema import CorpusConfig, DataConfig, FilterConfig, MixtureConfig
 from dist_transformer.config.paths import is_address, is_pattern, local_files, located
 
 SPLIT_NAMES = ("validation", "test")
@@ -97,8 +90,8 @@ def check_sampling(data: DataConfig, tokenizer: Any) -> Iterator[str]:
     if tokenizer.sampling > 0 and not data.on_the_fly:
         yield f"tokenizer.sampling: {tokenizer.sampling} {needs} sampling to 0"
     for name, share in data.modifiers.items():
-        if name not in MODIFIERS:
-            yield f"data.modifiers.{name}: no such modifier; there are {', '.join(MODIFIERS)}"
+        if name not in data_schema.MODIFIERS:
+            yield f"data.modifiers.{name}: no such modifier; there are {', '.join(data_schema.MODIFIERS)}"
         elif not 0 <= share <= 1:
             yield f"data.modifiers.{name}: expected a share of the rows, 0 to 1; got {share}"
         elif share and not data.on_the_fly:
@@ -161,14 +154,14 @@ def _kind_problems(path: str, corpus: CorpusConfig) -> Iterator[str]:
 
 def _rule_problems(path: str, rules: Mapping[str, Any], data: DataConfig) -> Iterator[str]:
     for name, value in rules.items():
-        here, is_share = f"{path}.rules.{name}", name in SHARES
+        here, is_share = f"{path}.rules.{name}", name in data_schema.SHARES
         least = 0 if is_share else 1 + (name == "repeated")
         wanted = "a share from 0 to 1" if is_share else f"a whole number from {least}"
         is_number = isinstance(value, int | float) and value >= least and (is_share or float(value).is_integer())
-        if name not in RULE_THRESHOLDS:
-            yield f"{here}: no such rule; there are {', '.join(RULE_THRESHOLDS)}"
+        if name not in data_schema.RULE_THRESHOLDS:
+            yield f"{here}: no such rule; there are {', '.join(data_schema.RULE_THRESHOLDS)}"
         elif not isinstance(value, bool) and not (is_number and (value <= 1 or not is_share)):
-            yield f"{here}: expected {wanted}, true ({RULE_THRESHOLDS[name]:g}) or false; got {value!r}"
+            yield f"{here}: expected {wanted}, true ({data_schema.RULE_THRESHOLDS[name]:g}) or false; got {value!r}"
         elif name in ("language", "lingua") and value and len({*map(language_code, data.languages())}) == 1:
             yield f"{here}: compares data.source_language with data.target_language, which are one; set it to false"
 

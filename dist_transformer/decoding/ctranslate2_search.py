@@ -17,13 +17,7 @@ from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.decoding.beam import length_penalty
 from dist_transformer.errors import CheckpointError, UserError
-from dist_transformer.interop.ctranslate2_export import (
-    export_ctranslate2,
-    import_ctranslate2,
-    is_exported,
-    load_exported,
-    read_vocabularies,
-)
+from dist_transformer.interop import ctranslate2_export
 from dist_transformer.interop.model_folder import load_model_folder
 from dist_transformer.model.search_interface import Hypothesis, SearchInput, longest_output
 
@@ -52,12 +46,12 @@ class CTranslate2Searcher:
                 "--sampling: with CTranslate2 a draw would depend on the sentences beside it; take the engine torch"
             )
         self.config = config
-        if is_exported(folder):
+        if ctranslate2_export.is_exported(folder):
             self._load(folder, device)
         else:
             with TemporaryDirectory() as temporary:
                 exported = Path(temporary) / "exported"
-                export_ctranslate2(load_model_folder(folder), exported, longest=LONGEST_SEARCHED)
+                ctranslate2_export.export_ctranslate2(load_model_folder(folder), exported, longest=LONGEST_SEARCHED)
                 self._load(exported, device)
         self._pad_id = special.pad  # the end of a source of models imported from Eole
         rows = len(self._target_tokens)
@@ -79,15 +73,15 @@ class CTranslate2Searcher:
         return [sorted(each, key=lambda hypothesis: -hypothesis.score)[: self.config.n_best] for each in found]
 
     def _load(self, folder: Path, device: torch.device) -> None:
-        exported = load_exported(folder)
-        self._source_tokens, self._target_tokens = read_vocabularies(folder)
+        exported = ctranslate2_export.load_exported(folder)
+        self._source_tokens, self._target_tokens = ctranslate2_export.read_vocabularies(folder)
         self._target_id = {token: number for number, token in enumerate(self._target_tokens)}
         self.max_positions = exported.max_positions
         place: dict[str, Any] = {"device": device.type, "intra_threads": _num_threads()}
         if device.type == "cuda":
             place["device_index"] = device.index or 0
         try:
-            self._translator = import_ctranslate2().Translator(str(folder), **place)
+            self._translator = ctranslate2_export.import_ctranslate2().Translator(str(folder), **place)
         except (RuntimeError, ValueError) as error:
             raise CheckpointError(f"{folder}: CTranslate2 cannot load it ({error}). Export the model again.") from error
 

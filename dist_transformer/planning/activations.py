@@ -15,14 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from dist_transformer.config import model_size
 from dist_transformer.config.data_schema import DataConfig
-from dist_transformer.config.model_size import (
-    bytes_of_weight,
-    feed_forward_matrices,
-    has_bf16_layers,
-    has_final_norm,
-    head_sizes,
-)
 from dist_transformer.config.schema import Config, ModelConfig
 
 CHUNK_TOKENS, CPU_CHUNK_TOKENS = 4096, 256
@@ -78,7 +72,7 @@ class _Widths:
     @classmethod
     def of(cls, config: Config, on_gpu: bool) -> "_Widths":
         precision = config.training.precision
-        product, residual = 4 if precision == "fp32" else 2, bytes_of_weight(config.training)
+        product, residual = 4 if precision == "fp32" else 2, model_size.bytes_of_weight(config.training)
         kept = product if _copies_to_bf16(config) else residual
         if config.model.norm_type == "layer":
             norm = (config.model.d_model + 2) * residual
@@ -90,7 +84,7 @@ class _Widths:
 
 def _copies_to_bf16(config: Config) -> bool:
     """True if linear layers keep bf16 copies of their factors."""
-    is_autocast = config.training.precision == "bf16" and not has_bf16_layers(config.training)
+    is_autocast = config.training.precision == "bf16" and not model_size.has_bf16_layers(config.training)
     return is_autocast and config.training.zero_stage < 3
 
 
@@ -120,7 +114,7 @@ def token_bytes(config: Config, on_gpu: bool) -> tuple[int, int]:
     model, widths = config.model, _Widths.of(config, on_gpu)
     num_encoder, num_decoder = model.num_encoder_layers, model.num_decoder_layers
     stream = model.d_model * widths.residual
-    ends = widths.norm if has_final_norm(model) else 0  # on each side
+    ends = widths.norm if model_size.has_final_norm(model) else 0  # on each side
     source, target = 8 + model.d_model * widths.mask, 16 + model.d_model * (widths.mask + 4)
     if config.training.activation_checkpointing:  # the input of each layer, and the encoder's output
         return source + (num_encoder + 1) * stream + ends, target + num_decoder * stream + ends
@@ -148,7 +142,7 @@ def _layer_bytes(model: ModelConfig, widths: _Widths, attentions: int) -> int:
 
 def _attended_bytes(model: ModelConfig, widths: _Widths, attentions: int) -> int:
     """Bytes per token kept twice: attention results if copied to another type, else the rotated queries and keys."""
-    key_size, value_size = head_sizes(model)
+    key_size, value_size = model_size.head_sizes(model)
     if widths.attention != widths.product:
         return attentions * model.num_heads * value_size * widths.product
     return 2 * model.num_heads * key_size * widths.product if model.positions == "rotary" else 0
@@ -169,13 +163,13 @@ def _memory_bytes(model: ModelConfig, widths: _Widths) -> int:
 def _layer_matrices(model: ModelConfig) -> tuple[int, int]:
     """Elements of all matrices of an encoder layer and of a decoder layer."""
     attention = 2 * model.d_model * projected_width(model)
-    feed_forward = feed_forward_matrices(model) * model.d_model * model.d_ff
+    feed_forward = model_size.feed_forward_matrices(model) * model.d_model * model.d_ff
     return attention + feed_forward, 2 * attention + feed_forward
 
 
 def projected_width(model: ModelConfig) -> int:
     """Width of the keys and values of all heads together: queries are as wide as keys, results as values."""
-    return model.num_heads * sum(head_sizes(model))
+    return model.num_heads * sum(model_size.head_sizes(model))
 
 
 def _loss_bytes(config: Config, vocabulary: int, target: int, on_gpu: bool) -> int:
@@ -185,7 +179,7 @@ def _loss_bytes(config: Config, vocabulary: int, target: int, on_gpu: bool) -> i
     logits = 4 * min(CHUNK_TOKENS if on_gpu else CPU_CHUNK_TOKENS, target) * vocabulary
     rounded = logits // 2 if is_half else 0
     weight, hidden = vocabulary * d_model, target * d_model
-    stand_by = hidden * ((2 if is_half else 4) + bytes_of_weight(config.training))
+    stand_by = hidden * ((2 if is_half else 4) + model_size.bytes_of_weight(config.training))
     stand_by += 0 if precision == "fp32" or (precision == "fp16" and on_gpu) else weight * (2 if is_half else 4)
     product = 2 * weight if is_half and not on_gpu else 0
     return stand_by + 4 * weight + 4 * hidden + logits + rounded + product

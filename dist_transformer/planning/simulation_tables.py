@@ -7,16 +7,10 @@ from typing import Any
 from dist_transformer.config.schema import Config
 from dist_transformer.config.slurm_schema import LOST_ATTEMPTS
 from dist_transformer.format import duration, table
+from dist_transformer.planning import scale
 from dist_transformer.planning.failures import SLIGHT_LOSS
 from dist_transformer.planning.hardware import Hardware
-from dist_transformer.planning.scale import (
-    COPY_GB_PER_SECOND,
-    DISK_GB_PER_SECOND,
-    WRITE_GB_PER_SECOND,
-    ScaleRow,
-    Site,
-    patience,
-)
+from dist_transformer.planning.scale import ScaleRow, Site
 from dist_transformer.planning.tables import NOTHING, nodes_text, print_sources, run_values
 from dist_transformer.planning.vocabularies import count_parameters
 
@@ -84,8 +78,8 @@ def print_simulation(
     shown = {name: "by size" if value is None else f"{value:g}" for name, value in vars(site).items()}
     print(f"site: {', '.join(f'{name} {text}' for name, text in shown.items())}")
     print(
-        f"of checkpoints: copied with {COPY_GB_PER_SECOND:g} GB/s of each rank, written with {WRITE_GB_PER_SECOND:g} GB/s of "
-        f"each and {DISK_GB_PER_SECOND:g} GB/s of all, unless seconds are given"
+        f"of checkpoints: copied with {scale.COPY_GB_PER_SECOND:g} GB/s of each rank, written with "
+        f"{scale.WRITE_GB_PER_SECOND:g} GB/s of each and {scale.DISK_GB_PER_SECOND:g} GB/s of all, unless seconds are given"
     )
     print_sources(hardware)
 
@@ -125,7 +119,7 @@ def _remarks(config: Config, rows: Sequence[ScaleRow]) -> list[str]:
             f"from {nodes_text(more[0])} on: more ranks than data.lanes={config.data.lanes}; counted with a lane for each "
             "rank, which is another recipe: larger steps, and fewer of them for the same tokens"
         )
-    most = patience(config.slurm)
+    most = scale.patience(config.slurm)
     remarks += [
         f"{nodes_text(row.nodes)}: {row.gave_up_share:.0%} of the runs have {most} attempts in a row without a checkpoint, "
         f"after which a job is given up ({LOST_ATTEMPTS} times slurm.max_restarts_without_progress)"

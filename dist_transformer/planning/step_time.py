@@ -13,14 +13,7 @@ comes last, and its weights, which are needed first. Stage 3 and offload hide no
 
 from dataclasses import dataclass, replace
 
-from dist_transformer.config.model_size import (
-    REDUCED_AT_ONCE,
-    bytes_of_sent_gradient,
-    lanes_of_pass,
-    num_buckets,
-    sends_during_backward,
-    weight_bytes,
-)
+from dist_transformer.config import model_size
 from dist_transformer.config.schema import Config
 from dist_transformer.planning.flops import model_flops
 from dist_transformer.planning.hardware import GIVEN, Constant, Hardware
@@ -75,7 +68,7 @@ def step_time(config: Config, num_ranks: int, ranks_per_node: int, hardware: Har
     """Time of a step of `num_ranks` ranks, which may not exceed the lanes."""
     lanes, budget = config.data.lanes, config.data.token_budget()
     micro_batches = -(-lanes // num_ranks)
-    passes = -(-micro_batches // lanes_of_pass(lanes, config.training, num_ranks))
+    passes = -(-micro_batches // model_size.lanes_of_pass(lanes, config.training, num_ranks))
     flops = micro_batches * micro_batch_flops(config, budget / 2, budget / 2)
     compute_seconds = flops / (hardware.achieved_tflops(config.training.precision) * 1e12)
     owned = count_parameters(config) / (num_ranks if config.training.zero_stage else 1)
@@ -133,19 +126,19 @@ def exposed_seconds(
     if num_ranks > ranks_per_node:
         bandwidth = min(bandwidth, ranks_per_node * hardware.network_gb_per_second.value)
     seconds_per_byte = (num_ranks - 1) / num_ranks / (bandwidth * 1e9)
-    sent = parameters * bytes_of_sent_gradient(training) * seconds_per_byte
-    gathered = weight_bytes(parameters_by_part(config), training) * seconds_per_byte
+    sent = parameters * model_size.bytes_of_sent_gradient(training) * seconds_per_byte
+    gathered = model_size.weight_bytes(parameters_by_part(config), training) * seconds_per_byte
     # Reduce-scatters of all gradients, and all-gathers of all weights; an all-reduce of gradients counts as two.
-    twice = 1 if sends_during_backward(training) else 2
+    twice = 1 if model_size.sends_during_backward(training) else 2
     halves = ((2, 0), (twice, 1), (twice * passes, 1), (passes, 2 * passes))[training.zero_stage]
     latency = (num_ranks - 1) * hardware.latency_seconds.value
-    if not sends_during_backward(training):
-        collectives = -(-parameters // REDUCED_AT_ONCE)
+    if not model_size.sends_during_backward(training):
+        collectives = -(-parameters // model_size.REDUCED_AT_ONCE)
         if training.zero_stage == 3:  # gathered layer by layer
             collectives = max(collectives, config.model.num_encoder_layers + config.model.num_decoder_layers)
         return halves[0] * sent + halves[1] * gathered + sum(halves) * collectives * latency
     embedding = vocabulary_sizes(config)[0] * config.model.d_model
-    buckets, backward = num_buckets(num_ranks), BACKWARD_SHARE * pass_seconds
+    buckets, backward = model_size.num_buckets(num_ranks), BACKWARD_SHARE * pass_seconds
     often = passes if training.zero_stage == 2 else 1
     whole = halves[0] // often  # 2 for an all-reduce
     last = embedding / parameters * sent + latency

@@ -17,18 +17,9 @@ import numpy as np
 from dist_transformer.config.metrics import TRANSLATION_MEASURES, corpus_and_measure, is_lower_better
 from dist_transformer.decoding.metrics import bleu_p_values
 from dist_transformer.format import duration
+from dist_transformer.reporting import formatting
 from dist_transformer.reporting.charts import Marks, compared_panels
-from dist_transformer.reporting.formatting import (
-    NOTHING,
-    evaluation_text,
-    measure_name,
-    measure_text,
-    metric_name,
-    number,
-    setting_text,
-    state_text,
-    steps_text,
-)
+from dist_transformer.reporting.formatting import NOTHING, measure_text, number
 from dist_transformer.reporting.html import render
 from dist_transformer.reporting.page import charts
 from dist_transformer.reporting.run_history import RunStory, settings_that_differ
@@ -84,8 +75,8 @@ def result_rows(stories: Sequence[Named]) -> list[Row]:
     """Rows of the runs' progress, speed and scores: last, best, of the final model."""
     now, speeds = time.time(), [story.median_speed for _, story in stories]
     rows = [
-        Row("state", [state_text(story, now) for _, story in stories]),
-        Row("step", [steps_text(story) for _, story in stories]),
+        Row("state", [formatting.state_text(story, now) for _, story in stories]),
+        Row("step", [formatting.steps_text(story) for _, story in stories]),
         Row("time in training", [duration(story.trained_seconds) for _, story in stories]),
         Row("goodput", [goodput_text(story.goodput) if story.goodput else NOTHING for _, story in stories]),
         Row("target tokens/s, median", [number(speed) for speed in speeds], _best(speeds, True)),
@@ -98,7 +89,7 @@ def setting_rows(stories: Sequence[Named]) -> list[Row]:
     """The settings that are not the same in all runs."""
     changed = {key for _, story in stories for key in settings_that_differ(story.settings)}
     keys = dict.fromkeys(key for _, story in stories for key in story.settings if key in changed)
-    rows = [Row(key, [setting_text(story.settings.get(key)) for _, story in stories]) for key in keys]
+    rows = [Row(key, [formatting.setting_text(story.settings.get(key)) for _, story in stories]) for key in keys]
     return [row for row in rows if len(set(row.texts)) > 1]
 
 
@@ -128,11 +119,11 @@ def _score_rows(stories: Sequence[Named]) -> Iterator[Row]:
         if measure in ("loss", "nll", *TRANSLATION_MEASURES):
             last = [curve.last if curve else None for curve in curves]
             texts = [measure_text(measure, value) for value in last]
-            yield _scored(f"{metric_name(measure)}, last", texts, _best(last, highest), why)
+            yield _scored(f"{formatting.metric_name(measure)}, last", texts, _best(last, highest), why)
         found = [curve.best(measure) if curve else None for curve in curves]
         texts = [f"{measure_text(measure, each[1])} (step {each[0]:,})" if each else NOTHING for each in found]
         best = _best([each[1] if each else None for each in found], highest)
-        yield _scored(f"{metric_name(measure)}, best", texts, best, why)
+        yield _scored(f"{formatting.metric_name(measure)}, best", texts, best, why)
 
 
 def _scored(name: str, texts: list[str], best: int | None, why: Sequence[str]) -> Row:
@@ -151,13 +142,16 @@ def _evaluation_rows(stories: Sequence[Named]) -> Iterator[Row]:
             if not known:
                 continue
             having = [story for (_, story), each in zip(stories, scores, strict=True) if key in each]
-            values, hows = [each.get(key) for each in scores], {evaluation_text(each) for each in known}
-            title = f"evaluated: {name} {measure_name(key)}"
+            values, hows = [each.get(key) for each in scores], {formatting.evaluation_text(each) for each in known}
+            title = f"evaluated: {name} {formatting.measure_name(key)}"
             texts = [measure_text(key, value) for value in values]
             if len(hows) == 1:
                 title = f"{title} {hows.pop()}".strip()
             else:
-                texts = [f"{text} {evaluation_text(each)}".strip() for text, each in zip(texts, scores, strict=True)]
+                texts = [
+                    f"{text} {formatting.evaluation_text(each)}".strip()
+                    for text, each in zip(texts, scores, strict=True)
+                ]
             yield _scored(title, texts, _best(values, True), why_evaluated_otherwise(having, known, name, key))
         yield from _significance(stories, name)
 

@@ -23,13 +23,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from dist_transformer.data.loader.window_request import (
-    PURPOSE_PLAN,
-    RowSlice,
-    WindowKey,
-    WindowRequest,
-    random_generator,
-)
+from dist_transformer.data.loader import window_request
+from dist_transformer.data.loader.window_request import RowSlice, WindowKey, WindowRequest
 
 Piece = tuple[int, int, int]
 """(pass, first, last): rows of one pass over a corpus, in the order of that pass."""
@@ -305,7 +300,9 @@ class _PassOrder:
 
     def __init__(self, group_rows: Sequence[int], seed: int, corpus: int, number: int) -> None:
         self._corpus, self._number = corpus, number
-        order = random_generator(seed, PURPOSE_PLAN, corpus, number).permutation(len(group_rows))
+        order = window_request.random_generator(seed, window_request.PURPOSE_PLAN, corpus, number).permutation(
+            len(group_rows)
+        )
         self._order: NDArray[np.int64] = order
         self._ends: NDArray[np.int64] = np.cumsum(np.asarray(group_rows, dtype=np.int64)[order])
 

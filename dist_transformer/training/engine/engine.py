@@ -29,39 +29,15 @@ from dist_transformer.config.schema import OptimizerConfig, TrainingConfig
 from dist_transformer.distributed.group import Ranks
 from dist_transformer.model.transformer import Shapes
 from dist_transformer.training.divergence import Diverged
-from dist_transformer.training.engine import deepspeed_patches
+from dist_transformer.training.engine import deepspeed_patches, gradient_exchange, sharded_state
 from dist_transformer.training.engine.bit_sums import GradientSums, RestingSums, sums_by_part
 from dist_transformer.training.engine.deepspeed_config import deepspeed_config
 from dist_transformer.training.engine.fixed_point import norm_of
-from dist_transformer.training.engine.gradient_exchange import (
-    Bucket,
-    GradientExchange,
-    WeightGather,
-    exchange_in_shards,
-    exchange_in_stage_0,
-    in_buckets,
-    in_order_of_backward,
-)
+from dist_transformer.training.engine.gradient_exchange import Bucket, GradientExchange, WeightGather
 from dist_transformer.training.engine.muon import matrices_of
 from dist_transformer.training.engine.objective import Objective
-from dist_transformer.training.engine.optimizer import (
-    PARTS,
-    adam,
-    freeze,
-    make_state,
-    parameter_names,
-    set_update_count,
-    update_average,
-)
-from dist_transformer.training.engine.sharded_state import (
-    Fragment,
-    Shard,
-    fragments,
-    full_shapes,
-    masters,
-    pieces,
-    sync_weights_from_masters,
-)
+from dist_transformer.training.engine.optimizer import PARTS, adam, freeze, make_state, parameter_names, update_average
+from dist_transformer.training.engine.sharded_state import Fragment, Shard
 
 __all__ = ["PARTS", "Engine", "Fragment"]
 
@@ -111,9 +87,11 @@ class Engine:
         self._same_bits = training.same_bits
         is_exchanged = training.same_bits or training.zero_stage > 0 or ranks.num_ranks > 1
         is_ours = is_exchanged and sends_during_backward(training)
-        cut = partial(in_buckets, num_buckets(ranks.num_ranks)) if is_ours else lambda alike: [alike]
+        cut = partial(gradient_exchange.in_buckets, num_buckets(ranks.num_ranks)) if is_ours else lambda alike: [alike]
         matrices = matrices_of(module.model) if optimizer.matrices == "muon" else {}
-        updates = adam(optimizer, in_order_of_backward(module.model), cut, not training.same_bits, matrices)
+        updates = adam(
+            optimizer, gradient_exchange.in_order_of_backward(module.model), cut, not training.same_bits, matrices
+        )
         deepspeed_patches.step_as_not_compiled(updates)
         with deepspeed_patches.not_compiling(compiler):
             self._engine, *_ = deepspeed.initialize(
@@ -154,12 +132,14 @@ class Engine:
         dtype = {"auto": by_precision, "fp32": torch.float32, "bf16": torch.bfloat16}[training.communication_dtype]
         self._exchange = GradientExchange(buckets, ranks, self._stage, dtype)
         if self._stage == 0:
-            exchange_in_stage_0(self._engine, self._exchange)
+            gradient_exchange.exchange_in_stage_0(self._engine, self._exchange)
         else:
             self._gather = WeightGather(self._engine.module, self._engine.module.model, buckets, ranks)
             if self._resting is not None:
                 self._gather.arrived = self._weights_arrived
-            exchange_in_shards(self._engine, self._exchange, self._gather, ranks, training.gradient_clip_norm)
+            gradient_exchange.exchange_in_shards(
+                self._engine, self._exchange, self._gather, ranks, training.gradient_clip_norm
+            )
 
     def __call__(self, *inputs: Tensor | Shapes | int | None) -> Any:
         """Computes the objective's forward pass."""
@@ -277,14 +257,18 @@ class Engine:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Returns every parameter's full shape, tied ones once (not collective)."""
-        return full_shapes(self._parameters)
+        return {
+            name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._parameters.items()
+        }  # stage 3 cuts them
 
     def fragments(self) -> list[Fragment]:
         """Returns this rank's part of the complete state, without any communication (not collective).
 
         Over all ranks the fragments tile every tensor exactly once. Frozen parameters have a weight only.
         """
-        return fragments(self._pieces(), _inner_optimizer(self._engine), self._ranks.rank, self._ranks.num_ranks)
+        return sharded_state.fragments(
+            self._pieces(), _inner_optimizer(self._engine), self._ranks.rank, self._ranks.num_ranks
+        )
 
     def bit_sums(self) -> dict[str, int]:
         """Returns the sums of the complete state's bits by part; none with frozen weights, which a load may round."""
@@ -338,9 +322,10 @@ class Engine:
                 else:
                     assert part != "weight", piece.name
                     values.zero_()
-        set_update_count(optimizer, step)
+        for state in optimizer.state.values():
+            state["step"].fill_(step)  # determines Adam's bias corrections
         self._updates = step
-        sync_weights_from_masters(self._engine.optimizer, self._stage)
+        sharded_state.sync_weights_from_masters(self._engine.optimizer, self._stage)
         if self._resting is not None:
             self._resting.note("state", self._state())
 
@@ -382,10 +367,10 @@ class Engine:
         return self._engine.optimizer.bit16_groups_flat if self._gather is not None else []
 
     def _masters(self) -> list[Tensor]:
-        return masters(self._engine.optimizer, self._stage)
+        return sharded_state.masters(self._engine.optimizer, self._stage)
 
     def _pieces(self) -> list[Shard]:
-        return pieces(self._parameters, self._engine.optimizer, self._stage, self._ranks.rank)
+        return sharded_state.pieces(self._parameters, self._engine.optimizer, self._stage, self._ranks.rank)
 
 
 def _inner_optimizer(engine: Any) -> Any:

@@ -87,12 +87,6 @@ def make_state(optimizer: torch.optim.Optimizer, masters: Iterable[Tensor], with
             optimizer.state[master]["ema"] = master.detach().clone()
 
 
-def set_update_count(optimizer: torch.optim.Optimizer, count: int) -> None:
-    """Sets the number of updates made so far, which determines Adam's bias corrections."""
-    for state in optimizer.state.values():
-        state["step"].fill_(count)
-
-
 @torch.no_grad()
 def update_average(optimizer: torch.optim.Optimizer, masters: Iterable[Tensor], decay: float, updates: int) -> None:
     """Moves the average towards the weights after update number `updates`.

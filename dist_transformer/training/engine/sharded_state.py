@@ -101,11 +101,6 @@ def sync_weights_from_masters(optimizer: Any, stage: int) -> None:
         optimizer.checkpoint_event_epilogue()  # gathers the small parameters that stage 3 keeps whole
 
 
-def full_shapes(parameters: dict[str, nn.Parameter]) -> dict[str, tuple[int, ...]]:
-    """Returns the full shapes of the parameters, also of those that stage 3 has cut."""
-    return {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in parameters.items()}
-
-
 def _piece_of_stages_0_to_2(name: str, parameter: nn.Parameter, optimizer: Any, rank: int) -> Shard | None:
     if not parameter.requires_grad or not hasattr(parameter, "_hp_mapping"):
         return Shard(name, 0, parameter, 0, parameter.numel(), parameter.requires_grad, is_everywhere=True)

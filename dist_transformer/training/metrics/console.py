@@ -6,16 +6,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from dist_transformer.config.model_size import count_by_part, offloaded_bytes, state_bytes
 from dist_transformer.config.schema import Config, TrainingConfig
@@ -109,13 +101,13 @@ class ProgressBar:
 
     def __init__(self, total_steps: int | None, step: int, save_every_steps: int, quiet: bool = False) -> None:
         columns = (
-            TextColumn("[bold]step"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"),
-            TimeElapsedColumn(), TimeRemainingColumn(),
+            progress.TextColumn("[bold]step"), progress.BarColumn(), progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.description}"), progress.TimeElapsedColumn(), progress.TimeRemainingColumn(),
         )  # fmt: skip
-        self.progress = Progress(
+        self.progress = progress.Progress(
             *columns, console=Console(stderr=True), disable=quiet or not sys.stderr.isatty(), transient=True
         )
-        self._task: TaskID = self.progress.add_task("", total=total_steps, completed=step)
+        self._task: progress.TaskID = self.progress.add_task("", total=total_steps, completed=step)
         self._save_every_steps = save_every_steps
         self._speed = self._score = ""
 
