@@ -59,7 +59,15 @@ def load_models(folders: Sequence[Path], plugin: str | None = None) -> LoadedMod
                 f"{folder}: its sentencepiece models are not those of {folders[0]}: models decode together only if their "
                 "tokens are the same; train them with one tokenizer"
             )
-    tokenizer = _tokenizer(loaded[0], folders[0])
+    files, information = loaded[0].tokenizer_files, loaded[0].information
+    tokenizer = Tokenizer.load(files.source, files.target)
+    vocabularies = (tokenizer.source_vocabulary, tokenizer.target_vocabulary)
+    expected = (information.source_vocabulary, information.target_vocabulary)
+    if vocabularies != expected:
+        raise UserError(
+            f"{folders[0]}: its tokenizer has {vocabularies[0]} source and {vocabularies[1]} target pieces, its model "
+            f"{expected[0]} and {expected[1]}: the sentencepiece model of another model lies there; put its own back"
+        )
     models = [
         each.model.to(device) if each.config.plugin else packed_for_decoding(each.model.to(device)) for each in loaded
     ]
@@ -82,15 +90,3 @@ class LoadedTranslator:
 def _pieces(loaded: LoadedModel) -> tuple[bytes, bytes | None]:
     files = loaded.tokenizer_files
     return files.source.read_bytes(), None if files.target is None else files.target.read_bytes()
-
-
-def _tokenizer(loaded: LoadedModel, folder: Path) -> Tokenizer:
-    tokenizer = Tokenizer.load(loaded.tokenizer_files.source, loaded.tokenizer_files.target)
-    vocabularies = (tokenizer.source_vocabulary, tokenizer.target_vocabulary)
-    expected = (loaded.information.source_vocabulary, loaded.information.target_vocabulary)
-    if vocabularies != expected:
-        raise UserError(
-            f"{folder}: its tokenizer has {vocabularies[0]} source and {vocabularies[1]} target pieces, its model "
-            f"{expected[0]} and {expected[1]}: the sentencepiece model of another model lies there; put its own back"
-        )
-    return tokenizer

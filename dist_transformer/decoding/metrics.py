@@ -148,11 +148,7 @@ def _tokenizer(target_language: str) -> str | None:
     try:
         BLEU(tokenize=wanted)
     except (ImportError, RuntimeError):
-        log.warning(
-            "BLEU counts characters (tok:char), as its tokenizer for %s, %s, is not there: pip install 'sacrebleu[%s]'",
-            language,
-            wanted,
-            language,
-        )
+        lacks = f"as its tokenizer for {language}, {wanted}, is not there: pip install 'sacrebleu[{language}]'"
+        log.warning("BLEU counts characters (tok:char), %s", lacks)
         return "char"
     return wanted

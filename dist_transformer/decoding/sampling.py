@@ -109,14 +109,13 @@ class Sampling:
         for sentence, position in enumerate(self.input_position):
             if is_done[sentence]:
                 own = slice(sentence * num_samples, (sentence + 1) * num_samples)
-                found = [self._hypothesis(tokens, total) for tokens, total in zip(rows[own], totals[own], strict=True)]
+                found = []
+                for tokens, total in zip(rows[own], totals[own], strict=True):
+                    length = tokens.index(self.ids.eos)
+                    penalty = length_penalty(length + 1, self.config.length_penalty)
+                    found.append(Hypothesis(tokens[:length], total / penalty, total))
                 self.results[position] = sorted(found, key=lambda hypothesis: -hypothesis.score)
         self._select([sentence for sentence, done in enumerate(is_done) if not done])
-
-    def _hypothesis(self, tokens: list[int], log_probability: float) -> Hypothesis:
-        length = tokens.index(self.ids.eos)
-        penalty = length_penalty(length + 1, self.config.length_penalty)
-        return Hypothesis(tokens[:length], log_probability / penalty, log_probability)
 
     def _select(self, kept: list[int]) -> None:
         self.input_position = [self.input_position[sentence] for sentence in kept]

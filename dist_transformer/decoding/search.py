@@ -55,17 +55,13 @@ class TorchSearcher:
             if self.config.sampling
             else beam_search(ensemble, constraints, self.ids, self.config)
         )
-        _refuse_nan(found)
+        # NaN cannot be compared: the search then finds nothing, or anything.
+        if any(not hypotheses or any(math.isnan(each.score) for each in hypotheses) for hypotheses in found):
+            raise UserError(
+                "the search found a sentence without any translation whose score is a number: the model's weights are not "
+                "finite, or it overflows in fp16. Take an older checkpoint or model, or another precision"
+            )
         return found
-
-
-def _refuse_nan(found: Sequence[Sequence[Hypothesis]]) -> None:
-    """Raises UserError for NaN scores, which cannot be compared: a search then finds nothing, or anything."""
-    if any(not hypotheses or any(math.isnan(each.score) for each in hypotheses) for hypotheses in found):
-        raise UserError(
-            "the search found a sentence without any translation whose score is a number: the model's weights are not "
-            "finite, or it overflows in fp16. Take an older checkpoint or model, or another precision"
-        )
 
 
 def pad_together(sentences: Sequence[Sequence[int]], pad_id: int) -> Tensor:

@@ -4,7 +4,7 @@ MLflow calls `_load_pyfunc(folder, settings)`; `settings` is the section `decodi
 and can be changed on loading: `mlflow.pyfunc.load_model(uri, model_config={"beam_size": 1})`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,12 @@ class ServedModel:
 
         `model_input`: a pandas table with one column, or an iterable of strings.
         """
-        return list(self._translator.translate(line if isinstance(line, str) else "" for line in _column(model_input)))
+        if hasattr(model_input, "iloc"):  # a pandas table, or one column of it
+            model_input = model_input.iloc[:, 0] if model_input.ndim == 2 else model_input
+        lines = [model_input] if isinstance(model_input, str) else model_input
+        return list(self._translator.translate(line if isinstance(line, str) else "" for line in lines))
 
 
 def _load_pyfunc(data_path: str, model_config: Mapping[str, Any] | None = None) -> ServedModel:
     """Entry point of MLflow, which prescribes its name and arguments."""
     return ServedModel(LoadedTranslator(Path(data_path), DecodingConfig(**(model_config or {}))))
-
-
-def _column(model_input: Any) -> Iterable[Any]:
-    if hasattr(model_input, "iloc"):  # a pandas table, or one column of it
-        model_input = model_input.iloc[:, 0] if model_input.ndim == 2 else model_input
-    return [model_input] if isinstance(model_input, str) else list(model_input)

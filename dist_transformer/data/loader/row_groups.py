@@ -105,7 +105,12 @@ class RowGroupTables:
     def _read_once(self, place: RowGroupPlace, columns: list[str]) -> pa.Table:
         try:
             file = self._file(place.file)
-            _check_columns(file, place, columns)
+            if place.index >= file.num_row_groups:
+                raise UnreadableRowGroup(f"the file has {file.num_row_groups} row groups")
+            there = column_paths(file.schema_arrow)
+            if missing := [name for name in columns if name not in there]:
+                text = " and no column ".join(map(repr, missing))
+                raise UnreadableRowGroup(f"no column {text}, only {file.schema_arrow.names}")
             return file.read_row_group(place.index, columns=columns, use_threads=False)
         except read_errors():
             self._open.pop(place.file, None)  # the next attempt opens the file anew
@@ -117,13 +122,3 @@ class RowGroupTables:
         if len(self._open) > OPEN_FILES:
             self._open.popitem(last=False)
         return file
-
-
-def _check_columns(file: pq.ParquetFile, place: RowGroupPlace, columns: list[str]) -> None:
-    if place.index >= file.num_row_groups:
-        raise UnreadableRowGroup(f"the file has {file.num_row_groups} row groups")
-    there = column_paths(file.schema_arrow)
-    if missing := [name for name in columns if name not in there]:
-        raise UnreadableRowGroup(
-            f"no column {' and no column '.join(map(repr, missing))}, only {file.schema_arrow.names}"
-        )

@@ -118,7 +118,7 @@ class RowReader:
                     part = self._sampler.run(WindowKey(0, 0, 0, row_group), rows)
                     yield joined([part], [part.row_numbers])
             except UnreadableRowGroup as error:
-                raise _error(_cannot_read(place, error, self._remedy(place)), error) from error
+                raise _cannot_read(place, error, self._remedy(place)) from error
 
     def _corpus(self, name: str) -> TokenCorpus | TextCorpus:
         split = self._splits[name]
@@ -141,25 +141,18 @@ class RowReader:
         tables: Groups = {}
         quarantined = []
         for corpus, row_group in dict.fromkeys((piece.corpus, piece.row_group) for piece in request.slices):
+            place = self._corpora[corpus].places[row_group]
             if (corpus, row_group) in request.without:
-                place = str(self._corpora[corpus].places[row_group])
-                quarantined.append(Quarantined(request.key, corpus, row_group, place, QUARANTINED_BEFORE))
+                quarantined.append(Quarantined(request.key, corpus, row_group, str(place), QUARANTINED_BEFORE))
                 continue
             try:
                 tables[corpus, row_group] = self._corpora[corpus].read(row_group)
             except UnreadableRowGroup as error:
-                quarantined.append(self._quarantined_row_group(request.key, corpus, row_group, error))
+                if self._data.on_bad_row_group == "raise":
+                    way_out = ", or set data.on_bad_row_group: quarantine to continue without its rows"
+                    raise _cannot_read(place, error, f"{self._remedy(place)}{way_out}") from error
+                quarantined.append(Quarantined(request.key, corpus, row_group, str(place), str(error)))
         return tables, tuple(quarantined)
-
-    def _quarantined_row_group(
-        self, key: WindowKey, corpus: int, row_group: int, error: UnreadableRowGroup
-    ) -> Quarantined:
-        """Returns the row group as quarantined; DataError if `data.on_bad_row_group` does not allow that."""
-        place = self._corpora[corpus].places[row_group]
-        if self._data.on_bad_row_group == "raise":
-            remedy = f"{self._remedy(place)}, or set data.on_bad_row_group: quarantine to continue without its rows"
-            raise _error(_cannot_read(place, error, remedy), error) from error
-        return Quarantined(key, corpus, row_group, str(place), str(error))
 
     def _remedy(self, place: RowGroupPlace) -> str:
         if place.is_in_place:
@@ -167,13 +160,10 @@ class RowReader:
         return f"The shard is missing or damaged: delete {self._folder} and run `dist-transformer prepare` again"
 
 
-def _error(message: str, cause: UnreadableRowGroup) -> UserError:
+def _cannot_read(place: RowGroupPlace, error: UnreadableRowGroup, remedy: str) -> UserError:
     """Returns MachineError for an outage, after which a requeue of the Slurm job may help, else DataError."""
-    return MachineError(message) if cause.is_outage else DataError(message)
-
-
-def _cannot_read(place: RowGroupPlace, error: UnreadableRowGroup, remedy: str) -> str:
-    return f"{place.file}: row group {place.index} cannot be read ({error}). {remedy}."
+    kind = MachineError if error.is_outage else DataError
+    return kind(f"{place.file}: row group {place.index} cannot be read ({error}). {remedy}.")
 
 
 def joined(parts: Sequence[TokenRows], row_ids: Sequence[Ints]) -> Rows:

@@ -107,7 +107,14 @@ class TextCorpus:
             raise UnreadableRowGroup(f"column {name!r} holds {column.type}; expected text")
         column = column.cast(pa.large_binary())
         if self.cleaner.settings.bad_encoding == "raise":
-            _refuse_bad_encoding(column, name)
+            try:
+                column.cast(pa.large_string())
+            except pa.ArrowInvalid:
+                _, bad = decoded(column.to_pylist())
+                raise UnreadableRowGroup(
+                    f"column {name!r} is not valid UTF-8 in row {bad[0]} of the row group; convert it, or set "
+                    "data.filters.bad_encoding: drop"
+                ) from None
         return column
 
     def _text(self, table: pa.Table, is_in_place: bool) -> KeptText:
@@ -121,17 +128,6 @@ class TextCorpus:
         return self.cleaner.clean(
             RawBatch(0, tagged(normalized(source, form), prefix), normalized(target, form), bad, prefix)
         )
-
-
-def _refuse_bad_encoding(column: pa.ChunkedArray, name: str) -> None:
-    try:
-        column.cast(pa.large_string())
-    except pa.ArrowInvalid:
-        _, bad = decoded(column.to_pylist())
-        raise UnreadableRowGroup(
-            f"column {name!r} is not valid UTF-8 in row {bad[0]} of the row group; convert it, or set "
-            "data.filters.bad_encoding: drop"
-        ) from None
 
 
 def token_column(rows: Sequence[Sequence[int]]) -> TokenColumn:

@@ -45,7 +45,12 @@ class TokenCorpus:
         table = self.tables.read(self.places[row_group], ["row_id", "source", "target"])
         check_column(table, "row_id", pa.types.is_integer, "integers")
         for side in ("source", "target"):
-            check_column(table, side, _holds_ids, "lists of token ids")
+            check_column(
+                table,
+                side,
+                lambda kind: pa.types.is_list(kind) and pa.types.is_integer(kind.value_type),
+                "lists of token ids",
+            )
             if any(chunk.values.null_count for chunk in table.column(side).chunks):
                 raise UnreadableRowGroup(f"column {side!r} holds lists with nulls in them; expected token ids")
         return table
@@ -66,10 +71,6 @@ def check_column(table: pa.Table, name: str, is_wanted: Callable[[pa.DataType], 
 def row_numbers(table: pa.Table) -> Ints:
     """Returns the numbers of the rows of `table` in their corpus."""
     return _numbers(table.column("row_id").combine_chunks()).astype(np.int64)
-
-
-def _holds_ids(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_list(kind) and pa.types.is_integer(kind.value_type))
 
 
 def _token_column(table: pa.Table, name: str) -> TokenColumn:

@@ -199,14 +199,12 @@ def _serve(builder: WindowBuilder, socket: Connection) -> None:
     end_with_parent()
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):
         while True:
-            socket.send(_built(builder, socket.recv()))
-
-
-def _built(builder: WindowBuilder, request: WindowRequest) -> Built:
-    try:
-        return request, builder.build(request)
-    except UserError as error:
-        return request, error
+            request: WindowRequest = socket.recv()
+            try:
+                built: Window | UserError = builder.build(request)
+            except UserError as error:
+                built = error
+            socket.send((request, built))
 
 
 def _print_stacks(processes: Sequence[_LoaderProcess]) -> None:

@@ -40,7 +40,13 @@ def add_pieces(model: Path, pieces: Sequence[str], out: Path) -> None:
     proto.trainer_spec.vocab_size = len(proto.pieces)
     with replacing(out) as temporary:
         temporary.write_bytes(proto.SerializeToString())
-        _refuse_pieces_that_never_come(Tokenizer.load(temporary), pieces)
+        tokenizer = Tokenizer.load(temporary)
+        for piece in pieces:
+            if piece not in (found := tokenizer.source_pieces(_ids(tokenizer, piece))):
+                raise DataError(
+                    f"{piece!r} cannot be a piece of this model: it would still be cut into {' '.join(found)}, since "
+                    "another piece takes a part of it first. Give the longer one only, or spell it otherwise"
+                )
 
 
 def cuts(model: Path, pieces: Sequence[str]) -> list[list[int]]:
@@ -67,12 +73,3 @@ def num_pieces(model: Path) -> int:
 def _ids(tokenizer: Tokenizer, piece: str) -> list[int]:
     """Returns the ids of the text of a piece, without the end of sentence."""
     return tokenizer.encode_source([piece.replace(BLANK, " ")])[0][:-1]
-
-
-def _refuse_pieces_that_never_come(tokenizer: Tokenizer, pieces: Sequence[str]) -> None:
-    for piece in pieces:
-        if piece not in (found := tokenizer.source_pieces(_ids(tokenizer, piece))):
-            raise DataError(
-                f"{piece!r} cannot be a piece of this model: it would still be cut into {' '.join(found)}, since another "
-                "piece takes a part of it first. Give the longer one only, or spell it otherwise"
-            )

@@ -73,7 +73,15 @@ def renumbered(proto: Any, pieces: Sequence[str], special: SpecialPieces, whole:
         score = ours[text].score if text in ours else 0.0
         kind = Kind.USER_DEFINED if text in always else _kind(proto, text, ours.get(text), special)
         new.pieces.add(piece=text, score=score, type=kind)
-    _name_special(new.trainer_spec, list(pieces), special)
+    for name, text in {
+        "unk": special.unknown,
+        "bos": special.begin,
+        "eos": special.end,
+        "pad": special.padding,
+    }.items():
+        setattr(new.trainer_spec, f"{name}_piece", text)
+        setattr(new.trainer_spec, f"{name}_id", pieces.index(text))
+    new.trainer_spec.vocab_size = len(pieces)
     return bytes(new.SerializeToString())
 
 
@@ -127,11 +135,3 @@ def _kind(proto: Any, text: str, piece: Any, special: SpecialPieces) -> int:
     # In a BPE model an unused piece is merged and then split again, which would change other merges.
     is_bpe = proto.trainer_spec.model_type == proto.trainer_spec.BPE
     return int(Kind.CONTROL if is_bpe else Kind.UNUSED)
-
-
-def _name_special(trainer: Any, pieces: list[str], special: SpecialPieces) -> None:
-    names = {"unk": special.unknown, "bos": special.begin, "eos": special.end, "pad": special.padding}
-    for name, text in names.items():
-        setattr(trainer, f"{name}_piece", text)
-        setattr(trainer, f"{name}_id", pieces.index(text))
-    trainer.vocab_size = len(pieces)

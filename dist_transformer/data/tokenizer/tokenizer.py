@@ -153,17 +153,14 @@ class Tokenizer:
         """Returns begin and end of the text of each id in `decode_target(ids)`; spans of skipped ids are empty."""
         left_out = _left_out(self._target, self.pad_id)
         pieces = self._target.decode([index for index in ids if not left_out(index)], out_type="immutable_proto").pieces
-        spans, end = iter(_spans(pieces)), 0
-        found = []
+        spans, found = iter(_spans(pieces)), [(0, 0)]
         for index in ids:
-            begin, end = (end, end) if left_out(index) else next(spans)
-            found.append((begin, end))
-        return found
+            found.append((found[-1][1],) * 2 if left_out(index) else next(spans))
+        return found[1:]
 
-    def text_of_pieces(self, most: int = 500) -> tuple[str, str]:
-        """Concatenates the first pieces of each side: a text that the model knows, whatever its language."""
-        ids = range(most)
-        return "".join(self.source_pieces(ids)), "".join(self.target_pieces(ids))
+    def text_of_pieces(self) -> tuple[str, str]:
+        """Concatenates the first 500 pieces of each side: a text that the model knows, whatever its language."""
+        return "".join(self.source_pieces(range(500))), "".join(self.target_pieces(range(500)))
 
     def can_spell_source(self, sentence: str) -> bool:
         """True if no part of a source sentence is unknown."""
