@@ -14,6 +14,7 @@ def deepspeed_config(
 ) -> dict[str, Any]:
     """Returns the configuration. `initial_scale`, `scale_window`: of fp16's loss scale, a power of 2, and in steps."""
     sizes = [parameter.numel() for parameter in module.parameters()]
+    offloaded = {"none": (), "optimizer": ("optimizer",), "optimizer_and_parameters": ("optimizer", "param")}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,  # DeepSpeed only counts with it; our micro-batches are sized in tokens
         "gradient_clipping": training.gradient_clip_norm,
@@ -22,7 +23,11 @@ def deepspeed_config(
             "overlap_comm": False,
             # With DeepSpeed's default of 500 million, a buffer would be 2 GB for any model.
             "reduce_bucket_size": max(*sizes, min(sum(sizes), REDUCED_AT_ONCE)),
-            **_offload(training, ranks),
+            # Page-locked memory is only useful for copies to and from a GPU.
+            **{
+                f"offload_{part}": {"device": "cpu", "pin_memory": ranks.device.type == "cuda"}
+                for part in offloaded[training.offload]
+            },
         },
         "managed_gradient_accumulation": False,
         "zero_force_ds_cpu_optimizer": False,
@@ -42,13 +47,3 @@ def deepspeed_config(
             "min_loss_scale": 1,
         }
     return config
-
-
-def _offload(training: TrainingConfig, ranks: Ranks) -> dict[str, Any]:
-    parts = {
-        "none": [],
-        "optimizer": ["offload_optimizer"],
-        "optimizer_and_parameters": ["offload_optimizer", "offload_param"],
-    }[training.offload]
-    # Page-locked memory is only useful for copies to and from a GPU.
-    return {part: {"device": "cpu", "pin_memory": ranks.device.type == "cuda"} for part in parts}

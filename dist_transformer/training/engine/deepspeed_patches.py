@@ -124,18 +124,14 @@ def name_collectives(backend: Any, note: Callable[[str], None]) -> None:
 def _noted(name: str, method: Callable[..., Any], note: Callable[[str], None]) -> Callable[..., Any]:
     @wraps(method)
     def noted(backend: Any, *args: Any, **kwargs: Any) -> Any:
-        note(_named_collective(name, args[0] if args else next(iter(kwargs.values()), None)))
+        over = args[0] if args else next(iter(kwargs.values()), None)
+        tensors = [over] if isinstance(over, Tensor) else over if isinstance(over, list) else []
+        size = sum(tensor.numel() for tensor in tensors)
+        note(f"{name} of {size:,} {str(tensors[0].dtype).removeprefix('torch.')}" if tensors else name)
         return method(backend, *args, **kwargs)
 
     noted.without_note = method  # type: ignore[attr-defined]
     return noted
-
-
-def _named_collective(name: str, over: Any) -> str:
-    tensors = [over] if isinstance(over, Tensor) else over if isinstance(over, list) else []
-    if not tensors:
-        return name
-    return f"{name} of {sum(t.numel() for t in tensors):,} {str(tensors[0].dtype).removeprefix('torch.')}"
 
 
 def prepare_cpu(deepspeed: Any) -> None:

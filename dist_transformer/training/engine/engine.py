@@ -191,7 +191,10 @@ class Engine:
         """
         if self._resting is None:
             return self._step(learning_rate)
-        self._check_at_rest()
+        self._resting.check("gradients", self._gradients())
+        self._resting.check("state", self._state())
+        for number, flat in enumerate(self._flat_weights()):
+            self._resting.check(f"weights {number}", [flat])
         is_applied = self._step(learning_rate)
         self._resting.note("state", self._state())
         return is_applied
@@ -211,13 +214,6 @@ class Engine:
         if self._ema_decay is not None:
             update_average(_inner_optimizer(self._engine), self._masters(), self._ema_decay, self._updates)
         return True
-
-    def _check_at_rest(self) -> None:
-        assert self._resting is not None
-        self._resting.check("gradients", self._gradients())
-        self._resting.check("state", self._state())
-        for number, flat in enumerate(self._flat_weights()):
-            self._resting.check(f"weights {number}", [flat])
 
     def _weights_arrived(self, number: int) -> None:
         assert self._resting is not None

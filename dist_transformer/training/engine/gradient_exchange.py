@@ -205,7 +205,7 @@ class WeightGather:
             found = {bucket_of[p] for p in part.parameters() if p in bucket_of}
             needed.setdefault(unit, set()).update(found)
         for unit, numbers in needed.items():
-            unit.register_forward_pre_hook(self._waiting_for(sorted(numbers, reverse=True)))
+            unit.register_forward_pre_hook(partial(self._before_use, sorted(numbers, reverse=True)))
 
     def start(self, flats: Sequence[Tensor], mine: Sequence[Tensor]) -> None:
         """Begins gathering: each rank gives its part `mine` of every flat tensor (collective)."""
@@ -219,12 +219,9 @@ class WeightGather:
                 pending.wait()
                 self.arrived(number)
 
-    def _waiting_for(self, numbers: list[int]) -> Callable[..., None]:
-        def wait(_module: nn.Module, _inputs: Any) -> None:
-            if self._pending:
-                self.wait(numbers)
-
-        return wait
+    def _before_use(self, numbers: list[int], _module: nn.Module, _inputs: Any) -> None:
+        if self._pending:
+            self.wait(numbers)
 
 
 def exchange_in_stage_0(engine: Any, exchange: GradientExchange) -> None:

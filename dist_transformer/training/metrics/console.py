@@ -11,7 +11,7 @@ from rich.console import Console
 
 from dist_transformer.config.model_size import count_by_part, offloaded_bytes, state_bytes
 from dist_transformer.config.schema import Config, TrainingConfig
-from dist_transformer.data.manifest import Manifest, Split
+from dist_transformer.data.manifest import Manifest
 from dist_transformer.planning.step_time import FILLED_SHARE
 from dist_transformer.training.engine.schedule import peak_learning_rate
 from dist_transformer.training.memory import as_text
@@ -31,18 +31,24 @@ def log_estimate(config: Config, training: TrainingConfig, manifest: Manifest, n
         f"{parameters.total:,}", model.num_encoder_layers, model.num_decoder_layers, model.d_model, model.d_ff,
         model.num_heads, manifest.source_vocabulary, manifest.target_vocabulary, model.norm,
     )  # fmt: skip
-    for name in manifest.training:
-        log.info("data       %s", _corpus_line(name, manifest.splits[name]))
+    for name, split in zip(manifest.training, splits, strict=True):
+        dropped = ", ".join(f"{rule} {count}" for rule, count in split.dropped.items() if count) or "none"
+        log.info(
+            "data       %s: %s pairs, %s%s source + %s target tokens; dropped: %s",
+            name, f"{split.rows:,}", "about " if split.text else "", f"{split.source_tokens:,}",
+            f"{split.target_tokens:,}", "when they are tokenized" if split.text else dropped,
+        )  # fmt: skip
     log.info("prepared   digest %s", manifest.digest[:12])
     log.info(
         "batch      %d lanes of %d tokens: about %s source + %s target tokens a step, %d steps an epoch",
         config.data.lanes, config.data.token_budget(), f"{round(per_step * source / (source + target)):,}",
         f"{round(per_step * target / (source + target)):,}", math.ceil((source + target) / per_step),
     )  # fmt: skip
+    ends = {"steps": training.max_steps, "epochs": training.max_epochs}
     log.info(
         "training   %s, ZeRO stage %d, %d ranks; %s, warm-up %d, peak learning rate %.3g; %s",
         training.precision, training.zero_stage, num_ranks, config.schedule.name, config.schedule.warmup_steps,
-        peak_learning_rate(config), _end(training),
+        peak_learning_rate(config), " or ".join(f"{count} {unit}" for unit, count in ends.items() if count is not None),
     )  # fmt: skip
     held = as_text(state_bytes(parameters, training, num_ranks))
     log.info("memory     about %s a rank for weights, gradients and optimizer", held)
@@ -121,17 +127,3 @@ class ProgressBar:
     def show_score(self, step: int, measure: str, value: float) -> None:
         """Shows the newest value of validation.metric."""
         self._score = f"{measure} {value:.2f} (step {step})  "
-
-
-def _corpus_line(name: str, split: Split) -> str:
-    dropped = ", ".join(f"{rule} {count}" for rule, count in split.dropped.items() if count) or "none"
-    about = "about " if split.text else ""
-    return (
-        f"{name}: {split.rows:,} pairs, {about}{split.source_tokens:,} source + {split.target_tokens:,} target tokens; "
-        f"dropped: {'when they are tokenized' if split.text else dropped}"
-    )
-
-
-def _end(training: TrainingConfig) -> str:
-    ends = {"steps": training.max_steps, "epochs": training.max_epochs}
-    return " or ".join(f"{count} {unit}" for unit, count in ends.items() if count is not None)

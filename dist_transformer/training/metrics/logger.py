@@ -106,7 +106,10 @@ class MetricsLogger:
         interval, last = self._interval, self._last
         if last is None or not interval.target_tokens or state.step <= self._recorded_step:
             return
-        loss, nll, since_system = self._ranks.all_reduce_sum(torch.cat([interval.losses.cpu(), self._clock()])).tolist()
+        losses = interval.losses.cpu()  # waits for the device
+        since_system = self._system_seconds + interval.seconds if self._ranks.is_rank_zero else 0.0
+        sums = self._ranks.all_reduce_sum(torch.cat([losses, losses.new_tensor([since_system])]))
+        loss, nll, since_system = sums.tolist()
         loss, nll = loss / interval.target_tokens, nll / interval.target_tokens
         seconds = interval.seconds
         values: dict[str, float | int | str] = {
@@ -144,11 +147,6 @@ class MetricsLogger:
             rows = {lane: lanes[lane] for lane in sorted(lanes, key=int)}
             values = dict(batch=number, epoch=batch.partition.epoch, batch_digest=batch.digest, rows=rows)
             self._run_log.audit.append("batch", step, values)
-
-    def _clock(self) -> torch.Tensor:
-        """Returns (1,): the seconds of training since the last "system" record on rank 0, and 0 on the others."""
-        seconds = self._system_seconds + self._interval.seconds if self._ranks.is_rank_zero else 0.0
-        return torch.tensor([seconds], dtype=torch.float64)
 
     def _new_interval(self) -> Interval:
         return Interval(torch.zeros(2, dtype=torch.float64, device=self._ranks.device))
