@@ -49,6 +49,16 @@ _AUTHORIZATION = re.compile(r"Authorization[:=]\s*\w+ [^\s\"']{6,}", re.IGNORECA
 _PASSWORD_OF_ADDRESS = re.compile(r"://[^/:\s]*:([^\s]+)@")
 _SHORTEST_SECRET = 6
 """Minimum length of a secret: a shorter value would also match parts of other words."""
+_CHECKED_APART = ("tracking", "uri")
+"""Key with a check of its own, which also refuses a user without a password."""
+_REMEDY_OF_A_JOB = (
+    "looks like a secret, and would be written into the run folder; remove it here and `export` it in the shell that calls "
+    "train or submit: the job inherits it, also when it is requeued"
+)
+_REMEDY = (
+    "holds a password or token, and would be written into the run folder; give it to the filesystem by its own files or "
+    "variables (~/.aws/credentials, HF_TOKEN, FSSPEC_<PROTOCOL>_<OPTION>) and remove it here"
+)
 
 
 def without_secrets(text: str) -> str:
@@ -118,10 +128,6 @@ def _without_value(match: re.Match[str]) -> str:
     return f"{match[1]}***" if is_key else match[0]
 
 
-_CHECKED_APART = ("tracking", "uri")
-"""Key with a check of its own, which also refuses a user without a password."""
-
-
 def secret_problems(sections: Mapping[str, Section]) -> Iterator[tuple[KeyPath, str]]:
     """Yields a problem for each text that looks like a secret, by its content or by the name of its variable."""
     for name, section in sections.items():
@@ -129,16 +135,6 @@ def secret_problems(sections: Mapping[str, Section]) -> Iterator[tuple[KeyPath, 
             is_named = path[:2] == ("slurm", "environment") and is_secret(str(path[-1]), text)
             if is_named or (path != _CHECKED_APART and holds_secret(text)):
                 yield path, f"{dotted(path)}: {_REMEDY_OF_A_JOB if name == 'slurm' else _REMEDY}"
-
-
-_REMEDY_OF_A_JOB = (
-    "looks like a secret, and would be written into the run folder; remove it here and `export` it in the shell that calls "
-    "train or submit: the job inherits it, also when it is requeued"
-)
-_REMEDY = (
-    "holds a password or token, and would be written into the run folder; give it to the filesystem by its own files or "
-    "variables (~/.aws/credentials, HF_TOKEN, FSSPEC_<PROTOCOL>_<OPTION>) and remove it here"
-)
 
 
 def _texts(path: KeyPath, value: Any) -> Iterator[tuple[KeyPath, str]]:

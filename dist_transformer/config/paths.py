@@ -3,9 +3,6 @@
 import glob
 import os
 
-_LOCAL_SCHEMES = ("file://", "local://")
-_PATTERN_CHARACTERS = "*?["
-
 
 def located(root: str, name: str) -> str:
     """Returns the path or address of a file of the configuration: `name` itself if absolute, else inside `root`."""
@@ -22,7 +19,7 @@ def is_address(location: str) -> bool:
 
 def is_pattern(location: str) -> bool:
     """True if a location is a pattern, which may match several files. The `?` of a web address begins its query."""
-    magic = "*[" if location.startswith(("http://", "https://")) else _PATTERN_CHARACTERS
+    magic = "*[" if location.startswith(("http://", "https://")) else "*?["
     return any(character in location for character in magic)
 
 
@@ -41,6 +38,4 @@ def local_files(root: str, name: str) -> list[str]:
 
 
 def _local_path(name: str) -> str:
-    for scheme in _LOCAL_SCHEMES:
-        name = name.removeprefix(scheme)
-    return os.path.expanduser(name)
+    return os.path.expanduser(name.removeprefix("file://").removeprefix("local://"))

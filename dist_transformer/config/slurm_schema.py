@@ -85,6 +85,4 @@ class SlurmConfig(Section):
 
 
 Stage = Literal["prepare", "train", "average", "evaluate"]
-
-
 STAGES: tuple[Stage, ...] = get_args(Stage)

@@ -16,8 +16,6 @@ _KINDS = {  # pattern, first characters
     "int": (r"[-+]?(0|[1-9]\d*(_\d+)*|0x[0-9a-fA-F]+)", list("-+0123456789")),
     "float": (r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?", list("-+.0123456789")),
 }
-
-
 MOST_REPEATED = 10_000
 """Maximum number of values that the aliases of a file repeat: a few lines of nested aliases would repeat billions."""
 

@@ -20,6 +20,22 @@ import torch.distributed as dist
 from dist_transformer.errors import UserError
 from dist_transformer.processes.launching import free_port
 
+_CAUSES = (
+    (
+        r"Timed out waiting \d+ms for|Watchdog caught collective operation timeout|Application timeout caused pair closure",
+        "a rank did not come to a collective within training.hang_seconds: look for one that hangs, or is far slower",
+    ),
+    (
+        r"Connection (closed by peer|reset by peer)|Broken pipe|Read error|remote process exited|NCCL communicator was aborted",
+        "another rank has left in the middle of a collective: look for the first rank that failed",
+    ),
+    (
+        r"waiting for clients|wait timeout after|client socket has (timed out|failed)",
+        "not all ranks came together within training.hang_seconds: is each started, and does each reach MASTER_ADDR?",
+    ),
+)
+"""Pairs of a pattern of the messages of gloo, NCCL and torch's store, and the cause it stands for."""
+
 
 @dataclass
 class LastCollective:
@@ -291,23 +307,6 @@ def around_waits(entered: Callable[[], AbstractContextManager[object]]) -> Itera
         yield
     finally:
         dist.Work.wait = wait  # type: ignore[method-assign]
-
-
-_CAUSES = (
-    (
-        r"Timed out waiting \d+ms for|Watchdog caught collective operation timeout|Application timeout caused pair closure",
-        "a rank did not come to a collective within training.hang_seconds: look for one that hangs, or is far slower",
-    ),
-    (
-        r"Connection (closed by peer|reset by peer)|Broken pipe|Read error|remote process exited|NCCL communicator was aborted",
-        "another rank has left in the middle of a collective: look for the first rank that failed",
-    ),
-    (
-        r"waiting for clients|wait timeout after|client socket has (timed out|failed)",
-        "not all ranks came together within training.hang_seconds: is each started, and does each reach MASTER_ADDR?",
-    ),
-)
-"""Pairs of a pattern of the messages of gloo, NCCL and torch's store, and the cause it stands for."""
 
 
 def explain(error: BaseException) -> str | None:

@@ -24,6 +24,8 @@ from dist_transformer.errors import DataError
 
 Exclusions = dict[WindowKey, tuple[tuple[int, int], ...]]
 """The quarantined (corpus, row group) pairs of each window."""
+STALL_SHARE = 0.5
+"""Share of training.hang_seconds to wait for a window: the loader can report what is missing, the watchdog could not."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,6 @@ class LocalStep:
     batches: list[MicroBatch | None]
     dropped: Counter[str]
     quarantined: tuple[Quarantined, ...]
-
-
-STALL_SHARE = 0.5
-"""Share of training.hang_seconds to wait for a window: the loader can report what is missing, the watchdog could not."""
 
 
 class LaneLoader:

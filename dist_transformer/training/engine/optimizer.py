@@ -17,6 +17,7 @@ from dist_transformer.training.engine.muon import AdamWithMuon, Rows
 PARTS = ("weight", "exp_avg", "exp_avg_sq", "ema")
 """The tensors of a parameter's state: fp32 weight, Adam's two moments, the weight's moving average."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+Cut = Callable[[list[nn.Parameter]], list[list[nn.Parameter]]]
 
 
 def parameter_names(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -38,9 +39,6 @@ def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError(all_frozen(patterns, list(parameter_names(module)))).agreed()
-
-
-Cut = Callable[[list[nn.Parameter]], list[list[nn.Parameter]]]
 
 
 def adam(
