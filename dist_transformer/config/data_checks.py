@@ -143,10 +143,8 @@ def _kind_problems(path: str, corpus: CorpusConfig) -> Iterator[str]:
         missing = "target" if corpus.source else "source"
         yield f"{path}: aligned text needs both files; {missing} is not given"
     if corpus.columns and kinds[0] not in ("path", "hub"):
-        text = {"source+target": "aligned text has", "demo": "the demonstration corpus has"}.get(
-            kinds[0], "a plug-in has"
-        )
-        yield f"{path}.columns: {text} no columns; remove it, or give the table as `path`"
+        what = {"source+target": "aligned text", "demo": "the demonstration corpus"}.get(kinds[0], "a plug-in")
+        yield f"{path}.columns: {what} has no columns; remove it, or give the table as `path`"
     for key in ("subset", "revision"):
         if getattr(corpus, key) and kinds != ["hub"]:
             yield f"{path}.{key}: is for a dataset of the Hub (`hub`); remove it"

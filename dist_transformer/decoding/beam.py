@@ -134,7 +134,12 @@ class _Search:
         self._finish(*(of_all[:, : self.config.beam_size] for of_all in (candidate_NC, ends_NC, candidate_NCT)))
         self.live_NK, chosen_NK = candidate_NC.masked_fill(ends_NC, IMPOSSIBLE).topk(self.config.beam_size, dim=1)
         self.live_token_NKT = _gather_rows(candidate_NCT, chosen_NK)
-        self._go_on(parent_NC.gather(1, chosen_NK), self._is_done())
+        parent_NK, is_done = parent_NC.gather(1, chosen_NK), self._is_done().tolist()
+        if any(is_done):
+            self._hand_in(self._rows(parent_NK), is_done)
+        elif self.config.beam_size > 1:  # rows continue from their parents
+            self.ensemble.reorder(self._rows(parent_NK).flatten())
+        self.newest_B = self.live_token_NKT[..., -1].flatten()
 
     def _candidates(self) -> tuple[Tensor, Tensor, Tensor]:
         """Parent's place in the beam, token and log-probability of the likeliest extensions, (N, C) each.
@@ -163,15 +168,6 @@ class _Search:
         """True (N) for done sentences. At best a live hypothesis keeps its probability up to the longest length."""
         best_possible_N = self.live_NK[:, 0] / self.longest_penalty_N
         return (best_possible_N <= self.finished.score_NK[:, -1]) | (self.longest_N == self.length)
-
-    def _go_on(self, parent_NK: Tensor, done_N: Tensor) -> None:
-        """Stores the results of done sentences; rows of the others continue from their parents."""
-        is_done = done_N.tolist()
-        if any(is_done):
-            self._hand_in(self._rows(parent_NK), is_done)
-        elif self.config.beam_size > 1:
-            self.ensemble.reorder(self._rows(parent_NK).flatten())
-        self.newest_B = self.live_token_NKT[..., -1].flatten()
 
     def _rows(self, parent_NK: Tensor) -> Tensor:
         """Converts places in the beam to rows of the cache."""

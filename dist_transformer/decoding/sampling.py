@@ -115,13 +115,10 @@ class Sampling:
                     penalty = length_penalty(length + 1, self.config.length_penalty)
                     found.append(Hypothesis(tokens[:length], total / penalty, total))
                 self.results[position] = sorted(found, key=lambda hypothesis: -hypothesis.score)
-        self._select([sentence for sentence, done in enumerate(is_done) if not done])
-
-    def _select(self, kept: list[int]) -> None:
+        kept = [sentence for sentence, done in enumerate(is_done) if not done]
         self.input_position = [self.input_position[sentence] for sentence in kept]
-        num_samples = self.config.n_best
-        rows = [row for sentence in kept for row in range(sentence * num_samples, (sentence + 1) * num_samples)]
-        kept_B = torch.tensor(rows, dtype=torch.long, device=self.token_BT.device)
+        left = [row for sentence in kept for row in range(sentence * num_samples, (sentence + 1) * num_samples)]
+        kept_B = torch.tensor(left, dtype=torch.long, device=self.token_BT.device)
         self.ensemble.select(kept_B)
         self.constraints.select(kept)
         self.token_BT, self.newest_B = self.token_BT[kept_B], self.newest_B[kept_B]

@@ -50,11 +50,10 @@ class TorchSearcher:
         constraints = Constraints(batch, self.config.rows_per_sentence, self.ids, self.max_positions, self.config)
         source_BS = pad_together([sentence.source for sentence in batch], self.ids.pad).to(self.device)
         ensemble = Ensemble(self.models, source_BS, self.config.rows_per_sentence, self.each_token)
-        found = (
-            Sampling(ensemble, constraints, batch, self.ids, self.config).run()
-            if self.config.sampling
-            else beam_search(ensemble, constraints, self.ids, self.config)
-        )
+        if self.config.sampling:
+            found = Sampling(ensemble, constraints, batch, self.ids, self.config).run()
+        else:
+            found = beam_search(ensemble, constraints, self.ids, self.config)
         # NaN cannot be compared: the search then finds nothing, or anything.
         if any(not hypotheses or any(math.isnan(each.score) for each in hypotheses) for hypotheses in found):
             raise UserError(

@@ -4,9 +4,10 @@ A tensor fits if the model has one of the same name, shape and meaning. Shapes a
 embedding belong to the pieces of one tokenizer, and a projection of attention to its number of heads.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -122,18 +123,16 @@ def fit_text(fit: Fit) -> str:
     2 not in the source:
       decoder_layers.1: feed_forward.inner.bias, feed_forward.inner.weight
     """
-    return "\n".join(_lines(fit.others)) or "  everything fits"
-
-
-def _lines(others: Sequence[tuple[str, str, str]]) -> Iterator[str]:
-    for why, of_kind in groupby(sorted(others, key=lambda other: other[1]), key=lambda other: other[1]):
+    lines = []
+    for why, of_kind in groupby(sorted(fit.others, key=itemgetter(1)), key=itemgetter(1)):
         entries = list(of_kind)
-        yield f"  {len(entries)} {why}:"
+        lines.append(f"  {len(entries)} {why}:")
         for part, of_part in groupby(entries, key=lambda entry: _part(entry[0])):
             names = [
                 f"{name.removeprefix(part + '.')}{f' ({details})' if details else ''}" for name, _, details in of_part
             ]
-            yield f"    {part}: {', '.join(names)}"
+            lines.append(f"    {part}: {', '.join(names)}")
+    return "\n".join(lines) or "  everything fits"
 
 
 def _part(name: str) -> str:

@@ -171,14 +171,11 @@ def read_config(folder: Path) -> tuple[ModelConfig, ModelInformation]:
             )
         label, version = content.pop("label"), content.pop("format")
         content.pop("plugin_sha256", None)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path}: not the configuration of a model folder ({error}). Save it again.") from error
-    if (label, version) != (LABEL, FORMAT):
-        raise CheckpointError(
-            f"{path}: expected label {LABEL} and format {FORMAT}, found {label} and {version}. "
-            "Use the version of the program that wrote it."
-        )
-    try:
+        if (label, version) != (LABEL, FORMAT):
+            raise CheckpointError(
+                f"{path}: expected label {LABEL} and format {FORMAT}, found {label} and {version}. "
+                "Use the version of the program that wrote it."
+            )
         config = ModelConfig(**content.pop("model"))
         information = ModelInformation(**content)
         for name, value in asdict(information).items():
@@ -187,7 +184,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, ModelInformation]:
                 raise TypeError(f"{name} is {value!r}, expected {expected.__name__}")
         _check_sizes(config, information)
         return config, information
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not the configuration of a model folder ({error}). Save it again.") from error
 
 
@@ -250,10 +247,8 @@ def _check_sizes(config: ModelConfig, information: ModelInformation) -> None:
     """Raises ValueError for sizes that no model can have."""
     rows = min(information.source_vocabulary, information.target_vocabulary)
     for name in ("pad_id", "bos_id", "eos_id"):
-        if not 0 <= getattr(information, name) < rows:
-            raise ValueError(
-                f"{name} is {getattr(information, name)}, expected an id of both vocabularies, below {rows}"
-            )
+        if not 0 <= (value := getattr(information, name)) < rows:
+            raise ValueError(f"{name} is {value}, expected an id of both vocabularies, below {rows}")
     if max(information.source_vocabulary, information.target_vocabulary) >= 2**31:
         raise ValueError("a vocabulary of over 2,147,483,647 pieces")
     for problem in check_model(config):

@@ -54,19 +54,18 @@ def memory_of_rank(
         shape: shape of what a pass computes; default: the largest that `data` can give, for each lane of a pass.
         micro_batches: micro-batches of a rank in a step; default: as many as its lanes.
     """
-    by_part, (_, vocabulary) = parameters_by_part(config), vocabulary_sizes(config)
-    parameters = by_part.total
+    by_part, (source_vocabulary, vocabulary) = parameters_by_part(config), vocabulary_sizes(config)
     at_once = model_size.lanes_of_pass(config.data.lanes, config.training, num_ranks)
     if shape is None:
         shape = largest_shape(config.data, config.data.token_budget(), *token_bytes(config, on_gpu))
         shape = shape._replace(rows=shape.rows * at_once)
     batch = activations(config, vocabulary, shape, on_gpu)
-    state = _State.of(by_part, vocabulary_sizes(config)[0] * config.model.d_model, config.training, num_ranks)
+    state = _State.of(by_part, source_vocabulary * config.model.d_model, config.training, num_ranks)
     num_micro_batches = micro_batches or -(-config.data.lanes // num_ranks)
     is_repeated = num_micro_batches > at_once or config.training.audit_share > 0  # an audit is one more
     moments_of = _moments_of_exchange if model_size.sends_during_backward(config.training) else _moments
     moments = moments_of(state, batch, config.training.zero_stage, config.training.precision, is_repeated)
-    of_cpu = (parameters, config.training, num_ranks)
+    of_cpu = (by_part.total, config.training, num_ranks)
     cpu = model_size.offloaded_bytes(*of_cpu) + model_size.snapshot_bytes(*of_cpu)
     parts = {
         "weights": state.weights,

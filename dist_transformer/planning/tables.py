@@ -109,8 +109,7 @@ def _fits(row: Row, hardware: Hardware) -> str:
 
 
 def _time_cells(row: Row, fits: str) -> list[str]:
-    begin = [str(row.nodes), str(row.num_ranks), str(row.max_tokens), _gigabytes(row.memory.peak_bytes)]
-    begin.append(fits)
+    begin = [str(row.nodes), str(row.num_ranks), str(row.max_tokens), _gigabytes(row.memory.peak_bytes), fits]
     if row.time is None:
         return [*begin, *[NOTHING] * 6]
     time = row.time

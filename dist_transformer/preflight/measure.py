@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from dist_transformer.distributed.devices import device_of_rank
-from dist_transformer.distributed.group import Ranks, join, leave
+from dist_transformer.distributed.group import join, leave
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, UserError
 from dist_transformer.files import write_json
 from dist_transformer.preflight import network_benchmarks, node_benchmarks
@@ -80,7 +80,10 @@ def _measure_together(record: RankRecord, path: Path, end: float) -> int:
         # A rank that waits must be able to write so before its time is over.
         ranks = join(max(1, int(0.8 * (end - time.monotonic()))))
         record.versions[REACHES_FIRST] = "yes"
-        nodes = _ranks_of_nodes(ranks, record.node)
+        by_node: dict[str, list[int]] = {}
+        for rank, node in enumerate(ranks.all_gather_object(record.node)):
+            by_node.setdefault(node, []).append(rank)
+        nodes = list(by_node.values())
         steps: dict[str, Callable[[], dict[str, float]]] = {
             "the all-reduce": lambda: network_benchmarks.all_reduce(ranks),
             "the exchange": lambda: network_benchmarks.exchange(ranks, nodes),
@@ -103,10 +106,3 @@ def _measure_together(record: RankRecord, path: Path, end: float) -> int:
     with suppress(RuntimeError):  # everything is measured
         leave()
     return EXIT_DONE
-
-
-def _ranks_of_nodes(ranks: Ranks, node: str) -> list[list[int]]:
-    nodes: dict[str, list[int]] = {}
-    for rank, name in enumerate(ranks.all_gather_object(node)):
-        nodes.setdefault(name, []).append(rank)
-    return list(nodes.values())

@@ -112,13 +112,11 @@ def compared_panels(stories: Sequence[tuple[str, RunStory]]) -> list[Panel]:
         ("gradient-norm", "Gradient norm", "", "train", "gradient_norm"),
     ]
     styles = {run: number for number, (run, _) in enumerate(stories)}
-    return [
-        panel
-        for name, title, unit, event, key in wanted
-        for panel in _panel(
-            name, title, unit, {run: _drawn(story.curves, event, key) for run, story in stories}, styles
-        )
-    ]
+    panels = []
+    for name, title, unit, event, key in wanted:
+        curves = {run: _drawn(story.curves, event, key) for run, story in stories}
+        panels += _panel(name, title, unit, curves, styles)
+    return panels
 
 
 def _compared_measures(stories: Sequence[tuple[str, RunStory]]) -> Iterator[tuple[str, str, str, str, str]]:

@@ -245,7 +245,12 @@ def why_not_alike(stories: Sequence[RunStory], measure: str) -> list[str]:
     if key in TRANSLATION_MEASURES:
         return found + differences(stories, [*OF_TRANSLATIONS, *(["validation.plugin"] if key == "plugin" else [])])
     smoothing = ["training.label_smoothing"] if key == "loss" else []
-    return found + _other_pieces(stories) + differences(stories, ["data.filters.", *smoothing])
+    pieces = [story.prepared.pieces for story in stories if story.prepared and story.prepared.pieces]
+    if pieces and len(pieces) == len(stories):
+        found += ["the pieces of the tokenizer"] if len(set(pieces)) > 1 else []
+    else:
+        found += differences(stories, OF_TOKENS)
+    return found + differences(stories, ["data.filters.", *smoothing])
 
 
 def why_evaluated_otherwise(
@@ -272,10 +277,3 @@ def _other_text(stories: Sequence[RunStory], corpus: str) -> list[str]:
     ]  # fmt: skip
     found = differences(stories, [f"{corpus}.", "data.normalization"])
     return found or (["data.root"] if any(each != places[0] for each in places) else [])
-
-
-def _other_pieces(stories: Sequence[RunStory]) -> list[str]:
-    known = [story.prepared.pieces for story in stories if story.prepared and story.prepared.pieces]
-    if known and len(known) == len(stories):
-        return ["the pieces of the tokenizer"] if len(set(known)) > 1 else []
-    return differences(stories, OF_TOKENS)

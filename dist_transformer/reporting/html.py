@@ -60,11 +60,9 @@ def _allowed(content: Any) -> Any:
 
 def column_kinds(rows: list[list[Any]], num_columns: int) -> list[str]:
     """Kind of each column of a table, a class of style.css: "number", "words" for long texts, or ""."""
-    cells = [[escape(_allowed(cell)) for cell in row] for row in rows]
-    return [_kind([row[column] for row in cells]) for column in range(num_columns)]
-
-
-def _kind(cells: list[Markup]) -> str:
-    if any(cells) and all(_NUMBER.fullmatch(cell) for cell in cells):
-        return "number"
-    return "words" if any(len(cell) > 40 and " " in cell for cell in cells) else ""
+    kinds = []
+    for column in range(num_columns):
+        cells = [escape(_allowed(row[column])) for row in rows]
+        kind = "words" if any(len(cell) > 40 and " " in cell for cell in cells) else ""
+        kinds.append("number" if any(cells) and all(map(_NUMBER.fullmatch, cells)) else kind)
+    return kinds

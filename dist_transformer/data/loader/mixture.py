@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dist_transformer.config.data_schema import DataConfig, MixtureConfig
+from dist_transformer.config.data_schema import DataConfig
 from dist_transformer.data.loader.partition import Stage
 
 SHARE_UNITS = 10**9
@@ -20,19 +20,16 @@ def stages(data: DataConfig, rows: Sequence[int]) -> tuple[Stage, ...]:
         ]
         # Step 1 uses batch 0.
         later.append(Stage((stage.from_step or 1) - 1, shares_of([stage.weights[name] for name in numbers]), *after))
-    return (Stage(0, _first_shares(mixture, rows)), *later)
+    first = None
+    if mixture.weights is not None:
+        first = shares_of([mixture.weights[name] for name in mixture.corpora])
+    elif mixture.temperature != 1.0:
+        # Arivazhagan et al. (2019), "Massively Multilingual Neural Machine Translation in the Wild", section 4.1
+        first = shares_of([(count / sum(rows)) ** (1 / mixture.temperature) for count in rows])
+    return (Stage(0, first), *later)
 
 
 def shares_of(weights: Sequence[float]) -> tuple[int, ...]:
     """Converts weights to integers, so that the choice of a row does not depend on floating-point rounding."""
     total = sum(weights)
     return tuple(round(weight / total * SHARE_UNITS) for weight in weights)
-
-
-def _first_shares(mixture: MixtureConfig, rows: Sequence[int]) -> tuple[int, ...] | None:
-    if mixture.weights is not None:
-        return shares_of([mixture.weights[name] for name in mixture.corpora])
-    if mixture.temperature == 1.0:
-        return None
-    # Arivazhagan et al. (2019), "Massively Multilingual Neural Machine Translation in the Wild", section 4.1
-    return shares_of([(count / sum(rows)) ** (1 / mixture.temperature) for count in rows])

@@ -153,8 +153,7 @@ class Planner:
         return shares, 0, 0
 
     def first_partition(self) -> Partition:
-        streams = tuple(Stream() for _ in self.rows)
-        return self._epoch(0, streams, 0)
+        return self._epoch(0, (Stream(),) * len(self.rows), 0)
 
     def after_epoch(self, partition: Partition, batch: int) -> Partition:
         """Returns the next epoch, after all rows of `segment` were used; `batch`: number of its first global batch."""
@@ -169,11 +168,9 @@ class Planner:
         streams = self._streams_after(partition, left)
         quotas, shares = self._quotas(tuple(counts), batch, streams)
         opened = [window for windows, _ in rests for window in windows]
-        by_lane = (
-            [windows for windows, _ in rests]
-            if num_lanes == len(lanes)
-            else [tuple(opened[lane::num_lanes]) for lane in range(num_lanes)]
-        )
+        by_lane = [windows for windows, _ in rests]
+        if num_lanes != len(lanes):
+            by_lane = [tuple(opened[lane::num_lanes]) for lane in range(num_lanes)]
         return Partition(partition.epoch, partition.number + 1, quotas, shares, streams, tuple(by_lane))
 
     def plan(self, partition: Partition) -> "PartitionPlan":

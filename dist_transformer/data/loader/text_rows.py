@@ -123,11 +123,9 @@ class TextCorpus:
         target, bad_target = decoded(table.column("target").to_pylist())
         if not is_in_place:
             return KeptText.all_of(source, target)
-        form, prefix = self.normalization, self.columns.prefix
-        bad = frozenset([*bad_source, *bad_target])
-        return self.cleaner.clean(
-            RawBatch(0, tagged(normalized(source, form), prefix), normalized(target, form), bad, prefix)
-        )
+        bad, prefix = frozenset([*bad_source, *bad_target]), self.columns.prefix
+        source, target = (normalized(side, self.normalization) for side in (source, target))
+        return self.cleaner.clean(RawBatch(0, tagged(source, prefix), target, bad, prefix))
 
 
 def token_column(rows: Sequence[Sequence[int]]) -> TokenColumn:

@@ -94,9 +94,8 @@ class WindowBuilder:
         return buckets_of(np.diff(rows.source_offsets), np.diff(rows.target_offsets), order, self._max_tokens)
 
     def _lay_out(self, rows: Rows, buckets: Sequence[Bucket]) -> tuple[tuple[BatchShape, ...], Tokens, Ints]:
-        tokens = np.full(
-            sum(b.rows * (b.source_length + b.target_length) for b in buckets), self._special.pad, np.int32
-        )
+        size = sum(bucket.rows * (bucket.source_length + bucket.target_length) for bucket in buckets)
+        tokens = np.full(size, self._special.pad, np.int32)
         shapes, place = [], 0
         for bucket in buckets:
             middle = place + bucket.rows * bucket.source_length
