@@ -174,10 +174,9 @@ def _own_filter_problems(path: str, corpus: CorpusConfig, data: DataConfig) -> I
     try:
         filters = data.filters_of(corpus)
     except ValidationError as error:
+        known = f"; it has the keys {', '.join(FilterConfig.model_fields)}"
         for each in error.errors():
-            keys = (
-                f"; it has the keys {', '.join(FilterConfig.model_fields)}" if each["type"] == "extra_forbidden" else ""
-            )
+            keys = known if each["type"] == "extra_forbidden" else ""
             yield f"{path}.{'.'.join(map(str, each['loc']))}: {each['msg']}; got {each['input']!r}{keys}"
         return
     yield from _rule_problems(path, corpus.filters.get("rules", {}), data)

@@ -94,7 +94,9 @@ def activations(config: Config, vocabulary: int, shape: Shape, on_gpu: bool) -> 
     source, target = shape.rows * shape.source_length, shape.rows * shape.target_length
     by_source, by_target = token_bytes(config, on_gpu)
     has_copies, is_checkpointed = _copies_to_bf16(config), config.training.activation_checkpointing
-    encoder, decoder = _layer_matrices(model)
+    attention = 2 * model.d_model * projected_width(model)  # elements of matrices, as below
+    feed_forward = model_size.feed_forward_matrices(model) * model.d_model * model.d_ff
+    encoder, decoder = attention + feed_forward, 2 * attention + feed_forward
     matrices = 2 * max(encoder, decoder) if has_copies else 0
     decoder_layer = target * _layer_bytes(model, widths, 2) + source * _memory_bytes(model, widths)
     largest = max(source * _layer_bytes(model, widths, 1), decoder_layer)
@@ -131,11 +133,14 @@ def _layer_bytes(model: ModelConfig, widths: _Widths, attentions: int) -> int:
     only the queries here.
     """
     num_sublayers = attentions + 1
+    inner = KEPT_INNER[model.activation] * model.d_ff
+    if model.activation == "swiglu" and widths.input < widths.residual:
+        inner += model.d_model  # autocast copies the input for the second matrix
     return (
         num_sublayers * (widths.norm + model.d_model * (widths.mask + widths.input))
         + num_sublayers * projected_width(model) * widths.attention
         + _attended_bytes(model, widths, attentions)
-        + _inner_width(model, widths) * widths.product
+        + inner * widths.product
         + 4 * attentions * model.num_heads
     )
 
@@ -148,23 +153,10 @@ def _attended_bytes(model: ModelConfig, widths: _Widths, attentions: int) -> int
     return 2 * model.num_heads * key_size * widths.product if model.positions == "rotary" else 0
 
 
-def _inner_width(model: ModelConfig, widths: _Widths) -> int:
-    """Width of the tensors kept inside a feed-forward network; autocast copies the input for SwiGLU's second matrix."""
-    copy = model.d_model if model.activation == "swiglu" and widths.input < widths.residual else 0
-    return KEPT_INNER[model.activation] * model.d_ff + copy
-
-
 def _memory_bytes(model: ModelConfig, widths: _Widths) -> int:
     """Bytes per source token of a decoder layer: keys and values; autocast copies the encoder's output per layer."""
     copy = model.d_model if widths.input < widths.residual else 0
     return projected_width(model) * widths.attention + copy * widths.product
-
-
-def _layer_matrices(model: ModelConfig) -> tuple[int, int]:
-    """Elements of all matrices of an encoder layer and of a decoder layer."""
-    attention = 2 * model.d_model * projected_width(model)
-    feed_forward = model_size.feed_forward_matrices(model) * model.d_model * model.d_ff
-    return attention + feed_forward, 2 * attention + feed_forward
 
 
 def projected_width(model: ModelConfig) -> int:

@@ -87,7 +87,7 @@ def print_plan(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware,
         f"{config.data.lanes} lanes; {gpus_per_node} x {gpu} a node; a checkpoint is "
         f"{_gigabytes(checkpoint_bytes(parameters, config.training))} GB"
     )
-    print(*table(TIMES, [_time_cells(row, _fits(row, hardware)) for row in rows]), sep="\n")
+    print(*table(TIMES, [_time_cells(row, hardware) for row in rows]), sep="\n")
     print("memory of a GPU for each ZeRO stage, GB; of the CPU for each rank (offloaded state, copy for checkpoints)")
     memory = [
         [str(row.nodes), *map(_gigabytes, (*row.by_stage.values(), row.memory.cpu_bytes)), row.memory.fullest]
@@ -100,15 +100,10 @@ def print_plan(config: Config, gpu: str, gpus_per_node: int, hardware: Hardware,
     print_sources(hardware)
 
 
-def _fits(row: Row, hardware: Hardware) -> str:
-    """Returns "yes", "no" if memory is too small, or "lanes" if only the lanes are too few."""
-    if row.problem is None:
-        return "yes"
+def _time_cells(row: Row, hardware: Hardware) -> list[str]:
+    """The cells of TIMES. "fits" is "no" if memory is too small, and "lanes" if only the lanes are too few."""
     has_memory = row.memory.peak_bytes <= hardware.memory_gb.value * 1e9 * USABLE_SHARE
-    return "lanes" if has_memory and row.time is None else "no"
-
-
-def _time_cells(row: Row, fits: str) -> list[str]:
+    fits = "yes" if row.problem is None else "lanes" if has_memory and row.time is None else "no"
     begin = [str(row.nodes), str(row.num_ranks), str(row.max_tokens), _gigabytes(row.memory.peak_bytes), fits]
     if row.time is None:
         return [*begin, *[NOTHING] * 6]

@@ -58,15 +58,7 @@ def write_report(folder: Path, nodes: list[str], tolerance: float) -> Judgement:
     """Judges the nodes and writes report.json and `exclude`."""
     records = read_records(folder)
     found = judge(records, nodes, tolerance)
-    write_json(folder / "report.json", as_json(found, records))
-    if found.exclude:
-        write_text(folder / "exclude", ",".join(found.exclude) + "\n")
-    return found
-
-
-def as_json(found: Judgement, records: list[Record]) -> dict[str, Any]:
-    """The content of report.json."""
-    return {
+    report = {
         "nodes": found.values,
         "medians": found.medians,
         "outliers": [{**asdict(outlier), "text": outlier.text} for outlier in found.outliers],
@@ -77,6 +69,10 @@ def as_json(found: Judgement, records: list[Record]) -> dict[str, Any]:
         "num_ranks": max((int(record["num_ranks"]) for record in records), default=0),
         "device": next((record["device"] for record in records), ""),
     }
+    write_json(folder / "report.json", report)
+    if found.exclude:
+        write_text(folder / "exclude", ",".join(found.exclude) + "\n")
+    return found
 
 
 def shown(report: dict[str, Any]) -> str:

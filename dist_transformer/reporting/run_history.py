@@ -5,6 +5,7 @@ A run may be running, be killed, have no validation, be of an older version.
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -269,19 +270,15 @@ def _checkpoints(run_dir: RunDir) -> Iterator[SavedCheckpoint]:
             continue
         state = read_record(path / "state.json")
         measures = found if isinstance(found := state.get("validation"), dict) else {}
-        yield SavedCheckpoint(path.name, step, _modified(path), suffix, state.get("num_ranks"), measures)
+        modified = 0.0
+        with suppress(OSError):  # deleted since it was found
+            modified = path.stat().st_mtime
+        yield SavedCheckpoint(path.name, step, modified, suffix, state.get("num_ranks"), measures)
 
 
 def _step_of(name: str) -> int | None:
     number = name.removeprefix("step_")
     return int(number) if number.isdecimal() else None
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:  # deleted since it was found
-        return 0.0
 
 
 def _prepared(folder: Any) -> PreparedCorpus | None:

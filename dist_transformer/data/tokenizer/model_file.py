@@ -73,12 +73,8 @@ def renumbered(proto: Any, pieces: Sequence[str], special: SpecialPieces, whole:
         score = ours[text].score if text in ours else 0.0
         kind = Kind.USER_DEFINED if text in always else _kind(proto, text, ours.get(text), special)
         new.pieces.add(piece=text, score=score, type=kind)
-    for name, text in {
-        "unk": special.unknown,
-        "bos": special.begin,
-        "eos": special.end,
-        "pad": special.padding,
-    }.items():
+    names = {"unk": special.unknown, "bos": special.begin, "eos": special.end, "pad": special.padding}
+    for name, text in names.items():
         setattr(new.trainer_spec, f"{name}_piece", text)
         setattr(new.trainer_spec, f"{name}_id", pieces.index(text))
     new.trainer_spec.vocab_size = len(pieces)
