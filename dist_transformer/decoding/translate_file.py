@@ -25,6 +25,7 @@ from dist_transformer.decoding.sharded_files import (
 from dist_transformer.decoding.translation_lines import Task, translated
 from dist_transformer.errors import EXIT_REQUEUE, UserError
 from dist_transformer.format import progress_bar
+from dist_transformer.interop.shortlist import VOCABULARY_MAP
 from dist_transformer.model.search_interface import Hypothesis, Searcher, SearchInput
 from dist_transformer.processes.launching import num_ranks_given
 from dist_transformer.processes.stop_request import StopRequest
@@ -75,7 +76,8 @@ def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) ->
 def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, Any], int]:
     """Everything that the output depends on, and the number of lines.
 
-    Batch sizes are excluded, and `too_long` too, so that a translation can resume after a refused line by cutting it.
+    Batch sizes are excluded, unless there is a shortlist: a translation then has the tokens of its batch. `too_long` is
+    excluded too, so that a translation can resume after a refused line by cutting it.
     """
     digest, num_lines = digest_and_lines(source)
     plan: dict[str, Any] = {
@@ -94,10 +96,12 @@ def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, 
                 f"{task.prefix}: {num_prefixes} prefixes for the {num_lines} lines of {source}: expected one for each, on a line "
                 "of its own; an empty one leaves the translation free"
             )
+    maps = (folder / VOCABULARY_MAP for folder in folders if task.engine == "ctranslate2")
+    shortlists = [path for path in maps if path.exists()]
     for number, folder in enumerate(folders, start=1):
-        files = sorted(file for file in folder.iterdir() if file.suffix in FILES_OF_A_MODEL)
+        files = sorted(file for file in folder.iterdir() if file.suffix in FILES_OF_A_MODEL or file in shortlists)
         plan |= {f"model {number}: {file.name}": digest_of(file) for file in files}
-    settings = task.settings.model_dump(exclude={"max_tokens", "too_long"})
+    settings = task.settings.model_dump(exclude={"too_long"} if shortlists else {"max_tokens", "too_long"})
     plan |= {f"decoding.{name}": value for name, value in settings.items()}
     return plan, num_lines
 

@@ -27,7 +27,9 @@ from dist_transformer.decoding.engines import Search, open_search
 from dist_transformer.decoding.translate_file import translate_file
 from dist_transformer.decoding.translation_lines import Task
 from dist_transformer.errors import EXIT_REQUEUE, UserError
-from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, save_model_folder
+from dist_transformer.interop.ctranslate2_export import export_ctranslate2, read_vocabularies
+from dist_transformer.interop.model_folder import ModelInformation, TokenizerFiles, load_model_folder, save_model_folder
+from dist_transformer.interop.shortlist import VOCABULARY_MAP
 from dist_transformer.model.transformer import Transformer
 from dist_transformer.processes.stop_request import StopRequest
 
@@ -365,6 +367,24 @@ def test_a_changed_model_search_or_input_is_refused(
         file.write("one more\n")
     with pytest.raises(UserError, match=r"input: \w{12} there, \w{12} now; lines: 60 there, 61 now"):
         ranks.run(Task([model], SETTINGS, "torch"), output, 0, 2)
+
+
+def test_another_shortlist_and_other_batches_beside_it_are_refused(ranks: Ranks, model: Path, tmp_path: Path) -> None:
+    """With a shortlist, a translation may have the tokens of all sentences of its batch."""
+    pytest.importorskip("ctranslate2")
+    exported, output = tmp_path / "exported", tmp_path / "out"
+    export_ctranslate2(load_model_folder(model), exported)
+    batches = SETTINGS.model_copy(update={"max_tokens": 100})
+    every = " ".join(read_vocabularies(exported)[1])
+    ranks.run(Task([exported], SETTINGS, "ctranslate2"), tmp_path / "without", 0, 2)
+    ranks.run(Task([exported], batches, "ctranslate2"), tmp_path / "without", 1, 2)
+    (exported / VOCABULARY_MAP).write_text(f"\t{every}\n", encoding="utf-8")
+    ranks.run(Task([exported], SETTINGS, "ctranslate2"), output, 0, 2)
+    with pytest.raises(UserError, match=r"decoding.max_tokens: \d+ there, 100 now"):
+        ranks.run(Task([exported], batches, "ctranslate2"), output, 1, 2)
+    (exported / VOCABULARY_MAP).write_text(f"\t{every[: len(every) // 2]}\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"model 1: vmap.txt: \w{12} there, \w{12} now"):
+        ranks.run(Task([exported], SETTINGS, "ctranslate2"), output, 1, 2)
 
 
 def test_each_line_of_a_file_has_its_prefix_in_every_part(ranks: Ranks, model: Path, tmp_path: Path) -> None:
