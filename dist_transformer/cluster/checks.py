@@ -138,7 +138,7 @@ def _initial_weights_problems(config: Config, run_dir: RunDir) -> Iterator[str]:
     given = config.training.init_from
     if given is None or newest_checkpoint(run_dir):  # the run resumes from its checkpoint
         return
-    path = Path(given).expanduser()
+    path = Path(given)
     weights = (path / "model.safetensors", path / "manifest.json", RunDir(path).model / "model.safetensors")
     if not any(file.is_file() for file in weights) and not newest_checkpoint(RunDir(path)):
         yield (

@@ -35,7 +35,7 @@ def render_script(name: str, slurm: SlurmConfig, code: Path, folders: Iterable[P
 def needed_folders(config: Config, root: Path) -> list[Path]:
     """Folders that every rank reads and writes: `root` of the run folders, the text, the prepared corpus."""
     given = [config.data.root, config.data.prepared, config.training.init_from]
-    local = [Path(path).expanduser().absolute() for path in given if path is not None and not is_address(path)]
+    local = [Path(path).absolute() for path in given if path is not None and not is_address(path)]
     return list(dict.fromkeys([root.absolute(), *local]))
 
 

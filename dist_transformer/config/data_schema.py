@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from dist_transformer.config.section import Bool, Fraction, Int, Number, PositiveInt, PositiveIntOrAuto, Section, Str
+from dist_transformer.config.section import Bool, Fraction, Int, IntOrAuto, Number, PathStr, PositiveInt, Section, Str
 from dist_transformer.errors import UserError
 
 MODIFIERS = ("no_final_punctuation", "upper_case", "title_case", "tags", "typos", "noise")
@@ -123,7 +123,7 @@ class FilterConfig(Section):
 class DataConfig(Section):
     """Corpora, and their way from text to micro-batches."""
 
-    root: Str = Field(".", description="Folder or address that relative corpus paths start from.")
+    root: PathStr = Field(".", description="Folder or address that relative corpus paths start from.")
     source_language: Str = Field("en", description="Source language code, for column names and records.")
     target_language: Str = Field("de", description="Target language code, for column names and records.")
     train: CorpusConfig | None = Field(None, description="The training corpus; or give `mixture`.")
@@ -136,7 +136,7 @@ class DataConfig(Section):
         description="Further validation corpora by name; their measures are `NAME/loss`, `NAME/bleu`, ...",
     )
     test: CorpusConfig | None = Field(None, description="The test corpus that `evaluate` scores.")
-    prepared: Str | None = Field(
+    prepared: PathStr | None = Field(
         None, description="Folder of the prepared corpus; default: <run.root>/prepared/<digest of what made it>."
     )
     normalization: Literal["none", "NFC", "NFKC"] = Field(
@@ -157,7 +157,7 @@ class DataConfig(Section):
         8,
         description="Micro-batches per optimizer step over all ranks (fairseq: update-freq x GPUs). Part of the recipe.",
     )
-    max_tokens: PositiveIntOrAuto = Field(
+    max_tokens: IntOrAuto = Field(
         8192,
         description="Largest micro-batch in tokens: source + target, padding counted. auto: the largest that fits into "
         "memory, found at the first start and kept.",
@@ -229,8 +229,8 @@ class TokenizerConfig(Section):
     )
     shared: Bool = Field(True, description="One vocabulary for both languages (5.1).")
     character_coverage: Number = Field(1.0, gt=0.0, le=1.0, description="Share of characters that get a piece.")
-    source_model: Str | None = Field(None, description="An existing .model file to take instead of training one.")
-    target_model: Str | None = Field(
+    source_model: PathStr | None = Field(None, description="An existing .model file to take instead of training one.")
+    target_model: PathStr | None = Field(
         None,
         description="The target side's .model file; where shared, one with the same pieces by the same ids (Marian's).",
     )

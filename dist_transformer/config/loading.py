@@ -96,7 +96,7 @@ def read_extended(path: Path, trail: tuple[Path, ...] = ()) -> Marked:
         raise ConfigError(
             [f"{marked.place(('extends',))}: extends: expected the path of a YAML file, got {extended!r}"]
         )
-    below = read_extended(path.parent / extended, (*trail, real))
+    below = read_extended(path.parent / os.path.expanduser(extended), (*trail, real))
     return merge(below, marked)
 
 
@@ -232,14 +232,14 @@ def with_absolute_paths(config: Config, prepared: Path | None) -> Config:
     `prepared`: the folder of the prepared corpus if it is known, so that the text itself is no longer needed.
     """
     run = config.run.model_copy(update={"root": str(Path(config.run.root).absolute())})
-    root = config.data.root if is_address(config.data.root) else str(Path(config.data.root).expanduser().absolute())
+    root = config.data.root if is_address(config.data.root) else str(Path(config.data.root).absolute())
     config = _with_absolute_plugins(config)
     data = config.data.model_copy(update={"root": root})
     if prepared is not None or data.prepared is not None:
         data = data.model_copy(update={"prepared": str((prepared or Path(str(data.prepared))).absolute())})
     training = config.training
     if training.init_from is not None:
-        training = training.model_copy(update={"init_from": str(Path(training.init_from).expanduser().absolute())})
+        training = training.model_copy(update={"init_from": str(Path(training.init_from).absolute())})
     models = {key: getattr(config.tokenizer, key) for key in ("source_model", "target_model")}
     given = {key: str(Path(model).absolute()) for key, model in models.items() if model is not None}
     tokenizer = config.tokenizer.model_copy(update=given)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from dist_transformer.config.data_schema import DataConfig, TokenizerConfig
-from dist_transformer.config.section import Bool, Fraction, Int, Number, PositiveInt, Section, Str, ZeroStage
+from dist_transformer.config.section import Bool, Fraction, Int, Number, PathStr, PositiveInt, Section, Str, ZeroStage
 from dist_transformer.config.slurm_schema import SlurmConfig
 
 
@@ -18,7 +18,7 @@ class RunConfig(Section):
     """Name, folder and seed of the run."""
 
     name: Str = Field("run", min_length=1, description="Name of the run folder, the job and the MLflow run.")
-    root: Str = Field("runs", description="Folder of run folders; the run folder is <root>/<name>.")
+    root: PathStr = Field("runs", description="Folder of run folders; the run folder is <root>/<name>.")
     seed: Int = Field(1, ge=0, description="Seed of initialisation, data order and dropout.")
 
 
@@ -182,7 +182,7 @@ class TrainingConfig(Section):
     freeze: tuple[Str, ...] = Field(
         (), description="Shell patterns of parameters that are not trained: 'encoder_layers.*', '*embedding*'."
     )
-    init_from: Str | None = Field(
+    init_from: PathStr | None = Field(
         None, description="Start with the weights of a run folder, a checkpoint or a model folder (once, at step 0)."
     )
     init_partially: Bool = Field(

@@ -3,9 +3,10 @@
 The types are strict: only a value written as a number is a number, only true and false are true and false.
 """
 
+import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from dist_transformer.config.yaml12 import as_written
@@ -28,11 +29,12 @@ def _refuse_other_than_auto(value: Any) -> Any:
 
 
 Str = Annotated[str, BeforeValidator(as_written)]
+PathStr = Annotated[Str, AfterValidator(os.path.expanduser)]
 Bool = Annotated[bool, Field(strict=True)]
 Int = Annotated[int, Field(lt=2**63, strict=True)]
 Number = Annotated[float, Field(strict=True)]
 PositiveInt = Annotated[int, Field(gt=0, lt=2**31, strict=True)]
-PositiveIntOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_refuse_other_than_auto)]
+IntOrAuto = Annotated[int | Literal["auto"], BeforeValidator(_refuse_other_than_auto)]
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
 ZeroStage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_refuse_look_alikes)]
 

@@ -100,12 +100,15 @@ def prepare(
 
 
 def prepared_folder(config: Config) -> Path:
-    """Returns `data.prepared`, or a folder in `run.root` named by the recipe's digest; DataError for a missing file."""
+    """Returns `data.prepared`, or a folder in `run.root` named by the recipe's digest; DataError for a missing file.
+
+    The path is absolute: pyarrow takes `exp:1/corpus` for an address.
+    """
     if config.data.prepared is not None:
-        return Path(config.data.prepared)
+        return Path(config.data.prepared).absolute()
     recipe = make_recipe(config)
     digests = (json_digest(each)[:FOLDER_DIGITS] for each in (recipe, recipe_before_rules(recipe, config)))
-    folder, older = (Path(config.run.root) / "prepared" / digest for digest in digests)
+    folder, older = (Path(config.run.root).absolute() / "prepared" / digest for digest in digests)
     return older if (older / MANIFEST_NAME).is_file() and not folder.exists() else folder
 
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 from config_problems import one_problem_of, problems_of
 
-from dist_transformer.config.loading import load_config, to_yaml
+from dist_transformer.config.loading import flatten, load_config, to_yaml, with_absolute_paths
 
 BASE = """\
 run: {name: test}
@@ -72,6 +72,20 @@ def test_extends_lays_a_file_over_another_and_lines_name_the_right_one(tmp_path)
     assert "broken.yaml:3: model.dropout" in one_problem_of(broken)
     write(tmp_path, BASE.replace("tiny", "tny"), "below.yaml")
     assert "below.yaml:5: model.preset" in one_problem_of(write(tmp_path, "extends: below.yaml\n", "above.yaml"))
+
+
+def test_a_tilde_is_the_home_in_every_path(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    write(home, BASE, "base.yaml")
+    keys = ("run.root", "data.root", "data.prepared", "training.init_from", "tokenizer.source_model")
+    config = load_config(
+        write(tmp_path, "extends: ~/base.yaml\n"), [f"{key}=~/{key}" for key in keys], check_files=False
+    )
+    values = flatten(with_absolute_paths(config, None).model_dump())
+    assert {key: values[key] for key in keys} == {key: f"{home}/{key}" for key in keys}
+    assert (config.run.root, config.tokenizer.source_model) == (f"{home}/run.root", f"{home}/tokenizer.source_model")
 
 
 def test_extends_in_a_circle_is_refused(tmp_path):

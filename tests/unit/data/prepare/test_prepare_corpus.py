@@ -42,6 +42,21 @@ def test_every_row_comes_back_exactly_once_as_its_text(tmp_path: Path):
     assert len(manifest.splits["train"].shards) == 3
 
 
+@pytest.mark.parametrize("place", ["exp:1/prep", "~/prep", "./~/prep"])
+def test_a_folder_may_have_a_colon_and_a_tilde_is_the_home(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """pyarrow takes `exp:` for a protocol, and a tilde in front for the home."""
+    write_text(tmp_path / "text")
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = config_of(tmp_path / "text", data={"prepared": place})
+    manifest = prepare(config)
+    folder = tmp_path / "home/prep" if place.startswith("~") else here / place
+    assert manifest == Manifest.load(folder)
+    assert sorted(read_split(folder, manifest, "train")) == rows_of(PAIRS[:NUM_TRAIN])
+    assert [path.name for path in here.iterdir()] == ([] if place.startswith("~") else [Path(place).parts[0]])
+
+
 def test_training_rows_are_shuffled_over_all_shards_and_validation_keeps_its_order(tmp_path: Path):
     write_text(tmp_path)
     config = config_of(tmp_path)
