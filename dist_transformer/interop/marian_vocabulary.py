@@ -17,6 +17,7 @@ from typing import Any
 from dist_transformer.data.special_tokens import SpecialTokens
 from dist_transformer.data.tokenizer.model_file import (
     BLANK,
+    Kind,
     SpecialPieces,
     never_produced,
     produced,
@@ -71,11 +72,19 @@ def renumber(
 def export_vocabulary(folder: Path, files: TokenizerFiles, is_shared: bool, languages: tuple[str, str]) -> list[int]:
     """Writes the tokenizer's files into `folder` and returns the number of pieces of each side.
 
-    Raises UserError if one matrix is used for two different vocabularies.
+    Raises UserError if one matrix is used for two different vocabularies, or a tag is a language code for MarianTokenizer.
     """
     tokenizer = Tokenizer.load(files.source, files.target)
     paths = [files.source, files.target or files.source]
     protos = [read_pieces_file(path) for path in paths]
+    whole = [piece.piece for piece in protos[0].pieces if piece.type == Kind.USER_DEFINED]
+    tags = [text for text in whole if _language_code(BLANK + text) == text]
+    if tags and protos[0].normalizer_spec.add_dummy_prefix:
+        raise UserError(
+            f"{files.source}: has the pieces {' '.join(tags)}, tags that the model has seen with a blank before them. To "
+            "MarianTokenizer they are language codes, without that blank: the model would get other tokens. Export it to "
+            "another format (ctranslate2), or train one with tags of another form, as <2deu>"
+        )
     vocabularies = [_marian_vocabulary(proto, tokenizer.pad_id) for proto in protos]
     if is_shared and vocabularies[0] != vocabularies[1]:
         raise UserError(

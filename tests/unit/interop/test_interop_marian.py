@@ -12,13 +12,15 @@ from safetensors.torch import load_file, save_file
 from tokenised_models import make_model_folder
 from torch import Tensor
 
+from dist_transformer.config.data_schema import TokenizerConfig
 from dist_transformer.config.schema import DecodingConfig
 from dist_transformer.data.special_tokens import SpecialTokens
-from dist_transformer.data.tokenizer.tokenizer import Tokenizer
+from dist_transformer.data.tokenizer.tokenizer import Tokenizer, train_tokenizer
 from dist_transformer.decoding.search import TorchSearcher, pad_together
 from dist_transformer.errors import CheckpointError, DataError, UserError
 from dist_transformer.interop.marian import export_marian, import_marian
-from dist_transformer.interop.model_folder import LoadedModel, load_model_folder
+from dist_transformer.interop.marian_vocabulary import export_vocabulary
+from dist_transformer.interop.model_folder import LoadedModel, TokenizerFiles, load_model_folder
 from dist_transformer.model.search_interface import SearchInput
 
 pytestmark = pytest.mark.slow  # importing transformers' model takes seconds
@@ -148,6 +150,21 @@ def test_only_the_texts_that_the_page_names_are_cut_in_another_way(tmp_path: Pat
     assert not [text for text in differ if theirs(text).input_ids == ours.encode_source([text])[0]]
     same = ["a <s> b", ">>deu<< a b", "a >>xyz<< b", "a >> b << c"]
     assert [theirs(text).input_ids for text in same] == ours.encode_source(same)
+
+
+def test_tags_that_are_language_codes_to_marians_tokenizer_are_refused_and_others_give_our_ids(tmp_path: Path):
+    """MarianTokenizer takes a code off the line first, so that the blank before it is gone."""
+    source, target = demo_sentences(300)
+    files = TokenizerFiles(tmp_path / "shared.model")
+    settings, languages = TokenizerConfig(vocabulary_size=200), ("en", "de")
+    train_tokenizer(iter([*source, *target]), settings, files.source, ["<2deu>"])
+    export_vocabulary(tmp_path, files, True, languages)
+    texts = [f"<2deu> {text}" for text in source[:5]]
+    theirs = transformers.MarianTokenizer.from_pretrained(tmp_path)
+    assert theirs(texts).input_ids == Tokenizer.load(files.source).encode_source(texts)
+    train_tokenizer(iter([*source, *target]), settings, files.source, ["<1>", ">>deu<<"])
+    with pytest.raises(UserError, match=r"shared.model: has the pieces >>deu<<, .* other tokens.*<2deu>"):
+        export_vocabulary(tmp_path, files, True, languages)
 
 
 def test_an_exported_model_generates_in_hugging_face_what_our_search_finds(tmp_path: Path):
