@@ -1,7 +1,7 @@
 """Cache of the text of validation corpora from the Hub or an address, in the prepared folder.
 
-Training reads that text at each start; with a copy, it can do so on a node without a network. Files on local disks are
-read in place.
+Training reads that text at each start; with a copy, it can do so on a node without a network. A dataset of the Hub is
+known by its name and revision alone. Files on local disks are read in place.
 """
 
 from contextlib import suppress
@@ -13,6 +13,8 @@ from dist_transformer.config.paths import is_address, located
 from dist_transformer.config.schema import Config
 from dist_transformer.data.manifest import json_digest
 from dist_transformer.data.sources.corpus import read_pairs
+from dist_transformer.data.sources.files import corpus_fingerprint
+from dist_transformer.errors import UserError
 from dist_transformer.files import read_json, write_json
 
 Pairs = tuple[list[str], list[str]]
@@ -30,17 +32,22 @@ def texts_to_keep(config: Config) -> dict[str, tuple[CorpusConfig, int | None]]:
 
 
 def kept_pairs(corpus: CorpusConfig, data: DataConfig, most: int | None, folder: Path) -> Pairs:
-    """Reads pairs as `read_pairs`. A corpus that is not local is read once, then from its copy in `folder`."""
+    """Reads pairs as `read_pairs`. A corpus that is not local is read from its copy in `folder`, if it is the same there or
+    cannot be asked for; a copy of a version before this check counts only then."""
     names = (corpus.source, corpus.target, corpus.path)
     if not corpus.hub and not any(is_address(located(data.root, name)) for name in names if name):
         return read_pairs(corpus, data, most)
     copy = folder / FOLDER / f"{_digest(corpus, data, most)}.json"
+    now = None
+    with suppress(UserError):
+        now = corpus_fingerprint(corpus, data)
     with suppress(OSError, ValueError, KeyError, TypeError):
         kept = read_json(copy)
-        return kept["source"], kept["target"]
+        if now is None or kept["fingerprint"] == now:
+            return kept["source"], kept["target"]
     source, target = read_pairs(corpus, data, most)
     with suppress(OSError):  # the prepared folder may be closed to this user
-        write_json(copy, {"source": source, "target": target})
+        write_json(copy, {"fingerprint": now, "source": source, "target": target})
     return source, target
 
 
