@@ -177,7 +177,8 @@ class TrainingConfig(Section):
     ema_decay: Fraction | None = Field(
         None,
         gt=0.0,
-        description="Keep an exponential moving average of the weights (not the paper's): 0.9999; none: do not.",
+        description="Keep an exponential moving average of the weights (not the paper's): 0.9999; none: do not. It becomes "
+        "the model by checkpoints.final_model: ema; validations take the weights themselves.",
     )
     freeze: tuple[Str, ...] = Field(
         (), description="Shell patterns of parameters that are not trained: 'encoder_layers.*', '*embedding*'."
@@ -196,7 +197,10 @@ class TrainingConfig(Section):
         "2; memory at rest is checked too; 0: neither.",
     )
     max_hours: Number | None = Field(
-        None, gt=0.0, description="Save and stop (exit code 75) this long after the start of the process."
+        None,
+        gt=0.0,
+        description="Save and stop (exit code 75) this long after the start of the process; a submitted job then requeues "
+        "itself and trains on.",
     )
     hang_seconds: PositiveInt = Field(
         600, description="No progress for this long ends the rank with stacks in the log."

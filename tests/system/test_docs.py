@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import typer
+from pydantic import ValidationError
 
 from dist_transformer.cli.main import app
 from dist_transformer.config.loading import load_config
 from dist_transformer.config.schema import Config
+from dist_transformer.config.yaml_positions import parse_yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = sorted(
@@ -95,6 +97,30 @@ def test_the_converted_recipes_are_valid(block, tmp_path):
     path.write_text(block, encoding="utf-8")
     config = load_config(path, check_files=False)
     assert config.run.name.startswith("from-")
+
+
+def cells_of_ours() -> list[str]:
+    rows = re.findall(r"^\| (.*) \|$", text_of(COMING_FROM), re.MULTILINE)
+    return [re.split(r"(?<!\\) \| ", row)[-1] for row in rows]
+
+
+@pytest.mark.parametrize("cell", [cell for cell in cells_of_ours() if ": " in cell])
+def test_the_tables_give_their_settings_values_that_these_take(cell):
+    """`key: value` without a section is of the section named before it; 2N, F x G and ... stand for a value."""
+    section = ""
+    for named, key, value in re.findall(r"`(?:([a-z]+)\.)?([a-z_]+)(?:: ([^`]*))?`", cell):
+        section = named or section
+        if value and section in Config.model_fields and not re.search(r"[A-Z]|\.\.\.", value):
+            assert problems_of_value(section, key, value) == []
+
+
+def problems_of_value(section: str, key: str, value: str) -> list[str]:
+    model = Config.model_fields[section].annotation
+    try:
+        model.model_validate({key: parse_yaml(f"value: {value}", "").values["value"]})
+    except ValidationError as error:
+        return [f"{section}.{key}: {each['msg']}" for each in error.errors() if each["loc"][:1] == (key,)]
+    return []
 
 
 def test_the_tables_of_options_name_settings_that_exist():
