@@ -115,6 +115,7 @@ def refuse_others(config: ModelConfig, allowed: Mapping[str, Sequence[str]], oth
     found = {**config.model_dump(), "final_norm": has_final_norm(config)}
     found["key_size"], found["value_size"] = head_sizes(config)
     of_all: dict[str, Sequence[Any]] = {"norm": ["post"], "norm_type": ["layer"], "final_norm": [False]}
+    of_all["num_heads"] = [number for number in range(1, config.d_model + 1) if config.d_model % number == 0]
     of_all |= {name: [config.d_model // config.num_heads] for name in ("key_size", "value_size")}
     problems = [
         f"model.{name} is {found[name]}, expected {' or '.join(map(str, values))}"

@@ -152,6 +152,14 @@ def test_only_the_texts_that_the_page_names_are_cut_in_another_way(tmp_path: Pat
     assert [theirs(text).input_ids for text in same] == ours.encode_source(same)
 
 
+def test_heads_that_do_not_divide_the_width_are_refused(tmp_path: Path):
+    """MarianMTModel and Marian compute the size of a head from both."""
+    loaded = make_model_folder(tmp_path / "ours", num_heads=3, key_size=5, value_size=5)
+    with pytest.raises(UserError, match=r"model\.num_heads is 3, expected 1 or 2 or 4 or 8 or 16"):
+        export_marian(loaded, tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
+
+
 def test_tags_that_are_language_codes_to_marians_tokenizer_are_refused_and_others_give_our_ids(tmp_path: Path):
     """MarianTokenizer takes a code off the line first, so that the blank before it is gone."""
     source, target = demo_sentences(300)

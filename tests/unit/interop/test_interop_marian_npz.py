@@ -147,6 +147,7 @@ def test_a_vocabulary_in_yaml_numbers_the_pieces_that_the_models_beside_it_cut(t
         ({"norm": "pre"}, r"model\.norm is pre, expected post; model\.final_norm is True, expected False"),
         ({"activation": "gelu"}, r"model\.activation is gelu, expected silu or relu"),
         ({"norm_type": "rms"}, r"model\.norm_type is rms, expected layer"),
+        ({"num_heads": 3, "key_size": 5, "value_size": 5}, r"model\.num_heads is 3, expected 1 or 2 or 4 or 8 or 16"),
         ({"key_size": 6, "value_size": 6}, r"model\.key_size is 6, expected 4; model\.value_size is 6, expected 4"),
     ],
     ids=str,
