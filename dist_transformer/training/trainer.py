@@ -20,6 +20,7 @@ from dist_transformer.config.model_size import (
     state_bytes,
 )
 from dist_transformer.config.schema import ModelConfig, TrainingConfig
+from dist_transformer.data.loader.mixture import refuse_undrawn
 from dist_transformer.data.manifest import Manifest
 from dist_transformer.distributed.rank_zero import run_on_rank_zero
 from dist_transformer.errors import DistTransformerError, MachineError
@@ -172,6 +173,7 @@ def _load_initial_weights(run: Run, objective: Objective, checkpoint: Checkpoint
 
 def _train_state(data: RunData, checkpoint: Checkpoint | None) -> TrainState:
     if checkpoint is None:
+        refuse_undrawn(data.config.data.mixture, data.planner)
         return TrainState(data.start())
     names = ("step", "batches", "skipped_updates", "total_target_tokens")
     return TrainState(data.position_of(checkpoint), **{name: checkpoint.state[name] for name in names})

@@ -54,6 +54,15 @@ def test_fewer_pairs_than_lanes_are_refused(command, tmp_path):
     assert "3 pairs after filtering, fewer than data.lanes = 4" in said
 
 
+def test_a_corpus_of_a_mixture_that_would_never_be_drawn_is_refused(command):
+    corpora = "first: {source: train.en, target: train.de}, second: {source: valid.en, target: valid.de}"
+    said = refusal(
+        command, "train", "small.yaml", "run.name=undrawn", "data.train=null", "data.filters.rules.held_out=false",
+        f"data.mixture={{corpora: {{{corpora}}}, weights: {{first: 1000000, second: 1}}}}",
+    )  # fmt: skip
+    assert "data.mixture.weights: no pair of second would ever be drawn" in said
+
+
 @pytest.fixture(scope="module")
 def trained(train_small):
     return train_small("trained")

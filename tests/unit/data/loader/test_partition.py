@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from planned_rows import drain, lane_batches, row_ids
 
 from dist_transformer.config.data_schema import DataConfig
-from dist_transformer.data.loader.mixture import shares_of, stages
+from dist_transformer.data.loader.mixture import refuse_undrawn, shares_of, stages
 from dist_transformer.data.loader.partition import Planner, Stage, Stream, apportion
 from dist_transformer.data.loader.position import Position, Quarantined, position_from_json
 from dist_transformer.data.loader.window_request import CORPUS_SHIFT, WindowKey, WindowRequest
-from dist_transformer.errors import CheckpointError
+from dist_transformer.errors import CheckpointError, DataError
 
 corpora = st.lists(st.lists(st.integers(1, 30), min_size=1, max_size=8).map(tuple), min_size=1, max_size=3).map(tuple)
 lanes = st.integers(1, 6)
@@ -235,6 +235,41 @@ def test_a_temperature_draws_by_the_root_of_the_share_of_pairs():
     (stage,) = stages(mixture(temperature=5.0), [900, 100])
     large, small = 0.9**0.2, 0.1**0.2
     assert stage.shares[0] / sum(stage.shares) == pytest.approx(large / (large + small))
+
+
+def test_the_lowest_temperatures_draw_the_largest_corpus():
+    assert stages(mixture(temperature=0.002), [60, 40]) == (Stage(0, shares_of([1, 0])),)
+    data = DataConfig.model_validate(
+        {"mixture": {"corpora": {name: {"path": f"{name}.tsv"} for name in "abcde"}, "temperature": 0.002}}
+    )
+    assert stages(data, [30, 20, 30, 10, 10]) == (Stage(0, shares_of([1, 0, 1, 0, 0])),)
+
+
+@pytest.mark.parametrize(
+    ("settings", "rows", "said"),
+    [
+        ({"weights": {"large": 10_000, "small": 1}}, (4000, 20), "weights: no pair of small would ever be drawn"),
+        ({"weights": {"large": 10_000, "small": 1}}, (6000, 20), None),
+        ({"weights": {"large": 1, "small": 0}}, (4000, 20), None),
+        ({"temperature": 0.1}, (4000, 20), "temperature: no pair of small would ever be drawn"),
+        ({}, (4000, 1), None),
+        (
+            {"schedule": [{"from_step": 9, "weights": {"large": 1e-12, "small": 1}}]},
+            (4000, 20),
+            "schedule.0.weights: no pair of large would ever be drawn",
+        ),
+    ],
+    ids=str,
+)
+def test_a_corpus_with_a_share_of_no_pair_in_an_epoch_is_refused(settings, rows, said):
+    """Quotas are rounded anew in each epoch: such a corpus is in none, however many follow."""
+    data = mixture(**settings)
+    planner = Planner(tuple((count,) for count in rows), 2, 50, 1, stages(data, rows))
+    if said is None:
+        refuse_undrawn(data.mixture, planner)
+    else:
+        with pytest.raises(DataError, match=rf"data\.mixture\.{said}.* an epoch has {sum(rows):,} pairs"):
+            refuse_undrawn(data.mixture, planner)
 
 
 def test_scheduled_weights_hold_from_the_batch_of_their_step_on():
