@@ -120,16 +120,9 @@ def corpus_file_problems(data: DataConfig, is_made: Callable[[str], bool]) -> It
 
 def _corpora(data: DataConfig) -> Iterator[tuple[str, CorpusConfig]]:
     """Yields every corpus with its key path."""
-    if data.train is not None:
-        yield "data.train", data.train
-    if data.mixture is not None:
-        for name, corpus in data.mixture.corpora.items():
-            yield f"data.mixture.corpora.{name}", corpus
-    for name in SPLIT_NAMES:
-        if (corpus := getattr(data, name)) is not None:
-            yield f"data.{name}", corpus
-    for name, corpus in data.more_validation.items():
-        yield f"data.more_validation.{name}", corpus
+    above = "data" if data.mixture is None else "data.mixture.corpora"
+    yield from ((f"{above}.{name}", corpus) for name, corpus in data.training_corpora().items())
+    yield from ((f"data.{name}", corpus) for name, corpus in data.held_out_corpora().items())
 
 
 def _kind_problems(path: str, corpus: CorpusConfig) -> Iterator[str]:
@@ -143,8 +136,8 @@ def _kind_problems(path: str, corpus: CorpusConfig) -> Iterator[str]:
         missing = "target" if corpus.source else "source"
         yield f"{path}: aligned text needs both files; {missing} is not given"
     if corpus.columns and kinds[0] not in ("path", "hub"):
-        what = {"source+target": "aligned text", "demo": "the demonstration corpus"}.get(kinds[0], "a plug-in")
-        yield f"{path}.columns: {what} has no columns; remove it, or give the table as `path`"
+        names = {"source+target": "aligned text", "demo": "the demonstration corpus", "plugin": "a plug-in"}
+        yield f"{path}.columns: {names[kinds[0]]} has no columns; remove it, or give the table as `path`"
     for key in ("subset", "revision"):
         if getattr(corpus, key) and kinds != ["hub"]:
             yield f"{path}.{key}: is for a dataset of the Hub (`hub`); remove it"

@@ -32,7 +32,7 @@ from dist_transformer.processes.stop_request import StopRequest
 
 TELL_SECONDS = 30
 _MAX_RESTARTS = SlurmConfig.model_validate({}).max_restarts_without_progress
-FILES_OF_A_MODEL = (".json", ".safetensors", ".model", ".bin")
+FILES_OF_A_MODEL = (".json", ".safetensors", ".model", ".bin", VOCABULARY_MAP)
 
 
 def translate_file(task: Task, source: Path, output: Path, stop: StopRequest) -> None:
@@ -96,12 +96,11 @@ def _plan(task: Task, folders: Sequence[Path], source: Path) -> tuple[dict[str, 
                 f"{task.prefix}: {num_prefixes} prefixes for the {num_lines} lines of {source}: expected one for each, on a line "
                 "of its own; an empty one leaves the translation free"
             )
-    maps = (folder / VOCABULARY_MAP for folder in folders if task.engine == "ctranslate2")
-    shortlists = [path for path in maps if path.exists()]
     for number, folder in enumerate(folders, start=1):
-        files = sorted(file for file in folder.iterdir() if file.suffix in FILES_OF_A_MODEL or file in shortlists)
+        files = sorted(file for file in folder.iterdir() if file.name.endswith(FILES_OF_A_MODEL))
         plan |= {f"model {number}: {file.name}": digest_of(file) for file in files}
-    settings = task.settings.model_dump(exclude={"too_long"} if shortlists else {"max_tokens", "too_long"})
+    has_shortlist = any(name.endswith(VOCABULARY_MAP) for name in plan)
+    settings = task.settings.model_dump(exclude={"too_long"} if has_shortlist else {"max_tokens", "too_long"})
     plan |= {f"decoding.{name}": value for name, value in settings.items()}
     return plan, num_lines
 

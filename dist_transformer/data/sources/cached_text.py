@@ -6,7 +6,6 @@ known by its name and revision alone. Files on local disks are read in place.
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from dist_transformer.config.data_schema import CorpusConfig, DataConfig
 from dist_transformer.config.paths import is_address, located
@@ -37,7 +36,9 @@ def kept_pairs(corpus: CorpusConfig, data: DataConfig, most: int | None, folder:
     names = (corpus.source, corpus.target, corpus.path)
     if not corpus.hub and not any(is_address(located(data.root, name)) for name in names if name):
         return read_pairs(corpus, data, most)
-    copy = folder / FOLDER / f"{_digest(corpus, data, most)}.json"
+    settings = data.model_dump(mode="json", include={"root", "source_language", "target_language", "normalization"})
+    digest = json_digest({**settings, "most": most, "corpus": corpus.model_dump(mode="json")})
+    copy = folder / FOLDER / f"{digest[:16]}.json"
     now = None
     with suppress(UserError):
         now = corpus_fingerprint(corpus, data)
@@ -49,10 +50,3 @@ def kept_pairs(corpus: CorpusConfig, data: DataConfig, most: int | None, folder:
     with suppress(OSError):  # the prepared folder may be closed to this user
         write_json(copy, {"fingerprint": now, "source": source, "target": target})
     return source, target
-
-
-def _digest(corpus: CorpusConfig, data: DataConfig, most: int | None) -> str:
-    """Returns the digest of all settings that determine the text."""
-    keys = {"root", "source_language", "target_language", "normalization"}
-    settings: dict[str, Any] = {**data.model_dump(mode="json", include=keys), "most": most}
-    return json_digest({**settings, "corpus": corpus.model_dump(mode="json")})[:16]
