@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from dist_transformer.cluster.slurm import SlurmError
@@ -11,9 +11,8 @@ from dist_transformer.files import replacing
 
 @contextmanager
 def rolled_back_if_refused(files: Iterable[Path], snapshot: Path) -> Iterator[None]:
-    """Restores `files`, `snapshot` and the folders above it if sbatch or the disk refuses inside the context."""
+    """Restores `files` and `snapshot` if sbatch or the disk refuses inside the context."""
     before = {path: path.read_bytes() if path.is_file() else None for path in files}
-    made = [folder for folder in (snapshot.parent, *snapshot.parent.parents) if not folder.exists()]
     aside = snapshot.with_name(f"{snapshot.name}.before")
     shutil.rmtree(aside, ignore_errors=True)
     if snapshot.is_dir():
@@ -31,8 +30,5 @@ def rolled_back_if_refused(files: Iterable[Path], snapshot: Path) -> Iterator[No
                 with replacing(path) as temporary:
                     temporary.touch(0o600 if path.suffix == ".sbatch" else 0o666)
                     temporary.write_bytes(old)
-        for folder in made:  # the deepest first
-            with suppress(OSError):  # not empty: it holds another submission's files
-                folder.rmdir()
         raise
     shutil.rmtree(aside, ignore_errors=True)

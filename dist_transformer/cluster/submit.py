@@ -22,6 +22,7 @@ from dist_transformer.files import write_json, write_text
 from dist_transformer.run.attempts import attempts
 from dist_transformer.run.excluded_nodes import excluded_nodes
 from dist_transformer.run.folder import RunDir
+from dist_transformer.run.lock import while_nobody_submits
 from dist_transformer.run.records import read_record
 from dist_transformer.run.resume_checks import stage_problems
 from dist_transformer.run.snapshot import take_snapshot
@@ -99,16 +100,20 @@ def submit(submission: Submission) -> dict[str, str]:
     """Writes files and code snapshot, calls sbatch, records the jobs in the run folder; returns each stage's job id.
 
     Raises:
+        UserError: another submission, or its job, works on the run folder.
         SlurmError: sbatch failed. The run folder is as it was before; jobs of earlier stages that were accepted are in
             job.json and in the message.
     """
     run_dir, ids, after = submission.run_dir, dict[str, str](), submission.after
-    for job in submission.jobs:
-        ids[job.stage] = _submit_next(job, after, ids) if ids else _submit_first(submission)
-        if job.stage == "train" or "train" not in ids:
-            command = command_text(job, after)
-        note_job(run_dir, ids, command)
-        after = (ids[job.stage],)
+    with while_nobody_submits(run_dir):
+        if found := busy_problems(run_dir):  # of a submission that has ended since the checks
+            raise ConfigError(found, "cannot submit:")
+        for job in submission.jobs:
+            ids[job.stage] = _submit_next(job, after, ids) if ids else _submit_first(submission)
+            if job.stage == "train" or "train" not in ids:
+                command = command_text(job, after)
+            note_job(run_dir, ids, command)
+            after = (ids[job.stage],)
     return ids
 
 

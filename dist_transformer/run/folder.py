@@ -56,6 +56,8 @@ class RunDir:
     """The process that trains in this folder: host, pid, job; its modification time is the heartbeat."""
     slurm = _At("slurm")
     """The submission: the exact script, its environment, the code snapshot, the job's logs."""
+    submit_lock = _At("slurm/submit.lock")
+    """Held by a submission, and removed at its end."""
     job = _At("slurm/job.json")
     """The newest submission: job id, time, command."""
     submitted_script = _At("slurm/train.sbatch")

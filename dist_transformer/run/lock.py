@@ -8,6 +8,7 @@ import errno
 import os
 import platform
 import secrets
+import shlex
 import sys
 import threading
 import time
@@ -51,12 +52,9 @@ class RunLock:
             MachineError: an earlier attempt of this job works on it, or the lock outlives its holder.
         """
         try:
-            self._lock.acquire(timeout=self._wait_seconds)
+            _take(self._lock, self._wait_seconds)  # without locks the heartbeat alone decides
         except filelock.Timeout:
             raise self._refusal() from None
-        except OSError as error:
-            if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
-                raise  # else the disk keeps no locks, and the heartbeat alone decides
         if self._is_held_from_elsewhere():
             self._lock.release()
             raise self._refusal()
@@ -165,6 +163,43 @@ def while_nobody_trains(run_dir: RunDir) -> Iterator[bool]:
         yield not RunLock(run_dir).has_fresh_owner_elsewhere()
     finally:
         lock.release()
+
+
+@contextmanager
+def while_nobody_submits(run_dir: RunDir) -> Iterator[None]:
+    """Keeps other submissions from the folder during the block; folders made for the lock go if they stay empty.
+
+    Raises:
+        UserError: another submission works on it.
+    """
+    made = [folder for folder in (run_dir.slurm, *run_dir.slurm.parents) if not folder.exists()]
+    run_dir.slurm.mkdir(parents=True, exist_ok=True)
+    lock = filelock.FileLock(run_dir.submit_lock, fallback_to_soft=False)
+    try:
+        _take(lock, 0)
+    except filelock.Timeout:
+        look = f"dist-transformer status {shlex.quote(str(run_dir.path))}"
+        raise UserError(
+            f"{run_dir.path}: another submit works on this run folder; wait until it has ended, then look with `{look}`"
+        ) from None
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            run_dir.submit_lock.unlink(missing_ok=True)  # while it is held: no lock is taken on a file that is gone
+        lock.release()
+        for folder in made:  # the deepest first
+            with suppress(OSError):  # not empty
+                folder.rmdir()
+
+
+def _take(lock: filelock.BaseFileLock, wait_seconds: float) -> None:
+    """Takes a lock, unless the disk keeps none. Raises filelock.Timeout if it is held."""
+    try:
+        lock.acquire(timeout=wait_seconds)
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP):
+            raise
 
 
 def _who() -> dict[str, Any]:

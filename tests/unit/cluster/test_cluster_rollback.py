@@ -1,14 +1,18 @@
-"""A submission that sbatch refuses leaves the run folder as it was."""
+"""A submission that sbatch refuses leaves the run folder as it was, and a second one at the same time changes nothing."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from cluster_helpers import SBATCH, FakeSlurm, config_of
+from fake_slurm import job_line
 
 from dist_transformer.cluster import submit as cluster_submit
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.cluster.submit import plan_submission, submit
-from dist_transformer.files import write_json
+from dist_transformer.errors import ConfigError, UserError
+from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
 
 REFUSES = 'echo "sbatch: error: invalid partition" >&2; exit 1'
@@ -93,3 +97,42 @@ def test_what_a_job_was_submitted_with_stays_when_the_next_stage_is_refused(
     assert "nothing was changed" not in str(caught.value)
     assert run_dir.config.read_text() == "first"
     assert (run_dir.snapshot / "code.py").is_file()
+
+
+@pytest.mark.parametrize("end", [SBATCH, REFUSES], ids=["accepted", "refused"])
+def test_a_second_submit_during_the_first_is_refused_and_changes_nothing(
+    run_dir: RunDir, fake_slurm: FakeSlurm, end: str
+) -> None:
+    _submit(run_dir, "first")
+    before = _files(run_dir.path)
+    called, answer = fake_slurm.folder / "called", fake_slurm.folder / "answer"
+    fake_slurm.program("sbatch", f"! mkdir {called} || until [ -e {answer} ]; do sleep 0.05; done\n{end}")
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(_submit, run_dir, "second")
+        while not (called.exists() or second.done()):
+            time.sleep(0.01)
+        try:
+            with pytest.raises(UserError, match="run: another submit works on this run folder; wait until") as refused:
+                _submit(run_dir, "third")
+        finally:
+            answer.touch()
+    assert refused.value.exit_code == 2
+    if end == REFUSES:
+        assert isinstance(second.exception(), SlurmError)
+        assert _files(run_dir.path) == before
+    else:
+        assert second.result() == {"train": "4712"}
+        assert (run_dir.config.read_text(), read_json(run_dir.job)["job_id"]) == ("second", "4712")
+        assert (run_dir.snapshot / "code.py").is_file()
+        assert _files(run_dir.path).keys() == before.keys()
+
+
+def test_a_job_that_was_submitted_after_the_checks_is_found_before_anything_is_written(
+    run_dir: RunDir, fake_slurm: FakeSlurm
+) -> None:
+    planned = [plan_submission(config_of(), text, run_dir, 1) for text in ("first", "second")]
+    submit(planned[0])
+    fake_slurm.set_jobs(job_line("4711", "PENDING") + "\n")
+    with pytest.raises(ConfigError, match=r"cannot submit:\n.*job 4711 already works on it \(PENDING\)"):
+        submit(planned[1])
+    assert run_dir.config.read_text() == "first"
