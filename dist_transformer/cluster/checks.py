@@ -45,7 +45,8 @@ _INSTEAD = {
     "dependency": "submit --after", "kill-on-invalid-dep": "submit --after",
 }  # fmt: skip
 """Options of sbatch that submit sets itself, and what says them."""
-_RELIED_ON = (*_INSTEAD, "requeue", "no-requeue", "open-mode", "output", "wrap", "parsable", "chdir", "comment")
+_OTHERS = "requeue no-requeue open-mode output wrap parsable chdir comment wait quiet test-only"
+_RELIED_ON = (*_INSTEAD, *_OTHERS.split())
 _READ_HERE = ("exclude", "gres")
 _SRUN_KEYS = {"container-image": "container_image", "container-mounts": "container_mounts"}
 _NODES = re.compile(r"[A-Za-z0-9._-]+(\[[0-9,-]+\][A-Za-z0-9._-]*)*(,[A-Za-z0-9._-]+(\[[0-9,-]+\][A-Za-z0-9._-]*)*)*")

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dist_transformer.cluster.slurm import SlurmError
+from dist_transformer.cluster.slurm import PerhapsSubmitted
 from dist_transformer.files import replacing
 
 
 @contextmanager
 def rolled_back_if_refused(files: Iterable[Path], snapshot: Path) -> Iterator[None]:
-    """Restores `files` and `snapshot` if sbatch or the disk refuses inside the context."""
+    """Restores `files` and `snapshot` after any error inside the context, unless there may be a job that needs them."""
     before = {path: path.read_bytes() if path.is_file() else None for path in files}
     aside = snapshot.with_name(f"{snapshot.name}.before")
     shutil.rmtree(aside, ignore_errors=True)
@@ -19,7 +19,9 @@ def rolled_back_if_refused(files: Iterable[Path], snapshot: Path) -> Iterator[No
         snapshot.rename(aside)
     try:
         yield
-    except (SlurmError, OSError):
+    except PerhapsSubmitted:
+        raise
+    except BaseException:
         shutil.rmtree(snapshot, ignore_errors=True)
         if aside.is_dir():
             aside.rename(snapshot)

@@ -22,27 +22,35 @@ class SlurmError(UserError):
     """A command of Slurm is missing or failed."""
 
 
+class PerhapsSubmitted(MachineError):
+    """The answer of sbatch has no id: the job may exist, and its files must stay."""
+
+
 def submit_script(arguments: Sequence[str]) -> str:
     """Runs `sbatch` (its argv without the program) and returns the job id.
 
     Raises:
         SlurmError: with sbatch's own message.
-        MachineError: sbatch printed no id, or no answer came in time. The job may exist: its files must stay.
+        PerhapsSubmitted: sbatch printed no id, or no answer came in time.
     """
+    refusal: SlurmError | None = None
     try:
         answer = _call(["sbatch", *arguments], clean_environment(os.environ))
-    except SlurmError as error:
-        if "Socket timed out" not in str(error):
-            raise
-        answer = str(error).partition("\n  command:")[0]
+    except _PartOfAnAnswer as error:
+        answer, refusal = "\n".join(error.lines), error
+    except KeyboardInterrupt:
+        answer = "^C"
     # --parsable: "id" or "id;cluster". A site's wrapper may print more, before or after it.
     found = re.findall(r"^(\d+)(?:;\S+)?$", answer, re.MULTILINE)
-    if len(found) != 1:
-        raise MachineError(
-            f"Slurm may have the job, but sbatch answered {answer.strip()!r}: expected a job id; look with `squeue --me` "
-            "whether the job is there, end it with scancel, and submit again"
-        )
-    return str(found[0])
+    if len(found) == 1:
+        return str(found[0])
+    if refusal is not None and "Socket timed out" not in str(refusal):
+        raise refusal
+    said = str(refusal or answer).partition("\n  command:")[0].strip()
+    raise PerhapsSubmitted(
+        f"Slurm may have the job, but sbatch answered {said!r}: expected a job id; look with `squeue --me` whether the job is "
+        "there, end it with scancel, and submit again"
+    )
 
 
 def list_jobs(job_ids: Sequence[str], format_string: str) -> list[str]:

@@ -195,7 +195,7 @@ def test_an_option_of_two_lines_is_refused(run_dir: RunDir) -> None:
         ("dependency", "dependency", "use submit --after"),
         *(
             (name, name, "the batch script relies on it; remove it")
-            for name in ("requeue", "open-mode", "output", "chdir")
+            for name in ("requeue", "open-mode", "output", "chdir", "wait", "quiet", "test-only")
         ),
     ],
 )

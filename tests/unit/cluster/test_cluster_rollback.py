@@ -11,7 +11,7 @@ from fake_slurm import job_line
 from dist_transformer.cluster import submit as cluster_submit
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.cluster.submit import plan_submission, submit
-from dist_transformer.errors import ConfigError, UserError
+from dist_transformer.errors import ConfigError, MachineError, UserError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.run.folder import RunDir
 
@@ -62,18 +62,19 @@ def test_a_run_folder_that_was_not_there_is_not_there_after_a_refusal(tmp_path: 
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_disk_that_refuses_a_file_changes_nothing_either(
-    run_dir: RunDir, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), MachineError("full"), KeyboardInterrupt()])
+def test_a_disk_that_refuses_a_file_or_ctrl_c_before_sbatch_changes_nothing_either(
+    run_dir: RunDir, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     _submit(run_dir, "first")
     before = _files(run_dir.path)
 
     def full(folder: Path) -> None:
         folder.mkdir()
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr(cluster_submit, "take_snapshot", full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(type(error)):
         _submit(run_dir, "second")
     assert _files(run_dir.path) == before
 

@@ -261,6 +261,19 @@ def test_an_answer_of_sbatch_that_is_late_does_not_mean_that_there_is_no_job(
     _must_leave_the_files(run_dir, fake_slurm, f"echo '{said}' >&2; exit 1")
 
 
+def test_a_ctrl_c_while_sbatch_is_asked_does_not_mean_that_there_is_no_job(
+    run_dir: RunDir, fake_slurm: FakeSlurm
+) -> None:
+    _must_leave_the_files(run_dir, fake_slurm, "kill -INT $PPID; exec sleep 600")
+
+
+def test_an_id_is_a_job_whatever_the_exit_code_says(run_dir: RunDir, fake_slurm: FakeSlurm) -> None:
+    """A site's wrapper may call sbatch with --wait: the exit code is then the job's."""
+    fake_slurm.program("sbatch", "echo 7; exit 1")
+    assert submit(_plan(run_dir)) == {"train": "7"}
+    assert run_dir.submitted_script.is_file()
+
+
 def _must_leave_the_files(run_dir: RunDir, fake_slurm: FakeSlurm, sbatch: str) -> None:
     fake_slurm.program("sbatch", sbatch)
     with pytest.raises(MachineError, match="expected a job id; look with `squeue --me`"):
