@@ -5,6 +5,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from dist_transformer.errors import MachineError
+
 _PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -12,19 +14,28 @@ def take_snapshot(folder: Path, package: Path = _PACKAGE) -> None:
     """Replaces `folder` by a copy of the package, its batch and launch scripts, and their state in git.
 
     `folder` then works as an entry of PYTHONPATH. An unfinished copy never has this name.
+
+    Raises:
+        MachineError: the disk is full, or fails.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(package, temporary / package.name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
-    for name in ("slurm", "launch"):
-        # An installed package carries them inside itself.
-        if not (package / "share").is_dir():
-            shutil.copytree(package.parent / name, temporary / name)
-    for name, text in _git_state(package.parent).items():
-        (temporary / name).touch(0o600)  # uncommitted changes may be private
-        (temporary / name).write_text(text, encoding="utf-8")
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.rename(folder)
+    # An installed package carries them inside itself.
+    beside = () if (package / "share").is_dir() else ("slurm", "launch")
+    try:
+        for source in (package, *(package.parent / name for name in beside)):
+            shutil.copytree(source, temporary / source.name, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
+        for name, text in _git_state(package.parent).items():
+            (temporary / name).touch(0o600)  # uncommitted changes may be private
+            (temporary / name).write_text(text, encoding="utf-8")
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.rename(folder)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        why = error.args[0][0][-1] if isinstance(error, shutil.Error) else error  # the first of its (from, to, why)
+        raise MachineError(
+            f"{folder}: cannot be written ({why}): make room, or wait for the disk, and submit again"
+        ) from error
 
 
 def git_commit(package: Path = _PACKAGE) -> str | None:

@@ -1,5 +1,7 @@
 """The copy of the code that a job runs."""
 
+import errno
+import os
 import shutil
 import subprocess
 import sys
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dist_transformer import package_data as share_folder_module
+from dist_transformer.errors import MachineError
 from dist_transformer.files import read_json
 from dist_transformer.package_data import share_folder
 from dist_transformer.run.snapshot import git_commit, take_snapshot
@@ -81,6 +84,25 @@ def test_a_new_snapshot_replaces_the_old_one_whole(checkout: Path, tmp_path: Pat
     (tmp_path / "snapshot.tmp" / "torn").mkdir(parents=True)
     take_snapshot(snapshot, checkout / "dist_transformer")
     assert not (snapshot / "left_over").exists()
+    assert not (tmp_path / "snapshot.tmp").exists()
+
+
+def test_a_full_disk_is_told_with_the_folder_and_leaves_the_old_snapshot(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "snapshot"
+    take_snapshot(snapshot, checkout / "dist_transformer")
+
+    def full(_: str, target: str, **__: bool) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), target)
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    told = (
+        rf"^{snapshot}: cannot be written \(\[Errno 28\] No space left on device: '{snapshot}.tmp/[^']*'\): make room"
+    )
+    with pytest.raises(MachineError, match=told):
+        take_snapshot(snapshot, checkout / "dist_transformer")
+    assert (snapshot / "dist_transformer").is_dir()
     assert not (tmp_path / "snapshot.tmp").exists()
 
 
