@@ -67,15 +67,19 @@ def register(folder: Path = FOLDER) -> None:
     pid, rank = os.getpid(), int(os.environ.get("RANK", "0"))
     path = folder / f"{_prefix()}{pid}.txt"
     rank_processes(folder)  # removes the files of ranks that were killed or ended by os._exit
+    about = {"pid": pid, "started": _started(pid), "rank": rank, "job": _job(pid)}
+    descriptor: int | None = None
     try:
         path.unlink(missing_ok=True)  # of an earlier process with the same number
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        os.write(descriptor, (json.dumps(about) + "\n").encode())
+        faulthandler.register(SIGNAL, file=descriptor, all_threads=True)
     except OSError as error:
         log.warning("stacks     %s: %s: `dist-transformer stacks` will not see this rank", path, error.strerror)
+        if descriptor is not None:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
         return
-    about = {"pid": pid, "started": _started(pid), "rank": rank, "job": _job(pid)}
-    os.write(descriptor, (json.dumps(about) + "\n").encode())
-    faulthandler.register(SIGNAL, file=descriptor, all_threads=True)
     atexit.register(path.unlink, missing_ok=True)
 
 

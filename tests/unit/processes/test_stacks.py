@@ -1,5 +1,6 @@
 """Asking real processes where they stand."""
 
+import errno
 import json
 import os
 import signal
@@ -183,3 +184,15 @@ def test_a_node_prints_a_line_for_itself_and_short_ones_for_each_rank(
     assert node == {"node": "n7", "ranks": 2}
     assert list(dict.fromkeys((rank["rank"], rank["host"]) for rank in ranks)) == [(0, "n7"), (1, "n7")]
     assert max(len(json.dumps(rank)) for rank in ranks) < 1000
+
+
+def test_a_full_disk_keeps_no_rank_from_starting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    stacks.register(tmp_path)
+    assert "No space left on device: `dist-transformer stacks` will not see this rank" in caplog.text
+    assert list(tmp_path.iterdir()) == []
