@@ -117,7 +117,7 @@ def run_program(command: Sequence[str], signals: Signals, output: BinaryIO | Non
         process.wait()
         code = process.poll()
     assert code is not None
-    if code < 0 and signals.came:
+    if signals.came and (code < 0 or code > 128):
         return EXIT_REQUEUE
     return _named_failure(f"{command[0]} ({' '.join(command[1:4])} ...)", code)
 

@@ -13,7 +13,8 @@ import pytest
 
 from dist_transformer.errors import UserError
 from dist_transformer.package_data import share_folder
-from dist_transformer.processes.launching import num_ranks_given, rank_environment, start_local_ranks
+from dist_transformer.processes.children import forwarding_signals
+from dist_transformer.processes.launching import num_ranks_given, rank_environment, run_program, start_local_ranks
 
 HEAD = "import os, sys, signal, time, json\nrank = int(os.environ['RANK'])\n"
 
@@ -263,6 +264,23 @@ sys.exit(start_local_ranks([], 2, program=[sys.executable, '-c', {rank!r}]))
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(10) == 128 + signal.SIGINT
     assert all(_has_ended(int((tmp_path / str(rank)).read_text())) for rank in range(2))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 143)])
+def test_a_program_that_a_signal_ended_in_order_was_stopped(number: int, code: int) -> None:
+    """As Ctrl-C ends a verb that saves nothing on the way; HUP goes on as TERM."""
+    program = f"""
+import os, signal, sys
+for each in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(each, lambda *_: sys.exit({code}))
+os.kill(os.getppid(), {int(number)})
+while True:
+    signal.pause()
+"""
+    with forwarding_signals() as signals:
+        assert run_program([sys.executable, "-c", program], signals) == 75
+        signals.came.clear()
+        assert run_program([sys.executable, "-c", f"raise SystemExit({code})"], signals) == code
 
 
 def test_after_the_run_signals_mean_what_they_meant_before() -> None:
