@@ -99,10 +99,10 @@ class RunLock:
         holder = self._holder()
         if not holder or (self._lock.is_locked and holder["boot"] == _boot()):  # one kernel: its lock is reliable
             return False
-        seen = self._owner.stat().st_mtime
-        while (age := self._seconds_since_beat()) is not None and age < STALE_BEATS * self._beat_seconds:
-            time.sleep(self._beat_seconds / 5)
-            with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):  # it ends meanwhile
+            seen = self._owner.stat().st_mtime
+            while (age := self._seconds_since_beat()) is not None and age < STALE_BEATS * self._beat_seconds:
+                time.sleep(self._beat_seconds / 5)
                 if self._owner.stat().st_mtime != seen:
                     return True
         return False

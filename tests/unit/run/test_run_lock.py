@@ -131,6 +131,23 @@ def test_a_holder_on_another_machine_whose_heart_has_stopped_is_taken_over(run_d
     lock.release()
 
 
+def test_a_holder_on_another_machine_that_releases_meanwhile_leaves_the_folder_free(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_json(run_dir.owner, ELSEWHERE)
+    lock, read = _lock(run_dir), RunLock._holder
+
+    def released(self: RunLock) -> dict[str, object]:
+        holder = read(self)
+        run_dir.owner.unlink(missing_ok=True)
+        return holder
+
+    monkeypatch.setattr(RunLock, "_holder", released)
+    lock.acquire()
+    assert read_json(run_dir.owner)["pid"] == os.getpid()
+    lock.release()
+
+
 def test_a_lock_that_outlives_its_holder_says_since_when(run_dir: RunDir) -> None:
     first = _other_process(run_dir)
     _until(run_dir.owner.exists)
