@@ -44,6 +44,7 @@ os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
 os.environ.setdefault("MLFLOW_UV_AUTO_DETECT", "false")
 
 from filelock import FileLock
+from google.protobuf.json_format import ParseError
 from mlflow import MlflowClient
 from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, Run, RunTag, ViewType
 from mlflow.exceptions import MlflowException
@@ -215,6 +216,8 @@ def open_run(target: Target, memory: DeliveryState) -> TrackedRun:
         if found is None:
             tags = {RUN_UID_TAG: memory.run_id} | ({REPLACES_TAG: memory.mlflow_run_id} if memory.mlflow_run_id else {})
             found = client.create_run(experiment_id, int(memory.created * 1000), tags, memory.run_name)
+        if not found.info.run_id or not found.info.experiment_id:
+            raise ServerTrouble("its answers are not those of MLflow: something else is at this address")
         if found.info.lifecycle_stage == "deleted":
             logger.warning("MLflow run %s had been deleted on the server and is restored", found.info.run_id)
             client.restore_run(found.info.run_id)
@@ -255,7 +258,7 @@ def translated_errors() -> Iterator[None]:
     except MlflowException as error:
         kind = KINDS_OF_ERRORS.get(error.error_code, ServerTrouble)
         raise kind(explanation(str(error))) from None
-    except (OSError, SQLAlchemyError, sqlite3.Error) as error:
+    except (OSError, SQLAlchemyError, sqlite3.Error, ParseError) as error:
         # Only uploads arrive here with a status: other answers of the server are MlflowExceptions.
         status = getattr(getattr(error, "response", None), "status_code", None)
         kind = ServerRefused if status in REFUSING_STATUSES else ServerTrouble

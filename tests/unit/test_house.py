@@ -24,7 +24,7 @@ ADAPTERS = {
     },
     "sqlalchemy": {"tracking.mlflow_client"},
     "sentencepiece": {"data.tokenizer.tokenizer", "data.tokenizer.model_file"},
-    "google": {"data.tokenizer.model_file"},
+    "google": {"data.tokenizer.model_file", "tracking.mlflow_client"},
     "datasets": {"data.sources.corpus"},
     "fsspec": {"data.sources.remote"},
     "aiohttp": {"data.sources.remote"},

@@ -6,8 +6,10 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -229,6 +231,37 @@ def test_an_address_that_never_answered_is_not_remembered(
     assert stored_run_dir.tracking.read_bytes() == before
     sent = sync(stored_run_dir, settings_of(None), stored_run_dir.path.parent)
     assert (sent.points, sent.events) == (0, 0)
+
+
+def test_a_server_that_is_not_mlflow_is_not_remembered(stored_run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistyped address, where something else takes every request."""
+    answers = dict.fromkeys([b"", b"{}"], "its answers are not those of MLflow")
+    answers |= {b"[]": "not in a valid JSON format", b'{"experiment": 3}': "ParseError: Failed to parse experiment"}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(server.answer)  # type: ignore[attr-defined]
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr("dist_transformer.tracking.tracker.SYNC_WAIT_SECONDS", 0.01)
+    tracker = started(stored_run_dir)
+    train(MetricsLog(stored_run_dir.metrics), range(1, 6))
+    tracker.close("FINISHED")
+    before = stored_run_dir.tracking.read_bytes()
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for server.answer, told in answers.items():  # type: ignore[attr-defined]
+            with pytest.raises(UserError, match=f"Its answer: .*{told}"):
+                sync(stored_run_dir, settings_of(f"http://127.0.0.1:{server.server_port}"), stored_run_dir.path.parent)
+            assert stored_run_dir.tracking.read_bytes() == before
+        server.shutdown()
 
 
 @pytest.mark.parametrize(
