@@ -107,8 +107,10 @@ def _state_of(pipeline: Pipeline, name: str, before: dict[str, State]) -> State:
     record, reads = read_record(pipeline.folder(name) / RECORD), pipeline.nodes[name].reads
     settings, paths = _what_goes_in(pipeline, name)
     files = _fingerprints(paths, record.get("files", {}))
+    root = json.dumps(str(pipeline.root))[:-1]  # as paths below it begin in JSON; it may be moved
+    text = json.dumps(settings, sort_keys=True).replace(f"{root}/", '"/').replace(f'{root}"', '""')
     made_of = {
-        "settings": json_digest(json.dumps(settings, sort_keys=True).replace(str(pipeline.root), "")),
+        "settings": json_digest(text),
         "files": _sums(files),
         "nodes": {other: before[other].now["key"] for other in reads},
         "version": __version__,

@@ -163,10 +163,21 @@ def test_results_that_are_gone_or_edited_are_made_again_with_what_follows(folder
     assert (pipeline.root / "kept.2").is_dir()
 
 
-def test_a_pipeline_that_is_moved_stays_done(folder):
-    make_all(pipeline_in(folder))
-    (folder / "root").rename(folder / "elsewhere")
-    assert due(pipeline_in(folder, f"root={folder}/elsewhere")) == {}
+@pytest.mark.parametrize("place", ["root", "wörter \N{SNOWMAN}", "b\\\\s", "train"])
+def test_a_pipeline_that_is_moved_stays_done(place, folder):
+    """Also where a folder beside it begins with its name."""
+    (folder / "train_text").mkdir()
+    (folder / "train_text" / "mono").write_text("1\n2\n")
+    more = (
+        "nodes.forward.input=train_text/mono",
+        f"nodes.kept.source={folder}/train_text/mono",
+        f"nodes.other.model={folder}/elsewhere/old/made",
+    )
+    here = (f"root={folder}/{place}", *more[:2], f"nodes.other.model={folder}/{place}/old/made")
+    shutil.copytree(folder / "made", folder / place / "old" / "made")
+    make_all(pipeline_in(folder, *here))
+    (folder / place).rename(folder / "elsewhere")
+    assert due(pipeline_in(folder, f"root={folder}/elsewhere", *more)) == {}
 
 
 def test_a_node_that_was_killed_resumes_unless_what_it_reads_begins_anew(folder):
