@@ -6,12 +6,13 @@ import time
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
-from dist_transformer.errors import ConfigError, UserError
+from dist_transformer.errors import ConfigError, MachineError, UserError
 from dist_transformer.files import read_json, write_json
 from dist_transformer.pipeline import state as module
 from dist_transformer.pipeline.results import status_rows
-from dist_transformer.pipeline.run import begin, complete, set_aside, words_of
+from dist_transformer.pipeline.run import begin, complete, locked, set_aside, words_of
 from dist_transformer.pipeline.schema import KINDS, Pipeline, read_pipeline
 from dist_transformer.pipeline.state import State, states_of
 from dist_transformer.run.folder import RunDir
@@ -178,6 +179,14 @@ def test_a_pipeline_that_is_moved_stays_done(place, folder):
     make_all(pipeline_in(folder, *here))
     (folder / place).rename(folder / "elsewhere")
     assert due(pipeline_in(folder, f"root={folder}/elsewhere", *more)) == {}
+
+
+def test_a_pipeline_that_another_process_runs_is_a_fault_that_may_pass_if_it_does_not_say_who_it_is(tmp_path):
+    with FileLock(tmp_path / "lock"), pytest.raises(MachineError) as told, locked(tmp_path, wait_seconds=0):
+        pass
+    assert str(told.value).endswith(
+        "and does not say who it is: a pipeline, and each node, is run by one process at a time; wait, or stop that one"
+    )
 
 
 def test_a_node_that_was_killed_resumes_unless_what_it_reads_begins_anew(folder):
