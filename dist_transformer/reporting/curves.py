@@ -16,6 +16,8 @@ from dist_transformer.config.metrics import is_lower_better
 from dist_transformer.run.metrics_log import read_records
 
 Floats = NDArray[np.float64]
+TOO_LARGE = 1e300
+"""Near the largest number the ends of a chart's axis would be infinite."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,8 @@ class Curve:
         return float(self.values[-1])
 
     def finite(self) -> "Curve | None":
-        """The finite points; None without any."""
-        is_finite = np.isfinite(self.values)
+        """The finite points that fit a chart; None without any."""
+        is_finite = np.abs(self.values) < TOO_LARGE
         return Curve(self.steps[is_finite], self.values[is_finite]) if is_finite.any() else None
 
     def best(self, measure: str, after_step: int = -1) -> tuple[int, float] | None:

@@ -44,6 +44,16 @@ def test_a_run_has_a_picture_of_each_thing_that_it_recorded(tmp_path):
     assert 5 < padding.mean() < 7  # percent
 
 
+def test_numbers_beyond_any_chart_are_left_out_of_it(tmp_path):
+    run_dir = write_run(tmp_path / "run")
+    values = (1e308, -1e308, 1.0, float("nan"), float("inf"))
+    system = {"event": "system", "time": 1.0}
+    append(run_dir.metrics, [{**system, "step": step, "n1/strange": value} for step, value in enumerate(values)])
+    [panel] = (panel for panel in panels_of(read_story(run_dir)) if panel.title == "strange")
+    assert panel.lines[0].curve.values.tolist() == [1.0]
+    assert "strange" in panel_svg(panel, Marks(5))
+
+
 def test_what_never_changes_has_no_picture_of_its_scale(tmp_path):
     run_dir = write_run(tmp_path / "run")
     run_dir.metrics.unlink()
