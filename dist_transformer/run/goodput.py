@@ -174,4 +174,4 @@ def rows_of(goodput: Goodput) -> Iterator[tuple[str, float, float, float]]:
     shares = goodput.shares()
     for name, words in CLASSES.items():
         if goodput.seconds[name] > 0:
-            yield words, goodput.seconds[name], shares[name], goodput.rank_seconds[name] / 3600
+            yield words, goodput.seconds[name], shares.get(name, 0.0), goodput.rank_seconds[name] / 3600

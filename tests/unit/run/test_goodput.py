@@ -136,6 +136,14 @@ def test_damaged_and_older_records_are_no_error(run_dir: RunDir) -> None:
     assert found.total == pytest.approx(150)
 
 
+def test_records_whose_classes_come_to_nothing_have_rows_without_a_share(run_dir: RunDir) -> None:
+    write(run_dir.history, start(1000, 0, 1000), end(1000, 5))
+    write(run_dir.metrics, train(1000, 5, 40, wait=40))  # a clock that was set
+    found = goodput_of(run_dir, 1000)
+    assert found is not None
+    assert [(words, seconds, share) for words, seconds, share, _ in rows_of(found)] == [("waiting for data", 40.0, 0.0)]
+
+
 def test_the_text_and_the_rows_have_the_largest_classes(run_dir: RunDir) -> None:
     write(run_dir.history, start(1010, 0, 1000), end(1100, 20, "finished"))
     write(run_dir.metrics, train(1090, 20, 80, wait=1))
