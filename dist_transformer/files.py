@@ -165,6 +165,10 @@ def replacing(path: Path) -> Iterator[Path]:
         flush_to_disk(temporary)
         os.replace(temporary, path)
         flush_to_disk(path.parent)
+    except OSError as error:
+        if error.errno is not None:  # only that of an opening names a file by itself
+            error.filename = error.filename or str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
 

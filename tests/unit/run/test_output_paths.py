@@ -9,7 +9,7 @@ import pytest
 from dist_transformer.cli.demo import remove_former_run
 from dist_transformer.cli.end import run_as_command
 from dist_transformer.errors import EXIT_FAILED, EXIT_USER_ERROR, MachineError, UserError
-from dist_transformer.files import write_text
+from dist_transformer.files import replacing, write_text
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import RunLock
 from dist_transformer.run.outputs import check_output, check_run_folder, is_stream, write_output, writing
@@ -124,6 +124,31 @@ def test_a_file_of_a_user_with_the_name_of_one_that_a_run_replaces_or_deletes_is
     lock.acquire()
     check_run_folder(RunDir(tmp_path))
     lock.release()
+
+
+@pytest.mark.parametrize("name", ["EDQUOT", "EIO"])
+def test_an_error_of_a_write_is_told_with_its_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Only that of an opening names a file by itself."""
+    monkeypatch.delenv("RANK", raising=False)
+
+    def full(_: int) -> None:
+        raise OSError(getattr(errno, name), os.strerror(getattr(errno, name)))
+
+    def write() -> None:
+        with replacing(tmp_path / "out") as temporary:
+            temporary.write_text("text")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(SystemExit) as end:
+        run_as_command(write)
+    assert end.value.code == EXIT_FAILED
+    said = capsys.readouterr().err
+    assert said.startswith(
+        f"dist-transformer: {tmp_path}/out: {os.strerror(getattr(errno, name))}: a fault of the disk"
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_a_run_writes_is_removed_before_the_demo_trains_anew_and_nothing_else(tmp_path: Path) -> None:
