@@ -82,7 +82,7 @@ def demo_corpus_command(folder: Annotated[Path, typer.Argument(help="Where to wr
 def remove_former_run(run_dir: RunDir) -> None:
     """Removes what a run writes into its folder, and leaves whatever else is there."""
     for path in run_dir.of_run():
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)

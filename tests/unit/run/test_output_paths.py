@@ -126,6 +126,16 @@ def test_a_file_of_a_user_with_the_name_of_one_that_a_run_replaces_or_deletes_is
     lock.release()
 
 
+def test_a_folder_of_the_demo_that_is_a_link_is_no_more_and_what_it_leads_to_stays(tmp_path: Path) -> None:
+    write_text(tmp_path / "disk" / "step_1" / "manifest.json", "text")
+    run_dir = RunDir(tmp_path / "run")
+    run_dir.path.mkdir()
+    run_dir.checkpoints.symlink_to(tmp_path / "disk")
+    remove_former_run(run_dir)
+    assert list(run_dir.path.iterdir()) == []
+    assert (tmp_path / "disk" / "step_1" / "manifest.json").is_file()
+
+
 @pytest.mark.parametrize("name", ["EDQUOT", "EIO"])
 def test_an_error_of_a_write_is_told_with_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
