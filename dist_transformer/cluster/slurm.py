@@ -14,6 +14,11 @@ STACKS_SECONDS = 60
 _UP = r"(idle|alloc|mix|comp|resv|plnd)[^*]*"
 """States of nodes that take jobs, now or later; a star marks one that does not answer."""
 
+_OF_THE_USER = {
+    "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS",
+    "SBATCH_RESERVATION", "SBATCH_CONSTRAINT", "SBATCH_WCKEY",
+}  # fmt: skip
+"""Where Slurm is, who asks, and defaults of options that submit does not set itself."""
 _NOT_FOR_A_JOB = ("SLURM_", "SRUN_", "SBATCH_", "MASTER_")
 _NOT_FOR_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
 
@@ -208,7 +213,7 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environment.items()
-        if name == "SLURM_CONF" or not (name.startswith(_NOT_FOR_A_JOB) or name in _NOT_FOR_A_RANK)
+        if name in _OF_THE_USER or not (name.startswith(_NOT_FOR_A_JOB) or name in _NOT_FOR_A_RANK)
     }
 
 

@@ -115,6 +115,15 @@ def test_the_setup_lines_are_run_one_after_the_other_by_the_script(tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
+def test_a_token_of_the_login_node_goes_no_further_than_the_script(tmp_path: Path, name: str) -> None:
+    """It expires while the job waits, and srun takes none. One of the setup's own stays."""
+    script = render_script(name, _slurm(setup=['echo "${SLURM_JWT-none}" >&2', "exit 9"]), tmp_path)
+    environment = {**_fake_srun(tmp_path, 0), "SLURM_JWT": "token"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (9, "none\n")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_outside_its_settings_a_script_is_the_file_that_people_use_by_hand(tmp_path: Path, name: str) -> None:
     file = (share_folder("slurm") / name).read_text()
     script = render_script(name, _slurm(), tmp_path)

@@ -223,7 +223,8 @@ def test_a_script_is_for_its_owner_alone_from_the_first_moment_on(
 def test_a_job_does_not_inherit_the_job_or_rank_it_was_submitted_from(
     run_dir: RunDir, fake_slurm: FakeSlurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = {"SLURM_JOB_ID", "SRUN_DEBUG", "SBATCH_PARTITION", "MASTER_PORT", "RANK", "CUDA_VISIBLE_DEVICES"}
+    own = {"SLURM_JOB_ID", "SRUN_DEBUG", "SBATCH_MEM_BIND", "MASTER_PORT", "RANK", "CUDA_VISIBLE_DEVICES"}
+    own |= {"SBATCH_EXPORT", "SBATCH_WAIT", "SBATCH_TIMELIMIT", "SBATCH_OUTPUT", "SLURM_CLUSTERS"}
     for name in own:
         monkeypatch.setenv(name, "7")
     monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
@@ -235,7 +236,8 @@ def test_a_job_does_not_inherit_the_job_or_rank_it_was_submitted_from(
 
 
 def test_the_scrub_takes_whole_names_and_prefixes_only() -> None:
-    kept = {"SLURM_CONF": "a", "MY_RANK": "b", "RANKS": "c", "PATH": "d"}
+    kept = {"SLURM_CONF": "a", "MY_RANK": "b", "RANKS": "c", "PATH": "d", "SLURM_CONF_SERVER": "e", "SLURM_JWT": "f"}
+    kept |= {f"SBATCH_{name}": "g" for name in ("ACCOUNT", "PARTITION", "QOS", "RESERVATION", "CONSTRAINT", "WCKEY")}
     assert clean_environment({**kept, "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "n"}) == kept
 
 
