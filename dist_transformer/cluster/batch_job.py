@@ -22,19 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from dist_transformer.cluster import slurm
-from dist_transformer.cluster.requeue import (
-    Decision,
-    How,
-    NextNodes,
-    begin,
-    end,
-    first_failure,
-    next_nodes,
-    nodes_to_exclude,
-    note_begin,
-    run_folder,
-)
+from dist_transformer.cluster import requeue, slurm
+from dist_transformer.cluster.requeue import Decision, How, NextNodes
 from dist_transformer.cluster.silent_nodes import SilentNodes, nodes_that_answer
 from dist_transformer.cluster.slurm import SlurmError
 from dist_transformer.errors import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_USER_ERROR, MachineError, UserError
@@ -92,8 +81,8 @@ class BatchJob:
 
     def run(self) -> int:
         """Runs the attempt; returns the exit code of the job."""
-        self._run_dir = run_folder([*self._settings.train])
-        begin(self._run_dir, self._job, self._attempt)
+        self._run_dir = requeue.run_folder([*self._settings.train])
+        requeue.begin(self._run_dir, self._job, self._attempt)
         nodes = self._nodes[: self._wanted]
         if self._settings.preflight != "off":
             self._preflight()
@@ -202,7 +191,7 @@ class BatchJob:
             size += [f"--ntasks={num_ranks}", f"--ntasks-per-node={per_node}"]
         if self._steps:
             size.append("--overlap")  # the step before may not have ended on a node that does not answer
-            note_begin(self._run_dir, self._job, self._attempt, ",".join(nodes), num_ranks)
+            requeue.note_begin(self._run_dir, self._job, self._attempt, ",".join(nodes), num_ranks)
         self._say(f"{num_ranks} ranks on {','.join(nodes)}, run folder {self._run_dir.path}")
         command = ["srun", "--kill-on-bad-exit=1", "--wait=0", "--label", *size]
         command += [*given.srun_options, *given.rank_prefix]
@@ -211,7 +200,7 @@ class BatchJob:
         self._steps += 1
         # srun's exit code is of ranks that it killed after the first failure; only that failure counts. A 2 that no rank
         # recorded is Slurm's own, if a node does not see the program: a restart may fix that.
-        if code and (failure := first_failure(first_exit)):
+        if code and (failure := requeue.first_failure(first_exit)):
             return failure
         return (EXIT_FAILED if code == EXIT_USER_ERROR else code), ""
 
@@ -228,7 +217,7 @@ class BatchJob:
             if lost := silent.found():
                 self._say(f"no answer from {', '.join(lost)}")
                 return True
-            failure = first_failure(first_exit) if len(nodes) > 1 else None
+            failure = requeue.first_failure(first_exit) if len(nodes) > 1 else None
             if failure is None or failure[0] in (EXIT_USER_ERROR, EXIT_REQUEUE):
                 return False
             asked = asked or time.monotonic() + FAILED_SECONDS
@@ -283,7 +272,7 @@ class BatchJob:
                 if record and how == "decide" and exit_code not in (EXIT_DONE, EXIT_USER_ERROR, EXIT_REQUEUE):
                     left = self._next_nodes(record, before)
             try:
-                decision = end(self._run_dir, self._job, self._attempt, exit_code, how, left)
+                decision = requeue.end(self._run_dir, self._job, self._attempt, exit_code, how, left)
             except (MachineError, OSError) as error:
                 print(error, file=sys.stderr, flush=True)
                 self._say(f"{self._run_dir.path}: cannot be asked whether to requeue; trying again")
@@ -324,7 +313,7 @@ class BatchJob:
         if not {*before} <= {*answering}:
             self._failed_on[-1] = ""  # ranks fail first on a node that is left, as one that died says nothing
         suspects = {node for node in self._failed_on[-2:-1] if node == self._failed_on[-1]}
-        return next_nodes(before, answering, suspects, self._wanted)
+        return requeue.next_nodes(before, answering, suspects, self._wanted)
 
     def _tell_mlflow(self, seconds: int) -> None:
         """Reports to MLflow what the ranks could not report themselves, and the state of the job."""
@@ -341,7 +330,7 @@ class BatchJob:
         nodes only of a job that no longer runs."""
         for _ in range(TRIES):  # the controller may be down for a while
             if (record := self._ask_slurm()) is not None:
-                excluded = nodes_to_exclude(self._run_dir, record.get("ExcNodeList", ""))
+                excluded = requeue.nodes_to_exclude(self._run_dir, record.get("ExcNodeList", ""))
                 if record.get("JobState") != "RUNNING" and record.get("Reason") != "TimeLimit":
                     self._leave(EXIT_FAILED, "was cancelled")  # Slurm would also requeue a job that is
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -120,15 +120,12 @@ def ask_slurm(job_id: str | None) -> Answer:
 
 
 def _of_training(view: RunView, *, is_going: bool) -> Document:
-    newest = view.newest
     return {
         "state": view.state,
         "step": view.step,
         "max_steps": view.max_steps,
-        "loss": newest.get("loss"),
-        "learning_rate": newest.get("learning_rate"),
-        "tokens_per_second": newest.get("tokens_per_second"),
-        "record_time": newest.get("time"),
+        **{key: view.newest.get(key) for key in ("loss", "learning_rate", "tokens_per_second")},
+        "record_time": view.newest.get("time"),
         "seconds_to_last_step": view.seconds_to_last_step if is_going else None,
         "heartbeat_time": view.heartbeat_time,
         "owner": view.owner or None,
@@ -159,9 +156,8 @@ def _as_it_waits(view: RunView, now: float) -> RunView:
 
 def _without_ended_job(view: RunView, job_id: str | None, job: QueuedJob | None) -> RunView:
     """The view without the heartbeat of a rank that Slurm ended; another job's, or one without a job, is kept."""
-    if view.owner.get("job") in {job_id, job.number if job else job_id}:
-        view = replace(view, owner={}, heartbeat_time=None)
-    return view
+    is_of_it = view.owner.get("job") in {job_id, job.number if job else job_id}
+    return replace(view, owner={}, heartbeat_time=None) if is_of_it else view
 
 
 def _next(run_dir: RunDir, *, has_log: bool) -> str:

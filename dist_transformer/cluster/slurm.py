@@ -14,13 +14,9 @@ STACKS_SECONDS = 60
 _UP = r"(idle|alloc|mix|comp|resv|plnd)[^*]*"
 """States of nodes that take jobs, now or later; a star marks one that does not answer."""
 
-_OF_THE_USER = {
-    "SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS",
-    "SBATCH_RESERVATION", "SBATCH_CONSTRAINT", "SBATCH_WCKEY",
-}  # fmt: skip
-"""Where Slurm is, who asks, and defaults of options that submit does not set itself."""
-_NOT_FOR_A_JOB = ("SLURM_", "SRUN_", "SBATCH_", "MASTER_")
-_NOT_FOR_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+_OF_A_USER = re.compile(r"SLURM_(CONF|CONF_SERVER|JWT)|SBATCH_(ACCOUNT|CONSTRAINT|PARTITION|QOS|RESERVATION|WCKEY)")
+"""Variables that say where Slurm is and who asks, and defaults of options that submit does not set itself."""
+_OF_A_JOB = re.compile(r"(SLURM_|SRUN_|SBATCH_|MASTER_).*|(LOCAL_)?(RANK|WORLD_SIZE)|CUDA_VISIBLE_DEVICES")
 
 
 class SlurmError(UserError):
@@ -67,9 +63,8 @@ def list_jobs(job_ids: Sequence[str], format_string: str) -> list[str]:
         return []
     # Without --array pending tasks share one line, 12_[3-9], in which none is found by its id.
     command = ["squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(known)}"]
-    command.append(f"--format={format_string}")
     try:
-        return _lines(_call(command, _asking_environment()))
+        return _lines(_call([*command, f"--format={format_string}"]))
     except SlurmError as error:
         if "Invalid job id" in str(error):
             return []
@@ -81,11 +76,9 @@ def list_accounted_jobs(job_id: str, fields: str) -> list[str]:
 
     Empty where there is no accounting, or where it does not answer: it is optional, and nothing relies on it.
     """
-    if not is_job_id(job_id):
-        return []
     try:
-        command = ["sacct", "--allocations", "--parsable2", "--noheader", f"--jobs={job_id}", f"--format={fields}"]
-        return _lines(_call(command, _asking_environment()))
+        command = ["sacct", "--allocations", "--parsable2", "--noheader", f"--jobs={_checked(job_id)}"]
+        return _lines(_call([*command, f"--format={fields}"]))
     except SlurmError:
         return []
 
@@ -97,7 +90,7 @@ def cancel_job(job_id: str) -> None:
         SlurmError: with scancel's own message.
     """
     # No --state=PENDING: with it Slurm 22.05 treats 12_3 as all tasks that wait together with it.
-    _call(["scancel", _checked(job_id)], _asking_environment())
+    _call(["scancel", _checked(job_id)])
 
 
 def release_job(job_id: str) -> None:
@@ -106,7 +99,7 @@ def release_job(job_id: str) -> None:
     Raises:
         SlurmError: with scontrol's own message; a job that an administrator holds is not released.
     """
-    _call(["scontrol", "release", _checked(job_id)], _asking_environment())
+    _call(["scontrol", "release", _checked(job_id)])
 
 
 def job_record(job_id: str) -> dict[str, str]:
@@ -115,14 +108,13 @@ def job_record(job_id: str) -> dict[str, str]:
     Raises:
         SlurmError: the controller does not answer.
     """
-    return _fields(_call(["scontrol", "--oneliner", "show", "job", _checked(job_id)], _asking_environment()))
+    return _fields(_call(["scontrol", "--oneliner", "show", "job", _checked(job_id)]))
 
 
 def waiting_reason(job_id: str) -> str:
     """The reason that squeue shows for a job; empty without an answer."""
     try:
-        command = ["squeue", "--noheader", "--jobs", _checked(job_id), "--format", "%r"]
-        return _call(command, _asking_environment()).strip()
+        return _call(["squeue", "--noheader", "--jobs", _checked(job_id), "--format", "%r"]).strip()
     except SlurmError:
         return ""
 
@@ -133,7 +125,7 @@ def requeue_job(job_id: str) -> None:
     Raises:
         SlurmError: with scontrol's own message.
     """
-    _call(["scontrol", "requeue", _checked(job_id)], _asking_environment())
+    _call(["scontrol", "requeue", _checked(job_id)])
 
 
 def exclude_nodes(job_id: str, nodes: str) -> None:
@@ -142,7 +134,7 @@ def exclude_nodes(job_id: str, nodes: str) -> None:
     Raises:
         SlurmError: with scontrol's own message.
     """
-    _call(["scontrol", "update", f"JobId={_checked(job_id)}", f"ExcNodeList={nodes}"], _asking_environment())
+    _call(["scontrol", "update", f"JobId={_checked(job_id)}", f"ExcNodeList={nodes}"])
 
 
 def node_addresses(nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
@@ -151,9 +143,9 @@ def node_addresses(nodes: Sequence[str]) -> dict[str, tuple[str, int]]:
     Raises:
         SlurmError: the controller does not answer.
     """
-    config = _call(["scontrol", "show", "config"], _asking_environment())
+    config = _call(["scontrol", "show", "config"])
     port = re.search(r"^SlurmdPort\s*=\s*(\d+)", config, re.MULTILINE)
-    lines = _call(["scontrol", "--oneliner", "show", "node", ",".join(nodes)], _asking_environment()).splitlines()
+    lines = _call(["scontrol", "--oneliner", "show", "node", ",".join(nodes)]).splitlines()
     found = [_fields(line) for line in lines if line.startswith("NodeName=")]
     default = port[1] if port else "6818"
     return {node["NodeName"]: (node["NodeAddr"], int(node.get("Port", default))) for node in found}
@@ -167,14 +159,14 @@ def similar_nodes(partition: str, node: str) -> list[str]:
     """
     command = ["sinfo", "--noheader", "--Node", "--format", "%N|%t|%f|%G"]
     command += ["--partition", partition] if partition else []
-    rows = {tuple(line.split("|", 2)) for line in _call(command, _asking_environment()).splitlines()}
+    rows = {tuple(line.split("|", 2)) for line in _call(command).splitlines()}
     like = {kind for name, _, kind in rows if name == node}
     return sorted(name for name, state, kind in rows if kind in like and re.fullmatch(_UP, state))
 
 
 def host_names(node_list: str) -> list[str]:
     """Expands n[1-2] to n1, n2."""
-    return _call(["scontrol", "show", "hostnames", node_list], _asking_environment()).split()
+    return _call(["scontrol", "show", "hostnames", node_list]).split()
 
 
 def run_on_each_node(job_id: str, num_nodes: int, command: Sequence[str], environment: Mapping[str, str]) -> list[str]:
@@ -210,11 +202,7 @@ def is_job_id(value: Any) -> bool:
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without variables of a job, node or rank that `submit` runs in; the job would inherit them."""
-    return {
-        name: value
-        for name, value in environment.items()
-        if name in _OF_THE_USER or not (name.startswith(_NOT_FOR_A_JOB) or name in _NOT_FOR_A_RANK)
-    }
+    return {n: v for n, v in environment.items() if _OF_A_USER.fullmatch(n) or not _OF_A_JOB.fullmatch(n)}
 
 
 def _fields(line: str) -> dict[str, str]:
@@ -232,9 +220,8 @@ def _checked(job_id: str) -> str:
 
 def _asking_environment() -> dict[str, str]:
     """Environment without the user's filters and formats (SQUEUE_STATES, SACCT_FORMAT ...); times as unix seconds."""
-    kept = {
-        n: v for n, v in clean_environment(os.environ).items() if not n.startswith(("SQUEUE_", "SACCT_", "SCANCEL_"))
-    }
+    theirs = ("SQUEUE_", "SACCT_", "SCANCEL_")
+    kept = {name: value for name, value in clean_environment(os.environ).items() if not name.startswith(theirs)}
     return {**kept, "SLURM_TIME_FORMAT": "%s"}
 
 
@@ -250,7 +237,8 @@ class _PartOfAnAnswer(SlurmError):
 
 
 def _call(command: list[str], environment: Mapping[str, str] | None = None, seconds: float | None = None) -> str:
-    called = f"\n  command: {' '.join(command)}"
+    """Runs a command, in the environment of questions unless another is given, and returns what it prints."""
+    called, environment = f"\n  command: {' '.join(command)}", environment or _asking_environment()
     try:
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, errors="replace", check=False, timeout=seconds

@@ -86,13 +86,7 @@ def fork_and_wait(work: Callable[[], object], meanwhile: Callable[[], None], sig
 
     Signals reach `work` as they do ranks. Returns EXIT_REQUEUE if a signal came and `work` ended without error.
     """
-    with _ended_at_the_end(signals):
-        signals.add(partial(Forked, work), is_held=True)
-        meanwhile()
-        [process] = signals.processes
-        process.wait()
-        code = process.poll()
-    assert code is not None
+    code = _code_of(partial(Forked, work), signals, is_held=True, meanwhile=meanwhile)
     if code < 0:
         return _named_failure("the process that prepares the corpus", code)
     if signals.came and code == EXIT_DONE:
@@ -107,16 +101,7 @@ def run_program(command: Sequence[str], signals: Signals, output: BinaryIO | Non
     EXIT_REQUEUE: a signal that came ended it. `output`: what its standard output goes into.
     """
     told = partial(signal_at_the_end_of, os.getpid())
-
-    def start() -> Process:
-        return subprocess.Popen(command, stdout=output, start_new_session=True, preexec_fn=told)
-
-    with _ended_at_the_end(signals):
-        signals.add(start, is_held=False)
-        [process] = signals.processes
-        process.wait()
-        code = process.poll()
-    assert code is not None
+    code = _code_of(lambda: subprocess.Popen(command, stdout=output, start_new_session=True, preexec_fn=told), signals)
     if signals.came and (code < 0 or code > 128):
         return EXIT_REQUEUE
     return _named_failure(f"{command[0]} ({' '.join(command[1:4])} ...)", code)
@@ -198,6 +183,20 @@ def _ended_at_the_end(signals: Signals) -> Iterator[None]:
         kill(signals.processes)
         with holding_signals():
             signals.processes = []
+
+
+def _code_of(
+    start: Callable[[], Process], signals: Signals, is_held: bool = False, meanwhile: Callable[[], None] = lambda: None
+) -> int:
+    """The exit code of one process, which receives `signals`; -N after signal N."""
+    with _ended_at_the_end(signals):
+        signals.add(start, is_held)
+        meanwhile()
+        [process] = signals.processes
+        process.wait()
+        code = process.poll()
+    assert code is not None
+    return code
 
 
 def _wait_for_all(ranks: list[Process], grace_seconds: float, leave_together: bool) -> int:

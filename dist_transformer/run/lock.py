@@ -8,7 +8,6 @@ import errno
 import os
 import platform
 import secrets
-import shlex
 import sys
 import threading
 import time
@@ -178,10 +177,7 @@ def while_nobody_submits(run_dir: RunDir) -> Iterator[None]:
     try:
         _take(lock, 0)
     except filelock.Timeout:
-        look = f"dist-transformer status {shlex.quote(str(run_dir.path))}"
-        raise UserError(
-            f"{run_dir.path}: another submit works on this run folder; wait until it has ended, then look with `{look}`"
-        ) from None
+        raise UserError(f"{run_dir.path}: another submit works on this run folder; wait until it has ended") from None
     try:
         yield
     finally:

@@ -106,8 +106,7 @@ class MetricsLog:
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """Yields the records of `path`, oldest first; none if it is no file. Skips torn and damaged lines."""
-    for record, _ in read_records_from(path, 0):
-        yield record
+    yield from (record for record, _ in read_records_from(path, 0))
 
 
 def read_records_from(path: Path, offset: int) -> Iterator[tuple[dict[str, Any], int]]:

@@ -162,14 +162,12 @@ def _set_alias(client: MlflowClient, model: Model, version: ModelVersion) -> Non
 
 
 def _models_of(run: TrackedRun) -> Iterator[LoggedModel]:
-    token = None
-    wanted = {"filter_string": f"source_run_id = '{run.run_id}'", "max_results": MODELS_A_PAGE}
-    while True:
-        page: Any = run.client.search_logged_models([run.experiment_id], **wanted, page_token=token)
+    wanted: dict[str, Any] = {"filter_string": f"source_run_id = '{run.run_id}'", "max_results": MODELS_A_PAGE}
+    token: str | None = ""
+    while token is not None:
+        page = run.client.search_logged_models([run.experiment_id], **wanted, page_token=token or None)
         yield from page
-        token = page.token
-        if not token:
-            return
+        token = page.token or None
 
 
 def _set_tag(client: MlflowClient, model: LoggedModel, tag: str, wanted: bool) -> None:
