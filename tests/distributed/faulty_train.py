@@ -42,6 +42,8 @@ def install(fault: str) -> None:
         number = loop.state.batches
         if fault == "flipped weight" and number == FIRST_BATCH:
             next(iter(loop._engine.objective.parameters())).detach().view(torch.int32).view(-1)[0] ^= 1
+        if fault == "stop" and number == FIRST_BATCH:
+            os.kill(os.getpid(), signal.SIGUSR1)
         at_work = number == FIRST_BATCH if fault == "infinity" else number >= FIRST_BATCH and num_noticed() < times
         return step(loop, batch, *others)
 

@@ -97,6 +97,29 @@ def test_a_kill_after_the_validation_was_made_up_for_does_not_make_it_twice(dist
     assert newest(run)["early_stopping"] == newest(undisturbed_in(1))["early_stopping"]
 
 
+@pytest.mark.parametrize("is_in_validation", [True, False])
+def test_the_last_validation_counts_for_a_checkpoint_that_an_earlier_start_wrote(
+    disturbed, train_small, is_in_validation
+):
+    """Stopped in the validation after the last epoch, or at a step that a lower training.max_steps makes the last one."""
+    name, regular = f"last-{is_in_validation}", ("validation.every_steps=4", "validation.metric=loss")
+    ends = ("training.max_steps=null", "training.max_epochs=1") if is_in_validation else ("training.max_steps=6",)
+    settings = (*SETTINGS, "training.log_every_steps=4", *regular)
+    expected = train_small(f"whole-{name}", *settings, *ends, ranks=2)
+    last = records(expected, "validation")[-1]["step"]
+    assert last % 4 != 0
+    fault, before = "stop", ()
+    if is_in_validation:
+        fault, before = f"validation {len(records(expected, 'validation'))} search stop", ends
+    code, said, run = disturbed(name, fault, 1, *settings, *before)
+    assert code == EXIT_REQUEUE, said
+    assert newest(run)["step"] == last
+    assert not newest(run)["validation_due"]
+    assert_same_run(train_small(name, *settings, *ends, ranks=2), expected)
+    assert validations(run) == validations(expected)
+    assert f"average of step_{last:08d} " in (run / "model" / "README.md").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("where", "what", "rank"), [("search", "memory", 1), ("measuring", "memory", 1), ("scoring", "disk", 0)]
 )

@@ -45,11 +45,12 @@ class MetricsLogger:
         self._run_log, self._sampler, self._recorded_step = run_log, sampler, recorded_step
         self._interval = self._new_interval()
         self._last: GlobalBatch | None = None
+        self._last_before: dict[str, float | int | str] = {}
         self._system_seconds = SYSTEM_SECONDS
 
     def restore(self, state: dict[str, Any]) -> None:
         """Resumes a log interval that a checkpoint cut in two."""
-        interval = self._interval
+        interval, self._last_before = self._interval, state.get("last", {})
         for name in (*INTERVAL_SUMS, "seconds_before"):
             setattr(interval, name, state.get(name, 0))
         for name in INTERVAL_COUNTS:
@@ -64,6 +65,7 @@ class MetricsLogger:
             "losses": self._ranks.all_reduce_sum(interval.losses.cpu().clone()).tolist(),
             **{name: getattr(interval, name) for name in (*INTERVAL_SUMS, *INTERVAL_COUNTS)},
             "seconds_before": interval.seconds,
+            "last": self._of_last_batch(),
         }
 
     def start_clock(self) -> None:
@@ -103,8 +105,8 @@ class MetricsLogger:
 
     def log(self, state: TrainState, learning_rate: float) -> None:
         """Writes one line in the log and one record in metrics.jsonl for the steps since the last (collective)."""
-        interval, last = self._interval, self._last
-        if last is None or not interval.target_tokens or state.step <= self._recorded_step:
+        interval, of_last = self._interval, self._of_last_batch()
+        if not (of_last and interval.target_tokens) or state.step <= self._recorded_step:
             return
         losses = interval.losses.cpu()  # waits for the device
         since_system = self._system_seconds + interval.seconds if self._ranks.is_rank_zero else 0.0
@@ -113,18 +115,16 @@ class MetricsLogger:
         loss, nll = loss / interval.target_tokens, nll / interval.target_tokens
         seconds = interval.seconds
         values: dict[str, float | int | str] = {
-            "epoch": last.partition.epoch,
+            **of_last,
             "loss": loss,
             "nll": nll,
             "learning_rate": learning_rate,
-            "gradient_norm": self._engine.gradient_norm(),
             "loss_scale": self._engine.loss_scale(),
             "skipped_updates": state.skipped_updates,
             "total_target_tokens": state.total_target_tokens,
             "quarantined_row_groups": len(state.position.ever_quarantined),
             **interval_values(interval, seconds),
             "mfu": self._mfu(interval, seconds),
-            "batch_digest": last.digest,
         }
         if self._run_log:
             self._run_log.metrics.append("train", state.step, values)
@@ -147,6 +147,13 @@ class MetricsLogger:
             rows = {lane: lanes[lane] for lane in sorted(lanes, key=int)}
             values = dict(batch=number, epoch=batch.partition.epoch, batch_digest=batch.digest, rows=rows)
             self._run_log.audit.append("batch", step, values)
+
+    def _of_last_batch(self) -> dict[str, float | int | str]:
+        """Returns the values of a record that are of one batch; {} before the first, or after an older version's last."""
+        if (last := self._last) is None:
+            return self._last_before
+        norm = self._engine.gradient_norm()
+        return {"epoch": last.partition.epoch, "gradient_norm": norm, "batch_digest": last.digest}
 
     def _new_interval(self) -> Interval:
         return Interval(torch.zeros(2, dtype=torch.float64, device=self._ranks.device))

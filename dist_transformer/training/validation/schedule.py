@@ -42,11 +42,13 @@ class ValidationSchedule:
         self.early_stopping, self._run_log, self._bar, self._validated = early_stopping, run_log, bar, validated
         self._newest, self._recorded_step = newest, int(newest["step"])
         self._found: tuple[int, dict[str, float]] | None = None
+        self._resumed_step = -1
         self.is_due = False
         """True if the last computed step is to be validated, and has not been yet."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resumes from the state of a checkpoint."""
+        self._resumed_step = state["step"]
         self.is_due = state.get("validation_due", False)
 
     def state(self, step: int) -> dict[str, Any]:
@@ -72,12 +74,10 @@ class ValidationSchedule:
         self.is_due = False
 
     def make_up(self, step: int, progress: Callable[[], None]) -> None:
-        """Validates the step that an earlier start saved but did not validate, for its checkpoint too (collective)."""
+        """Validates the step that an earlier start saved but did not validate (collective)."""
         if self._newest["step"] == step:  # the start did validate it, but the checkpoint lacks the result
             self._found_now(step, Validated({n: v for n, v in self._newest.items() if n not in FIELDS}, []))
         self.validate(step, progress)
-        if self._run_log and (measures := self._found_at(step)):
-            self._run_log.validated_later(step, measures)
 
     def _must_validate(self, step: int) -> bool:
         """True if there are corpora, and no validation of this step or a later one was made or failed."""
@@ -111,6 +111,8 @@ class ValidationSchedule:
         if step % self._settings.every_steps == 0:  # the last validation of a run may be at any step
             self.early_stopping.add(step, found.numbers)
             log.info("step %7d  %s", step, self.early_stopping.standing())
+        if self._run_log and step == self._resumed_step:  # its checkpoint is that of an earlier start
+            self._run_log.validated_later(step, found.numbers)
 
     def _failed(self, step: int, reason: str) -> None:
         self._recorded_step = step  # it would fail again
