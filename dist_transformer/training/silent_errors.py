@@ -69,10 +69,11 @@ class SilentErrors:
 
     Args:
         nodes: the node of each rank.
+        unlike: why ranks may differ without a fault; "": they may not.
     """
 
-    def __init__(self, run: Run, engine: Engine, nodes: Sequence[str]) -> None:
-        self._run, self._ranks, self._engine, self._nodes = run, run.ranks, engine, nodes
+    def __init__(self, run: Run, engine: Engine, nodes: Sequence[str], unlike: str = "") -> None:
+        self._run, self._ranks, self._engine, self._nodes, self._unlike = run, run.ranks, engine, nodes, unlike
         self._share, self._seed = run.config.training.audit_share, run.config.run.seed
         self._found: list[tuple[Pass, list[tuple[int, Tensor]]]] = []
         self._has_audited, self._repeats, self._compared_step = False, 0, -1
@@ -93,10 +94,14 @@ class SilentErrors:
         others = [(rank, kind) for kind in mine for rank in minority([of_rank[kind] for of_rank in sums])]
         differing = {rank: f"it holds other {kind} than the other ranks" for rank, kind in others}
         if faults := at_rest or differing:
-            self._record(step, faults)
+            if self._unlike and not at_rest:
+                held = " and ".join(dict.fromkeys(kind for _, kind in others))
+                said = f"ranks hold different {held}: {self._unlike}"
+            else:
+                self._record(step, faults)
+                said = f"{self._said(faults)}. A memory or a processor is at fault"
             raise MachineError(
-                f"step {step}: {self._said(faults)}. A memory or a processor is at fault. Nothing of it was saved: the same "
-                "command resumes from the newest checkpoint"
+                f"step {step}: {said}. Nothing of it was saved: the same command resumes from the newest checkpoint"
             ).agreed()
 
     def is_audited(self, batches: int, first: int) -> bool:
@@ -179,18 +184,34 @@ class SilentErrors:
 
 
 def begin_checks(run: Run, engine: Engine) -> SilentErrors:
-    """Begins the checks of a start (collective)."""
-    nodes, machines = zip(*run.ranks.all_gather_object((host_name(), _machine(run.ranks.device))), strict=True)
-    engine.gradient_sums.is_exact = run.ranks.device.type == "cpu" and len({*machines}) == 1
-    if run.config.training.audit_share:
-        if run.ranks.device.type == "cuda" and len({*machines}) > 1 and run.config.model.dropout:
+    """Begins the checks of a start (collective).
+
+    Raises:
+        UserError: on every rank: the machines are of different kinds, and what is to be equal on all would not be.
+    """
+    device, training = run.ranks.device, run.config.training
+    mine = (host_name(), _machine(device), torch.get_num_threads())
+    nodes, kinds, threads = zip(*run.ranks.all_gather_object(mine), strict=True)
+    unlike = ", ".join(sorted({*kinds})) if len({*kinds}) > 1 else ""
+    engine.gradient_sums.is_exact = device.type == "cpu" and not unlike and len({*threads}) == 1
+    if training.audit_share:
+        if device.type == "cuda" and unlike and run.config.model.dropout:
             raise UserError(
-                f"training.audit_share: the GPUs are of different kinds ({', '.join(sorted({*machines}))}), which draw other "
-                "dropout masks from the same seed; give all ranks one kind, model.dropout: 0 or training.audit_share: 0"
+                f"training.audit_share: the GPUs are of different kinds ({unlike}), which draw other dropout masks from the "
+                "same seed; give all ranks one kind, model.dropout: 0 or training.audit_share: 0"
             ).agreed()
         how = "bit by bit" if engine.gradient_sums.is_exact else f"within {BOUND:g} of the norm"
-        log.info("audit      of %g of the micro-batches, %s", run.config.training.audit_share, how)
-    return SilentErrors(run, engine, nodes)
+        log.info("audit      of %g of the micro-batches, %s", training.audit_share, how)
+    if not unlike or training.zero_stage > 0:
+        return SilentErrors(run, engine, nodes)
+    said = (
+        f"with training.zero_stage: 0 each rank computes the update itself, and machines of different kinds ({unlike}) may "
+        "round it otherwise; set it to 1, or give all ranks one kind"
+    )
+    if run.config.optimizer.matrices == "muon":
+        raise UserError(f"optimizer.matrices: muon: {said}").agreed()
+    log.warning("machines   %s", said)
+    return SilentErrors(run, engine, nodes, said)
 
 
 def alike(first: Tensor, second: Tensor) -> bool:
@@ -214,10 +235,10 @@ def minority(
 
 
 def _machine(device: torch.device) -> str:
-    """Returns the kind of machine and threads, on which the bits of a gradient depend."""
+    """Returns the kind of machine, on which the bits of a result depend."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpu = Path("/proc/cpuinfo")
     lines = cpu.read_text(encoding="utf-8").splitlines() if cpu.exists() else [platform.processor()]
     model = next((line for line in lines if line.startswith("model name")), lines[0])
-    return f"{model}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    return f"{model.partition(': ')[2] or model}, {torch.backends.cpu.get_cpu_capability()}"

@@ -64,6 +64,8 @@ def install(fault: str) -> None:
         import dist_transformer.training.trainer as trainer
 
         trainer.dry_run = lambda *arguments: None
+    if fault == "other machine":
+        os.environ["ATEN_CPU_CAPABILITY"] = "default"  # asked for at the first product
     if fault == "wrong gradients":
         install_wrong_gradients()
     if fault == "needs a word":

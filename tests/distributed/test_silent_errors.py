@@ -10,7 +10,7 @@ from running import NOT_INHERITED, Command, records, without
 from silent_program import FLIPS, KINDS, launch
 from test_resume import assert_same_run
 
-from dist_transformer.errors import EXIT_FAILED, EXIT_REQUEUE
+from dist_transformer.errors import EXIT_FAILED, EXIT_REQUEUE, EXIT_USER_ERROR
 from dist_transformer.files import read_json
 
 pytestmark = pytest.mark.slow
@@ -77,6 +77,21 @@ def test_ranks_that_hold_other_weights_save_nothing_and_the_next_start_ends_as_a
     assert sorted(path.name for path in (run / "checkpoints").glob("step_*")) == ["step_00000002", "step_00000004"]
     assert_same_run(train_small("flipped", *SETTINGS, "training.zero_stage=0", ranks=2),
                     train_small("right-0", *SETTINGS, "training.zero_stage=0", ranks=2))  # fmt: skip
+
+
+def test_unlike_machines_that_round_updates_otherwise_are_told_of_and_no_node_is_named(command):
+    code, said, run = train(command, "other machine", "unlike", "training.zero_stage=0")
+    assert code == EXIT_FAILED, said
+    assert "ranks hold different weights and moments: with training.zero_stage: 0 each rank computes the update" in said
+    assert "DEFAULT) may round it otherwise; set it to 1, or give all ranks one kind. Nothing of it was saved" in said
+    assert platform.node() not in said
+    assert faults_of(run) == []
+    assert "machines   with training.zero_stage: 0" in (run / "train.log").read_text(encoding="utf-8")
+    muon = ("optimizer.matrices=muon", "training.zero_stage=0")
+    code, said, run = train(command, "other machine", "unlike-muon", *muon)
+    assert code == EXIT_USER_ERROR, said
+    assert "optimizer.matrices: muon: with training.zero_stage: 0" in said
+    assert "Traceback" not in said
 
 
 def test_an_audit_changes_no_bit_of_a_run_and_raises_no_alarm(train_small):

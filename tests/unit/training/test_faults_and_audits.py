@@ -78,10 +78,12 @@ def test_the_first_fault_of_a_node_excludes_nothing_and_ranks_of_one_node_are_ce
 )
 def test_gpus_of_different_kinds_which_draw_other_masks_are_not_audited(monkeypatch, kinds, dropout, is_refused):
     """F.dropout on CUDA deals elements to as many threads as the GPU has: the same seed gives other masks."""
-    nodes = [("n1", kinds.split()[0]), ("n2", kinds.split()[1])]
+    nodes = [("n1", kinds.split()[0], 1), ("n2", kinds.split()[1], 1)]
     ranks = SimpleNamespace(device=torch.device("cuda"), all_gather_object=lambda _: nodes)
     config = ModelConfig(preset="tiny", dropout=dropout)
-    config = SimpleNamespace(training=SimpleNamespace(audit_share=0.1), model=config, run=SimpleNamespace(seed=7))
+    config = SimpleNamespace(
+        training=SimpleNamespace(audit_share=0.1, zero_stage=1), model=config, run=SimpleNamespace(seed=7)
+    )
     engine = SimpleNamespace(gradient_sums=SimpleNamespace(is_exact=True))
     monkeypatch.setattr(silent_errors, "_machine", lambda _: "H100")
     with pytest.raises(UserError, match=r"audit_share.*A100, H100") if is_refused else nullcontext():
