@@ -2,7 +2,7 @@
 
     monitor = LossMonitor(checkpoint.state["loss_monitor"])
     monitor.add(step, loss)                     # raises Diverged, on every rank at the same step
-    recovery = recover(run_dir, config.divergence, diverged, good_step)     # rank 0
+    recovery = recover(run_dir, config.divergence, precision, diverged, good_step)     # rank 0
 
 Decisions are recorded in divergence.json of the run folder, so that a later start resumes training in the same way.
 """
@@ -188,17 +188,20 @@ def first_bad_step(run_dir: RunDir, diverged: Diverged) -> int:
     return max(1, bad)
 
 
-def recover(run_dir: RunDir, settings: DivergenceConfig, diverged: Diverged, good_step: int) -> Recovery:
+def recover(
+    run_dir: RunDir, settings: DivergenceConfig, precision: str, diverged: Diverged, good_step: int
+) -> Recovery:
     """Decides how the run continues, and records it (rank 0, after the bad checkpoints were set aside).
 
     Args:
+        precision: training.precision.
         good_step: step of the checkpoint that the run resumes from; 0: from scratch.
 
     Raises:
         UserError: the run ends here: the policy is "stop", or has no further means.
     """
     before = read_recovery(run_dir)
-    end = _reason_to_end(settings, before)
+    end = _reason_to_end(settings, precision, before)
     policy = settings.policy if end is None else "stop"
     factor = LEARNING_RATE_FACTOR if policy == "lower_learning_rate" else 1.0
     event = Event(diverged.since_step, diverged.reason, policy, good_step, factor, round(time.time(), 3))
@@ -214,12 +217,12 @@ def recover(run_dir: RunDir, settings: DivergenceConfig, diverged: Diverged, goo
     return after
 
 
-def _reason_to_end(settings: DivergenceConfig, before: Recovery) -> str | None:
+def _reason_to_end(settings: DivergenceConfig, precision: str, before: Recovery) -> str | None:
     if settings.policy == "stop":
         return "divergence.policy is stop."
     if before.rollbacks >= MAX_ROLLBACKS:
         return f"After {before.rollbacks} returns to a checkpoint the run ends."
-    if settings.policy == "switch_to_bf16" and before.switch_to_bf16:
+    if settings.policy == "switch_to_bf16" and (before.switch_to_bf16 or precision == "bf16"):
         return "divergence.policy is switch_to_bf16, and it was trained in bf16 already."
     return None
 

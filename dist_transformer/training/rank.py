@@ -109,7 +109,8 @@ def _recover(run: Run, diverged: Diverged) -> Recovery:
     add_to_history(run.run_dir, "end", diverged.since_step, {"state": "diverged", "reason": diverged.reason})
     checkpoints.set_aside_from(run.run_dir, first_bad_step(run.run_dir, diverged))
     good = checkpoints.saved(run.run_dir)[-1:]
-    return recover(run.run_dir, run.config.divergence, diverged, checkpoints.step_of(good[0]) if good else 0)
+    good_step = checkpoints.step_of(good[0]) if good else 0
+    return recover(run.run_dir, run.config.divergence, run.config.training.precision, diverged, good_step)
 
 
 def _refuse_different_corpora(folder: Path, manifest: Manifest, ranks: Ranks) -> None:

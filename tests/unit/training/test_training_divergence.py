@@ -214,7 +214,7 @@ def a_return(run_dir: RunDir, since_step: int, policy: str = "lower_learning_rat
     diverged = Diverged("the loss was above 9", since_step)
     good = (first_bad_step(run_dir, diverged) - 1) // every * every
     with suppress(UserError):
-        recover(run_dir, DivergenceConfig.model_validate({"policy": policy}), diverged, good)
+        recover(run_dir, DivergenceConfig.model_validate({"policy": policy}), "fp32", diverged, good)
     return good
 
 
@@ -235,8 +235,8 @@ def test_a_return_after_an_end_goes_to_the_newest_good_checkpoint_as_a_person_wa
 DIVERGED = Diverged("the loss was above 9", 70)
 
 
-def recovered(run_dir: RunDir, **settings: object) -> Recovery:
-    return recover(run_dir, DivergenceConfig.model_validate(settings), DIVERGED, 60)
+def recovered(run_dir: RunDir, precision: str = "fp16", **settings: object) -> Recovery:
+    return recover(run_dir, DivergenceConfig.model_validate(settings), precision, DIVERGED, 60)
 
 
 def test_without_a_divergence_nothing_is_asked_for(tmp_path):
@@ -259,6 +259,12 @@ def test_a_switch_to_bf16_holds_and_a_second_one_ends_the_run(tmp_path):
     assert read_recovery(run_dir).switch_to_bf16
 
 
+def test_a_run_in_bf16_has_nothing_to_switch_to_and_ends(tmp_path):
+    """The same batches in the same precision would only diverge again."""
+    with pytest.raises(UserError, match=r"in bf16 already"):
+        recovered(RunDir(tmp_path), "bf16", policy="switch_to_bf16")
+
+
 def test_the_policy_stop_ends_the_run_and_says_what_it_goes_on_from_and_what_to_do(tmp_path):
     with pytest.raises(UserError) as ended:
         recovered(RunDir(tmp_path), policy="stop")
@@ -274,7 +280,7 @@ def test_the_policy_stop_ends_the_run_and_says_what_it_goes_on_from_and_what_to_
 
 def test_a_run_without_an_older_checkpoint_goes_on_from_scratch(tmp_path):
     with pytest.raises(UserError, match="resumes from scratch"):
-        recover(RunDir(tmp_path), DEFAULTS, DIVERGED, 0)
+        recover(RunDir(tmp_path), DEFAULTS, "fp32", DIVERGED, 0)
 
 
 def test_a_person_who_reacts_by_hand_is_not_hindered(tmp_path, constants):

@@ -300,7 +300,7 @@ def test_a_disk_that_stutters_lets_no_best_checkpoint_be_deleted(run_dir, stutte
 
 def test_a_disk_that_stutters_loses_no_decision_after_a_divergence(run_dir, stutter):
     settings = DivergenceConfig(policy="lower_learning_rate")
-    decided = recover(run_dir, settings, Diverged("the loss was above 9", 3), 2)
+    decided = recover(run_dir, settings, "fp32", Diverged("the loss was above 9", 3), 2)
     with stutter(errno.ECONNRESET, {"divergence.json"}):
         assert read_recovery(run_dir) == decided
     with stutter(errno.ECONNRESET, {"divergence.json"}, times=10**6), pytest.raises(MachineError):
