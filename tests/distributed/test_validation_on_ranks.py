@@ -13,6 +13,7 @@ from validation_program import launch
 from dist_transformer.decoding.metrics import tokenised_scores
 from dist_transformer.files import read_json
 from dist_transformer.run.folder import RunDir
+from dist_transformer.training import divergence
 from dist_transformer.training.checkpoint import checkpoints
 
 pytestmark = pytest.mark.slow
@@ -136,6 +137,14 @@ def test_translating_changes_no_weight_and_what_is_recorded_is_not_measured_agai
     before = [(translated / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")]
     train_small("translated", *given, "validation.translate=true", HELD, ranks=2)
     assert [(translated / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl")] == before
+
+
+def test_a_run_that_went_on_in_bf16_translates_in_bf16_in_stage_3_too(train_small):
+    given = ("training.precision=fp16", "training.zero_stage=3", "divergence.policy=switch_to_bf16")
+    run = train_small("switched", *given, "training.max_steps=4", ranks=2)
+    divergence.record(RunDir(run), divergence.Event(5, "diverged", "switch_to_bf16", 4, 1.0, 0.0))
+    train_small("switched", *given, "validation={translate: true, max_sentences: 4}", ranks=2)
+    assert [sorted({"bleu", "loss"} & {*found}) for found in records(run, "validation")] == [["loss"], ["bleu", "loss"]]
 
 
 EARLY = (

@@ -61,7 +61,11 @@ def run_as_rank(run: Path, results: Path) -> None:
         progress: list[int] = []
         data = open_run_data(config, folder, manifest)
         heard: list[str] = []
-        ways: dict[str, Any] = {"watchdog": SimpleNamespace(progress=heard.append), "wants_stop": lambda: False}
+        ways: dict[str, Any] = {
+            "watchdog": SimpleNamespace(progress=heard.append),
+            "wants_stop": lambda: False,
+            "training": config.training,
+        }
         ways["doing"] = lambda what, heard=heard: lambda: heard.append(what)
         start: Any = SimpleNamespace(config=config, ranks=ranks, data=data, manifest=manifest, **ways)
         validator = open_validator(start, engine)

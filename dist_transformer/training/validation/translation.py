@@ -211,7 +211,7 @@ def _full_model(run: Run, engine: Engine) -> Iterator[Transformer]:
         return
     ranks, manifest = run.ranks, run.manifest
     model = empty_model(run.config.model, manifest.source_vocabulary, manifest.target_vocabulary, manifest.pad_id)
-    if run.config.training.precision == "fp16":
+    if run.training.precision == "fp16":
         model.half()
 
     def take_memory(number: int) -> None:

@@ -121,13 +121,14 @@ def test_a_report_that_a_full_disk_does_not_take_is_named(tmp_path, monkeypatch)
 def test_memory_for_the_whole_model_of_a_validation_is_asked_for_by_name():
     wide = 2**22
     shape = {"d_model": wide, "d_ff": 2**25, "num_encoder_layers": 1, "num_decoder_layers": 1}
-    config = SimpleNamespace(model=ModelConfig(**shape, num_heads=1), training=SimpleNamespace(precision="bf16"))
+    config = SimpleNamespace(model=ModelConfig(**shape, num_heads=1))
+    training = SimpleNamespace(precision="bf16")
     manifest = SimpleNamespace(source_vocabulary=8, target_vocabulary=8, pad_id=0)
     engine: Any = SimpleNamespace(has_full_weights=False)
 
     def attempt(ranks: Any) -> None:
         ranks.device = torch.device("cpu" if ranks.rank else "meta")  # which has room for everything
-        run: Any = SimpleNamespace(config=config, manifest=manifest, ranks=ranks)
+        run: Any = SimpleNamespace(config=config, training=training, manifest=manifest, ranks=ranks)
         with (
             pytest.raises(WorkFailed, match=r"rank 1: out of memory in the copy of the whole model .*translate=false"),
             translation._full_model(run, engine),
