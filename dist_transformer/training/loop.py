@@ -72,7 +72,7 @@ class Loop:
             Diverged: the checkpoint was saved while the loss was running away.
         """
         self._metrics.restore(state["interval"])
-        self._validation.restore(state)
+        self._validation.restore(state, self._identity["settings"])
         self._agreement.restore(state["losses_to_judge"])
 
     def run(self) -> bool:

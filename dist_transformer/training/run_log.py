@@ -69,11 +69,11 @@ class RunLog:
             if (found := goodput_of(self._run_dir, time.time())) is not None:
                 self.metrics.append("goodput", step, found.shares())
 
-    def validated_later(self, step: int, measures: Mapping[str, float]) -> None:
-        """Adds measures to the checkpoint of `step`, which an earlier start wrote without them."""
+    def validated_later(self, step: int, measures: Mapping[str, float], settings: Mapping[str, Any]) -> None:
+        """Adds measures, with this start's settings, to the checkpoint of `step`, which an earlier start wrote without."""
         path = self._run_dir.checkpoints / checkpoints.folder_name(step)
         with _warned_of_disk(path):
-            add_validation(path, measures)
+            add_validation(path, measures, settings)
         self._report(path)
 
     def samples_written(self, step: int, corpora: list[dict[str, Any]]) -> None:
@@ -98,7 +98,7 @@ class RunLog:
         if self.tracker is None:
             return
         with _warned_of_disk(path):
-            measures = validation_of(path)
+            measures, _ = validation_of(path)
             state = {**read_json(path / STATE), "validation": measures}
             kept = [one.name for one in checkpoints.saved(self._run_dir)]
             is_best = is_best_so_far(state, self._metric)

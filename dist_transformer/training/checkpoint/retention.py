@@ -8,8 +8,8 @@ from typing import Any
 from dist_transformer.config.metrics import is_lower_better, measured_with
 from dist_transformer.config.schema import CheckpointConfig
 from dist_transformer.run.folder import RunDir
-from dist_transformer.training.checkpoint.checkpoints import delete, read_file, saved, step_of
-from dist_transformer.training.checkpoint.tensor_files import STATE, validation_of
+from dist_transformer.training.checkpoint.checkpoints import delete, saved, step_of
+from dist_transformer.training.checkpoint.tensor_files import validation_of
 from dist_transformer.training.divergence import PATIENCE_STEPS
 
 JUDGED_LATE_STEPS = 3
@@ -59,9 +59,9 @@ def retain(run_dir: RunDir, settings: CheckpointConfig, metric: str) -> None:
 def _validated(path: Path, metric: str) -> tuple[float, dict[str, Any] | None] | None:
     """Returns the value, and the settings that it was measured with; settings are None if an older version wrote it."""
     try:
-        value = float(validation_of(path)[metric])
-        settings = read_file(path / STATE).get("settings")
+        measures, settings = validation_of(path)
+        value = float(measures[metric])
         kind = measured_with(settings, metric) if settings else None
-    except (OSError, ValueError, KeyError, TypeError):  # the step was not validated, or the checkpoint is damaged
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # it was not validated, or is damaged
         return None
     return (value, kind) if math.isfinite(value) else None

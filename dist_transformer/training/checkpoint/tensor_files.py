@@ -29,8 +29,8 @@ from dist_transformer.training.engine.bit_sums import bit_sum
 MANIFEST, STATE = "manifest.json", "state.json"
 """Files beside the tensors: size and checksum of every file, and the other state of the run (checkpoints.py)."""
 LATER = ".validation.json"
-"""File with the measures of a validation that a stop interrupted and a later start repeated. Hidden: it is not part of
-the committed checkpoint."""
+"""File with the measures of a validation that a later start made, and its settings. Hidden: it is not part of the committed
+checkpoint."""
 VERSION = 2
 """Version of the format. Version 1 held whole tensors."""
 
@@ -127,18 +127,24 @@ class _Piece:
         return found
 
 
-def validation_of(path: Path) -> dict[str, float]:
-    """Returns the measures of the checkpoint's step; {} if it was not validated. Errors of a damaged one are raised."""
+def validation_of(path: Path) -> tuple[dict[str, float], dict[str, Any] | None]:
+    """Returns the measures of the checkpoint's step, {} if it was not validated, and the settings of the start that measured,
+    None if an older version did. Errors of a damaged one are raised."""
 
-    def read() -> dict[str, float]:
-        return dict(read_json(path / LATER) if (path / LATER).exists() else read_json(path / STATE)["validation"] or {})
+    def read() -> tuple[dict[str, float], dict[str, Any] | None]:
+        state = read_json(path / STATE)
+        if not (path / LATER).exists():
+            return state["validation"] or {}, state.get("settings")
+        later = read_json(path / LATER)  # an older version wrote the measures alone
+        return later.get("measures", later), later.get("settings", state.get("settings"))
 
     return patiently(path, read)
 
 
-def add_validation(path: Path, measures: Mapping[str, float]) -> None:
-    """Adds measures to a checkpoint that was committed without them (rank 0)."""
-    write_json(path / LATER, measures)
+def add_validation(path: Path, measures: Mapping[str, float], settings: Mapping[str, Any]) -> None:
+    """Adds what `validation_of` returns to a checkpoint that was committed without it (rank 0)."""
+    if not (path / LATER).exists():  # else an earlier start did, perhaps with other settings
+        write_json(path / LATER, {"measures": measures, "settings": settings})
 
 
 class StateFiles:

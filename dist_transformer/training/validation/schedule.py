@@ -42,13 +42,13 @@ class ValidationSchedule:
         self.early_stopping, self._run_log, self._bar, self._validated = early_stopping, run_log, bar, validated
         self._newest, self._recorded_step = newest, int(newest["step"])
         self._found: tuple[int, dict[str, float]] | None = None
-        self._resumed_step = -1
+        self._resumed: tuple[int, Mapping[str, Any]] = (-1, {})
         self.is_due = False
         """True if the last computed step is to be validated, and has not been yet."""
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Resumes from the state of a checkpoint."""
-        self._resumed_step = state["step"]
+    def restore(self, state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Resumes from the state of a checkpoint. `settings`: all those of this start."""
+        self._resumed = state["step"], settings
         self.is_due = state.get("validation_due", False)
 
     def state(self, step: int) -> dict[str, Any]:
@@ -111,8 +111,9 @@ class ValidationSchedule:
         if step % self._settings.every_steps == 0:  # the last validation of a run may be at any step
             self.early_stopping.add(step, found.numbers)
             log.info("step %7d  %s", step, self.early_stopping.standing())
-        if self._run_log and step == self._resumed_step:  # its checkpoint is that of an earlier start
-            self._run_log.validated_later(step, found.numbers)
+        resumed_step, settings = self._resumed
+        if self._run_log and step == resumed_step:  # its checkpoint is that of an earlier start
+            self._run_log.validated_later(step, found.numbers, settings)
 
     def _failed(self, step: int, reason: str) -> None:
         self._recorded_step = step  # it would fail again

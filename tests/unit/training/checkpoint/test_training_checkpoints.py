@@ -17,7 +17,14 @@ from dist_transformer.files import write_json
 from dist_transformer.run.folder import RunDir
 from dist_transformer.training.checkpoint import checkpoints, retention
 from dist_transformer.training.checkpoint.async_writer import AsyncWriter
-from dist_transformer.training.checkpoint.tensor_files import StateFiles, Weights, file_name, write_state_file
+from dist_transformer.training.checkpoint.tensor_files import (
+    StateFiles,
+    Weights,
+    add_validation,
+    file_name,
+    validation_of,
+    write_state_file,
+)
 
 
 def a_step(engine, batch, learning_rate=1e-2):
@@ -228,18 +235,19 @@ def test_the_best_are_those_of_the_highest_value_where_higher_is_better(run_dir)
     assert kept(run_dir, metric="news/chrf", keep_best=2) == [2, 10, 12]
 
 
-def test_only_checkpoints_that_were_measured_as_the_newest_one_are_compared(run_dir):
-    def settings(smoothing, beam=1):
-        return {
-            "training": {"label_smoothing": smoothing}, "data": {"target_language": "de"},
-            "validation": {"beam_size": beam}, "decoding": {},
-        }  # fmt: skip
+def with_settings(smoothing, beam=1):
+    return {
+        "training": {"label_smoothing": smoothing}, "data": {"target_language": "de"},
+        "validation": {"beam_size": beam}, "decoding": {},
+    }  # fmt: skip
 
+
+def test_only_checkpoints_that_were_measured_as_the_newest_one_are_compared(run_dir):
     for step, loss, kind in (
         (1, 1.0, None),
-        (2, 2.0, settings(0.0)),
-        (4, 3.0, settings(0.1)),
-        (6, 4.0, settings(0.1, 4)),
+        (2, 2.0, with_settings(0.0)),
+        (4, 3.0, with_settings(0.1)),
+        (6, 4.0, with_settings(0.1, 4)),
     ):
         more = {} if kind is None else {"settings": kind}  # None: an older version wrote it
         save(run_dir, step, num_ranks=1, validation={"loss": loss, "nll": loss, "bleu": loss}, **more)
@@ -248,6 +256,19 @@ def test_only_checkpoints_that_were_measured_as_the_newest_one_are_compared(run_
     assert names(retention.best(saved, 9, "nll")) == [1, 2, 4, 6]
     assert names(retention.best(saved, 9, "bleu")) == [1, 6]
     assert kept(run_dir, keep_best=1) == [4, 6]
+
+
+def test_measures_that_a_later_start_made_are_compared_as_made_with_its_settings(run_dir):
+    for step, value in ((2, 5.0), (4, None), (6, None)):
+        save(run_dir, step, validation=None if value is None else {"bleu": value}, settings=with_settings(0.1, beam=1))
+    first, second, third = checkpoints.saved(run_dir)
+    write_json(third / ".validation.json", {"bleu": 3.0})  # of an older version
+    assert names(retention.best([first, third], 9, "bleu")) == [2, 6]
+    add_validation(second, {"bleu": 4.0}, with_settings(0.1, beam=4))
+    add_validation(second, {"bleu": 9.0}, with_settings(0.1, beam=1))  # as a start does that was killed after it
+    assert validation_of(second) == ({"bleu": 4.0}, with_settings(0.1, beam=4))
+    assert names(retention.best([first, second], 9, "bleu")) == [4]
+    assert names(retention.best([first, second, third], 9, "bleu")) == [2, 6]
 
 
 def test_of_equal_losses_the_first_is_the_best(run_dir):
