@@ -7,7 +7,7 @@ could not read its data, and the digest of the global batch.
 
 import math
 import time
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -158,11 +158,7 @@ class GlobalBatchPrefetcher:
 
     def _repartition(self) -> None:
         """Divides the rest of the epoch anew, by new weights and from the positions of all lanes (collective)."""
-        lanes = {
-            lane: at
-            for part in self._ranks.all_gather_object(self._loader.lane_positions())
-            for lane, at in part.items()
-        }
+        lanes = ChainMap(*self._ranks.all_gather_object(self._loader.lane_positions()))
         self._loader.repartition([lanes[lane] for lane in range(self._num_lanes)], self._batch)
 
     def _count(self, local: LocalStep, status: RankStatus) -> torch.Tensor:

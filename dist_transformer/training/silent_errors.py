@@ -202,15 +202,15 @@ def begin_checks(run: Run, engine: Engine) -> SilentErrors:
             ).agreed()
         how = "bit by bit" if engine.gradient_sums.is_exact else f"within {BOUND:g} of the norm"
         log.info("audit      of %g of the micro-batches, %s", training.audit_share, how)
-    if not unlike or training.zero_stage > 0:
-        return SilentErrors(run, engine, nodes)
-    said = (
-        f"with training.zero_stage: 0 each rank computes the update itself, and machines of different kinds ({unlike}) may "
-        "round it otherwise; set it to 1, or give all ranks one kind"
-    )
-    if run.config.optimizer.matrices == "muon":
-        raise UserError(f"optimizer.matrices: muon: {said}").agreed()
-    log.warning("machines   %s", said)
+    said = ""
+    if unlike and training.zero_stage == 0:
+        said = (
+            f"with training.zero_stage: 0 each rank computes the update itself, and machines of different kinds ({unlike}) "
+            "may round it otherwise; set it to 1, or give all ranks one kind"
+        )
+        if run.config.optimizer.matrices == "muon":
+            raise UserError(f"optimizer.matrices: muon: {said}").agreed()
+        log.warning("machines   %s", said)
     return SilentErrors(run, engine, nodes, said)
 
 

@@ -325,15 +325,6 @@ def _prepare(temporary: Path, needed_bytes: int) -> str | None:
     return None
 
 
-def _rename(temporary: Path, final: Path, state: Mapping[str, Any]) -> None:
-    """Renames the folder; an error that a file server reports of a rename that it has done counts for nothing."""
-    try:
-        temporary.rename(final)
-    except OSError:
-        if not _is_there(final, state):
-            raise
-
-
 def _commit(flight: PendingSave, entries: dict[str, Any]) -> str | None:
     """Turns the folder into a checkpoint; rank 0, when every rank's file is on disk. Returns the problem or None."""
     temporary, final, state = flight.temporary, flight.final, flight.state
@@ -345,7 +336,11 @@ def _commit(flight: PendingSave, entries: dict[str, Any]) -> str | None:
         write_json(temporary / MANIFEST, {**identity, "files": files})
         if final.exists():  # another run's or a damaged one, as `begin` has checked
             checkpoints.set_aside(final, "damaged")
-        _rename(temporary, final, state)
+        try:
+            temporary.rename(final)
+        except OSError:  # a file server may report an error of a rename that it has done
+            if not _is_there(final, state):
+                raise
         flush_to_disk(final.parent)
     except CheckpointError as error:
         return f"{error}. Is the run folder on a disk that all nodes share?"

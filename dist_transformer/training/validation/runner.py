@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,6 @@ from dist_transformer.training.validation.token_metrics import (
 
 log = logging.getLogger(__name__)
 
-NOT_TRANSLATED = Translated(())
 SAMPLES = 6
 """Sample translations kept at each validation: half of them of the same sentences, half drawn anew."""
 
@@ -51,7 +50,8 @@ class Validator:
     """
 
     def __init__(self, run: Run, sets: Sequence[ValidationSet], engine: Engine, translate: Translate | None) -> None:
-        self._run, self.sets, self._engine, self._translate = run, sets, engine, translate
+        self._run, self.sets, self._engine = run, sets, engine
+        self._translate = translate or (lambda sets, _: iter([Translated(())] * len(sets)))
 
     def validate(self, step: int, progress: Progress) -> Validated:
         """Measures every corpus with the current weights (collective). Weights and random states do not change.
@@ -63,7 +63,7 @@ class Validator:
         values: dict[str, float | str] = {}
         samples = []
         started = time.monotonic()
-        translations = self._translated(self.sets, progress)
+        translations = self._translate(self.sets, progress)
         for each, (tokens, seconds), translated in zip(self.sets, measured, translations, strict=True):
             found = {**tokens, **translated.scores}
             _log(step, each, found, seconds + time.monotonic() - started)
@@ -77,18 +77,13 @@ class Validator:
         """Measures and translates `sets` as in a validation, without any result (collective)."""
         for each in sets:
             self._measure(each, progress)
-        for _ in self._translated(sets, progress):
+        for _ in self._translate(sets, progress):
             pass
 
     def _measure(self, each: ValidationSet, progress: Progress) -> tuple[dict[str, float], float]:
         started = time.monotonic()
         tokens = measure_tokens(self._engine, each.batches, self._run.ranks, progress, self._run.wants_stop)
         return tokens, time.monotonic() - started
-
-    def _translated(self, sets: Sequence[ValidationSet], progress: Progress) -> Iterable[Translated]:
-        if self._translate is None:
-            return [NOT_TRANSLATED] * len(sets)
-        return self._translate(sets, progress)
 
     def _samples(self, step: int, each: ValidationSet, translated: Translated) -> list[dict[str, Any]]:
         num_lines = len(translated.translations)

@@ -70,7 +70,15 @@ class ValidationSchedule:
             Stopped: on every rank; the state is as if the validation had not begun.
         """
         if self._must_validate(step):
-            self._validate(step, progress)
+            started = time.monotonic()
+            try:
+                found = self._validator.validate(step, progress)
+            except WorkFailed as failure:
+                self._failed(step, str(failure))
+            else:
+                self._record(step, found)
+            finally:
+                self._validated(time.monotonic() - started)
         self.is_due = False
 
     def make_up(self, step: int, progress: Callable[[], None]) -> None:
@@ -85,17 +93,6 @@ class ValidationSchedule:
 
     def _found_at(self, step: int) -> dict[str, float] | None:
         return self._found[1] if self._found and self._found[0] == step else None
-
-    def _validate(self, step: int, progress: Callable[[], None]) -> None:
-        started = time.monotonic()
-        try:
-            found = self._validator.validate(step, progress)
-        except WorkFailed as failure:
-            self._failed(step, str(failure))
-        else:
-            self._record(step, found)
-        finally:
-            self._validated(time.monotonic() - started)
 
     def _record(self, step: int, found: Validated) -> None:
         self._recorded_step = step
