@@ -16,6 +16,7 @@ from dist_transformer.errors import MachineError as MachineError
 from dist_transformer.errors import UserError as UserError
 from dist_transformer.files import write_text
 from dist_transformer.run.attempts import newest_checkpoint
+from dist_transformer.run.evaluations import evaluations_of
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.metrics_log import read_records
 from dist_transformer.run.records import read_record
@@ -87,8 +88,11 @@ class Run:
         return (record for record in read_records(self._run_dir.metrics) if event in (None, record["event"]))
 
     def scores(self) -> dict[str, dict[str, Any]]:
-        """Returns what `evaluate` has measured, by the name of the corpus: {"test": {"bleu": 28.4, ...}}."""
-        return {path.stem: read_record(path) for path in sorted(self._run_dir.evaluation.glob("*.json"))}
+        """Returns what `evaluate` has measured of `model`, by the name of the corpus: {"test": {"bleu": 28.4, ...}}.
+
+        Scores of an earlier model are left out.
+        """
+        return evaluations_of(self._run_dir)[0]
 
 
 class Translator:

@@ -158,7 +158,7 @@ def _evaluation_rows(stories: Sequence[Named]) -> Iterator[Row]:
 
 def _significance(stories: Sequence[Named], name: str) -> Iterator[Row]:
     """Yields p-values of the BLEU of the runs against that of the first one whose translations and references are there."""
-    texts = [_kept_texts(story.run_dir.evaluation, name) for _, story in stories]
+    texts = [_kept_texts(story.run_dir.evaluation, name) if name in story.evaluations else [] for _, story in stories]
     first = next(filter(None, texts), [])
     alike = {place: each[0] for place, each in enumerate(texts) if each and each[1:] == first[1:]}
     if len(alike) > 1 and len(first[0]) <= MOST_LINES:

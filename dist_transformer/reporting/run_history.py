@@ -23,6 +23,7 @@ from dist_transformer.config.yaml_positions import read_yaml
 from dist_transformer.errors import ConfigError
 from dist_transformer.reporting.curves import Curves, read_curves
 from dist_transformer.run.attempts import attempts
+from dist_transformer.run.evaluations import evaluations_of
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.goodput import Goodput, goodput_of
 from dist_transformer.run.metrics_log import read_records
@@ -95,7 +96,7 @@ class RunStory:
         settings: config.yaml as dotted keys, without secrets: {"model.d_model": 512}.
         run: run.json.
         samples: records of samples.jsonl, oldest first.
-        evaluations: the files of evaluation/ by name.
+        evaluations, outdated: as from `evaluations_of`.
         measured_since: the step since which validation.metric is measured the same way; 0: always.
         goodput: where the time of the run went; None: no start is recorded.
         faults: records of silent errors that were found.
@@ -111,6 +112,7 @@ class RunStory:
     starts: list[Start]
     attempts: list[Record]
     evaluations: dict[str, Record]
+    outdated: list[str]
     checkpoints: list[SavedCheckpoint]
     prepared: PreparedCorpus | None
     tracking: Record
@@ -196,6 +198,7 @@ def read_story(run_dir: RunDir) -> RunStory:
     """Reads a run folder; `run_dir.path` is one (cluster.run_ref.is_run_folder)."""
     settings = _settings(run_dir)
     records = [*read_records(run_dir.history)]
+    evaluations, outdated = evaluations_of(run_dir)
     return RunStory(
         run_dir=run_dir,
         name=run_dir.path.absolute().name,
@@ -206,7 +209,8 @@ def read_story(run_dir: RunDir) -> RunStory:
         samples=[record for record in read_records(run_dir.samples) if isinstance(record.get("sentences"), list)],
         starts=starts_of(records),
         attempts=[*attempts(run_dir)],
-        evaluations={path.stem: read_record(path) for path in sorted(run_dir.evaluation.glob("*.json"))},
+        evaluations=evaluations,
+        outdated=outdated,
         checkpoints=[*_checkpoints(run_dir)],
         prepared=_prepared(settings.get("data.prepared")),
         tracking=read_record(run_dir.tracking),

@@ -9,8 +9,11 @@ import pytest
 from html_reader import Page, assert_sound
 from running import records, wait_for_step
 
+from dist_transformer import Run
+from dist_transformer.files import read_json, write_json
 from dist_transformer.interop.model_folder import load_model_folder
 from dist_transformer.reporting.run_report import report_after_training
+from dist_transformer.run.evaluations import OF_MODEL
 from dist_transformer.run.folder import RunDir
 
 pytestmark = pytest.mark.slow
@@ -111,6 +114,31 @@ def test_runs_are_compared_on_the_screen_and_on_a_page(command, trained, copied,
     assert ["evaluated: validation BLEU, p against reported (paired bootstrap)", "-", "1.000"] in lines
     assert f"written to {tmp_path / 'both.html'}" in said
     assert page_of(tmp_path / "both.html").tables[0][0] == ["", "reported", "copied"]
+
+
+def test_scores_of_a_model_that_was_replaced_since_are_shown_nowhere(command, copied, tmp_path):
+    shutil.rmtree(copied / "evaluation", ignore_errors=True)
+    command("evaluate", copied)
+    command("report", copied)
+    assert "The final model, evaluated" in page_of(copied / "report.html").text
+    old = shutil.copytree(copied, tmp_path / "old")
+    scores = read_json(old / "evaluation" / "test.json")
+    assert Run(old).scores() == {"test": scores}
+    command("average", copied, "--last", 1)
+    command("report", copied)
+    page = page_of(copied / "report.html").text
+    assert "The final model, evaluated" not in page
+    assert "Scores of an earlier model, left out: test. Evaluate again." in page
+    assert f"not evaluated yet: dist-transformer evaluate {copied}" in page
+    assert Run(copied).scores() == {}
+    lines = [line.split("\t") for line in command("compare", old, copied).splitlines()]
+    assert [line[1:] for line in lines if line[0].startswith("evaluated: test BLEU")] == [
+        [f"{scores['bleu']:.2f}", "-"]
+    ]
+    write_json(copied / "evaluation" / "test.json", {key: scores[key] for key in scores if key != OF_MODEL})
+    assert Run(copied).scores()["test"]["bleu"] == scores["bleu"]  # of a version that did not record the model
+    command("evaluate", copied)
+    assert Run(copied).scores().keys() == {"test"}
 
 
 def test_a_folder_of_runs_stands_for_its_runs(command, trained, tmp_path):
