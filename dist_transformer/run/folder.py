@@ -33,8 +33,8 @@ class RunDir:
     samples = _At("samples.jsonl")
     """Sample translations, one JSON record for each validation corpus and step; steps never repeat."""
     history = _At("history.jsonl")
-    """One JSON record a line for each start of training, the settings that it changed, and its end: `event` is
-    "start", "changed", "failed validation", "fault" or "end"."""
+    """One JSON record a line for each start of training, the settings that it changed, and its end: `event` is "start",
+    "changed", "failed start" (of a finished run), "failed validation", "fault" or "end"."""
     report = _At("report.html")
     """The report of the run: one file that contains its style and figures."""
     log = _At("train.log")

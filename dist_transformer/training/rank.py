@@ -27,6 +27,7 @@ from dist_transformer.processes.stop_request import StopRequest, leave
 from dist_transformer.run.folder import RunDir
 from dist_transformer.run.lock import RunLock
 from dist_transformer.run.outputs import check_output, check_run_folder, is_misplaced, writing
+from dist_transformer.run.records import read_record
 from dist_transformer.tracking.final_status import status_said
 from dist_transformer.tracking.outbox import add_event
 from dist_transformer.training.checkpoint import checkpoints
@@ -77,7 +78,7 @@ def train_rank(config: Config, run_dir: RunDir, stop: StopRequest, terminal: Ter
         cause = group.explain(error)  # short if this rank only lost another one, whose message must stay visible
         said = without_secrets(traceback.format_exc()) if cause is None else f"{cause} ({ranks.last.text()})"
         print(f"rank {ranks.rank} of {ranks.num_ranks} on {platform.node()} failed: {said}", file=sys.stderr)
-        _note_failure(run_dir, ranks, said)
+        _note_failure(run_dir, ranks, said, said.strip().splitlines()[-1])
         sys.stderr.flush()
         leave(EXIT_FAILED)
     lock.release()
@@ -180,15 +181,23 @@ def _default_threads(ranks: Ranks) -> int:
     return (int(given) if given.isdecimal() else 0) or threads_per_rank(ranks.ranks_per_node)
 
 
-def _note_failure(run_dir: RunDir, ranks: Ranks, message: str) -> None:
-    """Records a failure in train.log and run.json, unless the disk fails; other ranks print theirs themselves."""
+def _note_failure(run_dir: RunDir, ranks: Ranks, message: str, reason: str = "") -> None:
+    """Records a failure in train.log and run.json, unless the disk fails; other ranks print theirs themselves.
+
+    A run that has finished stays so in run.json: no step was trained since. `reason`: the message in one line.
+    """
+    reason = reason or " ".join(message.split())
     if ranks.is_rank_zero:
         log.error("end        failed: %s", message, extra={"is_said_elsewhere": True})
     with contextlib.suppress(OSError, MachineError):
         # Said by an earlier start, or before a rollback was refused.
         if ranks.is_rank_zero and status_said(run_dir) == "SCHEDULED":
             add_event(run_dir.tracking_events, "status", {"status": "FAILED"})
-        note(run_dir, ranks, "failed", reason=message.strip().splitlines()[-1])
+        before = read_record(run_dir.state)
+        if before.get("state") != "finished":
+            note(run_dir, ranks, "failed", reason=reason)
+        elif ranks.is_rank_zero:
+            add_to_history(run_dir, "failed start", before.get("step", 0), {"reason": without_secrets(reason)})
 
 
 def _end(run: Run, is_finished: bool, step: int) -> int:

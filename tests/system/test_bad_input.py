@@ -74,6 +74,17 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_changed(command, tra
     assert "another run.name" in said
 
 
+def test_a_run_that_has_finished_stays_so_when_a_start_is_refused(command, trained):
+    before, end = (trained / "run.json").read_bytes(), records(trained, "end", "history.jsonl")
+    refusal(command, "train", "small.yaml", f"run.name={trained.name}", "model.d_ff=128")
+    assert (trained / "run.json").read_bytes() == before
+    assert records(trained, "end", "history.jsonl") == end
+    refused = records(trained, "failed start", "history.jsonl")[-1]
+    assert refused["step"] == 6
+    assert "model.d_ff: 64 -> 128" in refused["reason"]
+    assert f"failed: {refused['reason'][:20]}" in (trained / "train.log").read_text(encoding="utf-8")
+
+
 def test_changed_data_order_is_refused_with_what_changed(command, trained):
     said = refusal(command, "train", "small.yaml", f"run.name={trained.name}", "data.lanes=2", "training.max_steps=9")
     assert "data.lanes: 4 -> 2" in said
