@@ -194,7 +194,7 @@ def submit(config: Config | str | Path, stages: Sequence[Stage] = ("train",), af
 
     Raises:
         ConfigError: all problems of the run together.
-        UserError: sbatch refuses the job.
+        UserError: `stages` or `after` is something else, or sbatch refuses the job.
     """
     from dist_transformer.cli.submit import checked_submission
     from dist_transformer.cluster.submit import submit as submit_jobs

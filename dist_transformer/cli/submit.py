@@ -43,7 +43,8 @@ def submit_command(
     ] = None,
 ) -> None:
     """Check a run and submit it as a Slurm job that saves, requeues and resumes by itself."""
-    wanted, waits = read_stages(stages), read_job_ids(after)
+    wanted = read_stages([word.strip() for word in stages.split(",")])
+    waits = read_job_ids(after.split(",") if after else [])
     if pipeline is not None:
         if wanted != ("train",):
             raise UserError(f"--stages {stages}: the nodes of a pipeline are its stages; leave it out")
@@ -86,7 +87,9 @@ def checked_submission(
 
     Raises:
         ConfigError: all problems of the run together.
+        UserError: see `read_stages` and `read_job_ids`.
     """
+    stages, after = read_stages(stages), read_job_ids(after)
     config, run_dir = read_run(run, overrides)
     config = fill_from_profile(config)
     if config.tracking.enabled and not any(
@@ -101,28 +104,20 @@ def checked_submission(
     return submission, config.slurm
 
 
-def read_stages(text: str) -> tuple[Stage, ...]:
-    """Parses `prepare,train` to ("prepare", "train").
-
-    Raises:
-        UserError: another word, another order, or one twice.
-    """
-    words = [word.strip() for word in text.split(",")]
-    stages = tuple(stage for stage in STAGES if stage in words)
-    if list(stages) != words:
-        raise UserError(f"--stages {text!r}: expected some of {','.join(STAGES)}, each once and in this order")
+def read_stages(given: Sequence[str]) -> tuple[Stage, ...]:
+    """Returns the stages. UserError: none, another word, another order, one twice, or one text in place of a list."""
+    stages = tuple(stage for stage in STAGES if isinstance(given, list | tuple) and stage in given)
+    if not stages or [*stages] != [*given]:
+        raise UserError(f"stages: expected some of {','.join(STAGES)}, each once and in this order; got {given!r}")
     return stages
 
 
-def read_job_ids(text: str) -> tuple[str, ...]:
-    """Parses `12,13_4` to ("12", "13_4").
-
-    Raises:
-        UserError: it is no list of job ids.
-    """
-    if text and not re.fullmatch(r"[0-9]+(_[0-9]+)?(,[0-9]+(_[0-9]+)?)*", text):
-        raise UserError(f"--after {text!r}: expected ids of jobs: 12, or 12,13")
-    return tuple(text.split(",")) if text else ()
+def read_job_ids(given: Sequence[str]) -> tuple[str, ...]:
+    """Returns the ids. UserError: one is no text like `12` or `13_4`, or there is one text in place of a list."""
+    is_list, form = isinstance(given, list | tuple), r"[0-9]+(_[0-9]+)?"
+    if not is_list or not all(isinstance(each, str) and re.fullmatch(form, each) for each in given):
+        raise UserError(f"after: expected ids of jobs, each a text: 12, or 12 and 13_4; got {given!r}")
+    return tuple(given)
 
 
 def _size_in_words(slurm: SlurmConfig) -> str:

@@ -3,11 +3,13 @@
 import shlex
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster_helpers import FakeSlurm, small_snapshot
 from fake_slurm import job_line
 
+import dist_transformer
 from dist_transformer.cli import pipeline as pipeline_module
 from dist_transformer.cli import submit as submit_module
 from dist_transformer.cli.pipeline import run_command, status_command, submit_pipeline
@@ -220,20 +222,38 @@ def test_memory_is_estimated_only_for_gpus_whose_size_is_known(config: Path, giv
 
 
 def test_stages_are_read_in_their_order_only() -> None:
-    assert read_stages("prepare,train, evaluate") == ("prepare", "train", "evaluate")
+    assert read_stages(["prepare", "train", "evaluate"]) == ("prepare", "train", "evaluate")
     for text in ("", "train,prepare", "train,train", "tran", "train,,average"):
         with pytest.raises(
             UserError, match="expected some of prepare,train,average,evaluate, each once and in this order"
         ):
-            read_stages(text)
+            read_stages(text.split(","))
 
 
 def test_ids_of_jobs_are_nothing_else() -> None:
-    assert read_job_ids("12,13_4") == ("12", "13_4")
-    assert read_job_ids("") == ()
+    assert read_job_ids(["12", "13_4"]) == ("12", "13_4")
+    assert read_job_ids([]) == ()
     for text in ("a", "12,", "12 13", "12;x", "-1", "12:13", "१२"):
         with pytest.raises(UserError, match="expected ids of jobs"):
-            read_job_ids(text)
+            read_job_ids(text.split(","))
+
+
+@pytest.mark.parametrize("stages", [("trian",), "train", ("train", "prepare"), ("train", "train"), (), None])
+def test_stages_from_python_are_checked_before_sbatch_is_called(
+    config: Path, fake_slurm: FakeSlurm, stages: Any
+) -> None:
+    with pytest.raises(UserError, match="stages: expected some of prepare,train,average,evaluate"):
+        dist_transformer.submit(config, stages)
+    assert fake_slurm.calls == []
+
+
+@pytest.mark.parametrize("after", ["123", [123], ["12,13"], None])
+def test_ids_of_jobs_from_python_are_checked_before_sbatch_is_called(
+    config: Path, fake_slurm: FakeSlurm, after: Any
+) -> None:
+    with pytest.raises(UserError, match="after: expected ids of jobs, each a text"):
+        dist_transformer.submit(config, after=after)
+    assert fake_slurm.calls == []
 
 
 def test_stages_of_a_pipeline_are_refused_and_a_run_is_asked_for(tmp_path: Path) -> None:
