@@ -42,7 +42,11 @@ def read_run(run: Path, overrides: list[str] | None = None, *, check_files: bool
                 "slurm.cluster: the settings of a run folder are complete, so a profile fills none of them; give the YAML "
                 "file, or the settings themselves: slurm.sbatch.partition=..."
             )
-        return load_config(run_dir.config, overrides, check_files=False), run_dir
+        config = load_config(run_dir.config, overrides, check_files=False)
+        if (given := config.data.prepared) is not None:
+            data = config.data.model_copy(update={"prepared": str(run_dir.prepared(config.run.root, given))})
+            config = config.model_copy(update={"data": data})
+        return config, run_dir
     config = load_config(run, overrides, check_files=check_files)
     run_dir = RunDir(Path(config.run.root) / config.run.name)
     if config.training.precision == "auto" and run_dir.config.is_file():  # a run resumes in its original precision

@@ -212,7 +212,7 @@ def read_story(run_dir: RunDir) -> RunStory:
         evaluations=evaluations,
         outdated=outdated,
         checkpoints=[*_checkpoints(run_dir)],
-        prepared=_prepared(settings.get("data.prepared")),
+        prepared=_prepared(run_dir, settings),
         tracking=read_record(run_dir.tracking),
         goodput=goodput_of(run_dir, time.time()),
         faults=[record for record in records if record["event"] == "fault"],
@@ -285,10 +285,10 @@ def _step_of(name: str) -> int | None:
     return int(number) if number.isdecimal() else None
 
 
-def _prepared(folder: Any) -> PreparedCorpus | None:
-    if not isinstance(folder, str):
+def _prepared(run_dir: RunDir, settings: Mapping[str, Any]) -> PreparedCorpus | None:
+    if not isinstance(given := settings.get("data.prepared"), str):
         return None
-    path = Path(folder)
+    path = run_dir.prepared(settings.get("run.root"), given)
     picture, manifest = path / "lengths.png", read_record(path / "manifest.json")
     source, target = (manifest.get(f"{side}_vocabulary") for side in ("source", "target"))
     models: Record = manifest["tokenizer"] if isinstance(manifest.get("tokenizer"), dict) else {}

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +140,22 @@ def test_a_run_folder_goes_on_from_any_folder_and_without_its_text(train_small, 
     assert [r["step"] for r in records(run)] == [1, 2, 3, 4, 5, 6]
     elsewhere("average", run, "--output", tmp_path / "model")
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_moved_folder_of_runs_goes_on_without_its_text_by_the_prepared_corpus_in_it(command: Command, tmp_path):
+    text, old, new = tmp_path / "text", tmp_path / "old", tmp_path / "new"
+    text.mkdir()
+    for file in command.folder.glob("*.[ed][ne]"):
+        shutil.copy(file, text)
+    command("train", "small.yaml", f"run.root={old}", f"data.root={text}", "training.max_steps=4")
+    old.rename(new)
+    shutil.rmtree(text)
+    command("train", new / "small", "training.max_steps=6")
+    assert [r["step"] for r in records(new / "small")] == [1, 2, 3, 4, 5, 6]
+    command("average", new / "small", "--output", tmp_path / "model")
+    command("report", new / "small")
+    assert "is not there" not in (new / "small" / "report.html").read_text(encoding="utf-8")
+    assert not old.exists()
 
 
 def test_a_lowered_end_ends_the_run(train_small):
