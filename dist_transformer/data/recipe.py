@@ -23,6 +23,9 @@ PREPARED_FORMAT, FORMAT_BEFORE_RULES = 3, 2
 Format 2 had neither `rules` nor `scores`; it is read, and trained on, as it is.
 """
 
+MOST_NAMES = 10
+"""Names of changed files in a message."""
+
 
 def make_recipe(config: Config) -> dict[str, Any]:
     """Returns the recipe of a configuration; DataError if a corpus or tokenizer file is missing."""
@@ -78,18 +81,25 @@ def refuse_other_recipe(folder: Path, found: dict[str, Any], wanted: dict[str, A
         lines = [f"  {_difference(key, theirs.get(key), ours.get(key))}" for key in differing]
         raise DataError(
             f"{folder}: this folder was prepared with other settings or another text:\n" + "\n".join(lines) + "\n"
-            "Set data.prepared to another folder, or delete this one to prepare again."
+            "Put it back; or set data.prepared to another folder, and for a run that has checkpoints another run.name; without "
+            "such a run, the folder may be deleted and is prepared again."
         )
 
 
 def _difference(key: str, found: Any, wanted: Any) -> str:
-    """Describes a difference; for two lists, such as the files of a corpus, only the first one."""
-    if isinstance(found, list) and isinstance(wanted, list):
-        place = next((n for n, (a, b) in enumerate(zip(found, wanted, strict=False)) if a != b), None)
-        if place is None:
-            return f"{key}: {len(found)} in the folder, {len(wanted)} now"
-        return _difference(f"{key}, number {place + 1}", found[place], wanted[place])
-    return f"{key}: {found!r} in the folder, {wanted!r} now"
+    """Describes a difference; of files their names."""
+    if not any(isinstance(side, list) and side and isinstance(side[0], dict) for side in (found, wanted)):
+        return f"{key}: {found!r} in the folder, {wanted!r} now"
+    before, now = ([file for each in side or () for file in each.get("files", [each])] for side in (found, wanted))
+    gone, new = ({file["name"] for file in a if file not in b} for a, b in ((before, now), (now, before)))
+    changes = {"removed": gone - new, "added": new - gone, "changed": gone & new}
+    said = [f"{what} {_listed(sorted(names))}" for what, names in changes.items() if names]
+    return f"{key}: {'; '.join(said) or 'the same files in another order'}"
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
 
 
 def taken_models(settings: TokenizerConfig) -> list[Path]:

@@ -220,6 +220,33 @@ def test_a_folder_of_another_recipe_is_refused_with_what_differs(tmp_path: Path)
     assert "seed" not in str(error.value)
 
 
+def test_files_of_another_text_are_named_and_a_run_with_checkpoints_is_given_a_way(tmp_path: Path):
+    for number in range(12):
+        write_text(tmp_path, PAIRS[:100])
+        for side in ("en", "de"):
+            (tmp_path / f"train.{side}").rename(tmp_path / f"part{number:02}.{side}")
+    config = config_of(tmp_path, data=in_fixed_folder(tmp_path, train={"source": "part*.en", "target": "part*.de"}))
+    prepare(config)
+    for side in ("en", "de"):
+        (tmp_path / f"part00.{side}").rename(tmp_path / f"part50.{side}")
+    with (tmp_path / "part03.en").open("a") as file, (tmp_path / "part03.de").open("a") as other:
+        print("one more", file=file)
+        print("noch eins", file=other)
+    with pytest.raises(DataError) as error:
+        prepare(config)
+    assert str(error.value).splitlines()[1:] == [
+        "  training.train.files: removed part00.de, part00.en; added part50.de, part50.en; changed part03.de, part03.en",
+        "Put it back; or set data.prepared to another folder, and for a run that has checkpoints another run.name; without "
+        "such a run, the folder may be deleted and is prepared again.",
+    ]
+    for number in range(12):
+        for side in ("en", "de"):
+            (tmp_path / f"other{number:02}.{side}").write_bytes((tmp_path / f"part11.{side}").read_bytes())
+    others = in_fixed_folder(tmp_path, train={"source": "other*.en", "target": "other*.de"})
+    with pytest.raises(DataError, match=r"added .*other04\.en and 14 more"):
+        prepare(config_of(tmp_path, data=others))
+
+
 def test_a_changed_text_under_an_unfinished_folder_is_refused(tmp_path: Path):
     write_text(tmp_path)
     config = config_of(tmp_path, data=in_fixed_folder(tmp_path))
